@@ -1,0 +1,249 @@
+"""The whole configuration of a run: one typed section per YAML section.
+
+Every field carries its documentation right below it; `sagetrain plan`, the error messages and the key reference are
+generated from these. Unknown keys are errors. This module imports no torch: it must load on a laptop in no time.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, no unknown keys, field docstrings become the reference."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Shape of the Llama-style decoder."""
+
+    num_layers: PositiveInt
+    """Transformer blocks."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    ffn_hidden_size: PositiveInt
+    """Inner width of the SwiGLU MLP (gate and up each have this many columns)."""
+    num_attention_heads: PositiveInt
+    """Query heads."""
+    num_key_value_heads: PositiveInt = Field(default_factory=lambda data: data["num_attention_heads"])
+    """Key/value heads (grouped-query attention). Default: num_attention_heads."""
+    head_dim: PositiveInt = Field(default_factory=lambda data: data["hidden_size"] // data["num_attention_heads"])
+    """Width of one head. Default: hidden_size / num_attention_heads."""
+    vocab_size: PositiveInt | None = None
+    """Tokens of the vocabulary. Default: that of data.tokenizer. Padded up to a multiple of 128 inside the model."""
+    tie_embeddings: bool = False
+    """Use one matrix as input embedding and output projection."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary position embedding."""
+    norm_eps: PositiveFloat = 1e-6
+    """Epsilon of every RMSNorm, QK-norm included."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights; projections into the residual stream get it / sqrt(2 num_layers)."""
+
+
+class AttentionConfig(Section):
+    """Which attention runs, and the SageBwd settings."""
+
+    backend: Literal["sage", "sdpa", "flash", "reference", "auto"] = "sage"
+    """sage: trainable INT8 attention (its torch twin on a machine without a GPU). sdpa: torch's 16-bit attention.
+    flash: an installed flash-attn 2, 3 or 4. reference: plain matmuls. auto: the fastest that passes admission."""
+    recipe: Literal["fine", "paper"] = "fine"
+    """Scale granularity of sage: fine (finest scales that each contraction allows) or paper (one scale per tile)."""
+    qk_norm: Literal["none", "before_rope", "after_rope"] = "before_rope"
+    """RMS normalization of each head's q and k with learned gain, before or after the rotary embedding."""
+    smooth_k: bool = True
+    """Subtract the mean key before quantizing (SageBwd section 3). Turning it off triggers a guidance finding."""
+    smooth_q: bool = False
+    """Subtract the mean query of each block before quantizing. No consistent gain in the paper: a guidance finding."""
+
+
+class ParallelConfig(Section):
+    """How the model and the optimizer state spread over the ranks."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """Ranks that share one copy of the model (Megatron tensor parallelism); ranks of one group are neighbours."""
+    sequence_parallel: bool = False
+    """Shard norms and residual stream along the sequence inside a tensor-parallel group."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """DeepSpeed ZeRO stage over the data-parallel ranks. With bf16, 0 is run as 1 (DeepSpeed's bf16 stage 0 is wrong)."""
+
+
+class DataSource(Section):
+    """One token file and its share of the mix."""
+
+    path: str
+    """Path of a token file written by `sagetrain prepare`, without .bin/.idx."""
+    weight: PositiveFloat = 1.0
+    """Relative share of the sequences drawn from this source; the weights of a list need not sum to 1."""
+
+
+class DataConfig(Section):
+    """Token files, and how sequences are cut from them."""
+
+    train: Annotated[list[DataSource], Field(min_length=1)]
+    """Training sources, blended by weight."""
+    valid: list[DataSource] = []
+    """Held-out sources for evaluation. Empty: no evaluation."""
+    tokenizer: str | None = None
+    """SentencePiece model file (tokenizer.model). Default: the one that `sagetrain prepare` left beside train[0]."""
+    seq_length: PositiveInt
+    """Tokens of one training sequence (context length)."""
+    micro_batch_size: PositiveInt
+    """Sequences one rank processes at once."""
+    document_attention: bool = True
+    """Attention does not cross document boundaries inside a packed sequence."""
+    document_positions: bool = True
+    """Rotary positions restart at every document boundary."""
+    num_workers: NonNegativeInt = 1
+    """Threads that prepare batches ahead of the step; 0 prepares them in the training thread."""
+
+
+class ConstantTokens(Section):
+    """The same tokens per step throughout."""
+
+    schedule: Literal["constant"]
+    tokens: PositiveInt
+    """Tokens per optimizer step."""
+
+
+class RampTokens(Section):
+    """Linear in the tokens seen, from start to end (up or down), then constant."""
+
+    schedule: Literal["ramp"]
+    start: PositiveInt
+    """Tokens per step at the beginning."""
+    end: PositiveInt
+    """Tokens per step after the ramp."""
+    ramp_tokens: PositiveInt
+    """Tokens seen when the ramp ends."""
+
+
+class Stage(Section):
+    """One piece of a staged schedule."""
+
+    from_tokens: NonNegativeInt
+    """Tokens seen at which this stage begins; the first stage begins at 0."""
+    tokens: PositiveInt
+    """Tokens per optimizer step in this stage."""
+
+
+class StagedTokens(Section):
+    """Piecewise constant, up or down."""
+
+    schedule: Literal["stages"]
+    stages: Annotated[list[Stage], Field(min_length=1)]
+    """Stages in increasing order of from_tokens."""
+
+
+TokensPerStepConfig = Annotated[Union[ConstantTokens, RampTokens, StagedTokens], Field(discriminator="schedule")]
+
+
+class OptimizerConfig(Section):
+    """AdamW with fp32 master weights."""
+
+    lr: PositiveFloat
+    """Peak learning rate."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay of matrices; norm gains and biases get none."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+class LrScheduleConfig(Section):
+    """Learning rate as a function of the tokens seen."""
+
+    shape: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Decay after the warm-up: cosine or linear over the run, wsd (stable, then linear decay at the end), constant."""
+    warmup_tokens: NonNegativeInt = 0
+    """Tokens of linear warm-up from 0."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the run."""
+    decay_tokens: PositiveInt | None = None
+    """Only for wsd: tokens of the final decay. Default: a tenth of training.total_tokens."""
+    batch_rule: Literal["none", "sqrt", "linear"] = "none"
+    """What a change of tokens per step does to the learning rate: nothing, or scale by (tokens / reference)^0.5 or ^1."""
+    reference_tokens_per_step: PositiveInt | None = None
+    """Tokens per step at which optimizer.lr holds unscaled. Default: the largest of the schedule."""
+
+
+class TrainingConfig(Section):
+    """The run itself."""
+
+    run_dir: str
+    """Folder of everything the run writes: checkpoints, metrics.jsonl, TensorBoard, resolved configuration."""
+    total_tokens: PositiveInt
+    """Tokens to train on."""
+    seed: NonNegativeInt = 0
+    """Seed of initialization and sample order."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Arithmetic of the model; master weights and optimizer state are fp32 in either case."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """Recompute every block in the backward pass (full) instead of keeping its activations."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile of the blocks; auto: on with a GPU and zero_stage below 3."""
+    timeout_minutes: PositiveFloat = 30.0
+    """How long a collective may wait for a silent rank before the run is ended."""
+
+
+class EvaluationConfig(Section):
+    """Loss on held-out data while training; also run once at the end."""
+
+    every_tokens: PositiveInt | None = None
+    """Tokens between evaluations. Default: a tenth of training.total_tokens."""
+    num_sequences: PositiveInt = 64
+    """Sequences of one evaluation, the same ones each time."""
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and which are kept (under training.run_dir/checkpoints)."""
+
+    every_tokens: PositiveInt | None = None
+    """Tokens between checkpoints. Default: a tenth of training.total_tokens. One is always written at the end."""
+    keep_last: PositiveInt = 2
+    """How many of the newest checkpoints to keep."""
+    keep_every_tokens: PositiveInt | None = None
+    """Also keep for good the first checkpoint at or past each multiple of this many tokens."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: continue from the newest whole checkpoint of run_dir. never: refuse to start in a run_dir that has one."""
+
+
+class LoggingConfig(Section):
+    """Where metrics go."""
+
+    every_steps: PositiveInt = 1
+    """Optimizer steps between two lines of metrics.jsonl and the progress bar."""
+    tensorboard: bool = True
+    """Write TensorBoard events into run_dir/tensorboard."""
+
+
+class GuidanceConfig(Section):
+    """The stability rules of the SageBwd papers."""
+
+    override: list[str] = []
+    """Names of rules whose finding is accepted for this run; recorded in the run folder and in every checkpoint."""
+
+
+class RunConfig(Section):
+    """One run: what the YAML file holds."""
+
+    model: ModelConfig
+    attention: AttentionConfig = AttentionConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    tokens_per_step: TokensPerStepConfig
+    optimizer: OptimizerConfig
+    lr_schedule: LrScheduleConfig = LrScheduleConfig()
+    training: TrainingConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    guidance: GuidanceConfig = GuidanceConfig()
+    deepspeed: dict[str, Any] = {}
+    """Extra DeepSpeed keys (profilers, communication options). A key that SageTrain generates is an error."""
