@@ -1,0 +1,44 @@
+# `make help` lists the targets. Every target sets up what it needs; override the interpreter with PYTHON=python3.12.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SHELL := /bin/bash
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test check fmt test-gpu bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(STAMP)  ## create .venv with the tested versions
+
+quickstart: $(STAMP)  ## train, stop, resume and evaluate a small model on this machine (about 5 minutes, no GPU needed)
+	$(BIN)/python launch/quickstart.py
+
+test: $(STAMP)  ## the whole test suite, CPU only
+	$(BIN)/python -m pytest -q
+
+check: $(STAMP)  ## lint and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+fmt: $(STAMP)  ## format and fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-gpu:  ## kernel and trainer tests on an NVIDIA GPU, with the python on PATH
+	PYTHONPATH=.:kernels python3 -m pytest -q tests/gpu
+
+bench:  ## attention benchmark on an NVIDIA GPU: checks every shape, then times it beside the peers
+	PYTHONPATH=.:kernels python3 -m sagekernels.bench
+
+clean:  ## remove the environment and build leftovers
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
