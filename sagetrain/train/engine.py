@@ -1,0 +1,288 @@
+"""The only module that knows DeepSpeed: process groups, its generated configuration, one optimizer step, and where
+it keeps the fp32 master weights and Adam moments of every parameter.
+
+DeepSpeed is imported inside functions, so that planning and checking a run never pay for it. What is worked around
+here was measured on DeepSpeed 0.19: with its own accumulation counting, a step after a change of tokens per step
+fires early (we own the boundary: managed_gradient_accumulation is off); bf16 with ZeRO 0 applies weight decay before
+training (we run it as ZeRO 1); fp32 with ZeRO 0 reports no gradient norm (we measure and clip it ourselves).
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sagetrain.config.schema import RunConfig
+from sagetrain.data.loader import Batch
+from sagetrain.parallel.topology import Mpu, ParallelGroups
+from sagetrain.train.optimizer import build_optimizer
+
+GENERATED_BY = "written by SageTrain from the run's YAML; edits here have no effect"
+
+
+def init_distributed(timeout_minutes: float) -> torch.device:
+    """Join the process group named by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* and return this rank's device.
+
+    One process without these variables becomes a world of one.
+    """
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(key, value)
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(_free_port()) if os.environ["WORLD_SIZE"] == "1" else "29500"
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import deepspeed.ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if not on_gpu:  # saves a C++ build at start-up that only CPU inference would use
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
+    return device
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def resolved_zero_stage(cfg: RunConfig) -> int:
+    """ZeRO stage that really runs: bf16 at stage 0 runs as stage 1."""
+    return 1 if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0 else cfg.parallel.zero_stage
+
+
+def deepspeed_config(cfg: RunConfig, data_parallel_size: int, accumulation: int) -> dict:
+    """The dict handed to DeepSpeed: generated from the YAML plus the extra keys of its `deepspeed` section."""
+    stage = resolved_zero_stage(cfg)
+    zero = {"stage": stage, "overlap_comm": False, **cfg.deepspeed.get("zero_optimization", {})}
+    # Stage 0 leaves the norm unreported, so that stage clips in Engine._clip_stage0.
+    generated = {
+        "train_batch_size": cfg.data.micro_batch_size * accumulation * data_parallel_size,
+        "train_micro_batch_size_per_gpu": cfg.data.micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": cfg.optimizer.clip_grad if stage else 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 62,
+    }
+    if cfg.training.dtype == "bf16":
+        generated["bf16"] = {"enabled": True}
+        generated["data_types"] = {"grad_accum_dtype": "fp32"}
+    return {**cfg.deepspeed, **generated}
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """What this rank owns of one parameter: a range of its flattened tensor-parallel slice.
+
+    `tensors` maps "weight", "exp_avg" and "exp_avg_sq" to 1-D fp32 views of DeepSpeed's own memory; writing to them
+    changes the optimizer. Empty range: this rank owns nothing of it (and writes nothing to a checkpoint).
+    """
+
+    name: str
+    parameter: nn.Parameter
+    local_shape: tuple[int, ...]
+    start: int
+    stop: int
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def tp_dim(self) -> int | None:
+        return self.parameter.tp_dim
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.global_shape)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Mean loss over the global batch, global gradient norm before clipping; stop: some rank was asked to stop."""
+
+    loss: float
+    grad_norm: float
+    applied: bool
+    stop: bool
+
+
+class Engine:
+    """One optimizer step at a time over a Transformer, with any accumulation, at any ZeRO stage."""
+
+    def __init__(self, cfg: RunConfig, model: nn.Module, groups: ParallelGroups, accumulation: int):
+        import deepspeed
+
+        self.groups, self.stage = groups, resolved_zero_stage(cfg)
+        self.config = deepspeed_config(cfg, groups.dp_size, accumulation)
+        self._micro_batch, self._clip, self._norm = cfg.data.micro_batch_size, cfg.optimizer.clip_grad, 0.0
+        # Shapes must be noted before ZeRO 3 replaces every parameter by its partition.
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self._base = build_optimizer(model, cfg.optimizer)
+        self._ds, *_ = deepspeed.initialize(
+            model=model, optimizer=self._base, config=self.config, mpu=Mpu(groups), dist_init_required=False
+        )
+        if self.stage == 0:
+            self._base.register_step_pre_hook(self._clip_stage0)
+        for state in self._flat_masters():
+            self._ensure_state(state)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._ds.module
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._ds.device)
+
+    def step(self, batches: Iterable[Batch], accumulation: int, lr: float, stop: bool) -> StepResult:
+        """Forward and backward over `accumulation` micro-batches, then one optimizer update at `lr`."""
+        if accumulation != self._ds.gradient_accumulation_steps():
+            self._ds.set_train_batch_size(self._micro_batch * accumulation * self.groups.dp_size)
+        for group in self._base.param_groups:
+            group["lr"] = lr
+        self._ds.train()
+        total, count = torch.zeros((), device=self.device, dtype=torch.float64), 0
+        for batch in batches:
+            loss = self.forward(batch)
+            self._ds.backward(loss)
+            total += loss.detach()
+            count += 1
+        if count != accumulation:
+            raise RuntimeError(f"the loader gave {count} micro-batches for a step of {accumulation}")
+        skipped = self._ds.skipped_steps
+        self._ds.step()
+        summed = torch.stack([total / accumulation, torch.full_like(total, float(stop))])
+        dist.all_reduce(summed)  # over the world: tensor-parallel ranks hold the same loss
+        loss_sum, stops = summed.tolist()
+        norm = self._norm if self.stage == 0 else self._ds.get_global_grad_norm()
+        return StepResult(loss_sum / dist.get_world_size(), float(norm), self._ds.skipped_steps == skipped, stops > 0)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Mean loss of one micro-batch (scalar, fp32)."""
+        to = lambda x: None if x is None else x.to(self.device, non_blocking=True)  # noqa: E731
+        return self._ds(
+            to(batch.tokens),
+            to(batch.labels),
+            positions=to(batch.positions),
+            cu_seqlens=to(batch.cu_seqlens),
+            max_seqlen=batch.max_seqlen,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Mean loss over all ranks' micro-batches (which must be equally many on every rank)."""
+        self._ds.eval()
+        total = torch.zeros(2, device=self.device, dtype=torch.float64)
+        for batch in batches:
+            total += torch.stack([self.forward(batch).double(), torch.ones_like(total[0])])
+        dist.all_reduce(total)
+        return (total[0] / total[1]).item()
+
+    def _clip_stage0(self, *_) -> None:
+        """Global gradient norm and clipping for fp32 at stage 0; replicated parameters count once."""
+        marked = [p for p in self.module.parameters() if p.grad is not None]
+        own = [p.grad for p in marked if p.tensor_model_parallel or self.groups.tp_rank == 0]
+        square = torch.stack([g.float().square().sum() for g in own]).sum() if own else torch.zeros(())
+        if self.groups.tp_size > 1:
+            dist.all_reduce(square, group=self.groups.tp_group)
+        self._norm = square.sqrt().item()
+        if self._clip and self._norm > self._clip:
+            torch._foreach_mul_([p.grad for p in marked], self._clip / (self._norm + 1e-6))
+
+    # -- where the master weights and moments live ---------------------------------------------------------------
+
+    def _flat_masters(self) -> list[torch.Tensor]:
+        """The fp32 tensors that the base optimizer steps: flat partitions, or the parameters themselves at stage 0."""
+        if self.stage == 3:
+            return list(self._ds.optimizer.fp32_partitioned_groups_flat)
+        return [p for group in self._base.param_groups for p in group["params"]]
+
+    def _ensure_state(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Adam's state of one master tensor, made now instead of at the first step so that it can be loaded."""
+        state = self._base.state[master]
+        if not state:
+            # The type and device that torch's AdamW itself would choose on its first step.
+            step_device = master.device if self._base.defaults["fused"] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
+            state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)
+        return state
+
+    def set_optimizer_steps(self, steps: int) -> None:
+        """Set Adam's step count, which its bias correction reads."""
+        for master in self._flat_masters():
+            self._ensure_state(master)["step"].fill_(steps)
+
+    def shards(self) -> Iterator[ParameterShard]:
+        """This rank's share of every parameter, in the order of the model."""
+        for name, parameter in self.module.named_parameters():
+            shape = self._shapes[name]
+            start, stop, views = self._owned(parameter, shape)
+            tensors = views if stop > start else {}
+            yield ParameterShard(name, parameter, shape, start, stop, tensors)
+
+    def _owned(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> tuple[int, int, dict[str, torch.Tensor]]:
+        numel = torch.Size(shape).numel()
+        if self.stage == 0:
+            state = self._ensure_state(parameter)
+            views = {"weight": parameter.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+            return 0, numel, {kind: tensor.view(-1) for kind, tensor in views.items()}
+        if self.stage == 3:
+            from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+            partition = safe_get_local_fp32_param(parameter)
+            start = min(partition.numel() * self.groups.dp_rank, numel)
+            stop = min(start + partition.numel(), numel)
+            views = {kind: safe_get_local_optimizer_state(parameter, kind) for kind in ("exp_avg", "exp_avg_sq")}
+            return start, stop, {k: v[: stop - start] for k, v in {"weight": partition, **views}.items()}
+        fragment = parameter._hp_mapping
+        if fragment is None:
+            return 0, 0, {}
+        inside, flat = fragment.lp_fragment_address, fragment.hp_fragment_address
+        master = self._base.param_groups[fragment.param_group_index]["params"][0]
+        state = self._ensure_state(master)
+        views = {"weight": master.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        return (
+            inside.start,
+            inside.start + inside.numel,
+            {kind: tensor.narrow(0, flat.start, flat.numel) for kind, tensor in views.items()},
+        )
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether this data-parallel rank holds state of its own (at stage 0 only the first one writes)."""
+        return self.stage > 0 or self.groups.dp_rank == 0
+
+    @torch.no_grad()
+    def set_weight(self, shard: ParameterShard, weight: torch.Tensor) -> None:
+        """Give a parameter its value: `weight` is the whole tensor-parallel slice, fp32, flattened."""
+        if shard.tensors:
+            shard.tensors["weight"].copy_(weight[shard.start : shard.stop])
+        if self.stage == 3:
+            partition = shard.parameter.ds_tensor.data.view(-1)
+            partition[: shard.stop - shard.start].copy_(weight[shard.start : shard.stop])
+        else:
+            shard.parameter.data.copy_(weight.view(shard.local_shape))
+
+    def weights_changed(self) -> None:
+        """Call after the last set_weight: ZeRO 3 keeps small parameters gathered and must gather them anew."""
+        if self.stage == 3 and self._ds.optimizer.persistent_parameters:
+            persistent = self._ds.optimizer.persistent_parameters
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)

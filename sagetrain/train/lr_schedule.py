@@ -1,0 +1,55 @@
+"""Learning rate as a pure function of the tokens seen: warm-up, decay, and the rule for changes of tokens per step."""
+
+from __future__ import annotations
+
+import math
+
+from sagetrain.config.schema import LrScheduleConfig, OptimizerConfig
+from sagetrain.train.tokens_per_step import Schedule
+
+_BATCH_RULE_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+
+def learning_rate(
+    optimizer: OptimizerConfig,
+    lr_schedule: LrScheduleConfig,
+    tokens_seen: int,
+    tokens_per_step: int,
+    total_tokens: int,
+    reference: int,
+) -> float:
+    """Learning rate of the step that takes the run from `tokens_seen` to `tokens_seen + tokens_per_step`.
+
+    The curve is read at the middle of the step's tokens: neither the first step (warm-up from 0) nor the last one
+    (decay to 0) is wasted, and changing the tokens per step leaves the area under the curve, learning rate x tokens,
+    as it was. batch_rule then multiplies by (tokens_per_step / reference) ** 0, 0.5 or 1.
+    """
+    value = curve(optimizer.lr, lr_schedule, tokens_seen + tokens_per_step / 2, total_tokens)
+    return value * (tokens_per_step / reference) ** _BATCH_RULE_POWER[lr_schedule.batch_rule]
+
+
+def curve(peak: float, lr_schedule: LrScheduleConfig, tokens: float, total_tokens: int) -> float:
+    """The curve itself at a point of the run: 0 at 0, `peak` at warmup_tokens, min_lr at total_tokens and beyond.
+
+    Continuous everywhere. `constant` stays at `peak`; `wsd` leaves it decay_tokens before the end.
+    """
+    if tokens < lr_schedule.warmup_tokens:
+        return peak * tokens / lr_schedule.warmup_tokens
+    if lr_schedule.shape == "constant":
+        return peak
+    start = lr_schedule.warmup_tokens
+    if lr_schedule.shape == "wsd":
+        start = total_tokens - decay_tokens(lr_schedule, total_tokens)
+    progress = min(1.0, max(0.0, (tokens - start) / max(1, total_tokens - start)))
+    remaining = (1 + math.cos(math.pi * progress)) / 2 if lr_schedule.shape == "cosine" else 1 - progress
+    return lr_schedule.min_lr + (peak - lr_schedule.min_lr) * remaining
+
+
+def decay_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:
+    """Tokens of the final decay of wsd: as configured, else a tenth of the run."""
+    return lr_schedule.decay_tokens or max(1, total_tokens // 10)
+
+
+def reference_tokens_per_step(lr_schedule: LrScheduleConfig, schedule: Schedule) -> int:
+    """Tokens per step at which optimizer.lr holds unscaled: as configured, else the largest of the schedule."""
+    return lr_schedule.reference_tokens_per_step or max(schedule.named_tokens.values())
