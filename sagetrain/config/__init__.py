@@ -1,9 +1,7 @@
 """Configuration: schema, loading, checks. No torch in here."""
 
+from sagetrain.config.errors import ConfigError, Finding
+from sagetrain.config.load import dump_config, load_config
 from sagetrain.config.schema import RunConfig
 
-__all__ = ["RunConfig", "ConfigError"]
-
-
-class ConfigError(ValueError):
-    """A mistake in the user's configuration; the message names file, key, value, rule and fix."""
+__all__ = ["ConfigError", "Finding", "RunConfig", "dump_config", "load_config"]

@@ -8,13 +8,28 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, field docstrings become the reference."""
+    """Base of all sections: immutable, no unknown keys, no silent conversions ("1" or true is no number); field
+    docstrings become the reference."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelConfig(Section):
@@ -68,7 +83,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Shard norms and residual stream along the sequence inside a tensor-parallel group."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """DeepSpeed ZeRO stage over the data-parallel ranks. With bf16, 0 is run as 1 (DeepSpeed's bf16 stage 0 is wrong)."""
+    """DeepSpeed ZeRO stage over the data-parallel ranks. With bf16, 0 is run as 1: DeepSpeed's bf16 stage 0 is wrong."""
 
 
 class DataSource(Section):
@@ -108,6 +123,11 @@ class ConstantTokens(Section):
     tokens: PositiveInt
     """Tokens per optimizer step."""
 
+    @property
+    def named_tokens(self) -> dict[str, int]:
+        """Dotted key -> every tokens-per-step value that the schedule names; so in all three schedules."""
+        return {"tokens_per_step.tokens": self.tokens}
+
 
 class RampTokens(Section):
     """Linear in the tokens seen, from start to end (up or down), then constant."""
@@ -119,6 +139,10 @@ class RampTokens(Section):
     """Tokens per step after the ramp."""
     ramp_tokens: PositiveInt
     """Tokens seen when the ramp ends."""
+
+    @property
+    def named_tokens(self) -> dict[str, int]:
+        return {"tokens_per_step.start": self.start, "tokens_per_step.end": self.end}
 
 
 class Stage(Section):
@@ -137,6 +161,10 @@ class StagedTokens(Section):
     stages: Annotated[list[Stage], Field(min_length=1)]
     """Stages in increasing order of from_tokens."""
 
+    @property
+    def named_tokens(self) -> dict[str, int]:
+        return {f"tokens_per_step.stages.{i}.tokens": stage.tokens for i, stage in enumerate(self.stages)}
+
 
 TokensPerStepConfig = Annotated[Union[ConstantTokens, RampTokens, StagedTokens], Field(discriminator="schedule")]
 
@@ -146,7 +174,10 @@ class OptimizerConfig(Section):
 
     lr: PositiveFloat
     """Peak learning rate."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] = (
+        0.9,
+        0.95,
+    )
     """AdamW's decay rates."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
@@ -168,7 +199,7 @@ class LrScheduleConfig(Section):
     decay_tokens: PositiveInt | None = None
     """Only for wsd: tokens of the final decay. Default: a tenth of training.total_tokens."""
     batch_rule: Literal["none", "sqrt", "linear"] = "none"
-    """What a change of tokens per step does to the learning rate: nothing, or scale by (tokens / reference)^0.5 or ^1."""
+    """What a change of tokens per step does to the learning rate: none, or times (tokens / reference)^0.5 or ^1."""
     reference_tokens_per_step: PositiveInt | None = None
     """Tokens per step at which optimizer.lr holds unscaled. Default: the largest of the schedule."""
 

@@ -1,0 +1,181 @@
+"""One YAML file and `a.b=c` overrides -> RunConfig. Every mistake is reported, and all of them at once."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from sagetrain.config import yaml_nodes
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.reference import describe, keys, locate, tag_of
+from sagetrain.config.schema import RunConfig, Section
+
+_ABSENT = object()
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's configuration.
+
+    `overrides` are `dotted.key=value` texts; values are read as YAML, list items are named by index
+    (`data.train.0.path=corpus`), and a whole section may be given at once
+    (`tokens_per_step={schedule: constant, tokens: 262144}`).
+    Raises ConfigError listing every problem with place, key, value, rule and fix.
+    """
+    source = _Source(path, overrides)
+    try:
+        config = RunConfig.model_validate(source.tree)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            source.explain(detail)
+    source.raise_problems()
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """The complete configuration as YAML text; loading it gives an equal object."""
+    return yaml_nodes.dump(config.model_dump(mode="json"))
+
+
+def locations(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """Where each dotted key was given, `file:line` or the override: for findings made after loading."""
+    source = _Source(path, overrides)
+    return {_dotted(key): source.where(key) for key in [*source.lines, *source.origins] if key}
+
+
+class _Source:
+    """The values of a file with overrides applied, where each came from, and what is wrong with them."""
+
+    def __init__(self, path: str | Path, overrides: Sequence[str]):
+        self.file = str(path)
+        self.origins: dict[tuple, str] = {}
+        self.problems: list[str] = []
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        self.tree, self.lines, problems = yaml_nodes.parse(text)
+        for problem in problems:
+            self._report(problem.path, str(problem), where=f"{self.file}:{problem.line}")
+        if not isinstance(self.tree, dict):
+            if not problems:
+                self._report((), "no configuration: sections such as `model:` are expected at the top level")
+            self.raise_problems()
+        for override in overrides:
+            self._override(override)
+
+    def where(self, path: tuple) -> str:
+        """The override or `file:line` that gave a key or, if it is absent, its nearest parent."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.origins:
+                return f"override {self.origins[path[:end]]}"
+            if path[:end] in self.lines:
+                return f"{self.file}:{self.lines[path[:end]]}"
+        return self.file
+
+    def explain(self, detail: dict) -> None:
+        """Report one validation error of pydantic in the words of the schema."""
+        kind, value = detail["type"], detail["input"]
+        path, section, slot = locate(detail["loc"])
+        if kind == "default_factory_not_called":
+            return  # the default derives from a key that is reported itself
+        if kind == "extra_forbidden":
+            self._report(path, f"unknown key{_hint_for_unknown(path, section)}", value)
+        elif kind == "missing":
+            doc = section.model_fields[path[-1]].description
+            self._report(path, f"missing; it takes {describe(slot)}" + (f": {' '.join(doc.split())}" if doc else ""))
+        elif kind in ("union_tag_not_found", "union_tag_invalid"):
+            tags = [tag_of(member) for member in slot.sections]
+            given = value.get("schedule") if isinstance(value, dict) else None
+            self._report((*path, "schedule"), _must_be(f"one of {', '.join(tags)}", given, tags), given)
+        else:
+            self._report(path, _must_be(describe(slot), value, slot.choices), value)
+
+    def raise_problems(self) -> None:
+        """ConfigError with all problems found so far, if there are any."""
+        if self.problems:
+            count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+            raise ConfigError("\n  ".join([f"{count} in the configuration {self.file}:", *self.problems]))
+
+    def _override(self, text: str) -> None:
+        """Apply one `dotted.key=value`."""
+        name, equals, value_text = text.partition("=")
+        parts = name.strip().split(".")
+        if not equals or "" in parts:
+            self._report((), "must be dotted.key=value, for example optimizer.lr=3e-4", where=f"override {text}")
+            return
+        value, _, problems = yaml_nodes.parse(value_text)
+        for problem in problems:
+            self._report((), str(problem), where=f"override {text}")
+        target, path = self.tree, ()
+        for part in parts[:-1]:
+            key = self._child(target, part, path, text)
+            if key is None:
+                return
+            path = (*path, key)
+            if target[key] is None:
+                target[key], self.origins[path] = {}, text
+            target = target[key]
+        key = self._child(target, parts[-1], path, text)
+        if key is not None:
+            target[key], path = value, (*path, key)
+            for known in (self.lines, self.origins):  # what the new value replaces has no place any more
+                for below in [other for other in known if other[: len(path)] == path]:
+                    del known[below]
+            self.origins[path] = text
+
+    def _child(self, target: Any, part: str, path: tuple, text: str) -> str | int | None:
+        """Key of `part` inside `target`, made to exist; None (and a problem) where there can be no such key."""
+        if isinstance(target, dict):
+            target.setdefault(part, None)
+            return part
+        if isinstance(target, list) and part.isdigit() and int(part) < len(target):
+            return int(part)
+        if isinstance(target, list):
+            rule = f"is a list of {len(target)}, counted from 0: there is no item {part!r}"
+        else:
+            rule = "is a single value: nothing can be set inside it"
+        self._report(path, rule, target, where=f"override {text}")
+        return None
+
+    def _report(self, path: tuple, rule: str, value: Any = _ABSENT, where: str = "") -> None:
+        key = _dotted(path) + ("" if value is _ABSENT else f" = {_shown(value)}")
+        self.problems.append(": ".join(part for part in (where or self.where(path), key, rule) if part))
+
+
+def _must_be(slot_text: str, value: Any, choices: Sequence) -> str:
+    """`must be ...`, with a hint where the mistake is a common one."""
+    hint = ""
+    if isinstance(value, str):
+        near = difflib.get_close_matches(value, [choice for choice in choices if isinstance(choice, str)], 1)
+        if near:
+            hint = f"; did you mean {near[0]}?"
+        elif "number" in slot_text:
+            hint = "; numbers are written 262144, 262_144, 2.1e6 or 3e-4, without units or quotes"
+    return f"must be {slot_text}{hint}"
+
+
+def _hint_for_unknown(path: tuple, section: type[Section]) -> str:
+    """Where an unknown key was probably meant to go: in the same section first, then anywhere."""
+    known = {key.name: key for key in keys()}
+    if _dotted(path) in known:  # known, but of another member of the union
+        return f" for schedule: {tag_of(section)}; it belongs to {known[_dotted(path)].doc.partition(')')[0][1:]}"
+    near = difflib.get_close_matches(str(path[-1]), section.model_fields, 1)
+    if near:
+        return f"; did you mean {_dotted((*path[:-1], near[0]))}?"
+    last_parts = {name.rpartition(".")[2]: name for name in reversed(known)}
+    near = difflib.get_close_matches(str(path[-1]), last_parts, 1, cutoff=0.8)
+    return f"; did you mean {last_parts[near[0]]}?" if near else ""
+
+
+def _dotted(path: tuple) -> str:
+    return ".".join(map(str, path))
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,173 @@
+"""Walks the schema: what every key takes, in words. Feeds the error messages and the key reference."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from sagetrain.config.schema import RunConfig, Section
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "anything"}
+_LIMITS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One line of the key reference."""
+
+    name: str
+    """Dotted key; the first item of a list stands for all: `data.train.0.path`."""
+    takes: str
+    default: str
+    doc: str
+
+
+class Slot(NamedTuple):
+    """The place of a value in the schema: its type and constraints."""
+
+    annotation: Any
+    metadata: tuple = ()
+
+    @property
+    def sections(self) -> list[type[Section]]:
+        """Section classes that a value here can be: one, several (a union told apart by `schedule`), or none."""
+        if isinstance(self.annotation, type) and issubclass(self.annotation, Section):
+            return [self.annotation]
+        args = get_args(self.annotation) if get_origin(self.annotation) in (Union, types.UnionType, Annotated) else ()
+        return [section for arg in args for section in Slot(arg).sections]
+
+    @property
+    def item(self) -> Slot | None:
+        """Slot of a list's or tuple's items; None for anything else."""
+        return Slot(get_args(self.annotation)[0]) if get_origin(self.annotation) in (list, tuple) else None
+
+    @property
+    def choices(self) -> tuple:
+        """The allowed values when they are listed one by one."""
+        return get_args(self.annotation) if get_origin(self.annotation) is Literal else ()
+
+
+def slot_of(field: FieldInfo) -> Slot:
+    """Slot of a pydantic field."""
+    return Slot(field.annotation, tuple(field.metadata))
+
+
+def tag_of(section: type[Section]) -> str | None:
+    """The value of `schedule` that selects this member of a union of sections."""
+    field = section.model_fields.get("schedule")
+    return get_args(field.annotation)[0] if field else None
+
+
+def locate(location: tuple) -> tuple[tuple, type[Section] | None, Slot | None]:
+    """A pydantic error location -> (path without union tags, section that holds the last key, slot of the last key).
+
+    Section and slot are None where the schema knows nothing: items of lists have no section, unknown keys no slot.
+    """
+    path: tuple = ()
+    section: type[Section] | None = None
+    slot: Slot | None = Slot(RunConfig)
+    for part in location:
+        if slot is None:
+            return (*path, part), None, None
+        members = {tag_of(member): member for member in slot.sections}
+        if len(members) > 1 and part in members:
+            slot = Slot(members[part])
+            continue
+        path = (*path, part)
+        section = next(iter(members.values()), None)
+        if section is None:
+            slot = slot.item
+        else:
+            slot = slot_of(section.model_fields[part]) if part in section.model_fields else None
+    return path, section, slot
+
+
+def describe(slot: Slot) -> str:
+    """What a key takes, in words: `a whole number above 0`, `one of a, b`, `a list of ...`."""
+    annotation, metadata = slot
+    origin, args = get_origin(annotation), get_args(annotation)
+    if slot.sections:
+        return f"a section: {' or '.join(_outline(section) for section in slot.sections)}"
+    if origin is Annotated:
+        return describe(Slot(args[0], (*args[1:], *metadata)))
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}"
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if arg is type(None) else describe(Slot(arg, metadata)) for arg in args)
+    if origin is list:
+        least = "of at least one item" if any(isinstance(m, annotated_types.MinLen) for m in metadata) else ""
+        return " ".join(["a list", *([least] if least else []), f"whose items are each {describe(Slot(args[0]))}"])
+    if origin is tuple:
+        return f"a list of {len(args)}, each {describe(Slot(args[0]))}"
+    if origin is dict:
+        return "a section of any keys"
+    limits = [
+        f"{word} {getattr(m, name)}"
+        for m in _constraints(metadata)
+        for name, word in _LIMITS.items()
+        if hasattr(m, name)
+    ]
+    return " ".join([_WORDS[annotation], " and ".join(limits)]).strip()
+
+
+def keys(section: type[Section] = RunConfig, prefix: str = "") -> list[Key]:
+    """Every key of the schema in order, with what it takes, its default and its documentation."""
+    result: list[Key] = []
+    for name, field in section.model_fields.items():
+        slot = slot_of(field)
+        doc = " ".join((field.description or "").split())
+        inner, dotted = slot.sections, f"{prefix}{name}"
+        if slot.item is not None and slot.item.sections:
+            inner, dotted = slot.item.sections, f"{dotted}.0"
+        if not inner:
+            result.append(Key(dotted, describe(slot), _default(field), doc))
+        union_tags = [tag_of(member) for member in inner] if len(inner) > 1 else []
+        if union_tags:
+            result.append(Key(f"{dotted}.schedule", f"one of {', '.join(union_tags)}", _default(field), doc))
+        for member in inner:
+            result += [
+                Key(
+                    key.name,
+                    key.takes,
+                    key.default,
+                    f"({member_tag}) {key.doc}" if (member_tag := tag_of(member)) else key.doc,
+                )
+                for key in keys(member, f"{dotted}.")
+                if not (union_tags and key.name == f"{dotted}.schedule")
+            ]
+    return result
+
+
+def markdown() -> str:
+    """The key reference as a markdown table."""
+    rows = [f"| `{key.name}` | {key.takes} | {key.default} | {key.doc} |" for key in keys()]
+    return "\n".join(["| key | takes | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _outline(section: type[Section]) -> str:
+    tag = tag_of(section)
+    return (
+        "{"
+        + ", ".join(f"schedule: {tag}" if tag and name == "schedule" else name for name in section.model_fields)
+        + "}"
+    )
+
+
+def _constraints(metadata: tuple) -> list:
+    """Constraints one by one: pydantic keeps those of one Field together."""
+    return [part for m in metadata for part in (m.metadata if isinstance(m, FieldInfo) else [m])]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default_factory is not None:
+        return "derived"
+    if field.default is PydanticUndefined:
+        return "required"
+    if isinstance(field.default, bool) or field.default is None:
+        return {True: "true", False: "false", None: "null"}[field.default]
+    return str(list(field.default) if isinstance(field.default, tuple) else field.default)

@@ -1,0 +1,128 @@
+"""YAML to plain values with a line number for every key, and back.
+
+Scalars follow YAML 1.2: only true/false are booleans (`compile: on` is the word "on"), 010 is ten, dates and 1:30 are
+text; beyond it 3e-4 and 1_000_000 are numbers, and a whole number may be written 2.1e6. Nothing but plain values is
+ever constructed: no tags, no merge keys, no code.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Any
+
+import yaml
+
+Path = tuple  # of keys (str) and list indices (int)
+
+_RESOLVERS = [
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN"),
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("tag:yaml.org,2002:int", r"[-+]?[0-9][0-9_]*", "-+0123456789"),
+    (
+        "tag:yaml.org,2002:float",
+        r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+]
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text that this loader or an ordinary YAML 1.1 reader would take for something else."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        return super().increase_indent(flow, False)
+
+
+for _tag, _pattern, _first in _RESOLVERS:
+    _compiled = re.compile(rf"^(?:{_pattern})$")
+    _Loader.add_implicit_resolver(_tag, _compiled, [*_first, ""] if _tag.endswith("null") else list(_first))
+    if _tag.endswith(("int", "float")):
+        _Dumper.add_implicit_resolver(_tag, _compiled, list(_first))
+
+
+class YamlProblem(ValueError):
+    """Something in the text that is not acceptable YAML here; `path` and `line` (1-based) say where."""
+
+    def __init__(self, message: str, line: int | None, path: Path = ()):
+        super().__init__(message)
+        self.line, self.path = line, path
+
+
+def parse(text: str) -> tuple[Any, dict[Path, int], list[YamlProblem]]:
+    """Values, the line of every path, and the problems found (duplicate keys, syntax, constructs we do not take)."""
+    loader = _Loader(text)
+    lines: dict[Path, int] = {}
+    problems: list[YamlProblem] = []
+    try:
+        node = loader.get_single_node()
+        value = None if node is None else _value(node, (), lines, problems, frozenset())
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        return None, {}, [YamlProblem(f"not valid YAML: {reason}", mark.line + 1 if mark else None)]
+    finally:
+        loader.dispose()
+    return value, lines, problems
+
+
+def dump(value: Any) -> str:
+    """Plain values as block-style YAML, keys in the given order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False)
+
+
+def _value(node: yaml.Node, path: Path, lines: dict, problems: list, parents: frozenset) -> Any:
+    line = node.start_mark.line + 1
+    lines.setdefault(path, line)
+    if id(node) in parents:
+        problems.append(YamlProblem("an alias that contains itself", line, path))
+        return None
+    parents = parents | {id(node)}
+    if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+        return [_value(child, (*path, i), lines, problems, parents) for i, child in enumerate(node.value)]
+    if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+        result: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            key = _scalar(key_node, path, problems)
+            key_line = key_node.start_mark.line + 1
+            here = (*path, key)
+            if key in result:
+                problems.append(YamlProblem(f"given twice: first on line {lines[here]}", key_line, here))
+                continue
+            lines[here] = key_line
+            result[key] = _value(value_node, here, lines, problems, parents)
+        return result
+    return _scalar(node, path, problems)
+
+
+def _scalar(node: yaml.Node, path: Path, problems: list) -> Any:
+    """Value of a scalar node; also used for keys, which must be scalars."""
+    kind = node.tag.rpartition(":")[2]
+    if not isinstance(node, yaml.ScalarNode) or kind not in ("str", "null", "bool", "int", "float"):
+        problems.append(
+            YamlProblem(f"{node.tag.rpartition(':')[2]!r} is not taken here", node.start_mark.line + 1, path)
+        )
+        return None
+    text = node.value
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        return int(text.replace("_", ""))
+    if kind == "float":
+        return _float(text.replace("_", ""))
+    return text
+
+
+def _float(text: str) -> int | float:
+    """2.1e6 is the whole number 2100000 (exactly); 1.0 stays a float; so does what no run could mean (1e99)."""
+    if re.search("[eE]", text):
+        number = Decimal(text)
+        if number == number.to_integral_value() and abs(number) < 10**18:
+            return int(number)
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
