@@ -1,0 +1,41 @@
+"""RMSNorm, for the residual stream and for the heads of q and k."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sagetrain.parallel.collectives import copy_to_region
+from sagetrain.parallel.layers import annotate
+from sagetrain.parallel.topology import ParallelGroups
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * gain over the last dim, computed in fp32 and returned in x's dtype.
+
+    The gain is replicated over the tensor-parallel group. Where the ranks apply it to different data (their heads,
+    or their tokens under sequence parallelism), `split_input` makes autograd sum its gradient over the group.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        groups: ParallelGroups,
+        *,
+        split_input: bool,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.groups = groups
+        self.split_input = split_input
+        gain = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        self.gain = annotate(gain, groups, tp_dim=None, no_weight_decay=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = copy_to_region(self.gain, self.groups) if self.split_input else self.gain
+        x_fp32 = x.float()
+        scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.eps)
+        return (x_fp32 * scale * gain.float()).to(x.dtype)

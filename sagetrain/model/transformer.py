@@ -1,0 +1,188 @@
+"""Llama-style decoder: tokens -> mean loss, or logits.
+
+The residual stream is [tokens, hidden]: the sequences of the micro-batch one after the other, because every layer but
+attention works on single tokens, and because shards along the sequence are then contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.attention import Attention, TokenLayout, document_mask, sdpa_attention
+from sagetrain.model.mlp import MLP
+from sagetrain.model.norm import RMSNorm
+from sagetrain.model.rotary import rotary_tables
+from sagetrain.parallel.collectives import enter_region, gather_from_region
+from sagetrain.parallel.cross_entropy import linear_cross_entropy
+from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, shard
+from sagetrain.parallel.rng import named_generator
+from sagetrain.parallel.topology import ParallelGroups
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        attention: AttentionConfig,
+        groups: ParallelGroups,
+        *,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | None,
+    ) -> None:
+        super().__init__()
+        norm = {"split_input": sequence_parallel, "dtype": dtype, "device": device}
+        layer = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
+        self.attention = Attention(model, attention, sdpa_attention, groups, **layer)
+        self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
+        self.mlp = MLP(model, groups, **layer)
+
+    def forward(self, x_TD: Tensor, layout: TokenLayout) -> Tensor:
+        x_TD = x_TD + self.attention(self.attention_norm(x_TD), layout)
+        return x_TD + self.mlp(self.mlp_norm(x_TD))
+
+
+class Head(nn.Module):
+    """Output projection and loss, the vocabulary spread over the tensor-parallel group.
+
+    Tied embeddings: the one Parameter is registered here and in the embedding, so that each module owns the weight
+    that its forward reads. ZeRO-3 gathers exactly what the running module owns.
+    """
+
+    def __init__(self, weight: nn.Parameter, groups: ParallelGroups, *, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.weight = weight
+        self.groups = groups
+        self.sequence_parallel = sequence_parallel
+        self.compiled = False
+
+    def forward(self, x_TD: Tensor, labels_T: Tensor | None) -> Tensor:
+        """[tokens (/ tp), hidden] -> mean loss, fp32 scalar; without labels -> logits [tokens, vocab]."""
+        x_TD = enter_region(x_TD, self.groups, self.sequence_parallel)
+        if labels_T is None:
+            return gather_from_region(F.linear(x_TD, self.weight), self.groups)
+        return linear_cross_entropy(x_TD, self.weight, labels_T, self.groups, compiled=self.compiled)
+
+
+class Transformer(nn.Module):
+    """The model.
+
+    Args:
+        model: its shape.
+        attention: backend and QK-norm.
+        vocab_size: rows of the embedding, padded so that the tensor-parallel size divides it.
+        groups: this rank's place in the layout.
+        sequence_parallel: shard residual stream and norms along the sequence.
+        activation_checkpointing: "full" recomputes every block in the backward pass.
+        seed: of the initialization, which depends on nothing else: no layout, no device.
+        dtype: of parameters and residual stream.
+
+    Raises:
+        ValueError: a dimension that tensor_parallel_size does not divide, or an odd head_dim.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        attention: AttentionConfig,
+        *,
+        vocab_size: int,
+        groups: ParallelGroups,
+        sequence_parallel: bool = False,
+        activation_checkpointing: Literal["none", "full"] = "none",
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = model
+        self.activation_checkpointing = activation_checkpointing
+        place = {"dtype": dtype, "device": device}
+        self.embedding = VocabParallelEmbedding(
+            vocab_size, model.hidden_size, groups, sequence_parallel=sequence_parallel, **place
+        )
+        self.blocks = nn.ModuleList(
+            Block(model, attention, groups, sequence_parallel=sequence_parallel, **place)
+            for _ in range(model.num_layers)
+        )
+        self.final_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, split_input=sequence_parallel, **place)
+        head_weight = self.embedding.weight
+        if not model.tie_embeddings:
+            head_weight = annotate(nn.Parameter(torch.empty_like(head_weight)), groups, tp_dim=0)
+        self.head = Head(head_weight, groups, sequence_parallel=sequence_parallel)
+        self._initialize(groups, seed)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Mean loss over all tokens, or the logits.
+
+        Args:
+            tokens: int64 [B, S].
+            labels: int64 [B, S], the token that follows each token. None: return logits.
+            positions: int64 [B, S] for the rotary embedding (default: 0..S-1 in each sequence).
+            cu_seqlens: int32 [documents + 1] over the flattened [B * S] tokens: attention stays within a document.
+                Documents do not span sequences; zero-length ones may pad the end. None: within each sequence.
+            max_seqlen: tokens of the longest document, if known.
+
+        Returns:
+            fp32 scalar, or logits [B, S, vocab] in the model's dtype; the same on all tensor-parallel ranks.
+        """
+        layout = self._layout(tokens, positions, cu_seqlens, max_seqlen)
+        x_TD = self.embedding(tokens.flatten())
+        for block in self.blocks:
+            if self.activation_checkpointing == "full" and torch.is_grad_enabled():
+                x_TD = checkpoint(block, x_TD, layout, use_reentrant=False)
+            else:
+                x_TD = block(x_TD, layout)
+        x_TD = self.final_norm(x_TD)
+        if labels is not None:
+            return self.head(x_TD, labels.flatten())
+        return self.head(x_TD, None).unflatten(0, tokens.shape)
+
+    def compile_blocks(self) -> None:
+        """torch.compile every block (one graph, shared by all) and the loss kernels."""
+        for block in self.blocks:
+            block.compile(fullgraph=True)
+        self.head.compiled = True
+
+    def _layout(
+        self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
+    ) -> TokenLayout:
+        num_sequences, seq_length = tokens.shape
+        if positions is None:
+            positions = torch.arange(seq_length, device=tokens.device).expand(num_sequences, -1)
+        cos, sin = rotary_tables(positions.flatten(), self.config.head_dim, self.config.rope_theta)
+        mask = None if cu_seqlens is None else document_mask(cu_seqlens, num_sequences, tokens.numel())
+        return TokenLayout(num_sequences, cos, sin, cu_seqlens, max_seqlen, mask)
+
+    @torch.no_grad()
+    def _initialize(self, groups: ParallelGroups, seed: int) -> None:
+        """Gains are 1; weights are normal with init_std, over sqrt(2 num_layers) into the residual stream.
+
+        Every weight is drawn in full from a generator named after it, then sliced.
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith(".gain"):
+                parameter.fill_(1)
+                continue
+            std = self.config.init_std
+            if name.endswith((".attention.out.weight", ".mlp.down.weight")):
+                std /= (2 * self.config.num_layers) ** 0.5
+            full = torch.empty(parameter.global_shape).normal_(0, std, generator=named_generator(seed, name))
+            parameter.copy_(shard(full, parameter.tp_dim, groups))

@@ -1,0 +1,150 @@
+"""Cross-entropy over a vocabulary that is spread over the tensor-parallel group.
+
+`linear_cross_entropy` joins the output projection to the loss. It walks over the tokens in chunks and computes the
+gradients of a chunk while its logits are at hand, so that the logits of all tokens never exist at once. Both
+functions want ids of the whole vocabulary as labels, equal on all ranks, and return the same values on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from sagetrain.parallel.collectives import gather_from_region, reduce_from_region
+from sagetrain.parallel.layers import local_ids
+from sagetrain.parallel.topology import ParallelGroups
+
+# Logits of one chunk: 0.5 GiB in bf16. Enough for full-speed matmuls, little beside the activations.
+_CHUNK_LOGITS = 2**28
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, groups: ParallelGroups) -> Tensor:
+    """Loss of each token, log(sum(exp(logits))) - logits[label].
+
+    Args:
+        logits: [tokens, vocab / tp], any floating dtype; this rank's columns.
+        labels: int64 [tokens].
+
+    Returns:
+        fp32 [tokens].
+    """
+    local, outside = local_ids(labels, logits.shape[-1], groups)
+    return _token_losses(*_statistics(logits, local), outside, groups)[0]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    groups: ParallelGroups,
+    *,
+    chunk: int | None = None,
+    compiled: bool = False,
+) -> Tensor:
+    """Mean over the tokens of the cross-entropy of hidden @ weight^T.
+
+    Under tensor parallelism `hidden` must come out of `enter_region`: its gradient here is this rank's part.
+
+    Args:
+        hidden: [tokens, hidden_size].
+        weight: [vocab / tp, hidden_size], same dtype; this rank's rows.
+        labels: int64 [tokens].
+        chunk: tokens whose logits exist at once (default: as many as fill 2^28 logits).
+        compiled: fuse the softmax kernels with torch.compile (for CUDA).
+
+    Returns:
+        fp32 scalar.
+    """
+    if not torch.is_grad_enabled():
+        hidden, weight = hidden.detach(), weight.detach()
+    if chunk is None:
+        chunks = -(-hidden.shape[0] * weight.shape[0] // _CHUNK_LOGITS)
+        chunk = -(-hidden.shape[0] // chunks)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, groups, chunk, compiled)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        groups: ParallelGroups,
+        chunk: int,
+        compiled: bool,
+    ) -> Tensor:
+        statistics, logits_gradient = _compiled_kernels() if compiled else (_statistics, _logits_gradient)
+        hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
+        total = hidden.new_zeros((), dtype=torch.float32)
+        hidden_grad = torch.empty_like(hidden) if hidden_needs_grad else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if weight_needs_grad else None
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            local, outside = local_ids(labels[rows], weight.shape[0], groups)
+            logits = F.linear(hidden[rows], weight)
+            losses, lse = _token_losses(*statistics(logits, local), outside, groups)
+            total += losses.sum()
+            if hidden_needs_grad or weight_needs_grad:
+                grad = logits_gradient(logits, lse, local, outside)
+                del logits  # the next chunk's logits take its place
+                if hidden_needs_grad:
+                    torch.mm(grad, weight, out=hidden_grad[rows])
+                if weight_needs_grad:
+                    _accumulate_mm(weight_grad, grad.t(), hidden[rows])
+        ctx.tokens = hidden.shape[0]
+        ctx.save_for_backward(hidden_grad, weight_grad.to(weight.dtype) if weight_needs_grad else None)
+        return total / hidden.shape[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        scale = grad / ctx.tokens
+        return (
+            None if hidden_grad is None else hidden_grad * scale.to(hidden_grad.dtype),
+            None if weight_grad is None else weight_grad * scale.to(weight_grad.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _statistics(logits: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 [tokens] each: log-sum-exp of this rank's logits, and the logit at the local id."""
+    logits = logits.float()
+    return torch.logsumexp(logits, -1), logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+
+
+def _token_losses(lse: Tensor, target: Tensor, outside: Tensor, groups: ParallelGroups) -> tuple[Tensor, Tensor]:
+    """Losses and log-sum-exps over the whole vocabulary from those of this rank's share; differentiable."""
+    lse = torch.logsumexp(gather_from_region(lse.unsqueeze(-1), groups), -1)
+    return lse - reduce_from_region(target.masked_fill(outside, 0), groups), lse
+
+
+def _logits_gradient(logits: Tensor, lse: Tensor, local: Tensor, outside: Tensor) -> Tensor:
+    """softmax(logits) - one_hot(label), in the dtype of the logits."""
+    columns = torch.arange(logits.shape[-1], device=logits.device)
+    is_label = columns == local.masked_fill(outside, -1).unsqueeze(-1)
+    return (torch.exp(logits.float() - lse.unsqueeze(-1)) - is_label.float()).to(logits.dtype)
+
+
+@functools.cache
+def _compiled_kernels() -> tuple[Callable, Callable]:
+    return torch.compile(_statistics), torch.compile(_logits_gradient)
+
+
+def _accumulate_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b with an fp32 total: a sum over chunks in 16 bits would lose what the matmul's sum keeps."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.float(), b.float())

@@ -1,0 +1,134 @@
+"""Tensor-parallel layers in Megatron's manner: linear layers split by column or row, and the embedding by vocabulary.
+
+Weights are [out_features, in_features], without bias. A layer allocates its shard; the model fills it (see
+`shard` and model/transformer.py), so that the values do not depend on the layout. Every Parameter carries what a
+checkpoint, DeepSpeed and the optimizer need to know about it (see `annotate`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sagetrain.parallel.collectives import leave_region
+from sagetrain.parallel.topology import ParallelGroups
+
+
+def annotate(
+    parameter: nn.Parameter, groups: ParallelGroups, *, tp_dim: int | None, no_weight_decay: bool = False
+) -> nn.Parameter:
+    """Attach the layout to a Parameter that holds this rank's shard, and return it.
+
+    Sets tensor_model_parallel (bool: DeepSpeed counts such parameters on every rank of the group in the gradient
+    norm), tp_dim (the sharded dim, None if replicated), global_shape (tuple) and no_weight_decay (bool).
+    """
+    shape = list(parameter.shape)
+    if tp_dim is not None:
+        shape[tp_dim] *= groups.tp_size
+    parameter.tensor_model_parallel = tp_dim is not None
+    parameter.tp_dim = tp_dim
+    parameter.global_shape = tuple(shape)
+    parameter.no_weight_decay = no_weight_decay
+    return parameter
+
+
+def shard(full: Tensor, tp_dim: int | None, groups: ParallelGroups) -> Tensor:
+    """This rank's part of a whole tensor (a view)."""
+    return full if tp_dim is None else full.chunk(groups.tp_size, tp_dim)[groups.tp_rank]
+
+
+def _divide(total: int, groups: ParallelGroups, what: str) -> int:
+    if total % groups.tp_size:
+        raise ValueError(f"{what} ({total}) is not a multiple of tensor_parallel_size ({groups.tp_size})")
+    return total // groups.tp_size
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T with the rows of W, that is the output features, spread over the group.
+
+    Its input is what `enter_region` returned: layers that read the same x (q, k and v; gate and up) share one
+    collective forward and one backward.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        groups: ParallelGroups,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        local = _divide(out_features, groups, "out_features")
+        weight = nn.Parameter(torch.empty(local, in_features, dtype=dtype, device=device))
+        self.weight = annotate(weight, groups, tp_dim=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out / tp]."""
+        return F.linear(x, self.weight)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T with the columns of W, that is the input features, spread over the group.
+
+    The partial sums are added over the group: to all ranks, or to each rank its shard of the tokens.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        groups: ParallelGroups,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.groups = groups
+        self.sequence_parallel = sequence_parallel
+        local = _divide(in_features, groups, "in_features")
+        weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
+        self.weight = annotate(weight, groups, tp_dim=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, in / tp] -> [tokens (/ tp with sequence parallelism), out]."""
+        return leave_region(F.linear(x, self.weight), self.groups, self.sequence_parallel)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Embedding lookup with the rows of the table spread over the group."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        groups: ParallelGroups,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.groups = groups
+        self.sequence_parallel = sequence_parallel
+        local = _divide(vocab_size, groups, "vocab_size")
+        weight = nn.Parameter(torch.empty(local, hidden_size, dtype=dtype, device=device))
+        self.weight = annotate(weight, groups, tp_dim=0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 [tokens] -> [tokens (/ tp with sequence parallelism), hidden]."""
+        if self.groups.tp_size == 1:
+            return F.embedding(tokens, self.weight)
+        local, outside = local_ids(tokens, self.weight.shape[0], self.groups)
+        rows = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0)
+        return leave_region(rows, self.groups, self.sequence_parallel)
+
+
+def local_ids(ids: Tensor, local_size: int, groups: ParallelGroups) -> tuple[Tensor, Tensor]:
+    """Vocabulary ids relative to this rank's first row, and a mask of those that live on other ranks (mapped to 0)."""
+    local = ids - groups.tp_rank * local_size
+    outside = (local < 0) | (local >= local_size)
+    return local.masked_fill(outside, 0), outside
