@@ -5,6 +5,7 @@
         manifest.json                    what is here: every tensor by name with its global shape and where each piece
                                          lies, every file with size and SHA-256, and the training state
         shard-tp000-dp000.safetensors    fp32 pieces "<parameter>|weight", "|exp_avg", "|exp_avg_sq", each 1-D
+        config.yaml                      the resolved configuration of the run
         rng-00000.pt                     random-number state of one rank (loaded with weights_only)
       latest                             name of the newest folder (for people; loading looks at the folders themselves)
 
@@ -47,7 +48,9 @@ def folder_name(step: int) -> str:
 # -- writing -------------------------------------------------------------------------------------------------------
 
 
-def save(root: Path, state: dict[str, Any], shards: Iterable, rng: dict[str, Any], groups: ParallelGroups):
+def save(
+    root: Path, state: dict[str, Any], config_text: str, shards: Iterable, rng: dict[str, Any], groups: ParallelGroups
+) -> None:
     """Write checkpoint `state["step"]` under `root`; collective. `shards` are Engine.shards() of this rank, or empty.
 
     Raises CheckpointError on every rank if any rank failed (disk full, say); what was there before stays untouched.
@@ -60,12 +63,14 @@ def save(root: Path, state: dict[str, Any], shards: Iterable, rng: dict[str, Any
     every = _gather(written)
 
     def publish() -> None:
+        _write_text(temporary / "config.yaml", config_text)
+        files = {name: info for entry in every for name, info in entry["files"].items()}
         manifest = {
             "format": FORMAT,
             "state": state,
             "layout": {"tensor_parallel_size": groups.tp_size, "data_parallel_size": groups.dp_size},
             "tensors": _merge_tensors(entry["tensors"] for entry in every),
-            "files": {name: info for entry in every for name, info in entry["files"].items()},
+            "files": {**files, "config.yaml": _file_entry(temporary / "config.yaml")},
         }
         _write_text(temporary / "manifest.json", json.dumps(manifest, indent=1))
         _sync(temporary)
@@ -101,11 +106,13 @@ def _write_rank(folder: Path, shards: Iterable, rng: dict[str, Any], groups: Par
     if tensors:
         written.append(file)
         save_file(tensors, folder / file)
-    files = {}
     for name in written:
         _sync(folder / name)
-        files[name] = {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
-    return {"tensors": index, "files": files}
+    return {"tensors": index, "files": {name: _file_entry(folder / name) for name in written}}
+
+
+def _file_entry(path: Path) -> dict:
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _merge_tensors(indexes: Iterable[dict]) -> dict:

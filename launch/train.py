@@ -1,0 +1,12 @@
+"""What a launcher starts on every rank: `deepspeed launch/train.py --config configs/x.yaml [key=value ...]`.
+
+torchrun works too. The same as `sagetrain train`, with a file that launchers can name.
+"""
+
+import sys
+
+from sagetrain.cli import main
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "train")
+    main()

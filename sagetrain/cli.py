@@ -1,0 +1,166 @@
+"""The `sagetrain` command: the only place that reads the command line and turns errors into exit codes.
+
+Heavy imports sit inside the commands, so that `--help` and `plan` answer at once and without torch.
+Exit codes: 0 done (or stopped by a signal with a checkpoint), 2 a mistake in the configuration or the arguments,
+3 a checkpoint that cannot be used, 4 training that cannot go on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from sagetrain.config.errors import ConfigError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Pretrain Llama-like models with trainable INT8 attention (SageBwd).\n\n"
+    "Typical order: [bold]prepare[/] text into token files, [bold]plan[/] the run on a laptop, [bold]train[/] it "
+    "(on a cluster: deepspeed launch/train.py --config ...), then [bold]eval[/] and [bold]generate[/].",
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the YAML, e.g. optimizer.lr=3e-4", show_default=False),
+]
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")],
+    overrides: Overrides = None,
+    local_rank: Annotated[int, typer.Option(hidden=True, help="Given by the deepspeed launcher.")] = 0,
+) -> None:
+    """Train, or continue, the run that a YAML file describes.
+
+    One process: [bold]sagetrain train --config configs/quickstart.yaml[/]. Many: start launch/train.py with the
+    deepspeed launcher or torchrun. If training.run_dir holds a checkpoint, the run continues from it. SIGTERM, SIGUSR1
+    and Ctrl-C save a checkpoint and exit; the same command continues.
+    """
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    with _Errors(show=rank == 0):
+        cfg, findings = _checked(config, overrides, world_size, show=rank == 0)
+        from sagetrain.train.trainer import Trainer
+
+        Trainer(cfg, findings).run()
+    _leave_together()
+
+
+@app.command()
+def evaluate(
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a run (its training.run_dir).")],
+    num_sequences: Annotated[int | None, typer.Option(help="Held-out sequences. Default: the run's own.")] = None,
+) -> None:
+    """Loss and perplexity of a run's newest checkpoint on its held-out data."""
+    with _Errors():
+        from sagetrain import inference
+
+        run = inference.load_run(run_dir, _warn)
+        if not run.cfg.data.valid:
+            raise ConfigError("data.valid is empty: the run has no held-out data to evaluate on")
+        result = inference.evaluate(run, num_sequences or run.cfg.evaluation.num_sequences)
+    typer.echo(f"step {run.step}, {run.tokens:,} tokens seen; {result.tokens:,} held-out tokens")
+    typer.echo(f"validation loss   {result.loss:.4f} nats per token (perplexity {result.perplexity:.1f})")
+    typer.echo(
+        f"unigram entropy   {result.unigram_entropy:.4f} nats per token: the best a model without context can do"
+    )
+
+
+@app.command()
+def generate(
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a run (its training.run_dir).")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")] = 50,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+) -> None:
+    """Continue a text with a run's newest checkpoint."""
+    with _Errors():
+        from sagetrain import inference
+
+        run = inference.load_run(run_dir, _warn)
+        typer.echo(prompt, nl=False)
+        for piece in inference.generate(run, prompt, max_tokens, temperature, top_k, seed):
+            typer.echo(piece, nl=False)
+    typer.echo()
+
+
+def _checked(config: Path, overrides: list[str] | None, world_size: int, show: bool):
+    """Load and check a configuration. Errors end the run here, before any process group starts."""
+    from sagetrain.config.check import check
+    from sagetrain.config.load import load_config
+
+    cfg = load_config(config, overrides or [])
+    findings = check(cfg, world_size)
+    errors = [finding for finding in findings if finding.level == "error"]
+    if errors:
+        raise ConfigError("\n".join(str(finding) for finding in errors))
+    if show:
+        for finding in findings:
+            _warn(f"{finding.level}: {finding}")
+    return cfg, findings
+
+
+class _Errors:
+    """Turns the exceptions that users cause into a message on stderr and an exit code; others keep their traceback."""
+
+    def __init__(self, show: bool = True):
+        self.show = show
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if error is None or isinstance(error, SystemExit):
+            return
+        code = _exit_code(error)
+        if code is not None:
+            if self.show:
+                _warn(f"error: {error}")
+            _exit(code)
+
+
+def _exit_code(error: BaseException) -> int | None:
+    if isinstance(error, ConfigError):
+        return 2
+    # Imported late: these modules need torch, and may be what failed to import.
+    checkpoint = sys.modules.get("sagetrain.train.checkpoint")
+    trainer = sys.modules.get("sagetrain.train.trainer")
+    if checkpoint and isinstance(error, checkpoint.CheckpointError):
+        return 3
+    if trainer and isinstance(error, trainer.TrainingError):
+        return 4
+    return None
+
+
+def _warn(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _leave_together() -> NoReturn:
+    """End all ranks at once and skip interpreter shutdown, where gloo's threads sometimes abort the process."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+    _exit(0)
+
+
+def _exit(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    """Entry point of the console script and of launch/train.py."""
+    app()

@@ -1,0 +1,139 @@
+"""Use what a run has trained: held-out loss and text, in one process, on a GPU or without one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sagetrain.config.fit import padded_vocab_size
+from sagetrain.config.load import load_config
+from sagetrain.config.schema import RunConfig
+from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.train import checkpoint
+from sagetrain.train.checkpoint import CheckpointError, Reader
+
+
+@dataclass
+class TrainedRun:
+    """A model with the weights of a checkpoint, and what it was trained with."""
+
+    cfg: RunConfig
+    model: Transformer
+    tokenizer: Tokenizer
+    vocab_size: int
+    step: int
+    tokens: int
+    device: torch.device
+
+
+def load_run(run_dir: Path, report) -> TrainedRun:
+    """The newest whole checkpoint of a run folder as a model. Damaged checkpoints passed over go to `report`.
+
+    Raises CheckpointError if there is none.
+    """
+    folder, _ = checkpoint.newest_whole(run_dir / "checkpoints", report)
+    if folder is None:
+        raise CheckpointError(f"{run_dir} has no checkpoint; train it first: sagetrain train --config ...")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    groups = ParallelGroups.single()
+    with Reader(folder) as reader:
+        state = reader.manifest["state"]
+        cfg = load_config(folder / "config.yaml")
+        vocab_size = state["identity"]["vocab_size"]
+        model = Transformer(
+            cfg.model,
+            cfg.attention,
+            vocab_size=padded_vocab_size(vocab_size),
+            groups=groups,
+            seed=cfg.training.seed,
+            dtype=torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32,
+            device=device,
+        )
+        checkpoint.load_weights(reader, model, groups)
+    model.eval()
+    tokenizer = Tokenizer.load(find_tokenizer(cfg.data))
+    return TrainedRun(cfg, model, tokenizer, vocab_size, state["step"], state["tokens"], device)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss in nats per token, and the entropy of the same tokens' own unigram distribution: what the best
+    model that ignores context would reach."""
+
+    loss: float
+    unigram_entropy: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+@torch.no_grad()
+def evaluate(run: TrainedRun, num_sequences: int) -> Evaluation:
+    """Loss on the first `num_sequences` held-out sequences, the same ones that training evaluates on."""
+    data = run.cfg.data
+    stream = SampleStream(
+        data.valid,
+        seq_length=data.seq_length,
+        seed=run.cfg.training.seed,
+        document_attention=data.document_attention,
+        document_positions=data.document_positions,
+    )
+    loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=data.micro_batch_size, num_workers=0)
+    total, batches, counts = 0.0, 0, np.zeros(run.vocab_size, np.int64)
+    for batch in loader.eval_batches(num_sequences):
+        to = lambda x: None if x is None else x.to(run.device)  # noqa: E731
+        loss = run.model(
+            to(batch.tokens),
+            to(batch.labels),
+            positions=to(batch.positions),
+            cu_seqlens=to(batch.cu_seqlens),
+            max_seqlen=batch.max_seqlen,
+        )
+        total, batches = total + loss.item(), batches + 1
+        counts += np.bincount(batch.labels.flatten().numpy(), minlength=run.vocab_size)
+    shares = counts[counts > 0] / counts.sum()
+    return Evaluation(total / batches, float(-(shares * np.log(shares)).sum()), int(counts.sum()))
+
+
+@torch.no_grad()
+def generate(run: TrainedRun, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[str]:
+    """Continue `prompt`, yielding the text piece by piece until `max_tokens` or the end-of-document token.
+
+    temperature 0 takes the likeliest token; top_k 0 samples from all. The whole context is recomputed for every
+    token: right for a look at a model, not for serving it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = run.tokenizer.encode(prompt)
+    if not tokens:
+        tokens = [run.tokenizer.eos_id]  # what precedes every document in the token file
+    start = shown = len(tokens)
+    said = ""
+    for _ in range(max_tokens):
+        context = torch.tensor([tokens[-run.cfg.data.seq_length :]], device=run.device)
+        logits = run.model(context)[0, -1, : run.vocab_size].float().cpu()
+        if temperature > 0:
+            logits /= temperature
+            if top_k:
+                logits[logits < logits.topk(min(top_k, run.vocab_size)).values[-1]] = -math.inf
+            token = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+        else:
+            token = int(logits.argmax())
+        if token == run.tokenizer.eos_id:
+            break
+        tokens.append(token)
+        text = run.tokenizer.decode(tokens[start:])
+        if not text.endswith("�"):  # a character may span several byte tokens
+            yield text[len(said) :]
+            said, shown = text, len(tokens)
+    if shown < len(tokens):
+        yield run.tokenizer.decode(tokens[start:])[len(said) :]

@@ -1,0 +1,378 @@
+"""The training loop: resume, step, evaluate, report, save, stop on a signal.
+
+Progress is counted in tokens and sequences. Everything that a resume needs is in TrainState plus the engine's tensors;
+every decision that one rank could take differently (stop, damaged checkpoint, non-finite loss) is made by all at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from sagetrain import __version__
+from sagetrain.config.errors import Finding
+from sagetrain.config.fit import padded_vocab_size, token_multiple
+from sagetrain.config.load import dump_config
+from sagetrain.config.schema import RunConfig
+from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.model.accounting import flops_per_token, num_parameters
+from sagetrain.model.attention import resolve_backend
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.rng import rng_state, seed_everything, set_rng_state
+from sagetrain.parallel.topology import ParallelGroups, Topology
+from sagetrain.train import checkpoint
+from sagetrain.train.checkpoint import CheckpointError, Reader
+from sagetrain.train.engine import Engine, StepResult, init_distributed, resolved_zero_stage
+from sagetrain.train.lr_schedule import learning_rate, reference_tokens_per_step
+from sagetrain.train.metrics import MetricsWriter, Throughput, memory_gib, peak_flops
+from sagetrain.train.tokens_per_step import tokens_per_step
+
+log = logging.getLogger("sagetrain")
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on (non-finite loss, say); the newest checkpoint is untouched."""
+
+
+@dataclass
+class TrainState:
+    """Where a run is. Everything else follows from the configuration."""
+
+    step: int = 0
+    tokens: int = 0
+    sequences: int = 0
+
+    def advance(self, tokens: int, seq_length: int) -> None:
+        """Count one optimizer step."""
+        self.step += 1
+        self.tokens += tokens
+        self.sequences += tokens // seq_length
+
+
+class StopSignal:
+    """SIGTERM, SIGUSR1 and Ctrl-C ask for a checkpoint and a clean exit; a second Ctrl-C ends the run at once."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, _frame: object) -> None:
+        if number == signal.SIGINT and self.name == "SIGINT":
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+
+
+class Trainer:
+    """One run of a RunConfig on this rank. `findings` are recorded in the run folder."""
+
+    def __init__(self, cfg: RunConfig, findings: list[Finding]):
+        self.cfg, self.findings = cfg, findings
+        self.stop = StopSignal()
+        self.device = init_distributed(cfg.training.timeout_minutes)
+        self.groups = ParallelGroups.create(Topology(dist.get_world_size(), cfg.parallel.tensor_parallel_size))
+        self.main = dist.get_rank() == 0
+        self.run_dir = Path(cfg.training.run_dir)
+        self._lock = self._claim_run_dir()
+        seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
+
+        tokenizer = Tokenizer.load(find_tokenizer(cfg.data))
+        self.vocab_size = cfg.model.vocab_size or tokenizer.vocab_size
+        self.tokenizer_hash = tokenizer.sha256
+        self.stream = self._stream(cfg.data.train)
+        self.multiple = token_multiple(cfg, self.groups.dp_size)
+        self.reference = reference_tokens_per_step(cfg.lr_schedule, cfg.tokens_per_step)
+        self.state = TrainState()
+        self.engine = self._build_engine()
+        self._resume()
+        self.loader = self._loader(self.stream)
+        self.valid = self._loader(self._stream(cfg.data.valid)) if cfg.data.valid else None
+
+    # -- construction --------------------------------------------------------------------------------------------
+
+    def _claim_run_dir(self):
+        """Lock the run folder for the life of this process: two runs in one folder would destroy each other."""
+        if not self.main:
+            return None
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (self.run_dir / ".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CheckpointError(
+                f"training.run_dir {self.run_dir} is in use by another run; wait for it or choose another folder"
+            ) from error
+        return lock
+
+    def _stream(self, sources: list) -> SampleStream:
+        data = self.cfg.data
+        return SampleStream(
+            sources,
+            seq_length=data.seq_length,
+            seed=self.cfg.training.seed,
+            document_attention=data.document_attention,
+            document_positions=data.document_positions,
+        )
+
+    def _loader(self, stream: SampleStream) -> Loader:
+        return Loader(
+            stream,
+            dp_rank=self.groups.dp_rank,
+            dp_size=self.groups.dp_size,
+            micro_batch_size=self.cfg.data.micro_batch_size,
+            num_workers=self.cfg.data.num_workers,
+        )
+
+    def _build_engine(self) -> Engine:
+        cfg, dtype = self.cfg, {"bf16": torch.bfloat16, "fp32": torch.float32}[self.cfg.training.dtype]
+        self.backend, reason = resolve_backend(cfg.attention, cfg.model, device=self.device, dtype=dtype)
+        model = Transformer(
+            cfg.model,
+            cfg.attention,
+            vocab_size=padded_vocab_size(self.vocab_size),
+            groups=self.groups,
+            sequence_parallel=cfg.parallel.sequence_parallel,
+            activation_checkpointing=cfg.training.activation_checkpointing,
+            seed=cfg.training.seed,
+            dtype=dtype,
+            device=self.device,
+        )
+        compiled = cfg.training.compile == "on" or (
+            cfg.training.compile == "auto" and self.device.type == "cuda" and resolved_zero_stage(cfg) < 3
+        )
+        if compiled:
+            model.compile_blocks()
+        first = tokens_per_step(cfg.tokens_per_step, 0, self.multiple)
+        engine = Engine(cfg, model, self.groups, first // self.multiple)
+        if self.main:
+            self._say(
+                f"sagetrain {__version__}: {num_parameters(cfg.model, padded_vocab_size(self.vocab_size)):,} parameters, "
+                f"{dist.get_world_size()} ranks (tensor parallel {self.groups.tp_size} x data parallel"
+                f" {self.groups.dp_size}), ZeRO {engine.stage}, {cfg.training.dtype}, torch.compile"
+                f" {'on' if compiled else 'off'}, attention {self.backend} ({reason})"
+            )
+            if engine.stage != cfg.parallel.zero_stage:
+                self._say(
+                    "parallel.zero_stage 0 runs as 1: DeepSpeed's bf16 at stage 0 changes the weights at start-up"
+                )
+        return engine
+
+    # -- resume and save -----------------------------------------------------------------------------------------
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must share with the run that continues it."""
+        return {
+            "model": self.cfg.model.model_dump(),
+            "attention.qk_norm": self.cfg.attention.qk_norm,
+            "vocab_size": self.vocab_size,
+            "tokenizer": self.tokenizer_hash,
+            "data": self.stream.fingerprint,
+            "seed": self.cfg.training.seed,
+        }
+
+    def _resume(self) -> None:
+        folder, damaged = checkpoint.newest_whole(self.checkpoints, self._warn)
+        if folder is None:
+            return
+        if self.cfg.checkpoint.resume == "never":
+            raise CheckpointError(
+                f"{self.run_dir} holds checkpoint {folder.name} and checkpoint.resume is never; "
+                "set it to auto to continue, or choose another training.run_dir"
+            )
+        with Reader(folder) as reader:
+            state = reader.manifest["state"]
+            theirs, ours = state["identity"], json.loads(json.dumps(self._identity()))
+            changed = [
+                f"{k}: checkpoint {theirs.get(k)!r}, this run {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]
+            ]
+            if changed:
+                raise CheckpointError(
+                    f"{folder} was written by another run: {'; '.join(changed)}. "
+                    "Restore these settings, or choose another training.run_dir"
+                )
+            checkpoint.load_engine(reader, self.engine, state["optimizer_steps"])
+            rng = reader.rng(dist.get_rank())
+        if rng is not None:
+            set_rng_state(rng)
+        self.state = TrainState(state["step"], state["tokens"], state["sequences"])
+        if self.main:
+            for bad in damaged:
+                checkpoint.set_aside(bad)
+            self._say(f"resumed from {folder.name} ({self.state.tokens:,} tokens seen)")
+            for line in _config_changes((folder / "config.yaml").read_text(), dump_config(self.cfg)):
+                self._say(f"changed since that checkpoint: {line}")
+
+    def save(self) -> None:
+        """Write a checkpoint of the present state and delete the ones that the retention rules drop; collective."""
+        begin = time.perf_counter()
+        state = {
+            **asdict(self.state),
+            "optimizer_steps": self.state.step,
+            "identity": self._identity(),
+            "guidance_overrides": list(self.cfg.guidance.override),
+            "versions": {"sagetrain": __version__, "torch": torch.__version__},
+        }
+        shards = self.engine.shards() if self.engine.writes_shards else ()
+        checkpoint.save(self.checkpoints, state, dump_config(self.cfg), shards, rng_state(), self.groups)
+        self._saved_step = self.state.step
+        if self.main:
+            checkpoint.prune(self.checkpoints, self.cfg.checkpoint.keep_last, self.cfg.checkpoint.keep_every_tokens)
+            name = checkpoint.folder_name(self.state.step)
+            self._say(f"saved {name} in {time.perf_counter() - begin:.1f} s")
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def run(self) -> bool:
+        """Train to the end, or to a signal. Returns whether the run is finished; on a signal a checkpoint is saved."""
+        cfg, state, total = self.cfg, self.state, self.cfg.training.total_tokens
+        self._write_run_files()
+        every_eval = cfg.evaluation.every_tokens or max(1, total // 10)
+        every_save = cfg.checkpoint.every_tokens or max(1, total // 10)
+        self._saved_step = state.step
+        self.metrics = (
+            MetricsWriter(self.run_dir, state.step, state.tokens, total, cfg.logging.tensorboard) if self.main else None
+        )
+        self.clock = Throughput()
+        stopped, trained = False, state.tokens < total
+        while state.tokens < total and not stopped:
+            size = tokens_per_step(cfg.tokens_per_step, state.tokens, self.multiple)
+            lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, total, self.reference)
+            batches = self.loader.step_batches(state.sequences, size)
+            before = state.tokens
+            result = self.engine.step(batches, size // self.multiple, lr, self.stop.name is not None)
+            state.advance(size, cfg.data.seq_length)
+            self._check_finite(result)
+            self._report(result, size, lr)
+            stopped = result.stop
+            running = state.tokens < total and not stopped
+            if self.valid and running and _crossed(before, state.tokens, every_eval):
+                self._aside(self._evaluate)
+            if stopped or (running and _crossed(before, state.tokens, every_save)):
+                self._aside(self.save)
+        finished = state.tokens >= total
+        if finished and self.valid and trained:
+            self._evaluate()
+        if finished and self._saved_step != state.step:
+            self.save()
+        if self.main:
+            why = f"stopped by {self.stop.name or 'a signal to another rank'}" if stopped else "finished"
+            self._say(f"{why} at step {state.step}, {state.tokens:,} of {total:,} tokens"
+                      + ("" if finished else "; run the same command to continue"))  # fmt: skip
+            self.metrics.close()
+        self.loader.close()
+        if self.valid:
+            self.valid.close()
+        return finished
+
+    def _aside(self, action: Callable[[], Any]) -> None:
+        """Do something that is not training, off the clock."""
+        self.clock.pause()
+        action()
+        self.clock.resume()
+
+    def _check_finite(self, result: StepResult) -> None:
+        """Both numbers are reduced over all ranks, so every rank decides alike."""
+        if not (torch.isfinite(torch.tensor([result.loss, result.grad_norm])).all() and result.applied):
+            raise TrainingError(
+                f"step {self.state.step} ({self.state.tokens:,} tokens): loss {result.loss}, gradient norm "
+                f"{result.grad_norm}. Nothing of this step was saved. Lower optimizer.lr or the tokens per step, "
+                "turn attention.qk_norm on, or set attention.backend to sdpa, and run again to continue from the "
+                "newest checkpoint"
+            )
+
+    def _report(self, result: StepResult, size: int, lr: float) -> None:
+        self.clock.add(size)
+        if self.metrics is None or (self.state.step % self.cfg.logging.every_steps and not result.stop):
+            return
+        self.clock.pause()
+        rate, peak = self.clock.take(), peak_flops(self.device)
+        flops = flops_per_token(self.cfg.model, padded_vocab_size(self.vocab_size), self.cfg.data.seq_length)
+        self.metrics.write(
+            self.state.step,
+            self.state.tokens,
+            {
+                "train/loss": result.loss,
+                "train/grad_norm": result.grad_norm,
+                "train/lr": lr,
+                "train/tokens_per_step": size,
+                "perf/tokens_per_second": rate,
+                "perf/mfu": rate * flops / (peak * dist.get_world_size()) if peak else None,
+                "perf/memory_gib": memory_gib(self.device),
+            },
+        )
+        self.metrics.progress(self.state.tokens, loss=f"{result.loss:.4f}", lr=f"{lr:.2e}", tok_s=f"{rate:,.0f}")
+        self.clock.resume()
+
+    def _evaluate(self) -> None:
+        loss = self.engine.evaluate(self.valid.eval_batches(self.cfg.evaluation.num_sequences))
+        if self.metrics:
+            self.metrics.write(self.state.step, self.state.tokens, {"valid/loss": loss})
+            self._say(f"step {self.state.step}: validation loss {loss:.4f}")
+
+    # -- run folder and messages ---------------------------------------------------------------------------------
+
+    def _write_run_files(self) -> None:
+        """The resolved configuration, the generated DeepSpeed dict and the guidance findings, for people to read."""
+        if not self.main:
+            return
+        findings = [
+            finding.model_dump() if hasattr(finding, "model_dump") else asdict(finding) for finding in self.findings
+        ]
+        for name, text in {
+            "config.yaml": dump_config(self.cfg),
+            "deepspeed.json": json.dumps(self.engine.config, indent=2) + "\n",
+            "findings.json": json.dumps([asdict(finding) for finding in self.findings], indent=2) + "\n",
+        }.items():
+            path = self.run_dir / name
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(text)
+            temporary.chmod(0o444)
+            os.replace(temporary, path)
+
+    def _say(self, text: str) -> None:
+        metrics = getattr(self, "metrics", None)
+        if metrics:
+            metrics.say(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def _warn(self, text: str) -> None:
+        if self.main:
+            log.warning(text)
+
+
+def _crossed(before: int, after: int, every: int) -> bool:
+    """Whether a multiple of `every` lies in (before, after]."""
+    return before // every != after // every
+
+
+def _config_changes(old_text: str, new_text: str) -> list[str]:
+    """Lines `key: old -> new` for every setting that differs between two dumped configurations."""
+    old, new = _flat(yaml.safe_load(old_text)), _flat(yaml.safe_load(new_text))
+    return [
+        f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in sorted({*old, *new}) if old.get(key) != new.get(key)
+    ]
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, dict):
+        return {k: v for key, sub in tree.items() for k, v in _flat(sub, f"{prefix}{key}.").items()}
+    return {prefix[:-1]: tree}
