@@ -59,6 +59,7 @@ class _Source:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{self.file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
         self.tree, self.lines, problems = yaml_nodes.parse(text)
+        self.unusable = {problem.path for problem in problems}
         for problem in problems:
             self._report(problem.path, str(problem), where=f"{self.file}:{problem.line}")
         if not isinstance(self.tree, dict):
@@ -81,18 +82,23 @@ class _Source:
         """Report one validation error of pydantic in the words of the schema."""
         kind, value = detail["type"], detail["input"]
         path, section, slot = locate(detail["loc"])
-        if kind == "default_factory_not_called":
-            return  # the default derives from a key that is reported itself
+        if kind == "default_factory_not_called" or (value is None and path in self.unusable):
+            return  # follows from a problem that is reported itself
         if kind == "extra_forbidden":
             self._report(path, f"unknown key{_hint_for_unknown(path, section)}", value)
-        elif kind == "missing":
+        elif kind == "missing" and section is not None:
             doc = section.model_fields[path[-1]].description
             self._report(path, f"missing; it takes {describe(slot)}" + (f": {' '.join(doc.split())}" if doc else ""))
         elif kind in ("union_tag_not_found", "union_tag_invalid"):
             tags = [tag_of(member) for member in slot.sections]
-            given = value.get("schedule") if isinstance(value, dict) else None
-            self._report((*path, "schedule"), _must_be(f"one of {', '.join(tags)}", given, tags), given)
+            takes = f"one of {', '.join(tags)}"
+            if "schedule" in value:
+                self._report((*path, "schedule"), _must_be(takes, value["schedule"], tags), value["schedule"])
+            else:
+                self._report((*path, "schedule"), f"missing; it takes {takes}")
         else:
+            if kind == "missing":  # an item of a list of fixed length
+                path, _, slot = locate(detail["loc"][:-1])
             self._report(path, _must_be(describe(slot), value, slot.choices), value)
 
     def raise_problems(self) -> None:

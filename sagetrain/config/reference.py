@@ -124,8 +124,8 @@ def keys(section: type[Section] = RunConfig, prefix: str = "") -> list[Key]:
         inner, dotted = slot.sections, f"{prefix}{name}"
         if slot.item is not None and slot.item.sections:
             inner, dotted = slot.item.sections, f"{dotted}.0"
-        if not inner:
-            result.append(Key(dotted, describe(slot), _default(field), doc))
+        if slot.item is not None or not inner:
+            result.append(Key(f"{prefix}{name}", describe(slot), _default(field), doc))
         union_tags = [tag_of(member) for member in inner] if len(inner) > 1 else []
         if union_tags:
             result.append(Key(f"{dotted}.schedule", f"one of {', '.join(union_tags)}", _default(field), doc))

@@ -43,9 +43,13 @@ class ModelConfig(Section):
     """Inner width of the SwiGLU MLP (gate and up each have this many columns)."""
     num_attention_heads: PositiveInt
     """Query heads."""
-    num_key_value_heads: PositiveInt = Field(default_factory=lambda data: data["num_attention_heads"])
+    num_key_value_heads: PositiveInt = Field(
+        default_factory=lambda data: data["num_attention_heads"], validate_default=True
+    )
     """Key/value heads (grouped-query attention). Default: num_attention_heads."""
-    head_dim: PositiveInt = Field(default_factory=lambda data: data["hidden_size"] // data["num_attention_heads"])
+    head_dim: PositiveInt = Field(
+        default_factory=lambda data: data["hidden_size"] // data["num_attention_heads"], validate_default=True
+    )
     """Width of one head. Default: hidden_size / num_attention_heads."""
     vocab_size: PositiveInt | None = None
     """Tokens of the vocabulary. Default: that of data.tokenizer. Padded up to a multiple of 128 inside the model."""
@@ -82,8 +86,8 @@ class ParallelConfig(Section):
     """Ranks that share one copy of the model (Megatron tensor parallelism); ranks of one group are neighbours."""
     sequence_parallel: bool = False
     """Shard norms and residual stream along the sequence inside a tensor-parallel group."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    """DeepSpeed ZeRO stage over the data-parallel ranks. With bf16, 0 is run as 1: DeepSpeed's bf16 stage 0 is wrong."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """DeepSpeed ZeRO stage over the data-parallel ranks. bf16 runs 0 as 1: DeepSpeed's bf16 stage 0 is wrong."""
 
 
 class DataSource(Section):

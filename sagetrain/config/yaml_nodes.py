@@ -8,6 +8,7 @@ ever constructed: no tags, no merge keys, no code.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 
 Path = tuple  # of keys (str) and list indices (int)
 
+_LARGEST_WHOLE = 10**18
 _RESOLVERS = [
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN"),
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -35,7 +37,17 @@ class _Dumper(yaml.SafeDumper):
     """Quotes a text that this loader or an ordinary YAML 1.1 reader would take for something else."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        """Indents the items of a list below its key."""
         return super().increase_indent(flow, False)
+
+    def represent_float(self, data: float) -> yaml.Node:
+        """1e16 as 10000000000000000.0: written 1.0e+16 it would come back as a whole number."""
+        if data.is_integer() and abs(data) < _LARGEST_WHOLE:
+            return self.represent_scalar("tag:yaml.org,2002:float", f"{data:.1f}")
+        return super().represent_float(data)
+
+
+_Dumper.add_representer(float, _Dumper.represent_float)
 
 
 for _tag, _pattern, _first in _RESOLVERS:
@@ -55,74 +67,66 @@ class YamlProblem(ValueError):
 
 def parse(text: str) -> tuple[Any, dict[Path, int], list[YamlProblem]]:
     """Values, the line of every path, and the problems found (duplicate keys, syntax, constructs we do not take)."""
-    loader = _Loader(text)
     lines: dict[Path, int] = {}
     problems: list[YamlProblem] = []
     try:
-        node = loader.get_single_node()
+        node = yaml.compose(text, Loader=_Loader)
         value = None if node is None else _value(node, (), lines, problems, frozenset())
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         return None, {}, [YamlProblem(f"not valid YAML: {reason}", mark.line + 1 if mark else None)]
-    finally:
-        loader.dispose()
     return value, lines, problems
 
 
 def dump(value: Any) -> str:
     """Plain values as block-style YAML, keys in the given order."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False)
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120, default_flow_style=False)
 
 
 def _value(node: yaml.Node, path: Path, lines: dict, problems: list, parents: frozenset) -> Any:
+    """Plain value of a node; notes the line of every path inside it."""
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
+    kind = node.tag.removeprefix("tag:yaml.org,2002:")
     if id(node) in parents:
         problems.append(YamlProblem("an alias that contains itself", line, path))
         return None
-    parents = parents | {id(node)}
-    if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
-        return [_value(child, (*path, i), lines, problems, parents) for i, child in enumerate(node.value)]
-    if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
-        result: dict[Any, Any] = {}
+    inside = parents | {id(node)}
+    if kind == "seq" and isinstance(node, yaml.SequenceNode):
+        return [_value(child, (*path, i), lines, problems, inside) for i, child in enumerate(node.value)]
+    if kind == "map" and isinstance(node, yaml.MappingNode):
+        result: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = _scalar(key_node, path, problems)
-            key_line = key_node.start_mark.line + 1
+            key_line, key = key_node.start_mark.line + 1, key_node.value
             here = (*path, key)
-            if key in result:
+            if not isinstance(key_node, yaml.ScalarNode):
+                problems.append(YamlProblem("a key must be a word", key_line, path))
+            elif key in result:
                 problems.append(YamlProblem(f"given twice: first on line {lines[here]}", key_line, here))
-                continue
-            lines[here] = key_line
-            result[key] = _value(value_node, here, lines, problems, parents)
+            else:
+                lines[here] = key_line
+                result[key] = _value(value_node, here, lines, problems, inside)
         return result
-    return _scalar(node, path, problems)
-
-
-def _scalar(node: yaml.Node, path: Path, problems: list) -> Any:
-    """Value of a scalar node; also used for keys, which must be scalars."""
-    kind = node.tag.rpartition(":")[2]
-    if not isinstance(node, yaml.ScalarNode) or kind not in ("str", "null", "bool", "int", "float"):
-        problems.append(
-            YamlProblem(f"{node.tag.rpartition(':')[2]!r} is not taken here", node.start_mark.line + 1, path)
-        )
-        return None
-    text = node.value
-    if kind == "null":
-        return None
-    if kind == "bool":
-        return text.lower() == "true"
-    if kind == "int":
-        return int(text.replace("_", ""))
-    if kind == "float":
-        return _float(text.replace("_", ""))
-    return text
+    if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
+        return _SCALARS[kind](node.value)
+    problems.append(YamlProblem(f"the tag {kind!r} is not taken here", line, path))
+    return None
 
 
 def _float(text: str) -> int | float:
-    """2.1e6 is the whole number 2100000 (exactly); 1.0 stays a float; so does what no run could mean (1e99)."""
+    """2.1e6 is the whole number 2100000, exactly; 1.0 stays a float, and so does what no run could mean (1e99)."""
     if re.search("[eE]", text):
         number = Decimal(text)
-        if number == number.to_integral_value() and abs(number) < 10**18:
+        if number == number.to_integral_value() and abs(number) < _LARGEST_WHOLE:
             return int(number)
     return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "null": lambda text: None,
+    "bool": lambda text: text.lower() == "true",
+    "int": int,
+    "float": _float,
+    "str": str,
+}

@@ -1,0 +1,306 @@
+# ruff: noqa: E501 - one message a line reads best
+"""Loading a configuration: values, overrides, and every message a user can get."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagetrain.config import ConfigError, RunConfig, dump_config, load_config
+from sagetrain.config.load import locations
+
+GOOD = """\
+model:
+  num_layers: 4
+  hidden_size: 256
+  ffn_hidden_size: 768
+  num_attention_heads: 4
+data:
+  train:
+    - {path: a, weight: 3}
+    - path: b
+  seq_length: 1_024
+  micro_batch_size: 2
+tokens_per_step:
+  schedule: ramp
+  start: 16384
+  end: 65536
+  ramp_tokens: 2.1e6
+optimizer:
+  lr: 3e-4
+training:
+  run_dir: runs/x
+  total_tokens: 1e9
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems(tmp_path: Path, old: str, new: str, *overrides: str) -> str:
+    """The error of GOOD with `old` replaced by `new`; the file's folder is cut from the message."""
+    assert old in GOOD
+    with pytest.raises(ConfigError, match=r"problems? in the configuration") as error:
+        load_config(write(tmp_path, GOOD.replace(old, new, 1)), overrides)
+    return str(error.value).replace(f"{tmp_path}/", "")
+
+
+def test_values_defaults_and_number_forms(tmp_path):
+    config = load_config(write(tmp_path, GOOD))
+    assert config.model.num_key_value_heads == 4
+    assert config.model.head_dim == 64
+    assert config.data.seq_length == 1024
+    assert config.tokens_per_step.ramp_tokens == 2_100_000
+    assert type(config.tokens_per_step.ramp_tokens) is int
+    assert config.training.total_tokens == 10**9
+    assert config.optimizer.lr == 3e-4
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert [source.weight for source in config.data.train] == [3.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("on", "on"), ("off", "off"), ("auto", "auto"), ('"on"', "on")],
+)
+def test_compile_switch_is_a_word_not_a_boolean(tmp_path, text, value):
+    assert load_config(write(tmp_path, GOOD), [f"training.compile={text}"]).training.compile == value
+
+
+@pytest.mark.parametrize("text", ["2026-11-21", "010x", "1:30", "on", "yes", "0x1F", "a: b", "1e5x", "~x", "null0"])
+def test_words_that_older_yaml_turns_into_something_else(tmp_path, text):
+    quoted = f'"{text}"' if ":" in text and " " in text else text
+    config = load_config(write(tmp_path, GOOD), [f"training.run_dir={quoted}"])
+    assert config.training.run_dir == text
+
+
+def test_overrides(tmp_path):
+    config = load_config(
+        write(tmp_path, GOOD),
+        [
+            "optimizer.lr=1e-3",
+            "data.train.1.path=other",
+            "logging.every_steps=5",
+            "data.valid=[{path: held_out}]",
+            "data.valid.0.weight=2",
+            "tokens_per_step={schedule: constant, tokens: 262_144}",
+            "optimizer.betas=[0.8, 0.99]",
+            "model.vocab_size=null",
+            "deepspeed.comms_logger.enabled=true",
+            "optimizer.lr=2e-3",
+        ],
+    )
+    assert config.optimizer.lr == 2e-3
+    assert config.data.train[1].path == "other"
+    assert config.logging.every_steps == 5
+    assert config.data.valid[0].weight == 2
+    assert config.tokens_per_step.tokens == 262144
+    assert config.optimizer.betas == (0.8, 0.99)
+    assert config.deepspeed == {"comms_logger": {"enabled": True}}
+
+
+def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
+    text = (
+        GOOD.replace("num_layers: 4", "num_layer: 4").replace("lr: 3e-4", "lr: 260K").replace("weight: 3", "weight: 0")
+    )
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path, text), ["attention.backend=saga"])
+    lines = str(error.value).replace(f"{tmp_path}/", "").splitlines()
+    assert lines[0] == "5 problems in the configuration run.yaml:"
+    assert sorted(line.strip().split(": ")[0] for line in lines[1:]) == [
+        "override attention.backend=saga",
+        "run.yaml:1",
+        "run.yaml:18",
+        "run.yaml:2",
+        "run.yaml:8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("num_layers: 4", "num_layer: 4", "run.yaml:2: model.num_layer = 4: unknown key; did you mean model.num_layers?"),
+        ("num_layers: 4", "num_layer: 4", "run.yaml:1: model.num_layers: missing; it takes a whole number above 0: Trans"),
+        ("optimizer:\n  lr", "lr", "unknown key; did you mean optimizer.lr?"),
+        ("num_layers: 4", "xyzzy: 4", "run.yaml:2: model.xyzzy = 4: unknown key\n"),
+        ("  - path: b", "  - pth: b", "run.yaml:9: data.train.1.pth = \"b\": unknown key; did you mean data.train.1.path?"),
+        ("start: 16384", "tokens: 16384", "run.yaml:14: tokens_per_step.tokens = 16384: unknown key for schedule: ramp; it belongs to constant"),
+        ("hidden_size: 256", 'hidden_size: "256"', 'run.yaml:3: model.hidden_size = "256": must be a whole number above 0; numbers'),
+        ("hidden_size: 256", "hidden_size: 256.5", "run.yaml:3: model.hidden_size = 256.5: must be a whole number above 0"),
+        ("hidden_size: 256", "hidden_size: true", "model.hidden_size = true: must be a whole number above 0"),
+        ("hidden_size: 256", "hidden_size: -2", "model.hidden_size = -2: must be a whole number above 0"),
+        ("hidden_size: 256", "hidden_size: [1, 2]", "model.hidden_size = [1, 2]: must be a whole number above 0"),
+        ("num_attention_heads: 4", "num_attention_heads: 512", "run.yaml:1: model.head_dim = 0: must be a whole number above 0"),
+        ("hidden_size: 256", "hidden_size:", "model.hidden_size = null: must be a whole number above 0"),
+        ("lr: 3e-4", "lr: .inf", "optimizer.lr = Infinity: must be a number above 0"),
+        ("lr: 3e-4", "lr: .nan", "optimizer.lr = NaN: must be a number above 0"),
+        ("lr: 3e-4", "lr: 3e-4\n  betas: [0.9, 1.0]", "optimizer.betas.1 = 1.0: must be a number of at least 0 and below 1"),
+        ("lr: 3e-4", "lr: 3e-4\n  betas: [0.9]", "optimizer.betas"),
+        ("lr: 3e-4", "lr: 3e-4\n  betas: 0.9", "optimizer.betas = 0.9: must be a list of 2, each a number of at least 0"),
+        ("  run_dir: runs/x", "  run_dir: 7", "training.run_dir = 7: must be text"),
+        ("  run_dir: runs/x", "  dtype: fp16", 'training.dtype = "fp16": must be one of bf16, fp32'),
+        ("data:\n", "attention: {smooth_k: yes}\ndata:\n", 'attention.smooth_k = "yes": must be true or false'),
+        ("data:\n", "attention: {smooth_k: 1}\ndata:\n", "attention.smooth_k = 1: must be true or false"),
+        ("data:\n", "attention: {backend: Sdpa}\ndata:\n", "must be one of sage, sdpa, flash, reference, auto; did you mean sdpa?"),
+        ("data:\n", "parallel: {zero_stage: 4}\ndata:\n", "parallel.zero_stage = 4: must be a whole number of at least 0 and of at most 3"),
+        ("data:\n", "parallel: {zero_stage: true}\ndata:\n", "parallel.zero_stage = true: must be a whole number of at least 0"),
+        ("data:\n", "logging: 3\ndata:\n", "logging = 3: must be a section: {every_steps, tensorboard}"),
+        ("data:\n", "logging:\ndata:\n", "run.yaml:6: logging = null: must be a section: {every_steps, tensorboard}"),
+        ("data:\n", "logging: []\ndata:\n", "logging = []: must be a section: {every_steps, tensorboard}"),
+        ("data:\n", "guidance: {override: x}\ndata:\n", 'guidance.override = "x": must be a list whose items are each text'),
+        ("data:\n", "guidance: {override: [1]}\ndata:\n", "guidance.override.0 = 1: must be text"),
+        ("data:\n", "deepspeed: 1\ndata:\n", "deepspeed = 1: must be a section of any keys"),
+        ("    - {path: a, weight: 3}\n    - path: b\n", "    []\n", "data.train = []: must be a list of at least one item"),
+        ("    - {path: a, weight: 3}\n    - path: b\n", "    a\n", 'data.train = "a": must be a list of at least one item'),
+        ("    - path: b\n", "    - b\n", 'data.train.1 = "b": must be a section: {path, weight}'),
+        ("schedule: ramp", "schedule: ramps", 'tokens_per_step.schedule = "ramps": must be one of constant, ramp, stages; did you mean'),
+        ("schedule: ramp", "schedule: 7", "tokens_per_step.schedule = 7: must be one of constant, ramp, stages"),
+        ("  schedule: ramp\n", "", "tokens_per_step.schedule: missing; it takes one of constant, ramp, stages"),
+        (
+            "tokens_per_step:\n  schedule: ramp\n  start: 16384\n  end: 65536\n  ramp_tokens: 2.1e6",
+            "tokens_per_step: 262144",
+            "run.yaml:12: tokens_per_step = 262144: must be a section: {schedule: constant, tokens} or {schedule: ramp, start",
+        ),
+        (
+            "tokens_per_step:\n  schedule: ramp\n  start: 16384\n  end: 65536\n  ramp_tokens: 2.1e6\n",
+            "",
+            "run.yaml: tokens_per_step: missing; it takes a section: {schedule: constant, tokens} or",
+        ),
+        ("num_layers: 4", "num_layers: 4\n  num_layers: 5", "run.yaml:3: model.num_layers: given twice: first on line 2"),
+        ("optimizer:", "data:", "run.yaml:17: data: given twice: first on line 6"),
+        ("num_layers: 4", "num_layers: !!python/name:os.system", "run.yaml:2: model.num_layers: the tag 'python/name:os.system' is not taken"),
+        ("num_layers: 4", "num_layers: &a [*a]", "an alias that contains itself"),
+        ("num_layers: 4", "[1, 2]: 4", "run.yaml:2: model: a key must be a word"),
+        ("num_layers: 4", "<<: {num_layers: 4}", 'run.yaml:2: model.<< = {"num_layers": 4}: unknown key'),
+        ("num_layers: 4", "num_layers: [4", "not valid YAML"),
+        ("num_layers: 4", "num_layers:\t4\n\t- x", "run.yaml:2: not valid YAML: found character '\\t'"),
+        ("num_layers: 4", "num_layers: *nowhere", "run.yaml:2: not valid YAML: found undefined alias"),
+    ],
+)  # fmt: skip
+def test_messages(tmp_path, old, new, expected):
+    assert expected in problems(tmp_path, old, new) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.lr", "override optimizer.lr: must be dotted.key=value, for example optimizer.lr=3e-4"),
+        ("=3", "override =3: must be dotted.key=value"),
+        ("model..x=3", "override model..x=3: must be dotted.key=value"),
+        ("data.train.2.path=c", "data.train = [{\"path\": \"a\", \"weight\": 3}, {\"path\": \"b\"}]: is a list of 2, counted from 0: there is no item '2'"),
+        ("data.train.x=c", "there is no item 'x'"),
+        ("data.seq_length.x=1", "data.seq_length = 1024: is a single value: nothing can be set inside it"),
+        ("optimzer.lr=1", "override optimzer.lr=1: optimzer = {\"lr\": 1}: unknown key; did you mean optimizer?"),
+        ("optimizer.lr=[1", "override optimizer.lr=[1: not valid YAML"),
+        ("optimizer.lr=fast", 'override optimizer.lr=fast: optimizer.lr = "fast": must be a number above 0'),
+        ("tokens_per_step={schedule: constant, tokns: 3}", "did you mean tokens_per_step.tokens?"),
+        ("tokens_per_step={schedule: constant, schedule: ramp}", "given twice"),
+        ("model=null", "override model=null: model = null: must be a section: {num_layers, hidden_size"),
+    ],
+)  # fmt: skip
+def test_override_messages(tmp_path, override, expected):
+    assert expected in problems(tmp_path, "", "", override)
+
+
+def test_a_derived_default_adds_no_second_message(tmp_path):
+    text = problems(tmp_path, "num_attention_heads: 4", "num_attention_heads: 0")
+    assert text.startswith(
+        "1 problem in the configuration run.yaml:\n  run.yaml:5: model.num_attention_heads = 0: must"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "sections such as `model:` are expected"),
+        (b"- 1\n", "sections such as `model:` are expected"),
+        (b"a: 1\n---\nb: 2\n", "not valid YAML"),
+        (b"a: \x00\n", "not valid YAML"),
+        (b"a: \xff\n", "cannot be read"),
+    ],
+)
+def test_files_that_hold_no_configuration(tmp_path, content, expected):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        load_config(path)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"nope\.yaml: cannot be read: No such file or directory"):
+        load_config(tmp_path / "nope.yaml")
+
+
+def test_locations_name_line_or_override(tmp_path):
+    path = write(tmp_path, GOOD)
+    where = locations(path, ["optimizer.lr=1"])
+    assert where["model.hidden_size"] == f"{path}:3"
+    assert where["data.train.1.path"] == f"{path}:9"
+    assert where["optimizer.lr"] == "override optimizer.lr=1"
+
+
+words = st.text(min_size=1, max_size=12)
+awkward = st.sampled_from(
+    ["on", "no", "1e5", "1_0", "null", "~", "true", "0x1", "2026-01-01", "1:30", ".5", "- a", "#", "é", "=", "<<"]
+)
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | words | awkward
+trees = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words | awkward, inner, max_size=3),
+    max_leaves=8,
+)
+counts = st.integers(1, 10**15)
+rates = st.floats(1e-12, 1e3)
+
+
+@st.composite
+def configs(draw) -> RunConfig:
+    schedule = draw(
+        st.fixed_dictionaries({"schedule": st.just("constant"), "tokens": counts})
+        | st.fixed_dictionaries({"schedule": st.just("ramp"), "start": counts, "end": counts, "ramp_tokens": counts})
+        | st.fixed_dictionaries(
+            {
+                "schedule": st.just("stages"),
+                "stages": st.lists(
+                    st.fixed_dictionaries({"from_tokens": counts, "tokens": counts}), min_size=1, max_size=4
+                ),
+            }
+        )
+    )
+    return RunConfig.model_validate(
+        {
+            "model": {
+                name: draw(counts) for name in ("num_layers", "ffn_hidden_size", "num_attention_heads", "head_dim")
+            }
+            | {"hidden_size": draw(counts)},
+            "data": {
+                "train": [{"path": draw(words | awkward), "weight": draw(rates)}],
+                "seq_length": draw(counts),
+                "micro_batch_size": draw(counts),
+                "document_attention": draw(st.booleans()),
+            },
+            "tokens_per_step": schedule,
+            "optimizer": {"lr": draw(rates), "betas": (draw(st.floats(0, 0.999)), 0.95)},
+            "training": {
+                "run_dir": draw(words | awkward),
+                "total_tokens": draw(counts),
+                "compile": draw(st.sampled_from(["on", "off"])),
+            },
+            "guidance": {"override": draw(st.lists(words | awkward, max_size=2))},
+            "deepspeed": draw(st.dictionaries(words | awkward, trees, max_size=3)),
+        }
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(config=configs())
+def test_dump_and_load_give_the_same_configuration(tmp_path_factory, config):
+    path = tmp_path_factory.mktemp("dump") / "run.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    again = load_config(path)
+    assert again == config
+    assert dump_config(again) == dump_config(config)

@@ -1,0 +1,115 @@
+"""Learning rate as a function of tokens seen: closed forms at named points, continuity, the rule for batch changes."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagetrain.config.schema import ConstantTokens, LrScheduleConfig, OptimizerConfig, RampTokens
+from sagetrain.train.lr_schedule import curve, learning_rate, reference_tokens_per_step
+from sagetrain.train.tokens_per_step import stages, tokens_per_step
+
+TOTAL = 1000
+OPTIMIZER = OptimizerConfig(lr=2.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "points"),
+    [
+        (
+            "cosine",
+            {0: 0, 50: 1.0, 100: 2.0, 325: 0.5 + 1.5 * (1 + math.sqrt(0.5)) / 2, 550: 1.25, 1000: 0.5, 1500: 0.5},
+        ),
+        ("linear", {0: 0, 50: 1.0, 100: 2.0, 325: 1.625, 550: 1.25, 1000: 0.5, 1500: 0.5}),
+        ("wsd", {0: 0, 50: 1.0, 100: 2.0, 550: 2.0, 800: 2.0, 900: 1.25, 1000: 0.5, 1500: 0.5}),
+        ("constant", {0: 0, 50: 1.0, 100: 2.0, 550: 2.0, 1000: 2.0, 1500: 2.0}),
+    ],
+)
+def test_closed_form(shape, points):
+    config = LrScheduleConfig(shape=shape, warmup_tokens=100, min_lr=0.5, decay_tokens=200 if shape == "wsd" else None)
+    for tokens, expected in points.items():
+        assert curve(2.0, config, tokens, TOTAL) == pytest.approx(expected, abs=1e-12), tokens
+
+
+def test_wsd_decays_over_the_last_tenth_by_default():
+    config = LrScheduleConfig(shape="wsd")
+    assert [curve(2.0, config, t, TOTAL) for t in (0, 900, 950, 1000)] == [2.0, 2.0, 1.0, 0.0]
+
+
+def test_without_warmup_the_first_step_has_nearly_the_peak():
+    assert learning_rate(OPTIMIZER, LrScheduleConfig(shape="linear"), 0, 10, TOTAL, 10) == 2.0 * (1 - 5 / TOTAL)
+
+
+def test_a_step_takes_the_value_at_the_middle_of_its_tokens():
+    config = LrScheduleConfig(shape="linear", warmup_tokens=100)
+    assert learning_rate(OPTIMIZER, config, 0, 100, TOTAL, 100) == 1.0
+    assert learning_rate(OPTIMIZER, config, 900, 100, TOTAL, 100) == pytest.approx(2.0 * 50 / 900)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 0.5), ("linear", 0.25)])
+def test_batch_rule(rule, factor):
+    config = LrScheduleConfig(shape="constant", batch_rule=rule)
+    assert learning_rate(OPTIMIZER, config, 500, 64, TOTAL, 64) == 2.0
+    assert learning_rate(OPTIMIZER, config, 500, 16, TOTAL, 64) == pytest.approx(2.0 * factor)
+    assert learning_rate(OPTIMIZER, config, 500, 256, TOTAL, 64) == pytest.approx(2.0 / factor)
+
+
+def test_the_reference_is_the_largest_of_the_schedule_unless_named():
+    down = RampTokens(schedule="ramp", start=64, end=16, ramp_tokens=500)
+    assert reference_tokens_per_step(LrScheduleConfig(), down) == 64
+    assert reference_tokens_per_step(LrScheduleConfig(), ConstantTokens(schedule="constant", tokens=7)) == 7
+    assert reference_tokens_per_step(LrScheduleConfig(reference_tokens_per_step=32), down) == 32
+
+
+def test_continuity_across_a_change_of_tokens_per_step():
+    """With rule none the change leaves no jump; with sqrt and linear the jump is exactly the rule's factor."""
+    before, after, at, total = 1000, 4000, 500_000, 1_000_000
+    for rule, jump in (("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)):
+        config = LrScheduleConfig(shape="cosine", warmup_tokens=10_000, batch_rule=rule)
+        first = learning_rate(OPTIMIZER, config, at - before // 2, before, total, after)
+        second = learning_rate(OPTIMIZER, config, at - after // 2, after, total, after)
+        assert second / first == pytest.approx(jump, rel=1e-12)
+
+
+configs = st.builds(
+    LrScheduleConfig,
+    shape=st.sampled_from(["cosine", "wsd", "linear", "constant"]),
+    warmup_tokens=st.integers(0, 400_000),
+    min_lr=st.floats(0, 1.9),
+    decay_tokens=st.none() | st.integers(1, 500_000),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(config=configs, tokens=st.integers(0, 1_200_000))
+def test_bounded_continuous_and_falling_after_the_warmup(config, tokens):
+    total = 1_000_000
+    here, next_ = (curve(2.0, config, t, total) for t in (tokens, tokens + 1))
+    assert 0 <= here <= 2.0
+    steepest = 2.0 / max(1, config.warmup_tokens) + 2.0 * math.pi / 2 / min(100_000, config.decay_tokens or 100_000)
+    after_warmup_of_length_zero = config.warmup_tokens == 0 and tokens == 0
+    assert abs(next_ - here) <= steepest * 1.0001 or after_warmup_of_length_zero
+    if tokens >= config.warmup_tokens:
+        assert next_ <= here + 1e-12
+        assert here >= (2.0 if config.shape == "constant" else config.min_lr) - 1e-12
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "wsd"])
+def test_a_ramp_of_tokens_per_step_keeps_the_area_under_the_curve(shape):
+    """Sum of lr x tokens over a run agrees between 1-sequence steps and a coarse ramp: the midpoint rule at work."""
+    total = 2**20
+    config = LrScheduleConfig(shape=shape, warmup_tokens=2**16)
+    schedule = RampTokens(schedule="ramp", start=2**10, end=2**14, ramp_tokens=2**19)
+
+    def area(plan, multiple):
+        seen, result = 0, 0.0
+        while seen < total:
+            tokens = tokens_per_step(plan, seen, multiple)
+            result += tokens * learning_rate(OPTIMIZER, config, seen, tokens, total, tokens)
+            seen += tokens
+        return result
+
+    fine = area(ConstantTokens(schedule="constant", tokens=2**8), 2**8)
+    assert area(schedule, 2**10) == pytest.approx(fine, rel=2e-4)
+    assert len(stages(schedule, total, 2**10)) > 10

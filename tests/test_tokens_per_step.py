@@ -1,0 +1,111 @@
+"""Tokens per step as a function of tokens seen; the walk over a run against brute force."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagetrain.config.schema import ConstantTokens, RampTokens, Stage, StagedTokens
+from sagetrain.train.tokens_per_step import requested_tokens, stages, tokens_per_step
+
+
+def staged(*pairs: tuple[int, int]) -> StagedTokens:
+    return StagedTokens(schedule="stages", stages=[Stage(from_tokens=f, tokens=t) for f, t in pairs])
+
+
+def ramp(start: int, end: int, tokens: int) -> RampTokens:
+    return RampTokens(schedule="ramp", start=start, end=end, ramp_tokens=tokens)
+
+
+def constant(tokens: int) -> ConstantTokens:
+    return ConstantTokens(schedule="constant", tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "seen", "tokens"),
+    [
+        (constant(4096), 0, 4096),
+        (constant(4096), 10**12, 4096),
+        (ramp(1000, 3000, 10_000), 0, 1000),
+        (ramp(1000, 3000, 10_000), 5_000, 2000),
+        (ramp(1000, 3000, 10_000), 9_999, 2999),
+        (ramp(1000, 3000, 10_000), 10_000, 3000),
+        (ramp(1000, 3000, 10_000), 10**15, 3000),
+        (ramp(3000, 1000, 10_000), 0, 3000),
+        (ramp(3000, 1000, 10_000), 5_000, 2000),
+        (ramp(3000, 1000, 10_000), 10_000, 1000),
+        (staged((0, 8), (100, 16), (300, 4)), 0, 8),
+        (staged((0, 8), (100, 16), (300, 4)), 99, 8),
+        (staged((0, 8), (100, 16), (300, 4)), 100, 16),
+        (staged((0, 8), (100, 16), (300, 4)), 299, 16),
+        (staged((0, 8), (100, 16), (300, 4)), 300, 4),
+    ],
+)
+def test_closed_form(schedule, seen, tokens):
+    assert requested_tokens(schedule, seen) == tokens
+    assert tokens_per_step(schedule, seen, 1) == tokens
+
+
+def test_rounds_down_to_whole_micro_steps_but_never_to_zero():
+    assert tokens_per_step(ramp(1000, 3000, 10_000), 5_400, 512) == 2048  # asked for 2080
+    assert tokens_per_step(constant(300), 0, 512) == 512
+
+
+def test_stage_boundaries_fall_on_whole_steps():
+    rows = stages(staged((0, 8), (100, 16), (300, 4)), 320, 4)
+    assert rows == [(0, 8, 2, 13), (104, 16, 4, 13), (312, 4, 1, 2)]
+    assert rows[-1].from_tokens + rows[-1].tokens_per_step * rows[-1].steps == 320
+
+
+def test_a_stage_shorter_than_one_step_is_passed_over():
+    assert stages(staged((0, 100), (10, 7), (20, 50)), 200, 1) == [(0, 100, 100, 1), (100, 50, 50, 2)]
+
+
+def test_the_run_ends_with_the_first_step_that_reaches_the_total():
+    assert stages(constant(100), 250, 50) == [(0, 100, 2, 3)]
+    assert stages(constant(100), 300, 50) == [(0, 100, 2, 3)]
+    assert stages(constant(100), 301, 50) == [(0, 100, 2, 4)]
+
+
+def test_a_long_run_is_walked_in_no_time():
+    rows = stages(ramp(2**18, 2**21, 10**12), 10**13, 2**15)
+    assert sum(row.tokens_per_step * row.steps for row in rows) >= 10**13
+    assert [row.accumulation for row in rows] == list(range(8, 65))
+
+
+sizes = st.integers(1, 500)
+schedules = (
+    sizes.map(constant)
+    | st.builds(ramp, sizes, sizes, st.integers(1, 5000))
+    | st.lists(st.tuples(st.integers(1, 4000), sizes), max_size=5, unique_by=lambda pair: pair[0]).flatmap(
+        lambda pairs: sizes.map(lambda first: staged((0, first), *sorted(pairs)))
+    )
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(schedule=schedules, multiple=st.integers(1, 64), total=st.integers(1, 6000))
+def test_the_walk_is_what_a_trainer_would_do(schedule, multiple, total):
+    steps, seen = [], 0
+    while seen < total:
+        tokens = tokens_per_step(schedule, seen, multiple)
+        assert tokens % multiple == 0
+        assert tokens >= multiple
+        assert tokens <= max(multiple, max(schedule.named_tokens.values()))
+        steps.append((seen, tokens))
+        seen += tokens
+    rows = stages(schedule, total, multiple)
+    walked = [
+        (row.from_tokens + i * row.tokens_per_step, row.tokens_per_step) for row in rows for i in range(row.steps)
+    ]
+    assert walked == steps
+    assert all(row.tokens_per_step == row.accumulation * multiple for row in rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(start=sizes, end=sizes, tokens=st.integers(1, 5000))
+def test_a_ramp_is_monotone_and_stays_between_its_ends(start, end, tokens):
+    values = [requested_tokens(ramp(start, end, tokens), seen) for seen in range(0, tokens + 2, max(1, tokens // 50))]
+    values.append(requested_tokens(ramp(start, end, tokens), tokens))
+    assert values[0] == start
+    assert values[-1] == end
+    assert values == sorted(values, reverse=end < start)
