@@ -1,0 +1,234 @@
+"""sage_attention(): validation, choice of the backend, and the custom operators that join forward and backward.
+
+The operators are registered with torch.library and have fake implementations, so torch.compile takes a call as one
+node of its graph, CUDA graphs capture it (nothing here synchronizes with the host) and activation checkpointing
+recomputes it. Every backend is deterministic: no atomics, the same bits from run to run.
+"""
+
+import torch
+from torch import Tensor
+
+from .quantize import Codes, tiles_of
+from .reference import RECIPES, Saved, twin_backward, twin_forward
+
+BACKENDS = ("twin", "triton")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def sage_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    smooth_k: bool = True,
+    smooth_q: bool = False,
+    cu_seqlens: Tensor | None = None,
+    recipe: str = "fine",
+    backend: str | None = None,
+) -> Tensor:
+    """Softmax attention with INT8 matrix products in forward and backward (SageBwd, arXiv 2603.02170).
+
+    q [B, N_q, H, D], k and v [B, N_k, H_kv, D] with any strides, H a multiple of H_kv, D from 16 to 256, one dtype
+    (bfloat16 or float16; float32 too on the twin). Returns o [B, N_q, H, D], contiguous.
+
+    causal: query i sees keys up to i + N_k - N_q (aligned to the end; N_k >= N_q).
+    scale: factor on the scores, D ** -0.5 by default.
+    smooth_k, smooth_q: subtract the mean of K over the row, of Q over tiles of 64 tokens, before quantizing.
+    cu_seqlens: int32 [documents + 1] from 0 to N over a batch of one: attention stays inside documents. Zero-length
+        documents are allowed. On a GPU the values are not checked (that would wait for the device).
+    recipe: "fine" (scales per token, row and column) or "paper" (one scale per tile); reference.py specifies both.
+    backend: None takes "triton" on a GPU and "twin", the specification in torch, elsewhere.
+
+    Under autocast the inputs are cast to its dtype. Non-finite inputs give NaN in what depends on them (with smoothing
+    that is the whole head). Raises TypeError, ValueError or NotImplementedError, saying what is supported.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    backend = _checked_backend(q, backend)
+    _check(q, k, v, causal, cu_seqlens, recipe)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return _forward(q, k, v, cu_seqlens, causal, scale, smooth_k, smooth_q, recipe, backend)[0]
+
+
+def _checked_backend(q: Tensor, backend: str | None) -> str:
+    if backend is None:
+        backend = "triton" if q.is_cuda else "twin"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+    if backend == "triton" and q.dtype == torch.float32:
+        raise TypeError("the triton backend takes bfloat16 or float16, got float32 (backend='twin' takes it)")
+    return backend
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, cu_seqlens: Tensor | None, recipe: str) -> None:
+    """Raise on what no backend supports."""
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe {recipe!r} is not one of {', '.join(RECIPES)}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be [batch, tokens, heads, head_dim], got shape {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"q, k and v must be on one device, got q on {q.device} and {name} on {x.device}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"q, k and v must have one dtype, got q {q.dtype} and {name} {x.dtype}")
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q, k and v must be bfloat16, float16 or float32, got {q.dtype}")
+    batch, n_q, heads, head_dim = q.shape
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[0] != batch or k.shape[3] != head_dim:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch and head_dim")
+    if not 16 <= head_dim <= 256:
+        raise ValueError(f"head_dim must be from 16 to 256, got {head_dim}")
+    n_k, kv_heads = k.shape[1:3]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"the {heads} heads of q must be a multiple of the {kv_heads} heads of k and v")
+    if n_k == 0 and n_q > 0:
+        raise ValueError("k and v hold no token: softmax over nothing is undefined")
+    if causal and n_k < n_q:
+        raise ValueError(f"causal attention needs at least as many keys as queries, got {n_k} keys, {n_q} queries")
+    if cu_seqlens is None:
+        return
+    if batch != 1 or n_q != n_k:
+        raise ValueError(f"cu_seqlens needs batch 1 and as many keys as queries, got batch {batch}, {n_q} and {n_k}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype != torch.int32:
+        raise ValueError(
+            f"cu_seqlens must be int32 [documents + 1], got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens must be on {q.device}, got {cu_seqlens.device}")
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        if cu_seqlens[0] != 0 or cu_seqlens[-1] != n_q or (cu_seqlens.diff() < 0).any():
+            raise ValueError(f"cu_seqlens must rise from 0 to {n_q}, got {cu_seqlens.tolist()}")
+
+
+# The operators take and return flat lists of tensors; an optional tensor that a call does not use is empty.
+@torch.library.custom_op("sagekernels::forward", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    scale: float,
+    smooth_k: bool,
+    smooth_q: bool,
+    recipe: str,
+    backend: str,
+) -> list[Tensor]:
+    """[o, lse, q codes, q scale, k codes, k scale, q mean, k mean], shapes as in reference.Saved."""
+    if q.numel() == 0:
+        return _forward_fake(q, k, v, cu_seqlens, causal, scale, smooth_k, smooth_q, recipe, backend)
+    options = {"causal": causal, "scale": scale, "smooth_k": smooth_k, "smooth_q": smooth_q}
+    o, saved = twin_forward(q, k, v, **options, cu_seqlens=cu_seqlens, recipe=recipe)
+    means = [q.new_empty(0, dtype=torch.float32) if mean is None else mean for mean in (saved.q_mean, saved.k_mean)]
+    return [o, saved.lse, *saved.q, *saved.k, *means]
+
+
+@_forward.register_fake
+def _forward_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    scale: float,
+    smooth_k: bool,
+    smooth_q: bool,
+    recipe: str,
+    backend: str,
+) -> list[Tensor]:
+    batch, n_q, heads, head_dim = q.shape
+    n_k, kv_heads = k.shape[1:3]
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    return [
+        empty(*q.shape, dtype=q.dtype),
+        empty(batch, heads, n_q),
+        empty(batch, heads, n_q, head_dim, dtype=torch.int8),
+        empty(batch, heads, n_q),
+        empty(batch, kv_heads, n_k, head_dim, dtype=torch.int8),
+        empty(batch, kv_heads, n_k),
+        empty(batch, heads, tiles_of(n_q), head_dim) if smooth_q else empty(0),
+        empty(batch, kv_heads, 1, head_dim) if smooth_q and smooth_k else empty(0),
+    ]
+
+
+@torch.library.custom_op("sagekernels::backward", mutates_args=())
+def _backward(
+    do: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    o: Tensor,
+    saved: list[Tensor],
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    scale: float,
+    recipe: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, contiguous. `k` is read (and kept for it) when Q was smoothed, otherwise None."""
+    if do.numel() == 0:
+        return _backward_fake(do, k, v, o, saved, cu_seqlens, causal, scale, recipe, backend)
+    lse, q_codes, q_scale, k_codes, k_scale, q_mean, k_mean = saved
+    kept = Saved(
+        lse,
+        Codes(q_codes, q_scale),
+        Codes(k_codes, k_scale),
+        q_mean if q_mean.numel() else None,
+        k_mean if k_mean.numel() else None,
+    )
+    grads = twin_backward(do, k, v, o, kept, causal=causal, scale=scale, cu_seqlens=cu_seqlens, recipe=recipe)
+    return tuple(grad.contiguous() for grad in grads)
+
+
+@_backward.register_fake
+def _backward_fake(
+    do: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    o: Tensor,
+    saved: list[Tensor],
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    scale: float,
+    recipe: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    def empty(x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=v.dtype, device=v.device)
+
+    return empty(do), empty(v), empty(v)
+
+
+def _setup_forward(ctx, inputs: tuple, output: list[Tensor]) -> None:
+    _, k, v, cu_seqlens, causal, scale, _, smooth_q, recipe, backend = inputs
+    o, *saved = output
+    ctx.mark_non_differentiable(*saved)
+    ctx.save_for_backward(k if smooth_q else None, v, cu_seqlens, o, *saved)
+    ctx.options = (causal, scale, recipe, backend)
+
+
+def _differentiate_forward(ctx, grads: list[Tensor]) -> tuple:
+    k, v, cu_seqlens, o, *saved = ctx.saved_tensors
+    dq, dk, dv = _backward(grads[0], k, v, o, saved, cu_seqlens, *ctx.options)
+    return dq, dk, dv, None, None, None, None, None, None, None
+
+
+def _setup_backward(ctx, inputs: tuple, output: tuple) -> None:
+    """Nothing is kept: there is no second derivative."""
+
+
+def _differentiate_backward(ctx, *grads: Tensor) -> tuple:
+    raise NotImplementedError(
+        "sage_attention has no second derivative; use attention_reference where gradients of gradients are needed"
+    )
+
+
+_forward.register_autograd(_differentiate_forward, setup_context=_setup_forward)
+_backward.register_autograd(_differentiate_backward, setup_context=_setup_backward)

@@ -1,0 +1,285 @@
+"""Exact attention, and the INT8 twin of every kernel here: same rounding, same granularity, torch arithmetic.
+
+The twin is the specification. A kernel is right when it agrees with it up to the order of float32 sums, so everything
+that decides a code or a scale is written here once, in terms of *tiles* of `TILE` consecutive tokens counted from the
+start of the row. Papers: A = SageBwd (arXiv 2603.02170), B = SageAttention3 (arXiv 2505.11594).
+
+Shapes: q, o, do [B, N_q, H, D]; k, v [B, N_k, H_kv, D]; codes int8 [B, heads, N, D]; scales, lse float32 [B, heads, N].
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .quantize import TILE, Codes, quantize_twin, scale_and_inverse, tile_means, token_mean
+
+# Scores held at once, over batch and heads: bounds the memory of everything in this file to O(N x tile).
+CHUNK_SCORES = 1 << 23
+
+
+class Recipe(NamedTuple):
+    """What distinguishes one quantization scheme from another; everything else is common to all of them."""
+
+    per_tile: bool
+    """One scale per tile of TILE tokens for Q, K, dO, and one per TILE x TILE tile for backward P and dS (A, Algorithms
+    1 and 2). Otherwise one scale per token for Q, K and dO, per key and query tile (a column of the tile) for backward
+    P and for the dS of dK, and per query and key tile (a row of the tile) for the dS of dQ."""
+    int8_pv: bool
+    """Forward P V in INT8 (P per row and key tile, V per key tile). Otherwise in the 16 bits of V: O is then P V of the
+    unquantized P, which makes delta = rowsum(dO o O) consistent with the P and dP of the backward."""
+
+
+RECIPES = {"paper": Recipe(per_tile=True, int8_pv=True), "fine": Recipe(per_tile=False, int8_pv=False)}
+
+
+class Saved(NamedTuple):
+    """What the forward keeps for the backward, beside v and o themselves."""
+
+    lse: Tensor  # float32 [B, H, N_q]: natural logarithm of the softmax denominator
+    q: Codes  # int8 [B, H, N_q, D] with float32 [B, H, N_q]
+    k: Codes  # int8 [B, H_kv, N_k, D] with float32 [B, H_kv, N_k]; K minus its mean when smoothed
+    q_mean: Tensor | None  # float32 [B, H, tiles, D], when Q is smoothed
+    k_mean: Tensor | None  # float32 [B, H_kv, 1, D], when Q and K are both smoothed
+
+
+def document_bounds(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """First token and one past the last token of each token's document: two int32 [length], without a host sync.
+
+    Zero-length documents (repeated values in cu_seqlens) own no token, wherever they stand.
+    """
+    positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    following = torch.searchsorted(cu_seqlens, positions, right=True).clamp_(1, cu_seqlens.numel() - 1)
+    return cu_seqlens[following - 1].int(), cu_seqlens[following].int()
+
+
+def visible(
+    rows: range, columns: int, offset: int, causal: bool, cu_seqlens: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Boolean [len(rows), columns]: which keys each query sees; None when it sees them all. offset = N_k - N_q."""
+    i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    j = torch.arange(columns, device=device)[None, :]
+    mask = (j <= i + offset) if causal else None
+    if cu_seqlens is not None:
+        starts, ends = document_bounds(cu_seqlens, rows.stop)
+        same = (j >= starts[rows.start :, None]) & (j < ends[rows.start :, None])
+        mask = same if mask is None else mask & same
+    return mask
+
+
+def _chunks(length: int, columns: int, batch_heads: int) -> list[range]:
+    """Query ranges of whole tiles such that one range's scores stay within CHUNK_SCORES."""
+    step = max(1, CHUNK_SCORES // max(1, columns * batch_heads * TILE)) * TILE
+    return [range(a, min(a + step, length)) for a in range(0, length, step)]
+
+
+def _grouped(x: Tensor, kv_heads: int) -> Tensor:
+    """[B, H, ...] -> [B, H_kv, H / H_kv, ...]: query heads beside the key head they share."""
+    return x.unflatten(1, (kv_heads, -1))
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Exact softmax attention in plain torch, differentiable by autograd: the judge of everything else.
+
+    q [B, N_q, H, D], k and v [B, N_k, H_kv, D] of any floating dtype; returns o [B, N_q, H, D] in q's dtype. Scores and
+    softmax are float32 for 16-bit inputs and of the inputs' precision otherwise (pass float64 to judge). Scores are
+    recomputed chunk by chunk in backward, so memory is linear in the sequence length.
+    """
+    n_q, n_k, h_kv = q.shape[1], k.shape[1], k.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    wide = torch.promote_types(q.dtype, torch.float32)
+
+    def attend(q_chunk: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        scores = q_chunk.to(wide) @ keys.to(wide).mT * scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        return torch.softmax(scores, -1) @ values.to(wide)
+
+    qg = _grouped(q.transpose(1, 2), h_kv)
+    kg, vg = k.transpose(1, 2).unsqueeze(2), v.transpose(1, 2).unsqueeze(2)
+    outputs = []
+    chunks = _chunks(n_q, n_k, q.shape[0] * q.shape[2])
+    for rows in chunks:
+        seen = min(n_k, rows.stop + n_k - n_q) if causal else n_k
+        mask = visible(rows, seen, n_k - n_q, causal, cu_seqlens, q.device)
+        arguments = (qg[..., rows.start : rows.stop, :], kg[..., :seen, :], vg[..., :seen, :], mask)
+        if len(chunks) > 1:
+            outputs.append(checkpoint(attend, *arguments, use_reentrant=False))
+        else:
+            outputs.append(attend(*arguments))
+    out = torch.cat(outputs, -2) if outputs else qg
+    return out.flatten(1, 2).transpose(1, 2).to(q.dtype)
+
+
+def _rounded(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """psi(x) dequantized, one scale over `dims` (of x unflattened to tiles)."""
+    scale, inverse = scale_and_inverse(x.abs().amax(dims, keepdim=True))
+    return torch.round(x * inverse) * scale
+
+
+def _tiled(x: Tensor) -> Tensor:
+    """[..., M, N] -> [..., M / TILE, TILE, N / TILE, TILE]; M and N are multiples of TILE."""
+    return x.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE))
+
+
+def _untiled(x: Tensor) -> Tensor:
+    return x.flatten(-2, -1).flatten(-3, -2)
+
+
+def _pad(x: Tensor, dim: int, value: float = 0.0) -> Tensor:
+    """Pad `dim` (negative) at its end to a multiple of TILE."""
+    missing = -x.shape[dim] % TILE
+    return x if missing == 0 else torch.nn.functional.pad(x, [0, 0] * (-dim - 1) + [0, missing], value=value)
+
+
+class _Scores:
+    """Scores of a chunk of queries against the keys it can see, from the codes, in both directions alike."""
+
+    def __init__(self, k: Tensor | None, saved: Saved, causal: bool, scale: float, cu_seqlens: Tensor | None) -> None:
+        self.n_q, (self.h_kv, self.n_k) = saved.q.scale.shape[2], saved.k.scale.shape[1:]
+        self.causal, self.scale, self.cu_seqlens = causal, scale, cu_seqlens
+        self.q8, self.q_scale = _grouped(saved.q.codes, self.h_kv), _grouped(saved.q.scale, self.h_kv)
+        self.k8, self.k_scale = saved.k.codes.unsqueeze(2), saved.k.scale.unsqueeze(2)
+        self.keys = None  # the keys themselves are read for the means of a smoothed Q alone
+        if saved.q_mean is not None:
+            keys = k.transpose(1, 2).float()
+            self.keys = (keys if saved.k_mean is None else keys - saved.k_mean).unsqueeze(2)
+            self.q_mean = _grouped(saved.q_mean, self.h_kv)
+
+    def seen(self, rows: range) -> int:
+        return min(self.n_k, rows.stop + self.n_k - self.n_q) if self.causal else self.n_k
+
+    def __call__(self, rows: range) -> Tensor:
+        """Float32 [B, H_kv, G, rows, seen], -inf where masked. Integer products are exact in float32 (D <= 256)."""
+        seen = self.seen(rows)
+        part = slice(rows.start, rows.stop)
+        s = self.q8[..., part, :].float() @ self.k8[..., :seen, :].float().mT
+        s = s * (self.q_scale[..., part] * self.scale)[..., None] * self.k_scale[..., None, :seen]
+        if self.keys is not None:
+            bias = self.q_mean[..., rows.start // TILE : (rows.stop - 1) // TILE + 1, :] @ self.keys[..., :seen, :].mT
+            s = s + bias.repeat_interleave(TILE, -2)[..., : len(rows), :] * self.scale
+        mask = visible(rows, seen, self.n_k - self.n_q, self.causal, self.cu_seqlens, s.device)
+        return s if mask is None else s.masked_fill(~mask, float("-inf"))
+
+
+def twin_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    smooth_k: bool,
+    smooth_q: bool,
+    cu_seqlens: Tensor | None,
+    recipe: str,
+) -> tuple[Tensor, Saved]:
+    """INT8 attention forward (A, Algorithm 1). Returns o [B, N_q, H, D] in q's dtype and what the backward needs."""
+    rules = RECIPES[recipe]
+    k_mean = token_mean(k) if smooth_k else None
+    q_mean = tile_means(q) if smooth_q else None
+    q_codes = quantize_twin(q, mean=q_mean, per_tile=rules.per_tile)
+    k_codes = quantize_twin(k, mean=k_mean, per_tile=rules.per_tile)
+    lse = torch.empty(q_codes.scale.shape, dtype=torch.float32, device=q.device)
+    saved = Saved(lse, q_codes, k_codes, q_mean, k_mean if smooth_q else None)
+    scores = _Scores(k, saved, causal, scale, cu_seqlens)
+
+    values = v.transpose(1, 2)
+    values = quantize_twin(v, per_tile=True).dequantized() if rules.int8_pv else values.float()
+    values = values.unsqueeze(2)
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    o_heads = _grouped(o.transpose(1, 2), k.shape[2])
+    lse_heads = _grouped(lse, k.shape[2])
+    for rows in _chunks(q.shape[1], k.shape[1], q.shape[0] * q.shape[2]):
+        s = scores(rows)
+        m = s.amax(-1, keepdim=True)
+        p = torch.exp(s - m)
+        l = p.sum(-1, keepdim=True)
+        if rules.int8_pv:
+            tiles = _pad(s, -1, float("-inf")).unflatten(-1, (-1, TILE))
+            tile_max = tiles.amax(-1, keepdim=True)
+            relative = torch.where(tile_max == float("-inf"), 0.0, torch.exp(tiles - tile_max))
+            p = torch.round(relative * 127.0) * (torch.exp(tile_max - m[..., None]) / 127.0)
+            p = p.flatten(-2)[..., : s.shape[-1]]
+        else:
+            p = p.to(v.dtype).float()
+        o_heads[..., rows.start : rows.stop, :] = (p @ values[..., : s.shape[-1], :] / l).to(o.dtype)
+        lse_heads[..., rows.start : rows.stop] = (m + torch.log(l)).squeeze(-1)
+    return o, saved
+
+
+def twin_backward(
+    do: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    o: Tensor,
+    saved: Saved,
+    *,
+    causal: bool,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    recipe: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """INT8 attention backward (A, Algorithm 2). Returns dq, dk, dv in the dtype of v.
+
+    do and o are [B, N_q, H, D]; k may be None unless Q was smoothed.
+
+    Scales must be constant along the contracted dimension (the scope law), so per-token scales of Q, K and dO are
+    folded into the other operand before that is rounded:
+
+        dV_j = sum_i psi_i(P_ij s_dO_i) dO8_i        psi_i: one scale per key j over a tile of queries
+        dK_j = sum_i psi_i(dS_ij s_Q_i) Q8_i         psi_i: one scale per key j over a tile of queries
+        dQ_i = sum_j psi_j(dS_ij s_K_j) K8_j         psi_j: one scale per query i over a tile of keys
+
+    With `per_tile` s_dO, s_Q and s_K are constant on a tile and psi has one scale per tile: the papers' scheme.
+    dP = dO V^T stays in 16 bits, delta = rowsum(dO o O). The mean taken from K is not added back (A section 6).
+    """
+    rules = RECIPES[recipe]
+    h_kv, n_q, n_k = v.shape[2], do.shape[1], v.shape[1]
+    scores = _Scores(k, saved, causal, scale, cu_seqlens)
+    along_queries, along_keys = ((-3, -1), (-3, -1)) if rules.per_tile else ((-3,), (-1,))
+
+    do_codes = quantize_twin(do, per_tile=rules.per_tile)
+    do8, do_scale = _grouped(do_codes.codes, h_kv), _grouped(do_codes.scale, h_kv)
+    do_heads, values = _grouped(do.transpose(1, 2).float(), h_kv), v.transpose(1, 2).unsqueeze(2).float()
+    delta = _grouped((do.float() * o.float()).sum(-1).transpose(1, 2), h_kv)
+    lse = _grouped(saved.lse, h_kv)
+
+    dq = torch.zeros(do_heads.shape, dtype=torch.float32, device=do.device)
+    dk = torch.zeros(saved.k.codes.shape, dtype=torch.float32, device=do.device)
+    dv = torch.zeros_like(dk)
+    for rows in _chunks(n_q, n_k, do.shape[0] * do.shape[2]):
+        part = slice(rows.start, rows.stop)
+        s = scores(rows)
+        seen = s.shape[-1]
+        p = torch.exp(s - lse[..., part, None])
+        dp = do_heads[..., part, :] @ values[..., :seen, :].mT
+        ds = p * (dp - delta[..., part, None])
+
+        def rounded(x: Tensor, dims: tuple[int, ...], shape: torch.Size = s.shape) -> Tensor:
+            codes = _untiled(_rounded(_tiled(_pad(_pad(x, -1), -2)), dims))
+            return codes[..., : shape[-2], : shape[-1]]
+
+        p8 = rounded(p * do_scale[..., part, None], along_queries)
+        dv[..., :seen, :] += (p8.mT @ do8[..., part, :].float()).sum(2)
+        ds8 = rounded(ds * scores.q_scale[..., part, None], along_queries)
+        dk[..., :seen, :] += (ds8.mT @ scores.q8[..., part, :].float()).sum(2)
+        if saved.q_mean is not None:  # dK = dS^T Q_sm + (dS^T 1) mean_Q^T (A section 3)
+            column_sums = _pad(ds, -2).unflatten(-2, (-1, TILE)).sum(-2)
+            means = scores.q_mean[..., rows.start // TILE : (rows.stop - 1) // TILE + 1, :]
+            dk[..., :seen, :] += (column_sums.mT @ means).sum(2)
+        ds8 = rounded(ds * scores.k_scale[..., None, :seen], along_keys)
+        dq[..., part, :] = ds8 @ scores.k8[..., :seen, :].float()
+
+    dq = (dq * scale).flatten(1, 2)
+    dq, dk, dv = (x.transpose(1, 2).to(v.dtype) for x in (dq, dk * scale, dv))
+    return dq, dk, dv
