@@ -6,12 +6,17 @@ and M key/value heads on this rank, K head dim.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.norm import RMSNorm
@@ -46,14 +51,199 @@ def document_mask(cu_seqlens: Tensor, num_sequences: int, num_tokens: int) -> Te
 
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, TokenLayout], Tensor]
-"""(q [B, S, N, K], k [B, S, M, K], v [B, S, M, K], layout) -> [B, S, N, K]."""
+"""Causal attention: (q [B, S, N, K], k [B, S, M, K], v [B, S, M, K], layout) -> [B, S, N, K]."""
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+def resolve_backend(
+    attention: AttentionConfig, model: ModelConfig, *, device: torch.device, dtype: torch.dtype
+) -> tuple[str, str]:
+    """The backend that will run, one of sage, sdpa, flash and reference, and one line that says why or how.
+
+    Raises:
+        ValueError: the backend cannot run on this device or in this dtype, or its package is not installed.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    sixteen_bit = dtype in (torch.bfloat16, torch.float16)
+    match attention.backend:
+        case "sage" if not on_gpu:
+            return "sage", f"INT8 recipe {attention.recipe}: its torch twin, since there is no GPU; exact but slow"
+        case "sage" if not sixteen_bit:
+            raise ValueError("attention.backend sage needs training.dtype bf16 on a GPU; use bf16, or backend sdpa")
+        case "sage":
+            return "sage", f"INT8 recipe {attention.recipe}: sagekernels"
+        case "flash":
+            if not (on_gpu and sixteen_bit):
+                raise ValueError("attention.backend flash needs a GPU and training.dtype bf16; use backend sdpa")
+            flash = _find_flash(torch.device(device))
+            if flash is None:
+                raise ValueError(
+                    "attention.backend flash: no flash-attn package for this GPU; install flash-attn-4, or use sdpa"
+                )
+            return "flash", f"flash-attn {flash[0]}"
+        case "sdpa" if on_gpu:
+            documents = "varlen_attn" if _varlen_attn() else "a mask (varlen_attn needs torch 2.10)"
+            return "sdpa", f"torch's SDPA, cuDNN first, then flash; documents through {documents}"
+        case "sdpa":
+            return "sdpa", "torch's SDPA; documents through a mask"
+        case "reference":
+            return "reference", "plain matmuls"
+        case "auto":
+            flash = _find_flash(torch.device(device)) if on_gpu and sixteen_bit else None
+            return ("flash", f"auto: flash-attn {flash[0]} is installed") if flash else ("sdpa", "auto: no flash-attn")
+
+
+def attention_function(backend: str, attention: AttentionConfig, device: torch.device) -> AttentionFunction:
+    """The function behind a name that resolve_backend returned."""
+    on_gpu = torch.device(device).type == "cuda"
+    match backend:
+        case "sage":
+            return _sage_function(attention)
+        case "sdpa":
+            return _varlen_sdpa if on_gpu and _varlen_attn() else _sdpa
+        case "flash":
+            return _flash_function(_find_flash(torch.device(device))[1])
+        case "reference":
+            return _reference
+    raise ValueError(f"unknown attention backend {backend!r}")
+
+
+def takes_mask(attend: AttentionFunction) -> bool:
+    """Whether the backend wants TokenLayout.mask for documents, instead of cu_seqlens."""
+    return attend is _sdpa
+
+
+# -- sage and reference ------------------------------------------------------------------------------------------
+
+
+def _sage_function(attention: AttentionConfig) -> AttentionFunction:
+    from sagekernels import sage_attention
+
+    recipe, smooth_k, smooth_q = attention.recipe, attention.smooth_k, attention.smooth_q
+
+    def sage(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+        def run(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
+            return sage_attention(
+                q,
+                k,
+                v,
+                causal=True,
+                smooth_k=smooth_k,
+                smooth_q=smooth_q,
+                cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen,
+                recipe=recipe,
+            )
+
+        return _as_one_row(run, q, k, v, layout)
+
+    return sage
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+    from sagekernels import attention_reference
+
+    def run(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
+        return attention_reference(q, k, v, causal=True, cu_seqlens=cu_seqlens)
+
+    return _as_one_row(run, q, k, v, layout)
+
+
+def _as_one_row(run: Callable, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+    """Documents are packed in a batch of one for sagekernels."""
+    if layout.cu_seqlens is None:
+        return run(q, k, v, None, None)
+    row = [x.flatten(0, 1).unsqueeze(0) for x in (q, k, v)]
+    return run(*row, layout.cu_seqlens, layout.max_seqlen).view(q.shape)
+
+
+# -- torch -------------------------------------------------------------------------------------------------------
+
+_SDPA_PRIORITY = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    gqa = q.shape[1] != k.shape[1]
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.mask, is_causal=layout.mask is None, enable_gqa=gqa)
+    mask, gqa = layout.mask, q.shape[1] != k.shape[1]
+    with sdpa_kernel(_SDPA_PRIORITY, set_priority=True):
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
     return o.transpose(1, 2)
+
+
+def _varlen_sdpa(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+    if layout.cu_seqlens is None:
+        return _sdpa(q, k, v, layout)
+    varlen_attn, supports_gqa, causal = _varlen_attn()
+    if q.shape[2] != k.shape[2]:
+        if supports_gqa:
+            causal = {**causal, "enable_gqa": True}
+        else:
+            k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    longest = layout.max_seqlen or q.shape[1]
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    o = varlen_attn(*flat, layout.cu_seqlens, layout.cu_seqlens, longest, longest, **causal)
+    return o.view(q.shape)
+
+
+@functools.cache
+def _varlen_attn() -> tuple[Callable, bool, dict] | None:
+    """torch's attention over packed documents, whether it takes grouped heads, and how it is told to be causal."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before torch 2.10
+        return None
+    parameters = inspect.signature(varlen_attn).parameters
+    causal = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+    return varlen_attn, "enable_gqa" in parameters, causal
+
+
+# -- flash-attn --------------------------------------------------------------------------------------------------
+
+_FLASH_PACKAGES = (("4", "flash_attn.cute", 9), ("3", "flash_attn_interface", 9), ("2", "flash_attn", 8))
+"""Version, module, least major compute capability; the fastest first."""
+
+
+def _find_flash(device: torch.device) -> tuple[str, ModuleType] | None:
+    """Version and module of the fastest flash-attn that is installed and runs on this GPU."""
+    major, _ = torch.cuda.get_device_capability(device)
+    for version, name, least_major in _FLASH_PACKAGES:
+        if major < least_major:
+            continue
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        if hasattr(module, "flash_attn_varlen_func"):  # flash-attn 4 alone makes `flash_attn` an empty package
+            return version, module
+    return None
+
+
+def _flash_function(package: ModuleType) -> AttentionFunction:
+
+    # Not every version can be traced by torch.compile: the blocks are compiled in two halves around it.
+    @torch.compiler.disable
+    def flash(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+        cu_seqlens = layout.cu_seqlens
+        if cu_seqlens is None:
+            o = package.flash_attn_func(q, k, v, causal=True)
+        else:
+            longest = layout.max_seqlen or q.shape[1]
+            o = package.flash_attn_varlen_func(
+                *(x.flatten(0, 1) for x in (q, k, v)),
+                cu_seqlens_q=cu_seqlens,
+                cu_seqlens_k=cu_seqlens,
+                max_seqlen_q=longest,
+                max_seqlen_k=longest,
+                causal=True,
+            )
+        o = o[0] if isinstance(o, tuple) else o  # 4 and some releases of 3 return the log-sum-exp too
+        return o.view(q.shape)
+
+    return flash
 
 
 class Attention(nn.Module):
@@ -62,7 +252,7 @@ class Attention(nn.Module):
     def __init__(
         self,
         model: ModelConfig,
-        attention: AttentionConfig,
+        qk_norm: str,
         attend: AttentionFunction,
         groups: ParallelGroups,
         *,
@@ -75,7 +265,7 @@ class Attention(nn.Module):
         self.groups = groups
         self.sequence_parallel = sequence_parallel
         self.head_dim = model.head_dim
-        self.qk_norm = attention.qk_norm
+        self.qk_norm = qk_norm
         hidden = model.hidden_size
         query_size = model.num_attention_heads * model.head_dim
         key_value_size = model.num_key_value_heads * model.head_dim

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.model.attention import Attention, TokenLayout, document_mask, sdpa_attention
+from sagetrain.model.attention import (
+    Attention,
+    AttentionFunction,
+    TokenLayout,
+    attention_function,
+    document_mask,
+    resolve_backend,
+    takes_mask,
+)
 from sagetrain.model.mlp import MLP
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import rotary_tables
@@ -31,7 +39,8 @@ class Block(nn.Module):
     def __init__(
         self,
         model: ModelConfig,
-        attention: AttentionConfig,
+        qk_norm: str,
+        attend: AttentionFunction,
         groups: ParallelGroups,
         *,
         sequence_parallel: bool,
@@ -42,7 +51,7 @@ class Block(nn.Module):
         norm = {"split_input": sequence_parallel, "dtype": dtype, "device": device}
         layer = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
-        self.attention = Attention(model, attention, sdpa_attention, groups, **layer)
+        self.attention = Attention(model, qk_norm, attend, groups, **layer)
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.mlp = MLP(model, groups, **layer)
 
@@ -87,7 +96,8 @@ class Transformer(nn.Module):
         dtype: of parameters and residual stream.
 
     Raises:
-        ValueError: a dimension that tensor_parallel_size does not divide, or an odd head_dim.
+        ValueError: a dimension that tensor_parallel_size does not divide, an odd head_dim, or an attention backend
+            that cannot run here.
     """
 
     def __init__(
@@ -106,12 +116,16 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = model
         self.activation_checkpointing = activation_checkpointing
+        device = torch.device("cpu" if device is None else device)
         place = {"dtype": dtype, "device": device}
+        self.backend, _ = resolve_backend(attention, model, device=device, dtype=dtype)
+        attend = attention_function(self.backend, attention, device)
+        self.mask_documents = takes_mask(attend)
         self.embedding = VocabParallelEmbedding(
             vocab_size, model.hidden_size, groups, sequence_parallel=sequence_parallel, **place
         )
         self.blocks = nn.ModuleList(
-            Block(model, attention, groups, sequence_parallel=sequence_parallel, **place)
+            Block(model, attention.qk_norm, attend, groups, sequence_parallel=sequence_parallel, **place)
             for _ in range(model.num_layers)
         )
         self.final_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, split_input=sequence_parallel, **place)
@@ -158,7 +172,7 @@ class Transformer(nn.Module):
     def compile_blocks(self) -> None:
         """torch.compile every block (one graph, shared by all) and the loss kernels."""
         for block in self.blocks:
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=self.backend != "flash")
         self.head.compiled = True
 
     def _layout(
@@ -168,7 +182,9 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(seq_length, device=tokens.device).expand(num_sequences, -1)
         cos, sin = rotary_tables(positions.flatten(), self.config.head_dim, self.config.rope_theta)
-        mask = None if cu_seqlens is None else document_mask(cu_seqlens, num_sequences, tokens.numel())
+        mask = None
+        if cu_seqlens is not None and self.mask_documents:
+            mask = document_mask(cu_seqlens, num_sequences, tokens.numel())
         return TokenLayout(num_sequences, cos, sin, cu_seqlens, max_seqlen, mask)
 
     @torch.no_grad()
