@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,12 +27,18 @@ class Finding:
     fix: str = ""
     """What to do about it."""
     source: str = ""
-    """Where the rule comes from: a paper and section, or the library that sets the limit."""
+    """Where the rule comes from: a paper and section."""
+    where: str = ""
+    """`file:line` or the override that gave the key, when known."""
 
     def __str__(self) -> str:
-        text = f"{self.key} = {self.value!r}: {self.message} [{self.rule}]" if self.key else self.message
-        return (
-            text
-            + (f"\n    fix: {self.fix}" if self.fix else "")
-            + (f"\n    source: {self.source}" if self.source else "")
-        )
+        place = f"{self.where}: " if self.where else ""
+        lines = [f"{place}{self.key} = {shown(self.value)}: {self.message} [{self.rule}]"]
+        lines += [f"    {name}: {text}" for name, text in (("fix", self.fix), ("source", self.source)) if text]
+        return "\n".join(lines)
+
+
+def shown(value: Any) -> str:
+    """A value as it would stand in YAML, shortened."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."

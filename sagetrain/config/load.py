@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sagetrain.config import yaml_nodes
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, shown
 from sagetrain.config.reference import describe, keys, locate, tag_of
 from sagetrain.config.schema import RunConfig, Section
 
@@ -149,7 +148,7 @@ class _Source:
         return None
 
     def _report(self, path: tuple, rule: str, value: Any = _ABSENT, where: str = "") -> None:
-        key = _dotted(path) + ("" if value is _ABSENT else f" = {_shown(value)}")
+        key = _dotted(path) + ("" if value is _ABSENT else f" = {shown(value)}")
         self.problems.append(": ".join(part for part in (where or self.where(path), key, rule) if part))
 
 
@@ -180,8 +179,3 @@ def _hint_for_unknown(path: tuple, section: type[Section]) -> str:
 
 def _dotted(path: tuple) -> str:
     return ".".join(map(str, path))
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,128 @@
+"""The stability rules of the SageBwd papers, as findings on a RunConfig.
+
+Every rule applies to every stage of the tokens-per-step schedule. `guidance.override` accepts a rule's finding by its
+name; it then stays on record as information.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator
+
+from sagetrain.config.errors import Finding
+from sagetrain.config.schema import RunConfig
+
+_SAGEBWD = "SageBwd (arXiv 2603.02170)"
+_SAGE3 = "SageAttention3 (arXiv 2505.11594)"  # has the first form of the method
+
+# Largest tokens per step at which INT8 attention without QK-norm trained on par in the paper: 64 sequences of 4096.
+SAFE_WITHOUT_QK_NORM = 64 * 4096
+LARGE_STEP = 2_000_000
+
+RULES = {
+    "qk_norm_for_large_steps": "INT8 attention above 262,144 tokens per step needs QK-norm",
+    "int8_at_2m_tokens_per_step": "INT8 attention at 2M tokens per step or more ends with a higher loss",
+    "smooth_k_off": "INT8 attention needs K-smoothing",
+    "smooth_q_on": "Q-smoothing brings no consistent gain",
+    "no_warmup": "the papers' runs warm the learning rate up",
+    "lr_above_published": "no INT8 pretraining with a higher learning rate than 1e-3 is published",
+}
+
+
+def guidance(cfg: RunConfig, world_size: int) -> list[Finding]:
+    """What the papers would say about this run; overridden findings come back as information.
+
+    Unknown names in guidance.override are errors. The world size changes nothing so far: tokens per step are global.
+    """
+    findings = list(_findings(cfg)) if cfg.attention.backend in ("sage", "auto") else []
+    accepted = set(cfg.guidance.override)
+    return [_overridden(f) if f.rule in accepted else f for f in findings] + list(_unknown_overrides(cfg))
+
+
+def _findings(cfg: RunConfig) -> Iterator[Finding]:
+    key, tokens = max(cfg.tokens_per_step.named_tokens.items(), key=lambda item: item[1])
+    backend = "" if cfg.attention.backend == "sage" else " (attention.backend auto may choose it)"
+    if tokens > SAFE_WITHOUT_QK_NORM and cfg.attention.qk_norm == "none":
+        yield Finding(
+            "qk_norm_for_large_steps",
+            "error",
+            key,
+            tokens,
+            f"INT8 attention{backend} without QK-norm diverges at large tokens per step: the paper's run was on par "
+            f"with full precision at 260K ({SAFE_WITHOUT_QK_NORM}) and diverged at 2.1M, where gradient noise no "
+            "longer hides the error of the quantized dS",
+            "set attention.qk_norm to before_rope or after_rope; or use at most "
+            f"{SAFE_WITHOUT_QK_NORM} tokens per step in every stage; or a 16-bit attention.backend (sdpa, flash); or "
+            "accept the risk with guidance.override: [qk_norm_for_large_steps]",
+            f"{_SAGEBWD}, section 5: pretraining with and without QK-norm",
+        )
+    elif tokens >= LARGE_STEP:
+        yield Finding(
+            "int8_at_2m_tokens_per_step",
+            "warning",
+            key,
+            tokens,
+            f"INT8 attention{backend} lost to full precision at 2.1M tokens per step even with QK-norm: 2.640 against "
+            "2.586 after 78B tokens; at 260K it did not: 2.561 against 2.563",
+            "use fewer tokens per step, or a 16-bit attention.backend",
+            f"{_SAGEBWD}, section 5: 325M model, context 4096",
+        )
+    if not cfg.attention.smooth_k:
+        yield Finding(
+            "smooth_k_off",
+            "warning",
+            "attention.smooth_k",
+            False,
+            "K-smoothing was needed for stable INT8 pretraining even at 260K tokens per step",
+            "set attention.smooth_k: true",
+            f"{_SAGEBWD}, sections 3 and 5",
+        )
+    if cfg.attention.smooth_q:
+        yield Finding(
+            "smooth_q_on",
+            "warning",
+            "attention.smooth_q",
+            True,
+            "Q-smoothing gave no consistent gain in pretraining",
+            "set attention.smooth_q: false",
+            f"{_SAGEBWD}, section 5",
+        )
+    if cfg.lr_schedule.warmup_tokens == 0:
+        yield Finding(
+            "no_warmup",
+            "warning",
+            "lr_schedule.warmup_tokens",
+            0,
+            "every published INT8 pretraining warmed the learning rate up, over about 2.5 % of the run",
+            f"for example lr_schedule.warmup_tokens: {max(1, cfg.training.total_tokens // 40)}",
+            f"{_SAGEBWD}, section 5: 1k of 37.5k steps at 2.1M tokens, 7.5k of 300k at 260K",
+        )
+    if cfg.optimizer.lr > 1e-3:
+        yield Finding(
+            "lr_above_published",
+            "info",
+            "optimizer.lr",
+            cfg.optimizer.lr,
+            "higher than in any published INT8 pretraining: 3e-5, and 1e-3 where INT8 converged visibly slower",
+            "watch the loss against a run with a 16-bit attention.backend",
+            f"{_SAGEBWD}, section 5; {_SAGE3}",
+        )
+
+
+def _overridden(finding: Finding) -> Finding:
+    return dataclasses.replace(finding, level="info", message=f"overridden ({finding.level}): {finding.message}")
+
+
+def _unknown_overrides(cfg: RunConfig) -> Iterator[Finding]:
+    for i, name in enumerate(cfg.guidance.override):
+        if name not in RULES:
+            near = difflib.get_close_matches(name, RULES, 1)
+            yield Finding(
+                "unknown_rule",
+                "error",
+                f"guidance.override.{i}",
+                name,
+                "no rule has this name",
+                f"did you mean {near[0]}?" if near else f"the rules are {', '.join(RULES)}",
+            )
