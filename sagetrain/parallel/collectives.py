@@ -13,30 +13,32 @@ activations are [tokens, ...] with the sequences of the micro-batch flattened, s
 contiguous and travels without a copy. `enter_region` and `leave_region` choose the pair that a layer needs. All are
 no-ops for a group of one.
 
-Functional collectives are used because torch.compile traces them without a graph break.
+The collectives are torch's functional ones, which torch.compile traces without a graph break; they are called as
+operators because the names of the python functions around them change between torch releases.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
 from sagetrain.parallel.topology import ParallelGroups
 
+_ops = torch.ops._c10d_functional
+
 
 def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), 0, group))
+    return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
 
 
 def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
-    return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, group))
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name))
 
 
 class _CopyToRegion(torch.autograd.Function):

@@ -1,0 +1,181 @@
+"""Collectives and sharded layers against their dense twins, forward and gradients, in float64 on gloo."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from distributed import run_distributed
+from sagetrain.parallel.collectives import (
+    copy_to_region,
+    enter_region,
+    gather_from_region,
+    gather_tokens,
+    leave_region,
+    reduce_from_region,
+    reduce_scatter_tokens,
+)
+from sagetrain.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    annotate,
+    shard,
+)
+from sagetrain.parallel.topology import ParallelGroups, Topology
+
+TOKENS, HIDDEN, INNER, VOCAB = 12, 8, 16, 24
+
+
+def _random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.clone().requires_grad_()
+
+
+def _close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def _groups() -> ParallelGroups:
+    return ParallelGroups.create(Topology(dist.get_world_size(), dist.get_world_size()))
+
+
+def _fill(layer: torch.nn.Module, full: Tensor, groups: ParallelGroups) -> None:
+    with torch.no_grad():
+        layer.weight.copy_(shard(full, layer.weight.tp_dim, groups))
+
+
+def _check_collectives() -> None:
+    """Each pair is checked as an adjoint: <f(x), g> summed over the ranks == <x, f'(g)> summed over the ranks,
+    with x and g different on every rank where the function allows it, and f itself by its definition."""
+    groups = _groups()
+    size, rank = groups.tp_size, groups.tp_rank
+    xs = [_random(r, TOKENS, HIDDEN) for r in range(size)]
+    gs = [_random(100 + r, TOKENS, HIDDEN) for r in range(size)]
+    own = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
+
+    x = _leaf(xs[0])
+    y = copy_to_region(x, groups)
+    y.backward(gs[rank])
+    _close(y, xs[0])
+    _close(x.grad, sum(gs))
+
+    x = _leaf(xs[rank])
+    y = reduce_from_region(x, groups)
+    y.backward(gs[0])
+    _close(y, sum(xs))
+    _close(x.grad, gs[0])
+
+    x = _leaf(xs[rank])
+    y = gather_from_region(x, groups)
+    g = _random(9, TOKENS, HIDDEN * size)
+    y.backward(g)
+    _close(y, torch.cat(xs, -1))
+    _close(x.grad, g[:, rank * HIDDEN : (rank + 1) * HIDDEN])
+
+    x = _leaf(xs[0][own])
+    y = gather_tokens(x, groups)
+    y.backward(gs[rank])
+    _close(y, xs[0])
+    _close(x.grad, sum(gs)[own])
+
+    x = _leaf(xs[rank])
+    y = reduce_scatter_tokens(x, groups)
+    y.backward(gs[0][own])
+    _close(y, sum(xs)[own])
+    _close(x.grad, gs[0])
+
+    # Strided inputs and gradients, which the backend's collectives do not take as they are.
+    x = _leaf(xs[rank].t())
+    y = reduce_from_region(x, groups)
+    (y * gs[0].t()).sum().backward()
+    _close(x.grad, gs[0].t())
+    x = _leaf(xs[0])
+    y = copy_to_region(x, groups)
+    y.sum().backward()  # the gradient is an expanded scalar
+    _close(x.grad, torch.full_like(x, size))
+
+
+def _check_mlp(sequence_parallel: bool) -> None:
+    """Column then row, entered and left as the model does it: the composition must equal two dense matmuls."""
+    groups = _groups()
+    a, b = _random(1, INNER, HIDDEN), _random(2, HIDDEN, INNER)
+    x_full, g_full = _random(3, TOKENS, HIDDEN), _random(4, TOKENS, HIDDEN)
+
+    x_dense, a_dense, b_dense = _leaf(x_full), _leaf(a), _leaf(b)
+    y_dense = F.linear(torch.tanh(F.linear(x_dense, a_dense)), b_dense)
+    y_dense.backward(g_full)
+
+    place = {"dtype": torch.float64, "device": torch.device("cpu")}
+    column = ColumnParallelLinear(HIDDEN, INNER, groups, **place)
+    row = RowParallelLinear(INNER, HIDDEN, groups, sequence_parallel=sequence_parallel, **place)
+    _fill(column, a, groups)
+    _fill(row, b, groups)
+    tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
+    x = _leaf(x_full[tokens])
+    y = row(torch.tanh(column(enter_region(x, groups, sequence_parallel))))
+    y.backward(g_full[tokens])
+
+    _close(y, y_dense[tokens])
+    _close(x.grad, x_dense.grad[tokens])
+    _close(column.weight.grad, shard(a_dense.grad, 0, groups))
+    _close(row.weight.grad, shard(b_dense.grad, 1, groups))
+
+
+def _check_embedding(sequence_parallel: bool) -> None:
+    groups = _groups()
+    table, g_full = _random(5, VOCAB, HIDDEN), _random(6, TOKENS, HIDDEN)
+    ids = torch.tensor([0, VOCAB - 1, 3, 3, 3, 11, 12, 13, 23, 0, 7, 20])  # both ends, repeats, every shard
+    dense = _leaf(table)
+    y_dense = F.embedding(ids, dense)
+    y_dense.backward(g_full)
+
+    layer = VocabParallelEmbedding(VOCAB, HIDDEN, groups, sequence_parallel=sequence_parallel, dtype=torch.float64)
+    _fill(layer, table, groups)
+    tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
+    y = layer(ids)
+    y.backward(g_full[tokens])
+    _close(y, y_dense[tokens])
+    _close(layer.weight.grad, shard(dense.grad, 0, groups))
+
+
+def _check_everything() -> None:
+    _check_collectives()
+    for sequence_parallel in (False, True):
+        _check_mlp(sequence_parallel)
+        _check_embedding(sequence_parallel)
+    with pytest.raises(ValueError, match=r"out_features \(9\) is not a multiple of tensor_parallel_size"):
+        ColumnParallelLinear(HIDDEN, 9, _groups(), dtype=torch.float32)
+    assert leave_region(torch.ones(4, 2), _groups(), True).shape[0] == 4 // dist.get_world_size()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sharded_layers_equal_dense(world_size: int) -> None:
+    run_distributed(_check_everything, world_size)
+
+
+def test_group_of_one_leaves_tensors_alone() -> None:
+    groups, x = ParallelGroups.single(), torch.randn(4, 4)
+    for function in (copy_to_region, reduce_from_region, gather_from_region, gather_tokens, reduce_scatter_tokens):
+        assert function(x, groups) is x
+
+
+def test_annotations_describe_the_whole_tensor() -> None:
+    groups = ParallelGroups(Topology(4, 4), tp_rank=1, dp_rank=0, tp_group=None, dp_group=None)
+    parameter = annotate(torch.nn.Parameter(torch.zeros(3, 5)), groups, tp_dim=1)
+    assert (parameter.tensor_model_parallel, parameter.tp_dim, parameter.global_shape) == (True, 1, (3, 20))
+    assert parameter.no_weight_decay is False
+    gain = annotate(torch.nn.Parameter(torch.zeros(5)), groups, tp_dim=None, no_weight_decay=True)
+    assert (gain.tensor_model_parallel, gain.tp_dim, gain.global_shape, gain.no_weight_decay) == (
+        False,
+        None,
+        (5,),
+        True,
+    )
+    full = torch.arange(8).view(2, 4)
+    assert shard(full, 1, groups).tolist() == [[1], [5]]
+    assert shard(full, None, groups) is full
