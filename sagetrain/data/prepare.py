@@ -1,0 +1,391 @@
+"""`sagetrain prepare`: text in, token files and tokenizer out.
+
+One process reads, several turn text into tokens, and the results are written in the order of reading: the files are the
+same bytes whatever the number of workers. Memory does not grow with the corpus.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.data.sources import Chunk, Corpus
+from sagetrain.data.token_file import (
+    TokenFile,
+    TokenFileWriter,
+    read_provenance,
+    token_dtype,
+    token_path,
+    write_atomic,
+)
+from sagetrain.data.tokenizer import TOKENIZER_NAME, Tokenizer, train_tokenizer
+
+_HASHED_BYTES = 1 << 16
+
+
+@dataclass
+class Counts:
+    """What went into one token file."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    """UTF-8 bytes of text."""
+    empty_documents: int = 0
+    """Left out: no text, or nothing but white space. Not part of `documents`."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Result of `prepare`."""
+
+    train: Path
+    """Path of the token file, as data.train[].path takes it."""
+    valid: Path | None
+    """Path of the held-out token file, if one was asked for."""
+    tokenizer: Path
+    counts: dict[str, Counts]
+    """By "train" and "valid"."""
+    vocab_size: int
+    seconds: float
+    already_there: bool
+    """An earlier call with the same inputs had written everything; nothing was done."""
+
+
+def prepare(
+    sources: list[str],
+    output: str | os.PathLike,
+    *,
+    tokenizer: str | os.PathLike | None = None,
+    vocab_size: int | None = None,
+    tokenizer_sample: int = 100_000_000,
+    text_key: str = "text",
+    glob: str | None = None,
+    dataset_config: str | None = None,
+    dataset_split: str = "train",
+    valid_fraction: float = 0.0,
+    num_workers: int = 1,
+    overwrite: bool = False,
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+) -> Prepared:
+    """Turn text into a token file at `output` (.bin, .idx, .json), with tokenizer.model in the same folder.
+
+    Args:
+        sources: files (.jsonl, .parquet, text; .gz and .zst too), folders, Hugging Face datasets (hub name, or a folder
+            written by save_to_disk), or "python-stdlib". Read in this order.
+        output: path of the token file without suffix, e.g. data/train.
+        tokenizer: an existing SentencePiece model. Default: the tokenizer.model in the output's folder.
+        vocab_size: train a new tokenizer of this size first.
+        tokenizer_sample: characters of the corpus that a new tokenizer is trained on.
+        text_key: field or column that holds the text.
+        glob: which files of a folder, e.g. "**/*.md". Default: its JSON and Parquet files, or else all files.
+        dataset_config, dataset_split: which part of a Hugging Face dataset.
+        valid_fraction: share of the documents, chosen by a hash of their text, that goes to the token file `valid` in
+            the output's folder instead.
+        num_workers: processes that turn text into tokens; 1 does it in this process.
+        overwrite: replace existing files that were made from something else.
+        say: gets messages for people.
+
+    Raises:
+        ConfigError: for everything that the caller can put right.
+
+    An interrupted call leaves only *.partial files; calling again starts over. A call whose result is already there,
+    from the same inputs, returns at once.
+    """
+    begin = time.perf_counter()
+    output = Path(output)
+    _check_arguments(output, tokenizer, vocab_size, valid_fraction, num_workers)
+    corpus = Corpus(sources, text_key, glob, dataset_config, dataset_split)
+    outputs = {"train": output} | ({"valid": output.with_name("valid")} if valid_fraction else {})
+    model_path = output.parent / TOKENIZER_NAME
+    request = {
+        "inputs": corpus.identity(),
+        "text_key": text_key,
+        "valid_fraction": valid_fraction,
+        "tokenizer": [vocab_size, tokenizer_sample] if vocab_size else Tokenizer.load(tokenizer or model_path).sha256,
+    }
+    if _already_there(outputs, model_path, request, overwrite):
+        say(f"{output}: already prepared from the same inputs")
+        return _result(outputs, model_path, begin, True)
+
+    for note in corpus.notes:
+        say(note)
+    if vocab_size:
+        say(f"training a tokenizer of {vocab_size:,} tokens")
+        model = train_tokenizer(corpus.sample(tokenizer_sample), vocab_size)
+        say(f"trained the tokenizer in {time.perf_counter() - begin:.0f} s")
+    else:
+        model = Path(tokenizer or model_path).read_bytes()
+    encoder = Encoder(model, text_key, valid_fraction)
+    _check_siblings(output.parent, outputs, encoder.tokenizer)
+
+    writers: dict[str, TokenFileWriter] = {}
+    try:
+        for side, path in outputs.items():
+            writers[side] = TokenFileWriter(path, encoder.tokenizer.vocab_size)
+        counts = {side: Counts() for side in outputs}
+        with _Progress(corpus.size) as progress:
+            for encoded in _encode(corpus, encoder, num_workers):
+                for side, part in encoded.parts.items():
+                    writers[side].add(part.tokens, part.lengths, encoded.continues)
+                    counts[side].tokens += len(part.tokens)
+                    counts[side].bytes += part.bytes
+                counts["train"].empty_documents += encoded.empty_documents
+                progress.update(encoded, sum(each.tokens for each in counts.values()))
+        for side, writer in writers.items():
+            writer.finish()
+            counts[side].documents = writer.num_documents
+            if writer.num_documents == 0:
+                raise ConfigError(f"{writer.path}: no document with text went into this file; nothing is written")
+        write_atomic(model_path, model)
+        for side in reversed(list(writers)):
+            writers[side].publish(_provenance(sources, counts[side], encoder.tokenizer, writers[side], request))
+    finally:
+        for writer in writers.values():
+            writer.abort()
+    for side, path in outputs.items():
+        say(f"{path}: {counts[side].tokens:,} tokens, {counts[side].documents:,} documents")
+    if counts["train"].empty_documents:
+        say(f"left out {counts['train'].empty_documents:,} empty documents")
+    return _result(outputs, model_path, begin, False)
+
+
+# -- before and after --------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(
+    output: Path, tokenizer: Any, vocab_size: int | None, valid_fraction: float, num_workers: int
+) -> None:
+    if output.suffix in (".bin", ".idx") or not output.name:
+        raise ConfigError(f"output {output}: give a path without .bin/.idx, e.g. data/train")
+    if tokenizer and vocab_size:
+        raise ConfigError("give either a tokenizer or a vocab_size to train one, not both")
+    if not tokenizer and not vocab_size and not (output.parent / TOKENIZER_NAME).is_file():
+        raise ConfigError(
+            f"there is no {TOKENIZER_NAME} in {output.parent}: give a tokenizer, or a vocab_size to train one"
+        )
+    if not 0 <= valid_fraction < 1:
+        raise ConfigError(f"valid_fraction {valid_fraction} is not in [0, 1)")
+    if valid_fraction and output.name == "valid":
+        raise ConfigError(
+            "the held-out file is named valid, so the output needs another name when valid_fraction is set"
+        )
+    if num_workers < 1:
+        raise ConfigError(f"num_workers {num_workers} is not positive")
+
+
+def _already_there(outputs: dict[str, Path], model_path: Path, request: dict[str, Any], overwrite: bool) -> bool:
+    """Whether all files exist and come from this request. ConfigError if files of another request are in the way."""
+    if overwrite:
+        return False
+    existing = [path for path in outputs.values() if token_path(path, ".idx").exists()]
+    for path in existing:
+        if read_provenance(path).get("request") != request:
+            raise ConfigError(
+                f"token file {path} exists and was prepared from other inputs or settings: "
+                "choose another output, delete it, or overwrite it"
+            )
+        TokenFile(path)  # raises if it is damaged
+    return len(existing) == len(outputs) and model_path.is_file()
+
+
+def _check_siblings(folder: Path, outputs: dict[str, Path], tokenizer: Tokenizer) -> None:
+    """The folder's tokenizer.model belongs to all its token files: do not take it away from another one."""
+    for idx in sorted(folder.glob("*.idx")):
+        path = idx.with_name(idx.name.removesuffix(".idx"))
+        theirs = read_provenance(path).get("tokenizer_sha256")
+        if path not in outputs.values() and theirs not in (None, tokenizer.sha256):
+            raise ConfigError(f"{folder} holds {path.name}, prepared with another tokenizer: choose another folder")
+
+
+def _provenance(
+    sources: list[str], counts: Counts, tokenizer: Tokenizer, writer: TokenFileWriter, request: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "sources": list(sources),
+        **asdict(counts),
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "bos_id": tokenizer.bos_id,
+        "tokenizer_sha256": tokenizer.sha256,
+        "dtype": writer.dtype.name,
+        "sha256": writer.sha256,
+        "request": request,
+    }
+
+
+def _result(outputs: dict[str, Path], model_path: Path, begin: float, already_there: bool) -> Prepared:
+    recorded = {side: read_provenance(path) for side, path in outputs.items()}
+    fields = asdict(Counts())
+    counts = {side: Counts(**{key: record[key] for key in fields}) for side, record in recorded.items()}
+    seconds = time.perf_counter() - begin
+    vocab_size = recorded["train"]["vocab_size"]
+    return Prepared(outputs["train"], outputs.get("valid"), model_path, counts, vocab_size, seconds, already_there)
+
+
+# -- text to tokens ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class EncodedPart:
+    """Documents of one chunk that go to one file: `lengths` of consecutive pieces of `tokens`."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    bytes: int
+
+
+@dataclass
+class Encoded:
+    """A chunk as tokens."""
+
+    parts: dict[str, EncodedPart]
+    empty_documents: int
+    continues: bool
+    origin: str
+    consumed: int
+
+
+class Encoder:
+    """Chunk -> Encoded; depends on nothing else, so that any process can do it."""
+
+    def __init__(self, model: bytes, text_key: str, valid_fraction: float):
+        self.model = model
+        self.tokenizer = Tokenizer(model)
+        self.text_key = text_key
+        self.valid_fraction = valid_fraction
+        self._dtype = token_dtype(self.tokenizer.vocab_size)
+
+    def __reduce__(self):
+        return Encoder, (self.model, self.text_key, self.valid_fraction)
+
+    def __call__(self, chunk: Chunk) -> Encoded:
+        tokens: dict[str, list[np.ndarray]] = {"train": [], "valid": []}
+        num_bytes = {"train": 0, "valid": 0}
+        empty = 0
+        texts = list(chunk.texts(self.text_key))
+        for number, text in enumerate(texts, 1):
+            if text is None:
+                empty += 1
+                continue
+            try:
+                ids = self.tokenizer.encode(text)
+            except ValueError as error:
+                raise ConfigError(f"{chunk.origin}, near {chunk.unit} {chunk.first + number - 1:,}: {error}") from error
+            if number < len(texts) or not chunk.unfinished:
+                ids.append(self.tokenizer.eos_id)
+            data = text.encode()
+            side = self._side(chunk.split_key or data[:_HASHED_BYTES])
+            tokens[side].append(np.array(ids, dtype=self._dtype))
+            num_bytes[side] += len(data)
+        parts = {
+            side: EncodedPart(np.concatenate(pieces), np.array([len(piece) for piece in pieces]), num_bytes[side])
+            for side, pieces in tokens.items()
+            if pieces
+        }
+        return Encoded(parts, empty, chunk.continues, chunk.origin, chunk.consumed)
+
+    def _side(self, key: bytes) -> str:
+        if not self.valid_fraction:
+            return "train"
+        return (
+            "valid"
+            if int.from_bytes(blake2b(key, digest_size=8).digest(), "big") < self.valid_fraction * 2**64
+            else "train"
+        )
+
+
+_worker_encoder: Encoder | None = None
+
+
+def _start_worker(encoder: Encoder) -> None:
+    global _worker_encoder
+    _worker_encoder = encoder
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        parent.join()  # returns when the parent is gone, however it ended
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _encode_in_worker(chunk: Chunk) -> Encoded:
+    return _worker_encoder(chunk)
+
+
+def _encode(chunks: Iterable[Chunk], encoder: Encoder, num_workers: int) -> Iterator[Encoded]:
+    """Encoded chunks in their order; a bounded number of them is under way at any time."""
+    if num_workers == 1:
+        yield from map(encoder, chunks)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would copy other threads' locks
+    pool = ProcessPoolExecutor(num_workers, context, _start_worker, (encoder,))
+    pending: deque = deque()
+    try:
+        for chunk in chunks:
+            pending.append(pool.submit(_encode_in_worker, chunk))
+            if len(pending) >= 4 * num_workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise ConfigError(
+            "a worker process ended unexpectedly (out of memory?): try fewer workers, and see that a script that calls "
+            'prepare() with several workers does so under `if __name__ == "__main__":`'
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+class _Progress:
+    """A bar on a terminal, a line every ten seconds elsewhere."""
+
+    def __init__(self, total: int | None):
+        import tqdm
+
+        interactive = sys.stderr.isatty()
+        self._bar = tqdm.tqdm(
+            total=total,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1000,
+            desc="tokenizing",
+            mininterval=0.2 if interactive else 10.0,
+            maxinterval=10.0,
+            dynamic_ncols=True,
+        )
+        self._origin, self._consumed = "", 0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if error is None and self._bar.total:
+            self._bar.update(self._bar.total - self._bar.n)
+        self._bar.close()
+
+    def update(self, encoded: Encoded, tokens: int) -> None:
+        """Advance to what has been read of the chunk's input."""
+        if encoded.origin != self._origin:
+            self._origin, self._consumed = encoded.origin, 0
+        self._bar.set_postfix_str(f"{tokens / 1e6:,.1f}M tokens", refresh=False)
+        self._bar.update(encoded.consumed - self._consumed)
+        self._consumed = encoded.consumed

@@ -1,0 +1,432 @@
+"""Where text comes from: files, folders, Hugging Face datasets, the standard library. All read as a stream.
+
+A corpus yields chunks: a few hundred kilobytes of consecutive documents that a worker turns into tokens. Reading runs
+no code from the data: datasets are Arrow, Parquet, JSON or text.
+"""
+
+from __future__ import annotations
+
+import gzip
+import inspect
+import io
+import json
+import re
+import sys
+import sysconfig
+import tokenize
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from sagetrain.config.errors import ConfigError
+
+STDLIB = "python-stdlib"
+CHUNK_BYTES = 1 << 19
+CHUNK_RECORDS = 4096
+_BLOCK = 1 << 18
+_HASHED_BYTES = 1 << 16
+_STRUCTURED = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
+_STDLIB_LEFT_OUT = {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests",
+                    "turtledemo"}  # fmt: skip
+
+
+@dataclass
+class Chunk:
+    """Consecutive records of one input, as the reader hands them to a worker."""
+
+    origin: str
+    """File or dataset, for messages."""
+    unit: str
+    """What a record is: "line" (a JSON object), "row" (its text) or "file" (its bytes, or a part of them)."""
+    first: int
+    """Number of the first record, from 1."""
+    records: list[Any]
+    """bytes for lines and files; str, None or something wrong for rows."""
+    consumed: int = 0
+    """Bytes of the input that had been read when the chunk was complete."""
+    split_key: bytes | None = None
+    """Beginning of the file whose part this is; decides its side of a train/valid split."""
+    continues: bool = False
+    """The first record is the rest of the document that the chunk before left unfinished."""
+    unfinished: bool = False
+    """The document of the last record goes on in the next chunk."""
+
+    def texts(self, text_key: str) -> Iterator[str | None]:
+        """The records' texts in order; None stands for an empty document. ConfigError names file and record."""
+        for number, record in enumerate(self.records, self.first):
+            if isinstance(record, bytes):
+                record = self._decode(record, number)
+                if self.unit == "line":
+                    if not record.strip():
+                        continue  # a blank line is no document
+                    record = self._text_of(record, number, text_key)
+            if record is None:
+                yield None
+            elif isinstance(record, str):
+                # A part of a longer document counts even if it is blank.
+                blank = not record or record.isspace()
+                yield None if blank and not (self.continues or self.unfinished) else record
+            else:
+                raise self.error(number, f"{text_key!r} holds {type(record).__name__}, not text")
+
+    def error(self, number: int, what: str) -> ConfigError:
+        """A mistake in record `number`."""
+        return ConfigError(f"{self.origin}{'' if self.unit == 'file' else f', {self.unit} {number:,}'}: {what}")
+
+    def _decode(self, record: bytes, number: int) -> str:
+        try:
+            return record.decode("utf-8")
+        except UnicodeDecodeError as error:
+            hint = "; if it is no text file, choose the files with a glob" if self.unit == "file" else ""
+            raise self.error(number, f"not UTF-8 (byte {record[error.start]:#04x}){hint}") from error
+
+    def _text_of(self, line: str, number: int, text_key: str) -> Any:
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            hint = " (a JSON array? write one object per line)" if number == 1 and line.startswith("[") else ""
+            raise self.error(number, f"not valid JSON: {error}{hint}") from error
+        if not isinstance(value, dict):
+            raise self.error(number, f"holds {type(value).__name__}, not a JSON object")
+        if text_key not in value:
+            raise self.error(number, no_such_key(text_key, value))
+        return value[text_key]
+
+
+def no_such_key(text_key: str, keys: Iterable[str]) -> str:
+    """Message for a missing text key."""
+    return f"no key {text_key!r}; the keys are: {', '.join(keys) or 'none'}. Choose one as the text key"
+
+
+@dataclass
+class Input:
+    """One file or dataset: how to read it, how large it is, what makes it the same one next time."""
+
+    name: str
+    read: Callable[[], Iterator[Chunk]]
+    size: int | None
+    """Bytes on disk, for the progress bar; None: unknown."""
+    identity: list[Any]
+
+
+class Corpus:
+    """Everything that one `prepare` reads, in order."""
+
+    def __init__(
+        self,
+        sources: list[str],
+        text_key: str = "text",
+        glob: str | None = None,
+        config_name: str | None = None,
+        split: str = "train",
+    ):
+        """Resolve `sources`: files, folders (recursive, `glob` chooses), dataset names, or "python-stdlib".
+
+        `config_name` and `split` are for Hugging Face datasets. ConfigError if a source does not exist or is empty.
+        """
+        if not sources:
+            raise ConfigError("no source of text given")
+        self.text_key = text_key
+        self.notes: list[str] = []
+        self.inputs: list[Input] = []
+        for source in sources:
+            self.inputs += self._resolve(source, glob, config_name, split)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for each in self.inputs:
+            yield from each.read()
+
+    @property
+    def size(self) -> int | None:
+        """Bytes on disk of all inputs, if known."""
+        sizes = [each.size for each in self.inputs]
+        return None if None in sizes else sum(sizes)
+
+    def identity(self) -> list[list[Any]]:
+        """Names, sizes and modification times of all inputs."""
+        return [each.identity for each in self.inputs]
+
+    def sample(self, max_characters: int) -> Iterator[str]:
+        """Texts from the beginnings of the inputs, about `max_characters` in all; deterministic.
+
+        Each input gives an equal share. If there are too many for that, a pseudo-random choice of them gives more.
+        """
+        share = max(max_characters // len(self.inputs), CHUNK_BYTES)
+        left = max_characters
+        for each in sorted(self.inputs, key=lambda each: blake2b(each.name.encode()).digest()):
+            from_this = 0
+            for chunk in each.read():
+                for text in chunk.texts(self.text_key):
+                    if text is not None and from_this < share and left > 0:
+                        text = text[: min(share - from_this, left)]
+                        from_this, left = from_this + len(text), left - len(text)
+                        yield text
+                if from_this >= share or left <= 0:
+                    break
+            if left <= 0:
+                return
+
+    def _resolve(self, source: str, glob: str | None, config_name: str | None, split: str) -> list[Input]:
+        path = Path(source)
+        if source == STDLIB:
+            return _stdlib()
+        if path.is_file():
+            return [self._file(path)]
+        if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+            return [self._dataset(source, lambda: _load_saved(source, split), [source, split])]
+        if path.is_dir():
+            return [self._file(file) for file in self._files(path, glob)]
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not source.endswith((*_STRUCTURED, ".txt", ".gz", ".zst")):
+            identity = [source, config_name, split]
+            return [self._dataset(source, lambda: _load_from_hub(source, config_name, split), identity)]
+        raise ConfigError(f"{source}: no such file or folder, and not the name of a Hugging Face dataset")
+
+    def _files(self, folder: Path, glob: str | None) -> list[Path]:
+        found = sorted(
+            (
+                path
+                for path in folder.glob(glob or "**/*")
+                if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+            ),
+            key=lambda path: path.relative_to(folder).as_posix(),
+        )
+        if not found:
+            raise ConfigError(f"{folder}: no files{f' that match {glob!r}' if glob else ''}")
+        structured = [path for path in found if path.name.endswith(_STRUCTURED)]
+        if glob or not structured or len(structured) == len(found):
+            return found
+        self.notes.append(
+            f"{folder}: reading the {len(structured)} JSON and Parquet files, leaving out "
+            f"{len(found) - len(structured)} others; a glob chooses differently"
+        )
+        return structured
+
+    def _file(self, path: Path) -> Input:
+        if path.name.endswith(".parquet"):
+            read = lambda: _read_parquet(path, self.text_key)  # noqa: E731
+        elif path.name.endswith(_STRUCTURED):
+            read = lambda: _read_lines(path)  # noqa: E731
+        else:
+            read = lambda: _read_text(path)  # noqa: E731
+        stat = path.stat()
+        return Input(str(path), read, stat.st_size, [str(path.absolute()), stat.st_size, stat.st_mtime_ns])
+
+    def _dataset(self, name: str, load: Callable[[], Any], identity: list[Any]) -> Input:
+        return Input(name, lambda: _read_dataset(name, load(), self.text_key), None, identity)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Decompressed blocks of a file, and how many bytes of it had been read. ConfigError if it cannot be read."""
+    try:
+        with open(path, "rb") as raw:
+            if path.name.endswith(".gz"):
+                file = gzip.GzipFile(fileobj=raw)
+                blocks: Iterable[bytes] = iter(lambda: file.read(_BLOCK), b"")
+            elif path.name.endswith(".zst"):
+                blocks = _zstd_blocks(path, raw)
+            else:
+                blocks = iter(lambda: raw.read(_BLOCK), b"")
+            first = True
+            for block in blocks:
+                if first and block:
+                    block, first = block.removeprefix(b"\xef\xbb\xbf"), False  # a byte order mark is not text
+                yield block, raw.tell()
+    except (EOFError, zlib.error, OSError) as error:  # gzip.BadGzipFile is an OSError
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def _zstd_blocks(path: Path, raw: io.BufferedReader) -> Iterator[bytes]:
+    import zstandard
+
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame = None
+    while data := raw.read(_BLOCK):
+        while data:
+            frame = frame or decompressor.decompressobj()
+            try:
+                yield frame.decompress(data)
+            except zstandard.ZstdError as error:
+                raise ConfigError(f"cannot read {path}: {error}") from error
+            data = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise ConfigError(f"cannot read {path}: it ends in the middle of a zstd frame (cut short?)")
+
+
+def _read_lines(path: Path) -> Iterator[Chunk]:
+    """Chunks of whole lines."""
+    number, size, consumed, lines = 1, 0, 0, []
+    for line, consumed in _lines(_blocks(path)):
+        lines.append(line)
+        size += len(line)
+        if size >= CHUNK_BYTES or len(lines) >= CHUNK_RECORDS:
+            yield Chunk(str(path), "line", number, lines, consumed)
+            number, size, lines = number + len(lines), 0, []
+    if lines:
+        yield Chunk(str(path), "line", number, lines, consumed)
+
+
+def _lines(blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
+    rest: list[bytes] = []
+    consumed = 0
+    for block, consumed in blocks:
+        begin, *others = block.split(b"\n")
+        rest.append(begin)
+        for line in others:
+            yield b"".join(rest), consumed
+            rest = [line]
+    if any(rest):
+        yield b"".join(rest), consumed
+
+
+def _read_text(path: Path) -> Iterator[Chunk]:
+    """One document: the whole file, in parts that end with a newline where there is one.
+
+    Newlines are tokens of their own in our tokenizers, so the parts give the tokens that the whole would give.
+    """
+    rest, split_key, pending = b"", None, None
+    for block, consumed in _blocks(path):
+        rest += block
+        if len(rest) < CHUNK_BYTES:
+            continue
+        cut = rest.rfind(b"\n") + 1 or _character_boundary(rest)
+        split_key = split_key or rest[:_HASHED_BYTES]
+        if pending:
+            yield pending
+        pending = Chunk(str(path), "file", 1, [rest[:cut]], consumed, split_key, pending is not None, True)
+        rest = rest[cut:]
+    if pending and not rest:
+        pending.unfinished = False
+        yield pending
+        return
+    if pending:
+        yield pending
+    yield Chunk(str(path), "file", 1, [rest], path.stat().st_size, split_key, pending is not None)
+
+
+def _character_boundary(data: bytes) -> int:
+    """The last position that does not cut a UTF-8 character."""
+    for position in range(len(data) - 1, max(len(data) - 4, 0), -1):
+        if data[position] & 0xC0 != 0x80:
+            return position
+    return len(data)
+
+
+def _read_parquet(path: Path, text_key: str) -> Iterator[Chunk]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if text_key not in names:
+                raise ConfigError(f"{path}: {no_such_key(text_key, names)}")
+            size, rows = path.stat().st_size, max(file.metadata.num_rows, 1)
+            number = 1
+            for batch in file.iter_batches(batch_size=512, columns=[text_key]):
+                texts = batch.column(0).to_pylist()
+                done = size * (number - 1 + len(texts)) // rows
+                yield Chunk(str(path), "row", number, texts, done)
+                number += len(texts)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+# -- Hugging Face datasets ---------------------------------------------------------------------------------------------
+
+
+def _load_from_hub(name: str, config_name: str | None, split: str) -> Any:
+    """A dataset of the hub as a stream. The datasets library (4 and later) runs no code of a dataset."""
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, config_name, split=split, streaming=True)
+    except (ValueError, RuntimeError, OSError) as error:  # DatasetNotFoundError and no network are OSErrors
+        raise ConfigError(
+            f"{name}: no such file or folder here, and the Hugging Face dataset cannot be read: {error}"
+        ) from error
+
+
+def _load_saved(path: str, split: str) -> Any:
+    """A dataset that Dataset.save_to_disk or DatasetDict.save_to_disk wrote."""
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path}: cannot read the saved dataset: {error}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise ConfigError(f"{path}: no split {split!r}; the splits are: {', '.join(loaded)}")
+        loaded = loaded[split]
+    return loaded
+
+
+def _read_dataset(name: str, dataset: Any, text_key: str) -> Iterator[Chunk]:
+    names = dataset.column_names  # None: a stream that does not know them yet
+    if names is not None and text_key in names:
+        dataset = dataset.select_columns([text_key])  # other columns may be costly to decode
+    number = 1
+    for batch in dataset.iter(batch_size=512):
+        if text_key not in batch:
+            raise ConfigError(f"{name}: {no_such_key(text_key, batch)}")
+        yield Chunk(name, "row", number, batch[text_key])
+        number += len(batch[text_key])
+
+
+# -- the standard library ----------------------------------------------------------------------------------------------
+
+
+def _stdlib() -> list[Input]:
+    """Sources of the running Python's standard library, tests left out, then docstrings of its built-in modules."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(
+        (
+            path
+            for path in root.glob("**/*.py")
+            if not _STDLIB_LEFT_OUT.intersection(path.relative_to(root).parts)
+            and not path.relative_to(root).parts[0].startswith(("config-", "_sysconfigdata"))
+        ),
+        key=lambda path: path.relative_to(root).as_posix(),
+    )
+    if not files:
+        raise ConfigError(f"{STDLIB}: this Python has no library sources in {root}")
+    identity = [STDLIB, sys.version, str(root), len(files)]
+    return [Input(STDLIB, lambda: _read_stdlib(files), sum(path.stat().st_size for path in files), identity)]
+
+
+def _read_stdlib(files: list[Path]) -> Iterator[Chunk]:
+    consumed, size, texts, number = 0, 0, [], 1
+    for path in files:
+        with tokenize.open(path) as file:  # honours the coding line
+            texts.append(file.read())
+        size += len(texts[-1])
+        consumed += path.stat().st_size
+        if size >= CHUNK_BYTES:
+            yield Chunk(STDLIB, "row", number, texts, consumed)
+            number, size, texts = number + len(texts), 0, []
+    texts += [_docstrings(name) for name in sorted(sys.builtin_module_names)]
+    yield Chunk(STDLIB, "row", number, texts, consumed)
+
+
+def _docstrings(module_name: str) -> str:
+    """Documentation strings of a module without Python source, and of what it contains."""
+    module = import_module(module_name)
+    parts = [f"{module_name}\n\n{inspect.getdoc(module) or ''}"]
+    for name, value in sorted(vars(module).items()):
+        if inspect.isclass(value) or inspect.isroutine(value):
+            parts.append(f"{module_name}.{name}\n\n{inspect.getdoc(value) or ''}")
+            members = sorted(vars(value).items()) if inspect.isclass(value) else []
+            parts += [
+                f"{module_name}.{name}.{key}\n\n{inspect.getdoc(member)}"
+                for key, member in members
+                if not key.startswith("_") and inspect.getdoc(member)
+            ]
+    return "\n\n".join(parts) + "\n"

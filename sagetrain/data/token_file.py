@@ -1,0 +1,294 @@
+"""Token files: all documents of a corpus as one stream of token ids, in the Megatron-LM indexed format.
+
+`NAME.bin` holds the ids of all documents end to end (uint16 for vocabularies below 65500, else int32). `NAME.idx`
+holds, little endian: the magic MMIDIDX\\0\\0 (9 bytes), version 1 (uint64), the code of the id type (uint8), the number
+of sequences (uint64), the length of the document index (uint64), the sequence lengths (int32), the byte offset of every
+sequence in the .bin (int64), and the document index (int64: first sequence of every document, then their count).
+Megatron-LM reads these files, and files that Megatron-LM's preprocessing wrote are read here. `sagetrain prepare` adds
+`NAME.json`: where the tokens come from, the tokenizer's hash, and a checksum.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sagetrain.config.errors import ConfigError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, id type, sequences, entries of the document index
+_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+_BLOCK = 1 << 20  # elements handled at once where the whole would not fit in memory
+_LONGEST = np.iinfo(np.int32).max
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Type of the stored ids, by Megatron-LM's rule."""
+    return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
+
+
+def token_path(path: str | os.PathLike, suffix: str) -> Path:
+    """`path` plus `suffix` (.bin, .idx, .json); the name itself may hold dots."""
+    return Path(f"{os.fspath(path)}{suffix}")
+
+
+class TokenFileWriter:
+    """Writes a token file as a stream: memory does not grow with the file.
+
+    Everything goes to NAME.bin.partial and NAME.idx.partial. `finish` completes them and `publish` renames them, the
+    .idx last; whatever happens before, nothing looks like a finished file.
+    """
+
+    def __init__(self, path: str | os.PathLike, vocab_size: int):
+        """Opens the partial files; ConfigError if the folder is not writable or another process is writing there."""
+        self.path = Path(path)
+        self.dtype = token_dtype(vocab_size)
+        self.num_tokens = 0
+        self.num_documents = 0
+        self._open_length = 0  # tokens of the last document, which more may follow
+        self._hash = hashlib.sha256()
+        self.sha256 = ""
+        self._bin = _open_locked(token_path(path, ".bin.partial"))
+        self._idx = open(token_path(path, ".idx.partial"), "w+b", buffering=_BLOCK)  # noqa: SIM115
+        self._idx.write(bytes(_HEADER.size))  # the header comes last: no magic yet
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray, continues: bool = False) -> None:
+        """Append documents: `tokens` holds them end to end, `lengths` their lengths (all at least 1).
+
+        With `continues` the first of them is the rest of the document added last.
+        """
+        if len(lengths) == 0:
+            return
+        assert int(lengths.sum()) == len(tokens) and int(lengths.min()) > 0
+        data = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
+        self._bin.write(data)
+        self._hash.update(data)
+        self.num_tokens += len(tokens)
+        lengths = lengths.astype(np.int64)
+        if continues:
+            lengths[0] += self._open_length
+        elif self._open_length:
+            lengths = np.concatenate([[self._open_length], lengths])
+        if lengths.max() > _LONGEST:
+            raise ConfigError(f"{self.path}: a document of more than {_LONGEST:,} tokens; split it into several")
+        self._idx.write(lengths[:-1].astype("<i4").tobytes())
+        self.num_documents += len(lengths) - 1
+        self._open_length = int(lengths[-1])
+
+    def finish(self) -> None:
+        """Complete both partial files and bring them to the disk."""
+        if self._open_length:
+            self._idx.write(struct.pack("<i", self._open_length))
+            self.num_documents += 1
+            self._open_length = 0
+        self._idx.flush()
+        offset = 0
+        for start in range(0, self.num_documents, _BLOCK):
+            count = min(_BLOCK, self.num_documents - start)
+            data = os.pread(self._idx.fileno(), 4 * count, _HEADER.size + 4 * start)
+            ends = offset + np.cumsum(np.frombuffer(data, "<i4"), dtype=np.int64) * self.dtype.itemsize
+            self._idx.write(np.concatenate([[offset], ends[:-1]]).astype("<i8").tobytes())
+            offset = int(ends[-1])
+        for start in range(0, self.num_documents + 1, _BLOCK):
+            self._idx.write(np.arange(start, min(start + _BLOCK, self.num_documents + 1), dtype="<i8").tobytes())
+        self._idx.seek(0)
+        self._idx.write(_HEADER.pack(_MAGIC, 1, _CODES[self.dtype], self.num_documents, self.num_documents + 1))
+        for file in (self._bin, self._idx):
+            file.flush()
+            os.fsync(file.fileno())
+        self.sha256 = self._hash.hexdigest()
+
+    def publish(self, provenance: dict[str, Any]) -> None:
+        """Rename the finished files to their names and write `provenance` as NAME.json; replaces older files."""
+        with suppress(FileNotFoundError):
+            os.unlink(token_path(self.path, ".idx"))
+        os.replace(token_path(self.path, ".bin.partial"), token_path(self.path, ".bin"))
+        write_atomic(token_path(self.path, ".json"), (json.dumps(provenance, indent=2) + "\n").encode())
+        os.replace(token_path(self.path, ".idx.partial"), token_path(self.path, ".idx"))
+        self._bin.close()
+        self._idx.close()
+
+    def abort(self) -> None:
+        """Remove the partial files."""
+        for file, suffix in ((self._bin, ".bin.partial"), (self._idx, ".idx.partial")):
+            if not file.closed:
+                with suppress(FileNotFoundError):
+                    os.unlink(token_path(self.path, suffix))
+                file.close()
+
+
+class TokenFile:
+    """Read access to a token file. Safe to share between threads; memory does not grow with what has been read.
+
+    The index is memory-mapped. Tokens are read with pread rather than through a map: pages of a map would count as
+    this process's memory, and a file cut short under a map ends the process without a message.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        """Open NAME.bin and NAME.idx. ConfigError if one is missing, or if their sizes and headers do not agree."""
+        self.path = os.fspath(path)
+        idx, bin_ = token_path(path, ".idx"), token_path(path, ".bin")
+        for file in (idx, bin_):
+            if not file.is_file():
+                hint = " (give the path without .bin/.idx)" if self.path.endswith((".bin", ".idx")) else ""
+                raise ConfigError(f"token file {self.path}: {file} does not exist{hint}; `sagetrain prepare` makes it")
+        with open(idx, "rb") as file:
+            header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise self._damaged("the .idx does not begin with a Megatron-LM index header")
+        _, version, code, sequences, entries = _HEADER.unpack(header)
+        if version != 1 or code not in _DTYPES:
+            raise self._damaged(f"index version {version} with id type {code} is not supported")
+        expected = _HEADER.size + 12 * sequences + 8 * entries
+        if idx.stat().st_size != expected:
+            raise self._damaged(f"the .idx has {idx.stat().st_size:,} bytes where its header says {expected:,}")
+        if sequences == 0 or entries < 2:
+            raise self._damaged("it holds no documents")
+        self.dtype = np.dtype(_DTYPES[code])
+        self._header = header
+        index = np.memmap(idx, mode="r", dtype=np.uint8).view(np.ndarray)
+        lengths_end, offsets_end = _HEADER.size + 4 * sequences, _HEADER.size + 12 * sequences
+        self._lengths = index[_HEADER.size : lengths_end].view("<i4")
+        self._offsets = index[lengths_end:offsets_end].view("<i8")
+        self._documents = index[offsets_end:].view("<i8")
+        size = bin_.stat().st_size
+        end = int(self._offsets[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
+        if size != end:
+            raise self._damaged(f"the .bin has {size:,} bytes where the index says {end:,}")
+        if self._offsets[0] != 0 or self._documents[0] != 0 or self._documents[-1] != sequences:
+            raise self._damaged("the index does not cover the whole .bin")
+        self.num_tokens = size // self.dtype.itemsize
+        self.num_documents = entries - 1
+        self._fd = os.open(bin_, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Ids `start` to `stop` of the stream, int64."""
+        itemsize = self.dtype.itemsize
+        size = (stop - start) * itemsize
+        data = os.pread(self._fd, size, start * itemsize)
+        while 0 < len(data) < size:  # a read may be interrupted
+            more = os.pread(self._fd, size - len(data), start * itemsize + len(data))
+            if not more:
+                break
+            data += more
+        if len(data) != size:
+            raise self._damaged(f"the .bin ends before token {stop:,}")
+        return np.frombuffer(data, self.dtype.newbyteorder("<")).astype(np.int64)
+
+    def document_start(self, document: int) -> int:
+        """Position of a document's first token in the stream."""
+        return int(self._offsets[self._documents[document]]) // self.dtype.itemsize
+
+    def document_starts(self, start: int, stop: int) -> list[int]:
+        """Positions p with start < p < stop at which a document begins, found by binary search."""
+        documents = range(self.num_documents)
+        first = bisect_right(documents, start, key=self.document_start)
+        last = bisect_left(documents, stop, lo=first, key=self.document_start)
+        begins = np.unique(self._offsets[self._documents[first:last]] // self.dtype.itemsize)
+        return begins.tolist()
+
+    def provenance(self) -> dict[str, Any]:
+        """What `sagetrain prepare` recorded beside the file; empty for files from elsewhere."""
+        return read_provenance(self.path)
+
+    def identity(self) -> str:
+        """A hash that changes with the content, cheap to take: header, first and last blocks of index and tokens."""
+        digest = hashlib.sha256(self._header)
+        digest.update(struct.pack("<Q", self.num_tokens))
+        for part in (self._lengths[:_BLOCK], self._lengths[-_BLOCK:]):
+            digest.update(part.tobytes())
+        ends = min(_BLOCK, self.num_tokens)
+        digest.update(self.tokens(0, ends).tobytes())
+        digest.update(self.tokens(self.num_tokens - ends, self.num_tokens).tobytes())
+        return digest.hexdigest()
+
+    def validate(self, deep: bool = False, vocab_size: int | None = None) -> None:
+        """Check that the whole index is consistent; ConfigError if not.
+
+        With `deep` also read every token: ids must lie in the vocabulary (`vocab_size`, or the one that was recorded),
+        and the checksum must be the recorded one.
+        """
+        itemsize, sequences = self.dtype.itemsize, len(self._lengths)
+        for start in range(0, sequences, _BLOCK):
+            lengths = self._lengths[start : start + _BLOCK].astype(np.int64)
+            offsets = self._offsets[start : start + _BLOCK + 1]
+            if lengths.min() < 0:
+                raise self._damaged(f"sequence {start + int(lengths.argmin()):,} has a negative length")
+            wrong = np.flatnonzero(np.diff(offsets) != lengths[: len(offsets) - 1] * itemsize)
+            if len(wrong):
+                raise self._damaged(f"sequence {start + int(wrong[0]):,} does not end where the next one begins")
+        for start in range(0, len(self._documents), _BLOCK):
+            documents = self._documents[start : start + _BLOCK + 1]
+            if documents.min() < 0 or (np.diff(documents) < 0).any():
+                raise self._damaged("the document index is not in order")
+        if not deep:
+            return
+        recorded = self.provenance()
+        vocab_size = vocab_size or recorded.get("vocab_size")
+        digest = hashlib.sha256()
+        for start, block in self._blocks():
+            digest.update(block.astype(self.dtype.newbyteorder("<")).tobytes())
+            if vocab_size and (block.min() < 0 or block.max() >= vocab_size):
+                where = start + int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
+                raise self._damaged(f"token {where:,} is outside of the vocabulary of {vocab_size:,}")
+        if recorded.get("sha256") not in (None, digest.hexdigest()):
+            raise self._damaged("the .bin does not have the checksum that was recorded when it was written")
+
+    def _blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        for start in range(0, self.num_tokens, _BLOCK):
+            yield start, self.tokens(start, min(start + _BLOCK, self.num_tokens))
+
+    def _damaged(self, what: str) -> ConfigError:
+        return ConfigError(f"token file {self.path}: {what}; the file is damaged or incomplete: prepare it again")
+
+
+def read_provenance(path: str | os.PathLike) -> dict[str, Any]:
+    """Content of NAME.json; empty if there is none. ConfigError if it is not JSON."""
+    file = token_path(path, ".json")
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON ({error}); prepare the token file again") from error
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a small file so that it is either whole or not there."""
+    temporary = Path(f"{path}.partial")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _open_locked(path: Path):
+    """Open for writing from scratch, unless another process has it open this way."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "ab", buffering=_BLOCK)  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(f"another process is writing {path}: wait for it, or choose another output") from error
+    file.truncate(0)
+    return file
