@@ -54,7 +54,7 @@ def train(
     _leave_together()
 
 
-@app.command()
+@app.command("eval")
 def evaluate(
     run_dir: Annotated[Path, typer.Argument(help="Folder of a run (its training.run_dir).")],
     num_sequences: Annotated[int | None, typer.Option(help="Held-out sequences. Default: the run's own.")] = None,

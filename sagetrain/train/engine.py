@@ -9,9 +9,12 @@ training (we run it as ZeRO 1); fp32 with ZeRO 0 reports no gradient norm (we me
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import io
 import logging
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -42,7 +45,9 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     import deepspeed
     import deepspeed.ops
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # DeepSpeed 0.19 calls collectives by names that newer torch has renamed; nothing a user could act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if not on_gpu:  # saves a C++ build at start-up that only CPU inference would use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     device = torch.device("cpu")
@@ -84,7 +89,9 @@ def deepspeed_config(cfg: RunConfig, data_parallel_size: int, accumulation: int)
     }
     if cfg.training.dtype == "bf16":
         generated["bf16"] = {"enabled": True}
+        # Without these two DeepSpeed rounds gradients to bf16 between ranks (and, at stage 1, on one rank as well).
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
+        generated["communication_data_type"] = "fp32"
     return {**cfg.deepspeed, **generated}
 
 
@@ -134,9 +141,10 @@ class Engine:
         # Shapes must be noted before ZeRO 3 replaces every parameter by its partition.
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._base = build_optimizer(model, cfg.optimizer)
-        self._ds, *_ = deepspeed.initialize(
-            model=model, optimizer=self._base, config=self.config, mpu=Mpu(groups), dist_init_required=False
-        )
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory tables at every stage of this
+            self._ds, *_ = deepspeed.initialize(
+                model=model, optimizer=self._base, config=self.config, mpu=Mpu(groups), dist_init_required=False
+            )
         if self.stage == 0:
             self._base.register_step_pre_hook(self._clip_stage0)
         for state in self._flat_masters():

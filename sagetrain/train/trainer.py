@@ -159,8 +159,9 @@ class Trainer:
         first = tokens_per_step(cfg.tokens_per_step, 0, self.multiple)
         engine = Engine(cfg, model, self.groups, first // self.multiple)
         if self.main:
+            size = num_parameters(cfg.model, cfg.attention, padded_vocab_size(self.vocab_size))
             self._say(
-                f"sagetrain {__version__}: {num_parameters(cfg.model, padded_vocab_size(self.vocab_size)):,} parameters, "
+                f"sagetrain {__version__}: {size:,} parameters, "
                 f"{dist.get_world_size()} ranks (tensor parallel {self.groups.tp_size} x data parallel"
                 f" {self.groups.dp_size}), ZeRO {engine.stage}, {cfg.training.dtype}, torch.compile"
                 f" {'on' if compiled else 'off'}, attention {self.backend} ({reason})"
@@ -333,9 +334,6 @@ class Trainer:
         """The resolved configuration, the generated DeepSpeed dict and the guidance findings, for people to read."""
         if not self.main:
             return
-        findings = [
-            finding.model_dump() if hasattr(finding, "model_dump") else asdict(finding) for finding in self.findings
-        ]
         for name, text in {
             "config.yaml": dump_config(self.cfg),
             "deepspeed.json": json.dumps(self.engine.config, indent=2) + "\n",

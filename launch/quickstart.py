@@ -1,0 +1,123 @@
+"""`make quickstart`: the whole life of a run on this machine, each step as the command you would type yourself.
+
+Text that every machine with Python has (the standard library's own sources and docstrings) becomes token files; two
+processes (tensor parallel) train on it through the deepspeed launcher with INT8 attention, are stopped in the middle
+with SIGTERM, and continue; then the model is evaluated and writes a few tokens. Runs on the CPU, GPU or not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+RUN_DIR, DATA_DIR = Path("runs/quickstart"), Path("runs/quickstart-data")
+CONFIG = "configs/quickstart.yaml"
+PREPARE = f"sagetrain prepare python-stdlib --output {DATA_DIR}/stdlib --train-tokenizer 2048 --valid-fraction 0.02 --workers 2"
+TRAIN = f"deepspeed --num_accelerators 2 launch/train.py --config {CONFIG}"
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+}
+
+console = Console()
+
+
+def start(command: str) -> subprocess.Popen:
+    """Show a command and start it from the repository's root."""
+    console.print(f"\n[bold green]$ {command}")
+    return subprocess.Popen(shlex.split(command), cwd=ROOT, env={**os.environ, **ENVIRONMENT})
+
+
+def run(command: str) -> None:
+    """Show a command, run it, and end here if it fails."""
+    code = start(command).wait()
+    if code:
+        sys.exit(f"failed with exit code {code}: {command}")
+
+
+def rows(key: str) -> list[dict]:
+    """The rows of metrics.jsonl that hold a metric."""
+    path = ROOT / RUN_DIR / "metrics.jsonl"
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:  # a line that is being written right now
+            continue
+        found += [row] if key in row else []
+    return found
+
+
+def train_and_stop_in_the_middle(total_tokens: int) -> None:
+    """Start training and send the launcher SIGTERM at half of the tokens, as a cluster does when it wants the node."""
+    launcher = start(TRAIN)
+    while launcher.poll() is None:
+        seen = rows("train/loss")
+        if seen and seen[-1]["tokens"] >= total_tokens // 2:
+            console.print("\n[bold yellow]half way: sending SIGTERM to the launcher")
+            launcher.send_signal(signal.SIGTERM)
+            launcher.wait()
+            return
+        time.sleep(0.2)
+    sys.exit(f"training ended before it could be stopped, with exit code {launcher.returncode}")
+
+
+def loss_table() -> Table:
+    """Training and validation loss along the run."""
+    table = Table(title="Loss in nats per token")
+    for column in ("step", "tokens seen", "tokens per step", "learning rate", "training", "validation"):
+        table.add_column(column, justify="right")
+    valid = {row["step"]: row["valid/loss"] for row in rows("valid/loss")}
+    train = rows("train/loss")
+    for row in train:
+        if row["step"] in valid or row in (train[0], train[-1]):
+            shown = f"{valid[row['step']]:.4f}" if row["step"] in valid else ""
+            table.add_row(
+                str(row["step"]),
+                f"{row['tokens']:,}",
+                f"{row['train/tokens_per_step']:,}",
+                f"{row['train/lr']:.2e}",
+                f"{row['train/loss']:.4f}",
+                shown,
+            )
+    return table
+
+
+def main() -> None:
+    """All of it."""
+    sys.path.insert(0, str(ROOT))
+    from sagetrain.config.load import load_config
+
+    total = load_config(ROOT / CONFIG).training.total_tokens
+    begin = time.perf_counter()
+    if rows("train/loss"):
+        sys.exit(f"{RUN_DIR} holds an earlier quickstart; remove it to start again: rm -r {RUN_DIR}")
+    if not (ROOT / DATA_DIR / "stdlib.idx").exists():
+        run(PREPARE)
+    run(f"sagetrain plan {CONFIG} --world-size 2")
+    train_and_stop_in_the_middle(total)
+    run(TRAIN)
+    console.print(loss_table())
+    run(f"sagetrain eval {RUN_DIR}")
+    run(f'sagetrain generate {RUN_DIR} "def read(self, " --max-tokens 60')
+    console.print(f"\nAll of it took {time.perf_counter() - begin:.0f} s. TensorBoard: tensorboard --logdir {RUN_DIR}")
+
+
+if __name__ == "__main__":
+    main()

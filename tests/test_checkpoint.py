@@ -1,0 +1,201 @@
+"""Checkpoints: exact, complete or absent, readable at every layout, and refused when damaged or foreign."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from distributed import run_distributed
+from sagetrain.parallel.rng import rng_state
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.train import checkpoint
+from sagetrain.train.checkpoint import KINDS, CheckpointError, Reader
+
+LAYOUTS = {1: [(1, 0), (1, 2)], 2: [(2, 1), (1, 3), (1, 1), (2, 3)], 4: [(2, 2), (2, 3)]}  # world -> (tp, stage)
+
+
+def save_engine(root: str, engine, step: int, tokens: int = 0) -> Path:
+    state = {"step": step, "tokens": tokens or step * 64}
+    shards = engine.shards() if engine.writes_shards else ()
+    checkpoint.save(Path(root), state, "{}", shards, rng_state(), engine.groups)
+    return Path(root) / checkpoint.folder_name(step)
+
+
+def full_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    with Reader(folder) as reader:
+        return {
+            f"{name}|{kind}": reader.local(name, kind, 0, 1).view(entry["shape"])
+            for name, entry in reader.tensors.items()
+            for kind in KINDS
+        }
+
+
+def train_and_save(root: str, tp_size: int, stage: int, dtype: str) -> list[float]:
+    """Three steps, a checkpoint, three more: the losses of those."""
+    engine = tiny.engine(tiny.config(stage, dtype), tiny.join(tp_size))
+    for step in range(3):
+        tiny.global_step(engine, step)
+    save_engine(root, engine, 3)
+    return [tiny.global_step(engine, step).loss for step in range(3, 6)]
+
+
+def load_and_go_on(root: str, layouts: list[tuple[int, int]], dtype: str) -> dict[tuple, tuple[bool, list[float]]]:
+    """Load at each layout; whether saving again gives the same tensors bit by bit, and the next three losses."""
+    results = {}
+    for tp_size, stage in layouts:
+        engine = tiny.engine(tiny.config(stage, dtype), tiny.join(tp_size), seed=99)
+        with Reader(Path(root) / checkpoint.folder_name(3)) as reader:
+            checkpoint.load_engine(reader, engine, optimizer_steps=3)
+        world = torch.distributed.get_world_size()
+        again = save_engine(f"{root}/again-{world}-{tp_size}-{stage}", engine, 3)
+        before, after = full_tensors(Path(root) / checkpoint.folder_name(3)), full_tensors(again)
+        same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+        results[world, tp_size, stage] = same, [tiny.global_step(engine, step).loss for step in range(3, 6)]
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world", "tp_size", "stage", "dtype", "targets"),
+    [
+        (2, 1, 1, "fp32", LAYOUTS),
+        (4, 2, 2, "fp32", {1: [(1, 1)], 2: [(2, 3)]}),
+        (2, 2, 3, "fp32", {1: [(1, 0)], 2: [(1, 1)]}),
+        (2, 2, 1, "bf16", {2: [(2, 1), (1, 1), (1, 3)]}),
+    ],
+)
+def test_any_layout_continues_any_other(tmp_path, world, tp_size, stage, dtype, targets) -> None:
+    reference = run_distributed(train_and_save, world, str(tmp_path), tp_size, stage, dtype)[0]
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".writing")]
+    for target_world, layouts in targets.items():
+        for rank in run_distributed(load_and_go_on, target_world, str(tmp_path), layouts, dtype):
+            for layout, (same, losses) in rank.items():
+                assert same, f"{layout}: saving what was loaded gives other tensors"
+                tolerance = 1e-5 if dtype == "fp32" else 2e-2
+                assert losses == pytest.approx(reference, abs=tolerance), layout
+                if dtype == "bf16" and layout == (world, tp_size, stage):
+                    assert losses == reference  # the same layout continues bit by bit
+
+
+def single_engine(stage: int = 0, **sections: dict):
+    return tiny.engine(tiny.config(stage, **sections), tiny.join(1))
+
+
+def damage_and_search(root: str, damage: str) -> tuple[str | None, list[str], list[str]]:
+    """Two checkpoints, the newer one damaged: what is found, what is passed over, what is said."""
+    engine = single_engine()
+    save_engine(root, engine, 1)
+    newer = save_engine(root, engine, 2)
+    shard = newer / "shard-tp000-dp000.safetensors"
+    if damage == "truncated":
+        os.truncate(shard, shard.stat().st_size - 5)
+    elif damage == "flipped bit":
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+    elif damage == "missing file":
+        shard.unlink()
+    elif damage == "torn manifest":
+        manifest = newer / "manifest.json"
+        manifest.write_text(manifest.read_text()[:100])
+    elif damage == "no manifest":
+        (newer / "manifest.json").unlink()
+    said: list[str] = []
+    found, passed = checkpoint.newest_whole(Path(root), said.append)
+    return found and found.name, [folder.name for folder in passed], said
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("truncated", "bytes instead of"),
+        ("flipped bit", "does not match its SHA-256"),
+        ("missing file", "is missing"),
+        ("torn manifest", "manifest.json cannot be read"),
+    ],
+)
+def test_damage_is_found_and_the_run_walks_back(tmp_path, damage: str, words: str) -> None:
+    found, passed, said = run_distributed(damage_and_search, 1, str(tmp_path), damage)[0]
+    assert (found, passed) == ("step-00000001", ["step-00000002"])
+    assert len(said) == 1
+    assert words in said[0]
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path) -> None:
+    found, passed, said = run_distributed(damage_and_search, 1, str(tmp_path), "no manifest")[0]
+    assert (found, passed, said) == ("step-00000001", [], [])
+
+
+def write_plain(root: Path, step: int, tokens: int) -> None:
+    state = {"step": step, "tokens": tokens}
+    checkpoint.save(root, state, "{}", (), {}, ParallelGroups.single())
+
+
+def test_all_damaged_is_an_error_and_none_is_a_fresh_start(tmp_path) -> None:
+    assert checkpoint.newest_whole(tmp_path / "absent", print) == (None, [])
+    write_plain(tmp_path, 1, 10)
+    (tmp_path / "step-00000001" / "config.yaml").write_text("changed")
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is whole"):
+        checkpoint.newest_whole(tmp_path, print)
+
+
+def test_retention_keeps_the_newest_and_the_milestones(tmp_path) -> None:
+    for step in range(1, 9):
+        write_plain(tmp_path, step, tokens=step * 30)
+    checkpoint.prune(tmp_path, keep_last=2, keep_every_tokens=100)
+    # 120 is the first at or past 100, 210 the first at or past 200
+    assert sorted(f.name for f in tmp_path.glob("step-*")) == [f"step-0000000{n}" for n in (4, 7, 8)]
+    assert (tmp_path / "latest").read_text() == "step-00000008\n"
+
+
+def test_set_aside_never_overwrites(tmp_path) -> None:
+    for _ in range(2):
+        write_plain(tmp_path, 1, 10)
+        checkpoint.set_aside(tmp_path / "step-00000001")
+    names = sorted(folder.name for folder in tmp_path.glob("damaged-*"))
+    assert names == ["damaged-step-00000001", "damaged-step-00000001-1"]
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch) -> None:
+    write_plain(tmp_path, 1, 10)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.torch, "save", full)
+    with pytest.raises(CheckpointError, match="cannot write .*step-00000002: rank 0: .*No space left"):
+        write_plain(tmp_path, 2, 20)
+    assert checkpoint.newest_whole(tmp_path, print)[0].name == "step-00000001"
+    monkeypatch.undo()
+    write_plain(tmp_path, 2, 20)  # and the leftovers of the failure are in nobody's way
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001", "step-00000002"]
+
+
+def load_foreign(root: str, model: dict) -> str:
+    save_engine(root, single_engine(), 1)
+    other = single_engine(model=model)
+    with Reader(Path(root) / "step-00000001") as reader:
+        try:
+            checkpoint.load_engine(reader, other, 1)
+        except CheckpointError as error:
+            return str(error)
+    return "loaded"
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path) -> None:
+    message = run_distributed(load_foreign, 1, str(tmp_path), {"ffn_hidden_size": 64})[0]
+    assert "holds another model" in message
+    assert "checkpoint (48, 32), model (64, 32)" in message
+    assert "training.run_dir" in message
+
+
+def test_an_unknown_format_is_refused(tmp_path) -> None:
+    write_plain(tmp_path, 1, 10)
+    path = tmp_path / "step-00000001" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    with pytest.raises(CheckpointError, match="format 99, this SageTrain reads format 1"):
+        Reader(path.parent)

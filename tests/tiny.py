@@ -1,0 +1,55 @@
+"""A tiny run for tests: configuration, engine and global batches that do not depend on the layout."""
+
+from __future__ import annotations
+
+import torch
+
+from sagetrain.config import RunConfig
+from sagetrain.data.loader import Batch
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.topology import ParallelGroups, Topology
+from sagetrain.train.engine import Engine, StepResult, init_distributed
+
+VOCAB, SEQ = 128, 16
+
+
+def config(stage: int, dtype: str = "fp32", **sections: dict) -> RunConfig:
+    """A two-layer model without data files; `sections` update those of the tree."""
+    tree = {
+        "model": {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4},
+        "attention": {"backend": "sdpa"},
+        "data": {"train": [{"path": "none"}], "seq_length": SEQ, "micro_batch_size": 1},
+        "tokens_per_step": {"schedule": "constant", "tokens": 4 * SEQ},
+        "optimizer": {"lr": 1e-2},
+        "training": {"run_dir": "none", "total_tokens": 1000, "dtype": dtype},
+        "parallel": {"zero_stage": stage},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree[name], **section}
+    return RunConfig.model_validate(tree)
+
+
+def join(tp_size: int) -> ParallelGroups:
+    """Process groups of this rank, through DeepSpeed as in a real run."""
+    torch.set_num_threads(1)
+    init_distributed(timeout_minutes=1)
+    return ParallelGroups.create(Topology(torch.distributed.get_world_size(), tp_size))
+
+
+def engine(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Engine:
+    """An Engine over a fresh Transformer."""
+    dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
+    model = Transformer(cfg.model, cfg.attention, vocab_size=VOCAB, groups=groups, seed=seed, dtype=dtype)
+    return Engine(cfg, model, groups, 1)
+
+
+def global_step(engine: Engine, step: int, sequences: int = 4) -> StepResult:
+    """One optimizer step on `sequences` random sequences that depend on the step alone."""
+    dp_rank, dp_size = engine.groups.dp_rank, engine.groups.dp_size
+    draw = torch.Generator().manual_seed(step % 5)
+    tokens = torch.randint(0, VOCAB, (sequences, SEQ + 1), generator=draw)
+    batches = [
+        Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
+        for row in tokens[dp_rank::dp_size]
+    ]
+    return engine.step(batches, sequences // dp_size, 1e-2, stop=False)
