@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from sagetrain.config.schema import AttentionConfig, ModelConfig
+from typing import NamedTuple
+
+from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
+
+# DeepSpeed's defaults for deepspeed.zero_optimization, in elements.
+_REDUCE_BUCKET = 500_000_000
+_PREFETCH_BUCKET = 50_000_000
+# Logits that exist at once; see parallel/cross_entropy.py.
+_CHUNK_LOGITS = 2**28
+
+
+class MemoryItem(NamedTuple):
+    """One line of the memory estimate."""
+
+    name: str
+    bytes: int
+    why: str
 
 
 def num_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> int:
@@ -29,3 +45,147 @@ def _block_matrices(model: ModelConfig) -> int:
     """Weights of one block's matmuls: q and out, k and v, and the three of the MLP."""
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
     return model.hidden_size * (heads * model.head_dim + 3 * model.ffn_hidden_size)
+
+
+def parameters_per_rank(model: ModelConfig, attention: AttentionConfig, vocab_size: int, tensor_parallel: int) -> int:
+    """Parameters that one tensor-parallel rank holds: matrices are split, gains are on every rank."""
+    total = num_parameters(model, attention, vocab_size)
+    embeddings = (1 if model.tie_embeddings else 2) * vocab_size * model.hidden_size
+    matrices = embeddings + model.num_layers * _block_matrices(model)
+    return total - matrices + matrices // tensor_parallel
+
+
+def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
+    """Estimate of one rank's peak memory, itemised, in bytes; `vocab_size` is padded.
+
+    Weights, gradients and optimizer state follow what DeepSpeed 0.19 allocates for our settings, activations what
+    autograd saves for our blocks (both are exact); the workspace is a guess. Not counted: CUDA's context and NCCL
+    (1 to 3 GB), and fragmentation of the allocator.
+    """
+    size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, cfg.parallel.tensor_parallel_size)
+    ranks = world_size // cfg.parallel.tensor_parallel_size
+    block = _Block(cfg)
+    tokens = cfg.data.micro_batch_size * cfg.data.seq_length
+    return [
+        *_model_state(cfg, size, ranks, vocab_size),
+        block.activations(tokens),
+        *_loss(cfg, tokens, vocab_size, block),
+        MemoryItem("workspace", tokens * block.saved, "gradients inside one block: about what it saved (a guess)"),
+    ]
+
+
+def block_activation_bytes(cfg: RunConfig) -> int:
+    """Bytes per token that autograd saves of one block, on one rank, without activation checkpointing."""
+    return _Block(cfg).saved
+
+
+def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[MemoryItem]:
+    """Weights, gradients, optimizer state and DeepSpeed's buffers."""
+    zero = cfg.deepspeed.get("zero_optimization", {})
+    bucket = int(zero.get("reduce_bucket_size", _REDUCE_BUCKET))
+    share = -(-size // ranks)
+    if cfg.training.dtype == "fp32":
+        weights, gradients, bucket_bytes = 4, 4, 4 * bucket
+        stage = cfg.parallel.zero_stage
+    else:
+        weights, gradients, bucket_bytes = 2, 6, 2 * bucket
+        stage = max(1, cfg.parallel.zero_stage)
+    dtype = cfg.training.dtype
+    if stage == 0:
+        return [
+            MemoryItem("weights", 4 * size, "fp32"),
+            MemoryItem("gradients", 4 * size, "fp32"),
+            MemoryItem("optimizer", 8 * size, "two Adam moments in fp32; the weights are their own master copy"),
+        ]
+    optimizer = MemoryItem("optimizer", 12 * share, f"fp32 master copy and two Adam moments, 1/{ranks} of them")
+    if stage == 3:
+        largest = vocab_size * cfg.model.hidden_size // cfg.parallel.tensor_parallel_size
+        gathered = min(size, largest + int(zero.get("stage3_prefetch_bucket_size", _PREFETCH_BUCKET)))
+        return [
+            MemoryItem("weights", weights * share, f"{dtype}, 1/{ranks} of them"),
+            MemoryItem("gathered weights", weights * gathered, "the largest module and what is prefetched"),
+            MemoryItem("gradients", 4 * share, f"fp32, 1/{ranks} of them"),
+            optimizer,
+            MemoryItem("reduction buffer", 4 * bucket, "deepspeed.zero_optimization.reduce_bucket_size, fp32"),
+        ]
+    if stage == 2:
+        held = MemoryItem("gradients", 4 * share, f"fp32, 1/{ranks} of them")
+    elif dtype == "bf16":
+        held = MemoryItem("gradients", gradients * size, "bf16, and their fp32 sum over the accumulation")
+    else:
+        held = MemoryItem("gradients", 4 * size, "fp32")
+    items = [MemoryItem("weights", weights * size, dtype), held, optimizer]
+    if stage == 2 or dtype == "fp32":
+        items.append(MemoryItem("reduction buffer", bucket_bytes, "deepspeed.zero_optimization.reduce_bucket_size"))
+    elif ranks > 1:
+        items.append(MemoryItem("reduction buffer", 4 * min(size, bucket), "fp32 gradients on their way"))
+    return items
+
+
+class _Block:
+    """What autograd saves of one block, in bytes per token on one rank."""
+
+    def __init__(self, cfg: RunConfig):
+        model, split = cfg.model, cfg.parallel.tensor_parallel_size
+        self.cfg = cfg
+        self.element = 4 if cfg.training.dtype == "fp32" else 2
+        self.hidden = model.hidden_size
+        self.sequence_split = split if cfg.parallel.sequence_parallel else 1
+        self.compiled = cfg.training.compile == "on" or (cfg.training.compile == "auto" and cfg.parallel.zero_stage < 3)
+        self.heads = (model.num_attention_heads // split, model.num_key_value_heads // split)
+        self.saved = self._norms() + self._qk_norm() + self._attention() + self._mlp(model.ffn_hidden_size // split)
+
+    def activations(self, tokens: int) -> MemoryItem:
+        """All blocks of a micro-batch of `tokens`."""
+        layers = self.cfg.model.num_layers
+        if self.cfg.training.activation_checkpointing == "full":
+            kept = layers * tokens * self.element * self.hidden // self.sequence_split
+            return MemoryItem(
+                "activations", kept + tokens * self.saved, "input of every block, and one block recomputed"
+            )
+        what = "fused by torch.compile" if self.compiled else "not compiled: fp32 intermediates are kept"
+        return MemoryItem(
+            "activations", layers * tokens * self.saved, f"{self.saved:,} bytes per token and block, {what}"
+        )
+
+    def norm(self, width: int, groups: int) -> int:
+        """RMSNorm of a width (in `groups` rows): its statistics, and what its input costs beyond its output."""
+        return 4 * groups + (width * self.element if self.compiled else 8 * width)
+
+    def _norms(self) -> int:
+        """Two norms, and their outputs, which the matmuls keep whole even when norms are sharded."""
+        return 2 * (self.norm(self.hidden, 1) // self.sequence_split + self.element * self.hidden)
+
+    def _qk_norm(self) -> int:
+        if self.cfg.attention.qk_norm == "none":
+            return 0
+        return sum(self.norm(heads * self.cfg.model.head_dim, heads) for heads in self.heads)
+
+    def _attention(self) -> int:
+        """sage saves q and k as INT8 with a scale per token, v and o in 16 bits; the others all four in 16 bits."""
+        query, key = (heads * self.cfg.model.head_dim for heads in self.heads)
+        log_sum_exp = 4 * self.heads[0]
+        if self.cfg.attention.backend == "sage":
+            return query + key + 4 * sum(self.heads) + self.element * (key + query) + log_sum_exp
+        return self.element * (2 * query + 2 * key) + log_sum_exp
+
+    def _mlp(self, width: int) -> int:
+        """gate, up and their product; silu(gate) as well when nothing recomputes it."""
+        return (3 if self.compiled else 4) * self.element * width
+
+
+def _loss(cfg: RunConfig, tokens: int, vocab_size: int, block: _Block) -> list[MemoryItem]:
+    """Final norm (never compiled), then the head's chunk of logits and the gradients it computes ahead of backward."""
+    columns = vocab_size // cfg.parallel.tensor_parallel_size
+    chunk = min(tokens * columns, _CHUNK_LOGITS)
+    per_logit = 2 * block.element if block.compiled else 2 * block.element + 8
+    norm = tokens * (8 * block.hidden + 4) // block.sequence_split
+    ahead = tokens * block.element * block.hidden + 4 * columns * block.hidden
+    return [
+        MemoryItem(
+            "logits",
+            chunk * per_logit,
+            f"of {min(tokens, -(-chunk // columns)):,} tokens at a time, and their gradient",
+        ),
+        MemoryItem("loss", norm + ahead, "final norm, gradient of its output and (fp32) of the output projection"),
+    ]

@@ -1,0 +1,175 @@
+"""Parameters, FLOPs and memory against the real model: counted, traced and saved by torch itself."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from sagetrain.config import RunConfig
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.accounting import (
+    block_activation_bytes,
+    flops_per_token,
+    memory_per_rank,
+    num_parameters,
+    parameters_per_rank,
+)
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.topology import ParallelGroups, Topology
+
+VOCAB = 384
+
+
+def model_config(tie: bool = True, kv_heads: int = 2) -> ModelConfig:
+    return ModelConfig(
+        num_layers=3,
+        hidden_size=96,
+        ffn_hidden_size=200,
+        num_attention_heads=6,
+        num_key_value_heads=kv_heads,
+        head_dim=18,
+        tie_embeddings=tie,
+    )
+
+
+def run_config(**sections: dict) -> RunConfig:
+    model = {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4}
+    tree = {
+        "model": model,
+        "data": {"train": [{"path": "x"}], "seq_length": 256, "micro_batch_size": 2},
+        "tokens_per_step": {"schedule": "constant", "tokens": 4096},
+        "optimizer": {"lr": 1e-3},
+        "training": {"run_dir": "x", "total_tokens": 10**6},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return RunConfig.model_validate(tree)
+
+
+def transformer(model: ModelConfig, attention: AttentionConfig, **kwargs) -> Transformer:
+    kwargs = {"groups": ParallelGroups.single(), "device": torch.device("cpu"), **kwargs}
+    return Transformer(model, attention, vocab_size=VOCAB, **kwargs)
+
+
+@pytest.mark.parametrize("qk_norm", ["none", "before_rope", "after_rope"])
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_parameters_are_counted_exactly(qk_norm, tie, kv_heads):
+    model, attention = model_config(tie, kv_heads), AttentionConfig(qk_norm=qk_norm, backend="sdpa")
+    real = sum(p.numel() for p in transformer(model, attention).parameters())
+    assert num_parameters(model, attention, VOCAB) == real
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_parameters_of_one_tensor_parallel_rank(tensor_parallel):
+    model, attention = model_config(), AttentionConfig(backend="sdpa")
+    groups = ParallelGroups(Topology(tensor_parallel, tensor_parallel), 0, 0, None, None)
+    real = sum(p.numel() for p in transformer(model, attention, groups=groups).parameters())
+    assert parameters_per_rank(model, attention, VOCAB, tensor_parallel) == real
+
+
+def test_the_papers_model_has_its_size():
+    """1024 hidden, 20 layers, 16 heads, MLP 3072, tied, GPT-2's 50257 tokens: 324.1M without padding and QK-norm."""
+    model = ModelConfig(
+        num_layers=20, hidden_size=1024, ffn_hidden_size=3072, num_attention_heads=16, tie_embeddings=True
+    )
+    assert num_parameters(model, AttentionConfig(qk_norm="none"), 50257) == 324_134_912
+
+
+@pytest.mark.parametrize("kv_heads", [2, 6])
+def test_flops_are_those_of_the_matmuls(kv_heads):
+    """Forward and backward of everything but attention, counted by torch; attention by its formula."""
+    model, attention, tokens = model_config(kv_heads=kv_heads), AttentionConfig(backend="sdpa"), 32
+    network = transformer(model, attention)
+    for block in network.blocks:
+        block.attention.attend = lambda q, k, v, layout: q + k.mean(2, keepdim=True) + v.mean(2, keepdim=True)
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        network(ids).sum().backward()
+    assert flops_per_token(model, VOCAB, 0) == counter.get_total_flops() / tokens
+    added = flops_per_token(model, VOCAB, tokens) - flops_per_token(model, VOCAB, 0)
+    square = 4 * model.num_attention_heads * tokens * tokens * model.head_dim  # q k^T and p v, multiply and add
+    assert added * tokens == 3 * model.num_layers * square / 2
+
+
+def saved_bytes_per_token(cfg: RunConfig, compiled: bool) -> float:
+    """What autograd keeps of the first block, parameters and rotary tables left out."""
+    network = transformer(cfg.model, cfg.attention, dtype=torch.bfloat16)
+    block, hidden = network.blocks[0], cfg.model.hidden_size
+    torch._dynamo.reset()
+    if compiled:  # the partition of forward and backward is that of inductor; no compiler needed
+        block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
+    sequences, length = cfg.data.micro_batch_size, cfg.data.seq_length
+    layout = network._layout(torch.zeros(sequences, length, dtype=torch.long), None, None, None)
+    known = {t.untyped_storage().data_ptr() for t in (*network.parameters(), layout.cos, layout.sin)}
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in known and tensor.numel() >= sequences * length:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    x = torch.randn(sequences * length, hidden, dtype=torch.bfloat16, requires_grad=True)
+    if compiled:
+        block(x, layout)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(x, layout)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / (sequences * length)
+
+
+@pytest.mark.parametrize(("backend", "kv_heads"), [("sage", 4), ("sage", 1), ("sdpa", 4)])
+@pytest.mark.parametrize("qk_norm", ["none", "before_rope", "after_rope"])
+@pytest.mark.parametrize("compile_", ["on", "off"])
+def test_saved_activations_are_those_of_autograd(backend, qk_norm, compile_, kv_heads):
+    """sdpa with grouped heads is left out: torch's CPU attention expands them, its GPU kernels do not."""
+    cfg = run_config(
+        model={"num_key_value_heads": kv_heads},
+        attention={"backend": backend, "qk_norm": qk_norm},
+        training={"compile": compile_},
+    )
+    assert saved_bytes_per_token(cfg, compile_ == "on") == block_activation_bytes(cfg)
+
+
+def items(cfg: RunConfig, world_size: int) -> dict[str, int]:
+    return {item.name: item.bytes for item in memory_per_rank(cfg, world_size, VOCAB)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "weights", "gradients", "optimizer"),
+    [
+        ("bf16", 0, 2, 6, 3),  # runs as stage 1
+        ("bf16", 1, 2, 6, 3),
+        ("bf16", 2, 2, 1, 3),
+        ("bf16", 3, 0.5, 1, 3),
+        ("fp32", 0, 4, 4, 8),
+        ("fp32", 1, 4, 4, 3),
+        ("fp32", 2, 4, 1, 3),
+        ("fp32", 3, 1, 1, 3),
+    ],
+)
+def test_model_state_by_zero_stage_on_four_ranks(dtype, stage, weights, gradients, optimizer):
+    cfg = run_config(parallel={"zero_stage": stage}, training={"dtype": dtype})
+    size, memory = num_parameters(cfg.model, cfg.attention, VOCAB), items(cfg, 4)
+    assert (memory["weights"], memory["gradients"], memory["optimizer"]) == pytest.approx(
+        (weights * size, gradients * size, optimizer * size), rel=1e-4
+    )
+
+
+def test_tensor_and_sequence_parallelism_split_memory():
+    one, two = run_config(), run_config(parallel={"tensor_parallel_size": 2})
+    sharded = run_config(parallel={"tensor_parallel_size": 2, "sequence_parallel": True})
+    for name in ("weights", "optimizer"):
+        assert items(two, 2)[name] == pytest.approx(items(one, 1)[name] / 2, rel=2e-2)
+    a, b, c = (items(cfg, n)["activations"] for cfg, n in ((one, 1), (two, 2), (sharded, 2)))
+    assert a / 2 < c < b < a
+
+
+def test_activation_checkpointing_keeps_block_inputs_and_one_block():
+    cfg = run_config(training={"activation_checkpointing": "full"}, model={"num_layers": 50})
+    tokens = 2 * 256
+    assert items(cfg, 1)["activations"] == 50 * tokens * 2 * 256 + tokens * block_activation_bytes(cfg)
+
+
+def test_logits_exist_in_chunks():
+    small, large = run_config(), run_config(data={"micro_batch_size": 2**16})
+    assert items(small, 1)["logits"] == 512 * VOCAB * 4
+    assert items(large, 1)["logits"] == 2**28 * 4
