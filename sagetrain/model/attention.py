@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sagekernels import attention_reference, sage_attention
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary
@@ -65,6 +66,8 @@ def resolve_backend(
     on_gpu = torch.device(device).type == "cuda"
     sixteen_bit = dtype in (torch.bfloat16, torch.float16)
     match attention.backend:
+        case "sage" if not 16 <= model.head_dim <= 256:
+            raise ValueError(f"attention.backend sage supports head_dim 16 to 256, not {model.head_dim}; use sdpa")
         case "sage" if not on_gpu:
             return "sage", f"INT8 recipe {attention.recipe}: its torch twin, since there is no GPU; exact but slow"
         case "sage" if not sixteen_bit:
@@ -116,44 +119,27 @@ def takes_mask(attend: AttentionFunction) -> bool:
 
 
 def _sage_function(attention: AttentionConfig) -> AttentionFunction:
-    from sagekernels import sage_attention
-
-    recipe, smooth_k, smooth_q = attention.recipe, attention.smooth_k, attention.smooth_q
+    options = {"recipe": attention.recipe, "smooth_k": attention.smooth_k, "smooth_q": attention.smooth_q}
 
     def sage(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
-        def run(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
-            return sage_attention(
-                q,
-                k,
-                v,
-                causal=True,
-                smooth_k=smooth_k,
-                smooth_q=smooth_q,
-                cu_seqlens=cu_seqlens,
-                max_seqlen=max_seqlen,
-                recipe=recipe,
-            )
-
-        return _as_one_row(run, q, k, v, layout)
+        q, k, v = _as_rows(q, layout), _as_rows(k, layout), _as_rows(v, layout)
+        return _as_sequences(sage_attention(q, k, v, causal=True, cu_seqlens=layout.cu_seqlens, **options), layout)
 
     return sage
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
-    from sagekernels import attention_reference
-
-    def run(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
-        return attention_reference(q, k, v, causal=True, cu_seqlens=cu_seqlens)
-
-    return _as_one_row(run, q, k, v, layout)
+    q, k, v = _as_rows(q, layout), _as_rows(k, layout), _as_rows(v, layout)
+    return _as_sequences(attention_reference(q, k, v, causal=True, cu_seqlens=layout.cu_seqlens), layout)
 
 
-def _as_one_row(run: Callable, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
-    """Documents are packed in a batch of one for sagekernels."""
-    if layout.cu_seqlens is None:
-        return run(q, k, v, None, None)
-    row = [x.flatten(0, 1).unsqueeze(0) for x in (q, k, v)]
-    return run(*row, layout.cu_seqlens, layout.max_seqlen).view(q.shape)
+def _as_rows(x: Tensor, layout: TokenLayout) -> Tensor:
+    """sagekernels takes packed documents in a batch of one: [B, S, ...] -> [1, T, ...]; without documents x itself."""
+    return x if layout.cu_seqlens is None else x.flatten(0, 1).unsqueeze(0)
+
+
+def _as_sequences(x: Tensor, layout: TokenLayout) -> Tensor:
+    return x if layout.cu_seqlens is None else x.squeeze(0).unflatten(0, (layout.num_sequences, -1))
 
 
 # -- torch -------------------------------------------------------------------------------------------------------

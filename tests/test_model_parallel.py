@@ -1,0 +1,152 @@
+"""The whole model under tensor, sequence and data parallelism against the one-process model, on gloo, in fp32."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distributed import run_distributed
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.layers import shard
+from sagetrain.parallel.topology import ParallelGroups, Topology
+
+VOCAB, SEQUENCES, LENGTH, STEPS = 128, 4, 16, 20
+SHAPE = ModelConfig(
+    num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=8, num_key_value_heads=4, head_dim=8
+)
+PACKED = {
+    "cu_seqlens": torch.tensor([0, 5, 16, 32, 41, 48, 64, 64], dtype=torch.int32),
+    "positions": torch.cat([torch.arange(n) for n in (5, 11, 16, 9, 7, 16)]).view(SEQUENCES, LENGTH),
+}
+
+
+def _model(groups: ParallelGroups, *, tied: bool, qk_norm: str = "before_rope", **arguments: object) -> Transformer:
+    shape = SHAPE.model_copy(update={"tie_embeddings": tied})
+    attention = AttentionConfig(backend="sdpa", qk_norm=qk_norm)
+    return Transformer(shape, attention, vocab_size=VOCAB, groups=groups, seed=11, **arguments)
+
+
+def _batch(step: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    text = torch.randint(0, VOCAB // 8, (SEQUENCES, LENGTH + 1), generator=generator) * 8 + 3  # some of every shard
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def _perturb(model: Transformer, groups: ParallelGroups) -> None:
+    """Larger weights and gains that are not 1, the same in every layout."""
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            noise = torch.randn(parameter.global_shape, generator=torch.Generator().manual_seed(i))
+            full = 1 + 0.3 * noise if noise.ndim == 1 else 0.2 * noise
+            parameter.copy_(shard(full, parameter.tp_dim, groups))
+
+
+def _equal_on_all_ranks(x: Tensor, groups: ParallelGroups) -> bool:
+    copies = [torch.empty_like(x) for _ in range(groups.tp_size)]
+    dist.all_gather(copies, x.contiguous(), group=groups.tp_group)
+    return all(torch.equal(copies[0], copy) for copy in copies)
+
+
+def _check_model(groups: ParallelGroups, packing: dict, **arguments: object) -> None:
+    dense = _model(ParallelGroups.single(), **{k: v for k, v in arguments.items() if k in ("tied", "qk_norm")})
+    sharded = _model(groups, **arguments)
+    pairs = list(zip(dense.named_parameters(), sharded.parameters(), strict=True))
+    for (name, whole), part in pairs:
+        assert torch.equal(shard(whole, part.tp_dim, groups), part), f"{name} starts otherwise than the dense one"
+        assert part.global_shape == tuple(whole.shape)
+
+    single = ParallelGroups.single()
+    _perturb(dense, single)
+    _perturb(sharded, groups)
+    tokens, labels = _batch()
+    loss, truth = sharded(tokens, labels, **packing), dense(tokens, labels, **packing)
+    loss.backward()
+    truth.backward()
+    torch.testing.assert_close(loss, truth, rtol=1e-6, atol=0)
+    assert _equal_on_all_ranks(loss.detach(), groups)
+    for (name, whole), part in pairs:
+        expected = shard(whole.grad, part.tp_dim, groups)
+        error = (part.grad - expected).norm() / whole.grad.norm()
+        assert error < 1e-5, f"gradient of {name} off by {error:.1e} with {arguments}"
+        if part.tp_dim is None:
+            assert _equal_on_all_ranks(part.grad, groups), f"gradient of {name} differs between the ranks"
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(tokens, **packing), dense(tokens, **packing), rtol=1e-5, atol=1e-5)
+
+
+def _check_tensor_parallel(tp_size: int) -> None:
+    groups = ParallelGroups.create(Topology(dist.get_world_size(), tp_size))
+    for tied, sequence_parallel in itertools.product((False, True), (False, True)):
+        _check_model(groups, PACKED if tied else {}, tied=tied, sequence_parallel=sequence_parallel)
+    _check_model(groups, {}, tied=True, sequence_parallel=True, qk_norm="after_rope")
+    _check_model(groups, PACKED, tied=True, sequence_parallel=True, activation_checkpointing="full")
+    _check_model(groups, {}, tied=False, qk_norm="none", activation_checkpointing="full")
+    with pytest.raises(ValueError, match="not a multiple of tensor_parallel_size"):
+        Transformer(SHAPE, AttentionConfig(backend="sdpa"), vocab_size=VOCAB + 1, groups=groups)
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_tensor_parallel_model_equals_dense(tp_size: int) -> None:
+    run_distributed(_check_tensor_parallel, tp_size, tp_size)
+
+
+def _clip_norm(model: Transformer, groups: ParallelGroups) -> Tensor:
+    """Global gradient norm by the annotations, as DeepSpeed takes it: sharded ones everywhere, replicated ones once."""
+    squares = [
+        p.grad.double().square().sum() for p in model.parameters() if p.tensor_model_parallel or groups.tp_rank == 0
+    ]
+    total = torch.stack([torch.zeros((), dtype=torch.float64), *squares]).sum()
+    if groups.tp_size > 1:
+        dist.all_reduce(total, group=groups.tp_group)
+    return total.sqrt()
+
+
+def _train(groups: ParallelGroups, sequence_parallel: bool) -> list[float]:
+    """AdamW with clipping; every step sees the same four sequences in any layout. Returns losses, then norms."""
+    model = _model(groups, tied=True, sequence_parallel=sequence_parallel)
+    decay = [p for p in model.parameters() if not p.no_weight_decay]
+    plain = [p for p in model.parameters() if p.no_weight_decay]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=3e-3, betas=(0.9, 0.95)
+    )
+    losses, norms = [], []
+    for step in range(STEPS):
+        tokens, labels = (x.chunk(groups.dp_size)[groups.dp_rank] for x in _batch(step))
+        loss = model(tokens, labels)
+        loss.backward()
+        mean = loss.detach().clone()
+        if groups.dp_size > 1:
+            for tensor in [mean, *(p.grad for p in model.parameters())]:
+                dist.all_reduce(tensor, group=groups.dp_group)
+                tensor /= groups.dp_size
+        norm = _clip_norm(model, groups)
+        for parameter in model.parameters():
+            parameter.grad *= torch.clamp(0.5 / norm, max=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean.item())
+        norms.append(norm.item())
+    if groups.tp_size > 1:
+        assert all(_equal_on_all_ranks(p.detach(), groups) for p in model.parameters() if p.tp_dim is None)
+    return losses + norms
+
+
+def _train_layouts(tp_sizes: list[int]) -> list[list[float]]:
+    world_size = dist.get_world_size()
+    return [
+        _train(ParallelGroups.create(Topology(world_size, tp)), sequence_parallel)
+        for tp in tp_sizes
+        for sequence_parallel in ([False, True] if tp > 1 else [False])
+    ]
+
+
+def test_twenty_steps_are_the_same_in_every_layout() -> None:
+    expected = _train(ParallelGroups.single(), sequence_parallel=False)
+    assert expected[STEPS - 1] < expected[0] - 0.5
+    for world_size, tp_sizes in ((2, [1, 2]), (4, [2])):
+        for rank_results in run_distributed(_train_layouts, world_size, tp_sizes):
+            for actual in rank_results:
+                assert actual == pytest.approx(expected, abs=1e-5)

@@ -1,0 +1,232 @@
+"""The model in one process: against an independent float64 reference, and its switches against each other."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_reference import reference_loss
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.rotary import apply_rotary, rotary_tables
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.topology import ParallelGroups
+
+VOCAB = 128
+SINGLE = ParallelGroups.single()
+SHAPES = {
+    "plain": ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4),
+    "grouped_tied": ModelConfig(
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=40,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_embeddings=True,
+        rope_theta=500.0,
+        norm_eps=1e-5,
+    ),
+}
+
+
+def _model(
+    shape: str = "grouped_tied", qk_norm: str = "before_rope", backend: str = "sdpa", **arguments: object
+) -> Transformer:
+    attention = AttentionConfig(backend=backend, qk_norm=qk_norm)
+    return Transformer(SHAPES[shape], attention, vocab_size=VOCAB, groups=SINGLE, **arguments)
+
+
+def _shake(model: Transformer) -> Transformer:
+    """Gains away from 1 and weights large enough that every term of the forward pass matters."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.3 * noise)
+    return model
+
+
+def _batch(sequences: int = 2, length: int = 13, seed: int = 0) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, VOCAB, (sequences, length + 1), generator=torch.Generator().manual_seed(seed))
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+PACKED = {
+    "cu_seqlens": torch.tensor([0, 4, 5, 13, 22, 26, 26, 26, 26], dtype=torch.int32),
+    "positions": torch.tensor([[*range(4), 0, *range(8)], [*range(9), *range(4)]]),
+    "max_seqlen": 9,
+}
+DOCUMENTS = [[0] * 4 + [1] + [2] * 8, [3] * 9 + [4] * 4]
+
+
+def _gradients(model: Transformer, *batch: Tensor, **packing: object) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(*batch, **packing)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def _assert_same(actual: tuple[Tensor, dict], expected: tuple[Tensor, dict], tolerance: float) -> None:
+    torch.testing.assert_close(actual[0].double(), expected[0].double(), rtol=tolerance, atol=0)
+    assert actual[1].keys() == expected[1].keys()
+    for name, gradient in actual[1].items():
+        error = (gradient.double() - expected[1][name].double()).norm() / expected[1][name].double().norm()
+        assert error <= tolerance, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("qk_norm", ["none", "before_rope", "after_rope"])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_loss_and_gradients_equal_the_reference(shape: str, qk_norm: str, packed: bool, backend: str) -> None:
+    model = _shake(_model(shape, qk_norm, backend))
+    tokens, labels = _batch()
+    packing = PACKED if packed else {}
+    actual = _gradients(model, tokens, labels, **packing)
+
+    truth = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    positions, documents = (PACKED["positions"], DOCUMENTS) if packed else (None, None)
+    loss = reference_loss(truth, SHAPES[shape], qk_norm, tokens, labels, positions, documents)
+    loss.backward()
+    _assert_same(actual, (loss.detach(), {name: p.grad for name, p in truth.items()}), 2e-5)
+
+
+def test_packed_documents_equal_separate_ones() -> None:
+    model = _shake(_model())
+    tokens, labels = _batch()
+    packed = model(tokens, labels, **PACKED)
+    pieces = [(0, 0, 4), (0, 4, 5), (0, 5, 13), (1, 0, 9), (1, 9, 13)]
+    separate = sum(model(tokens[b : b + 1, i:j], labels[b : b + 1, i:j]) * (j - i) for b, i, j in pieces) / 26
+    torch.testing.assert_close(packed, separate, rtol=1e-6, atol=0)
+    assert abs(packed - model(tokens, labels)) > 1e-3
+
+
+def test_positions_alone_leave_attention_across_documents() -> None:
+    model = _shake(_model())
+    tokens, labels = _batch()
+    losses = [
+        model(tokens, labels, **{k: PACKED[k] for k in keys})
+        for keys in ((), ("positions",), ("cu_seqlens",), ("positions", "cu_seqlens"))
+    ]
+    assert len({round(loss.item(), 5) for loss in losses}) >= 3
+    # Rotary attention sees differences of positions alone: within documents they are the same either way.
+    torch.testing.assert_close(losses[2], losses[3], rtol=1e-5, atol=0)
+
+
+def test_no_token_sees_the_future() -> None:
+    model = _shake(_model())
+    tokens, _ = _batch()
+    logits = model(tokens)
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % VOCAB
+    after = model(changed)
+    torch.testing.assert_close(after[:, :7], logits[:, :7], rtol=1e-5, atol=1e-5)
+    assert (after[:, 7:] - logits[:, 7:]).abs().amax(-1).min() > 1e-3
+
+
+def test_logits_are_those_of_the_loss() -> None:
+    model = _shake(_model())
+    tokens, labels = _batch()
+    logits = model(tokens)
+    assert logits.shape == (2, 13, VOCAB)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(model(tokens, labels), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("packing", [{}, PACKED], ids=["plain", "packed"])
+def test_activation_checkpointing_changes_nothing(packing: dict) -> None:
+    plain = _gradients(_shake(_model()), *_batch(), **packing)
+    recomputed = _gradients(_shake(_model(activation_checkpointing="full")), *_batch(), **packing)
+    _assert_same(recomputed, plain, 0.0)
+
+
+def test_activation_checkpointing_keeps_block_inputs_only() -> None:
+    saved = {}
+    for mode in ("none", "full"):
+        model, sizes = _model(activation_checkpointing=mode), []
+        pack = lambda t: sizes.append(t.numel()) or t  # noqa: B023, E731
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(*_batch())
+        saved[mode] = sum(sizes)
+    assert saved["full"] < saved["none"] / 2
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "sage", "reference"])
+@pytest.mark.parametrize("packing", [{}, PACKED], ids=["plain", "packed"])
+def test_blocks_compile_to_one_graph(backend: str, packing: dict) -> None:
+    model = _shake(_model(backend=backend))
+    eager = _gradients(model, *_batch(), **packing)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in model.blocks:  # compile_blocks with a backend that needs no C++ compiler
+        block.compile(fullgraph=True, backend="aot_eager")
+    _assert_same(_gradients(model, *_batch(), **packing), eager, 1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_bf16_stays_near_fp32() -> None:
+    model = _shake(_model())
+    half = copy.deepcopy(model).bfloat16()
+    (loss, gradients), (half_loss, half_gradients) = _gradients(model, *_batch()), _gradients(half, *_batch())
+    assert half_loss.dtype == torch.float32
+    assert abs(half_loss - loss) < 0.02 * loss
+    for name, gradient in gradients.items():
+        assert (half_gradients[name] - gradient).norm() < 0.15 * gradient.norm(), name
+    assert half(_batch()[0]).dtype == torch.bfloat16
+
+
+def test_initialization() -> None:
+    model = _model("plain", seed=3)
+    config = SHAPES["plain"]
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == 1).all(), name
+            continue
+        residual = name.endswith(("out.weight", "down.weight"))
+        std = config.init_std / math.sqrt(2 * config.num_layers) if residual else config.init_std
+        assert parameter.std().item() == pytest.approx(std, rel=0.1), name
+        assert abs(parameter.mean()) < 0.1 * std, name
+    same, other = _model("plain", seed=3), _model("plain", seed=4)
+    for a, b, c in zip(model.parameters(), same.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert a.ndim == 1 or not torch.equal(a, c)
+    half = _model("plain", seed=3, dtype=torch.bfloat16)
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(model.parameters(), half.parameters(), strict=True))
+
+
+def test_weights_of_a_layer_do_not_depend_on_the_number_of_layers() -> None:
+    deeper = SHAPES["plain"].model_copy(update={"num_layers": 3})
+    three = Transformer(deeper, AttentionConfig(backend="sdpa"), vocab_size=VOCAB, groups=SINGLE)
+    two = _model("plain")
+    assert torch.equal(three.blocks[1].attention.q.weight, two.blocks[1].attention.q.weight)
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_parameter_annotations(shape: str) -> None:
+    model = _model(shape)
+    names = [name for name, _ in model.named_parameters()]
+    assert ("head.weight" in names) == (not SHAPES[shape].tie_embeddings)
+    for name, parameter in model.named_parameters():
+        assert parameter.no_weight_decay == name.endswith(".gain")
+        assert parameter.global_shape == tuple(parameter.shape)
+        assert parameter.tensor_model_parallel == (not name.endswith(".gain"))
+        expected_dim = 1 if name.endswith(("out.weight", "down.weight")) else None if parameter.ndim == 1 else 0
+        assert parameter.tp_dim == expected_dim, name
+
+
+def test_rotary_is_exact_far_out_and_relative() -> None:
+    positions = torch.tensor([0, 1_000_003, 1_000_005])
+    cos, sin = rotary_tables(positions, 4, 10000.0)
+    expected = [math.cos(1_000_003), math.cos(1_000_003 * 0.01)]
+    assert cos[1, 0].tolist() == pytest.approx(expected, abs=1e-6)
+    x = torch.randn(1, 2, 4, dtype=torch.float32)
+    rotated = apply_rotary(x.expand(3, 2, 4), cos, sin)
+    torch.testing.assert_close(rotated[0], x[0])
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1).expand(3, 2), rtol=1e-6, atol=1e-6)
+    near = apply_rotary(x.expand(2, 2, 4), *rotary_tables(torch.tensor([0, 2]), 4, 10000.0))
+    torch.testing.assert_close((rotated[1] * rotated[2]).sum(-1), (near[0] * near[1]).sum(-1), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="even head_dim, not 5"):
+        rotary_tables(positions, 5, 10000.0)
