@@ -1,0 +1,224 @@
+"""`sagetrain plan`: what a run will be, before it is one. No torch, no GPU, no data needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sagetrain.config.check import check
+from sagetrain.config.errors import Finding
+from sagetrain.config.fit import padded_vocab_size, token_multiple
+from sagetrain.config.load import load_config
+from sagetrain.config.reference import keys
+from sagetrain.config.schema import RunConfig
+from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.model.accounting import flops_per_token, memory_per_rank, num_parameters
+from sagetrain.train.lr_schedule import decay_tokens, learning_rate, reference_tokens_per_step
+from sagetrain.train.tokens_per_step import ScheduleStage, stages
+
+ASSUMED_VOCAB_SIZE = 32_768
+_LEVEL_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+# A ramp has as many stages as it has accumulations; this many rows show its course.
+_MAX_ROWS = 12
+
+
+def show_plan(path: str | Path, overrides: Sequence[str], world_size: int, console: Console) -> int:
+    """Print the plan of a run on `world_size` ranks; returns the number of errors among the findings.
+
+    Raises ConfigError if the file cannot be loaded.
+    """
+    cfg = load_config(path, overrides)
+    vocab_size, assumed = _vocab_size(cfg)
+    findings = check(
+        cfg,
+        world_size,
+        vocab_size=None if assumed else vocab_size,
+        path=path,
+        overrides=overrides,
+        files=False,
+    )
+    errors = sum(finding.level == "error" for finding in findings)
+    padded = padded_vocab_size(vocab_size)
+    console.print(_model_table(cfg, padded, assumed, path))
+    if not any(finding.level == "error" and finding.rule in _NO_LAYOUT for finding in findings):
+        console.print(_layout_table(cfg, world_size))
+        console.print(_memory_table(cfg, world_size, padded))
+        if not any(finding.level == "error" and finding.rule in _NO_SCHEDULE for finding in findings):
+            console.print(_schedule_table(cfg, world_size))
+            console.print(_run_table(cfg, world_size, padded))
+    console.print(_findings_text(findings), highlight=False)
+    return errors
+
+
+def show_key_reference(console: Console) -> None:
+    """Print every key of the YAML with what it takes, its default and its meaning."""
+    table = Table("key", "takes", "default", "meaning", title="Keys of the configuration", title_justify="left")
+    for key in keys():
+        table.add_row(key.name, escape(key.takes), escape(key.default), escape(key.doc), end_section=False)
+    console.print(table)
+
+
+# Rules without which the numbers below them would mean nothing.
+_NO_LAYOUT = {"world_size", "tensor_parallel_split", "tensor_parallel_vocab", "grouped_query_heads"}
+_NO_SCHEDULE = {"first_stage", "stages_in_order", "warmup_before_end", "whole_micro_steps"}
+
+
+def _vocab_size(cfg: RunConfig) -> tuple[int, bool]:
+    """Vocabulary of the configuration, else of its tokenizer, else an assumption (then True)."""
+    if cfg.model.vocab_size:
+        return cfg.model.vocab_size, False
+    file = find_tokenizer(cfg.data)
+    if file.is_file():
+        return Tokenizer.load(file).vocab_size, False
+    return ASSUMED_VOCAB_SIZE, True
+
+
+def _facts(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    return table
+
+
+def _model_table(cfg: RunConfig, vocab_size: int, assumed: bool, path: str | Path) -> Table:
+    model, attention = cfg.model, cfg.attention
+    table = _facts(f"Model of {escape(str(path))}")
+    parameters = num_parameters(model, attention, vocab_size)
+    embedding = vocab_size * model.hidden_size
+    table.add_row(
+        "parameters", f"{parameters:,} ({embedding:,} of them in the {'tied ' * model.tie_embeddings}embedding)"
+    )
+    note = " (assumed: no tokenizer found, model.vocab_size not set)" if assumed else ""
+    table.add_row("vocabulary", f"{vocab_size:,}, padded{note}")
+    table.add_row(
+        "shape",
+        f"{model.num_layers} layers, hidden {model.hidden_size}, MLP {model.ffn_hidden_size}, "
+        f"{model.num_attention_heads} heads and {model.num_key_value_heads} key/value heads of {model.head_dim}",
+    )
+    backend = attention.backend + (f", recipe {attention.recipe}" if attention.backend == "sage" else "")
+    smoothing = ", ".join(name for name in ("smooth_k", "smooth_q") if getattr(attention, name)) or "no smoothing"
+    table.add_row("attention", f"{backend}, QK-norm {attention.qk_norm}, {smoothing}")
+    flops = flops_per_token(model, vocab_size, cfg.data.seq_length)
+    share = 1 - flops_per_token(model, vocab_size, 0) / flops
+    table.add_row("FLOPs per token", f"{flops / 1e9:.2f} G, forward and backward; attention is {share:.0%} of it")
+    return table
+
+
+def _layout_table(cfg: RunConfig, world_size: int) -> Table:
+    parallel, data = cfg.parallel, cfg.data
+    ranks = world_size // parallel.tensor_parallel_size
+    table = _facts(f"Layout on {world_size} ranks")
+    split = ", sequence parallel" if parallel.sequence_parallel else ""
+    table.add_row("ranks", f"tensor parallel {parallel.tensor_parallel_size} x data parallel {ranks}{split}")
+    table.add_row("ZeRO", f"stage {parallel.zero_stage}, {cfg.training.dtype}")
+    table.add_row(
+        "micro-step",
+        f"{data.micro_batch_size} sequences x {data.seq_length:,} tokens x {ranks} = {token_multiple(cfg, ranks):,} tokens",
+    )
+    return table
+
+
+def _memory_table(cfg: RunConfig, world_size: int, vocab_size: int) -> Table:
+    table = Table("memory per rank", "GiB", "what", title="Memory per rank, estimated", title_justify="left")
+    table.columns[1].justify = "right"
+    items = memory_per_rank(cfg, world_size, vocab_size)
+    for item in items:
+        table.add_row(item.name, _gib(item.bytes), item.why)
+    table.add_section()
+    table.add_row("total", _gib(sum(item.bytes for item in items)), "without CUDA's context, NCCL and fragmentation")
+    return table
+
+
+def _schedule_table(cfg: RunConfig, world_size: int) -> Table:
+    table = Table(title="Schedule", title_justify="left")
+    for name in ("from token", "tokens per step", "accumulation", "steps", "lr, first step", "lr, last step"):
+        table.add_column(name, justify="right")
+    rows = stages(cfg.tokens_per_step, cfg.training.total_tokens, _multiple(cfg, world_size))
+    shown = rows if len(rows) <= _MAX_ROWS else [*rows[: _MAX_ROWS // 2], None, *rows[-_MAX_ROWS // 2 :]]
+    for row in shown:
+        if row is None:
+            table.add_row(f"... {len(rows) - _MAX_ROWS} more", *[""] * 5)
+            continue
+        last = row.from_tokens + (row.steps - 1) * row.tokens_per_step
+        table.add_row(
+            f"{row.from_tokens:,}",
+            f"{row.tokens_per_step:,}",
+            f"{row.accumulation:,}",
+            f"{row.steps:,}",
+            *(f"{_lr(cfg, seen, row.tokens_per_step):.3e}" for seen in (row.from_tokens, last)),
+        )
+    return table
+
+
+def _run_table(cfg: RunConfig, world_size: int, vocab_size: int) -> Table:
+    rows = stages(cfg.tokens_per_step, cfg.training.total_tokens, _multiple(cfg, world_size))
+    steps = sum(row.steps for row in rows)
+    trained = rows[-1].from_tokens + rows[-1].steps * rows[-1].tokens_per_step
+    flops = flops_per_token(cfg.model, vocab_size, cfg.data.seq_length) * trained
+    table = _facts("Run")
+    table.add_row("length", f"{steps:,} steps, {trained:,} tokens ({trained // cfg.data.seq_length:,} sequences)")
+    table.add_row("arithmetic", f"{flops:.3g} FLOPs; {_duration(flops / world_size / 4e14)} at 400 TFLOP/s per rank")
+    table.add_row("learning rate", _lr_text(cfg, rows))
+    tenth = max(1, cfg.training.total_tokens // 10)
+    evaluation = f"every {cfg.evaluation.every_tokens or tenth:,} tokens on {cfg.evaluation.num_sequences} sequences"
+    table.add_row("evaluation", evaluation if cfg.data.valid else "none: data.valid is empty")
+    table.add_row(
+        "checkpoints",
+        f"every {cfg.checkpoint.every_tokens or tenth:,} tokens, the last {cfg.checkpoint.keep_last} kept",
+    )
+    return table
+
+
+def _lr_text(cfg: RunConfig, rows: list[ScheduleStage]) -> str:
+    schedule, total = cfg.lr_schedule, cfg.training.total_tokens
+    parts = [f"{schedule.shape}, peak {cfg.optimizer.lr:g}"]
+    if schedule.warmup_tokens:
+        steps, seen = 0, 0
+        for row in rows:
+            within = min(row.steps, max(0, -(-(schedule.warmup_tokens - row.from_tokens) // row.tokens_per_step)))
+            steps, seen = steps + within, seen + within * row.tokens_per_step
+        parts.append(f"warm-up over {schedule.warmup_tokens:,} tokens ({steps:,} steps)")
+    if schedule.shape == "wsd":
+        parts.append(f"decay from token {total - decay_tokens(schedule, total):,}")
+    if schedule.shape != "constant":
+        parts.append(f"down to {schedule.min_lr:g} at {total:,} tokens")
+    if schedule.batch_rule != "none":
+        reference = reference_tokens_per_step(schedule, cfg.tokens_per_step)
+        parts.append(f"times ({'tokens per step'} / {reference:,}){'^0.5' if schedule.batch_rule == 'sqrt' else ''}")
+    return ", ".join(parts)
+
+
+def _findings_text(findings: list[Finding]) -> str:
+    if not findings:
+        return "No findings."
+    counts = {level: sum(f.level == level for f in findings) for level in _LEVEL_STYLE}
+    head = ", ".join(
+        f"{count} {level}{'s' * (count > 1 and level != 'info')}" for level, count in counts.items() if count
+    )
+    lines = [f"[{_LEVEL_STYLE[f.level]}]{f.level}[/] {escape(str(f))}" for f in findings]
+    return "\n".join([f"[bold]Findings: {head}[/]", *lines])
+
+
+def _multiple(cfg: RunConfig, world_size: int) -> int:
+    return token_multiple(cfg, world_size // cfg.parallel.tensor_parallel_size)
+
+
+def _lr(cfg: RunConfig, tokens_seen: int, tokens_per_step: int) -> float:
+    reference = reference_tokens_per_step(cfg.lr_schedule, cfg.tokens_per_step)
+    total = cfg.training.total_tokens
+    return learning_rate(cfg.optimizer, cfg.lr_schedule, tokens_seen, tokens_per_step, total, reference)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} seconds"
