@@ -117,7 +117,8 @@ def _layout_table(cfg: RunConfig, world_size: int) -> Table:
     table.add_row("ZeRO", f"stage {parallel.zero_stage}, {cfg.training.dtype}")
     table.add_row(
         "micro-step",
-        f"{data.micro_batch_size} sequences x {data.seq_length:,} tokens x {ranks} = {token_multiple(cfg, ranks):,} tokens",
+        f"{data.micro_batch_size} sequences x {data.seq_length:,} tokens x {ranks} ranks = "
+        f"{token_multiple(cfg, ranks):,} tokens",
     )
     return table
 
@@ -135,7 +136,7 @@ def _memory_table(cfg: RunConfig, world_size: int, vocab_size: int) -> Table:
 
 def _schedule_table(cfg: RunConfig, world_size: int) -> Table:
     table = Table(title="Schedule", title_justify="left")
-    for name in ("from token", "tokens per step", "accumulation", "steps", "lr, first step", "lr, last step"):
+    for name in ("from token", "tokens per step", "micro-steps", "steps", "lr, first step", "lr, last step"):
         table.add_column(name, justify="right")
     rows = stages(cfg.tokens_per_step, cfg.training.total_tokens, _multiple(cfg, world_size))
     shown = rows if len(rows) <= _MAX_ROWS else [*rows[: _MAX_ROWS // 2], None, *rows[-_MAX_ROWS // 2 :]]
@@ -177,10 +178,8 @@ def _lr_text(cfg: RunConfig, rows: list[ScheduleStage]) -> str:
     schedule, total = cfg.lr_schedule, cfg.training.total_tokens
     parts = [f"{schedule.shape}, peak {cfg.optimizer.lr:g}"]
     if schedule.warmup_tokens:
-        steps, seen = 0, 0
-        for row in rows:
-            within = min(row.steps, max(0, -(-(schedule.warmup_tokens - row.from_tokens) // row.tokens_per_step)))
-            steps, seen = steps + within, seen + within * row.tokens_per_step
+        left = [(schedule.warmup_tokens - row.from_tokens, row) for row in rows]
+        steps = sum(min(row.steps, -(-tokens // row.tokens_per_step)) for tokens, row in left if tokens > 0)
         parts.append(f"warm-up over {schedule.warmup_tokens:,} tokens ({steps:,} steps)")
     if schedule.shape == "wsd":
         parts.append(f"decay from token {total - decay_tokens(schedule, total):,}")
@@ -188,7 +187,7 @@ def _lr_text(cfg: RunConfig, rows: list[ScheduleStage]) -> str:
         parts.append(f"down to {schedule.min_lr:g} at {total:,} tokens")
     if schedule.batch_rule != "none":
         reference = reference_tokens_per_step(schedule, cfg.tokens_per_step)
-        parts.append(f"times ({'tokens per step'} / {reference:,}){'^0.5' if schedule.batch_rule == 'sqrt' else ''}")
+        parts.append(f"times (tokens per step / {reference:,}){'^0.5' if schedule.batch_rule == 'sqrt' else ''}")
     return ", ".join(parts)
 
 
@@ -196,9 +195,8 @@ def _findings_text(findings: list[Finding]) -> str:
     if not findings:
         return "No findings."
     counts = {level: sum(f.level == level for f in findings) for level in _LEVEL_STYLE}
-    head = ", ".join(
-        f"{count} {level}{'s' * (count > 1 and level != 'info')}" for level, count in counts.items() if count
-    )
+    plural = {"error": "errors", "warning": "warnings", "info": "info"}
+    head = ", ".join(f"{n} {level if n == 1 else plural[level]}" for level, n in counts.items() if n)
     lines = [f"[{_LEVEL_STYLE[f.level]}]{f.level}[/] {escape(str(f))}" for f in findings]
     return "\n".join([f"[bold]Findings: {head}[/]", *lines])
 

@@ -47,6 +47,12 @@ def test_a_step_takes_the_value_at_the_middle_of_its_tokens():
     assert learning_rate(OPTIMIZER, config, 900, 100, TOTAL, 100) == pytest.approx(2.0 * 50 / 900)
 
 
+def test_the_last_step_counts_up_to_the_end_of_the_run_only():
+    """So that a last step that passes the end still has a learning rate when min_lr is 0."""
+    config = LrScheduleConfig(shape="linear")
+    assert learning_rate(OPTIMIZER, config, 900, 400, TOTAL, 400) == pytest.approx(2.0 * 50 / 1000)
+
+
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 0.5), ("linear", 0.25)])
 def test_batch_rule(rule, factor):
     config = LrScheduleConfig(shape="constant", batch_rule=rule)

@@ -24,7 +24,8 @@ def learning_rate(
     (decay to 0) is wasted, and changing the tokens per step leaves the area under the curve, learning rate x tokens,
     as it was. batch_rule then multiplies by (tokens_per_step / reference) ** 0, 0.5 or 1.
     """
-    value = curve(optimizer.lr, lr_schedule, tokens_seen + tokens_per_step / 2, total_tokens)
+    middle = (tokens_seen + min(tokens_seen + tokens_per_step, total_tokens)) / 2  # the last step may pass the end
+    value = curve(optimizer.lr, lr_schedule, middle, total_tokens)
     return value * (tokens_per_step / reference) ** _BATCH_RULE_POWER[lr_schedule.batch_rule]
 
 
