@@ -192,7 +192,10 @@ class TokenFile:
 
     def document_start(self, document: int) -> int:
         """Position of a document's first token in the stream."""
-        return int(self._offsets[self._documents[document]]) // self.dtype.itemsize
+        sequence = self._documents[document]
+        if sequence == len(self._offsets):  # empty documents at the end, which Megatron-LM may write
+            return self.num_tokens
+        return int(self._offsets[sequence]) // self.dtype.itemsize
 
     def document_starts(self, start: int, stop: int) -> list[int]:
         """Positions p with start < p < stop at which a document begins, found by binary search."""

@@ -1,0 +1,309 @@
+"""Training samples: one global order of sequences, dealt to any number of ranks.
+
+The order depends on the seed, the sequence length and the sources alone. Sequence `i` of the run is found in O(1) time
+and memory from `i`, so the position in the data is a single number, and changing the ranks, the micro-batch or the
+tokens per step changes nothing about which sequences come next.
+
+- A source is cut into windows of seq_length tokens (what is left at its end is not used). Each epoch of a source
+  visits all of its windows once, in an order given by a keyed permutation that is computed, not stored.
+- Sources are blended by a fixed pattern of 4096 slots that spreads each source evenly: shares are exact to 1/4096.
+- Windows run through the stream of documents without padding; document boundaries come from the token file's index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import DataSource
+from sagetrain.data.token_file import TokenFile
+
+PATTERN_SLOTS = 4096
+_ROUNDS = 6
+_MASK = (1 << 64) - 1
+_EVALUATION_SEED = 0  # the same held-out sequences whatever the seed of the run
+
+
+@dataclass
+class Sample:
+    """One sequence: tokens int64 [seq_length + 1], and the positions in 1..seq_length-1 at which documents begin."""
+
+    tokens: np.ndarray
+    document_starts: list[int]
+
+
+@dataclass
+class Batch:
+    """One micro-batch of B sequences of S tokens, in CPU memory."""
+
+    tokens: torch.Tensor
+    """int64 [B, S]."""
+    labels: torch.Tensor
+    """int64 [B, S]: the token that follows each one, across document boundaries too."""
+    positions: torch.Tensor | None
+    """int64 [B, S], from 0 in each document; None: 0..S-1."""
+    cu_seqlens: torch.Tensor | None
+    """int32: where the documents of the flattened [B * S] tokens begin, and their end, the last value repeated to a
+    power of two (at least 16) so that compiled code meets few shapes. None: attention crosses document boundaries."""
+    max_seqlen: int | None
+    """At least the tokens of the longest document: a power of two, or S. None with cu_seqlens None."""
+    sample_ids: list[int]
+    """Global indices of the sequences."""
+
+
+class SampleStream:
+    """The endless sequence of samples that a list of sources gives."""
+
+    def __init__(
+        self,
+        sources: list[DataSource],
+        seq_length: int,
+        seed: int,
+        document_attention: bool = True,
+        document_positions: bool = True,
+        vocab_size: int | None = None,
+    ):
+        """Open the token files.
+
+        With `vocab_size`, tokens outside of it are errors. ConfigError if a file is missing, damaged or shorter than
+        one sequence, if files were made with different tokenizers, or if a weight is too small to be kept.
+        """
+        self.seq_length = seq_length
+        self.seed = seed
+        self.document_attention = document_attention
+        self.document_positions = document_positions
+        self._vocab_size = vocab_size
+        self._files = [TokenFile(source.path) for source in sources]
+        self._windows = [(file.num_tokens - 1) // seq_length for file in self._files]
+        for file, windows in zip(self._files, self._windows, strict=True):
+            if windows < 1:
+                raise ConfigError(
+                    f"token file {file.path} has {file.num_tokens:,} tokens, too few for one sequence of "
+                    f"data.seq_length {seq_length:,} (and the token after it)"
+                )
+        _check_tokenizers(self._files)
+        self._slots = blend_slots([source.weight for source in sources], [source.path for source in sources])
+        self._pattern, self._ranks = blend_pattern(self._slots)
+        self.fingerprint = self._fingerprint()
+
+    @property
+    def num_windows(self) -> int:
+        """Different sequences of all sources together."""
+        return sum(self._windows)
+
+    def locate(self, index: int, seed: int | None = None) -> tuple[int, int]:
+        """(source, window) of global sample `index`, in the order of `seed` (default: the stream's)."""
+        block, slot = divmod(index, PATTERN_SLOTS)
+        source = int(self._pattern[slot])
+        epoch, position = divmod(block * self._slots[source] + int(self._ranks[slot]), self._windows[source])
+        key = _hash(_hash(self.seed if seed is None else seed, source), epoch)
+        return source, permute(position, self._windows[source], key)
+
+    def sample(self, index: int, seed: int | None = None) -> Sample:
+        """Global sample `index` >= 0, in O(1)."""
+        source, window = self.locate(index, seed)
+        file = self._files[source]
+        start = window * self.seq_length
+        tokens = file.tokens(start, start + self.seq_length + 1)
+        if self._vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+            raise ConfigError(
+                f"token file {file.path} holds token {int(tokens.max()):,}, outside of the vocabulary of "
+                f"{self._vocab_size:,}: it was made with another tokenizer, or is damaged"
+            )
+        begins = file.document_starts(start, start + self.seq_length)
+        return Sample(tokens, [begin - start for begin in begins])
+
+    def _fingerprint(self) -> str:
+        content = {
+            "order": 1,  # version of the rules in this file
+            "seq_length": self.seq_length,
+            "seed": self.seed,
+            "slots": self._slots,
+            "files": [file.identity() for file in self._files],
+        }
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+class Loader:
+    """This rank's micro-batches of any range of the stream.
+
+    The caller holds the only cursor: the number of sequences that all ranks together have consumed. Threads prepare
+    batches ahead; they change neither the order nor the content, and an error in one is raised where its batch is due.
+    """
+
+    def __init__(
+        self, stream: SampleStream, *, dp_rank: int, dp_size: int, micro_batch_size: int, num_workers: int = 0
+    ):
+        """`num_workers` threads work ahead, by twice as many batches; 0 prepares a batch when it is asked for."""
+        self.stream = stream
+        self._first = dp_rank * micro_batch_size
+        self._stride = dp_size * micro_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._ahead = 2 * num_workers
+        self._pool = ThreadPoolExecutor(num_workers, "loader") if num_workers else None
+        self._pending: dict[int, Future[Batch]] = {}
+
+    def step_batches(
+        self, cursor: int, tokens_per_step: int, next_tokens_per_step: int | None = None
+    ) -> Iterator[Batch]:
+        """Micro-batches of this rank for one optimizer step.
+
+        Over all ranks they are the samples cursor .. cursor + tokens_per_step / seq_length - 1, each once. With
+        `next_tokens_per_step` the threads go on into the step after this one.
+
+        ValueError if tokens_per_step is no multiple of micro_batch_size x dp_size x seq_length.
+        """
+        keys = self._keys(cursor, tokens_per_step)
+        after = cursor + tokens_per_step // self.stream.seq_length
+        ahead = self._keys(after, next_tokens_per_step) if next_tokens_per_step else range(0)
+        return self._batches(keys, ahead)
+
+    def eval_batches(self, num_sequences: int) -> Iterator[Batch]:
+        """Micro-batches of this rank over a fixed choice of sequences: the same ones each time and for every seed.
+
+        At most as many as the sources hold, and a multiple of micro_batch_size x dp_size: the next lower one, or one.
+        """
+        count = min(num_sequences, self.stream.num_windows)
+        count = max(count // self._stride, 1) * self._stride
+        for key in range(self._first, count, self._stride):
+            yield self._batch(key, _EVALUATION_SEED)
+
+    def close(self) -> None:
+        """Stop the threads; the loader is of no use afterwards."""
+        self._discard(set())
+        if self._pool:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _keys(self, cursor: int, tokens_per_step: int) -> range:
+        """First sample of each micro-batch of this rank: it determines the batch."""
+        multiple = self._stride * self.stream.seq_length
+        if tokens_per_step < 1 or tokens_per_step % multiple:
+            raise ValueError(
+                f"tokens_per_step {tokens_per_step} is no multiple of micro_batch_size x data_parallel_size x "
+                f"seq_length = {multiple}"
+            )
+        return range(cursor + self._first, cursor + tokens_per_step // self.stream.seq_length, self._stride)
+
+    def _batches(self, keys: range, next_keys: range) -> Iterator[Batch]:
+        if self._pool is None:
+            for key in keys:
+                yield self._batch(key)
+            return
+        due = [*keys, *next_keys[: self._ahead]]
+        self._discard(set(due))
+        for number, key in enumerate(keys):
+            for later in due[number : number + 1 + self._ahead]:
+                if later not in self._pending:
+                    self._pending[later] = self._pool.submit(self._batch, later)
+            yield self._pending.pop(key).result()
+
+    def _discard(self, keep: set[int]) -> None:
+        """Forget batches that were prepared for a future that does not come."""
+        for key in self._pending.keys() - keep:
+            self._pending.pop(key).cancel()
+
+    def _batch(self, key: int, seed: int | None = None) -> Batch:
+        ids = list(range(key, key + self._micro_batch_size))
+        samples = [self.stream.sample(index, seed) for index in ids]
+        rows = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+        seq_length = self.stream.seq_length
+        starts = [
+            row * seq_length + begin for row, sample in enumerate(samples) for begin in (0, *sample.document_starts)
+        ]
+        bounds = np.array([*starts, len(samples) * seq_length])
+        positions = cu_seqlens = max_seqlen = None
+        if self.stream.document_positions:
+            flat = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
+            positions = torch.from_numpy(flat.reshape(len(samples), seq_length))
+        if self.stream.document_attention:
+            padded = np.full(_power_of_two(max(len(bounds), 16)), bounds[-1], dtype=np.int32)
+            padded[: len(bounds)] = bounds
+            cu_seqlens = torch.from_numpy(padded)
+            max_seqlen = min(_power_of_two(int(np.diff(bounds).max())), seq_length)
+        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), positions, cu_seqlens, max_seqlen, ids)
+
+
+# -- order and mix -----------------------------------------------------------------------------------------------------
+
+
+def permute(position: int, size: int, key: int) -> int:
+    """Place of `position` in a pseudo-random permutation of range(size), chosen by `key`; O(1).
+
+    A Feistel network on the smallest even number of bits that holds `size`, walked until it comes back into the range
+    (fewer than 4 rounds of it on average).
+    """
+    half = max((size - 1).bit_length() + 1, 2) // 2
+    mask = (1 << half) - 1
+    keys = [_hash(key, number) for number in range(_ROUNDS)]
+    while True:
+        left, right = position >> half, position & mask
+        for round_key in keys:
+            left, right = right, left ^ (_hash(round_key, right) & mask)
+        position = left << half | right
+        if position < size:
+            return position
+
+
+def _hash(key: int, value: int) -> int:
+    """64 well-mixed bits (the finalizer of splitmix64) of two integers."""
+    x = (key * 0x9E3779B97F4A7C15 + value + 0x632BE59BD9B4E019) & _MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
+    return x ^ x >> 31
+
+
+def blend_slots(weights: list[float], names: list[str]) -> list[int]:
+    """Slots of the pattern for each source: the nearest to its share, PATTERN_SLOTS in all (largest remainders).
+
+    ConfigError if a share rounds to nothing.
+    """
+    total = sum(weights)
+    exact = [weight / total * PATTERN_SLOTS for weight in weights]
+    slots = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda source: slots[source] - exact[source])
+    for source in by_remainder[: PATTERN_SLOTS - sum(slots)]:
+        slots[source] += 1
+    for name, weight, count in zip(names, weights, slots, strict=True):
+        if count == 0:
+            raise ConfigError(
+                f"data source {name}: weight {weight:g} of {total:g} is a share of less than 1/{PATTERN_SLOTS}, the "
+                "finest step of the mix: raise it, or leave the source out"
+            )
+    return slots
+
+
+def blend_pattern(slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """(source of each slot, how many earlier slots have the same source): int64 [PATTERN_SLOTS] each.
+
+    Each slot goes to the source that is furthest behind its share, so that any stretch has nearly the right mix.
+    """
+    share = np.array(slots, dtype=np.float64) / PATTERN_SLOTS
+    used = np.zeros(len(slots), dtype=np.int64)
+    pattern = np.empty(PATTERN_SLOTS, dtype=np.int64)
+    ranks = np.empty(PATTERN_SLOTS, dtype=np.int64)
+    for slot in range(PATTERN_SLOTS):
+        behind = np.where(used < slots, share * (slot + 1) - used, -np.inf)
+        source = int(behind.argmax())
+        pattern[slot], ranks[slot] = source, used[source]
+        used[source] += 1
+    return pattern, ranks
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _check_tokenizers(files: list[TokenFile]) -> None:
+    recorded = [(file.path, file.provenance().get("tokenizer_sha256")) for file in files]
+    known = [(path, sha) for path, sha in recorded if sha]
+    for (one, sha), (other, other_sha) in pairwise(known):
+        if sha != other_sha:
+            raise ConfigError(f"token files {one} and {other} were prepared with different tokenizers")

@@ -1,0 +1,386 @@
+"""The order of samples depends on the seed alone, any place is reached in O(1), and documents are where they are."""
+
+import os
+import random
+import struct
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagetrain.config import ConfigError
+from sagetrain.config.schema import DataSource
+from sagetrain.data.loader import PATTERN_SLOTS, Loader, SampleStream, blend_pattern, blend_slots, permute
+from sagetrain.data.token_file import TokenFileWriter
+
+EOS = 0
+S = 16
+
+
+def write(path: Path, num_tokens: int, seed: int = 0, provenance: dict | None = None) -> DataSource:
+    """Documents of 1 to 60 tokens; token ids tell their place (mod 60000), EOS ends every document."""
+    rng = random.Random(seed)
+    tokens = np.arange(num_tokens) % 60000 + 1
+    position = -1
+    while position < num_tokens - 1:
+        position = min(position + rng.choice([1, 2, 5, 20, 60]), num_tokens - 1)
+        tokens[position] = EOS
+    ends = np.flatnonzero(tokens == EOS)
+    writer = TokenFileWriter(path, 61000)
+    writer.add(tokens, np.diff(ends, prepend=-1))
+    writer.finish()
+    writer.publish(provenance or {})
+    return DataSource(path=str(path))
+
+
+@pytest.fixture
+def source(tmp_path) -> DataSource:
+    return write(tmp_path / "a", 5000)
+
+
+@pytest.fixture
+def stream(source) -> SampleStream:
+    return SampleStream([source], S, seed=7)
+
+
+@pytest.fixture
+def mixed(tmp_path) -> SampleStream:
+    sources = [write(tmp_path / f"s{n}", size, n) for n, size in enumerate((3000, 900, 150))]
+    return SampleStream(
+        [DataSource(path=one.path, weight=w) for one, w in zip(sources, (0.5, 0.3, 0.2), strict=True)], S, seed=3
+    )
+
+
+# -- permutation and mix -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
+def test_permute_is_a_bijection(size, key):
+    assert sorted(permute(i, size, key) for i in range(size)) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [2, 5, 17])
+def test_permute_is_uniform_over_keys(size):
+    """Each position lands on each place equally often, and neighbours are not kept together."""
+    keys = 4000
+    counts = np.zeros((size, size))
+    neighbours = 0
+    for key in range(keys):
+        order = [permute(i, size, key) for i in range(size)]
+        counts[np.arange(size), order] += 1
+        neighbours += sum(b == a + 1 for a, b in pairwise(order))
+    sigma = (keys / size * (1 - 1 / size)) ** 0.5
+    assert np.abs(counts - keys / size).max() < 6 * sigma
+    expected = keys * (size - 1) / size  # successive pairs of a random order
+    assert abs(neighbours - expected) < 0.2 * expected
+
+
+def test_permute_on_a_huge_range():
+    size = 10**13 + 37
+    places = [permute(i, size, 5) for i in range(3000)]
+    assert len(set(places)) == 3000
+    assert 0.47 < np.mean(places) / size < 0.53
+    assert abs(np.corrcoef(np.arange(3000), places)[0, 1]) < 0.08
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 1], [0.5, 0.3, 0.2], [2e-3, 1, 7], [3.3] * 7, [1 / PATTERN_SLOTS, 1]])
+def test_blend_is_exact_and_even(weights):
+    slots = blend_slots(weights, [""] * len(weights))
+    share = np.array(weights) / sum(weights)
+    assert sum(slots) == PATTERN_SLOTS
+    assert np.abs(np.array(slots) / PATTERN_SLOTS - share).max() < 1 / PATTERN_SLOTS
+    pattern, ranks = blend_pattern(slots)
+    for source, count in enumerate(slots):
+        used = np.cumsum(pattern == source)
+        assert used[-1] == count
+        assert ranks[pattern == source].tolist() == list(range(count))
+        fair = np.arange(1, PATTERN_SLOTS + 1) * count / PATTERN_SLOTS
+        assert np.abs(used - fair).max() <= max(1, len(weights) / 2)
+
+
+def test_blend_refuses_a_vanishing_weight():
+    with pytest.raises(ConfigError, match=r"data source b: weight 1e-05 of 1\.00001 is a share of less than 1/4096"):
+        blend_slots([1, 1e-5], ["a", "b"])
+
+
+def test_stream_follows_the_mix(mixed):
+    drawn = np.bincount([mixed.locate(i)[0] for i in range(3 * PATTERN_SLOTS)])
+    assert (drawn == 3 * np.array(blend_slots([0.5, 0.3, 0.2], [""] * 3))).all()
+    start = 12345  # any aligned or unaligned stretch
+    part = np.bincount([mixed.locate(i)[0] for i in range(start, start + 100)])
+    assert np.abs(part - [50, 30, 20]).max() <= 2
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_visits_every_window_once(stream, mixed):
+    windows = stream.num_windows
+    assert windows == (5000 - 1) // S
+    epochs = [[stream.locate(e * windows + i)[1] for i in range(windows)] for e in range(3)]
+    for order in epochs:
+        assert sorted(order) == list(range(windows))
+    assert epochs[0] != epochs[1] != epochs[2]
+    seen = {0: [], 1: [], 2: []}
+    for i in range(5000):
+        place, window = mixed.locate(i)
+        seen[place].append(window)
+    for place, size in enumerate((3000, 900, 150)):
+        n = (size - 1) // S
+        for epoch in range(len(seen[place]) // n):
+            assert sorted(seen[place][epoch * n : (epoch + 1) * n]) == list(range(n))
+
+
+def test_samples_are_windows_of_the_file(source, stream):
+    data = np.fromfile(f"{source.path}.bin", "<u2").astype(np.int64)
+    for i in range(50):
+        _, window = stream.locate(i)
+        sample = stream.sample(i)
+        assert (sample.tokens == data[window * S : window * S + S + 1]).all()
+        assert sample.document_starts == [p for p in range(1, S) if sample.tokens[p - 1] == EOS]
+
+
+def test_seed_decides_the_order(source):
+    def order(seed):
+        stream = SampleStream([source], S, seed)
+        return [stream.locate(i) for i in range(100)]
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "micro_batch_size", "steps"),
+    [(1, 1, [24] * 4), (2, 3, [6, 12, 24, 54]), (3, 2, [48, 48]), (4, 4, [16, 32, 48]), (1, 8, [8, 16, 8, 64])],
+)
+def test_order_does_not_depend_on_the_layout(mixed, dp_size, micro_batch_size, steps):
+    """Every layout and every schedule hands out sample i as such, and each exactly once."""
+    loaders = [
+        Loader(mixed, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro_batch_size, num_workers=rank % 2)
+        for rank in range(dp_size)
+    ]
+    cursor = 0
+    for sequences in steps:
+        ids = []
+        for loader in loaders:
+            for batch in loader.step_batches(cursor, sequences * S):
+                ids += batch.sample_ids
+                for row, i in enumerate(batch.sample_ids):
+                    expected = mixed.sample(i).tokens
+                    assert batch.tokens[row].tolist() == expected[:-1].tolist()
+                    assert batch.labels[row].tolist() == expected[1:].tolist()
+        assert sorted(ids) == list(range(cursor, cursor + sequences))
+        cursor += sequences
+    for loader in loaders:
+        loader.close()
+
+
+def test_step_of_a_wrong_size(stream):
+    loader = Loader(stream, dp_rank=0, dp_size=2, micro_batch_size=3)
+    for tokens in (0, 5 * S, 6 * S + 1):
+        with pytest.raises(ValueError, match=r"no multiple of micro_batch_size x data_parallel_size x seq_length = 96"):
+            loader.step_batches(0, tokens)
+
+
+def test_evaluation_is_the_same_for_every_seed_and_layout(source):
+    def ids(seed, dp_size, micro_batch_size, count):
+        stream = SampleStream([source], S, seed)
+        return sorted(
+            tuple(row)
+            for rank in range(dp_size)
+            for batch in Loader(stream, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro_batch_size).eval_batches(
+                count
+            )
+            for row in batch.tokens.tolist()
+        )
+
+    reference = ids(0, 1, 1, 24)
+    assert len(set(reference)) == 24
+    assert ids(5, 2, 3, 24) == ids(6, 4, 2, 24) == reference
+    assert len(ids(0, 2, 4, 23)) == 16
+    assert len(ids(0, 2, 4, 3)) == 8
+    assert len(ids(0, 1, 8, 10**6)) == (5000 - 1) // S // 8 * 8
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", [True, False])
+@pytest.mark.parametrize("positions", [True, False])
+def test_documents_in_a_batch(source, attention, positions):
+    stream = SampleStream([source], S, 0, attention, positions)
+    for batch in Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=4).step_batches(0, 200 * S):
+        assert batch.tokens.shape == batch.labels.shape == (4, S)
+        assert batch.tokens.dtype == batch.labels.dtype == torch.int64
+        begins = np.zeros((4, S), bool)
+        begins[:, 0] = True
+        begins[:, 1:] = batch.tokens[:, :-1].numpy() == EOS
+        if attention:
+            bounds = [*np.flatnonzero(begins.ravel()).tolist(), 4 * S]
+            assert batch.cu_seqlens.dtype == torch.int32
+            assert batch.cu_seqlens.tolist()[: len(bounds)] == bounds
+            assert set(batch.cu_seqlens.tolist()[len(bounds) :]) <= {4 * S}
+            assert len(batch.cu_seqlens) in (16, 32, 64, 128)
+            assert np.diff(bounds).max() <= batch.max_seqlen <= S
+            assert batch.max_seqlen < 2 * np.diff(bounds).max()
+        else:
+            assert batch.cu_seqlens is None
+            assert batch.max_seqlen is None
+        if positions:
+            place, expected = -1, []
+            for begin in begins.ravel():
+                place = 0 if begin else place + 1
+                expected.append(place)
+            assert batch.positions.dtype == torch.int64
+            assert batch.positions.flatten().tolist() == expected
+        else:
+            assert batch.positions is None
+
+
+# -- size --------------------------------------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_file_of_100_gigabytes(tmp_path):
+    """Opening, sampling anywhere and reading on take no time and no memory that grow with the file or the place."""
+    documents, length = 2_000_000, 25_000  # 5e10 tokens of 2 bytes, all zero, without blocks on the disk
+    with open(tmp_path / "huge.bin", "wb") as file:
+        file.truncate(2 * documents * length)
+    with open(tmp_path / "huge.idx", "wb") as file:
+        file.write(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, documents, documents + 1))
+        file.write(np.full(documents, length, "<i4").tobytes())
+        file.write((np.arange(documents, dtype="<i8") * 2 * length).tobytes())
+        file.write(np.arange(documents + 1, dtype="<i8").tobytes())
+    begin = time.perf_counter()
+    stream = SampleStream([DataSource(path=str(tmp_path / "huge"))], 4096, seed=0)
+    assert time.perf_counter() - begin < 2
+    assert stream.num_windows == (documents * length - 1) // 4096
+
+    def median_seconds(first):
+        times = []
+        for i in range(first, first + 200):
+            begin = time.perf_counter()
+            sample = stream.sample(i)
+            times.append(time.perf_counter() - begin)
+            _, window = stream.locate(i)
+            inside = range(window * 4096 + 1, (window + 1) * 4096)
+            assert [window * 4096 + s for s in sample.document_starts] == [p for p in inside if p % length == 0]
+        return sorted(times)[100]
+
+    near, far = median_seconds(0), median_seconds(10**9)
+    assert far < 0.002
+    assert far < 4 * near
+    before = resident_bytes()
+    for i in range(20_000):
+        stream.sample(10**7 + i)
+    # The touched part of the mapped index counts: at most its 16 MB of offsets and 16 MB of documents.
+    assert resident_bytes() - before < 48e6
+
+
+# -- errors and threads ------------------------------------------------------------------------------------------------
+
+
+def test_source_errors(tmp_path, source):
+    short = write(tmp_path / "short", S)
+    with pytest.raises(ConfigError, match=r"short has 16 tokens, too few for one sequence of data\.seq_length 16"):
+        SampleStream([source, short], S, 0)
+    assert SampleStream([write(tmp_path / "enough", S + 1)], S, 0).num_windows == 1
+    with pytest.raises(ConfigError, match=r"none\.idx does not exist"):
+        SampleStream([DataSource(path=str(tmp_path / "none"))], S, 0)
+    one = write(tmp_path / "one", 100, provenance={"tokenizer_sha256": "1"})
+    two = write(tmp_path / "two", 100, provenance={"tokenizer_sha256": "2"})
+    with pytest.raises(ConfigError, match=r"one and .*two were prepared with different tokenizers"):
+        SampleStream([one, source, two], S, 0)
+    with pytest.raises(ConfigError, match="outside of the vocabulary of 3"):
+        SampleStream([source], S, 0, vocab_size=3).sample(0)
+
+
+def test_fingerprint(tmp_path, source):
+    stream = lambda sources, length=S, seed=0: SampleStream(sources, length, seed).fingerprint  # noqa: E731
+    reference = stream([source])
+    (tmp_path / "elsewhere").mkdir()
+    assert stream([write(tmp_path / "elsewhere" / "b", 5000)]) == reference
+    other = write(tmp_path / "c", 5000, seed=1)
+    changed = [
+        stream([source], seed=1),
+        stream([source], length=S + 1),
+        stream([other]),
+        stream([source, other]),
+        stream([other, source]),
+        stream([source, DataSource(path=other.path, weight=2)]),
+    ]
+    assert len({reference, *changed}) == 1 + len(changed)
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+def test_threads_do_not_change_the_order(stream, monkeypatch):
+    plain = stream.sample
+    rng = random.Random(0)
+
+    def slow(index, seed=None):
+        time.sleep(rng.choice([0, 0, 0.004]))
+        return plain(index, seed)
+
+    monkeypatch.setattr(stream, "sample", slow)
+    loader = Loader(stream, dp_rank=1, dp_size=2, micro_batch_size=2, num_workers=4)
+    ids = [batch.sample_ids for batch in loader.step_batches(8, 80 * S)]
+    assert ids == [[i, i + 1] for i in range(10, 88, 4)]
+    loader.close()
+    assert loader_threads() == []
+
+
+def test_prefetch_goes_on_into_the_next_step(stream, monkeypatch):
+    asked = []
+    plain = stream.sample
+    monkeypatch.setattr(stream, "sample", lambda index, seed=None: asked.append(index) or plain(index, seed))
+    loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=2, num_workers=1)
+    list(loader.step_batches(0, 4 * S, next_tokens_per_step=8 * S))
+    deadline = time.monotonic() + 10
+    while max(asked) < 7 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sorted(asked) == list(range(8))  # two batches ahead
+    assert [batch.sample_ids for batch in loader.step_batches(4, 8 * S)] == [[4, 5], [6, 7], [8, 9], [10, 11]]
+    assert sorted(asked) == list(range(12))  # none was prepared twice
+    # A step that does not come as announced, or a jump, is served right all the same.
+    list(loader.step_batches(12, 2 * S, next_tokens_per_step=8 * S))
+    assert [batch.sample_ids for batch in loader.step_batches(101, 4 * S)] == [[101, 102], [103, 104]]
+    loader.close()
+
+
+def test_an_error_in_a_thread_reaches_the_training_thread(stream, monkeypatch):
+    plain = stream.sample
+
+    def failing(index, seed=None):
+        if index == 9:
+            raise ConfigError("token file x: damaged")
+        return plain(index, seed)
+
+    monkeypatch.setattr(stream, "sample", failing)
+    loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=2, num_workers=2)
+    batches = loader.step_batches(0, 20 * S)
+    assert [next(batches).sample_ids for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ConfigError, match="token file x: damaged"):
+        next(batches)
+    loader.close()
+    assert loader_threads() == []
+
+
+def test_closing_in_the_middle_of_a_step(stream):
+    loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=2, num_workers=3)
+    next(loader.step_batches(0, 200 * S))
+    loader.close()
+    loader.close()
+    assert loader_threads() == []
