@@ -8,10 +8,13 @@ recomputes it. Every backend is deterministic: no atomics, the same bits from ru
 import torch
 from torch import Tensor
 
+from .backward import triton_backward
+from .forward import triton_forward
 from .quantize import Codes, tiles_of
 from .reference import RECIPES, Saved, twin_backward, twin_forward
 
-BACKENDS = ("twin", "triton")
+# name -> forward and backward, all with the signatures of the twins
+BACKENDS = {"twin": (twin_forward, twin_backward), "triton": (triton_forward, triton_backward)}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -50,6 +53,8 @@ def sage_attention(
     backend = _checked_backend(q, backend)
     _check(q, k, v, causal, cu_seqlens, recipe)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"scale must be positive and finite, got {scale}")
     return _forward(q, k, v, cu_seqlens, causal, scale, smooth_k, smooth_q, recipe, backend)[0]
 
 
@@ -58,8 +63,8 @@ def _checked_backend(q: Tensor, backend: str | None) -> str:
         backend = "triton" if q.is_cuda else "twin"
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
-    if backend == "triton" and q.dtype == torch.float32:
-        raise TypeError("the triton backend takes bfloat16 or float16, got float32 (backend='twin' takes it)")
+    if backend != "twin" and q.dtype == torch.float32:
+        raise TypeError(f"the {backend} backend takes bfloat16 or float16, got float32 (backend='twin' takes it)")
     return backend
 
 
@@ -122,8 +127,9 @@ def _forward(
     """[o, lse, q codes, q scale, k codes, k scale, q mean, k mean], shapes as in reference.Saved."""
     if q.numel() == 0:
         return _forward_fake(q, k, v, cu_seqlens, causal, scale, smooth_k, smooth_q, recipe, backend)
-    options = {"causal": causal, "scale": scale, "smooth_k": smooth_k, "smooth_q": smooth_q}
-    o, saved = twin_forward(q, k, v, **options, cu_seqlens=cu_seqlens, recipe=recipe)
+    o, saved = BACKENDS[backend][0](
+        q, k, v, causal=causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q, cu_seqlens=cu_seqlens, recipe=recipe
+    )
     means = [q.new_empty(0, dtype=torch.float32) if mean is None else mean for mean in (saved.q_mean, saved.k_mean)]
     return [o, saved.lse, *saved.q, *saved.k, *means]
 
@@ -183,7 +189,8 @@ def _backward(
         q_mean if q_mean.numel() else None,
         k_mean if k_mean.numel() else None,
     )
-    grads = twin_backward(do, k, v, o, kept, causal=causal, scale=scale, cu_seqlens=cu_seqlens, recipe=recipe)
+    options = {"causal": causal, "scale": scale, "cu_seqlens": cu_seqlens, "recipe": recipe}
+    grads = BACKENDS[backend][1](do, k, v, o, kept, **options)
     return tuple(grad.contiguous() for grad in grads)
 
 

@@ -8,7 +8,11 @@ group with a NaN or an infinity has a non-finite scale, so that everything compu
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from .pieces import as_codes, block_d, inverse_scale, largest_magnitude, load_tokens
 
 # Tokens that share a scale wherever "tile" is said: rows of P and dS along the keys, columns along the queries, and
 # Q, K, V and dO in the recipe `paper`. Larger tiles cost accuracy (dQ at sigma 1: .0173 with 64, .0205 with 128).
@@ -53,7 +57,8 @@ def tile_means(x: Tensor) -> Tensor:
 
 def scale_and_inverse(largest: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and what to multiply by before rounding, from max|X| of a group. Zero and NaN give the inverse 0."""
-    return largest / 127.0, torch.where(largest > SMALLEST, 127.0 / largest, 0.0)
+    inverse = torch.full_like(largest, 127.0) / largest  # `127.0 / largest` would round twice
+    return largest / 127.0, torch.where(largest > SMALLEST, inverse, 0.0)
 
 
 def quantize_twin(x: Tensor, *, mean: Tensor | None = None, per_tile: bool = False) -> Codes:
@@ -72,3 +77,86 @@ def quantize_twin(x: Tensor, *, mean: Tensor | None = None, per_tile: bool = Fal
     scale, inverse = scale_and_inverse(largest)
     codes = torch.round(values * inverse[..., None])
     return Codes(codes.nan_to_num(0.0).to(torch.int8), scale)
+
+
+@triton.jit
+def _quantize_kernel(
+    X, MEAN, CODES, TRANSPOSED, SCALE,
+    heads, tokens, padded, tiles, stride_b, stride_n, stride_h, mean_tiles,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, PER_TILE: tl.constexpr,
+    HAS_MEAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program quantizes one tile of tokens of one head."""
+    tile = tl.program_id(0) % tiles
+    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    x = load_tokens(
+        X + (bh // heads) * stride_b + (bh % heads) * stride_h,
+        tile * TILE, tokens, stride_n, TILE, HEAD_DIM, BLOCK_D, True,
+    ).to(tl.float32)  # fmt: skip
+    t = tile * TILE + tl.arange(0, TILE)
+    d = tl.arange(0, BLOCK_D)
+    inside = (t < tokens)[:, None] & (d < HEAD_DIM)[None, :]
+    if HAS_MEAN:
+        row = bh * mean_tiles + tl.minimum(tile, mean_tiles - 1)
+        mean = tl.load(MEAN + row * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+        x = tl.where(inside, x - mean[None, :], 0.0)
+    largest = largest_magnitude(x, PER_TILE)
+    codes = as_codes(x * inverse_scale(largest)[:, None])
+    tl.store(SCALE + bh * tokens + t, largest / 127.0, mask=t < tokens)
+    if ROWS:
+        tl.store(CODES + bh * tokens * HEAD_DIM + t[:, None] * HEAD_DIM + d[None, :], codes, mask=inside)
+    if COLUMNS:
+        pointers = TRANSPOSED + bh * padded * HEAD_DIM + d[None, :] * padded + t[:, None]
+        tl.store(pointers, codes, mask=(d < HEAD_DIM)[None, :] & (t < padded)[:, None])
+
+
+def quantize_triton(
+    x: Tensor, *, mean: Tensor | None = None, per_tile: bool = False, rows: bool = True, columns: bool = False
+) -> tuple[Codes, Tensor | None]:
+    """quantize_twin on a GPU; with `columns` also the codes transposed, int8 [B, heads, D, tokens padded to TILE].
+
+    INT8 matrix instructions want the contracted dimension contiguous, so the backward reads Q, K and dO that way too.
+    `rows=False` leaves the plain codes out (an empty tensor).
+    """
+    batch, n, heads, head_dim = x.shape
+    if x.stride(3) != 1:
+        x = x.contiguous()
+    tiles = tiles_of(n)
+    codes = torch.empty((batch, heads, n, head_dim) if rows else (0,), dtype=torch.int8, device=x.device)
+    scale = torch.empty((batch, heads, n), dtype=torch.float32, device=x.device)
+    shape = (batch, heads, head_dim, tiles * TILE)
+    transposed = torch.empty(shape, dtype=torch.int8, device=x.device) if columns else None
+    _quantize_kernel[(tiles * batch * heads,)](
+        x, mean, codes, transposed, scale,
+        heads, n, tiles * TILE, tiles, x.stride(0), x.stride(1), x.stride(2), 1 if mean is None else mean.shape[2],
+        HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), TILE=TILE, PER_TILE=per_tile,
+        HAS_MEAN=mean is not None, ROWS=rows, COLUMNS=columns, num_warps=4,
+    )  # fmt: skip
+    return Codes(codes, scale), transposed
+
+
+@triton.jit
+def _transpose_kernel(
+    CODES, TRANSPOSED, tokens, padded, tiles,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0) % tiles
+    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    start = tile * TILE
+    x = load_tokens(CODES + bh * tokens * HEAD_DIM, start, tokens, HEAD_DIM, TILE, HEAD_DIM, BLOCK_D, True)
+    d = tl.arange(0, BLOCK_D)
+    t = start + tl.arange(0, TILE)
+    pointers = TRANSPOSED + bh * padded * HEAD_DIM + d[:, None] * padded + t[None, :]
+    tl.store(pointers, tl.trans(x), mask=(d < HEAD_DIM)[:, None] & (t < padded)[None, :])
+
+
+def transpose_codes(codes: Tensor) -> Tensor:
+    """int8 [B, heads, N, D] -> [B, heads, D, N padded to TILE], zeros in the padding."""
+    batch, heads, n, head_dim = codes.shape
+    tiles = tiles_of(n)
+    out = torch.empty((batch, heads, head_dim, tiles * TILE), dtype=torch.int8, device=codes.device)
+    _transpose_kernel[(tiles * batch * heads,)](
+        codes, out, n, tiles * TILE, tiles,
+        HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), TILE=TILE, num_warps=4,
+    )  # fmt: skip
+    return out

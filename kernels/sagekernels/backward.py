@@ -1,0 +1,364 @@
+"""Portable Triton backward: one kernel for dK and dV, one for dQ, no atomics. The formulas are in reference.py.
+
+Both recompute S from the saved codes and dP in 16 bits. Each accumulates into registers over the other side of the
+scores, so each has the scale direction it needs as a reduction inside a warp: dK and dV work on S^T (a column of P and
+dS is a row there), dQ on S.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .forward import document_bounds_triton, mean_bias
+from .launch import launch_tiles, on_device_of
+from .pieces import (
+    LOG2E,
+    as_codes,
+    as_float,
+    block_d,
+    dot16,
+    inverse_scale,
+    largest_magnitude,
+    load_tokens,
+    load_transposed,
+    load_vector,
+)
+from .quantize import TILE, quantize_triton, tiles_of, transpose_codes
+from .reference import RECIPES, Saved
+
+
+@triton.jit
+def _rows_kernel(
+    DO, O, DO_SCALE, Q_SCALE, LSE, DELTA, SHIFT, FACTOR, heads, tokens, tiles, stride_b, stride_n, stride_h,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, FOLD_Q: tl.constexpr,
+):  # fmt: skip
+    """Per query: delta = rowsum(dO o O), and what folds the scales of dO and Q into P and dS without extra work.
+
+    With shift = lse - log s_dO (in log 2) and factor = s_Q / s_dO: P s_dO = exp2(S - shift), and
+    dS s_Q = (P s_dO) (dP factor - delta factor). Where s_dO is 0 the whole row of dO is 0, and so are both.
+    """
+    tile = tl.program_id(0) % tiles
+    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    batch, head = bh // heads, bh % heads
+    start = tile * TILE
+    do = load_tokens(DO + batch * stride_b + head * stride_h, start, tokens, stride_n, TILE, HEAD_DIM, BLOCK_D, True)
+    o = load_tokens(
+        O + (batch * tokens * heads + head) * HEAD_DIM, start, tokens, heads * HEAD_DIM, TILE, HEAD_DIM, BLOCK_D, True
+    )
+    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    do_scale = load_vector(DO_SCALE + bh * tokens, start, tokens, 0.0, TILE, True)
+    lse = load_vector(LSE + bh * tokens, start, tokens, 0.0, TILE, True)
+    factor = tl.where(do_scale == 0.0, 0.0, 1.0 / do_scale)
+    if FOLD_Q:
+        factor *= load_vector(Q_SCALE + bh * tokens, start, tokens, 0.0, TILE, True)
+    t = bh * tokens + start + tl.arange(0, TILE)
+    inside = start + tl.arange(0, TILE) < tokens
+    tl.store(DELTA + t, delta, mask=inside)
+    tl.store(SHIFT + t, lse * LOG2E - tl.log2(do_scale), mask=inside)
+    tl.store(FACTOR + t, factor, mask=inside)
+
+
+@triton.jit
+def _accumulate_dkdv(
+    dk, dv, k8, k_scale, v, keys, starts, ends, lo, hi,
+    Q8, Q8T, Q_SCALE, Q_MEAN, DO, DO8T, SHIFT, FACTOR, DELTA, K, K_MEAN,
+    scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
+):  # fmt: skip
+    """Add the query tiles from lo to hi to dk (in units of 1 / scale) and dv."""
+    for i in tl.range(lo, hi, BLOCK_M):
+        i = tl.multiple_of(i, BLOCK_M)
+        q8 = load_tokens(Q8, i, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
+        q_scale = load_vector(Q_SCALE, i, n_q, 0.0, BLOCK_M, MASKED)
+        st = as_float(tl.dot(k8, tl.trans(q8))) * k_scale[:, None]
+        shift = load_vector(SHIFT, i, n_q, float("inf"), BLOCK_M, MASKED)
+        st = st * (q_scale * (scale * LOG2E))[None, :]
+        if SMOOTH_Q:
+            d = tl.arange(0, BLOCK_D)
+            q_mean = tl.load(Q_MEAN + (i // BLOCK_M) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+            bias = mean_bias(q_mean, K, K_MEAN, first, n_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D)
+            st += (bias * (scale * LOG2E))[:, None]
+        pt = tl.exp2(st - shift[None, :])
+        if MASKED:
+            rows = i + tl.arange(0, BLOCK_M)
+            seen = (rows < n_q)[None, :]
+            if IS_CAUSAL:
+                seen = seen & (keys[:, None] <= rows[None, :] + offset)
+            if PACKED:
+                seen = seen & (rows[None, :] >= starts[:, None]) & (rows[None, :] < ends[:, None])
+            pt = tl.where(seen, pt, 0.0)
+        largest = largest_magnitude(pt, PER_TILE)
+        p8 = as_codes(pt * inverse_scale(largest)[:, None])
+        do8t = load_transposed(DO8T, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
+        dv += as_float(tl.dot(p8, tl.trans(do8t))) * (largest / 127.0)[:, None]
+
+        do = load_tokens(DO, i, n_q, stride_dn, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
+        dpt = dot16(v, tl.trans(do))
+        factor = load_vector(FACTOR, i, n_q, 0.0, BLOCK_M, MASKED)
+        delta = load_vector(DELTA, i, n_q, 0.0, BLOCK_M, MASKED)
+        dst = pt * (dpt * factor[None, :] - (delta * factor)[None, :])
+        if SMOOTH_Q:
+            dk += tl.sum(dst, 1)[:, None] * q_mean[None, :]
+            dst = dst * q_scale[None, :]
+        largest = largest_magnitude(dst, PER_TILE)
+        ds8 = as_codes(dst * inverse_scale(largest)[:, None])
+        q8t = load_transposed(Q8T, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
+        dk += as_float(tl.dot(ds8, tl.trans(q8t))) * (largest / 127.0)[:, None]
+    return dk, dv
+
+
+@triton.jit
+def _dkdv_kernel(
+    Q8, Q8T, Q_SCALE, Q_MEAN, K8, K_SCALE, K, K_MEAN, V, DO, DO8T, SHIFT, FACTOR, DELTA, STARTS, ENDS, DK, DV,
+    scale, kv_heads, group, n_q, n_k, padded_q, tiles,
+    stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys of one key head, over all query heads that share it and all queries that see it."""
+    tile = tl.program_id(0) % tiles
+    bh_kv = (tl.program_id(0) // tiles).to(tl.int64)
+    batch, kv_head = bh_kv // kv_heads, bh_kv % kv_heads
+    heads = kv_heads * group
+    first = tile * BLOCK_N
+    keys = first + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    k8 = load_tokens(K8 + bh_kv * n_k * HEAD_DIM, first, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+    k_scale = load_vector(K_SCALE + bh_kv * n_k, first, n_k, 0.0, BLOCK_N, True)
+    V += batch * stride_vb + kv_head * stride_vh
+    v = load_tokens(V, first, n_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+    if SMOOTH_Q:
+        K += batch * stride_kb + kv_head * stride_kh
+        K_MEAN += bh_kv * HEAD_DIM
+
+    # Queries lo .. a need a mask (the diagonal, a document's start), a .. b none, b .. hi again (ends).
+    offset = n_k - n_q
+    lo = 0
+    a = 0
+    hi = n_q
+    clear = n_q
+    starts = keys
+    ends = keys
+    last = tl.minimum(first + BLOCK_N, n_k) - 1
+    if IS_CAUSAL:
+        lo = tl.maximum(first - offset, 0) // BLOCK_M * BLOCK_M
+        a = tl.cdiv(tl.maximum(last - offset, 0), BLOCK_M) * BLOCK_M
+    if PACKED:
+        starts = tl.load(STARTS + keys, mask=keys < n_k, other=0)
+        ends = tl.load(ENDS + keys, mask=keys < n_k, other=0)
+        lo = tl.maximum(lo, tl.load(STARTS + first) // BLOCK_M * BLOCK_M)
+        a = tl.maximum(a, tl.cdiv(tl.load(STARTS + last), BLOCK_M) * BLOCK_M)
+        hi = tl.load(ENDS + last)
+        clear = tl.load(ENDS + first)
+    a = tl.minimum(a, tl.cdiv(hi, BLOCK_M) * BLOCK_M)
+    b = tl.maximum(a, clear // BLOCK_M * BLOCK_M)
+
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for g in range(group):
+        head = kv_head * group + g
+        bh = batch * heads + head
+        q_base = Q8 + bh * n_q * HEAD_DIM
+        qt_base = Q8T + bh * padded_q * HEAD_DIM
+        do_base = DO + batch * stride_db + head * stride_dh
+        dot_base = DO8T + bh * padded_q * HEAD_DIM
+        mean_base = Q_MEAN
+        if SMOOTH_Q:
+            mean_base += bh * (padded_q // BLOCK_M) * HEAD_DIM
+        if IS_CAUSAL or PACKED:
+            dk, dv = _accumulate_dkdv(
+                dk, dv, k8, k_scale, v, keys, starts, ends, lo, a,
+                q_base, qt_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base, SHIFT + bh * n_q, FACTOR + bh * n_q,
+                DELTA + bh * n_q, K, K_MEAN, scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q,
+            )  # fmt: skip
+        dk, dv = _accumulate_dkdv(
+            dk, dv, k8, k_scale, v, keys, starts, ends, a, b,
+            q_base, qt_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base, SHIFT + bh * n_q, FACTOR + bh * n_q,
+            DELTA + bh * n_q, K, K_MEAN, scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q,
+        )  # fmt: skip
+        dk, dv = _accumulate_dkdv(
+            dk, dv, k8, k_scale, v, keys, starts, ends, b, hi,
+            q_base, qt_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base, SHIFT + bh * n_q, FACTOR + bh * n_q,
+            DELTA + bh * n_q, K, K_MEAN, scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q,
+        )  # fmt: skip
+
+    stride = kv_heads * HEAD_DIM
+    out = (batch * n_k * kv_heads + kv_head) * HEAD_DIM + keys.to(tl.int64)[:, None] * stride + d[None, :]
+    inside = (keys < n_k)[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(DK + out, dk * scale, mask=inside)
+    tl.store(DV + out, dv, mask=inside)
+
+
+@triton.jit
+def _accumulate_dq(
+    dq, q8, q_scale, q_mean, do, lse, delta, rows, starts, ends, lo, hi,
+    K8, K8T, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
+):  # fmt: skip
+    """Add the key tiles from lo to hi to dq (in units of 1 / scale)."""
+    for n in tl.range(lo, hi, BLOCK_N):
+        n = tl.multiple_of(n, BLOCK_N)
+        k8 = load_tokens(K8, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+        k_scale = load_vector(K_SCALE, n, n_k, 0.0, BLOCK_N, MASKED)
+        s = as_float(tl.dot(q8, tl.trans(k8))) * k_scale[None, :]
+        s = s * q_scale[:, None]
+        if SMOOTH_Q:
+            s += mean_bias(q_mean, K, K_MEAN, n, n_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D)[None, :]
+        p = tl.exp2(s - lse[:, None])
+        if MASKED:
+            columns = n + tl.arange(0, BLOCK_N)
+            seen = (columns < n_k)[None, :]
+            if IS_CAUSAL:
+                seen = seen & (columns[None, :] <= rows[:, None] + offset)
+            if PACKED:
+                seen = seen & (columns[None, :] >= starts[:, None]) & (columns[None, :] < ends[:, None])
+            p = tl.where(seen, p, 0.0)
+        v = load_tokens(V, n, n_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+        ds = p * (dot16(do, tl.trans(v)) - delta[:, None]) * k_scale[None, :]
+        largest = largest_magnitude(ds, PER_TILE)
+        ds8 = as_codes(ds * inverse_scale(largest)[:, None])
+        k8t = load_transposed(K8T, n, padded_k, BLOCK_N, HEAD_DIM, BLOCK_D)
+        dq += as_float(tl.dot(ds8, tl.trans(k8t))) * (largest / 127.0)[:, None]
+    return dq
+
+
+@triton.jit
+def _dq_kernel(
+    Q8, Q_SCALE, Q_MEAN, K8, K8T, K_SCALE, K, K_MEAN, V, DO, LSE, DELTA, STARTS, ENDS, DQ,
+    scale, heads, group, n_q, n_k, padded_k, tiles,
+    stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head, over all keys that it sees."""
+    tile = tl.program_id(0) % tiles
+    if IS_CAUSAL:  # the longest rows first
+        tile = tiles - 1 - tile
+    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    batch, head = bh // heads, bh % heads
+    kv_head = head // group
+    bh_kv = batch * (heads // group) + kv_head
+    K8 += bh_kv * n_k * HEAD_DIM
+    K8T += bh_kv * padded_k * HEAD_DIM
+    K_SCALE += bh_kv * n_k
+    V += batch * stride_vb + kv_head * stride_vh
+    if SMOOTH_Q:
+        K += batch * stride_kb + kv_head * stride_kh
+        K_MEAN += bh_kv * HEAD_DIM
+
+    first = tile * BLOCK_M
+    offset = n_k - n_q
+    rows = first + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    q8 = load_tokens(Q8 + bh * n_q * HEAD_DIM, first, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    q_scale = load_vector(Q_SCALE + bh * n_q, first, n_q, 0.0, BLOCK_M, True) * (scale * LOG2E)
+    do = load_tokens(DO + batch * stride_db + head * stride_dh, first, n_q, stride_dn, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    lse = load_vector(LSE + bh * n_q, first, n_q, float("inf"), BLOCK_M, True) * LOG2E
+    delta = load_vector(DELTA + bh * n_q, first, n_q, 0.0, BLOCK_M, True)
+    q_mean = q_scale
+    if SMOOTH_Q:  # BLOCK_M is one tile of means
+        q_mean = tl.load(Q_MEAN + (bh * tiles + tile) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0) * (scale * LOG2E)
+
+    # As in the forward: lo .. a masked, a .. b not, b .. hi masked.
+    lo = 0
+    hi = n_k
+    clear = n_k
+    starts = rows
+    ends = rows
+    a = 0
+    if IS_CAUSAL:
+        hi = tl.minimum(n_k, first + BLOCK_M + offset)
+        clear = first + offset + 1
+    if PACKED:
+        last = tl.minimum(first + BLOCK_M, n_q) - 1
+        starts = tl.load(STARTS + rows, mask=rows < n_q, other=0)
+        ends = tl.load(ENDS + rows, mask=rows < n_q, other=0)
+        lo = tl.load(STARTS + first) // BLOCK_N * BLOCK_N
+        a = tl.cdiv(tl.load(STARTS + last), BLOCK_N) * BLOCK_N
+        hi = tl.minimum(hi, tl.load(ENDS + last))
+        clear = tl.minimum(clear, tl.load(ENDS + first))
+        a = tl.minimum(a, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
+    b = tl.maximum(a, tl.minimum(clear, n_k) // BLOCK_N * BLOCK_N)
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if PACKED:
+        dq = _accumulate_dq(
+            dq, q8, q_scale, q_mean, do, lse, delta, rows, starts, ends, lo, a,
+            K8, K8T, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
+            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q,
+        )  # fmt: skip
+    dq = _accumulate_dq(
+        dq, q8, q_scale, q_mean, do, lse, delta, rows, starts, ends, a, b,
+        K8, K8T, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
+        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q,
+    )  # fmt: skip
+    dq = _accumulate_dq(
+        dq, q8, q_scale, q_mean, do, lse, delta, rows, starts, ends, b, hi,
+        K8, K8T, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
+        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q,
+    )  # fmt: skip
+    out = DQ + (batch * n_q * heads + head) * HEAD_DIM + rows.to(tl.int64)[:, None] * (heads * HEAD_DIM) + d[None, :]
+    tl.store(out, dq * scale, mask=(rows < n_q)[:, None] & (d < HEAD_DIM)[None, :])
+
+
+def triton_backward(
+    do: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    o: Tensor,
+    saved: Saved,
+    *,
+    causal: bool,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    recipe: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """reference.twin_backward on a GPU: same arguments, same results up to the order of float32 sums."""
+    per_tile, smooth_q = RECIPES[recipe].per_tile, saved.q_mean is not None
+    batch, n_q, heads, head_dim = do.shape
+    n_k, kv_heads = v.shape[1:3]
+    group, held = heads // kv_heads, block_d(head_dim)
+    do, v = (x if x.stride(3) == 1 else x.contiguous() for x in (do, v))
+    k = v if k is None else k if k.stride(3) == 1 else k.contiguous()  # read when Q was smoothed, else unused
+    with on_device_of(do):
+        do_codes, do8t = quantize_triton(do, per_tile=per_tile, rows=False, columns=True)
+        q8t, k8t = transpose_codes(saved.q.codes), transpose_codes(saved.k.codes)
+        delta, shift, factor = torch.empty((3, *saved.lse.shape), dtype=torch.float32, device=do.device)
+        _rows_kernel[(tiles_of(n_q) * batch * heads,)](
+            do, o, do_codes.scale, saved.q.scale, saved.lse, delta, shift, factor,
+            heads, n_q, tiles_of(n_q), *do.stride()[:3],
+            HEAD_DIM=head_dim, BLOCK_D=held, TILE=TILE, FOLD_Q=not smooth_q, num_warps=4,
+        )  # fmt: skip
+        k_mean = saved.k_mean
+        if smooth_q and k_mean is None:
+            k_mean = torch.zeros((batch, kv_heads, 1, head_dim), dtype=torch.float32, device=do.device)
+        starts, ends = (None, None) if cu_seqlens is None else document_bounds_triton(cu_seqlens, n_q)
+        dq = torch.empty(do.shape, dtype=v.dtype, device=do.device)
+        dk, dv = (torch.empty(v.shape, dtype=v.dtype, device=do.device) for _ in range(2))
+        strides = (*k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
+
+        tiles = launch_tiles("dkdv", do.device, held, exact=per_tile or smooth_q)
+        blocks = triton.cdiv(n_k, tiles.block_n)
+        _dkdv_kernel[(blocks * batch * kv_heads,)](
+            saved.q.codes, q8t, saved.q.scale, saved.q_mean, *saved.k, k, k_mean, v, do, do8t, shift, factor, delta,
+            starts, ends, dk, dv, scale, kv_heads, group, n_q, n_k, tiles_of(n_q) * TILE, blocks, *strides,
+            HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+            IS_CAUSAL=causal, PACKED=cu_seqlens is not None, PER_TILE=per_tile, SMOOTH_Q=smooth_q,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+        tiles = launch_tiles("dq", do.device, held, exact=per_tile or smooth_q)
+        blocks = triton.cdiv(n_q, tiles.block_m)
+        _dq_kernel[(blocks * batch * heads,)](
+            *saved.q, saved.q_mean, saved.k.codes, k8t, saved.k.scale, k, k_mean, v, do, saved.lse, delta,
+            starts, ends, dq, scale, heads, group, n_q, n_k, tiles_of(n_k) * TILE, blocks, *strides,
+            HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+            IS_CAUSAL=causal, PACKED=cu_seqlens is not None, PER_TILE=per_tile, SMOOTH_Q=smooth_q,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+    return dq, dk, dv

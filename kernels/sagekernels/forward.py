@@ -1,0 +1,229 @@
+"""Portable Triton forward: one program computes one tile of queries of one head (FlashAttention-2's schedule)."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import launch_tiles, on_device_of
+from .pieces import (
+    LN2,
+    LOG2E,
+    as_codes,
+    as_float,
+    block_d,
+    dot16,
+    load_tokens,
+    load_transposed,
+    load_vector,
+)
+from .quantize import TILE, quantize_triton, tile_means, token_mean
+from .reference import RECIPES, Saved
+
+
+@triton.jit
+def _documents_kernel(CU_SEQLENS, STARTS, ENDS, documents, tokens, halvings, BLOCK: tl.constexpr):
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros([BLOCK], tl.int32)  # cu_seqlens[low] <= t < cu_seqlens[high], by halving
+    high = tl.zeros([BLOCK], tl.int32) + documents
+    for _ in range(halvings):
+        middle = (low + high) // 2
+        before = tl.load(CU_SEQLENS + middle) <= t
+        low = tl.where(before & (middle > low), middle, low)
+        high = tl.where(before, high, tl.maximum(middle, low + 1))
+    tl.store(STARTS + t, tl.load(CU_SEQLENS + low), mask=t < tokens)
+    tl.store(ENDS + t, tl.load(CU_SEQLENS + high), mask=t < tokens)
+
+
+def document_bounds_triton(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """reference.document_bounds in one launch: each token finds its document on the device."""
+    starts, ends = torch.empty((2, length), dtype=torch.int32, device=cu_seqlens.device)
+    documents = cu_seqlens.numel() - 1
+    grid = (triton.cdiv(length, 256),)
+    halvings = documents.bit_length() + 1
+    _documents_kernel[grid](cu_seqlens.contiguous(), starts, ends, documents, length, halvings, BLOCK=256)
+    return starts, ends
+
+
+@triton.jit
+def mean_bias(q_mean, K, K_MEAN, start, tokens, stride, N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[N]: mean query of a tile times the keys from `start` on, which a smoothed Q leaves out of its codes."""
+    keys = load_tokens(K, start, tokens, stride, N, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    d = tl.arange(0, BLOCK_D)
+    k_mean = tl.load(K_MEAN + d, mask=d < HEAD_DIM, other=0.0)
+    return tl.sum((keys - k_mean[None, :]) * q_mean[None, :], 1)
+
+
+@triton.jit
+def _attend(
+    acc, l, m, q8, q_scale, q_mean, rows, starts, ends, lo, hi,
+    K8, K_SCALE, V, V8T, V_SCALE, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, INT8_PV: tl.constexpr, SMOOTH_Q: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the key tiles from lo to hi. Scores are in units of log 2; q_scale holds scale * log2(e)."""
+    for n in tl.range(lo, hi, BLOCK_N):
+        n = tl.multiple_of(n, BLOCK_N)
+        k8 = load_tokens(K8, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+        k_scale = load_vector(K_SCALE, n, n_k, 0.0, BLOCK_N, MASKED)
+        s = as_float(tl.dot(q8, tl.trans(k8))) * k_scale[None, :]
+        s = s * q_scale[:, None]
+        if SMOOTH_Q:
+            s += mean_bias(q_mean, K, K_MEAN, n, n_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D)[None, :]
+        if MASKED:
+            columns = n + tl.arange(0, BLOCK_N)
+            seen = (columns < n_k)[None, :]
+            if IS_CAUSAL:
+                seen = seen & (columns[None, :] <= rows[:, None] + offset)
+            if PACKED:
+                seen = seen & (columns[None, :] >= starts[:, None]) & (columns[None, :] < ends[:, None])
+            s = tl.where(seen, s, float("-inf"))
+        tile_m = tl.max(s, 1)
+        new_m = tl.maximum(m, tile_m)
+        if MASKED:  # a row may have seen no key yet
+            finite_m = tl.where(new_m == float("-inf"), 0.0, new_m)
+            finite_tile_m = tl.where(tile_m == float("-inf"), 0.0, tile_m)
+        else:
+            finite_m = new_m
+            finite_tile_m = tile_m
+        alpha = tl.exp2(m - finite_m)
+        if INT8_PV:
+            p = tl.exp2(s - finite_tile_m[:, None])
+            beta = tl.exp2(tile_m - finite_m)
+            v8t = load_transposed(V8T, n, padded_k, BLOCK_N, HEAD_DIM, BLOCK_D)
+            product = as_float(tl.dot(as_codes(p * 127.0), tl.trans(v8t)))
+            acc = acc * alpha[:, None] + product * (beta * (tl.load(V_SCALE + n) / 127.0))[:, None]
+            l = l * alpha + tl.sum(p, 1) * beta
+        else:
+            p = tl.exp2(s - finite_m[:, None])
+            v = load_tokens(V, n, n_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+            acc = acc * alpha[:, None]
+            acc += dot16(p.to(V.dtype.element_ty), v)
+            l = l * alpha + tl.sum(p, 1)
+        m = new_m
+    return acc, l, m
+
+
+@triton.jit
+def _forward_kernel(
+    Q8, Q_SCALE, K8, K_SCALE, V, V8T, V_SCALE, K, Q_MEAN, K_MEAN, STARTS, ENDS, O, LSE,
+    scale, heads, group, n_q, n_k, padded_k, tiles,
+    stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, INT8_PV: tl.constexpr, SMOOTH_Q: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0) % tiles
+    if IS_CAUSAL:  # the longest rows first
+        tile = tiles - 1 - tile
+    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    batch, head = bh // heads, bh % heads
+    kv_heads = heads // group
+    bh_kv = batch * kv_heads + head // group
+    Q8 += bh * n_q * HEAD_DIM
+    Q_SCALE += bh * n_q
+    K8 += bh_kv * n_k * HEAD_DIM
+    K_SCALE += bh_kv * n_k
+    V += batch * stride_vb + (head // group) * stride_vh
+    if SMOOTH_Q:
+        K += batch * stride_kb + (head // group) * stride_kh
+        K_MEAN += bh_kv * HEAD_DIM
+    if INT8_PV:
+        V8T += bh_kv * padded_k * HEAD_DIM
+        V_SCALE += bh_kv * n_k
+
+    first = tile * BLOCK_M
+    offset = n_k - n_q
+    rows = first + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    q8 = load_tokens(Q8, first, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    q_scale = load_vector(Q_SCALE, first, n_q, 0.0, BLOCK_M, True) * (scale * LOG2E)
+    q_mean = q_scale
+    if SMOOTH_Q:  # BLOCK_M is one tile of means
+        q_mean = tl.load(Q_MEAN + (bh * tiles + tile) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0) * (scale * LOG2E)
+
+    # Keys lo .. a need a mask (a document starts among the rows), a .. b none, b .. hi again (diagonal, end).
+    lo = 0
+    hi = n_k
+    clear = n_k
+    starts = rows
+    ends = rows
+    a = 0
+    if IS_CAUSAL:
+        hi = tl.minimum(n_k, first + BLOCK_M + offset)
+        clear = first + offset + 1
+    if PACKED:
+        last = tl.minimum(first + BLOCK_M, n_q) - 1
+        starts = tl.load(STARTS + rows, mask=rows < n_q, other=0)
+        ends = tl.load(ENDS + rows, mask=rows < n_q, other=0)
+        lo = tl.load(STARTS + first) // BLOCK_N * BLOCK_N
+        a = tl.cdiv(tl.load(STARTS + last), BLOCK_N) * BLOCK_N
+        hi = tl.minimum(hi, tl.load(ENDS + last))
+        clear = tl.minimum(clear, tl.load(ENDS + first))
+        a = tl.minimum(a, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
+    b = tl.maximum(a, tl.minimum(clear, n_k) // BLOCK_N * BLOCK_N)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if PACKED:
+        acc, l, m = _attend(
+            acc, l, m, q8, q_scale, q_mean, rows, starts, ends, lo, a,
+            K8, K_SCALE, V, V8T, V_SCALE, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
+            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, INT8_PV, SMOOTH_Q,
+        )  # fmt: skip
+    acc, l, m = _attend(
+        acc, l, m, q8, q_scale, q_mean, rows, starts, ends, a, b,
+        K8, K_SCALE, V, V8T, V_SCALE, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
+        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, False, INT8_PV, SMOOTH_Q,
+    )  # fmt: skip
+    acc, l, m = _attend(
+        acc, l, m, q8, q_scale, q_mean, rows, starts, ends, b, hi,
+        K8, K_SCALE, V, V8T, V_SCALE, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
+        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, INT8_PV, SMOOTH_Q,
+    )  # fmt: skip
+
+    tl.store(LSE + bh * n_q + rows, (m + tl.log2(l)) * LN2, mask=rows < n_q)
+    out = O + (batch * n_q * heads + head) * HEAD_DIM + rows.to(tl.int64)[:, None] * (heads * HEAD_DIM) + d[None, :]
+    tl.store(out, acc / l[:, None], mask=(rows < n_q)[:, None] & (d < HEAD_DIM)[None, :])
+
+
+def triton_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    smooth_k: bool,
+    smooth_q: bool,
+    cu_seqlens: Tensor | None,
+    recipe: str,
+) -> tuple[Tensor, Saved]:
+    """reference.twin_forward on a GPU: same arguments, same results up to the order of float32 sums."""
+    rules = RECIPES[recipe]
+    batch, n_q, heads, head_dim = q.shape
+    n_k, kv_heads = k.shape[1:3]
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    with on_device_of(q):
+        k_mean = token_mean(k) if smooth_k else None
+        q_mean = tile_means(q) if smooth_q else None
+        q_codes, _ = quantize_triton(q, mean=q_mean, per_tile=rules.per_tile)
+        k_codes, _ = quantize_triton(k, mean=k_mean, per_tile=rules.per_tile)
+        v_codes, v8t = quantize_triton(v, per_tile=True, rows=False, columns=True) if rules.int8_pv else (None, None)
+        bias_mean = k_mean
+        if smooth_q and k_mean is None:
+            bias_mean = torch.zeros((batch, kv_heads, 1, head_dim), dtype=torch.float32, device=q.device)
+        starts, ends = (None, None) if cu_seqlens is None else document_bounds_triton(cu_seqlens, n_q)
+        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
+        tiles = launch_tiles("forward", q.device, block_d(head_dim), exact=rules.int8_pv or smooth_q)
+        blocks = triton.cdiv(n_q, tiles.block_m)
+        _forward_kernel[(blocks * batch * heads,)](
+            *q_codes, *k_codes, v, v8t, None if v_codes is None else v_codes.scale, k, q_mean, bias_mean, starts, ends,
+            o, lse, scale, heads, heads // kv_heads, n_q, n_k, triton.cdiv(n_k, TILE) * TILE, blocks,
+            *k.stride()[:3], *v.stride()[:3],
+            HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+            IS_CAUSAL=causal, PACKED=cu_seqlens is not None, INT8_PV=rules.int8_pv, SMOOTH_Q=smooth_q,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+    return o, Saved(lse, q_codes, k_codes, q_mean, k_mean if smooth_q else None)

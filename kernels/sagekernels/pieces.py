@@ -1,0 +1,123 @@
+"""Small jit functions that every portable Triton kernel uses: loads, INT8 conversions, reductions that keep NaN."""
+
+import os
+
+import triton
+import triton.language as tl
+
+# Triton's CPU interpreter holds bfloat16 as bits, so products have to be widened there. Read once, like Triton does.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+# Adding 1.5 * 2^23 rounds a float to the nearest even integer and leaves it in the low bits; adding the same bits to an
+# integer turns it into a float. Exact below 2^22 (127 * 127 * 256 is), and faster than the conversion instructions.
+MAGIC = tl.constexpr(12582912.0)
+MAGIC_BITS = tl.constexpr(0x4B400000)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+SMALLEST_INVERTIBLE = tl.constexpr(2.0**-119)
+
+
+@triton.jit
+def as_float(x):
+    """int32 (below 2^22) -> float32."""
+    return (x + MAGIC_BITS).to(tl.float32, bitcast=True) - MAGIC
+
+
+@triton.jit
+def as_codes(x):
+    """float32 in -127 .. 127 -> int8, to nearest even."""
+    return (x + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def inverse_scale(largest):
+    """127 / max|X|, and 0 for a group of zeros: what to multiply by before rounding."""
+    return tl.where(largest > SMALLEST_INVERTIBLE, 127.0 / largest, 0.0)
+
+
+@triton.jit
+def _larger_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def max_or_nan(x, AXIS: tl.constexpr):
+    """Maximum along AXIS, NaN when any element is."""
+    if INTERPRETED:
+        return tl.max(x, AXIS) + tl.sum(tl.where(x != x, x, 0.0), AXIS)
+    else:
+        return tl.reduce(x, AXIS, _larger_or_nan)
+
+
+@triton.jit
+def dot16(a, b):
+    """16-bit matrix product with float32 accumulation."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def load_tokens(
+    base,
+    start,
+    tokens,
+    stride,
+    TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """[TILE, BLOCK_D] of a [tokens, HEAD_DIM] matrix with contiguous rows `stride` apart; zeros outside.
+
+    BOUNDED says that the tile may pass the last token.
+    """
+    t = tl.arange(0, TILE)
+    d = tl.arange(0, BLOCK_D)
+    pointers = base + tl.cast(start, tl.int64) * stride + t[:, None] * stride + d[None, :]
+    if BOUNDED:
+        if BLOCK_D == HEAD_DIM:
+            return tl.load(pointers, mask=(start + t < tokens)[:, None], other=0.0)
+        else:
+            return tl.load(pointers, mask=(start + t < tokens)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    else:
+        if BLOCK_D == HEAD_DIM:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=(d < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def load_transposed(base, start, padded, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[BLOCK_D, TILE] of a [HEAD_DIM, padded] matrix of codes; `padded` is a multiple of TILE: no token is outside."""
+    d = tl.arange(0, BLOCK_D)
+    pointers = base + start + d[:, None] * padded + tl.arange(0, TILE)[None, :]
+    if BLOCK_D == HEAD_DIM:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=(d < HEAD_DIM)[:, None], other=0)
+
+
+@triton.jit
+def load_vector(base, start, tokens, other, TILE: tl.constexpr, BOUNDED: tl.constexpr):
+    """[TILE] of a vector of `tokens` entries, `other` past its end."""
+    t = tl.arange(0, TILE)
+    if BOUNDED:
+        return tl.load(base + start + t, mask=start + t < tokens, other=other)
+    else:
+        return tl.load(base + start + t)
+
+
+@triton.jit
+def largest_magnitude(x, PER_TILE: tl.constexpr):
+    """max|x| along the last axis of a tile, [rows]; of the whole tile, repeated, when PER_TILE. Keeps NaN."""
+    rows = max_or_nan(tl.abs(x), 1)
+    if PER_TILE:
+        return tl.zeros_like(rows) + max_or_nan(rows, 0)
+    else:
+        return rows
+
+
+def block_d(head_dim: int) -> int:
+    """Head dimension as the kernels hold it: a power of two that INT8 matrix instructions accept."""
+    return max(32, triton.next_power_of_2(head_dim))

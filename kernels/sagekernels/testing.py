@@ -1,0 +1,97 @@
+"""Inputs and error metrics that tests, the accuracy tables, admission and the benchmark share. Float64 is the judge."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .reference import attention_reference
+
+
+class Shape(NamedTuple):
+    """One attention problem. `documents` are the lengths of the documents packed in a row (batch 1), empty for none."""
+
+    batch: int = 1
+    n_q: int = 256
+    n_k: int = 256
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 64
+    causal: bool = True
+    documents: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        packed = f" docs{len(self.documents)}" if self.documents else ""
+        kind = "causal" if self.causal else "full"
+        n = f"{self.n_q}" if self.n_q == self.n_k else f"{self.n_q}x{self.n_k}"
+        return f"B{self.batch} N{n} H{self.heads}/{self.kv_heads} D{self.head_dim} {kind}{packed}"
+
+    def cu_seqlens(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """int32 [documents + 1], or None."""
+        if not self.documents:
+            return None
+        return torch.tensor([0, *self.documents], device=device).cumsum(0).to(torch.int32)
+
+
+class Results(NamedTuple):
+    """Output and gradients of one attention call."""
+
+    o: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def random_inputs(
+    shape: Shape,
+    *,
+    sigma: float = 1.0,
+    k_mean: float = 0.0,
+    do_scale: float = 1.0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k (std sigma; k shifted per channel by normal numbers of std k_mean), v (std 1), do (std do_scale)."""
+    g = torch.Generator(device).manual_seed(seed)
+    b, d = shape.batch, shape.head_dim
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=g, device=device)
+
+    q = normal(b, shape.n_q, shape.heads, d) * sigma
+    k = normal(b, shape.n_k, shape.kv_heads, d) * sigma + normal(1, 1, shape.kv_heads, d) * k_mean
+    v = normal(b, shape.n_k, shape.kv_heads, d)
+    do = normal(b, shape.n_q, shape.heads, d) * do_scale
+    return q.to(dtype), k.to(dtype), v.to(dtype), do.to(dtype)
+
+
+def exact_results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options) -> Results:
+    """attention_reference and its gradients in float64."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    o = attention_reference(*leaves, **options)
+    return Results(o.detach(), *torch.autograd.grad(o, leaves, do.double()))
+
+
+def results_of(attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options) -> Results:
+    """Output and gradients of `attention(q, k, v, **options)`."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = attention(*leaves, **options)
+    return Results(o.detach(), *torch.autograd.grad(o, leaves, do))
+
+
+def rel_l2(value: Tensor, exact: Tensor) -> float:
+    """||value - exact|| / ||exact||; NaN where value is, 0 where both vanish."""
+    value, exact = value.double(), exact.double()
+    error, size = (value - exact).norm().item(), exact.norm().item()
+    return error if error == 0.0 or error != error else error / size if size > 0 else float("inf")
+
+
+def cosine(value: Tensor, exact: Tensor) -> float:
+    """Cosine similarity of two tensors taken as vectors."""
+    return torch.nn.functional.cosine_similarity(value.double().flatten(), exact.double().flatten(), dim=0).item()
+
+
+def errors(value: Results, exact: Results) -> dict[str, float]:
+    """rel_l2 of o, dq, dk and dv by name."""
+    return {name: rel_l2(a, b) for name, a, b in zip(Results._fields, value, exact, strict=True)}

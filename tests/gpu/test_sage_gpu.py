@@ -1,0 +1,172 @@
+"""The Triton kernels of sagekernels on a real GPU: `make test-gpu`.
+
+Every case is judged twice: against the twin (the kernel computes what the specification says) and against float64 (what
+it says is attention). Uninitialized memory is poisoned, so an element that no kernel writes cannot pass.
+"""
+
+import pytest
+import torch
+
+from sagekernels import sage_attention
+from sagekernels.testing import Shape, errors, exact_results, random_inputs, results_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+BACKENDS = ["triton"]
+
+SHAPES = [
+    Shape(2, 1024, 1024, 4, 4, 64),
+    Shape(1, 1000, 1000, 4, 2, 64, causal=False),
+    Shape(1, 777, 777, 7, 1, 128),
+    Shape(2, 512, 512, 2, 2, 128, causal=False),
+    Shape(1, 333, 333, 3, 3, 80),
+    Shape(1, 300, 300, 2, 1, 96),
+    Shape(1, 200, 200, 2, 1, 192),
+    Shape(1, 321, 321, 2, 2, 256),
+    Shape(1, 130, 130, 2, 2, 16),
+    Shape(1, 130, 130, 2, 2, 32),
+    Shape(1, 100, 1000, 2, 1, 64),
+    Shape(1, 1, 333, 2, 2, 64),
+    Shape(1, 1, 1, 2, 2, 64),
+    Shape(1, 2000, 2000, 2, 1, 64, documents=(1, 0, 63, 64, 65, 700, 1, 1, 1105, 0, 0)),
+    Shape(1, 2000, 2000, 2, 2, 128, causal=False, documents=(500, 1, 499, 1000, 0, 0)),
+    Shape(1, 100, 100, 2, 2, 64, documents=(1,) * 100),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN and largest integers
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("smooth_q", [False, True], ids=["", "smooth_q"])
+@pytest.mark.parametrize("recipe", ["fine", "paper"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_agrees_with_the_twin_and_with_float64(shape, dtype, recipe, smooth_q, backend):
+    if smooth_q and dtype == torch.float16:
+        return  # the combination adds compile time and no code path
+    inputs = random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype, device="cuda")
+    options = {"causal": shape.causal, "cu_seqlens": shape.cu_seqlens("cuda")}
+    exact = exact_results(*inputs, **options)
+    twin = results_of(sage_attention, *inputs, **options, recipe=recipe, smooth_q=smooth_q, backend="twin")
+    ours = results_of(sage_attention, *inputs, **options, recipe=recipe, smooth_q=smooth_q, backend=backend)
+    between = errors(ours, twin)
+    judged, expected = errors(ours, exact), errors(twin, exact)
+    vanishing = 1e-3 * exact.dv.norm().item()  # with one key per query dS is rounding noise alone
+    for name in between:
+        value, truth = getattr(ours, name), getattr(exact, name)
+        assert torch.isfinite(value).all(), name
+        if truth.norm().item() < vanishing:
+            assert value.double().norm().item() < vanishing, name
+            continue
+        assert between[name] < (0.012 if name in ("dq", "dk") else 0.006), (name, between)
+        assert judged[name] < 1.1 * expected[name] + 2e-3, (name, judged, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("do_scale", [1e-20, 1e-7, 1e4])
+def test_gradients_of_any_size(do_scale, backend):
+    shape = Shape(1, 512, 512, 2, 2, 64)
+    inputs = random_inputs(shape, do_scale=do_scale, device="cuda")
+    judged = errors(results_of(sage_attention, *inputs, backend=backend), exact_results(*inputs))
+    assert max(judged.values()) < 0.03, judged
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_zero_gradient_is_zero(backend):
+    q, k, v, do = random_inputs(Shape(), device="cuda")
+    grads = results_of(sage_attention, q, k, v, torch.zeros_like(do), backend=backend)
+    assert all((x == 0).all() for x in grads[1:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_inputs_and_gradients(backend):
+    q, k, v, do = random_inputs(Shape(2, 300, 300, 4, 4, 64), device="cuda")
+    expected = results_of(sage_attention, q, k, v, do, backend=backend)
+    packed = torch.stack((q, k, v), 2)  # one projection, [B, N, 3, H, D]
+    heads_first = do.transpose(1, 2).contiguous().transpose(1, 2)
+    got = results_of(sage_attention, *packed.unbind(2), heads_first, backend=backend)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    odd = [x.mT.contiguous().mT for x in (q, k, v)]  # head_dim not contiguous
+    got = results_of(sage_attention, *odd, do[:1, :1].expand_as(do), backend=backend)
+    assert all(torch.isfinite(x).all() for x in got)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["q", "k", "v", "do"])
+def test_non_finite_values_propagate(where, bad, backend):
+    inputs = random_inputs(Shape(1, 300, 300, 2, 2, 64), device="cuda")
+    inputs[["q", "k", "v", "do"].index(where)][0, 170, 1, 3] = bad
+    got = results_of(sage_attention, *inputs, smooth_k=False, backend=backend)
+    finite = {name: torch.isfinite(x).all(-1) for name, x in zip(got._fields, got, strict=True)}
+    assert all(x[:, :, 0].all() for x in finite.values())  # the other head
+    assert not finite["dq"][0, 170, 1] and not finite["dk" if where != "do" else "dv"][0, :171, 1].any()
+    if where != "do":
+        assert not finite["o"][0, 170, 1] and finite["o"][0, :128, 1].all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_same_bits_from_run_to_run(backend):
+    shape = Shape(1, 3000, 3000, 8, 2, 64, documents=(1000, 1999, 1, 0, 0))
+    inputs = random_inputs(shape, device="cuda")
+    runs = [results_of(sage_attention, *inputs, cu_seqlens=shape.cu_seqlens("cuda"), backend=backend) for _ in range(3)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiles_into_one_graph(backend):
+    q, k, v, do = random_inputs(Shape(2, 300, 300, 4, 2, 64), device="cuda")
+
+    def block(q, k, v):
+        return sage_attention(q * 1.5, k, v, backend=backend) * 2
+
+    expected = results_of(block, q, k, v, do)
+    got = results_of(torch.compile(block, fullgraph=True), q, k, v, do)
+    assert max(errors(got, expected).values()) < 5e-3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_captured_by_a_cuda_graph(backend):
+    shape = Shape(1, 600, 600, 4, 2, 64, documents=(100, 500, 0, 0))
+    q, k, v, do = random_inputs(shape, device="cuda")
+    cu_seqlens = shape.cu_seqlens("cuda")
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def step():
+        o = sage_attention(*leaves, cu_seqlens=cu_seqlens, backend=backend)
+        return o, *torch.autograd.grad(o, leaves, do)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.use_deterministic_algorithms(False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    fresh = random_inputs(shape, device="cuda", seed=1)
+    other = Shape(1, 600, 600, 4, 2, 64, documents=(300, 299, 1, 0)).cu_seqlens("cuda")
+    with torch.no_grad():
+        for leaf, x in zip(leaves, fresh[:3], strict=True):
+            leaf.copy_(x)
+    do.copy_(fresh[3])
+    cu_seqlens.copy_(other)
+    graph.replay()
+    expected = results_of(sage_attention, *fresh, cu_seqlens=other, backend=backend)
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_than_two_to_the_31_elements(backend):
+    """Addresses past 2^31 elements: the last head of a long row against the same head alone."""
+    n, heads = 1 << 18, 132
+    packed = torch.randn(1, n, heads, 64, device="cuda", dtype=torch.bfloat16)
+    assert packed.numel() > 1 << 31
+    far = packed[:, -512:, -2:]
+    near = far.contiguous()
+    ours = sage_attention(far, far, far, backend=backend)
+    assert torch.equal(ours, sage_attention(near, near, near, backend=backend))
