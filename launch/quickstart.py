@@ -7,6 +7,7 @@ with SIGTERM, and continue; then the model is evaluated and writes a few tokens.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 RUN_DIR, DATA_DIR = Path("runs/quickstart"), Path("runs/quickstart-data")
 CONFIG = "configs/quickstart.yaml"
-PREPARE = f"sagetrain prepare python-stdlib --output {DATA_DIR}/stdlib --train-tokenizer 2048 --valid-fraction 0.02 --workers 2"
+PREPARE = f"sagetrain prepare python-stdlib --output {DATA_DIR}/train --vocab-size 2048 --valid-fraction 0.02"
 TRAIN = f"deepspeed --num_accelerators 2 launch/train.py --config {CONFIG}"
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -39,12 +40,17 @@ console = Console()
 def start(command: str) -> subprocess.Popen:
     """Show a command and start it from the repository's root."""
     console.print(f"\n[bold green]$ {command}")
-    return subprocess.Popen(shlex.split(command), cwd=ROOT, env={**os.environ, **ENVIRONMENT})
+    return subprocess.Popen(shlex.split(command), cwd=ROOT, env={**os.environ, **ENVIRONMENT}, start_new_session=True)
 
 
 def run(command: str) -> None:
     """Show a command, run it, and end here if it fails."""
-    code = start(command).wait()
+    process = start(command)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the command runs in a session of its own, where Ctrl-C does not reach it
+        os.killpg(process.pid, signal.SIGTERM)
+        raise
     if code:
         sys.exit(f"failed with exit code {code}: {command}")
 
@@ -65,17 +71,24 @@ def rows(key: str) -> list[dict]:
 
 
 def train_and_stop_in_the_middle(total_tokens: int) -> None:
-    """Start training and send the launcher SIGTERM at half of the tokens, as a cluster does when it wants the node."""
+    """Start training and send the job SIGTERM at half of the tokens, as a cluster does when it wants the node."""
     launcher = start(TRAIN)
     while launcher.poll() is None:
         seen = rows("train/loss")
         if seen and seen[-1]["tokens"] >= total_tokens // 2:
-            console.print("\n[bold yellow]half way: sending SIGTERM to the launcher")
-            launcher.send_signal(signal.SIGTERM)
+            console.print("\n[bold yellow]half way: sending SIGTERM to the launcher and its processes")
+            os.killpg(launcher.pid, signal.SIGTERM)
             launcher.wait()
+            wait_until_released()
             return
         time.sleep(0.2)
     sys.exit(f"training ended before it could be stopped, with exit code {launcher.returncode}")
+
+
+def wait_until_released() -> None:
+    """Wait for the ranks to save and leave: a run holds a lock on its folder."""
+    with (ROOT / RUN_DIR / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def loss_table() -> Table:
@@ -108,7 +121,7 @@ def main() -> None:
     begin = time.perf_counter()
     if rows("train/loss"):
         sys.exit(f"{RUN_DIR} holds an earlier quickstart; remove it to start again: rm -r {RUN_DIR}")
-    if not (ROOT / DATA_DIR / "stdlib.idx").exists():
+    if not (ROOT / DATA_DIR / "train.idx").exists():
         run(PREPARE)
     run(f"sagetrain plan {CONFIG} --world-size 2")
     train_and_stop_in_the_middle(total)

@@ -33,10 +33,62 @@ Overrides = Annotated[
 
 
 @app.command()
+def prepare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            help="Files (.jsonl, .parquet, text; .gz and .zst too), folders, Hugging Face datasets, "
+            "or python-stdlib: the standard library's own sources."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Token file to write, without suffix: data/train.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="SentencePiece model to use. Default: tokenizer.model beside the output.")
+    ] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Train a new tokenizer of this many tokens first.")] = None,
+    tokenizer_sample: Annotated[
+        int, typer.Option(help="Characters of the corpus that a new tokenizer is trained on.")
+    ] = 100_000_000,
+    text_key: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
+    glob: Annotated[str | None, typer.Option(help='Which files of a folder: "**/*.md".')] = None,
+    dataset_config: Annotated[str | None, typer.Option(help="Configuration of a Hugging Face dataset.")] = None,
+    dataset_split: Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")] = "train",
+    valid_fraction: Annotated[
+        float, typer.Option(min=0.0, max=0.5, help="Share of the documents that goes to `valid` beside the output.")
+    ] = 0.0,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that turn text into tokens.")] = os.cpu_count() or 1,
+    overwrite: Annotated[bool, typer.Option(help="Replace files that were made from something else.")] = False,
+) -> None:
+    """Turn text into token files (.bin and .idx, which Megatron-LM reads too), and train a tokenizer when asked.
+
+    [bold]sagetrain prepare corpus/*.jsonl.zst -o data/train --vocab-size 32000 --valid-fraction 0.005[/]
+    """
+    with _Errors():
+        from sagetrain.data.prepare import prepare as run
+
+        run(
+            sources,
+            output,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            tokenizer_sample=tokenizer_sample,
+            text_key=text_key,
+            glob=glob,
+            dataset_config=dataset_config,
+            dataset_split=dataset_split,
+            valid_fraction=valid_fraction,
+            num_workers=workers,
+            overwrite=overwrite,
+        )
+
+
+@app.command()
 def train(
     config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")],
     overrides: Overrides = None,
-    local_rank: Annotated[int, typer.Option(hidden=True, help="Given by the deepspeed launcher.")] = 0,
+    local_rank: Annotated[
+        int, typer.Option("--local_rank", "--local-rank", hidden=True, help="Given by the deepspeed launcher.")
+    ] = 0,
 ) -> None:
     """Train, or continue, the run that a YAML file describes.
 
@@ -100,7 +152,7 @@ def _checked(config: Path, overrides: list[str] | None, world_size: int, show: b
     from sagetrain.config.load import load_config
 
     cfg = load_config(config, overrides or [])
-    findings = check(cfg, world_size)
+    findings = check(cfg, world_size, path=config, overrides=overrides or [])
     errors = [finding for finding in findings if finding.level == "error"]
     if errors:
         raise ConfigError("\n".join(str(finding) for finding in errors))

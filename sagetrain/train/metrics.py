@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import sys
 import time
 from pathlib import Path
 
@@ -80,7 +81,12 @@ class MetricsWriter:
 
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
         self._bar = tqdm(
-            total=total_tokens, initial=min(tokens, total_tokens), unit="tok", unit_scale=True, dynamic_ncols=True
+            total=total_tokens,
+            initial=min(tokens, total_tokens),
+            unit="tok",
+            unit_scale=True,
+            dynamic_ncols=True,
+            mininterval=0.1 if sys.stderr.isatty() else 30,  # a log file gets a line now and then
         )
 
     def _drop_rows_after(self, step: int) -> None:

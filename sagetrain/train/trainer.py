@@ -256,17 +256,18 @@ class Trainer:
         while state.tokens < total and not stopped:
             size = tokens_per_step(cfg.tokens_per_step, state.tokens, self.multiple)
             lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, total, self.reference)
-            batches = self.loader.step_batches(state.sequences, size)
-            before = state.tokens
+            before, after = state.tokens, state.tokens + size
+            following = tokens_per_step(cfg.tokens_per_step, after, self.multiple) if after < total else None
+            batches = self.loader.step_batches(state.sequences, size, following)
             result = self.engine.step(batches, size // self.multiple, lr, self.stop.name is not None)
             state.advance(size, cfg.data.seq_length)
             self._check_finite(result)
             self._report(result, size, lr)
             stopped = result.stop
             running = state.tokens < total and not stopped
-            if self.valid and running and _crossed(before, state.tokens, every_eval):
+            if self.valid and running and _crossed(before, after, every_eval):
                 self._aside(self._evaluate)
-            if stopped or (running and _crossed(before, state.tokens, every_save)):
+            if stopped or (running and _crossed(before, after, every_save)):
                 self._aside(self.save)
         finished = state.tokens >= total
         if finished and self.valid and trained:

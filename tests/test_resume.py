@@ -1,0 +1,219 @@
+"""Runs as users start them: real launchers, real kill -9 and SIGTERM; what continues is what would have been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+STEPS = 40
+
+
+def write_config(path: Path, corpus: Path, run_dir: Path, tp_size: int = 1, **sections: dict) -> Path:
+    """A run of 40 steps with a ramp of tokens per step and a checkpoint about every 10."""
+    # 16 sequences of 32 tokens: 20 steps of 8 sequences, then 20 of 16
+    tokens = 20 * 256 + 20 * 512
+    tree = {
+        "model": {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2},
+        "attention": {"backend": "sage"},
+        "parallel": {"tensor_parallel_size": tp_size, "zero_stage": 1},
+        "data": {
+            "train": [{"path": str(corpus / "train")}],
+            "valid": [{"path": str(corpus / "valid")}],
+            "seq_length": 32,
+            "micro_batch_size": 4,
+        },
+        "tokens_per_step": {
+            "schedule": "stages",
+            "stages": [{"from_tokens": 0, "tokens": 256}, {"from_tokens": 20 * 256, "tokens": 512}],
+        },
+        "optimizer": {"lr": 3e-3},
+        "lr_schedule": {"warmup_tokens": 1024},
+        "training": {"run_dir": str(run_dir), "total_tokens": tokens, "dtype": "fp32"},
+        "evaluation": {"num_sequences": 8},
+        "checkpoint": {"every_tokens": 2560},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree[name], **section}
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def command(launcher: str, config: Path) -> list[str]:
+    if launcher == "sagetrain":
+        return [str(BIN / "sagetrain"), "train", "--config", str(config)]
+    start = {"deepspeed": ["--num_accelerators", "2"], "torchrun": ["--nproc-per-node", "2", "--master-port", "29655"]}
+    return [str(BIN / launcher), *start[launcher], str(ROOT / "launch/train.py"), "--config", str(config)]
+
+
+def start(launcher: str, config: Path) -> subprocess.Popen:
+    env = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+    }
+    log = config.with_suffix(".log").open("a")
+    return subprocess.Popen(
+        command(launcher, config),
+        env=env,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        cwd=config.parent,
+        start_new_session=True,
+    )
+
+
+def finish(launcher: str, config: Path) -> None:
+    code = start(launcher, config).wait(timeout=180)
+    assert code == 0, config.with_suffix(".log").read_text()[-3000:]
+
+
+def at_step(launcher: str, config: Path, step: int, act: Callable[[subprocess.Popen], None]) -> int:
+    """Start a run, do `act` once metrics.jsonl shows `step`, and return the launcher's exit code."""
+    process = start(launcher, config)
+    metrics = Path(yaml.safe_load(config.read_text())["training"]["run_dir"]) / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        assert process.poll() is None, config.with_suffix(".log").read_text()[-3000:]
+        assert time.monotonic() < deadline, "the run did not get there in time"
+        time.sleep(0.005)
+    act(process)
+    return process.wait(timeout=60)
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """kill -9 of the launcher and of every rank, youngest first."""
+    launcher = psutil.Process(process.pid)
+    for child in reversed([launcher, *launcher.children(recursive=True)]):
+        child.send_signal(signal.SIGKILL)
+
+
+def final_tensors(run_dir: Path) -> dict:
+    folder = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
+    assert folder.name == f"step-{STEPS:08d}"
+    return {f"{file.name}|{k}": v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def training_rows(run_dir: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: row[k] for k in ("step", "tokens", "train/loss", "train/lr", "train/tokens_per_step")}
+            for row in rows if "train/loss" in row]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, corpus) -> dict[int, Path]:
+    """Run folders of the undisturbed run, by number of processes."""
+    folders = {}
+    for processes, launcher in ((1, "sagetrain"), (2, "torchrun")):
+        folder = tmp_path_factory.mktemp(f"reference{processes}")
+        finish(launcher, write_config(folder / "run.yaml", corpus, folder / "run", tp_size=processes))
+        folders[processes] = folder / "run"
+    return folders
+
+
+def check_same(run_dir: Path, reference: Path) -> None:
+    ours, theirs = final_tensors(run_dir), final_tensors(reference)
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if not ours[key].equal(theirs[key])] == []
+    assert training_rows(run_dir) == training_rows(reference)
+    assert [row["step"] for row in training_rows(run_dir)] == list(range(1, STEPS + 1))
+
+
+def test_kill_9_under_deepspeed_resumes_bitwise(tmp_path, corpus, reference) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
+    assert at_step("deepspeed", config, 23, kill_all) == -signal.SIGKILL
+    finish("deepspeed", config)
+    assert "resumed from step-0000002" in config.with_suffix(".log").read_text()
+    check_same(tmp_path / "run", reference[2])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_the_run_continues_bitwise(tmp_path, corpus, reference, number) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
+    assert at_step("sagetrain", config, 13, lambda process: process.send_signal(number)) == 0
+    assert f"stopped by {number.name} at step" in config.with_suffix(".log").read_text()
+    finish("sagetrain", config)
+    check_same(tmp_path / "run", reference[1])
+
+
+def test_sigterm_to_a_whole_job_saves(tmp_path, corpus, reference) -> None:
+    """As Slurm does it: launcher and ranks get the signal. (The launcher alone would not pass it on.)"""
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
+    at_step("deepspeed", config, 13, lambda process: os.killpg(process.pid, signal.SIGTERM))
+    deadline = time.monotonic() + 30  # the launcher passes the signal on and leaves before its ranks do
+    while "stopped by SIG" not in config.with_suffix(".log").read_text():
+        assert time.monotonic() < deadline, config.with_suffix(".log").read_text()[-3000:]
+        time.sleep(0.1)
+    time.sleep(1)
+    finish("torchrun", config)  # and another launcher goes on
+    check_same(tmp_path / "run", reference[2])
+
+
+def test_run_folder_holds_what_was_run(reference) -> None:
+    run_dir = reference[1]
+    names = {path.name for path in run_dir.iterdir()}
+    assert {"config.yaml", "deepspeed.json", "findings.json", "metrics.jsonl", "tensorboard", "checkpoints"} <= names
+    assert json.loads((run_dir / "deepspeed.json").read_text())["managed_gradient_accumulation"] is False
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["checkpoint"]["keep_last"] == 2
+    assert len(list((run_dir / "checkpoints").glob("step-*"))) == 2
+    assert list((run_dir / "tensorboard").glob("events*"))
+
+
+def test_two_runs_in_one_folder_the_second_refuses(tmp_path, corpus) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
+
+    def second(process: subprocess.Popen) -> None:
+        process.send_signal(signal.SIGSTOP)  # so that it cannot finish meanwhile
+        other = write_config(tmp_path / "other.yaml", corpus, tmp_path / "run")
+        assert start("sagetrain", other).wait(timeout=60) == 3
+        assert "is in use by another run" in other.with_suffix(".log").read_text()
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+
+    assert at_step("sagetrain", config, 2, second) == 0
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "words"),
+    [
+        ("training", {"seed": 5}, "seed: checkpoint 0, this run 5"),
+        ("data", {"seq_length": 16}, "data: checkpoint"),
+        ("model", {"ffn_hidden_size": 96}, "model: checkpoint"),
+        ("checkpoint", {"resume": "never"}, "checkpoint.resume is never"),
+    ],
+)
+def test_a_resume_of_something_else_is_refused(tmp_path, corpus, reference, section, change, words) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, reference[1], **{section: change})
+    before = sorted(str(path) for path in reference[1].rglob("*"))
+    assert start("sagetrain", config).wait(timeout=60) == 3
+    assert words in config.with_suffix(".log").read_text()
+    assert sorted(str(path) for path in reference[1].rglob("*")) == before
+
+
+def test_mistakes_end_the_run_before_it_starts(tmp_path, corpus) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", model={"num_layer": 3})
+    assert start("deepspeed", config).wait(timeout=60) == 2
+    log = config.with_suffix(".log").read_text()
+    assert "did you mean model.num_layers?" in log
+    assert log.count("did you mean") == 1  # one rank speaks
+    assert not (tmp_path / "run").exists()
+
+
+def test_non_finite_loss_stops_every_rank_and_saves_nothing(tmp_path, corpus) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, optimizer={"lr": 1e30})
+    assert start("torchrun", config).wait(timeout=90) != 0
+    assert "Nothing of this step was saved" in config.with_suffix(".log").read_text()
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
