@@ -1,0 +1,579 @@
+"""`prepare`: every kind of source gives the same tokens, whatever the workers; nothing half-done looks done."""
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from sagetrain.config import ConfigError
+from sagetrain.data import token_file
+from sagetrain.data.prepare import Prepared, prepare
+from sagetrain.data.sources import CHUNK_BYTES, Corpus
+from sagetrain.data.token_file import TokenFile
+from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+WORDS = ["the", "of", "and", "model", "token", "data", "12", "3.5", "naïve", "Zürich", "東京", "🙂", "def", "return"]
+
+
+def make_texts(count: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    join = [" ", "  ", "\n", "\n    "]
+    return [
+        f"{number}: " + "".join(rng.choice(WORDS) + rng.choice(join) for _ in range(rng.randrange(1, 60)))
+        for number in range(count)
+    ]
+
+
+TEXTS = make_texts(300)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "my.model"
+    path.write_bytes(train_tokenizer(TEXTS, 350))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model) -> Tokenizer:
+    return Tokenizer.load(model)
+
+
+def write_jsonl(path: Path, texts: list, key: str = "text") -> Path:
+    path.write_text("".join(json.dumps({"id": n, key: text}) + "\n" for n, text in enumerate(texts)))
+    return path
+
+
+def digest(folder: Path, *names: str) -> dict[str, str]:
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+
+
+def documents(path: Path) -> list[list[int]]:
+    file = TokenFile(path)
+    file.validate(deep=True)
+    starts = [file.document_start(number) for number in range(file.num_documents)] + [file.num_tokens]
+    stream = file.tokens(0, file.num_tokens).tolist()
+    return [stream[a:b] for a, b in pairwise(starts)]
+
+
+def quiet(*args, **options) -> Prepared:
+    return prepare(*args, say=lambda text: None, **options)
+
+
+# -- sources -----------------------------------------------------------------------------------------------------------
+
+
+def as_jsonl(folder):
+    return write_jsonl(folder / "a.jsonl", TEXTS)
+
+
+def as_jsonl_with_blank_lines_and_a_byte_order_mark(folder):
+    lines = write_jsonl(folder / "a.jsonl", TEXTS).read_bytes().rstrip(b"\n").split(b"\n")
+    (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n\n".join(lines))
+    return folder / "a.jsonl"
+
+
+def as_gzip(folder):
+    lines = as_jsonl(folder).read_bytes().splitlines(keepends=True)
+    members = [gzip.compress(b"".join(part)) for part in (lines[:100], lines[100:])]
+    (folder / "a.jsonl.gz").write_bytes(b"".join(members))
+    return folder / "a.jsonl.gz"
+
+
+def as_zstd(folder):
+    data = as_jsonl(folder).read_bytes()
+    frames = [zstandard.compress(part) for part in (data[:1000], data[1000:])]
+    (folder / "a.jsonl.zst").write_bytes(b"".join(frames))
+    return folder / "a.jsonl.zst"
+
+
+def as_parquet(folder):
+    table = pyarrow.table({"n": range(len(TEXTS)), "text": TEXTS})
+    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=70)
+    return folder / "a.parquet"
+
+
+def as_text_folder(folder):
+    for number, text in enumerate(TEXTS):
+        path = folder / "texts" / f"part{number // 100}" / f"{number:03}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+    (folder / "texts" / ".hidden").write_bytes(b"\xff")
+    return folder / "texts"
+
+
+def as_saved_dataset(folder):
+    datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(len(TEXTS)))}).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+def as_saved_dataset_dict(folder):
+    train = datasets.Dataset.from_dict({"text": TEXTS})
+    datasets.DatasetDict(train=train, test=train.select([0])).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+def as_two_shards_beside_a_readme(folder):
+    shards = folder / "shards"
+    shards.mkdir()
+    write_jsonl(shards / "0.jsonl", TEXTS[:120])
+    write_jsonl(shards / "1.jsonl", TEXTS[120:])
+    (shards / "README.md").write_text("not data")
+    return shards
+
+
+@pytest.mark.parametrize(
+    "write",
+    [as_jsonl, as_jsonl_with_blank_lines_and_a_byte_order_mark, as_gzip, as_zstd, as_parquet, as_text_folder,
+     as_saved_dataset, as_saved_dataset_dict, as_two_shards_beside_a_readme],
+)  # fmt: skip
+def test_every_kind_of_source_gives_the_same_tokens(tmp_path, model, tokenizer, write):
+    result = quiet([str(write(tmp_path))], tmp_path / "out" / "train", tokenizer=model)
+    expected = [[*tokenizer.encode(text), tokenizer.eos_id] for text in TEXTS]
+    assert documents(tmp_path / "out" / "train") == expected
+    counts = result.counts["train"]
+    assert counts.documents == len(TEXTS)
+    assert counts.tokens == sum(map(len, expected))
+    assert counts.bytes == sum(len(text.encode()) for text in TEXTS)
+    assert counts.empty_documents == 0
+    assert result.tokenizer.read_bytes() == model.read_bytes()
+
+
+def test_hub_dataset_is_streamed(tmp_path, model, tokenizer, monkeypatch):
+    """The hub's place is taken by a local file; the name, configuration and split reach the library as given."""
+    path = as_jsonl(tmp_path)
+    asked = []
+
+    def load_dataset(name, config, split, streaming, original=datasets.load_dataset):
+        asked.append((name, config, split, streaming))
+        return original("json", data_files=str(path), split="train", streaming=True)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    quiet(["owner/name"], tmp_path / "x", tokenizer=model, dataset_config="en", dataset_split="validation")
+    assert asked == [("owner/name", "en", "validation", True)]
+    assert len(documents(tmp_path / "x")) == len(TEXTS)
+    with pytest.raises(ConfigError, match=r"owner/name: no key 'body'; the keys are: id, text"):
+        quiet(["owner/name"], tmp_path / "y", tokenizer=model, text_key="body")
+
+
+def test_hub_dataset_that_cannot_be_reached(tmp_path, model):
+    script = (
+        "import sys; from sagetrain.data.prepare import prepare\n"
+        "prepare(['no/such'], sys.argv[1], tokenizer=sys.argv[2])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "x", model],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (
+        "ConfigError: no/such: no such file or folder here, and the Hugging Face dataset cannot be read" in run.stderr
+    )
+
+
+def test_code_in_a_folder_is_read_not_run(tmp_path, model, tokenizer):
+    folder = tmp_path / "owner_dataset"
+    folder.mkdir()
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+    (folder / "owner_dataset.py").write_text(code)
+    quiet([str(folder)], tmp_path / "x", tokenizer=model)
+    assert documents(tmp_path / "x") == [[*tokenizer.encode(code), tokenizer.eos_id]]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_glob_and_order_of_sources(tmp_path, model, tokenizer):
+    for name in ("b.md", "a.md", "c.txt", "sub/d.md"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(name)
+    single = tmp_path / "first.txt"
+    single.write_text("first")
+    quiet([str(single), str(tmp_path / "in")], tmp_path / "x", tokenizer=model, glob="**/*.md")
+    texts = [tokenizer.decode(document[:-1]) for document in documents(tmp_path / "x")]
+    assert texts == ["first", "a.md", "b.md", "sub/d.md"]
+
+
+@pytest.mark.parametrize("newlines", [True, False])
+def test_a_large_text_file_is_one_document(tmp_path, model, tokenizer, newlines):
+    text = "\n".join(make_texts(9000)) if newlines else "é" * (CHUNK_BYTES + 12345)
+    assert len(text.encode()) > 2 * CHUNK_BYTES
+    (tmp_path / "book.txt").write_bytes(text.encode())
+    (tmp_path / "small.txt").write_text("end")
+    result = quiet(
+        [str(tmp_path / "book.txt"), str(tmp_path / "small.txt")], tmp_path / "x", tokenizer=model, num_workers=2
+    )
+    book, small = documents(tmp_path / "x")
+    assert tokenizer.decode(book[:-1]) == text
+    assert book.count(tokenizer.eos_id) == 1
+    assert tokenizer.decode(small[:-1]) == "end"
+    assert result.counts["train"].bytes == len(text.encode()) + 3
+    if newlines:
+        assert book[:-1] == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_text_file_whose_size_is_a_multiple_of_the_parts(tmp_path, model, tokenizer, extra):
+    text = "a line of 16 ab\n" * (2 * CHUNK_BYTES // 16) + "x" * extra
+    (tmp_path / "a.txt").write_text(text)
+    quiet([str(tmp_path / "a.txt")], tmp_path / "x", tokenizer=model)
+    (document,) = documents(tmp_path / "x")
+    assert tokenizer.decode(document[:-1]) == text
+
+
+def test_empty_documents_are_left_out_and_counted(tmp_path, model):
+    texts = ["one", "", None, " \n\t ", "two", "\u3000"]
+    said = []
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    result = prepare([str(path)], tmp_path / "x", tokenizer=model, say=said.append)
+    assert result.counts["train"].documents == 2
+    assert result.counts["train"].empty_documents == 4
+    assert "left out 4 empty documents" in said
+    (tmp_path / "only.txt").write_text("\n\n")
+    with pytest.raises(ConfigError, match="no document with text"):
+        quiet([str(tmp_path / "only.txt")], tmp_path / "y", tokenizer=model)
+    assert not list(tmp_path.glob("y*"))
+
+
+def test_standard_library(tmp_path):
+    result = quiet(["python-stdlib"], tmp_path / "train", vocab_size=2000, valid_fraction=0.05, tokenizer_sample=10**6)
+    assert result.vocab_size == 2000
+    assert result.counts["train"].documents + result.counts["valid"].documents > 300
+    assert result.counts["train"].tokens > 2_000_000
+    tokenizer = Tokenizer.load(result.tokenizer)
+    text = "".join(tokenizer.decode(document) for document in documents(result.train) + documents(result.valid))
+    assert "class ArgumentParser(" in text
+    assert "builtins.print\n\nPrints the values to a stream" in text
+    assert "def test_" not in text or text.count("def test_") < 100
+    again = quiet(["python-stdlib"], tmp_path / "train", vocab_size=2000, valid_fraction=0.05, tokenizer_sample=10**6)
+    assert again.already_there
+    assert again.counts == result.counts
+
+
+def test_docstrings_hold_no_values_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("SAGETRAIN_SECRET", "hunter2hunter2")
+    text = "".join(text for chunk in Corpus(["python-stdlib"]) for text in chunk.records)
+    assert "hunter2" not in text
+    assert str(Path.home()) not in text
+
+
+def test_shared_corpus(tmp_path):
+    path = SHARED / "docs_en.valid.jsonl.zst"
+    if not path.exists():
+        pytest.skip(f"the shared corpus is not here ({path})")
+    result = quiet([str(path)], tmp_path / "valid", vocab_size=4000, num_workers=2)
+    with zstandard.open(path, "rt", encoding="utf-8") as file:
+        texts = [json.loads(line)["text"] for line in file]
+    tokenizer = Tokenizer.load(result.tokenizer)
+    assert [tokenizer.decode(document) for document in documents(result.train)] == texts
+    assert result.counts["train"].bytes == sum(len(text.encode()) for text in texts)
+    assert result.counts["train"].bytes / result.counts["train"].tokens > 3
+
+
+# -- workers, splits, tokenizers ---------------------------------------------------------------------------------------
+
+
+def test_the_files_do_not_depend_on_the_workers(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(12000) + ["", "last"])
+    assert path.stat().st_size > 4 * CHUNK_BYTES
+    names = ["train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.model", "train.json", "valid.json"]
+    found = []
+    for workers in (1, 2, 3):
+        folder = tmp_path / str(workers)
+        quiet([str(path)], folder / "train", vocab_size=350, valid_fraction=0.1, num_workers=workers)
+        found.append(digest(folder, *names))
+    assert found[0] == found[1] == found[2]
+
+
+def test_split_goes_by_the_document(tmp_path, model, tokenizer):
+    texts = {"a": TEXTS, "b": random.Random(1).sample(TEXTS, len(TEXTS))}
+    for run in "ab":
+        path = write_jsonl(tmp_path / f"{run}.jsonl", texts[run])
+        quiet([str(path)], tmp_path / run / "train", tokenizer=model, valid_fraction=0.2)
+    sides = {}
+    for run in "ab":
+        train, valid = (
+            {tokenizer.decode(document[:-1]) for document in documents(tmp_path / run / side)}
+            for side in ("train", "valid")
+        )
+        assert train | valid == set(TEXTS)
+        assert not train & valid
+        assert 30 < len(valid) < 90
+        sides[run] = valid
+    assert sides["a"] == sides["b"]
+
+
+def test_a_split_with_nothing_on_one_side(tmp_path, model):
+    path = write_jsonl(tmp_path / "a.jsonl", ["only one"])
+    with pytest.raises(ConfigError, match="no document with text went into this file"):
+        quiet([str(path)], tmp_path / "train", tokenizer=model, valid_fraction=0.5)
+    assert not list(tmp_path.glob("*.bin")) + list(tmp_path.glob("*.idx")) + list(tmp_path.glob("*.partial"))
+
+
+def test_second_file_takes_the_tokenizer_of_its_folder(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    first = quiet([str(path)], tmp_path / "d" / "train", vocab_size=350)
+    second = quiet([str(path)], tmp_path / "d" / "more", num_workers=1)
+    assert second.vocab_size == 350
+    assert documents(second.train) == documents(first.train)
+    with pytest.raises(ConfigError, match="holds more, prepared with another tokenizer"):
+        quiet([str(path)], tmp_path / "d" / "train", vocab_size=340, overwrite=True)
+
+
+def test_tokenizer_sample_takes_from_every_file(tmp_path):
+    for number in range(4):
+        write_jsonl(tmp_path / f"{number}.jsonl", [f"{'abcd'[number]} " * 300_000])
+    corpus = Corpus([str(tmp_path)])
+    sample = list(corpus.sample(4 * CHUNK_BYTES))
+    assert {text[0] for text in sample} == set("abcd")
+    assert sum(map(len, sample)) == 4 * CHUNK_BYTES
+    assert sum(map(len, corpus.sample(100))) == 100
+    assert list(corpus.sample(4 * CHUNK_BYTES)) == sample
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path, model):
+    script = """
+        import resource, sys
+        from sagetrain.data.prepare import prepare
+        for size in ("warm", "small", "large"):
+            prepare([f"{sys.argv[1]}/{size}.jsonl"], f"{sys.argv[1]}/{size}", tokenizer=sys.argv[2], say=str)
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    """
+    lines = write_jsonl(tmp_path / "x.jsonl", make_texts(4000)).read_text()
+    for name, times in (("warm", 1), ("small", 2), ("large", 30)):
+        (tmp_path / f"{name}.jsonl").write_text(lines * times)
+    run = [sys.executable, "-c", textwrap.dedent(script), tmp_path, model]
+    _, small, large = map(int, subprocess.run(run, capture_output=True, text=True, check=True).stdout.split())
+    assert large - small < 10_000  # KiB; the corpora differ by 25 MB
+    assert (tmp_path / "large.bin").stat().st_size == 15 * (tmp_path / "small.bin").stat().st_size
+
+
+# -- interruptions -----------------------------------------------------------------------------------------------------
+
+
+def test_kill_leaves_nothing_that_looks_finished(tmp_path, model):
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(4000) * 20)
+    script = (
+        "import sys; from sagetrain.data.prepare import prepare\n"
+        "if __name__ == '__main__': prepare([sys.argv[1]], sys.argv[2], tokenizer=sys.argv[3], num_workers=2)"
+    )
+    (tmp_path / "run.py").write_text(script)
+    out = tmp_path / "out" / "train"
+    process = subprocess.Popen(
+        [sys.executable, tmp_path / "run.py", path, out, model], start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    partial = token_file.token_path(out, ".bin.partial")
+    deadline = time.monotonic() + 60
+    while not (partial.exists() and partial.stat().st_size > 0) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.01)
+    with pytest.raises(ConfigError, match="another process is writing"):
+        quiet([str(path)], out, tokenizer=model)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert {file.name for file in out.parent.iterdir()} <= {"train.bin.partial", "train.idx.partial"}
+    with pytest.raises(ConfigError, match="does not exist"):
+        TokenFile(out)
+    while time.monotonic() < deadline and processes_of_session(process.pid):
+        time.sleep(0.05)
+    assert processes_of_session(process.pid) == []  # the workers have followed
+    small = write_jsonl(tmp_path / "b.jsonl", TEXTS)
+    quiet([str(small)], out, tokenizer=model)
+    assert len(documents(out)) == len(TEXTS)
+    assert not list(out.parent.glob("*.partial"))
+
+
+def processes_of_session(session: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def test_a_failure_at_any_rename_leaves_whole_files_or_none(tmp_path, model, monkeypatch):
+    """Over older files of another corpus, with two outputs: the worst case for half-replaced files."""
+    old = write_jsonl(tmp_path / "old.jsonl", TEXTS[:100])
+    new = write_jsonl(tmp_path / "new.jsonl", TEXTS)
+    out = tmp_path / "out" / "train"
+    options = {"tokenizer": model, "valid_fraction": 0.2}
+    replace = os.replace
+    for failing in range(12):
+        quiet([str(old)], out, overwrite=True, **options)
+        calls = iter(range(100))
+
+        def broken(source, target, calls=calls, failing=failing):
+            if next(calls) == failing:
+                raise KeyboardInterrupt
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", broken)
+        try:
+            quiet([str(new)], out, overwrite=True, **options)
+        except KeyboardInterrupt:
+            for side in ("train", "valid"):
+                if token_file.token_path(out.with_name(side), ".idx").exists():
+                    documents(out.with_name(side))  # validates deeply
+        else:
+            break
+        finally:
+            monkeypatch.setattr(os, "replace", replace)
+        quiet([str(new)], out, overwrite=True, **options)
+        assert len(documents(out)) + len(documents(out.with_name("valid"))) == len(TEXTS)
+    assert failing == 7  # tokenizer, then .bin, .json (temporary and final) and .idx of two outputs
+
+
+def test_repeating_a_call(tmp_path, model):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    first = quiet([str(path)], tmp_path / "x", tokenizer=model)
+    before = (tmp_path / "x.idx").stat().st_mtime_ns
+    second = quiet([str(path)], tmp_path / "x", tokenizer=model, num_workers=2)
+    assert second.already_there
+    assert not first.already_there
+    assert second.counts == first.counts
+    assert (tmp_path / "x.idx").stat().st_mtime_ns == before
+    write_jsonl(path, TEXTS[:10])
+    with pytest.raises(ConfigError, match=r"x exists and was prepared from other inputs or settings"):
+        quiet([str(path)], tmp_path / "x", tokenizer=model)
+    assert quiet([str(path)], tmp_path / "x", tokenizer=model, overwrite=True).counts["train"].documents == 10
+
+
+def test_a_worker_that_dies(tmp_path, model, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(12000))
+
+    def kill_workers(chunk_texts):
+        for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                os.kill(int(child), signal.SIGKILL)
+
+    monkeypatch.setattr(token_file.TokenFileWriter, "add", lambda self, *args: kill_workers(args))
+    with pytest.raises(ConfigError, match=r"a worker process ended unexpectedly \(out of memory\?\)"):
+        quiet([str(path)], tmp_path / "x", tokenizer=model, num_workers=2)
+    assert not list(tmp_path.glob("x*"))
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def lines(*records: bytes) -> bytes:
+    return b"\n".join(records) + b"\n"
+
+
+GOOD = b'{"text": "fine"}'
+BAD_FILES = {
+    "key.jsonl": (lines(GOOD, b'{"body": "x", "title": "y"}'), r"line 2: no key 'text'; the keys are: body, title\."),
+    "nokeys.jsonl": (lines(b"{}"), "line 1: no key 'text'; the keys are: none"),
+    "syntax.jsonl": (lines(GOOD, GOOD, b'{"text": "x"'), "line 3: not valid JSON: "),
+    "array.json": (b'[\n{"text": "x"}]', r"line 1: not valid JSON.*write one object per line"),
+    "list.jsonl": (lines(b'["x"]'), "line 1: holds list, not a JSON object"),
+    "number.jsonl": (lines(GOOD, b'{"text": 5}'), "line 2: 'text' holds int, not text"),
+    "latin.jsonl": (lines(GOOD, b'{"text": "caf\xe9"}'), r"line 2: not UTF-8 \(byte 0xe9\)"),
+    "surrogate.jsonl": (lines(b'{"text": "\\ud800"}'), "near line 1: not valid Unicode: a lone surrogate"),
+    "late.jsonl": (lines(*[GOOD] * 6000, b"oops"), "line 6,001: not valid JSON"),
+    "binary.txt": (b"\x89PNG\x0d\x0a", r"binary\.txt: not UTF-8 \(byte 0x89\); if it is no text file, choose .* glob"),
+    "not.jsonl.gz": (GOOD, r"cannot read .*not\.jsonl\.gz: Not a gzipped file"),
+    "cut.jsonl.gz": (gzip.compress(lines(*[GOOD] * 50))[:-12], r"cannot read .*cut\.jsonl\.gz: Compressed file ended"),
+    "wrong.jsonl.gz": (
+        gzip.compress(os.urandom(500))[:200] + b"\xff" * 80 + gzip.compress(os.urandom(500))[280:],
+        r"cannot read .*wrong\.jsonl\.gz: ",
+    ),
+    "not.jsonl.zst": (GOOD, r"cannot read .*not\.jsonl\.zst: "),
+    "cut.jsonl.zst": (zstandard.compress(lines(*[GOOD] * 50))[:-4], r"cannot read .*cut\.jsonl\.zst: it ends in the"),
+    "bad.parquet": (b"PAR1 no", r"cannot read .*bad\.parquet: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_are_named_with_the_place(tmp_path, model, name):
+    content, message = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as raised:
+        quiet([str(tmp_path / name)], tmp_path / "x", tokenizer=model)
+    assert name in str(raised.value)
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_an_error_in_a_worker_arrives_whole(tmp_path, model):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(*[GOOD] * 9000, b'{"body": 1}', *[GOOD] * 9000))
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 9,001: no key 'text'; the keys are: body"):
+        quiet([str(path)], tmp_path / "x", tokenizer=model, num_workers=2)
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_wrong_parquet_columns(tmp_path, model):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"], "text": [3]}), path)
+    with pytest.raises(ConfigError, match=r"a\.parquet: no key 'content'; the keys are: body, text"):
+        quiet([str(path)], tmp_path / "x", tokenizer=model, text_key="content")
+    with pytest.raises(ConfigError, match=r"a\.parquet, row 1: 'text' holds int, not text"):
+        quiet([str(path)], tmp_path / "x", tokenizer=model)
+
+
+def test_wrong_saved_datasets(tmp_path, model):
+    path = as_saved_dataset_dict(tmp_path)
+    with pytest.raises(ConfigError, match=r"no split 'dev'; the splits are: train, test"):
+        quiet([str(path)], tmp_path / "x", tokenizer=model, dataset_split="dev")
+    with pytest.raises(ConfigError, match=r"no key 'body'; the keys are: text"):
+        quiet([str(path)], tmp_path / "x", tokenizer=model, text_key="body")
+    next((path / "train").glob("*.arrow")).unlink()
+    with pytest.raises(ConfigError, match="cannot read the saved dataset"):
+        quiet([str(path)], tmp_path / "x", tokenizer=model)
+
+
+@pytest.mark.parametrize(
+    ("sources", "options", "message"),
+    [
+        ([], {}, "no source of text"),
+        (["./none.jsonl"], {}, r"\./none\.jsonl: no such file or folder"),
+        (["none.jsonl"], {}, "no such file or folder"),
+        (["."], {"glob": "*.nothing"}, r"no files that match '\*\.nothing'"),
+        (["empty"], {}, "empty: no files"),
+        (["a.txt"], {"vocab_size": 500}, "either a tokenizer or a vocab_size"),
+        (["a.txt"], {"tokenizer": None}, r"there is no tokenizer\.model in .*give a tokenizer, or a vocab_size"),
+        (["a.txt"], {"tokenizer": "a.txt"}, "is not a SentencePiece model"),
+        (["a.txt"], {"tokenizer": "none.model"}, r"tokenizer none\.model: No such file"),
+        (["a.txt"], {"tokenizer": None, "vocab_size": 10_000}, "10,000 tokens cannot be trained"),
+        (["a.txt"], {"valid_fraction": 1.0}, r"valid_fraction 1\.0 is not in"),
+        (["a.txt"], {"num_workers": 0}, "num_workers 0 is not positive"),
+        (["a.txt"], {"output": "out/train.bin"}, r"without \.bin/\.idx"),
+        (["a.txt"], {"output": "out/valid", "valid_fraction": 0.1}, "held-out file is named valid"),
+        (["a.txt"], {"output": "a.txt/train"}, "cannot write"),
+    ],
+)
+def test_wrong_arguments(tmp_path, monkeypatch, model, sources, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "empty").mkdir()
+    arguments = {"tokenizer": model, "output": "out/train", **options}
+    if arguments.get("vocab_size") and "tokenizer" not in options:
+        arguments["tokenizer"] = model
+    with pytest.raises(ConfigError, match=message):
+        quiet(sources, arguments.pop("output"), **arguments)
+    assert not list(tmp_path.glob("out/*.bin")) + list(tmp_path.glob("out/*.partial"))
+
+
+def test_prepare_needs_no_torch():
+    code = "import sys, sagetrain.data.prepare; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert resource.getpagesize() > 0
