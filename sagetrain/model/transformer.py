@@ -170,9 +170,10 @@ class Transformer(nn.Module):
         return self.head(x_TD, None).unflatten(0, tokens.shape)
 
     def compile_blocks(self) -> None:
-        """torch.compile every block (one graph, shared by all) and the loss kernels."""
+        """torch.compile every block (one graph, shared by all), the final norm and the loss kernels."""
         for block in self.blocks:
             block.compile(fullgraph=self.backend != "flash")
+        self.final_norm.compile(fullgraph=True)
         self.head.compiled = True
 
     def _layout(

@@ -1,0 +1,187 @@
+"""Which attention backend runs, why it says so, and that each one computes attention."""
+
+import sys
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from sagekernels import attention_reference
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model import attention as attention_module
+from sagetrain.model.attention import TokenLayout, attention_function, document_mask, resolve_backend, takes_mask
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SHAPE = ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+CU_SEQLENS = torch.tensor([0, 3, 20, 24, 40, 40, 40], dtype=torch.int32)
+
+
+def _resolve(backend: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, **shape: int) -> tuple[str, str]:
+    model = SHAPE.model_copy(update=shape)
+    return resolve_backend(AttentionConfig(backend=backend), model, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "resolved", "reason"),
+    [
+        ("sage", CPU, "sage", "no GPU"),
+        ("sage", GPU, "sage", "recipe fine"),
+        ("sdpa", CPU, "sdpa", "through a mask"),
+        ("sdpa", GPU, "sdpa", "varlen_attn"),
+        ("reference", CPU, "reference", "plain"),
+        ("auto", CPU, "sdpa", "auto"),
+    ],
+)
+def test_resolution(backend: str, device: torch.device, resolved: str, reason: str) -> None:
+    name, why = _resolve(backend, device)
+    assert name == resolved
+    assert reason in why
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "dtype", "shape", "message"),
+    [
+        ("sage", GPU, torch.float32, {}, "needs training.dtype bf16"),
+        ("sage", CPU, torch.float32, {"head_dim": 8}, "head_dim 16 to 256, not 8"),
+        ("flash", CPU, torch.bfloat16, {}, "flash needs a GPU"),
+        ("flash", GPU, torch.float32, {}, "flash needs a GPU and training.dtype bf16"),
+    ],
+)
+def test_impossible_choices(backend: str, device: torch.device, dtype: torch.dtype, shape: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _resolve(backend, device, dtype, **shape)
+
+
+def _inputs(heads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 20, heads, 16), (2, 20, 2, 16), (2, 20, 2, 16))
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes)
+
+
+def _layout(packed: bool, mask: bool) -> TokenLayout:
+    cu_seqlens = CU_SEQLENS if packed else None
+    unused = torch.empty(0)
+    return TokenLayout(2, unused, unused, cu_seqlens, 17, document_mask(CU_SEQLENS, 2, 40) if packed and mask else None)
+
+
+def _truth(packed: bool) -> Tensor:
+    q, k, v = (x.double() for x in _inputs())
+    if not packed:
+        return attention_reference(q, k, v, causal=True)
+    pieces, bounds = [], CU_SEQLENS.tolist()
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    for start, stop in pairwise(bounds):
+        if stop > start:
+            document = (x[None, start:stop] for x in (q, k, v))
+            pieces.append(attention_reference(*document, causal=True)[0])
+    return torch.cat(pieces).view(2, 20, 4, 16)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("backend", "tolerance"), [("sdpa", 1e-6), ("reference", 1e-6), ("sage", 0.03)])
+def test_backends_compute_attention(backend: str, tolerance: float, packed: bool) -> None:
+    attend = attention_function(backend, AttentionConfig(backend=backend), CPU)
+    o = attend(*_inputs(), _layout(packed, takes_mask(attend)))
+    truth = _truth(packed)
+    assert o.shape == truth.shape
+    assert (o.double() - truth).norm() <= tolerance * truth.norm()
+
+
+def _packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    assert q.shape == (40, 4, 16)
+    return attention_reference(q[None], k[None], v[None], causal=True, cu_seqlens=cu_seqlens)[0]
+
+
+def _flash_4_varlen(
+    q,
+    k,
+    v,
+    qv=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    min_seqlen_k=None,
+    causal=False,
+):
+    assert (max_seqlen_q, max_seqlen_k, causal) == (17, 17, True)
+    assert cu_seqlens_q is cu_seqlens_k
+    return _packed_attention(q, k, v, cu_seqlens_q), None
+
+
+def _flash_2_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, causal=False):
+    return _flash_4_varlen(q, k, v, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, causal)[0]
+
+
+FLASH = {
+    "flash_attn.cute": ("4", _flash_4_varlen, lambda q, k, v, causal: (attention_reference(q, k, v, causal=causal), 0)),
+    "flash_attn_interface": ("3", _flash_2_varlen, lambda q, k, v, causal: attention_reference(q, k, v, causal=causal)),
+    "flash_attn": ("2", _flash_2_varlen, lambda q, k, v, causal: attention_reference(q, k, v, causal=causal)),
+}
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, *names: str, capability: tuple[int, int] = (9, 0)) -> None:
+    """Stand-ins with the signatures of the real packages; None in sys.modules makes an import fail."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for name, (_, varlen, dense) in FLASH.items():
+        module = None
+        if name in names:
+            module = ModuleType(name)
+            module.flash_attn_varlen_func, module.flash_attn_func = varlen, dense
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", list(FLASH))
+def test_flash_packages_are_called_by_their_signatures(
+    monkeypatch: pytest.MonkeyPatch, name: str, packed: bool
+) -> None:
+    _install(monkeypatch, name)
+    assert _resolve("flash", GPU) == ("flash", f"flash-attn {FLASH[name][0]}")
+    assert _resolve("auto", GPU)[0] == "flash"
+    attend = attention_function("flash", AttentionConfig(backend="flash"), GPU)
+    assert not takes_mask(attend)
+    o = attend(*_inputs(), _layout(packed, mask=False))
+    torch.testing.assert_close(o.double(), _truth(packed), rtol=1e-4, atol=1e-5)
+
+
+def test_the_newest_flash_that_fits_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, *FLASH)
+    assert _resolve("flash", GPU)[1] == "flash-attn 4"
+    _install(monkeypatch, *FLASH, capability=(8, 6))
+    assert _resolve("flash", GPU)[1] == "flash-attn 2"
+    _install(monkeypatch)
+    with pytest.raises(ValueError, match="no flash-attn package for this GPU"):
+        _resolve("flash", GPU)
+    assert _resolve("auto", GPU)[0] == "sdpa"
+
+
+def _varlen_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+    assert is_causal and max_q == max_k == 17 and query.shape == key.shape
+    return _packed_attention(query, key, value, cu_seq_q)
+
+
+def _varlen_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+    assert window_size == (-1, 0)
+    return _varlen_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, True)
+
+
+def _varlen_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False):
+    assert enable_gqa and window_size == (-1, 0)
+    return _packed_attention(query, key, value, cu_seq_q)
+
+
+@pytest.mark.parametrize("varlen_attn", [_varlen_2_10, _varlen_2_11, _varlen_2_13, None])
+def test_documents_on_a_gpu_under_each_torch(monkeypatch: pytest.MonkeyPatch, varlen_attn: object) -> None:
+    stand_in = None if varlen_attn is None else SimpleNamespace(varlen_attn=varlen_attn)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", stand_in)
+    attention_module._varlen_attn.cache_clear()
+    try:
+        assert ("a mask" in _resolve("sdpa", GPU)[1]) == (varlen_attn is None)
+        attend = attention_function("sdpa", AttentionConfig(backend="sdpa"), GPU)
+        o = attend(*_inputs(), _layout(True, takes_mask(attend)))
+    finally:
+        attention_module._varlen_attn.cache_clear()
+    torch.testing.assert_close(o.double(), _truth(True), rtol=1e-4, atol=1e-5)
