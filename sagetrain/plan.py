@@ -124,13 +124,13 @@ def _layout_table(cfg: RunConfig, world_size: int) -> Table:
 
 
 def _memory_table(cfg: RunConfig, world_size: int, vocab_size: int) -> Table:
-    table = Table("memory per rank", "GiB", "what", title="Memory per rank, estimated", title_justify="left")
+    table = Table("memory per rank", "size", "what", title="Memory per rank, estimated", title_justify="left")
     table.columns[1].justify = "right"
     items = memory_per_rank(cfg, world_size, vocab_size)
     for item in items:
-        table.add_row(item.name, _gib(item.bytes), item.why)
+        table.add_row(item.name, _size(item.bytes), item.why)
     table.add_section()
-    table.add_row("total", _gib(sum(item.bytes for item in items)), "without CUDA's context, NCCL and fragmentation")
+    table.add_row("total", _size(sum(item.bytes for item in items)), "without CUDA's context, NCCL and fragmentation")
     return table
 
 
@@ -211,12 +211,12 @@ def _lr(cfg: RunConfig, tokens_seen: int, tokens_per_step: int) -> float:
     return learning_rate(cfg.optimizer, cfg.lr_schedule, tokens_seen, tokens_per_step, total, reference)
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f}"
+def _size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def _duration(seconds: float) -> str:
     for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} seconds"
+    return "less than two minutes"

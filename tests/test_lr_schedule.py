@@ -112,7 +112,7 @@ def test_a_ramp_of_tokens_per_step_keeps_the_area_under_the_curve(shape):
         seen, result = 0, 0.0
         while seen < total:
             tokens = tokens_per_step(plan, seen, multiple)
-            result += tokens * learning_rate(OPTIMIZER, config, seen, tokens, total, tokens)
+            result += min(tokens, total - seen) * learning_rate(OPTIMIZER, config, seen, tokens, total, tokens)
             seen += tokens
         return result
 

@@ -275,8 +275,9 @@ def _precision(cfg: RunConfig) -> Iterator[Finding]:
             "use training.dtype bf16, or attention.backend sdpa",
         )
     if cfg.training.dtype == "fp32" and cfg.attention.backend == "sage":
-        yield _warning(
+        yield Finding(
             "sage_in_fp32",
+            "info",
             "training.dtype",
             "fp32",
             "sage takes fp32 on a machine without a GPU only, where its torch twin runs; its kernels take bf16",
@@ -340,7 +341,7 @@ def _without_effect(cfg: RunConfig) -> Iterator[Finding]:
         yield _no_effect("parallel.sequence_parallel", True, "tensor_parallel_size 1")
     if cfg.evaluation.every_tokens is not None and not cfg.data.valid:
         yield _no_effect("evaluation.every_tokens", cfg.evaluation.every_tokens, "no data.valid to evaluate on")
-    if cfg.attention.smooth_q and cfg.attention.backend not in ("sage", "auto"):
+    if cfg.attention.smooth_q and cfg.attention.backend != "sage":
         yield _no_effect("attention.smooth_q", True, f"backend {cfg.attention.backend}, which does not quantize")
     shared = sorted({source.path for source in cfg.data.train} & {source.path for source in cfg.data.valid})
     if shared:

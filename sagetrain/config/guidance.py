@@ -35,21 +35,20 @@ def guidance(cfg: RunConfig, world_size: int) -> list[Finding]:
 
     Unknown names in guidance.override are errors. The world size changes nothing so far: tokens per step are global.
     """
-    findings = list(_findings(cfg)) if cfg.attention.backend in ("sage", "auto") else []
+    findings = list(_findings(cfg)) if cfg.attention.backend == "sage" else []
     accepted = set(cfg.guidance.override)
     return [_overridden(f) if f.rule in accepted else f for f in findings] + list(_unknown_overrides(cfg))
 
 
 def _findings(cfg: RunConfig) -> Iterator[Finding]:
     key, tokens = max(cfg.tokens_per_step.named_tokens.items(), key=lambda item: item[1])
-    backend = "" if cfg.attention.backend == "sage" else " (attention.backend auto may choose it)"
     if tokens > SAFE_WITHOUT_QK_NORM and cfg.attention.qk_norm == "none":
         yield Finding(
             "qk_norm_for_large_steps",
             "error",
             key,
             tokens,
-            f"INT8 attention{backend} without QK-norm diverges at large tokens per step: the paper's run was on par "
+            f"INT8 attention without QK-norm diverges at large tokens per step: the paper's run was on par "
             f"with full precision at 260K ({SAFE_WITHOUT_QK_NORM}) and diverged at 2.1M, where gradient noise no "
             "longer hides the error of the quantized dS",
             "set attention.qk_norm to before_rope or after_rope; or use at most "
@@ -63,7 +62,7 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             "warning",
             key,
             tokens,
-            f"INT8 attention{backend} lost to full precision at 2.1M tokens per step even with QK-norm: 2.640 against "
+            "INT8 attention lost to full precision at 2.1M tokens per step even with QK-norm: 2.640 against "
             "2.586 after 78B tokens; at 260K it did not: 2.561 against 2.563",
             "use fewer tokens per step, or a 16-bit attention.backend",
             f"{_SAGEBWD}, section 5: 325M model, context 4096",

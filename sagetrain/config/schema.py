@@ -68,7 +68,7 @@ class AttentionConfig(Section):
 
     backend: Literal["sage", "sdpa", "flash", "reference", "auto"] = "sage"
     """sage: trainable INT8 attention (its torch twin on a machine without a GPU). sdpa: torch's 16-bit attention.
-    flash: an installed flash-attn 2, 3 or 4. reference: plain matmuls. auto: the fastest that passes admission."""
+    flash: an installed flash-attn 2, 3 or 4. reference: plain matmuls. auto: the fastest 16-bit one here."""
     recipe: Literal["fine", "paper"] = "fine"
     """Scale granularity of sage: fine (finest scales that each contraction allows) or paper (one scale per tile)."""
     qk_norm: Literal["none", "before_rope", "after_rope"] = "before_rope"

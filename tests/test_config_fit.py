@@ -1,0 +1,322 @@
+# ruff: noqa: E501 - one case a line reads best
+"""Combinations that cannot run are found before any process group starts, each with its numbers and a way out."""
+
+import re
+
+import pytest
+
+from sagetrain.config import Finding, RunConfig
+from sagetrain.config.check import check
+from sagetrain.config.fit import fit, padded_vocab_size, token_multiple
+from sagetrain.config.load import load_config
+from sagetrain.train.engine import deepspeed_config
+
+
+def run_config(**sections: dict) -> RunConfig:
+    """A configuration without findings on 1, 2, 4 or 8 ranks, with keys of its sections replaced."""
+    tree = {
+        "model": {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4},
+        "data": {"train": [{"path": "x"}], "seq_length": 1024, "micro_batch_size": 2},
+        "tokens_per_step": {"schedule": "constant", "tokens": 65536},
+        "optimizer": {"lr": 1e-3},
+        "lr_schedule": {"warmup_tokens": 10**6},
+        "training": {"run_dir": "x", "total_tokens": 10**8},
+    }
+    for name, section in sections.items():
+        replaces = name == "tokens_per_step"
+        tree[name] = section if replaces or not isinstance(section, dict) else {**tree.get(name, {}), **section}
+    return RunConfig.model_validate(tree)
+
+
+def staged(*pairs: tuple[int, int]) -> dict:
+    return {"schedule": "stages", "stages": [{"from_tokens": f, "tokens": t} for f, t in pairs]}
+
+
+def ramp(start: int, end: int, tokens: int) -> dict:
+    return {"schedule": "ramp", "start": start, "end": end, "ramp_tokens": tokens}
+
+
+def only(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1, [str(f) for f in findings]
+    return findings[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_a_sound_configuration_has_no_findings(world_size):
+    assert fit(run_config(), world_size) == []
+
+
+CASES = [
+    # sections, world size, rule, level, key, what the message says, what the fix says
+    (
+        {"parallel": {"tensor_parallel_size": 3}, "model": {"num_attention_heads": 6, "head_dim": 64}}, 4,
+        "world_size", "error", "parallel.tensor_parallel_size", "does not divide the 4 ranks", "one of 1, 2, 4, or start a multiple of 3",
+    ),
+    (
+        {"parallel": {"tensor_parallel_size": 2}, "model": {"num_attention_heads": 3, "head_dim": 64, "num_key_value_heads": 1}}, 2,
+        "tensor_parallel_split", "error", "model.num_attention_heads", "3: is not a multiple of parallel.tensor_parallel_size 2", "use 2 or 4",
+    ),
+    (
+        {"parallel": {"tensor_parallel_size": 4}, "model": {"num_key_value_heads": 2}}, 4,
+        "tensor_parallel_split", "error", "model.num_key_value_heads", "2: is not a multiple of parallel.tensor_parallel_size 4", "use 4,",
+    ),
+    (
+        {"parallel": {"tensor_parallel_size": 2}, "model": {"ffn_hidden_size": 767}}, 2,
+        "tensor_parallel_split", "error", "model.ffn_hidden_size", "767: is not a multiple", "use 766 or 768",
+    ),
+    (
+        {"model": {"num_key_value_heads": 3}}, 1,
+        "grouped_query_heads", "error", "model.num_key_value_heads", "does not divide num_attention_heads 4", "one of 1, 2, 4",
+    ),
+    (
+        {"model": {"head_dim": 63}}, 1,
+        "even_head_dim", "error", "model.head_dim", "63: is odd", "even head_dim",
+    ),
+    (
+        {"model": {"head_dim": 14}}, 1,
+        "head_dim_of_backend", "error", "model.head_dim", "14: attention.backend sage takes 16 to 256", "sdpa",
+    ),
+    (
+        {"model": {"head_dim": 258}}, 1,
+        "head_dim_of_backend", "error", "model.head_dim", "258: attention.backend sage takes 16 to 256", "sdpa",
+    ),
+    (
+        {"model": {"head_dim": 264}, "attention": {"backend": "flash"}}, 1,
+        "head_dim_of_backend", "error", "model.head_dim", "flash takes 8 to 256", "sdpa",
+    ),
+    (
+        {"parallel": {"tensor_parallel_size": 4, "sequence_parallel": True}, "data": {"seq_length": 1022}, "tokens_per_step": {"schedule": "constant", "tokens": 2044}}, 4,
+        "sequence_parallel_split", "error", "data.seq_length", "1022: is not a multiple of parallel.tensor_parallel_size 4", "use 1020 or 1024",
+    ),
+    (
+        {"parallel": {"tensor_parallel_size": 3}, "model": {"num_attention_heads": 6, "head_dim": 64, "vocab_size": 1000}}, 3,
+        "tensor_parallel_vocab", "error", "parallel.tensor_parallel_size", "3: does not divide the padded vocabulary 1024", "divisor of 128",
+    ),
+    (
+        {"tokens_per_step": {"schedule": "constant", "tokens": 65000}}, 4,
+        "whole_micro_steps", "error", "tokens_per_step.tokens",
+        "65000: is not a multiple of micro_batch_size 2 x seq_length 1024 x 4 data-parallel ranks = 8192", "use 57344 or 65536",
+    ),
+    (
+        {"tokens_per_step": {"schedule": "constant", "tokens": 4096}}, 4,
+        "whole_micro_steps", "error", "tokens_per_step.tokens", "4096: is not a multiple", "use 8192,",
+    ),
+    (
+        {"tokens_per_step": ramp(8192, 65000, 10**6)}, 4,
+        "whole_micro_steps", "error", "tokens_per_step.end", "65000: is not a multiple", "use 57344 or 65536",
+    ),
+    (
+        {"tokens_per_step": staged((0, 8192), (10**6, 10000), (10**7, 65536))}, 4,
+        "whole_micro_steps", "error", "tokens_per_step.stages.1.tokens", "10000: is not a multiple", "use 8192 or 16384",
+    ),
+    (
+        {"tokens_per_step": staged((5, 65536))}, 1,
+        "first_stage", "error", "tokens_per_step.stages.0.from_tokens", "5: the first stage must begin at 0", "set it to 0",
+    ),
+    (
+        {"tokens_per_step": staged((0, 65536), (2000, 8192), (2000, 65536))}, 1,
+        "stages_in_order", "error", "tokens_per_step.stages.2.from_tokens", "2000: is not after the stage before it, which begins at 2000", "increasing",
+    ),
+    (
+        {"tokens_per_step": staged((0, 65536), (10**8, 8192))}, 1,
+        "stage_never_reached", "warning", "tokens_per_step.stages.1.from_tokens", "the run ends before, at training.total_tokens 100000000", "train longer",
+    ),
+    (
+        {"tokens_per_step": ramp(8192, 65536, 2 * 10**8)}, 1,
+        "ramp_never_ends", "warning", "tokens_per_step.ramp_tokens", "65536 tokens per step are never reached", "shorten the ramp",
+    ),
+    (
+        {"training": {"total_tokens": 65535}, "lr_schedule": {"warmup_tokens": 0}}, 1,
+        "total_tokens", "error", "training.total_tokens", "65535: is less than the first optimizer step of 65536", "train longer",
+    ),
+    (
+        {"lr_schedule": {"warmup_tokens": 10**8}}, 1,
+        "warmup_before_end", "error", "lr_schedule.warmup_tokens", "is not less than training.total_tokens 100000000", "shorten",
+    ),
+    (
+        {"lr_schedule": {"shape": "wsd", "decay_tokens": 99_500_000}}, 1,
+        "decay_after_warmup", "error", "lr_schedule.decay_tokens", "with a warm-up of 1000000 it is more than", "use at most 99000000",
+    ),
+    (
+        {"lr_schedule": {"min_lr": 2e-3}}, 1,
+        "min_lr", "error", "lr_schedule.min_lr", "0.002: is above the peak, optimizer.lr 0.001", "smaller",
+    ),
+    (
+        {"training": {"dtype": "fp32"}, "attention": {"backend": "flash"}}, 1,
+        "flash_needs_16_bits", "error", "attention.backend", "flash-attn takes bf16 only", "sdpa",
+    ),
+    (
+        {"training": {"dtype": "fp32"}}, 1,
+        "sage_in_fp32", "info", "training.dtype", "on a machine without a GPU only", "bf16",
+    ),
+    (
+        {"parallel": {"zero_stage": 0}}, 1,
+        "zero_0_in_bf16", "info", "parallel.zero_stage", "0: runs as stage 1", "",
+    ),
+    (
+        {"lr_schedule": {"decay_tokens": 5}}, 1,
+        "no_effect", "warning", "lr_schedule.decay_tokens", "has no effect with shape cosine", "remove it",
+    ),
+    (
+        {"lr_schedule": {"shape": "constant", "min_lr": 1e-5}}, 1,
+        "no_effect", "warning", "lr_schedule.min_lr", "has no effect with shape constant", "remove it",
+    ),
+    (
+        {"lr_schedule": {"reference_tokens_per_step": 5}}, 1,
+        "no_effect", "warning", "lr_schedule.reference_tokens_per_step", "has no effect with batch_rule none", "remove it",
+    ),
+    (
+        {"parallel": {"sequence_parallel": True}}, 1,
+        "no_effect", "warning", "parallel.sequence_parallel", "has no effect with tensor_parallel_size 1", "remove it",
+    ),
+    (
+        {"evaluation": {"every_tokens": 5}}, 1,
+        "no_effect", "warning", "evaluation.every_tokens", "has no effect with no data.valid", "remove it",
+    ),
+    (
+        {"attention": {"backend": "sdpa", "smooth_q": True}}, 1,
+        "no_effect", "warning", "attention.smooth_q", "has no effect with backend sdpa", "remove it",
+    ),
+    (
+        {"data": {"valid": [{"path": "x"}]}}, 1,
+        "held_out_data", "warning", "data.valid", '"x": is also a training source', "not trained on",
+    ),
+    (
+        {"deepspeed": {"zero_optimization": 3}}, 1,
+        "deepspeed_type", "error", "deepspeed.zero_optimization", "3: must be a section", "write keys below it",
+    ),
+    (
+        {"deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}, 1,
+        "deepspeed_unsupported", "error", "deepspeed.zero_optimization.offload_optimizer", "where checkpoints do not find it", "zero_stage",
+    ),
+    (
+        {"deepspeed": {"comm_logger": {}}}, 1,
+        "deepspeed_unknown", "warning", "deepspeed.comm_logger", "DeepSpeed ignores misspelt ones", "did you mean comms_logger?",
+    ),
+    (
+        {"deepspeed": {"qwertz": {}}}, 1,
+        "deepspeed_unknown", "warning", "deepspeed.qwertz", "DeepSpeed ignores misspelt ones", "documentation",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sections", "world_size", "rule", "level", "key", "says", "fix"), CASES)
+def test_findings(sections, world_size, rule, level, key, says, fix):
+    finding = only([f for f in fit(run_config(**sections), world_size) if (f.rule, f.key) == (rule, key)])
+    assert finding.level == level
+    assert says in str(finding)
+    assert fix in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("train_batch_size", "tokens_per_step"),
+        ("train_micro_batch_size_per_gpu", "data.micro_batch_size"),
+        ("gradient_accumulation_steps", "tokens_per_step"),
+        ("managed_gradient_accumulation", "tokens_per_step"),
+        ("optimizer", "optimizer"),
+        ("scheduler", "lr_schedule"),
+        ("gradient_clipping", "optimizer.clip_grad"),
+        ("bf16", "training.dtype"),
+        ("fp16", "training.dtype"),
+        ("data_types", "training.dtype"),
+        ("communication_data_type", "training.dtype"),
+        ("checkpoint", "checkpoint"),
+        ("tensor_parallel", "parallel.tensor_parallel_size"),
+        ("activation_checkpointing", "training.activation_checkpointing"),
+        ("steps_per_print", "logging.every_steps"),
+    ],
+)
+def test_deepspeed_keys_that_are_generated_are_refused(key, ours):
+    finding = only(fit(run_config(deepspeed={key: 1}), 1))
+    assert (finding.rule, finding.level, finding.key) == ("deepspeed_duplicate", "error", f"deepspeed.{key}")
+    assert finding.fix == f"remove it and set {ours}"
+
+
+def test_the_zero_stage_is_refused_inside_the_deepspeed_section():
+    finding = only(fit(run_config(deepspeed={"zero_optimization": {"stage": 3, "reduce_bucket_size": 10**6}}), 1))
+    assert finding.key == "deepspeed.zero_optimization.stage"
+    assert finding.fix == "remove it and set parallel.zero_stage"
+
+
+def test_every_key_of_the_generated_dict_is_refused_in_the_yaml():
+    """Asked of the engine itself, so that a key added there cannot be forgotten here."""
+    generated = deepspeed_config(run_config(), 1, 4)
+    zero = generated.pop("zero_optimization")
+    findings = fit(run_config(deepspeed={**generated, "zero_optimization": zero}), 1)
+    refused = {f.key.removeprefix("deepspeed.") for f in findings if f.rule == "deepspeed_duplicate"}
+    assert refused == {*generated, *(f"zero_optimization.{key}" for key in zero)}
+
+
+def test_harmless_deepspeed_keys_pass():
+    extra = {"comms_logger": {"enabled": True}, "zero_optimization": {"allgather_bucket_size": 10**6}}
+    assert fit(run_config(deepspeed=extra), 1) == []
+
+
+def test_vocabulary_smaller_than_the_tokenizers():
+    finding = only(fit(run_config(model={"vocab_size": 1000}), 1, vocab_size=32000))
+    assert "1000: is less than the 32000 tokens of the tokenizer" in str(finding)
+    assert fit(run_config(model={"vocab_size": 32000}), 1, vocab_size=32000) == []
+
+
+def test_batch_arithmetic():
+    assert token_multiple(run_config(), 4) == 2 * 1024 * 4
+    assert [padded_vocab_size(n) for n in (1, 128, 129, 50257)] == [128, 128, 256, 50304]
+
+
+def test_check_puts_errors_first_and_names_file_and_line(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {num_layers: 2, hidden_size: 256, ffn_hidden_size: 768, num_attention_heads: 4}\n"
+        "data:\n  train: [{path: here}]\n  seq_length: 1024\n  micro_batch_size: 2\n"
+        "tokens_per_step:\n  schedule: constant\n  tokens: 65000\n"
+        "optimizer: {lr: 1e-3}\n"
+        "lr_schedule: {shape: constant, min_lr: 1e-5, warmup_tokens: 5}\n"
+        "training: {run_dir: x, total_tokens: 1e8}\n"
+    )
+    overrides = ["parallel.sequence_parallel=true"]
+    findings = check(load_config(path, overrides), 1, path=path, overrides=overrides)
+    assert [f.level for f in findings] == ["error", "error", "warning", "warning"]
+    assert [f.where.removeprefix(f"{tmp_path}/") for f in findings] == [
+        "run.yaml:8",
+        "run.yaml:3",
+        "run.yaml:10",
+        "override parallel.sequence_parallel=true",
+    ]
+    assert str(findings[0]).startswith(f"{path}:8: tokens_per_step.tokens = 65000: is not a multiple of")
+
+
+def test_missing_data_is_an_error_to_train_and_a_warning_to_plan(tmp_path):
+    for end in (".bin", ".idx"):
+        (tmp_path / f"whole{end}").touch()
+    (tmp_path / "half.bin").touch()
+    data = {
+        "train": [{"path": f"{tmp_path}/whole"}, {"path": f"{tmp_path}/half"}],
+        "valid": [{"path": f"{tmp_path}/none"}],
+        "tokenizer": f"{tmp_path}/tokenizer.model",
+    }
+    for files, level in ((True, "error"), (False, "warning")):
+        findings = check(run_config(data=data), 1, files=files)
+        assert [(f.rule, f.level, f.key) for f in findings] == [
+            ("data_files", level, "data.train.1.path"),
+            ("data_files", level, "data.valid.0.path"),
+            ("data_files", level, "data.tokenizer"),
+        ]
+    assert re.search(
+        r"half\": no .*half\.idx \[data_files\]\n    fix: write it with `sagetrain prepare`", str(findings[0])
+    )
+    assert "no such file" in str(findings[2])
+
+
+def test_a_default_is_placed_at_its_nearest_parent(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {num_layers: 2, hidden_size: 256, ffn_hidden_size: 768, num_attention_heads: 4}\n"
+        "data: {train: [{path: here}], seq_length: 1024, micro_batch_size: 2}\n"
+        "tokens_per_step: {schedule: constant, tokens: 65536}\n"
+        "optimizer: {lr: 1e-3}\n"
+        "training: {run_dir: x, total_tokens: 1e8}\n"
+    )
+    findings = check(load_config(path), 1, path=path, files=False)
+    assert {f.rule: f.where for f in findings}["no_warmup"] == str(path)
