@@ -1,0 +1,105 @@
+"""The model on a GPU: backends against exact attention, compiled against eager, the loss's accuracy and memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.attention import TokenLayout, attention_function, document_mask, resolve_backend, takes_mask
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.cross_entropy import linear_cross_entropy
+from sagetrain.parallel.topology import ParallelGroups
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
+]
+SINGLE = ParallelGroups.single()
+SHAPE = ModelConfig(
+    num_layers=2,
+    hidden_size=256,
+    ffn_hidden_size=512,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_embeddings=True,
+)
+CU_SEQLENS = [0, 1, 200, 512, 812, 1024, 1024, 1024]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("backend", "tolerance"), [("sdpa", 1.0), ("sage", 20.0)])
+def test_backend_against_exact_attention(backend: str, tolerance: float, packed: bool) -> None:
+    """Output and gradients; `tolerance` in units of the error of the exact formula evaluated on bf16 results."""
+    device = torch.device("cuda")
+    config = AttentionConfig(backend=backend)
+    name, _ = resolve_backend(config, SHAPE, device=device, dtype=torch.bfloat16)
+    attend = attention_function(name, config, device)
+    exact = attention_function("reference", config, device)
+    cu_seqlens = torch.tensor(CU_SEQLENS, dtype=torch.int32, device=device) if packed else None
+    mask = document_mask(cu_seqlens, 2, 1024) if packed and takes_mask(attend) else None
+    layout = TokenLayout(2, torch.empty(0), torch.empty(0), cu_seqlens, 312 if packed else None, mask)
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(2, 512, heads, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
+    results = []
+    for function, dtype in ((exact, torch.float64), (attend, torch.bfloat16)):
+        leaves = [x.to(dtype).detach().requires_grad_() for x in (q, k, v)]
+        o = function(*leaves, layout)
+        results.append([o.detach(), *torch.autograd.grad(o, leaves, do.to(dtype))])
+    for what, truth, actual in zip(("o", "dq", "dk", "dv"), *results, strict=True):
+        error = (actual.double() - truth).norm() / truth.norm()
+        assert error < 0.005 * tolerance, f"{what} of {backend}: {error:.4f}"
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "sage"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_model_equals_eager(backend: str, packed: bool) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    tokens = torch.randint(0, 1024, (2, 512), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    packing = {}
+    if packed:
+        packing = {"cu_seqlens": torch.tensor(CU_SEQLENS, dtype=torch.int32, device="cuda"), "max_seqlen": 312}
+    results = []
+    for compiled in (False, True):
+        model = Transformer(
+            SHAPE,
+            AttentionConfig(backend=backend),
+            vocab_size=1024,
+            groups=SINGLE,
+            dtype=torch.bfloat16,
+            device=torch.device("cuda"),
+        )
+        if compiled:
+            model.compile_blocks()
+        loss = model(tokens, tokens, **packing)
+        loss.backward()
+        results.append((loss.item(), {name: p.grad.double() for name, p in model.named_parameters()}))
+    assert not torch._dynamo.utils.counters["graph_break"]
+    (eager, eager_gradients), (fused, fused_gradients) = results
+    assert fused == pytest.approx(eager, rel=1e-3)
+    for name, gradient in eager_gradients.items():
+        assert (fused_gradients[name] - gradient).norm() < 0.1 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_loss_is_accurate_and_needs_no_full_logits(compiled: bool) -> None:
+    tokens, hidden_size, vocab = 16384, 256, 32000
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocab, hidden_size, device="cuda") / 16).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), device="cuda")
+    linear_cross_entropy(hidden, weight, labels, SINGLE, compiled=compiled)  # compiles
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = linear_cross_entropy(hidden, weight, labels, SINGLE, compiled=compiled)
+    gradients = torch.autograd.grad(loss, (hidden, weight))
+    peak = torch.cuda.max_memory_allocated() - before
+    if compiled:
+        assert peak < 4 * tokens * vocab, "more than all logits in fp32"
+
+    exact = [x.detach().float().requires_grad_() for x in (hidden, weight)]
+    truth = F.cross_entropy(F.linear(*exact), labels)
+    expected = torch.autograd.grad(truth, exact)
+    assert loss.item() == pytest.approx(truth.item(), rel=1e-4)
+    for actual, wanted in zip(gradients, expected, strict=True):
+        assert (actual.float() - wanted).norm() < 0.01 * wanted.norm()
