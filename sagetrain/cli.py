@@ -83,6 +83,31 @@ def prepare(
 
 
 @app.command()
+def plan(
+    config: Annotated[Path | None, typer.Argument(help="The run's YAML file.", show_default=False)] = None,
+    overrides: Overrides = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks (GPUs) the run will have.")] = 1,
+    show_keys: Annotated[bool, typer.Option("--keys", help="List every key of the YAML instead.")] = False,
+) -> None:
+    """Show what a run will be, on any laptop: parameters, memory per rank, the schedules stage by stage, every finding.
+
+    [bold]sagetrain plan configs/7b.yaml --world-size 64 parallel.tensor_parallel_size=8[/]
+    """
+    from rich.console import Console
+
+    from sagetrain.plan import show_key_reference, show_plan
+
+    with _Errors():
+        if show_keys:
+            show_key_reference(Console())
+            return
+        if config is None:
+            raise ConfigError("name a configuration: sagetrain plan configs/quickstart.yaml (or use --keys)")
+        if show_plan(config, overrides or [], world_size, Console()):
+            _exit(2)
+
+
+@app.command()
 def train(
     config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")],
     overrides: Overrides = None,
