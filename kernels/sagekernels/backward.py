@@ -16,6 +16,7 @@ from .pieces import (
     LOG2E,
     as_codes,
     as_float,
+    as_scaled,
     block_d,
     dot16,
     inverse_scale,
@@ -72,7 +73,9 @@ def _accumulate_dkdv(
         i = tl.multiple_of(i, BLOCK_M)
         q8 = load_tokens(Q8, i, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
         q_scale = load_vector(Q_SCALE, i, n_q, 0.0, BLOCK_M, MASKED)
-        st = as_float(tl.dot(k8, tl.trans(q8))) * k_scale[:, None]
+        st = as_scaled(tl.dot(k8, tl.trans(q8)), k_scale[:, None])
+        do = load_tokens(DO, i, n_q, stride_dn, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
+        dpt = dot16(v, tl.trans(do))
         shift = load_vector(SHIFT, i, n_q, float("inf"), BLOCK_M, MASKED)
         st = st * (q_scale * (scale * LOG2E))[None, :]
         if SMOOTH_Q:
@@ -94,8 +97,6 @@ def _accumulate_dkdv(
         do8t = load_transposed(DO8T, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
         dv += as_float(tl.dot(p8, tl.trans(do8t))) * (largest / 127.0)[:, None]
 
-        do = load_tokens(DO, i, n_q, stride_dn, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
-        dpt = dot16(v, tl.trans(do))
         factor = load_vector(FACTOR, i, n_q, 0.0, BLOCK_M, MASKED)
         delta = load_vector(DELTA, i, n_q, 0.0, BLOCK_M, MASKED)
         dst = pt * (dpt * factor[None, :] - (delta * factor)[None, :])
@@ -206,7 +207,7 @@ def _accumulate_dq(
         n = tl.multiple_of(n, BLOCK_N)
         k8 = load_tokens(K8, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
         k_scale = load_vector(K_SCALE, n, n_k, 0.0, BLOCK_N, MASKED)
-        s = as_float(tl.dot(q8, tl.trans(k8))) * k_scale[None, :]
+        s = as_scaled(tl.dot(q8, tl.trans(k8)), k_scale[None, :])
         s = s * q_scale[:, None]
         if SMOOTH_Q:
             s += mean_bias(q_mean, K, K_MEAN, n, n_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D)[None, :]
@@ -350,7 +351,7 @@ def triton_backward(
             starts, ends, dk, dv, scale, kv_heads, group, n_q, n_k, tiles_of(n_q) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             IS_CAUSAL=causal, PACKED=cu_seqlens is not None, PER_TILE=per_tile, SMOOTH_Q=smooth_q,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
         )  # fmt: skip
         tiles = launch_tiles("dq", do.device, held, exact=per_tile or smooth_q)
         blocks = triton.cdiv(n_q, tiles.block_m)
@@ -359,6 +360,6 @@ def triton_backward(
             starts, ends, dq, scale, heads, group, n_q, n_k, tiles_of(n_k) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             IS_CAUSAL=causal, PACKED=cu_seqlens is not None, PER_TILE=per_tile, SMOOTH_Q=smooth_q,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
         )  # fmt: skip
     return dq, dk, dv

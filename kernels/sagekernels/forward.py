@@ -11,6 +11,7 @@ from .pieces import (
     LOG2E,
     as_codes,
     as_float,
+    as_scaled,
     block_d,
     dot16,
     load_tokens,
@@ -66,8 +67,12 @@ def _attend(
         n = tl.multiple_of(n, BLOCK_N)
         k8 = load_tokens(K8, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
         k_scale = load_vector(K_SCALE, n, n_k, 0.0, BLOCK_N, MASKED)
-        s = as_float(tl.dot(q8, tl.trans(k8))) * k_scale[None, :]
-        s = s * q_scale[:, None]
+        s = as_scaled(tl.dot(q8, tl.trans(k8)), k_scale[None, :])
+        if SMOOTH_Q or MASKED:
+            s = s * q_scale[:, None]
+            factor = 1.0
+        else:  # one multiplication less: the row's scale goes into the exponent's
+            factor = q_scale[:, None]
         if SMOOTH_Q:
             s += mean_bias(q_mean, K, K_MEAN, n, n_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D)[None, :]
         if MASKED:
@@ -79,6 +84,8 @@ def _attend(
                 seen = seen & (columns[None, :] >= starts[:, None]) & (columns[None, :] < ends[:, None])
             s = tl.where(seen, s, float("-inf"))
         tile_m = tl.max(s, 1)
+        if not (SMOOTH_Q or MASKED):
+            tile_m = tile_m * q_scale
         new_m = tl.maximum(m, tile_m)
         if MASKED:  # a row may have seen no key yet
             finite_m = tl.where(new_m == float("-inf"), 0.0, new_m)
@@ -88,14 +95,14 @@ def _attend(
             finite_tile_m = tile_m
         alpha = tl.exp2(m - finite_m)
         if INT8_PV:
-            p = tl.exp2(s - finite_tile_m[:, None])
+            p = tl.exp2(s * factor - finite_tile_m[:, None])
             beta = tl.exp2(tile_m - finite_m)
             v8t = load_transposed(V8T, n, padded_k, BLOCK_N, HEAD_DIM, BLOCK_D)
             product = as_float(tl.dot(as_codes(p * 127.0), tl.trans(v8t)))
             acc = acc * alpha[:, None] + product * (beta * (tl.load(V_SCALE + n) / 127.0))[:, None]
             l = l * alpha + tl.sum(p, 1) * beta
         else:
-            p = tl.exp2(s - finite_m[:, None])
+            p = tl.exp2(s * factor - finite_m[:, None])
             v = load_tokens(V, n, n_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
             acc = acc * alpha[:, None]
             acc += dot16(p.to(V.dtype.element_ty), v)

@@ -10,30 +10,32 @@ from .quantize import TILE
 
 
 class Tiles(NamedTuple):
-    """BLOCK_M queries by BLOCK_N keys per step, warps per program, depth of the software pipeline."""
+    """BLOCK_M queries by BLOCK_N keys per step, warps per program, depth of its software pipeline."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    """Per thread: with fewer registers more programs fit on a multiprocessor, at the price of spills."""
 
 
 # kernel -> [(smallest compute capability, {head dimension as held: tiles})], newest first. In the backward kernels the
 # side that is looped over is TILE: it is the span of one scale. An architecture without a row takes the one below it.
 TABLE: dict[str, list[tuple[int, dict[int, Tiles]]]] = {
     "forward": [
-        (
-            90,
-            {32: Tiles(128, 64, 4, 3), 64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 64, 8, 2)},
-        ),
+        (90, {32: Tiles(128, 64, 4, 3), 64: Tiles(128, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 256: Tiles(128, 64, 8, 2)}),
         (80, {32: Tiles(64, 64, 4, 3), 64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 2)}),
     ],
     "dkdv": [
-        (90, {32: Tiles(64, 128, 4, 2), 64: Tiles(64, 128, 4, 2), 128: Tiles(64, 128, 8, 2), 256: Tiles(64, 64, 8, 1)}),
+        (90, {32: Tiles(64, 64, 4, 3), 64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 3), 256: Tiles(64, 64, 8, 1)}),
         (80, {32: Tiles(64, 64, 4, 2), 64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 1), 256: Tiles(64, 32, 8, 1)}),
     ],
     "dq": [
-        (90, {32: Tiles(128, 64, 4, 2), 64: Tiles(128, 64, 4, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 64, 8, 1)}),
+        (
+            90,
+            {32: Tiles(64, 64, 4, 3), 64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 64, 8, 1)},
+        ),
         (80, {32: Tiles(64, 64, 4, 2), 64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 1), 256: Tiles(32, 64, 8, 1)}),
     ],
 }

@@ -23,6 +23,15 @@ def as_float(x):
 
 
 @triton.jit
+def as_scaled(x, scale):
+    """int32 (below 2^22) times `scale`, with one operation less: off by at most 0.75 * scale, the same for each x."""
+    if INTERPRETED:  # without fused multiply-add the product would be rounded far above x
+        return as_float(x) * scale
+    else:
+        return (x + MAGIC_BITS).to(tl.float32, bitcast=True) * scale - MAGIC * scale
+
+
+@triton.jit
 def as_codes(x):
     """float32 in -127 .. 127 -> int8, to nearest even."""
     return (x + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)

@@ -55,11 +55,11 @@ def test_agrees_with_the_twin_and_with_float64(shape, dtype, recipe, smooth_q, b
     ours = results_of(sage_attention, *inputs, **options, recipe=recipe, smooth_q=smooth_q, backend=backend)
     between = errors(ours, twin)
     judged, expected = errors(ours, exact), errors(twin, exact)
-    vanishing = 1e-3 * exact.dv.norm().item()  # with one key per query dS is rounding noise alone
+    vanishing = 0.03 * exact.dv.norm().item()  # with one key per query dS is only the rounding of O in delta
     for name in between:
         value, truth = getattr(ours, name), getattr(exact, name)
         assert torch.isfinite(value).all(), name
-        if truth.norm().item() < vanishing:
+        if truth.norm().item() < 1e-6 * vanishing:
             assert value.double().norm().item() < vanishing, name
             continue
         assert between[name] < (0.012 if name in ("dq", "dk") else 0.006), (name, between)
