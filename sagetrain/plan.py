@@ -111,13 +111,13 @@ def _model_table(cfg: RunConfig, vocab_size: int, assumed: bool, path: str | Pat
 def _layout_table(cfg: RunConfig, world_size: int) -> Table:
     parallel, data = cfg.parallel, cfg.data
     ranks = world_size // parallel.tensor_parallel_size
-    table = _facts(f"Layout on {world_size} ranks")
+    table = _facts(f"Layout on {world_size} {'rank' if world_size == 1 else 'ranks'}")
     split = ", sequence parallel" if parallel.sequence_parallel else ""
     table.add_row("ranks", f"tensor parallel {parallel.tensor_parallel_size} x data parallel {ranks}{split}")
     table.add_row("ZeRO", f"stage {parallel.zero_stage}, {cfg.training.dtype}")
     table.add_row(
         "micro-step",
-        f"{data.micro_batch_size} sequences x {data.seq_length:,} tokens x {ranks} ranks = "
+        f"{data.micro_batch_size} sequences x {data.seq_length:,} tokens x {ranks} = "
         f"{token_multiple(cfg, ranks):,} tokens",
     )
     return table

@@ -60,7 +60,7 @@ class _Source:
         self.tree, self.lines, problems = yaml_nodes.parse(text)
         self.unusable = {problem.path for problem in problems}
         for problem in problems:
-            self._report(problem.path, str(problem), where=f"{self.file}:{problem.line}")
+            self._report(problem.path, problem.message, where=f"{self.file}:{problem.line}")
         if not isinstance(self.tree, dict):
             if not problems:
                 self._report((), "no configuration: sections such as `model:` are expected at the top level")
@@ -115,7 +115,7 @@ class _Source:
             return
         value, _, problems = yaml_nodes.parse(value_text)
         for problem in problems:
-            self._report((), str(problem), where=f"override {text}")
+            self._report((), problem.message, where=f"override {text}")
         target, path = self.tree, ()
         for part in parts[:-1]:
             key = self._child(target, part, path, text)

@@ -273,6 +273,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     tokens_per_step: TokensPerStepConfig
+    """Tokens per optimizer step as a function of the tokens seen: constant, ramp or stages."""
     optimizer: OptimizerConfig
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     training: TrainingConfig

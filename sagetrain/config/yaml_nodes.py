@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -57,12 +57,13 @@ for _tag, _pattern, _first in _RESOLVERS:
         _Dumper.add_implicit_resolver(_tag, _compiled, list(_first))
 
 
-class YamlProblem(ValueError):
-    """Something in the text that is not acceptable YAML here; `path` and `line` (1-based) say where."""
+class YamlProblem(NamedTuple):
+    """Something in the text that is not acceptable YAML here."""
 
-    def __init__(self, message: str, line: int | None, path: Path = ()):
-        super().__init__(message)
-        self.line, self.path = line, path
+    message: str
+    line: int | None
+    """Counted from 1."""
+    path: Path = ()
 
 
 def parse(text: str) -> tuple[Any, dict[Path, int], list[YamlProblem]]:

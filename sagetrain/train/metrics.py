@@ -113,8 +113,8 @@ class MetricsWriter:
                 if value is not None:
                     self._board.add_scalar(key, value, step)
 
-    def progress(self, tokens: int, **shown: str) -> None:
-        """Move the progress bar to `tokens`."""
+    def progress(self, tokens: int, shown: dict[str, str]) -> None:
+        """Move the progress bar to `tokens`, with `shown` behind it."""
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(min(tokens, self._bar.total) - self._bar.n)
 

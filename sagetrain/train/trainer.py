@@ -320,7 +320,8 @@ class Trainer:
                 "perf/memory_gib": memory_gib(self.device),
             },
         )
-        self.metrics.progress(self.state.tokens, loss=f"{result.loss:.4f}", lr=f"{lr:.2e}", tok_s=f"{rate:,.0f}")
+        shown = {"loss": f"{result.loss:.4f}", "lr": f"{lr:.2e}", "tok_s": f"{rate:,.0f}"}
+        self.metrics.progress(self.state.tokens, shown)
         self.clock.resume()
 
     def _evaluate(self) -> None:

@@ -1,0 +1,226 @@
+"""The rules of the house, read from the syntax trees: imports, sizes, signatures, documentation."""
+
+import ast
+import types
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel
+
+from sagetrain.config import reference, schema
+from sagetrain.config.reference import slot_of
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted(
+    [*ROOT.glob("sagetrain/**/*.py"), *ROOT.glob("kernels/sagekernels/**/*.py"), *ROOT.glob("launch/*.py")]
+)
+CODE = [*SOURCES, *sorted(ROOT.glob("tests/**/*.py"))]
+MAX_LINES = 600
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imports(path: Path, top_level_only: bool = False) -> set[str]:
+    """Dotted names of the modules that a file imports; relative imports are resolved."""
+    package = {"kernels": lambda parts: parts[1:]}.get(path.relative_to(ROOT).parts[0], lambda parts: parts)
+    parents = list(package(list(path.relative_to(ROOT).parts[:-1])))
+    found = set()
+    for node in _outside_functions(tree_of(path)) if top_level_only else ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*parents[: len(parents) - node.level + 1], *([node.module] if node.module else [])])
+            module = base if node.level else node.module
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def _outside_functions(node: ast.AST):
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from _outside_functions(child)
+
+
+def roots(names: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+def below(folder: str) -> list[Path]:
+    return [path for path in SOURCES if name_of(path).startswith(f"{folder}/")]
+
+
+def packages(names: set[str]) -> set[str]:
+    """Which of SageTrain's own packages (second part of the dotted name) are among the names."""
+    return {name.split(".")[1] for name in names if name.startswith("sagetrain.")}
+
+
+# -- who may import whom -----------------------------------------------------------------------------------------
+
+STDLIB = {"__future__", *__import__("sys").stdlib_module_names}
+MAY_IMPORT = {
+    "config": {"config"},
+    "parallel": {"parallel"},
+    "model": {"model", "parallel", "config"},
+    "data": {"data", "config"},
+    "train": {"train", "model", "parallel", "data", "config", "__version__"},
+}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_layers_import_downwards_only(package):
+    for path in below(f"sagetrain/{package}"):
+        assert packages(imports(path)) <= MAY_IMPORT[package], name_of(path)
+
+
+def test_every_package_has_a_rule():
+    folders = {path.parent.name for path in below("sagetrain") if path.name == "__init__.py"}
+    assert folders == {"sagetrain", *MAY_IMPORT}
+
+
+def test_config_and_planning_need_no_torch():
+    light = {"yaml", "pydantic", "pydantic_core", "annotated_types", "sagetrain"}
+    for path in below("sagetrain/config"):
+        assert roots(imports(path)) <= STDLIB | light, name_of(path)
+    for name in ("plan", "model/accounting", "data/tokenizer", "train/tokens_per_step", "train/lr_schedule"):
+        used = roots(imports(ROOT / f"sagetrain/{name}.py"))
+        assert used <= STDLIB | {"sagetrain", "rich", "sentencepiece"}, name
+
+
+def test_kernels_stand_alone():
+    for path in below("kernels/sagekernels"):
+        assert roots(imports(path)) <= STDLIB | {"torch", "triton", "numpy", "sagekernels"}, name_of(path)
+
+
+def test_kernels_are_imported_in_one_place():
+    users = {name_of(path) for path in SOURCES if "sagekernels" in roots(imports(path))}
+    users -= {name_of(path) for path in below("kernels/sagekernels")}
+    assert users == {"sagetrain/model/attention.py"}
+
+
+def test_deepspeed_is_imported_inside_functions_of_the_engine():
+    users = {name_of(path) for path in SOURCES if "deepspeed" in roots(imports(path))}
+    assert users == {"sagetrain/train/engine.py"}
+    assert "deepspeed" not in roots(imports(ROOT / "sagetrain/train/engine.py", top_level_only=True))
+
+
+def test_the_command_line_loads_nothing_heavy():
+    used = roots(imports(ROOT / "sagetrain/cli.py", top_level_only=True))
+    assert not used & {"torch", "deepspeed", "triton", "datasets", "numpy", "sagekernels"}
+
+
+def test_only_trainer_and_engine_see_the_whole_configuration():
+    """Everything else gets its section. Tools that look at a run from outside (plan, eval) are not part of it."""
+    whole = {name_of(path) for path in SOURCES if "sagetrain.config.schema.RunConfig" in imports(path)}
+    inside = {path for path in whole if not path.startswith("sagetrain/config/")}
+    assert inside <= {
+        "sagetrain/train/trainer.py",
+        "sagetrain/train/engine.py",
+        "sagetrain/model/accounting.py",
+        "sagetrain/inference.py",
+        "sagetrain/plan.py",
+    }
+
+
+# -- size, signatures, side effects ------------------------------------------------------------------------------
+
+
+def test_files_are_short():
+    long = {name_of(path): lines for path in CODE if (lines := len(path.read_text().splitlines())) > MAX_LINES}
+    assert long == {}
+
+
+def test_public_functions_take_no_catch_all_keywords():
+    """The kernels' test helpers may: they hand all of them to the function under test, which knows its own."""
+    found = [
+        f"{name_of(path)}:{node.lineno} {node.name}"
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef) and node.args.kwarg and not node.name.startswith("_")
+        if name_of(path) != "kernels/sagekernels/testing.py"
+    ]
+    assert found == []
+
+
+def test_public_functions_are_typed_and_classes_documented():
+    found = []
+    for path in below("sagetrain"):
+        for node in ast.iter_child_nodes(tree_of(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node):
+                found.append(f"{name_of(path)}:{node.lineno} class {node.name} has no docstring")
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                if not ast.get_docstring(node):
+                    found.append(f"{name_of(path)}:{node.lineno} {node.name} has no docstring")
+                if node.returns is None:
+                    found.append(f"{name_of(path)}:{node.lineno} {node.name} has no return type")
+    assert found == []
+
+
+def test_modules_do_nothing_when_imported():
+    """At module level: definitions, imports, constants, docstrings; an `if` only for typing or __main__."""
+    allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.Try, ast.For)
+    found = []
+    for path in below("sagetrain"):
+        for node in tree_of(path).body:
+            documented = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            guarded = isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "__name__ == '__main__'")
+            registered = isinstance(node, ast.Expr) and ast.unparse(node.value).startswith("_Dumper.add_representer")
+            if not (isinstance(node, allowed) or documented or guarded or registered):
+                found.append(f"{name_of(path)}:{node.lineno} {ast.unparse(node)[:60]}")
+    assert found == []
+
+
+def test_custom_exceptions_are_few():
+    found = {
+        node.name
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(b).endswith(("Error", "Exception")) for b in node.bases)
+    }
+    assert found <= {"ConfigError", "CheckpointError", "TrainingError"}
+
+
+# -- the schema --------------------------------------------------------------------------------------------------
+
+
+def section_classes() -> list[type[schema.Section]]:
+    return [
+        value
+        for value in vars(schema).values()
+        if isinstance(value, type) and issubclass(value, schema.Section) and value is not schema.Section
+    ]
+
+
+@pytest.mark.parametrize("section", section_classes(), ids=lambda section: section.__name__)
+def test_every_key_is_documented(section):
+    assert section.__doc__
+    for name, field in section.model_fields.items():
+        is_tag = name == "schedule" and len(get_args(field.annotation)) == 1
+        is_section = len(slot_of(field).sections) == 1  # the section's own docstring says it
+        assert field.description or is_tag or is_section, f"{section.__name__}.{name} has no docstring below it"
+
+
+@pytest.mark.parametrize("section", section_classes(), ids=lambda section: section.__name__)
+def test_no_attribute_of_a_section_is_silently_not_a_key(section):
+    """An attribute without annotation would look like a key and be ignored."""
+    inherited = set(dir(BaseModel))
+    own = {name for name in vars(section) if not name.startswith("_") and name not in inherited}
+    plain = {name for name in own if not isinstance(vars(section)[name], property | types.FunctionType)}
+    assert plain - set(section.model_fields) == set()
+
+
+def test_every_key_is_used():
+    """By name, somewhere outside the configuration: a key that nothing reads would be a promise not kept."""
+    all_keys = reference.keys()
+    attributes = {node.attr for path in SOURCES for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
+    unused = [key.name for key in all_keys if key.name.rpartition(".")[2] not in attributes | {"schedule"}]
+    assert unused == []

@@ -1,0 +1,183 @@
+# ruff: noqa: E501 - one case a line reads best
+"""The printed plan: numbers, findings, speed, and that it needs neither torch nor data. Every shipped configuration."""
+
+import io
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from sagetrain.config import ConfigError, dump_config, load_config
+from sagetrain.config.reference import keys, markdown
+from sagetrain.model.accounting import memory_per_rank, num_parameters
+from sagetrain.plan import ASSUMED_VOCAB_SIZE, show_key_reference, show_plan
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+# Each with a world size that it is made for, and its parameters with a vocabulary of 32,768 (2,048 for quickstart).
+SHIPPED = {"quickstart": (2, None), "325m": (8, 306_228_736), "1b": (8, 1_036_082_176), "7b": (64, 7_248_031_744)}
+
+
+def plan(path: Path, world_size: int, *overrides: str) -> tuple[int, str]:
+    """Number of errors, and the text with runs of spaces made one."""
+    out = io.StringIO()
+    errors = show_plan(path, overrides, world_size, Console(file=out, width=400))
+    return errors, re.sub(r"[ │┃]+", " ", out.getvalue())
+
+
+def test_all_shipped_configurations_are_listed_here():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configurations_load_fit_and_plan(name, tmp_path):
+    world_size, parameters = SHIPPED[name]
+    path = CONFIGS / f"{name}.yaml"
+    cfg = load_config(path)
+    dumped = tmp_path / "dump.yaml"
+    dumped.write_text(dump_config(cfg))
+    assert load_config(dumped) == cfg
+    errors, text = plan(path, world_size, "data.tokenizer=/nowhere/tokenizer.model")
+    assert errors == 0
+    levels = set(re.findall(r"\[(\w+)\]\n", text))
+    assert levels <= {"data_files", "sage_in_fp32"}
+    if parameters:
+        assert f"parameters {parameters:,} (" in text
+        assert sum(item.bytes for item in memory_per_rank(cfg, world_size, ASSUMED_VOCAB_SIZE)) < 80e9
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configurations_hold_every_key_with_a_comment(name):
+    text = (CONFIGS / f"{name}.yaml").read_text()
+    tree = yaml.safe_load(text)
+    schedule = tree["tokens_per_step"]["schedule"]
+    for key in keys():
+        parts = key.name.split(".")
+        if key.doc.startswith("(") and not key.doc.startswith(f"({schedule})") and parts[0] == "tokens_per_step":
+            continue
+        value = tree
+        for part in parts:
+            value = value[int(part) if isinstance(value, list) else part]
+    bare = [line for line in text.splitlines() if re.match(r"  \w+: \S", line) and "#" not in line]
+    assert [line.strip().split(":")[0] for line in bare if "tokens_per_step" not in line] == [
+        name for name in ("start", "end") if schedule == "ramp"
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_325m_runs_on_any_part_of_a_node(world_size):
+    assert plan(CONFIGS / "325m.yaml", world_size)[0] == 0
+
+
+def test_numbers_of_the_plan():
+    errors, text = plan(CONFIGS / "1b.yaml", 8)
+    assert errors == 0
+    for line in (
+        "tensor parallel 1 x data parallel 8",
+        "micro-step 4 sequences x 4,096 tokens x 8 = 131,072 tokens",
+        "FLOPs per token 6.82 G, forward and backward; attention is 15% of it",
+        " 0 262,144 2 76,294 1.966e-08 2.781e-04",
+        " 20,000,014,336 524,288 4 152,588 2.781e-04 3.000e-05",
+        "228,882 steps, 100,000,071,680 tokens",
+        "warm-up over 2,000,000,000 tokens (7,630 steps)",
+        "every 1,000,000,000 tokens on 256 sequences",
+        "vocabulary 32,768, padded (assumed: no tokenizer found, model.vocab_size not set)",
+    ):
+        assert line in text, line
+
+
+def test_errors_are_counted_and_shown_with_place_and_way_out():
+    errors, text = plan(CONFIGS / "325m.yaml", 8, "attention.qk_norm=none", "tokens_per_step.tokens=2_097_152")
+    assert errors == 1
+    assert "Findings: 1 error, 2 warnings" in text
+    assert "error override tokens_per_step.tokens=2_097_152: tokens_per_step.tokens = 2097152: INT8 attention" in text
+    assert "[qk_norm_for_large_steps]" in text
+    assert "Schedule" in text
+    errors, text = plan(
+        CONFIGS / "325m.yaml",
+        8,
+        "attention.qk_norm=none",
+        "tokens_per_step.tokens=2_097_152",
+        "guidance.override=[qk_norm_for_large_steps]",
+    )
+    assert errors == 0
+    assert "overridden (error): INT8 attention without QK-norm" in text
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "rule", "shown", "hidden"),
+    [
+        (6, ["parallel.tensor_parallel_size=4"], "world_size", "Model of", "Layout on"),
+        (3, ["parallel.tensor_parallel_size=3"], "tensor_parallel_split", "Model of", "Memory per rank"),
+        (7, [], "whole_micro_steps", "Memory per rank", "Schedule"),
+        (8, ["lr_schedule.warmup_tokens=1e12"], "warmup_before_end", "Memory per rank", "Schedule"),
+    ],
+)
+def test_what_cannot_be_computed_is_left_out(world_size, overrides, rule, shown, hidden):
+    errors, text = plan(CONFIGS / "325m.yaml", world_size, *overrides)
+    assert errors
+    assert f"[{rule}]" in text
+    assert shown in text
+    assert hidden not in text
+
+
+def test_a_long_ramp_is_shown_by_its_ends():
+    ramp = "tokens_per_step={schedule: ramp, start: 32768, end: 1048576, ramp_tokens: 1e10}"
+    _, text = plan(CONFIGS / "325m.yaml", 1, ramp)
+    assert "... 20 more" in text
+    assert "1,048,576 32 " in text
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("lr_schedule.shape=wsd", "wsd, peak 3e-05, warm-up over 1,966,080,000 tokens (7,500 steps), decay from token 70,778,880,000"),
+        ("lr_schedule={shape: constant, batch_rule: sqrt}", "constant, peak 3e-05, times (tokens per step / 262,144)^0.5"),
+        ("lr_schedule={shape: linear, batch_rule: linear, warmup_tokens: 1}", "times (tokens per step / 262,144)"),
+        ("data.valid=[]", "evaluation none: data.valid is empty"),
+    ],
+)  # fmt: skip
+def test_wording_follows_the_settings(override, line):
+    assert line in plan(CONFIGS / "325m.yaml", 8, override)[1]
+
+
+def test_the_vocabulary_comes_from_the_configuration_when_given():
+    cfg = load_config(CONFIGS / "325m.yaml", ["model.vocab_size=50257"])
+    _, text = plan(CONFIGS / "325m.yaml", 8, "model.vocab_size=50257")
+    assert "vocabulary 50,304, padded " in text
+    assert f"{num_parameters(cfg.model, cfg.attention, 50304):,}" in text
+
+
+def test_a_broken_file_raises_all_its_problems():
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*layers.*heads"):
+        plan(CONFIGS / "325m.yaml", 8, "model.num_layers=x", "model.num_attention_heads=0")
+
+
+def test_it_needs_no_torch_and_little_time():
+    code = (
+        "import sys, io; from rich.console import Console; from sagetrain.plan import show_plan\n"
+        f"show_plan({str(CONFIGS / '7b.yaml')!r}, [], 64, Console(file=io.StringIO()))\n"
+        "print(sorted({'torch', 'deepspeed', 'triton', 'numpy', 'sagekernels'} & set(sys.modules)))"
+    )
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert time.perf_counter() - begin < 10  # under half a second on an idle laptop
+
+
+def test_the_key_reference_names_every_key():
+    out = io.StringIO()
+    show_key_reference(Console(file=out, width=300))
+    table = markdown()
+    for key in keys():
+        assert key.name in out.getvalue()
+        assert f"| `{key.name}` |" in table
+        assert key.doc
+    assert "| `optimizer.lr` | a number above 0 | required | Peak learning rate. |" in table
+    assert "| `tokens_per_step.schedule` | one of constant, ramp, stages | required |" in table
+    assert "| `tokens_per_step.ramp_tokens` | a whole number above 0 | required | (ramp) Tokens seen when" in table
+    assert "| `data.train.0.weight` | a number above 0 | 1.0 |" in table
