@@ -4,7 +4,8 @@
 
 A step is forward, backward and AdamW (torch's fused one) with fp32 master weights for the bf16 parameters, on one
 micro-batch of random tokens. Both sides take it alike. The peer is what a careful user writes by hand: torch.compile
-over the whole model, fused AdamW, SDPA through cuDNN. Before anything is timed, losses of both must agree.
+over the whole model, fused AdamW, attention by SDPA through cuDNN or by FlashAttention-4. Before anything is timed,
+losses of both must agree.
 """
 
 from __future__ import annotations
@@ -44,9 +45,25 @@ class PeerNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.gain, self.eps)
 
 
+def peer_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Causal attention on [batch, tokens, heads, head_dim]."""
+    if name == "flash":
+        from flash_attn.cute import flash_attn_func
+
+        # Its kernels cannot be traced: torch.compile has to go around them.
+        return torch.compiler.disable(lambda q, k, v: flash_attn_func(q, k, v, causal=True)[0])
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    return sdpa
+
+
 class PeerBlock(nn.Module):
-    def __init__(self, m: ModelConfig) -> None:
+    def __init__(self, m: ModelConfig, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
+        self.attend = attend
         self.heads, self.head_dim = m.num_attention_heads, m.head_dim
         self.norm1, self.norm2 = PeerNorm(m.hidden_size, m.norm_eps), PeerNorm(m.hidden_size, m.norm_eps)
         self.q_norm, self.k_norm = PeerNorm(m.head_dim, m.norm_eps), PeerNorm(m.head_dim, m.norm_eps)
@@ -58,8 +75,7 @@ class PeerBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
         q, k = (self._rotate(norm(t), cos, sin) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
-        o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
-        x = x + self.out(o.transpose(1, 2).flatten(2))
+        x = x + self.out(self.attend(q, k, v).flatten(2))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
@@ -72,11 +88,12 @@ class PeerBlock(nn.Module):
 class Peer(nn.Module):
     """The same Llama, the way it is written without parallelism in mind: fused q, k, v and gate, up."""
 
-    def __init__(self, m: ModelConfig) -> None:
+    def __init__(self, m: ModelConfig, attention: str) -> None:
         super().__init__()
         self.config = m
+        attend = peer_attention(attention)
         self.embedding = nn.Embedding(VOCAB, m.hidden_size)
-        self.blocks = nn.ModuleList(PeerBlock(m) for _ in range(m.num_layers))
+        self.blocks = nn.ModuleList(PeerBlock(m, attend) for _ in range(m.num_layers))
         self.norm = PeerNorm(m.hidden_size, m.norm_eps)
         self.head = nn.Linear(m.hidden_size, VOCAB, bias=False)
         if m.tie_embeddings:
@@ -173,7 +190,7 @@ def main() -> None:
     parser.add_argument("--backends", default="sdpa", help="attention backends of SageTrain, separated by commas")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--profile", type=int, default=0, help="list this many kernels of each")
-    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--peer", choices=["sdpa", "flash", "none"], default="sdpa", help="attention of the peer")
     arguments = parser.parse_args()
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -218,8 +235,8 @@ def main() -> None:
             dtype=torch.bfloat16,
             device=device,
         )
-        if peer is None and not arguments.no_peer:
-            peer = Peer(shape).to(device, torch.bfloat16)
+        if peer is None and arguments.peer != "none":
+            peer = Peer(shape, arguments.peer).to(device, torch.bfloat16)
             peer.take_weights(model)
         model.compile_blocks()
         seconds, first = first_call(lambda model=model: model(tokens, labels))
@@ -235,7 +252,7 @@ def main() -> None:
             seconds, first = first_call(lambda: compiled(tokens, labels))
             if abs(first - expected) > 2e-3 * expected:
                 raise SystemExit(f"the peer's loss is {first}, SageTrain's {expected}: they are not the same model")
-            times["peer"] = report("plain PyTorch", peer, lambda: compiled(tokens, labels), seconds, first)
+            times["peer"] = report(f"peer {arguments.peer}", peer, lambda: compiled(tokens, labels), seconds, first)
         for backend in arguments.backends.split(","):
             print(f"sagetrain {backend}: {times['peer'] / times[backend]:.3f} x the speed of plain PyTorch")
 
