@@ -175,9 +175,10 @@ def _checked(config: Path, overrides: list[str] | None, world_size: int, show: b
     """Load and check a configuration. Errors end the run here, before any process group starts."""
     from sagetrain.config.check import check
     from sagetrain.config.load import load_config
+    from sagetrain.data.tokenizer import known_vocab_size
 
     cfg = load_config(config, overrides or [])
-    findings = check(cfg, world_size, path=config, overrides=overrides or [])
+    findings = check(cfg, world_size, vocab_size=known_vocab_size(cfg.data), path=config, overrides=overrides or [])
     errors = [finding for finding in findings if finding.level == "error"]
     if errors:
         raise ConfigError("\n".join(str(finding) for finding in errors))

@@ -15,7 +15,7 @@ from sagetrain.config.fit import padded_vocab_size, token_multiple
 from sagetrain.config.load import load_config
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import RunConfig
-from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.data.tokenizer import known_vocab_size
 from sagetrain.model.accounting import flops_per_token, memory_per_rank, num_parameters
 from sagetrain.train.lr_schedule import decay_tokens, learning_rate, reference_tokens_per_step
 from sagetrain.train.tokens_per_step import ScheduleStage, stages
@@ -32,11 +32,13 @@ def show_plan(path: str | Path, overrides: Sequence[str], world_size: int, conso
     Raises ConfigError if the file cannot be loaded.
     """
     cfg = load_config(path, overrides)
-    vocab_size, assumed = _vocab_size(cfg)
+    known = known_vocab_size(cfg.data)
+    vocab_size = cfg.model.vocab_size or known or ASSUMED_VOCAB_SIZE
+    assumed = not (cfg.model.vocab_size or known)
     findings = check(
         cfg,
         world_size,
-        vocab_size=None if assumed else vocab_size,
+        vocab_size=known,
         path=path,
         overrides=overrides,
         files=False,
@@ -58,23 +60,13 @@ def show_key_reference(console: Console) -> None:
     """Print every key of the YAML with what it takes, its default and its meaning."""
     table = Table("key", "takes", "default", "meaning", title="Keys of the configuration", title_justify="left")
     for key in keys():
-        table.add_row(key.name, escape(key.takes), escape(key.default), escape(key.doc), end_section=False)
+        table.add_row(key.name, escape(key.takes), escape(key.default), escape(key.doc))
     console.print(table)
 
 
 # Rules without which the numbers below them would mean nothing.
 _NO_LAYOUT = {"world_size", "tensor_parallel_split", "tensor_parallel_vocab", "grouped_query_heads"}
 _NO_SCHEDULE = {"first_stage", "stages_in_order", "warmup_before_end", "whole_micro_steps"}
-
-
-def _vocab_size(cfg: RunConfig) -> tuple[int, bool]:
-    """Vocabulary of the configuration, else of its tokenizer, else an assumption (then True)."""
-    if cfg.model.vocab_size:
-        return cfg.model.vocab_size, False
-    file = find_tokenizer(cfg.data)
-    if file.is_file():
-        return Tokenizer.load(file).vocab_size, False
-    return ASSUMED_VOCAB_SIZE, True
 
 
 def _facts(title: str) -> Table:

@@ -277,10 +277,11 @@ def test_check_puts_errors_first_and_names_file_and_line(tmp_path):
     )
     overrides = ["parallel.sequence_parallel=true"]
     findings = check(load_config(path, overrides), 1, path=path, overrides=overrides)
-    assert [f.level for f in findings] == ["error", "error", "warning", "warning"]
+    assert [f.level for f in findings] == ["error", "error", "error", "warning", "warning"]
     assert [f.where.removeprefix(f"{tmp_path}/") for f in findings] == [
         "run.yaml:8",
         "run.yaml:3",
+        "run.yaml:2",
         "run.yaml:10",
         "override parallel.sequence_parallel=true",
     ]
@@ -307,6 +308,17 @@ def test_missing_data_is_an_error_to_train_and_a_warning_to_plan(tmp_path):
         r"half\": no .*half\.idx \[data_files\]\n    fix: write it with `sagetrain prepare`", str(findings[0])
     )
     assert "no such file" in str(findings[2])
+
+
+def test_the_tokenizer_beside_the_data_is_looked_for(tmp_path):
+    for end in (".bin", ".idx"):
+        (tmp_path / f"whole{end}").touch()
+    cfg = run_config(data={"train": [{"path": f"{tmp_path}/whole"}]})
+    finding = only(check(cfg, 1))
+    assert (finding.rule, finding.key, finding.value) == ("data_files", "data.tokenizer", None)
+    assert finding.message == f"no {tmp_path}/tokenizer.model"
+    (tmp_path / "tokenizer.model").touch()
+    assert check(cfg, 1) == []
 
 
 def test_a_default_is_placed_at_its_nearest_parent(tmp_path):

@@ -48,12 +48,13 @@ def data_files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         if missing:
             fix = "write it with `sagetrain prepare`; the path goes without .bin and .idx"
             yield _missing(required, key, prefix, f"no {' and no '.join(missing)}", fix)
-    if cfg.data.tokenizer is not None and not Path(cfg.data.tokenizer).is_file():
+    if not Path(cfg.data.tokenizer_path).is_file():
         fix = "name the tokenizer.model that `sagetrain prepare` wrote"
-        yield _missing(required, "data.tokenizer", cfg.data.tokenizer, "no such file", fix)
+        message = "no such file" if cfg.data.tokenizer else f"no {cfg.data.tokenizer_path}"
+        yield _missing(required, "data.tokenizer", cfg.data.tokenizer, message, fix)
 
 
-def _missing(required: bool, key: str, value: str, message: str, fix: str) -> Finding:
+def _missing(required: bool, key: str, value: str | None, message: str, fix: str) -> Finding:
     return Finding("data_files", "error" if required else "warning", key, value, message, fix)
 
 

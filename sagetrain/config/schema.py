@@ -6,6 +6,7 @@ generated from these. Unknown keys are errors. This module imports no torch: it 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import (
@@ -28,6 +29,9 @@ class Section(BaseModel):
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
+
+TOKENIZER_NAME = "tokenizer.model"
+"""What `sagetrain prepare` calls the tokenizer that it leaves beside a token file."""
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -118,6 +122,11 @@ class DataConfig(Section):
     """Rotary positions restart at every document boundary."""
     num_workers: NonNegativeInt = 1
     """Threads that prepare batches ahead of the step; 0 prepares them in the training thread."""
+
+    @property
+    def tokenizer_path(self) -> str:
+        """The tokenizer file: as configured, else beside the first training source."""
+        return self.tokenizer or str(Path(self.train[0].path).parent / TOKENIZER_NAME)
 
 
 class ConstantTokens(Section):

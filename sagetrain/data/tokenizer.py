@@ -15,9 +15,9 @@ from pathlib import Path
 import sentencepiece
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import TOKENIZER_NAME as TOKENIZER_NAME
 from sagetrain.config.schema import DataConfig
 
-TOKENIZER_NAME = "tokenizer.model"
 # SentencePiece writes a space as this character inside its pieces, and so would decode the character as a space.
 _SPACE_MARK = "\u2581"
 _MAX_SENTENCE_BYTES = 1 << 14
@@ -74,7 +74,13 @@ class Tokenizer:
 
 def find_tokenizer(data: DataConfig) -> Path:
     """data.tokenizer, or else the tokenizer.model that `sagetrain prepare` left beside the first training source."""
-    return Path(data.tokenizer) if data.tokenizer else Path(data.train[0].path).parent / TOKENIZER_NAME
+    return Path(data.tokenizer_path)
+
+
+def known_vocab_size(data: DataConfig) -> int | None:
+    """Tokens of the run's tokenizer; None if the file does not exist yet."""
+    file = find_tokenizer(data)
+    return Tokenizer.load(file).vocab_size if file.is_file() else None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
