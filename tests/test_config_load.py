@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sagetrain.config import ConfigError, RunConfig, dump_config, load_config
+from sagetrain.config import ConfigError, RunConfig, dump_config, load_config, yaml_nodes
 from sagetrain.config.load import locations
+from sagetrain.config.reference import keys
 
 GOOD = """\
 model:
@@ -171,6 +172,8 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
             "run.yaml: tokens_per_step: missing; it takes a section: {schedule: constant, tokens} or",
         ),
         ("num_layers: 4", "num_layers: 4\n  num_layers: 5", "run.yaml:3: model.num_layers: given twice: first on line 2"),
+        ("optimizer:\n  lr: 3e-4", "optimizer.lr: 3e-4", "run.yaml:17: optimizer.lr = 0.0003: unknown key; dots are for overrides"),
+        ("schedule: ramp", "schedule: [1]", "tokens_per_step.schedule = [1]: must be one of constant, ramp, stages"),
         ("optimizer:", "data:", "run.yaml:17: data: given twice: first on line 6"),
         ("num_layers: 4", "num_layers: !!python/name:os.system", "run.yaml:2: model.num_layers: the tag 'python/name:os.system' is not taken"),
         ("num_layers: 4", "num_layers: &a [*a]", "an alias that contains itself"),
@@ -255,6 +258,34 @@ trees = st.recursive(
 )
 counts = st.integers(1, 10**15)
 rates = st.floats(1e-12, 1e3)
+
+
+paths = st.sampled_from(
+    [key.name.split(".") for key in keys()] + [[s] for s in RunConfig.model_fields] + [["data", "train", "1"], ["x"]]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    path=paths, value=trees, override=words | awkward | st.builds("{}={}".format, paths.map(".".join), words | awkward)
+)
+def test_whatever_stands_in_the_file_the_answer_is_a_configuration_or_a_list_of_problems(
+    tmp_path_factory, path, value, override
+):
+    tree = yaml_nodes.parse(GOOD)[0]
+    target = tree
+    for part in path[:-1]:
+        inner = target[int(part)] if isinstance(target, list) else target.setdefault(part, {})
+        target = inner if isinstance(inner, dict | list) else {}
+    target[int(path[-1]) if isinstance(target, list) else path[-1]] = value
+    file = tmp_path_factory.mktemp("fuzz") / "run.yaml"
+    file.write_text(yaml_nodes.dump(tree), encoding="utf-8")
+    try:
+        config = load_config(file, [override])
+    except ConfigError as error:
+        assert re.match(r"\d+ problems? in the configuration", str(error))  # noqa: PT017
+    else:
+        assert isinstance(config, RunConfig)
 
 
 @st.composite

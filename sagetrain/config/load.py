@@ -166,6 +166,8 @@ def _must_be(slot_text: str, value: Any, choices: Sequence) -> str:
 
 def _hint_for_unknown(path: tuple, section: type[Section]) -> str:
     """Where an unknown key was probably meant to go: in the same section first, then anywhere."""
+    if "." in path[-1]:
+        return "; dots are for overrides: in the file, each section is a line of its own"
     known = {key.name: key for key in keys()}
     if _dotted(path) in known:  # known, but of another member of the union
         return f" for schedule: {tag_of(section)}; it belongs to {known[_dotted(path)].doc.partition(')')[0][1:]}"
