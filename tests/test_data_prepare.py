@@ -467,7 +467,7 @@ def test_a_worker_that_dies(tmp_path, model, monkeypatch):
                 os.kill(int(child), signal.SIGKILL)
 
     monkeypatch.setattr(token_file.TokenFileWriter, "add", lambda self, *args: kill_workers(args))
-    with pytest.raises(ConfigError, match=r"a worker process ended unexpectedly \(out of memory\?\)"):
+    with pytest.raises(ConfigError, match=r"a worker process ended unexpectedly \(exit code -9; out of memory\?\)"):
         quiet([str(path)], tmp_path / "x", tokenizer=model, num_workers=2)
     assert not list(tmp_path.glob("x*"))
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
+import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.sources import Chunk, Corpus
@@ -113,7 +114,8 @@ def prepare(
     outputs = {"train": output} | ({"valid": output.with_name("valid")} if valid_fraction else {})
     model_path = output.parent / TOKENIZER_NAME
     request = {
-        "inputs": corpus.identity(),
+        "inputs": len(corpus.inputs),
+        "inputs_sha256": corpus.identity(),
         "text_key": text_key,
         "valid_fraction": valid_fraction,
         "tokenizer": [vocab_size, tokenizer_sample] if vocab_size else Tokenizer.load(tokenizer or model_path).sha256,
@@ -309,70 +311,112 @@ class Encoder:
         )
 
 
-_worker_encoder: Encoder | None = None
-
-
-def _start_worker(encoder: Encoder) -> None:
-    global _worker_encoder
-    _worker_encoder = encoder
-    parent = multiprocessing.parent_process()
-
-    def follow() -> None:
-        parent.join()  # returns when the parent is gone, however it ended
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
-def _encode_in_worker(chunk: Chunk) -> Encoded:
-    return _worker_encoder(chunk)
-
-
 def _encode(chunks: Iterable[Chunk], encoder: Encoder, num_workers: int) -> Iterator[Encoded]:
-    """Encoded chunks in their order; a bounded number of them is under way at any time."""
+    """Encoded chunks in their order. Chunk n goes to worker n mod num_workers, at most two ahead of what is taken.
+
+    Pipes rather than a ProcessPoolExecutor: an executor may wait for ever when one of its processes is killed.
+    """
     if num_workers == 1:
         yield from map(encoder, chunks)
         return
-    context = multiprocessing.get_context("spawn")  # a fork would copy other threads' locks
-    pool = ProcessPoolExecutor(num_workers, context, _start_worker, (encoder,))
-    pending: deque = deque()
+    workers: list[_Worker] = []
     try:
+        workers += [_Worker() for _ in range(num_workers)]
+        for worker in workers:  # after all have been started: it waits until the worker is up
+            worker.send(encoder)
+        sent = taken = 0
         for chunk in chunks:
-            pending.append(pool.submit(_encode_in_worker, chunk))
-            if len(pending) >= 4 * num_workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise ConfigError(
-            "a worker process ended unexpectedly (out of memory?): try fewer workers, and see that a script that calls "
-            'prepare() with several workers does so under `if __name__ == "__main__":`'
-        ) from error
+            if sent - taken == 2 * num_workers:
+                yield workers[taken % num_workers].receive()
+                taken += 1
+            workers[sent % num_workers].send(chunk)
+            sent += 1
+        for number in range(taken, sent):
+            yield workers[number % num_workers].receive()
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for worker in workers:
+            worker.stop()
+
+
+class _Worker:
+    """A process that gets an encoder, then chunks, and gives back what the encoder makes of each."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def send(self, message: Encoder | Chunk) -> None:
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise self._died() from error
+
+    def receive(self) -> Encoded:
+        try:
+            result = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+        if isinstance(result, ConfigError):
+            raise result
+        return result
+
+    def stop(self) -> None:
+        self._connection.close()  # the worker ends when it sees this, whatever it is doing
+        self._process.join()
+
+    def _died(self) -> ConfigError:
+        self._process.join()
+        return ConfigError(
+            f"a worker process ended unexpectedly (exit code {self._process.exitcode}; out of memory?): try fewer "
+            "workers, and see that a script that calls prepare() with several workers does so under "
+            '`if __name__ == "__main__":`'
+        )
+
+
+def _work(connection: Connection) -> None:
+    """Life of a worker. A thread takes in what the parent sends, so that neither ever waits for the other to read."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    messages: queue.SimpleQueue = queue.SimpleQueue()
+
+    def take_in() -> None:
+        try:
+            while True:
+                messages.put(connection.recv())
+        except (EOFError, OSError):  # the parent has finished, or is gone, however it ended
+            os._exit(0)
+
+    threading.Thread(target=take_in, daemon=True).start()
+    encoder = messages.get()
+    while True:
+        try:
+            result = encoder(messages.get())
+        except ConfigError as error:
+            result = error
+        try:
+            connection.send(result)
+        except OSError:  # as above
+            os._exit(0)
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
 
 
 class _Progress:
-    """A bar on a terminal, a line every ten seconds elsewhere."""
+    """A bar on a terminal, a line every ten seconds elsewhere: bytes read, or tokens if the size is not known."""
 
     def __init__(self, total: int | None):
-        import tqdm
-
-        interactive = sys.stderr.isatty()
-        self._bar = tqdm.tqdm(
+        self._bar = tqdm(
             total=total,
-            unit="B",
+            unit=" tokens" if total is None else "B",
             unit_scale=True,
-            unit_divisor=1000,
             desc="tokenizing",
-            mininterval=0.2 if interactive else 10.0,
-            maxinterval=10.0,
+            mininterval=0.2 if sys.stderr.isatty() else 10.0,
             dynamic_ncols=True,
         )
-        self._origin, self._consumed = "", 0
+        self._origin, self._consumed, self._tokens = "", 0, 0
 
     def __enter__(self) -> _Progress:
         return self
@@ -383,7 +427,11 @@ class _Progress:
         self._bar.close()
 
     def update(self, encoded: Encoded, tokens: int) -> None:
-        """Advance to what has been read of the chunk's input."""
+        """Advance to what has been read of the chunk's input, and to `tokens` in all."""
+        if self._bar.total is None:
+            self._bar.update(tokens - self._tokens)
+            self._tokens = tokens
+            return
         if encoded.origin != self._origin:
             self._origin, self._consumed = encoded.origin, 0
         self._bar.set_postfix_str(f"{tokens / 1e6:,.1f}M tokens", refresh=False)

@@ -17,7 +17,7 @@ import tokenize
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -146,9 +146,9 @@ class Corpus:
         sizes = [each.size for each in self.inputs]
         return None if None in sizes else sum(sizes)
 
-    def identity(self) -> list[list[Any]]:
-        """Names, sizes and modification times of all inputs."""
-        return [each.identity for each in self.inputs]
+    def identity(self) -> str:
+        """A hash of the names, sizes and modification times of all inputs."""
+        return sha256(json.dumps([each.identity for each in self.inputs]).encode()).hexdigest()
 
     def sample(self, max_characters: int) -> Iterator[str]:
         """Texts from the beginnings of the inputs, about `max_characters` in all; deterministic.
