@@ -1,5 +1,7 @@
 """Parameters, FLOPs and memory against the real model: counted, traced and saved by torch itself."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,6 +19,7 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 VOCAB = 384
+QK_NORMS = ["none", "before_rope", "after_rope"]
 
 
 def model_config(tie: bool = True, kv_heads: int = 2) -> ModelConfig:
@@ -50,7 +53,7 @@ def transformer(model: ModelConfig, attention: AttentionConfig, **kwargs) -> Tra
     return Transformer(model, attention, vocab_size=VOCAB, **kwargs)
 
 
-@pytest.mark.parametrize("qk_norm", ["none", "before_rope", "after_rope"])
+@pytest.mark.parametrize("qk_norm", QK_NORMS)
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_parameters_are_counted_exactly(qk_norm, tie, kv_heads):
@@ -116,9 +119,17 @@ def saved_bytes_per_token(cfg: RunConfig, compiled: bool) -> float:
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / (sequences * length)
 
 
-@pytest.mark.parametrize(("backend", "kv_heads"), [("sage", 4), ("sage", 1), ("sdpa", 4)])
-@pytest.mark.parametrize("qk_norm", ["none", "before_rope", "after_rope"])
-@pytest.mark.parametrize("compile_", ["on", "off"])
+@pytest.mark.parametrize(
+    ("compile_", "qk_norm", "backend", "kv_heads"),
+    [
+        *(("off", *case) for case in itertools.product(QK_NORMS, ["sage"], [4, 1])),
+        *(("off", qk_norm, "sdpa", 4) for qk_norm in QK_NORMS),
+        ("on", "none", "sage", 4),
+        ("on", "before_rope", "sage", 1),
+        ("on", "after_rope", "sage", 4),
+        ("on", "before_rope", "sdpa", 4),
+    ],
+)
 def test_saved_activations_are_those_of_autograd(backend, qk_norm, compile_, kv_heads):
     """sdpa with grouped heads is left out: torch's CPU attention expands them, its GPU kernels do not."""
     cfg = run_config(
@@ -126,7 +137,8 @@ def test_saved_activations_are_those_of_autograd(backend, qk_norm, compile_, kv_
         attention={"backend": backend, "qk_norm": qk_norm},
         training={"compile": compile_},
     )
-    assert saved_bytes_per_token(cfg, compile_ == "on") == block_activation_bytes(cfg)
+    tolerance = 0.02 if compile_ == "on" else 0.0  # what torch.compile recomputes may shift between versions
+    assert saved_bytes_per_token(cfg, compile_ == "on") == pytest.approx(block_activation_bytes(cfg), rel=tolerance)
 
 
 def items(cfg: RunConfig, world_size: int) -> dict[str, int]:

@@ -2,6 +2,7 @@
 """The printed plan: numbers, findings, speed, and that it needs neither torch nor data. Every shipped configuration."""
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -167,6 +168,25 @@ def test_it_needs_no_torch_and_little_time():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert time.perf_counter() - begin < 10  # under half a second on an idle laptop
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "shown"),
+    [
+        (["configs/325m.yaml", "--world-size", "8"], 0, "Findings: 3 warnings"),
+        (["configs/325m.yaml", "--world-size", "8", "attention.smooth_q=true"], 0, "[smooth_q_on]"),
+        (["configs/325m.yaml", "--world-size", "7"], 2, "[whole_micro_steps]"),
+        (["configs/325m.yaml", "model.num_layer=3"], 2, "did you mean model.num_layers?"),
+        (["configs/none.yaml"], 2, "configs/none.yaml: cannot be read"),
+        (["--keys"], 0, "Peak learning rate."),
+    ],
+)
+def test_the_command_and_its_exit_code(arguments, code, shown):
+    command = [sys.executable, "-c", "from sagetrain.cli import main; main()", "plan", *arguments]
+    environment = {**os.environ, "COLUMNS": "300"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=CONFIGS.parent, env=environment, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert shown in done.stdout + done.stderr
 
 
 def test_the_key_reference_names_every_key():
