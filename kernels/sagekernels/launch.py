@@ -20,38 +20,68 @@ class Tiles(NamedTuple):
     """Per thread: with fewer registers more programs fit on a multiprocessor, at the price of spills."""
 
 
-# kernel -> [(smallest compute capability, {head dimension as held: tiles})], newest first. In the backward kernels the
-# side that is looped over is TILE: it is the span of one scale. An architecture without a row takes the one below it.
-TABLE: dict[str, list[tuple[int, dict[int, Tiles]]]] = {
-    "forward": [
-        (90, {32: Tiles(128, 64, 4, 3), 64: Tiles(128, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 256: Tiles(128, 64, 8, 2)}),
-        (80, {32: Tiles(64, 64, 4, 3), 64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 2)}),
-    ],
-    "dkdv": [
-        (90, {32: Tiles(64, 64, 4, 3), 64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 8, 3), 256: Tiles(64, 64, 8, 1)}),
-        (80, {32: Tiles(64, 64, 4, 2), 64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 1), 256: Tiles(64, 32, 8, 1)}),
-    ],
-    "dq": [
-        (
-            90,
-            {32: Tiles(64, 64, 4, 3), 64: Tiles(64, 64, 4, 3, 168), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 64, 8, 1)},
-        ),
-        (80, {32: Tiles(64, 64, 4, 2), 64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 1), 256: Tiles(32, 64, 8, 1)}),
-    ],
+# kernel -> family of architectures -> {head dimension as held: tiles}. In the backward kernels the side that is looped
+# over is TILE: it is the span of one scale. "portable" fits the 99 KiB of shared memory of Ada and consumer Blackwell;
+# only Hopper was tuned.
+TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
+    "forward": {
+        "hopper": {
+            32: Tiles(128, 64, 4, 3),
+            64: Tiles(128, 64, 4, 3),
+            128: Tiles(64, 64, 4, 3),
+            256: Tiles(128, 64, 8, 2),
+        },
+        "portable": {
+            32: Tiles(64, 64, 4, 3),
+            64: Tiles(64, 64, 4, 3),
+            128: Tiles(64, 64, 4, 2),
+            256: Tiles(64, 32, 8, 2),
+        },
+    },
+    "dkdv": {
+        "hopper": {
+            32: Tiles(64, 64, 4, 3),
+            64: Tiles(64, 64, 4, 3),
+            128: Tiles(64, 64, 8, 3),
+            256: Tiles(64, 64, 8, 1),
+        },
+        "portable": {
+            32: Tiles(64, 64, 4, 2),
+            64: Tiles(64, 64, 4, 2),
+            128: Tiles(64, 64, 8, 1),
+            256: Tiles(64, 32, 8, 1),
+        },
+    },
+    "dq": {
+        "hopper": {
+            32: Tiles(64, 64, 4, 3),
+            64: Tiles(64, 64, 4, 3, max_registers=168),
+            128: Tiles(64, 64, 4, 2),
+            256: Tiles(64, 64, 8, 1),
+        },
+        "portable": {
+            32: Tiles(64, 64, 4, 2),
+            64: Tiles(64, 64, 4, 2),
+            128: Tiles(64, 64, 8, 1),
+            256: Tiles(32, 64, 8, 1),
+        },
+    },
 }
 
 
+def family(capability: tuple[int, int]) -> str:
+    """Row of TABLE for a compute capability."""
+    if capability < (8, 0):
+        raise NotImplementedError(
+            f"the triton backend needs compute capability 8.0 (Ampere) or newer, got {capability[0]}.{capability[1]}"
+        )
+    return "hopper" if capability[0] == 9 else "portable"
+
+
 def launch_tiles(kernel: str, device: torch.device, held_head_dim: int, exact: bool) -> Tiles:
-    """Row of TABLE for this device. `exact` asks for TILE x TILE: where a scale or a mean spans exactly one tile."""
-    capability = 80
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        capability = 10 * major + minor
-        if capability < 80:
-            raise NotImplementedError(
-                f"the triton backend needs compute capability 8.0 (Ampere) or newer, got {major}.{minor}"
-            )
-    tiles = next(row for least, row in TABLE[kernel] if capability >= least)[held_head_dim]
+    """Tiles for this device. `exact` asks for TILE x TILE: where a scale or a mean spans exactly one tile."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+    tiles = TABLE[kernel][family(capability)][held_head_dim]
     return tiles._replace(block_m=TILE, block_n=TILE) if exact else tiles
 
 

@@ -1,0 +1,255 @@
+"""sage_attention on the CPU: the twin against float64, its promises about scales, and what a caller can do wrong."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sagekernels import attention_reference, sage_attention
+from sagekernels.quantize import TILE, quantize_twin, tile_means, token_mean
+from sagekernels.reference import RECIPES, document_bounds
+from sagekernels.testing import Shape, errors, exact_results, random_inputs, rel_l2, results_of
+
+SHAPES = [
+    Shape(2, 200, 200, 4, 2, 32),
+    Shape(1, 192, 192, 7, 1, 64, causal=False),
+    Shape(1, 100, 333, 2, 1, 80),
+    Shape(1, 333, 333, 2, 2, 96, documents=(5, 0, 125, 203, 0, 0)),
+    Shape(1, 333, 333, 2, 2, 192, causal=False, documents=(5, 0, 125, 203, 0, 0)),
+    Shape(1, 1, 77, 2, 2, 256),
+    Shape(3, 65, 65, 1, 1, 16),
+]
+
+
+def direct_attention(q, k, v, causal, cu_seqlens=None):
+    """Softmax attention written out in float64 with an explicit mask, query head by query head."""
+    heads, group = q.shape[2], q.shape[2] // k.shape[2]
+    i = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+    j = torch.arange(k.shape[1])[None]
+    seen = (j <= i) if causal else torch.ones(i.numel(), j.numel(), dtype=torch.bool)
+    if cu_seqlens is not None:
+        document = (torch.arange(q.shape[1])[:, None] >= cu_seqlens[1:]).sum(1)
+        seen = seen & (document[:, None] == document[None])
+    out = []
+    for h in range(heads):
+        scores = q[:, :, h] @ k[:, :, h // group].mT / math.sqrt(q.shape[-1])
+        out.append(torch.softmax(scores.masked_fill(~seen, -math.inf), -1) @ v[:, :, h // group])
+    return torch.stack(out, 2)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_reference_is_attention(shape):
+    inputs = random_inputs(shape, sigma=2.0, dtype=torch.float64)
+    options = {"causal": shape.causal, "cu_seqlens": shape.cu_seqlens()}
+    assert (
+        max(errors(results_of(direct_attention, *inputs, **options), exact_results(*inputs, **options)).values())
+        < 1e-12
+    )
+
+
+def test_the_reference_in_chunks(monkeypatch):
+    shape = Shape(1, 400, 400, 2, 1, 32)
+    inputs = random_inputs(shape, dtype=torch.float64)
+    whole = exact_results(*inputs)
+    monkeypatch.setattr("sagekernels.reference.CHUNK_SCORES", 1)  # one tile of queries at a time
+    assert max(errors(exact_results(*inputs), whole).values()) < 1e-12
+
+
+@pytest.mark.parametrize("smooth_q", [False, True], ids=["", "smooth_q"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_twin_is_close_to_attention(shape, recipe, smooth_q):
+    inputs = random_inputs(shape, sigma=1.0, k_mean=3.0, do_scale=1e-3)
+    options = {"causal": shape.causal, "cu_seqlens": shape.cu_seqlens()}
+    judged = errors(
+        results_of(sage_attention, *inputs, **options, recipe=recipe, smooth_q=smooth_q),
+        exact_results(*inputs, **options),
+    )
+    assert max(judged.values()) < (0.025 if recipe == "fine" else 0.065), judged
+
+
+def test_chunks_do_not_change_the_twin(monkeypatch):
+    inputs = random_inputs(Shape(1, 400, 400, 2, 1, 32))
+    for recipe in RECIPES:
+        whole = results_of(sage_attention, *inputs, recipe=recipe)
+        with monkeypatch.context() as patch:
+            patch.setattr("sagekernels.reference.CHUNK_SCORES", 1)
+            assert max(errors(results_of(sage_attention, *inputs, recipe=recipe), whole).values()) < 3e-3
+
+
+def test_packed_documents_are_separate_calls():
+    shape = Shape(1, 300, 300, 2, 2, 32, documents=(100, 7, 193, 0, 0))
+    q, k, v, do = random_inputs(shape, dtype=torch.float64)
+    packed = exact_results(q, k, v, do, cu_seqlens=shape.cu_seqlens())
+    for a, b in ((0, 100), (100, 107), (107, 300)):
+        alone = exact_results(*(x[:, a:b] for x in (q, k, v, do)))
+        assert max(rel_l2(x[:, a:b], y) for x, y in zip(packed, alone, strict=True)) < 1e-12
+
+
+def test_document_bounds():
+    starts, ends = document_bounds(torch.tensor([0, 0, 3, 3, 5, 5, 5], dtype=torch.int32), 5)
+    assert starts.tolist() == [0, 0, 0, 3, 3] and ends.tolist() == [3, 3, 3, 5, 5]
+
+
+def test_smoothing_changes_nothing_but_the_error():
+    shape = Shape(1, 256, 256, 2, 2, 64)
+    inputs = random_inputs(shape, k_mean=20.0)
+    exact = exact_results(*inputs)
+    smooth, raw = (errors(results_of(sage_attention, *inputs, smooth_k=s), exact) for s in (True, False))
+    assert max(smooth.values()) < 0.03 and raw["o"] > 5 * smooth["o"]
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-20, 1e-7, 1e4, 1e20])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_of_any_size(magnitude, recipe):
+    inputs = random_inputs(Shape(1, 128, 128, 2, 1, 32), do_scale=magnitude)
+    exact = exact_results(*inputs)
+    judged = errors(results_of(sage_attention, *inputs, recipe=recipe), exact)
+    assert max(judged.values()) < (0.03 if recipe == "fine" else 0.07), judged
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_zeros(recipe):
+    q, k, v, do = random_inputs(Shape(1, 128, 128, 2, 1, 32))
+    assert all((g == 0).all() for g in results_of(sage_attention, q, k, v, torch.zeros_like(do), recipe=recipe)[1:])
+    uniform = results_of(sage_attention, q * 0, k, v, do, recipe=recipe, causal=False)
+    assert rel_l2(uniform.o, v.double().mean(1, keepdim=True).expand_as(uniform.o)) < 0.02
+    assert (
+        torch.isfinite(uniform.dk).all() and (results_of(sage_attention, q, k, v * 0, do, recipe=recipe).o == 0).all()
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["q", "k", "v", "do"])
+def test_non_finite_values_propagate(where, bad, recipe):
+    inputs = random_inputs(Shape(1, 200, 200, 2, 2, 32))
+    inputs[["q", "k", "v", "do"].index(where)][0, 130, 1, 3] = bad
+    got = results_of(sage_attention, *inputs, smooth_k=False, recipe=recipe)
+    finite = {name: torch.isfinite(x).all(-1) for name, x in zip(got._fields, got, strict=True)}
+    assert all(x[:, :, 0].all() for x in finite.values())  # the other head
+    assert not finite["dq"][0, 130, 1] and not finite["dk" if where != "do" else "dv"][0, :128, 1].any()
+    if where != "do":
+        assert not finite["o"][0, 130, 1]
+
+
+def test_codes_use_the_symmetric_range():
+    x = torch.randn(2, 100, 3, 32) * 10 ** torch.linspace(-30, 30, 100)[None, :, None, None]
+    for per_tile in (False, True):
+        codes, scale = quantize_twin(x, per_tile=per_tile)
+        assert codes.shape == (2, 3, 100, 32) and codes.abs().max() == 127
+        span = TILE if per_tile else 1
+        largest = x.transpose(1, 2).abs().amax(-1)
+        for a in range(0, 100, span):
+            group = largest[:, :, a : a + span].amax(-1)
+            torch.testing.assert_close(
+                scale[:, :, a : a + span] * 127, group[..., None].expand(-1, -1, min(span, 100 - a))
+            )
+    assert (quantize_twin(torch.zeros(1, 3, 1, 16)).scale == 0).all()
+
+
+def test_means_of_rows_and_tiles():
+    x = torch.randn(2, 100, 3, 16)
+    torch.testing.assert_close(token_mean(x)[:, :, 0], x.mean(1))
+    torch.testing.assert_close(tile_means(x)[:, :, 1], x[:, 64:].mean(1))
+
+
+def test_any_strides():
+    q, k, v, do = random_inputs(Shape(2, 70, 70, 2, 2, 32))
+    expected = results_of(sage_attention, q, k, v, do)
+    odd = [x.mT.contiguous().mT for x in torch.stack((q, k, v), 2).unbind(2)]
+    got = results_of(sage_attention, *odd, do.transpose(1, 2).contiguous().transpose(1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_gradients_only_where_asked():
+    q, k, v, do = random_inputs(Shape(1, 64, 64, 2, 2, 32))
+    assert not sage_attention(q, k, v).requires_grad
+    k.requires_grad_()
+    sage_attention(q, k, v).backward(do)
+    assert q.grad is None and v.grad is None and k.grad.abs().sum() > 0
+
+
+def test_no_tokens():
+    q = torch.zeros(2, 0, 4, 32, requires_grad=True)
+    o = sage_attention(q, q[:, :, :2], q[:, :, :2])
+    assert o.shape == (2, 0, 4, 32)
+    o.sum().backward()
+    assert q.grad.shape == q.shape
+
+
+def test_no_second_derivative():
+    q, k, v, _ = random_inputs(Shape(1, 64, 64, 2, 2, 32))
+    q.requires_grad_()
+    (grad,) = torch.autograd.grad(sage_attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def test_autocast_and_activation_checkpointing():
+    q, k, v, do = (x.float() for x in random_inputs(Shape(1, 64, 64, 2, 2, 32)))
+    k = k.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = results_of(sage_attention, q, k, v, do.bfloat16())
+        got = results_of(lambda *x: checkpoint(sage_attention, *x, use_reentrant=False), q, k, v, do.bfloat16())
+    assert expected.o.dtype == torch.bfloat16 and expected.dq.dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_the_operators_keep_torchs_rules():
+    q, k, v, _ = random_inputs(Shape(1, 70, 70, 2, 1, 32))
+    cu_seqlens = torch.tensor([0, 30, 70], dtype=torch.int32)
+    for smooth_q in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        arguments = (*leaves, cu_seqlens, True, 0.2, True, smooth_q, "fine", "twin")
+        torch.library.opcheck(torch.ops.sagekernels.forward, arguments)
+
+
+def test_compiles_into_one_graph():
+    q, k, v, do = random_inputs(Shape(1, 70, 70, 2, 1, 32))
+
+    def block(q, k, v):
+        return sage_attention(q * 1.5, k, v) * 2
+
+    expected = results_of(block, q, k, v, do)
+    got = results_of(torch.compile(block, fullgraph=True, backend="aot_eager"), q, k, v, do)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def x(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+INT32 = torch.int32
+MISTAKES = [
+    ((x(1, 4, 2, 32),) * 3, {"recipe": "coarse"}, ValueError, "recipe 'coarse' is not one of paper, fine"),
+    ((x(1, 4, 2, 32),) * 3, {"backend": "cuda"}, ValueError, "backend 'cuda' is not one of"),
+    ((x(1, 4, 2, 32),) * 3, {"backend": "triton"}, TypeError, "takes bfloat16 or float16, got"),
+    ((x(1, 4, 2, 32),) * 3, {"scale": 0.0}, ValueError, "scale must be positive"),
+    ((x(4, 2, 32),) * 3, {}, ValueError, "must be .batch, tokens, heads, head_dim., got shape"),
+    ((x(1, 4, 2, 32), x(1, 4, 2, 32), x(1, 4, 2, 32).half()), {}, TypeError, "must have one dtype"),
+    ((x(1, 4, 2, 32).double(),) * 3, {}, TypeError, "must be bfloat16, float16 or float32, got torch.float64"),
+    ((x(1, 4, 2, 32), x(1, 4, 2, 32), x(1, 5, 2, 32)), {}, ValueError, "k and v must have one shape"),
+    ((x(2, 4, 2, 32), x(1, 4, 2, 32), x(1, 4, 2, 32)), {}, ValueError, "must agree in batch and head_dim"),
+    ((x(1, 4, 2, 8),) * 3, {}, ValueError, "head_dim must be from 16 to 256, got 8"),
+    ((x(1, 4, 2, 264),) * 3, {}, ValueError, "head_dim must be from 16 to 256, got 264"),
+    ((x(1, 4, 3, 32), x(1, 4, 2, 32), x(1, 4, 2, 32)), {}, ValueError, "3 heads of q must be a multiple of the 2"),
+    ((x(1, 4, 2, 32), x(1, 3, 2, 32), x(1, 3, 2, 32)), {}, ValueError, "at least as many keys as queries"),
+    ((x(1, 4, 2, 32), x(1, 0, 2, 32), x(1, 0, 2, 32)), {"causal": False}, ValueError, "hold no token"),
+    ((x(2, 4, 2, 32),) * 3, {"cu_seqlens": x(3, dtype=INT32)}, ValueError, "cu_seqlens needs batch 1"),
+    ((x(1, 4, 2, 32),) * 3, {"cu_seqlens": x(3)}, ValueError, "must be int32"),
+    ((x(1, 4, 2, 32),) * 3, {"cu_seqlens": x(3, dtype=INT32)}, ValueError, "must rise from 0 to 4"),
+    ((x(1, 4, 2, 32), x(1, 4, 2, 32).to("meta"), x(1, 4, 2, 32)), {}, ValueError, "must be on one device"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "options", "kind", "message"), MISTAKES, ids=[m[3] for m in MISTAKES])
+def test_mistakes_say_what_is_supported(tensors, options, kind, message):
+    with pytest.raises(kind, match=message):
+        sage_attention(*tensors, **options)
+
+
+def test_attention_reference_keeps_dtype_and_grouped_heads():
+    q, k, v, _ = random_inputs(Shape(1, 40, 40, 6, 2, 16))
+    assert attention_reference(q, k, v).dtype == torch.bfloat16

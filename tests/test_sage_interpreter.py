@@ -1,0 +1,99 @@
+"""The portable Triton kernels agree with the twin, tile for tile, in Triton's interpreter on the CPU.
+
+Triton reads TRITON_INTERPRET when its functions are decorated, so the cases run in a process of their own: this file is
+the test that starts it, and, inside it, the cases.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INSIDE:
+
+    @pytest.mark.timeout(600)
+    def test_kernels_in_the_interpreter():
+        command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", __file__]
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+else:
+    from sagekernels.backward import triton_backward
+    from sagekernels.forward import document_bounds_triton, triton_forward
+    from sagekernels.quantize import quantize_triton, quantize_twin, tile_means, token_mean, transpose_codes
+    from sagekernels.reference import document_bounds, twin_backward, twin_forward
+    from sagekernels.testing import Shape, random_inputs, rel_l2
+
+    # shape, recipe, smooth_q, dtype. float16 where agreement is to be tight: the interpreter truncates to bfloat16.
+    CASES = [
+        (Shape(1, 128, 128, 1, 1, 64), "fine", False, torch.float16),
+        (Shape(1, 130, 130, 2, 1, 32, causal=False), "fine", False, torch.float16),
+        (Shape(1, 70, 133, 2, 1, 80), "fine", False, torch.float16),
+        (Shape(1, 200, 200, 1, 1, 32, documents=(5, 0, 70, 1, 124, 0)), "fine", False, torch.float16),
+        (Shape(1, 200, 200, 1, 1, 32, causal=False, documents=(5, 0, 70, 1, 124, 0)), "fine", False, torch.float16),
+        (Shape(2, 70, 70, 2, 2, 16), "paper", False, torch.float16),
+        (Shape(1, 133, 133, 1, 1, 32, causal=False), "paper", False, torch.float16),
+        (Shape(1, 133, 133, 2, 1, 32), "fine", True, torch.float16),
+        (Shape(1, 100, 100, 1, 1, 32, documents=(40, 60)), "paper", True, torch.float16),
+        (Shape(1, 65, 65, 1, 1, 192), "fine", False, torch.bfloat16),
+        (Shape(1, 1, 65, 7, 1, 32), "fine", False, torch.bfloat16),
+    ]
+
+    @pytest.fixture(autouse=True)
+    def poisoned_memory():
+        torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN and largest integers
+        yield
+        torch.use_deterministic_algorithms(False)
+
+    @pytest.mark.parametrize(("shape", "recipe", "smooth_q", "dtype"), CASES, ids=lambda x: str(x))
+    def test_agrees_with_the_twin(shape, recipe, smooth_q, dtype):
+        q, k, v, do = random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype)
+        options = {
+            "causal": shape.causal,
+            "scale": shape.head_dim**-0.5,
+            "cu_seqlens": shape.cu_seqlens(),
+            "recipe": recipe,
+        }
+        smoothing = {"smooth_k": True, "smooth_q": smooth_q}
+        o, saved = triton_forward(q, k, v, **smoothing, **options)
+        expected_o, expected = twin_forward(q, k, v, **smoothing, **options)
+        grads = triton_backward(do, k, v, expected_o, expected, **options)
+        expected_grads = twin_backward(do, k, v, expected_o, expected, **options)
+
+        assert torch.equal(saved.q.codes, expected.q.codes) and torch.equal(saved.k.codes, expected.k.codes)
+        torch.testing.assert_close(saved.q.scale, expected.q.scale)
+        torch.testing.assert_close(saved.lse, expected.lse, atol=1e-4, rtol=1e-4)
+        tolerance = 1e-3 if dtype == torch.float16 else 6e-3
+        assert rel_l2(o, expected_o) < tolerance
+        for name, a, b in zip(("dq", "dk", "dv"), grads, expected_grads, strict=True):
+            assert rel_l2(a, b) < tolerance, name
+
+    @pytest.mark.parametrize("per_tile", [False, True])
+    def test_quantizers(per_tile):
+        x = torch.randn(2, 100, 3, 48).half().mT.contiguous().mT  # strided
+        for mean in (None, token_mean(x), tile_means(x)):
+            ours, columns = quantize_triton(x, mean=mean, per_tile=per_tile, columns=True)
+            twin = quantize_twin(x, mean=mean, per_tile=per_tile)
+            assert torch.equal(ours.codes, twin.codes)
+            torch.testing.assert_close(ours.scale, twin.scale)
+            assert torch.equal(columns[..., :100], twin.codes.mT) and (columns[..., 100:] == 0).all()
+            assert torch.equal(columns, transpose_codes(twin.codes))
+
+    def test_non_finite_values_reach_the_scales():
+        x = torch.ones(1, 4, 1, 16)
+        x[0, 1, 0, 3], x[0, 2, 0, 5] = float("nan"), float("inf")
+        assert torch.isfinite(quantize_triton(x)[0].scale).flatten().tolist() == [True, False, False, True]
+
+    @pytest.mark.parametrize(
+        "lengths", [[5], [5, 0, 125, 203, 0], [0, 0, 7, 0, 0], [1] * 300, [3] * 100, [999, 1] + [0] * 60]
+    )
+    def test_tokens_find_their_document(lengths):
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+        n = sum(lengths)
+        ours, twin = document_bounds_triton(cu_seqlens, n), document_bounds(cu_seqlens, n)
+        assert all(torch.equal(a, b) for a, b in zip(ours, twin, strict=True))
