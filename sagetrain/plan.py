@@ -65,7 +65,7 @@ def show_key_reference(console: Console) -> None:
 
 
 # Rules without which the numbers below them would mean nothing.
-_NO_LAYOUT = {"world_size", "tensor_parallel_split", "tensor_parallel_vocab", "grouped_query_heads"}
+_NO_LAYOUT = {"deepspeed_type", "world_size", "tensor_parallel_split", "tensor_parallel_vocab", "grouped_query_heads"}
 _NO_SCHEDULE = {"first_stage", "stages_in_order", "warmup_before_end", "whole_micro_steps"}
 
 

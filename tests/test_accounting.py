@@ -1,11 +1,13 @@
 """Parameters, FLOPs and memory against the real model: counted, traced and saved by torch itself."""
 
+import gc
 import itertools
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from distributed import run_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.accounting import (
@@ -17,6 +19,7 @@ from sagetrain.model.accounting import (
 )
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups, Topology
+from sagetrain.train.engine import Engine, init_distributed
 
 VOCAB = 384
 QK_NORMS = ["none", "before_rope", "after_rope"]
@@ -164,6 +167,46 @@ def test_model_state_by_zero_stage_on_four_ranks(dtype, stage, weights, gradient
     assert (memory["weights"], memory["gradients"], memory["optimizer"]) == pytest.approx(
         (weights * size, gradients * size, optimizer * size), rel=1e-4
     )
+
+
+def live_tensors() -> dict[int, torch.Tensor]:
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.layout == torch.strided]
+    tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]  # may have no Python object of their own
+    return {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+
+
+def measured_model_state() -> dict[tuple[str, int], tuple[int, int]]:
+    """(dtype, stage) -> bytes of all tensors that an engine holds after its last backward, and as estimated."""
+    init_distributed(timeout_minutes=1)
+    groups = ParallelGroups.create(Topology(2, 1))
+    result, kept = {}, []
+    for dtype, stage in itertools.product(("bf16", "fp32"), range(4)):
+        cfg = run_config(
+            parallel={"zero_stage": stage},
+            training={"dtype": dtype},
+            attention={"backend": "sdpa"},
+            deepspeed={"zero_optimization": {"reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 0}},
+        )
+        before = live_tensors()
+        kept.append(before)  # so that no address is used twice
+        torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+        engine = Engine(cfg, transformer(cfg.model, cfg.attention, groups=groups, dtype=torch_dtype), groups, 2)
+        tokens = torch.zeros(1, 16, dtype=torch.long)
+        for _ in range(2):
+            engine._ds.backward(engine._ds(tokens, tokens))
+        held = [t.untyped_storage().nbytes() for address, t in live_tensors().items() if address not in before]
+        memory = items(cfg, 2)
+        result[dtype, stage] = (sum(held), sum(memory[name] for name in ("weights", "gradients", "optimizer")))
+    return result
+
+
+def test_model_state_is_what_deepspeed_holds():
+    """Two data-parallel ranks, every stage, both dtypes, at the end of an accumulation."""
+    for measured in run_distributed(measured_model_state, 2):
+        assert len(measured) == 8
+        for case, (held, estimated) in measured.items():
+            assert held == pytest.approx(estimated, rel=0.01), case
 
 
 def test_tensor_and_sequence_parallelism_split_memory():
