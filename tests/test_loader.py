@@ -301,6 +301,9 @@ def test_source_errors(tmp_path, source):
     two = write(tmp_path / "two", 100, provenance={"tokenizer_sha256": "2"})
     with pytest.raises(ConfigError, match=r"one and .*two were prepared with different tokenizers"):
         SampleStream([one, source, two], S, 0)
+    SampleStream([one, source], S, 0, tokenizer_sha256="1")
+    with pytest.raises(ConfigError, match=r"one was prepared with another tokenizer than the one of data\.tokenizer"):
+        SampleStream([source, one], S, 0, tokenizer_sha256="2")
     with pytest.raises(ConfigError, match="outside of the vocabulary of 3"):
         SampleStream([source], S, 0, vocab_size=3).sample(0)
 

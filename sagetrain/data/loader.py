@@ -17,7 +17,6 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -70,11 +69,13 @@ class SampleStream:
         document_attention: bool = True,
         document_positions: bool = True,
         vocab_size: int | None = None,
+        tokenizer_sha256: str | None = None,
     ):
         """Open the token files.
 
-        With `vocab_size`, tokens outside of it are errors. ConfigError if a file is missing, damaged or shorter than
-        one sequence, if files were made with different tokenizers, or if a weight is too small to be kept.
+        With `vocab_size`, tokens outside of it are errors; with `tokenizer_sha256`, files made with another tokenizer.
+        ConfigError for these, if a file is missing, damaged or shorter than one sequence, if files were made with
+        different tokenizers, or if a weight is too small to be kept.
         """
         self.seq_length = seq_length
         self.seed = seed
@@ -89,7 +90,7 @@ class SampleStream:
                     f"token file {file.path} has {file.num_tokens:,} tokens, too few for one sequence of "
                     f"data.seq_length {seq_length:,} (and the token after it)"
                 )
-        _check_tokenizers(self._files)
+        _check_tokenizers(self._files, tokenizer_sha256)
         self._slots = blend_slots([source.weight for source in sources], [source.path for source in sources])
         self._pattern, self._ranks = blend_pattern(self._slots)
         self.fingerprint = self._fingerprint()
@@ -301,9 +302,12 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _check_tokenizers(files: list[TokenFile]) -> None:
-    recorded = [(file.path, file.provenance().get("tokenizer_sha256")) for file in files]
-    known = [(path, sha) for path, sha in recorded if sha]
-    for (one, sha), (other, other_sha) in pairwise(known):
-        if sha != other_sha:
-            raise ConfigError(f"token files {one} and {other} were prepared with different tokenizers")
+def _check_tokenizers(files: list[TokenFile], expected: str | None) -> None:
+    """Files from elsewhere record no tokenizer and are taken on trust."""
+    recorded = {file.path: file.provenance().get("tokenizer_sha256") for file in files}
+    known = [(path, sha) for path, sha in recorded.items() if sha]
+    for path, sha in known:
+        if expected and sha != expected:
+            raise ConfigError(f"token file {path} was prepared with another tokenizer than the one of data.tokenizer")
+        if sha != known[0][1]:
+            raise ConfigError(f"token files {known[0][0]} and {path} were prepared with different tokenizers")

@@ -126,6 +126,8 @@ class Trainer:
             seed=self.cfg.training.seed,
             document_attention=data.document_attention,
             document_positions=data.document_positions,
+            vocab_size=self.vocab_size,
+            tokenizer_sha256=self.tokenizer_hash,
         )
 
     def _loader(self, stream: SampleStream) -> Loader:
