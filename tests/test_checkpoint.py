@@ -167,7 +167,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.torch, "save", full)
-    with pytest.raises(CheckpointError, match="cannot write .*step-00000002: rank 0: .*No space left"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*step-00000002: rank 0: .*No space left"):
         write_plain(tmp_path, 2, 20)
     assert checkpoint.newest_whole(tmp_path, print)[0].name == "step-00000001"
     monkeypatch.undo()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -51,14 +52,26 @@ def write_config(path: Path, corpus: Path, run_dir: Path, tp_size: int = 1, **se
     return path
 
 
-def command(launcher: str, config: Path) -> list[str]:
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def command(launcher: str) -> list[str]:
+    """One process by name `sagetrain`, two by `deepspeed` or `torchrun`."""
+    port = str(free_port())
+    if launcher == "deepspeed":
+        return [str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", port]
+    return [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", port]
+
+
+def start(launcher: str | list[str], config: Path) -> subprocess.Popen:
+    """Start training by a launcher's name, or by its whole command."""
     if launcher == "sagetrain":
-        return [str(BIN / "sagetrain"), "train", "--config", str(config)]
-    start = {"deepspeed": ["--num_accelerators", "2"], "torchrun": ["--nproc-per-node", "2", "--master-port", "29655"]}
-    return [str(BIN / launcher), *start[launcher], str(ROOT / "launch/train.py"), "--config", str(config)]
-
-
-def start(launcher: str, config: Path) -> subprocess.Popen:
+        program = [str(BIN / "sagetrain"), "train"]
+    else:
+        program = [*(command(launcher) if isinstance(launcher, str) else launcher), str(ROOT / "launch/train.py")]
     env = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
@@ -67,7 +80,7 @@ def start(launcher: str, config: Path) -> subprocess.Popen:
     }
     log = config.with_suffix(".log").open("a")
     return subprocess.Popen(
-        command(launcher, config),
+        [*program, "--config", str(config)],
         env=env,
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -159,6 +172,17 @@ def test_sigterm_to_a_whole_job_saves(tmp_path, corpus, reference) -> None:
         time.sleep(0.1)
     time.sleep(1)
     finish("torchrun", config)  # and another launcher goes on
+    check_same(tmp_path / "run", reference[2])
+
+
+def test_two_hosts_of_a_hostfile_are_one_run(tmp_path, corpus, reference) -> None:
+    """A launcher on each "host" of a hostfile, as where no ssh is allowed; tensor parallel across them."""
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("node0 slots=1\nnode1 slots=1\n")
+    where = [f"--hostfile={hostfile}", "--no_ssh", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    hosts = [start([str(BIN / "deepspeed"), *where, f"--node_rank={rank}"], config) for rank in (0, 1)]
+    assert [host.wait(timeout=180) for host in hosts] == [0, 0], config.with_suffix(".log").read_text()[-3000:]
     check_same(tmp_path / "run", reference[2])
 
 
