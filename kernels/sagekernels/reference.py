@@ -30,6 +30,11 @@ class Recipe(NamedTuple):
     """Forward P V in INT8 (P per row and key tile, V per key tile). Otherwise in the 16 bits of V: O is then P V of the
     unquantized P, which makes delta = rowsum(dO o O) consistent with the P and dP of the backward."""
 
+    @property
+    def scale_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Axes of rounded_tiles for what is summed over queries (dV, dK) and over keys (dQ)."""
+        return ((-3, -1), (-3, -1)) if self.per_tile else ((-3,), (-1,))
+
 
 RECIPES = {"paper": Recipe(per_tile=True, int8_pv=True), "fine": Recipe(per_tile=False, int8_pv=False)}
 
@@ -120,28 +125,23 @@ def attention_reference(
     return out.flatten(1, 2).transpose(1, 2).to(q.dtype)
 
 
-def _rounded(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """psi(x) dequantized, one scale over `dims` (of x unflattened to tiles)."""
-    scale, inverse = scale_and_inverse(x.abs().amax(dims, keepdim=True))
-    return torch.round(x * inverse) * scale
+def rounded_tiles(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """psi(x) dequantized, for x [..., M, N] with M and N multiples of TILE: one scale per tile along `axes`.
+
+    The axes are those of [..., M / TILE, TILE, N / TILE, TILE]: (-3,) is one scale per column of a tile, (-1,) per row.
+    """
+    tiles = x.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE))
+    scale, inverse = scale_and_inverse(tiles.abs().amax(axes, keepdim=True))
+    return (torch.round(tiles * inverse) * scale).flatten(-2, -1).flatten(-3, -2)
 
 
-def _tiled(x: Tensor) -> Tensor:
-    """[..., M, N] -> [..., M / TILE, TILE, N / TILE, TILE]; M and N are multiples of TILE."""
-    return x.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE))
-
-
-def _untiled(x: Tensor) -> Tensor:
-    return x.flatten(-2, -1).flatten(-3, -2)
-
-
-def _pad(x: Tensor, dim: int, value: float = 0.0) -> Tensor:
+def pad_to_tile(x: Tensor, dim: int, value: float = 0.0) -> Tensor:
     """Pad `dim` (negative) at its end to a multiple of TILE."""
     missing = -x.shape[dim] % TILE
     return x if missing == 0 else torch.nn.functional.pad(x, [0, 0] * (-dim - 1) + [0, missing], value=value)
 
 
-class _Scores:
+class ScoresOfCodes:
     """Scores of a chunk of queries against the keys it can see, from the codes, in both directions alike."""
 
     def __init__(self, k: Tensor | None, saved: Saved, causal: bool, scale: float, cu_seqlens: Tensor | None) -> None:
@@ -191,7 +191,7 @@ def twin_forward(
     k_codes = quantize_twin(k, mean=k_mean, per_tile=rules.per_tile)
     lse = torch.empty(q_codes.scale.shape, dtype=torch.float32, device=q.device)
     saved = Saved(lse, q_codes, k_codes, q_mean, k_mean if smooth_q else None)
-    scores = _Scores(k, saved, causal, scale, cu_seqlens)
+    scores = ScoresOfCodes(k, saved, causal, scale, cu_seqlens)
 
     values = v.transpose(1, 2)
     values = quantize_twin(v, per_tile=True).dequantized() if rules.int8_pv else values.float()
@@ -205,7 +205,7 @@ def twin_forward(
         p = torch.exp(s - m)
         l = p.sum(-1, keepdim=True)
         if rules.int8_pv:
-            tiles = _pad(s, -1, float("-inf")).unflatten(-1, (-1, TILE))
+            tiles = pad_to_tile(s, -1, float("-inf")).unflatten(-1, (-1, TILE))
             tile_max = tiles.amax(-1, keepdim=True)
             relative = torch.where(tile_max == float("-inf"), 0.0, torch.exp(tiles - tile_max))
             p = torch.round(relative * 127.0) * (torch.exp(tile_max - m[..., None]) / 127.0)
@@ -245,8 +245,8 @@ def twin_backward(
     """
     rules = RECIPES[recipe]
     h_kv, n_q, n_k = v.shape[2], do.shape[1], v.shape[1]
-    scores = _Scores(k, saved, causal, scale, cu_seqlens)
-    along_queries, along_keys = ((-3, -1), (-3, -1)) if rules.per_tile else ((-3,), (-1,))
+    scores = ScoresOfCodes(k, saved, causal, scale, cu_seqlens)
+    along_queries, along_keys = rules.scale_axes
 
     do_codes = quantize_twin(do, per_tile=rules.per_tile)
     do8, do_scale = _grouped(do_codes.codes, h_kv), _grouped(do_codes.scale, h_kv)
@@ -265,16 +265,15 @@ def twin_backward(
         dp = do_heads[..., part, :] @ values[..., :seen, :].mT
         ds = p * (dp - delta[..., part, None])
 
-        def rounded(x: Tensor, dims: tuple[int, ...], shape: torch.Size = s.shape) -> Tensor:
-            codes = _untiled(_rounded(_tiled(_pad(_pad(x, -1), -2)), dims))
-            return codes[..., : shape[-2], : shape[-1]]
+        def rounded(x: Tensor, axes: tuple[int, ...], shape: torch.Size = s.shape) -> Tensor:
+            return rounded_tiles(pad_to_tile(pad_to_tile(x, -1), -2), axes)[..., : shape[-2], : shape[-1]]
 
         p8 = rounded(p * do_scale[..., part, None], along_queries)
         dv[..., :seen, :] += (p8.mT @ do8[..., part, :].float()).sum(2)
         ds8 = rounded(ds * scores.q_scale[..., part, None], along_queries)
         dk[..., :seen, :] += (ds8.mT @ scores.q8[..., part, :].float()).sum(2)
         if saved.q_mean is not None:  # dK = dS^T Q_sm + (dS^T 1) mean_Q^T (A section 3)
-            column_sums = _pad(ds, -2).unflatten(-2, (-1, TILE)).sum(-2)
+            column_sums = pad_to_tile(ds, -2).unflatten(-2, (-1, TILE)).sum(-2)
             means = scores.q_mean[..., rows.start // TILE : (rows.stop - 1) // TILE + 1, :]
             dk[..., :seen, :] += (column_sums.mT @ means).sum(2)
         ds8 = rounded(ds * scores.k_scale[..., None, :seen], along_keys)

@@ -1,0 +1,178 @@
+"""Accuracy of both recipes beside the papers' tables: `python -m sagekernels.accuracy` (CPU, about a minute).
+
+Everything is the twin's error against float64 on fresh random inputs; the seed is printed and can be given. The kernels
+agree with the twin (tests), so these are their numbers too.
+"""
+
+import argparse
+import math
+import secrets
+
+import torch
+from torch import Tensor
+
+from .autograd import sage_attention
+from .reference import RECIPES, ScoresOfCodes, pad_to_tile, rounded_tiles, twin_forward, visible
+from .testing import Shape, cosine, errors, exact_results, random_inputs, rel_l2, results_of
+
+# A section 4.4: rel-L2 of O, dQ, dK, dV for Gaussian Q and K of standard deviation sigma, V and dO of 1.
+TABLE_1 = {
+    1: (0.0160, 0.0184, 0.0220, 0.0159),
+    3: (0.0389, 0.0758, 0.0777, 0.0387),
+    5: (0.0603, 0.2014, 0.2007, 0.0605),
+    8: (0.0972, 0.4666, 0.4699, 0.0973),
+    10: (0.1161, 0.6648, 0.6684, 0.1157),
+}
+# A section 5.4: cosine and rel-L2 in layer 11 of a trained 325M model, the most error-prone one.
+TABLE_2 = {
+    "delta": (0.9973, 0.0736),
+    "P": (0.9917, 0.1293),
+    "dP": (1.0, 0.0),
+    "dS": (0.9789, 0.2045),
+    "O": (0.9969, 0.0793),
+    "dQ": (0.9664, 0.2579),
+    "dK": (0.9537, 0.3074),
+    "dV": (0.9985, 0.0540),
+}
+# A section 4.2, the same layer at N = 4096.
+TRAINED_RMS = {"P": 5e-3, "dP": 5e-5, "dS": 1e-7}
+# Spread of the channels of Q and K that brings `paper` to the P error of Table 2 (see trained_inputs).
+CHANNEL_SPREAD = 0.7
+
+
+def gaussian_errors(sigma: float, recipe: str, *, seed: int, heads: int = 16, n: int = 1024) -> tuple[float, ...]:
+    """rel-L2 of O, dQ, dK and dV over `heads` heads of 64, full attention over n tokens: one row of Table 1."""
+    shape = Shape(1, n, n, heads, heads, 64, causal=False)
+    inputs = random_inputs(shape, sigma=sigma, seed=seed)
+    ours = results_of(sage_attention, *inputs, causal=False, recipe=recipe, backend="twin")
+    return tuple(errors(ours, exact_results(*inputs, causal=False)).values())
+
+
+def trained_inputs(seed: int, n: int = 4096) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One causal head with the statistics of TRAINED_RMS.
+
+    The spread of the scores sets RMS(P); dO is small; V has a mean as large as its spread, so that dP is larger than
+    dP - delta. Channels of Q are scaled by exp(z), those of K by exp(-z) with z of std CHANNEL_SPREAD: Q K^T stays as
+    it is, but its quantization gets as hard as in a trained layer.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=g)
+
+    z = torch.special.ndtri((torch.arange(64) + 0.5) / 64)[torch.randperm(64, generator=g)]
+    spread = 1.5 * torch.exp(CHANNEL_SPREAD * z)
+    q, k = normal(1, n, 1, 64) * spread, normal(1, n, 1, 64) * 2.25 / spread
+    v = normal(1, n, 1, 64) + normal(64)
+    do = normal(1, n, 1, 64) * 4e-6
+    return tuple(x.bfloat16() for x in (q, k, v, do))
+
+
+def intermediates(q: Tensor, k: Tensor, v: Tensor, do: Tensor, recipe: str | None) -> dict[str, Tensor]:
+    """delta, P, dP and dS of one causal head, as the backward of `recipe` sees them; exact when it is None."""
+    n, scale = q.shape[1], q.shape[-1] ** -0.5
+    options = {"causal": True, "scale": scale, "cu_seqlens": None}
+    wide = [x[0, :, 0].double() for x in (q, k, v, do)]
+    if recipe is None:
+        mask = visible(range(n), n, 0, True, None, q.device)
+        p = torch.softmax((wide[0] @ wide[1].mT * scale).masked_fill(~mask, -math.inf), -1)
+        o = p @ wide[2]
+    else:
+        out, saved = twin_forward(q, k, v, smooth_k=True, smooth_q=False, recipe=recipe, **options)
+        s = ScoresOfCodes(None, saved, **options)(range(n))
+        p, o = torch.exp(s[0, 0, 0] - saved.lse[0, 0, :, None]).double(), out[0, :, 0].double()
+    dp = wide[3] @ wide[2].mT
+    delta = (wide[3] * o).sum(-1, keepdim=True)
+    return {"delta": delta, "P": p, "dP": dp, "dS": p * (dp - delta)}
+
+
+def trained_errors(recipe: str, *, seed: int, n: int = 4096) -> dict[str, tuple[float, float]]:
+    """Cosine and rel-L2 of every tensor of Table 2 on trained_inputs."""
+    inputs = trained_inputs(seed, n)
+    ours, exact = intermediates(*inputs, recipe), intermediates(*inputs, None)
+    results, truth = results_of(sage_attention, *inputs, recipe=recipe, backend="twin"), exact_results(*inputs)
+    for name, a, b in zip(("O", "dQ", "dK", "dV"), results, truth, strict=True):
+        ours[name], exact[name] = a, b
+    return {name: (cosine(ours[name], exact[name]), rel_l2(ours[name], exact[name])) for name in TABLE_2}
+
+
+def zero_share(sigma: float, recipe: str, *, seed: int, n: int = 1024) -> tuple[float, float]:
+    """Share of the entries of dS that are rounded to zero on the way to dQ and to dK (causal, one head of 64)."""
+    inputs = random_inputs(Shape(1, n, n, 1, 1, 64), sigma=sigma, seed=seed)
+    ds = pad_to_tile(pad_to_tile(intermediates(*inputs, recipe)["dS"].float(), -1), -2)
+    present = ds != 0
+    along_queries, along_keys = RECIPES[recipe].scale_axes
+    zero = [(rounded_tiles(ds, axes) == 0) & present for axes in (along_keys, along_queries)]
+    return tuple((z.sum() / present.sum()).item() for z in zero)
+
+
+def bias_test(recipe: str, passes: tuple[int, ...], *, seed: int, n: int = 256) -> dict[str, list[float]]:
+    """B err^2(B) / err^2(1) for dQ, dK and dV averaged over B passes: 1 for unbiased noise, B for pure bias.
+
+    Attention does not change when Q and K, or V and dO, are rotated together, but every rounding does: each pass
+    quantizes a random rotation of the same inputs, and the gradients are rotated back before they are averaged.
+    """
+    g = torch.Generator().manual_seed(seed)
+    inputs = random_inputs(Shape(1, n, n, 4, 4, 64), sigma=1.5, seed=seed, dtype=torch.float32)
+    exact = exact_results(*inputs)
+    sums = [torch.zeros_like(x) for x in exact]
+    squared: dict[str, list[float]] = {name: [] for name in ("dq", "dk", "dv")}
+    for i in range(1, max(passes) + 1):
+        r, t = (torch.linalg.qr(torch.randn(64, 64, generator=g))[0] for _ in range(2))
+        q, k, v, do = inputs
+        rotated = results_of(sage_attention, q @ r, k @ r, v @ t, do @ t, recipe=recipe, backend="twin")
+        for total, x, rotation in zip(sums, rotated, (t, r, r, t), strict=True):
+            total += x.double() @ rotation.double().mT
+        if i in passes:
+            for name, total in zip(exact._fields, sums, strict=True):
+                if name in squared:
+                    squared[name].append(rel_l2(total / i, getattr(exact, name)) ** 2)
+    return {name: [b * x / row[0] for b, x in zip(passes, row, strict=True)] for name, row in squared.items()}
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description="Accuracy of the INT8 attention recipes beside the papers' tables")
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 30), help="fresh by default")
+    seed = parser.parse_args().seed
+    print(f"seed {seed}; twin against float64; paper = as printed in arXiv 2603.02170\n")
+
+    print("Table 1: rel-L2, Gaussian inputs, full attention, N 1024, 16 heads of 64")
+    print(f"{'sigma':>5}  {'source':<14}" + "".join(f"{name:>9}" for name in ("O", "dQ", "dK", "dV")))
+    for sigma in (1, 2, 3, 5, 8, 10):
+        rows = {recipe: gaussian_errors(sigma, recipe, seed=seed) for recipe in RECIPES}
+        if sigma in TABLE_1:
+            rows = {"in print": TABLE_1[sigma], **rows}
+        for source, row in rows.items():
+            print(f"{sigma:>5}  {source:<14}" + "".join(f"{x:>9.4f}" for x in row))
+
+    inputs = trained_inputs(seed)
+    exact = intermediates(*inputs, None)
+    seen = exact["P"] > 0
+    rms = {
+        name: (exact[name][seen] if name != "P" else exact[name]).square().mean().sqrt().item() for name in TRAINED_RMS
+    }
+    print("\nTable 2: cosine / rel-L2, causal, N 4096, one head of 64. Not the papers' layer: inputs made to have its")
+    print("statistics, RMS " + ", ".join(f"{k} {v:.1e} (in print {TRAINED_RMS[k]:.0e})" for k, v in rms.items()) + ",")
+    print(f"and channels of Q and K spread (std {CHANNEL_SPREAD} in log) until `paper` has the P error in print")
+    columns = {"in print": TABLE_2} | {recipe: trained_errors(recipe, seed=seed) for recipe in RECIPES}
+    print(f"{'':>8}" + "".join(f"{name:>18}" for name in columns))
+    for name in TABLE_2:
+        print(f"{name:>8}" + "".join(f"{c[name][0]:>9.4f} / {c[name][1]:.4f}" for c in columns.values()))
+
+    print("\nShare of dS rounded to zero on the way to dQ / dK (causal, N 1024, d 64)")
+    for sigma in (1, 2, 3):
+        shares = {recipe: zero_share(sigma, recipe, seed=seed) for recipe in RECIPES}
+        print(
+            f"  sigma {sigma}: " + ", ".join(f"{r} {100 * a:.0f} % / {100 * b:.0f} %" for r, (a, b) in shares.items())
+        )
+
+    passes = (1, 4, 16, 64)
+    print(f"\nBias: B err^2(B) / err^2(1) over B = {passes} rotated passes (1: unbiased; B: nothing but bias)")
+    for recipe in RECIPES:
+        for name, row in bias_test(recipe, passes, seed=seed).items():
+            print(f"  {recipe:<6}{name:<4}" + "".join(f"{x:>8.2f}" for x in row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Whether an attention function may be trusted on this device, and which of those that may is the fastest.
+
+A fast kernel that is silently wrong (a gradient that stays zero, a shape it was never run on) costs a training run. So
+nothing is chosen before it has computed the output and all gradients of the same kind of problem, on the same device,
+and they were compared with float64.
+"""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .testing import Results, Shape, errors, exact_results, random_inputs, results_of
+
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""(q [B, N_q, H, D], k, v [B, N_k, H_kv, D], cu_seqlens or None) -> o [B, N_q, H, D]."""
+
+# rel-L2 against float64 for standard normal inputs: what the recipes reach, with a margin of a third or more.
+LIMITS = {
+    "fine": {"o": 0.016, "dq": 0.025, "dk": 0.025, "dv": 0.022},
+    "paper": {"o": 0.03, "dq": 0.07, "dk": 0.07, "dv": 0.06},
+}
+
+
+class Admission(NamedTuple):
+    """Verdict on one attention function."""
+
+    passed: bool
+    reason: str
+    errors: dict[str, float]
+
+
+def admit(
+    attend: AttentionFunction,
+    shape: Shape,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    limits: Mapping[str, float] = LIMITS["fine"],
+) -> Admission:
+    """Run `attend` forward and backward on a small problem like `shape` and compare with float64.
+
+    Heads, head_dim, causality, packing and N_k > N_q are those of `shape`; the number of tokens is small and odd. It
+    passes when the output and every gradient are finite, non-zero in each head, and within `limits` (rel-L2). An
+    exception is a failure, with its message as the reason.
+    """
+    n = min(shape.n_q, 517)
+    documents = (n // 3, 1, n - n // 3 - 1, 0) if shape.documents and n >= 3 else shape.documents and (n,)
+    small = shape._replace(batch=1, n_q=n, n_k=n + min(shape.n_k - shape.n_q, 130), documents=documents)
+    q, k, v, do = random_inputs(small, dtype=dtype, device=device)
+    cu_seqlens = small.cu_seqlens(device)
+    exact = exact_results(q, k, v, do, causal=small.causal, cu_seqlens=cu_seqlens)
+    try:
+        ours = results_of(lambda *x: attend(*x, cu_seqlens), q, k, v, do)
+    except Exception as problem:  # noqa: BLE001 whatever a backend raises is the reason that it is not used
+        return Admission(False, f"{type(problem).__name__}: {problem}", {})
+    for name, x in zip(Results._fields, ours, strict=True):
+        if not torch.isfinite(x).all():
+            return Admission(False, f"{name} is not finite", {})
+        if (x.double().square().sum((0, 1, 3)) == 0).any():
+            return Admission(False, f"{name} is zero in some head", {})
+    judged = errors(ours, exact)
+    worst = {name: e for name, e in judged.items() if e > limits[name]}
+    reason = ", ".join(f"{name} off by {e:.4f}, limit {limits[name]}" for name, e in worst.items())
+    return Admission(not worst, reason or "admitted", judged)
+
+
+def seconds_per_step(
+    attend: AttentionFunction, shape: Shape, *, dtype: torch.dtype, device: torch.device | str
+) -> float:
+    """Median time of forward and backward together at `shape`."""
+    q, k, v, do = random_inputs(shape, dtype=dtype, device=device)
+    cu_seqlens = shape.cu_seqlens(device)
+    on_gpu = torch.device(device).type == "cuda"
+    times = []
+    for _ in range(8):
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        results_of(lambda *x: attend(*x, cu_seqlens), q, k, v, do)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[3:])  # the first ones compile and warm up
+
+
+def choose(
+    candidates: Mapping[str, AttentionFunction],
+    shape: Shape,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    cache: Path | None = None,
+    limits: Mapping[str, float] = LIMITS["fine"],
+    say: Callable[[str], None] = print,
+) -> str:
+    """Name of the fastest candidate that is admitted; prints its table, and keeps the choice in the file `cache`.
+
+    The choice is made once per device, software, shape, dtype and set of candidates. Raises RuntimeError, with every
+    candidate's reason, when none is admitted.
+    """
+    place = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+    software = f"torch {torch.__version__} triton {triton.__version__}"
+    key = " | ".join((place, software, str(shape), str(dtype), " ".join(sorted(candidates))))
+    kept = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
+    if key in kept:
+        say(f"attention: {kept[key]} (chosen before, {cache})")
+        return kept[key]
+
+    lines, speeds = [], {}
+    for name, attend in candidates.items():
+        verdict = admit(attend, shape, dtype=dtype, device=device, limits=limits)
+        if verdict.passed:
+            speeds[name] = seconds_per_step(attend, shape, dtype=dtype, device=device)
+            figures = "  ".join(f"{tensor} {e:.4f}" for tensor, e in verdict.errors.items())
+            lines.append(f"  {name:<12}{1e3 * speeds[name]:>10.3f} ms   {figures}")
+        else:
+            lines.append(f"  {name:<12}  not used: {verdict.reason}")
+    table = "\n".join([f"attention on {place}, {shape}, {dtype}: forward + backward, rel-L2 against float64", *lines])
+    if not speeds:
+        raise RuntimeError(f"no attention backend is admitted\n{table}")
+    best = min(speeds, key=speeds.__getitem__)
+    say(f"{table}\n  chosen: {best}")
+    if cache is not None:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        temporary = cache.with_name(f"{cache.name}.{os.getpid()}")
+        temporary.write_text(json.dumps({**kept, key: best}, indent=1))
+        temporary.replace(cache)
+    return best

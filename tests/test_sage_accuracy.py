@@ -1,0 +1,117 @@
+"""The claims about accuracy: the papers' tables reproduced by `paper`, beaten by `fine`; admission and choice."""
+
+import json
+
+import pytest
+import torch
+
+from sagekernels import accuracy, attention_reference, sage_attention
+from sagekernels.admission import LIMITS, admit, choose
+from sagekernels.testing import Shape
+
+SEED = int(torch.seed() % (1 << 30))  # fresh inputs each time
+
+
+@pytest.mark.parametrize("sigma", [3, 5, 8, 10])
+def test_paper_reproduces_table_1(sigma):
+    ours = accuracy.gaussian_errors(sigma, "paper", seed=SEED, heads=8)
+    for got, printed in zip(ours, accuracy.TABLE_1[sigma], strict=True):
+        assert abs(got / printed - 1) < 0.2, (SEED, ours)
+
+
+@pytest.mark.parametrize("sigma", [1, 3, 5, 8, 10])
+def test_fine_is_never_worse_than_table_1(sigma):
+    heads = 40 if sigma == 1 else 8  # dV at sigma 1 (.0157 against .0159) is the closest cell: average more
+    ours = accuracy.gaussian_errors(sigma, "fine", seed=SEED, heads=heads)
+    assert all(got <= printed for got, printed in zip(ours, accuracy.TABLE_1[sigma], strict=True)), (SEED, ours)
+
+
+@pytest.mark.parametrize(("sigma", "limit"), [(1, 0.0184), (2, 0.028), (3, 0.055)])
+def test_dq_of_fine(sigma, limit):
+    assert accuracy.gaussian_errors(sigma, "fine", seed=SEED, heads=8)[1] <= limit, SEED
+
+
+def test_inputs_like_a_trained_layer():
+    inputs = accuracy.trained_inputs(SEED, n=1024)
+    exact = accuracy.intermediates(*inputs, None)
+    paper = accuracy.trained_errors("paper", seed=SEED, n=1024)
+    fine = accuracy.trained_errors("fine", seed=SEED, n=1024)
+    assert 0.08 < paper["P"][1] < 0.18 and paper["dP"][1] < 1e-12
+    assert exact["dS"].square().mean().sqrt() < 1e-6
+    for name in ("delta", "P", "dS", "O", "dQ", "dK", "dV"):
+        assert fine[name][1] < 0.7 * paper[name][1], (SEED, name)
+
+
+def test_fine_rounds_less_of_ds_to_zero():
+    for sigma in (1, 2):
+        paper, fine = (accuracy.zero_share(sigma, recipe, seed=SEED, n=512) for recipe in ("paper", "fine"))
+        assert all(a > b + 0.1 for a, b in zip(paper, fine, strict=True)), (SEED, paper, fine)
+
+
+def test_fine_has_less_bias():
+    paper, fine = (accuracy.bias_test(recipe, (1, 16), seed=SEED, n=128) for recipe in ("paper", "fine"))
+    for name in ("dq", "dk", "dv"):
+        assert fine[name][1] < 0.6 * paper[name][1] and fine[name][1] < 5, (SEED, paper, fine)
+
+
+SMALL = Shape(2, 200, 200, 4, 2, 32)
+
+
+def sage(q, k, v, cu_seqlens):
+    return sage_attention(q, k, v, cu_seqlens=cu_seqlens)
+
+
+def exact(q, k, v, cu_seqlens):
+    return attention_reference(q, k, v, cu_seqlens=cu_seqlens)
+
+
+def forgets_v(q, k, v, cu_seqlens):
+    return sage_attention(q, k, v.detach() + 0 * v, cu_seqlens=cu_seqlens)
+
+
+def ignores_documents(q, k, v, cu_seqlens):
+    return sage_attention(q, k, v)
+
+
+def refuses(q, k, v, cu_seqlens):
+    raise NotImplementedError("no such GPU")
+
+
+@pytest.mark.parametrize("documents", [(), (100, 100)])
+@pytest.mark.parametrize("recipe", LIMITS)
+def test_right_attention_is_admitted(recipe, documents):
+    def attend(q, k, v, cu_seqlens):
+        return sage_attention(q, k, v, cu_seqlens=cu_seqlens, recipe=recipe)
+
+    shape = SMALL._replace(batch=1, documents=documents)
+    verdict = admit(attend, shape, dtype=torch.bfloat16, device="cpu", limits=LIMITS[recipe])
+    assert verdict.passed and verdict.reason == "admitted", verdict
+
+
+@pytest.mark.parametrize(
+    ("attend", "reason"),
+    [
+        (forgets_v, "dv is zero in some head"),
+        (ignores_documents, "o off by"),
+        (refuses, "NotImplementedError: no such GPU"),
+        (lambda q, k, v, cu_seqlens: exact(q, k, v, cu_seqlens) / 0, "o is not finite"),
+    ],
+)
+def test_wrong_attention_is_not(attend, reason):
+    shape = SMALL._replace(batch=1, documents=(100, 100))
+    verdict = admit(attend, shape, dtype=torch.bfloat16, device="cpu")
+    assert not verdict.passed and reason in verdict.reason
+
+
+def test_the_choice_is_made_once(tmp_path):
+    cache, said = tmp_path / "cache" / "attention.json", []
+    options = {"dtype": torch.bfloat16, "device": "cpu", "cache": cache, "say": said.append}
+    candidates = {"wrong": refuses, "sage": sage, "exact": exact}
+    first = choose(candidates, SMALL, **options)
+    assert first in ("sage", "exact") and "not used: NotImplementedError" in said[0] and "chosen: " in said[0]
+    assert choose(candidates, SMALL, **options) == first and "chosen before" in said[1]
+    assert list(json.loads(cache.read_text()).values()) == [first]
+    choose(candidates, SMALL._replace(head_dim=64), **options)
+    assert len(json.loads(cache.read_text())) == 2
+    with pytest.raises(RuntimeError, match="no attention backend is admitted"):
+        choose({"wrong": refuses}, SMALL, **options)
