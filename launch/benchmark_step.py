@@ -88,9 +88,12 @@ class PeerBlock(nn.Module):
 class Peer(nn.Module):
     """The same Llama, the way it is written without parallelism in mind: fused q, k, v and gate, up."""
 
-    def __init__(self, m: ModelConfig, attention: str) -> None:
+    def __init__(self, m: ModelConfig, attention: str, seq_length: int) -> None:
         super().__init__()
-        self.config = m
+        angles = torch.arange(seq_length)[:, None] * m.rope_theta ** -(torch.arange(0, m.head_dim, 2) / m.head_dim)
+        self.cos, self.sin = (
+            nn.Buffer(table[None, :, None], persistent=False) for table in (angles.cos(), angles.sin())
+        )
         attend = peer_attention(attention)
         self.embedding = nn.Embedding(VOCAB, m.hidden_size)
         self.blocks = nn.ModuleList(PeerBlock(m, attend) for _ in range(m.num_layers))
@@ -100,12 +103,9 @@ class Peer(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        exponents = torch.arange(0, self.config.head_dim, 2, device=tokens.device) / self.config.head_dim
-        angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * self.config.rope_theta**-exponents
-        cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, self.cos, self.sin)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
 
     @torch.no_grad()
@@ -236,7 +236,9 @@ def main() -> None:
             device=device,
         )
         if peer is None and arguments.peer != "none":
-            peer = Peer(shape, arguments.peer).to(device, torch.bfloat16)
+            peer = Peer(shape, arguments.peer, arguments.seq_length).to(device)
+            for parameter in peer.parameters():  # not the rotary tables
+                parameter.data = parameter.data.bfloat16()
             peer.take_weights(model)
         model.compile_blocks()
         seconds, first = first_call(lambda model=model: model(tokens, labels))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sagekernels import attention_reference
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.model import attention as attention_module
 from sagetrain.model.attention import TokenLayout, attention_function, document_mask, resolve_backend, takes_mask
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -177,11 +176,7 @@ def _varlen_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_
 def test_documents_on_a_gpu_under_each_torch(monkeypatch: pytest.MonkeyPatch, varlen_attn: object) -> None:
     stand_in = None if varlen_attn is None else SimpleNamespace(varlen_attn=varlen_attn)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", stand_in)
-    attention_module._varlen_attn.cache_clear()
-    try:
-        assert ("a mask" in _resolve("sdpa", GPU)[1]) == (varlen_attn is None)
-        attend = attention_function("sdpa", AttentionConfig(backend="sdpa"), GPU)
-        o = attend(*_inputs(), _layout(True, takes_mask(attend)))
-    finally:
-        attention_module._varlen_attn.cache_clear()
+    assert ("a mask" in _resolve("sdpa", GPU)[1]) == (varlen_attn is None)
+    attend = attention_function("sdpa", AttentionConfig(backend="sdpa"), GPU)
+    o = attend(*_inputs(), _layout(True, takes_mask(attend)))
     torch.testing.assert_close(o.double(), _truth(True), rtol=1e-4, atol=1e-5)

@@ -6,7 +6,6 @@ and M key/value heads on this rank, K head dim.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -102,7 +101,8 @@ def attention_function(backend: str, attention: AttentionConfig, device: torch.d
         case "sage":
             return _sage_function(attention)
         case "sdpa":
-            return _varlen_sdpa if on_gpu and _varlen_attn() else _sdpa
+            varlen_attn = _varlen_attn() if on_gpu else None
+            return _varlen_sdpa_function(varlen_attn) if varlen_attn else _sdpa
         case "flash":
             return _flash_function(_find_flash(torch.device(device))[1])
         case "reference":
@@ -160,31 +160,33 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
     return o.transpose(1, 2)
 
 
-def _varlen_sdpa(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
-    if layout.cu_seqlens is None:
-        return _sdpa(q, k, v, layout)
-    varlen_attn, supports_gqa, causal = _varlen_attn()
-    if q.shape[2] != k.shape[2]:
-        if supports_gqa:
-            causal = {**causal, "enable_gqa": True}
-        else:
-            k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    longest = layout.max_seqlen or q.shape[1]
-    flat = [x.flatten(0, 1) for x in (q, k, v)]
-    o = varlen_attn(*flat, layout.cu_seqlens, layout.cu_seqlens, longest, longest, **causal)
-    return o.view(q.shape)
-
-
-@functools.cache
-def _varlen_attn() -> tuple[Callable, bool, dict] | None:
-    """torch's attention over packed documents, whether it takes grouped heads, and how it is told to be causal."""
+def _varlen_attn() -> Callable | None:
+    """torch's attention over packed documents."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # before torch 2.10
         return None
+    return varlen_attn
+
+
+def _varlen_sdpa_function(varlen_attn: Callable) -> AttentionFunction:
     parameters = inspect.signature(varlen_attn).parameters
-    causal = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
-    return varlen_attn, "enable_gqa" in parameters, causal
+    options = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+    takes_groups = "enable_gqa" in parameters
+    if takes_groups:
+        options["enable_gqa"] = True
+
+    def varlen_sdpa(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+        if layout.cu_seqlens is None:
+            return _sdpa(q, k, v, layout)
+        if not takes_groups:
+            k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+        longest = layout.max_seqlen or q.shape[1]
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        o = varlen_attn(*flat, layout.cu_seqlens, layout.cu_seqlens, longest, longest, **options)
+        return o.view(q.shape)
+
+    return varlen_sdpa
 
 
 # -- flash-attn --------------------------------------------------------------------------------------------------
