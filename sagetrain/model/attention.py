@@ -179,7 +179,7 @@ def _varlen_sdpa_function(varlen_attn: Callable) -> AttentionFunction:
     def varlen_sdpa(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         if layout.cu_seqlens is None:
             return _sdpa(q, k, v, layout)
-        if not takes_groups:
+        if not takes_groups and q.shape[2] != k.shape[2]:
             k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
         longest = layout.max_seqlen or q.shape[1]
         flat = [x.flatten(0, 1) for x in (q, k, v)]
