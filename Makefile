@@ -24,7 +24,7 @@ quickstart: $(STAMP)  ## train, stop, resume and evaluate a small model on this 
 	$(BIN)/python launch/quickstart.py
 
 test: $(STAMP)  ## the whole test suite, CPU only
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --ignore=tests/gpu
 
 check: $(STAMP)  ## lint and formatting
 	$(BIN)/ruff check .
