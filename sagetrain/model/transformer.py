@@ -186,6 +186,9 @@ class Transformer(nn.Module):
         mask = None
         if cu_seqlens is not None and self.mask_documents:
             mask = document_mask(cu_seqlens, num_sequences, tokens.numel())
+        if cu_seqlens is not None and self.head.compiled:
+            # One graph for any number of documents: torch.compile gives up after a few recompilations.
+            torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
         return TokenLayout(num_sequences, cos, sin, cu_seqlens, max_seqlen, mask)
 
     @torch.no_grad()
