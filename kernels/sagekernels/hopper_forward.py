@@ -1,7 +1,7 @@
 """Hopper forward of the recipe `fine` (Gluon): TMA, asynchronous warpgroup MMA, warp specialization, persistent grid.
 
 Formulas and granularity are those of reference.twin_forward: INT8 Q K^T with one scale per token, P V in the 16 bits of
-V. One warp fetches; each of CONSUMERS warpgroups owns 64 queries. A consumer issues the scores of the next key tile
+V. One warp fetches; each of two warpgroups owns 64 queries. A consumer issues the scores of the next key tile
 and P V of this one together, and runs the softmax of the next tile under P V. The queue never drains between blocks of
 queries: the first scores of the next block stand behind the last P V of this one. The schedule, its limits and what was
 measured are in kernels/NOTES.md, section Forward.
@@ -21,7 +21,9 @@ from .pieces import LOG2E, as_codes, inverse_scale, max_or_nan
 from .quantize import Codes
 from .reference import Saved
 
+# Arguments that change from call to call; a value of one would otherwise be compiled in.
 _SIZES = ["H", "KV_HEADS", "HEADS", "N_Q", "N_K", "NK_PAD", "M_BLOCKS", "HEADS_PER_GROUP", "TILES", "stride_vh"]
+CONSUMERS = gl.constexpr(2)  # warpgroups of 64 queries
 LOWEST = gl.constexpr(-1e30)  # finite, so that a row that has seen no key yet needs no special case
 
 
@@ -31,88 +33,12 @@ def _exp2(x):
 
 
 @gluon.jit
-def _exp2_fma(x):
-    """2^x on the FMA units, relative error 1e-4: cubic on [-1/2, 1/2], integer part into the exponent; x >= -100."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .f32 x, n, f, y;
-        .reg .b32 e, z;
-        max.f32 x, $1, 0fC2C80000;
-        add.rn.f32 n, x, 0f4B400000;
-        mov.b32 e, n;
-        sub.rn.f32 n, n, 0f4B400000;
-        sub.rn.f32 f, x, n;
-        fma.rn.f32 y, f, 0f3D61510B, 0f3E780626;
-        fma.rn.f32 y, y, f, 0f3F317AFD;
-        fma.rn.f32 y, y, f, 0f3F800000;
-        mov.b32 z, y;
-        shl.b32 e, e, 23;
-        add.s32 z, z, e;
-        mov.b32 $0, z;
-        }
-        """,
-        "=f,f",
-        [x],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _exp2_mixed(x, BLOCK_N: gl.constexpr):
-    """2^x of [64, BLOCK_N], a quarter of each row on the FMA units: the exponential unit alone would be the limit."""
-    halves = gl.permute(gl.reshape(x, [64, BLOCK_N // 16, 2, 8]), (0, 1, 3, 2))
-    even, odd = gl.split(halves)
-    a, b = gl.split(gl.permute(gl.reshape(odd, [64, BLOCK_N // 32, 2, 8]), (0, 1, 3, 2)))
-    odd = gl.reshape(gl.permute(gl.join(_exp2_fma(a), _exp2(b)), (0, 1, 3, 2)), [64, BLOCK_N // 16, 8])
-    p = gl.join(_exp2(even), gl.convert_layout(odd, even.type.layout))
-    return gl.convert_layout(gl.reshape(gl.permute(p, (0, 1, 3, 2)), [64, BLOCK_N]), x.type.layout)
-
-
-@gluon.jit
-def _max3(a, b, c):
-    return gl.inline_asm_elementwise(
-        "{ .reg .s32 t; max.s32 t, $1, $2; max.s32 $0, t, $3; }", "=r,r,r,r", [a, b, c], dtype=gl.int32, is_pure=True,
-        pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _halves(x):
-    return gl.split(gl.permute(gl.reshape(x, [64, 2, x.shape[1] // 2]), (0, 2, 1)))
-
-
-@gluon.jit
-def _row_max(t, row_layout: gl.constexpr, INTMAX: gl.constexpr):
+def _row_max(t, row_layout: gl.constexpr):
     """Maximum of each row of t [64, BLOCK_N], as a tree inside the thread before lanes are combined."""
-    if INTMAX:
-        left, right = _halves(t.to(gl.int32, bitcast=True))
-        a, b = _halves(left)
-        c, d = _halves(right)
-        a, e = _halves(a)
-        b, f = _halves(b)
-        c, g = _halves(c)
-        d, h = _halves(d)
-        bits = _max3(_max3(a, b, c), _max3(d, e, f), gl.maximum(g, h))
-        return gl.convert_layout(gl.max(bits, 1), row_layout).to(gl.float32, bitcast=True)
-    else:
-        for _ in gl.static_range(3):
-            left, right = gl.split(gl.permute(gl.reshape(t, [64, 2, t.shape[1] // 2]), (0, 2, 1)))
-            t = gl.maximum(left, right)
-        return gl.convert_layout(gl.max(t, 1), row_layout)
-
-
-@gluon.jit
-def _bound(K_LARGEST, kv_tile, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, INTMAX: gl.constexpr):
-    if INTMAX:
-        largest = gl.load(K_LARGEST + kv_tile * (BLOCK_N // 64))
-        if BLOCK_N == 128:
-            largest = gl.maximum(largest, gl.load(K_LARGEST + kv_tile * 2 + 1))
-        return largest * (HEAD_DIM * 16129.0)
-    else:
-        return 0.0
+    for _ in gl.static_range(3):
+        left, right = gl.split(gl.permute(gl.reshape(t, [64, 2, t.shape[1] // 2]), (0, 2, 1)))
+        t = gl.maximum(left, right)
+    return gl.convert_layout(gl.max(t, 1), row_layout)
 
 
 @gluon.jit
@@ -126,23 +52,18 @@ def _load_key_scales(memory, s_layout: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _load_q_scale(Q_SCALE, head, row0, rows, N_Q, factor):
-    """Score units of log2 per row; any value does for a row of zeros, but not zero (zero times a masked -inf is NaN)."""
+    """log2 units of a score, per row. A row of zeros gets any value but zero: zero times a masked -inf is NaN."""
     q_scale = gl.load(Q_SCALE + head.to(gl.int64) * N_Q + row0 + rows, mask=row0 + rows < N_Q, other=1.0) * factor
     return gl.where(q_scale == 0.0, 1.0, q_scale)
 
 
 @gluon.jit
 def _decode(tile, M_BLOCKS, HEADS, HEADS_PER_GROUP):
-    """Head and block of queries. Groups of heads whose K and V fit the L2 cache; in a group the longest blocks first."""
+    """Head and block of queries: groups of heads whose K and V fit the L2 cache, the longest blocks first in each."""
     group = tile // (M_BLOCKS * HEADS_PER_GROUP)
     rest = tile - group * (M_BLOCKS * HEADS_PER_GROUP)
     heads = gl.minimum(HEADS_PER_GROUP, HEADS - group * HEADS_PER_GROUP)
     return group * HEADS_PER_GROUP + rest % heads, M_BLOCKS - 1 - rest // heads
-
-
-@gluon.jit
-def _kv_head(head, H, KV_HEADS):
-    return head // H * KV_HEADS + head % H // (H // KV_HEADS)
 
 
 @gluon.jit
@@ -154,26 +75,28 @@ def _key_tiles(block, N_Q, N_K, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, 
 
 
 @gluon.jit
-def _producer(descs, shared, sizes, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-              CONSUMERS: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def _producer(
+    descs, shared, sizes,
+    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
+):  # fmt: skip
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     q_desc, k_desc, v_desc, ks_desc = descs
     q_s, k_s, v_s, ks_s, q_full, q_free, kv_full, kv_free = shared
     H, KV_HEADS, HEADS, N_Q, N_K, NK_PAD, M_BLOCKS, HEADS_PER_GROUP, TILES, stride_vh = sizes
     it = 0
-    blocks = 0
     for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
+        turn = tile // gl.num_programs(0)
         head, block = _decode(tile, M_BLOCKS, HEADS, HEADS_PER_GROUP)
         batch = head // H
         kv_head = (head % H) // (H // KV_HEADS)
         kv = batch * KV_HEADS + kv_head
         for w in gl.static_range(CONSUMERS):
-            slot = (blocks % 2) * CONSUMERS + w
-            mbarrier.wait(q_free.index(slot), ((blocks // 2) & 1) ^ 1)
+            slot = (turn % 2) * CONSUMERS + w
+            mbarrier.wait(q_free.index(slot), ((turn // 2) & 1) ^ 1)
             mbarrier.expect(q_full.index(slot), 64 * HEAD_DIM)
-            tma.async_copy_global_to_shared(q_desc, [head * N_Q + block * BLOCK_M + w * 64, 0], q_full.index(slot),
-                                            q_s.index(slot))
-        blocks += 1
+            tma.async_copy_global_to_shared(
+                q_desc, [head * N_Q + block * BLOCK_M + w * 64, 0], q_full.index(slot), q_s.index(slot)
+            )
         for j in range(_key_tiles(block, N_Q, N_K, IS_CAUSAL, BLOCK_M, BLOCK_N)):
             stage = it % STAGES
             mbarrier.wait(kv_free.index(stage), ((it // STAGES) & 1) ^ 1)
@@ -186,9 +109,11 @@ def _producer(descs, shared, sizes, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexp
 
 
 @gluon.jit
-def _scores(s, k_scale, bound, rows, row0, key0, N_Q, N_K, s_layout: gl.constexpr, BLOCK_N: gl.constexpr,
-            IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr):
-    t = s.to(gl.float32) * k_scale[None, :] + bound
+def _scores(
+    s, k_scale, rows, row0, key0, N_Q, N_K,
+    s_layout: gl.constexpr, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    t = s.to(gl.float32) * k_scale[None, :]
     if MASKED:
         end = N_K
         if IS_CAUSAL:
@@ -203,15 +128,11 @@ def _scores(s, k_scale, bound, rows, row0, key0, N_Q, N_K, s_layout: gl.constexp
 
 
 @gluon.jit
-def _softmax(t, top, bound, q_scale, m, l, BLOCK_N: gl.constexpr, MIXED: gl.constexpr):
+def _softmax(t, top, q_scale, m, l):
     """Probabilities relative to the running maximum of the row, and the factor for what was relative to the old one."""
     new_m = gl.maximum(m, top)
     alpha = _exp2(m - new_m)
-    x = t * q_scale[:, None] - (new_m + bound * q_scale)[:, None]
-    if MIXED:
-        p = _exp2_mixed(x, BLOCK_N)
-    else:
-        p = _exp2(x)
+    p = _exp2(t * q_scale[:, None] - new_m[:, None])
     return p, alpha, new_m, l * alpha + gl.sum(p, 1)
 
 
@@ -231,18 +152,19 @@ def _store(o, m, l, head, row0, outputs, H, N_Q, row_s: gl.constexpr, o_layout: 
 
 
 @gluon.jit
-def _step(p, o, m, l, q_scale, K_LARGEST, kv_tile, rows, row0, key0, it, q_slot, q_phase, wait_q, wait_kv, store, store_head, store_row0,
-          shared, outputs, H, N_Q, N_K, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-          IS_CAUSAL: gl.constexpr, MIXED: gl.constexpr, LATE: gl.constexpr, INTMAX: gl.constexpr, EDGE: gl.constexpr):
+def _step(
+    p, o, m, l, q_scale, rows, row0, key0, it, q_slot, q_phase, wait_q, wait_kv, store, store_head, store_row0,
+    shared, outputs, H, N_Q, N_K,
+    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, EDGE: gl.constexpr,
+):  # fmt: skip
     """P V of key tile `it`, under it scores and softmax of the next one (keys from key0, rows from row0).
 
     EDGE: the next tile may need a mask, or belong to the next block of queries (store: write this one's result).
     """
-    q_s, k_s, v_s, ks_s, q_full, q_free, kv_full, kv_free = shared
+    q_s, k_s, v_s, ks_s, q_full, _, kv_full, kv_free = shared
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
-    bound = _bound(K_LARGEST, kv_tile, BLOCK_N, HEAD_DIM, INTMAX)
     stage = it % STAGES
     it += 1
     following = it % STAGES
@@ -257,32 +179,29 @@ def _step(p, o, m, l, q_scale, K_LARGEST, kv_tile, rows, row0, key0, it, q_slot,
     s = warpgroup_mma(q_s.index(q_slot), k_s.index(following).permute((1, 0)), zero, use_acc=False, is_async=True)
     o = warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_N, HEAD_DIM]), o, is_async=True)
     s = warpgroup_mma_wait(1, [s])
-    t = _scores(s, k_scale, bound, rows, row0, key0, N_Q, N_K, s_layout, BLOCK_N, IS_CAUSAL, EDGE)
-    top = (_row_max(t, row_s, INTMAX) - bound) * q_scale
-    if EDGE or not LATE:
-        o, top = warpgroup_mma_wait(0, [o, top])
-        mbarrier.arrive(kv_free.index(stage), count=1)
+    t = _scores(s, k_scale, rows, row0, key0, N_Q, N_K, s_layout, BLOCK_N, IS_CAUSAL, EDGE)
+    top = _row_max(t, row_s) * q_scale
+    o, top = warpgroup_mma_wait(0, [o, top])
+    mbarrier.arrive(kv_free.index(stage), count=1)
     if EDGE:
         if store:
             _store(o, m, l, store_head, store_row0, outputs, H, N_Q, row_s, o_layout, HEAD_DIM)
             o = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
             l = gl.zeros([64], gl.float32, row_s)
             m = gl.full([64], LOWEST, gl.float32, row_s)
-    p, alpha, m, l = _softmax(t, top, bound, q_scale, m, l, BLOCK_N, MIXED and not EDGE)
-    if LATE and not EDGE:
-        o, p = warpgroup_mma_wait(0, [o, p])
-        mbarrier.arrive(kv_free.index(stage), count=1)
+    p, alpha, m, l = _softmax(t, top, q_scale, m, l)
     o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
     return gl.convert_layout(p.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2)), o, m, l, it
 
 
 @gluon.jit
-def _consumer(outputs, Q_SCALE, K_LARGEST, factor, shared, sizes, WG: gl.constexpr, HEAD_DIM: gl.constexpr,
-              BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IS_CAUSAL: gl.constexpr,
-              MIXED: gl.constexpr, LATE: gl.constexpr, INTMAX: gl.constexpr):
+def _consumer(
+    outputs, Q_SCALE, factor, shared, sizes,
+    WG: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
+):  # fmt: skip
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
-    q_s, k_s, v_s, ks_s, q_full, q_free, kv_full, kv_free = shared
-    H, KV_HEADS, HEADS, N_Q, N_K, NK_PAD, M_BLOCKS, HEADS_PER_GROUP, TILES, stride_vh = sizes
+    q_s, k_s, v_s, ks_s, q_full, q_free, kv_full, _ = shared
+    H, _, HEADS, N_Q, N_K, _, M_BLOCKS, HEADS_PER_GROUP, TILES, _ = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -294,8 +213,6 @@ def _consumer(outputs, Q_SCALE, K_LARGEST, factor, shared, sizes, WG: gl.constex
     tile = gl.program_id(0)
     head, block = _decode(tile, M_BLOCKS, HEADS, HEADS_PER_GROUP)
     row0 = block * BLOCK_M + WG * 64
-    kv_tiles = _kv_head(head, H, KV_HEADS) * (NK_PAD // BLOCK_N)
-    bound = _bound(K_LARGEST, kv_tiles, BLOCK_N, HEAD_DIM, INTMAX)
     mbarrier.wait(q_full.index(WG), 0)
     mbarrier.wait(kv_full.index(0), 0)
     zero = gl.zeros([64, BLOCK_N], gl.int32, s_layout)
@@ -303,12 +220,11 @@ def _consumer(outputs, Q_SCALE, K_LARGEST, factor, shared, sizes, WG: gl.constex
     k_scale = _load_key_scales(ks_s.index(0), s_layout, BLOCK_N)
     q_scale = _load_q_scale(Q_SCALE, head, row0, rows, N_Q, factor)
     s = warpgroup_mma_wait(0, [s])
-    t = _scores(s, k_scale, bound, rows, row0, 0, N_Q, N_K, s_layout, BLOCK_N, IS_CAUSAL, True)
+    t = _scores(s, k_scale, rows, row0, 0, N_Q, N_K, s_layout, BLOCK_N, IS_CAUSAL, True)
     o = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
     l = gl.zeros([64], gl.float32, row_s)
     m = gl.full([64], LOWEST, gl.float32, row_s)
-    top = (_row_max(t, row_s, INTMAX) - bound) * q_scale
-    p, alpha, m, l = _softmax(t, top, bound, q_scale, m, l, BLOCK_N, False)
+    p, _, m, l = _softmax(t, _row_max(t, row_s) * q_scale, q_scale, m, l)
     p = gl.convert_layout(p.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2))
 
     while tile < TILES:
@@ -318,14 +234,14 @@ def _consumer(outputs, Q_SCALE, K_LARGEST, factor, shared, sizes, WG: gl.constex
             clear = gl.minimum(n, (row0 + N_K - N_Q + 1) // BLOCK_N)
         clear = gl.maximum(clear, 1)
         for j in range(1, clear):
-            p, o, m, l, it = _step(p, o, m, l, q_scale, K_LARGEST, kv_tiles + j, rows, row0, j * BLOCK_N, it, q_slot, 0, False, True,
-                                   False, head, row0, shared, outputs, H, N_Q, N_K,
-                                   HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL, MIXED, LATE, INTMAX, False)
+            p, o, m, l, it = _step(
+                p, o, m, l, q_scale, rows, row0, j * BLOCK_N, it, q_slot, 0, False, True, False, head, row0,
+                shared, outputs, H, N_Q, N_K, HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL, False,
+            )  # fmt: skip
         next_tile = tile + gl.num_programs(0)
         more = next_tile < TILES
         next_head, next_block = _decode(gl.minimum(next_tile, TILES - 1), M_BLOCKS, HEADS, HEADS_PER_GROUP)
         next_row0 = next_block * BLOCK_M + WG * 64
-        next_kv_tiles = _kv_head(next_head, H, KV_HEADS) * (NK_PAD // BLOCK_N)
         next_q_scale = _load_q_scale(Q_SCALE, next_head, next_row0, rows, N_Q, factor)
         next_slot = q_slot + CONSUMERS
         next_phase = q_phase
@@ -336,27 +252,27 @@ def _consumer(outputs, Q_SCALE, K_LARGEST, factor, shared, sizes, WG: gl.constex
             last = j == n
             if last:
                 q_scale = next_q_scale
-            p, o, m, l, it = _step(p, o, m, l, q_scale, K_LARGEST,
-                                   gl.where(last, next_kv_tiles, kv_tiles + j), rows, gl.where(last, next_row0, row0),
-                                   gl.where(last, 0, j * BLOCK_N), it, gl.where(last, next_slot, q_slot), next_phase,
-                                   last & more, (j < n) | more, last, head, row0, shared, outputs, H, N_Q, N_K,
-                                   HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL, MIXED, LATE, INTMAX, True)
+            p, o, m, l, it = _step(
+                p, o, m, l, q_scale, rows, gl.where(last, next_row0, row0), gl.where(last, 0, j * BLOCK_N), it,
+                gl.where(last, next_slot, q_slot), next_phase, last & more, (j < n) | more, last, head, row0,
+                shared, outputs, H, N_Q, N_K, HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL, True,
+            )  # fmt: skip
         mbarrier.arrive(q_free.index(q_slot), count=1)
         tile = next_tile
         head = next_head
         block = next_block
         row0 = next_row0
-        kv_tiles = next_kv_tiles
         q_slot = next_slot
         q_phase = next_phase
 
 
 @gluon.jit(do_not_specialize=_SIZES)
-def _forward_kernel(q_desc, k_desc, v_desc, ks_desc, Q_SCALE, K_LARGEST, O, LSE, factor,
-                    H, KV_HEADS, HEADS, N_Q, N_K, NK_PAD, M_BLOCKS, HEADS_PER_GROUP, TILES, stride_vh,
-                    stride_ob, stride_on, stride_oh,
-                    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                    IS_CAUSAL: gl.constexpr, MIXED: gl.constexpr, LATE: gl.constexpr, INTMAX: gl.constexpr, REGISTERS: gl.constexpr):
+def _forward_kernel(
+    q_desc, k_desc, v_desc, ks_desc, Q_SCALE, O, LSE, factor,
+    H, KV_HEADS, HEADS, N_Q, N_K, NK_PAD, M_BLOCKS, HEADS_PER_GROUP, TILES, stride_vh, stride_ob, stride_on, stride_oh,
+    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
     q_s = gl.allocate_shared_memory(gl.int8, [2 * CONSUMERS, 64, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
@@ -378,30 +294,17 @@ def _forward_kernel(q_desc, k_desc, v_desc, ks_desc, Q_SCALE, K_LARGEST, O, LSE,
     sizes = (H, KV_HEADS, HEADS, N_Q, N_K, NK_PAD, M_BLOCKS, HEADS_PER_GROUP, TILES, stride_vh)
     W0: gl.constexpr = 0
     W1: gl.constexpr = 1
-    W2: gl.constexpr = 2
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (_consumer, (outputs, Q_SCALE, K_LARGEST, factor, shared, sizes, W0, HEAD_DIM, BLOCK_N, STAGES, CONSUMERS, IS_CAUSAL,
-                         MIXED, LATE, INTMAX)),
-            (_consumer, (outputs, Q_SCALE, K_LARGEST, factor, shared, sizes, W1, HEAD_DIM, BLOCK_N, STAGES, CONSUMERS, IS_CAUSAL,
-                         MIXED, LATE, INTMAX)),
-            (_producer, (descs, shared, sizes, HEAD_DIM, BLOCK_N, STAGES, CONSUMERS, IS_CAUSAL)),
-        ], [4, 1], [REGISTERS, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consumer, (outputs, Q_SCALE, K_LARGEST, factor, shared, sizes, W0, HEAD_DIM, BLOCK_N, STAGES, CONSUMERS, IS_CAUSAL,
-                         MIXED, LATE, INTMAX)),
-            (_consumer, (outputs, Q_SCALE, K_LARGEST, factor, shared, sizes, W1, HEAD_DIM, BLOCK_N, STAGES, CONSUMERS, IS_CAUSAL,
-                         MIXED, LATE, INTMAX)),
-            (_consumer, (outputs, Q_SCALE, K_LARGEST, factor, shared, sizes, W2, HEAD_DIM, BLOCK_N, STAGES, CONSUMERS, IS_CAUSAL,
-                         MIXED, LATE, INTMAX)),
-            (_producer, (descs, shared, sizes, HEAD_DIM, BLOCK_N, STAGES, CONSUMERS, IS_CAUSAL)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+    gl.warp_specialize([
+        (_consumer, (outputs, Q_SCALE, factor, shared, sizes, W0, HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL)),
+        (_consumer, (outputs, Q_SCALE, factor, shared, sizes, W1, HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL)),
+        (_producer, (descs, shared, sizes, HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL)),
+    ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "per_chunk"])
-def _partial_sums_kernel(X, SUMS, heads, tokens, chunks, per_chunk, stride_b, stride_n, stride_h,
-                         HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
+def _partial_sums_kernel(
+    X, SUMS, heads, tokens, chunks, per_chunk, stride_b, stride_n, stride_h, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr
+):
     """Sums of one chunk of tokens of one head, for the mean of K. SUMS [B, heads, chunks, D]."""
     chunk = tl.program_id(0) % chunks
     bh = (tl.program_id(0) // chunks).to(tl.int64)
@@ -417,8 +320,10 @@ def _partial_sums_kernel(X, SUMS, heads, tokens, chunks, per_chunk, stride_b, st
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "tiles", "padded"])
-def _quantize_kernel(X, SUMS, CODES, SCALE, ORDERED, LARGEST, heads, tokens, chunks, tiles, padded, stride_b, stride_n, stride_h,
-                     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_ORDERED: tl.constexpr):
+def _quantize_kernel(
+    X, SUMS, CODES, SCALE, ORDERED, heads, tokens, chunks, tiles, padded, stride_b, stride_n, stride_h,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_ORDERED: tl.constexpr,
+):  # fmt: skip
     """One program quantizes ROWS tokens of one head. ORDERED [B, heads, padded]: the scales as the consumers read them,
     position 4c + 2b + a of every 16 from token 8b + 2c + a."""
     tile = tl.program_id(0) % tiles
@@ -442,11 +347,9 @@ def _quantize_kernel(X, SUMS, CODES, SCALE, ORDERED, LARGEST, heads, tokens, chu
     if HAS_ORDERED:
         position = (t // 16) * 16 + ((t % 8) // 2) * 4 + ((t % 16) // 8) * 2 + t % 2
         tl.store(ORDERED + bh * padded + position, largest / 127.0, mask=t < padded)
-        finite = tl.where(largest < float("inf"), largest, 0.0)
-        tl.store(LARGEST + bh * tiles + tile, tl.max(finite, 0) / 127.0)
 
 
-def _quantize(x: Tensor, smooth: bool, padded: int) -> tuple[Codes, tuple[Tensor | None, Tensor | None]]:
+def _quantize(x: Tensor, smooth: bool, padded: int) -> tuple[Codes, Tensor | None]:
     """quantize.quantize_twin of x [B, N, heads, D] per token, less its mean over tokens if `smooth`; with `padded` also
     the scales in operand order [B * heads * padded]."""
     batch, n, heads, head_dim = x.shape
@@ -455,7 +358,6 @@ def _quantize(x: Tensor, smooth: bool, padded: int) -> tuple[Codes, tuple[Tensor
     ordered = torch.empty(batch * heads * padded, dtype=torch.float32, device=x.device) if padded else None
     strides = x.stride()[:3]
     rows = 64
-    tile_largest = torch.empty(batch * heads * padded // 64, device=x.device) if padded else None
     chunks, sums = 0, None
     if smooth:
         per_chunk = max(512, triton.cdiv(triton.cdiv(n, 32), 64) * 64)
@@ -466,10 +368,10 @@ def _quantize(x: Tensor, smooth: bool, padded: int) -> tuple[Codes, tuple[Tensor
         )
     tiles = triton.cdiv(max(n, padded), rows)
     _quantize_kernel[(batch * heads * tiles,)](
-        x, sums, codes, scale, ordered, tile_largest, heads, n, chunks, tiles, padded, *strides,
+        x, sums, codes, scale, ordered, heads, n, chunks, tiles, padded, *strides,
         HEAD_DIM=head_dim, ROWS=rows, HAS_MEAN=smooth, HAS_ORDERED=ordered is not None, num_warps=4,
     )  # fmt: skip
-    return Codes(codes, scale), (ordered, tile_largest)
+    return Codes(codes, scale), ordered
 
 
 _GLUON_TYPES = {torch.int8: gl.int8, torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -487,10 +389,10 @@ def _values_view(v: Tensor) -> tuple[Tensor, int]:
     return v.as_strided((v.shape[0], v.shape[1], columns), (v.stride(0), v.stride(1), 1)), v.stride(2)
 
 
-# head dimension -> keys per tile, stages of the K and V pipeline, consumer warpgroups, exponentials partly by FMA
-SCHEDULES = {64: (128, 4, 2, False, False, False), 128: (128, 3, 2, False, False, False)}
-# consumers -> registers of a consumer thread, and the limit that lets all warps of the block start
-_REGISTERS = {2: (240, 168), 3: (160, 128)}
+# head dimension -> keys per tile, stages of the K and V pipeline
+SCHEDULES = {64: (128, 4), 128: (128, 3)}
+# Registers of a consumer thread, and the limit under which all twelve warps of a block can start.
+REGISTERS, START_REGISTERS = 240, 168
 
 
 def supported(q: Tensor, k: Tensor, v: Tensor, *, smooth_q: bool, cu_seqlens: Tensor | None, recipe: str) -> bool:
@@ -518,32 +420,30 @@ def hopper_forward(
     smooth_q: bool,
     cu_seqlens: Tensor | None,
     recipe: str,
-    schedule: tuple[int, int, int, bool, bool, bool] | None = None,
 ) -> tuple[Tensor, Saved]:
     """reference.twin_forward on Hopper where `supported` says so: same arguments, same results up to float32 sums."""
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
-    block_n, stages, consumers, mixed, late, intmax = schedule or SCHEDULES[head_dim]
+    block_n, stages = SCHEDULES[head_dim]
     with on_device_of(q):
         nk_pad = triton.cdiv(n_k, block_n) * block_n
         q_codes, _ = _quantize(q, False, 0)
-        k_codes, (k_ordered, k_largest) = _quantize(k, smooth_k, nk_pad)
+        k_codes, k_ordered = _quantize(k, smooth_k, nk_pad)
         values, stride_vh = _values_view(v)
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
-        m_blocks = triton.cdiv(n_q, 64 * consumers)
+        m_blocks = triton.cdiv(n_q, 64 * CONSUMERS.value)
         tiles = m_blocks * batch * heads
         per_group = max(1, (24 << 20) // (n_k * head_dim * 3)) * (heads // kv_heads)
-        registers, limit = _REGISTERS[consumers]
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         _forward_kernel[(min(processors, tiles),)](
             _descriptor(q_codes.codes.view(-1, head_dim), [64, head_dim]),
             _descriptor(k_codes.codes.view(-1, head_dim), [block_n, head_dim]),
             _descriptor(values, [1, block_n, head_dim]), _descriptor(k_ordered, [block_n]),
-            q_codes.scale, k_largest, o, lse, scale * LOG2E.value,
+            q_codes.scale, o, lse, scale * LOG2E.value,
             heads, kv_heads, batch * heads, n_q, n_k, nk_pad, m_blocks, per_group, tiles, stride_vh, *o.stride()[:3],
-            HEAD_DIM=head_dim, BLOCK_N=block_n, STAGES=stages, CONSUMERS=consumers, IS_CAUSAL=causal, MIXED=mixed, LATE=late, INTMAX=intmax,
-            REGISTERS=registers, num_warps=4, maxnreg=limit,
+            HEAD_DIM=head_dim, BLOCK_N=block_n, STAGES=stages, IS_CAUSAL=causal,
+            REGISTERS=REGISTERS, num_warps=4, maxnreg=START_REGISTERS,
         )  # fmt: skip
     return o, Saved(lse, q_codes, k_codes, None, None)
