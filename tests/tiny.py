@@ -16,7 +16,7 @@ VOCAB, SEQ = 128, 16
 def config(stage: int, dtype: str = "fp32", **sections: dict) -> RunConfig:
     """A two-layer model without data files; `sections` update those of the tree."""
     tree = {
-        "model": {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4},
+        "model": {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 2},
         "attention": {"backend": "sdpa"},
         "data": {"train": [{"path": "none"}], "seq_length": SEQ, "micro_batch_size": 1},
         "tokens_per_step": {"schedule": "constant", "tokens": 4 * SEQ},
