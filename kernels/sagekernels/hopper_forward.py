@@ -1,10 +1,10 @@
-"""Hopper forward of the recipe `fine` (Gluon): TMA, asynchronous warpgroup MMA, warp specialization, persistent grid.
+"""Hopper forward of the recipes `fine` and `scores`, in Gluon: TMA, asynchronous warpgroup MMA, warp specialization.
 
 Formulas and granularity are those of reference.twin_forward: INT8 Q K^T with one scale per token, P V in the 16 bits of
-V. One warp fetches; each of two warpgroups owns 64 queries. A consumer issues the scores of the next key tile
-and P V of this one together, and runs the softmax of the next tile under P V. The queue never drains between blocks of
-queries: the first scores of the next block stand behind the last P V of this one. The schedule, its limits and what was
-measured are in kernels/NOTES.md, section Forward.
+V. The grid is persistent. One warp fetches; each of two warpgroups owns 64 queries. A consumer issues the scores of the
+next key tile and P V of this one together and runs the softmax of the next tile under P V. The queue never drains
+between blocks of queries: the first scores of the next block stand behind the last P V of this one. The schedule, its
+limits and what was measured are in kernels/NOTES.md, section Forward.
 """
 
 import torch
@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .launch import on_device_of
 from .pieces import LOG2E, as_codes, inverse_scale, max_or_nan
 from .quantize import Codes
-from .reference import Saved
+from .reference import RECIPES, Saved
 
 # Arguments that change from call to call; a value of one would otherwise be compiled in.
 _SIZES = ["H", "KV_HEADS", "HEADS", "N_Q", "N_K", "NK_PAD", "M_BLOCKS", "HEADS_PER_GROUP", "TILES", "stride_vh"]
@@ -397,8 +397,10 @@ REGISTERS, START_REGISTERS = 240, 168
 
 def supported(q: Tensor, k: Tensor, v: Tensor, *, smooth_q: bool, cu_seqlens: Tensor | None, recipe: str) -> bool:
     """Whether hopper_forward takes this call; the portable kernels take every other."""
+    rules = RECIPES[recipe]
     return (
-        recipe == "fine"
+        not rules.per_tile
+        and not rules.int8_pv
         and cu_seqlens is None
         and not smooth_q
         and q.shape[3] in SCHEDULES
