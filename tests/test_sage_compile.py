@@ -43,9 +43,10 @@ def test_compiles(kernel, architecture, head_dim):
     if kernel == "forward":
         constants.update(INT8_PV=False, V8T=None, V_SCALE=None)
     else:
-        constants["PER_TILE"] = False
+        constants.update(PER_TILE=False, INT8_GRADIENTS=True, Q16=None, K16=None)
     function = KERNELS[kernel]
     names = function.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
     signature = {name: "constexpr" if name in constants else type_of(name) for name in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
     aligned = {

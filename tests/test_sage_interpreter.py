@@ -40,6 +40,8 @@ else:
         (Shape(1, 133, 133, 1, 1, 32, causal=False), "paper", False, torch.float16),
         (Shape(1, 133, 133, 2, 1, 32), "fine", True, torch.float16),
         (Shape(1, 100, 100, 1, 1, 32, documents=(40, 60)), "paper", True, torch.float16),
+        (Shape(1, 130, 130, 2, 1, 32), "scores", False, torch.float16),
+        (Shape(1, 100, 100, 1, 1, 80, causal=False, documents=(40, 60)), "scores", True, torch.bfloat16),
         (Shape(1, 65, 65, 1, 1, 192), "fine", False, torch.bfloat16),
         (Shape(1, 1, 65, 7, 1, 32), "fine", False, torch.bfloat16),
     ]
@@ -69,6 +71,8 @@ else:
         torch.testing.assert_close(saved.q.scale, expected.q.scale)
         torch.testing.assert_close(saved.lse, expected.lse, atol=1e-4, rtol=1e-4)
         tolerance = 1e-3 if dtype == torch.float16 else 6e-3
+        if recipe == "scores":  # dS, Q and K in bfloat16, truncated
+            tolerance = 12e-3
         assert rel_l2(o, expected_o) < tolerance
         for name, a, b in zip(("dq", "dk", "dv"), grads, expected_grads, strict=True):
             assert rel_l2(a, b) < tolerance, name

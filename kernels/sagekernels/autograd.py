@@ -41,7 +41,8 @@ def sage_attention(
     smooth_k, smooth_q: subtract the mean of K over the row, of Q over tiles of 64 tokens, before quantizing.
     cu_seqlens: int32 [documents + 1] from 0 to N over a batch of one: attention stays inside documents. Zero-length
         documents are allowed. On a GPU the values are not checked (that would wait for the device).
-    recipe: "fine" (scales per token, row and column) or "paper" (one scale per tile); reference.py specifies both.
+    recipe: "fine" (scales per token, row and column), "paper" (one scale per tile), or "scores" (Q K^T alone in INT8,
+        the gradients' products in 16 bits); reference.py specifies them.
     backend: None takes "triton" on a GPU and "twin", the specification in torch, elsewhere.
 
     Under autocast the inputs are cast to its dtype. Non-finite inputs give NaN in what depends on them (with smoothing

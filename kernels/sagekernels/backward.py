@@ -25,19 +25,20 @@ from .pieces import (
     load_transposed,
     load_vector,
 )
-from .quantize import TILE, quantize_triton, tiles_of, transpose_codes
+from .quantize import TILE, dequantize_triton, quantize_triton, tiles_of, transpose_codes
 from .reference import RECIPES, Saved
 
 
 @triton.jit
 def _rows_kernel(
     DO, O, DO_SCALE, Q_SCALE, LSE, DELTA, SHIFT, FACTOR, heads, tokens, tiles, stride_b, stride_n, stride_h,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, FOLD_Q: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, FOLD_Q: tl.constexpr, FOLD_DO: tl.constexpr,
 ):  # fmt: skip
     """Per query: delta = rowsum(dO o O), and what folds the scales of dO and Q into P and dS without extra work.
 
     With shift = lse - log s_dO (in log 2) and factor = s_Q / s_dO: P s_dO = exp2(S - shift), and
     dS s_Q = (P s_dO) (dP factor - delta factor). Where s_dO is 0 the whole row of dO is 0, and so are both.
+    Without FOLD_DO shift is lse alone.
     """
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
@@ -48,25 +49,28 @@ def _rows_kernel(
         O + (batch * tokens * heads + head) * HEAD_DIM, start, tokens, heads * HEAD_DIM, TILE, HEAD_DIM, BLOCK_D, True
     )
     delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-    do_scale = load_vector(DO_SCALE + bh * tokens, start, tokens, 0.0, TILE, True)
-    lse = load_vector(LSE + bh * tokens, start, tokens, 0.0, TILE, True)
-    factor = tl.where(do_scale == 0.0, 0.0, 1.0 / do_scale)
-    if FOLD_Q:
-        factor *= load_vector(Q_SCALE + bh * tokens, start, tokens, 0.0, TILE, True)
     t = bh * tokens + start + tl.arange(0, TILE)
     inside = start + tl.arange(0, TILE) < tokens
     tl.store(DELTA + t, delta, mask=inside)
-    tl.store(SHIFT + t, lse * LOG2E - tl.log2(do_scale), mask=inside)
-    tl.store(FACTOR + t, factor, mask=inside)
+    shift = load_vector(LSE + bh * tokens, start, tokens, 0.0, TILE, True) * LOG2E
+    if FOLD_DO:
+        do_scale = load_vector(DO_SCALE + bh * tokens, start, tokens, 0.0, TILE, True)
+        factor = tl.where(do_scale == 0.0, 0.0, 1.0 / do_scale)
+        if FOLD_Q:
+            factor *= load_vector(Q_SCALE + bh * tokens, start, tokens, 0.0, TILE, True)
+        shift -= tl.log2(do_scale)
+        tl.store(FACTOR + t, factor, mask=inside)
+    tl.store(SHIFT + t, shift, mask=inside)
 
 
 @triton.jit
 def _accumulate_dkdv(
     dk, dv, k8, k_scale, v, keys, starts, ends, lo, hi,
-    Q8, Q8T, Q_SCALE, Q_MEAN, DO, DO8T, SHIFT, FACTOR, DELTA, K, K_MEAN,
+    Q8, Q8T, Q16, Q_SCALE, Q_MEAN, DO, DO8T, SHIFT, FACTOR, DELTA, K, K_MEAN,
     scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
+    INT8_GRADIENTS: tl.constexpr,
 ):  # fmt: skip
     """Add the query tiles from lo to hi to dk (in units of 1 / scale) and dv."""
     for i in tl.range(lo, hi, BLOCK_M):
@@ -92,31 +96,40 @@ def _accumulate_dkdv(
             if PACKED:
                 seen = seen & (rows[None, :] >= starts[:, None]) & (rows[None, :] < ends[:, None])
             pt = tl.where(seen, pt, 0.0)
-        largest = largest_magnitude(pt, PER_TILE)
-        p8 = as_codes(pt * inverse_scale(largest)[:, None])
-        do8t = load_transposed(DO8T, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
-        dv += as_float(tl.dot(p8, tl.trans(do8t))) * (largest / 127.0)[:, None]
-
-        factor = load_vector(FACTOR, i, n_q, 0.0, BLOCK_M, MASKED)
         delta = load_vector(DELTA, i, n_q, 0.0, BLOCK_M, MASKED)
-        dst = pt * (dpt * factor[None, :] - (delta * factor)[None, :])
+        if INT8_GRADIENTS:
+            largest = largest_magnitude(pt, PER_TILE)
+            p8 = as_codes(pt * inverse_scale(largest)[:, None])
+            do8t = load_transposed(DO8T, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
+            dv += as_float(tl.dot(p8, tl.trans(do8t))) * (largest / 127.0)[:, None]
+            factor = load_vector(FACTOR, i, n_q, 0.0, BLOCK_M, MASKED)
+            dst = pt * (dpt * factor[None, :] - (delta * factor)[None, :])
+        else:
+            dv = dot16(pt.to(DO.dtype.element_ty), do, dv)
+            dst = pt * (dpt - delta[None, :])
         if SMOOTH_Q:
             dk += tl.sum(dst, 1)[:, None] * q_mean[None, :]
-            dst = dst * q_scale[None, :]
-        largest = largest_magnitude(dst, PER_TILE)
-        ds8 = as_codes(dst * inverse_scale(largest)[:, None])
-        q8t = load_transposed(Q8T, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
-        dk += as_float(tl.dot(ds8, tl.trans(q8t))) * (largest / 127.0)[:, None]
+        if INT8_GRADIENTS:
+            if SMOOTH_Q:
+                dst = dst * q_scale[None, :]
+            largest = largest_magnitude(dst, PER_TILE)
+            ds8 = as_codes(dst * inverse_scale(largest)[:, None])
+            q8t = load_transposed(Q8T, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
+            dk += as_float(tl.dot(ds8, tl.trans(q8t))) * (largest / 127.0)[:, None]
+        else:
+            q16 = load_tokens(Q16, i, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
+            dk = dot16(dst.to(tl.bfloat16), q16, dk)
     return dk, dv
 
 
 @triton.jit
 def _dkdv_kernel(
-    Q8, Q8T, Q_SCALE, Q_MEAN, K8, K_SCALE, K, K_MEAN, V, DO, DO8T, SHIFT, FACTOR, DELTA, STARTS, ENDS, DK, DV,
+    Q8, Q8T, Q16, Q_SCALE, Q_MEAN, K8, K_SCALE, K, K_MEAN, V, DO, DO8T, SHIFT, FACTOR, DELTA, STARTS, ENDS, DK, DV,
     scale, kv_heads, group, n_q, n_k, padded_q, tiles,
     stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
+    INT8_GRADIENTS: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one key head, over all query heads that share it and all queries that see it."""
     tile = tl.program_id(0) % tiles
@@ -162,30 +175,36 @@ def _dkdv_kernel(
         head = kv_head * group + g
         bh = batch * heads + head
         q_base = Q8 + bh * n_q * HEAD_DIM
-        qt_base = Q8T + bh * padded_q * HEAD_DIM
         do_base = DO + batch * stride_db + head * stride_dh
-        dot_base = DO8T + bh * padded_q * HEAD_DIM
-        mean_base = Q_MEAN
+        qt_base, q16_base, dot_base, mean_base = Q8T, Q16, DO8T, Q_MEAN
+        if INT8_GRADIENTS:
+            qt_base += bh * padded_q * HEAD_DIM
+            dot_base += bh * padded_q * HEAD_DIM
+        else:
+            q16_base += bh * n_q * HEAD_DIM
         if SMOOTH_Q:
             mean_base += bh * (padded_q // BLOCK_M) * HEAD_DIM
         if IS_CAUSAL or PACKED:
             dk, dv = _accumulate_dkdv(
                 dk, dv, k8, k_scale, v, keys, starts, ends, lo, a,
-                q_base, qt_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base, SHIFT + bh * n_q, FACTOR + bh * n_q,
-                DELTA + bh * n_q, K, K_MEAN, scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q,
+                q_base, qt_base, q16_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base,
+                SHIFT + bh * n_q, FACTOR + bh * n_q, DELTA + bh * n_q, K, K_MEAN,
+                scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
             )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k8, k_scale, v, keys, starts, ends, a, b,
-            q_base, qt_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base, SHIFT + bh * n_q, FACTOR + bh * n_q,
-            DELTA + bh * n_q, K, K_MEAN, scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q,
+            q_base, qt_base, q16_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base,
+            SHIFT + bh * n_q, FACTOR + bh * n_q, DELTA + bh * n_q, K, K_MEAN,
+            scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
         )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k8, k_scale, v, keys, starts, ends, b, hi,
-            q_base, qt_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base, SHIFT + bh * n_q, FACTOR + bh * n_q,
-            DELTA + bh * n_q, K, K_MEAN, scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q,
+            q_base, qt_base, q16_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base,
+            SHIFT + bh * n_q, FACTOR + bh * n_q, DELTA + bh * n_q, K, K_MEAN,
+            scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
         )  # fmt: skip
 
     stride = kv_heads * HEAD_DIM
@@ -198,9 +217,10 @@ def _dkdv_kernel(
 @triton.jit
 def _accumulate_dq(
     dq, q8, q_scale, q_mean, do, lse, delta, rows, starts, ends, lo, hi,
-    K8, K8T, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
+    K8, K8T, K16, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
+    INT8_GRADIENTS: tl.constexpr,
 ):  # fmt: skip
     """Add the key tiles from lo to hi to dq (in units of 1 / scale)."""
     for n in tl.range(lo, hi, BLOCK_N):
@@ -221,21 +241,27 @@ def _accumulate_dq(
                 seen = seen & (columns[None, :] >= starts[:, None]) & (columns[None, :] < ends[:, None])
             p = tl.where(seen, p, 0.0)
         v = load_tokens(V, n, n_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
-        ds = p * (dot16(do, tl.trans(v)) - delta[:, None]) * k_scale[None, :]
-        largest = largest_magnitude(ds, PER_TILE)
-        ds8 = as_codes(ds * inverse_scale(largest)[:, None])
-        k8t = load_transposed(K8T, n, padded_k, BLOCK_N, HEAD_DIM, BLOCK_D)
-        dq += as_float(tl.dot(ds8, tl.trans(k8t))) * (largest / 127.0)[:, None]
+        ds = p * (dot16(do, tl.trans(v)) - delta[:, None])
+        if INT8_GRADIENTS:
+            ds = ds * k_scale[None, :]
+            largest = largest_magnitude(ds, PER_TILE)
+            ds8 = as_codes(ds * inverse_scale(largest)[:, None])
+            k8t = load_transposed(K8T, n, padded_k, BLOCK_N, HEAD_DIM, BLOCK_D)
+            dq += as_float(tl.dot(ds8, tl.trans(k8t))) * (largest / 127.0)[:, None]
+        else:
+            k16 = load_tokens(K16, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+            dq = dot16(ds.to(tl.bfloat16), k16, dq)
     return dq
 
 
 @triton.jit
 def _dq_kernel(
-    Q8, Q_SCALE, Q_MEAN, K8, K8T, K_SCALE, K, K_MEAN, V, DO, LSE, DELTA, STARTS, ENDS, DQ,
+    Q8, Q_SCALE, Q_MEAN, K8, K8T, K16, K_SCALE, K, K_MEAN, V, DO, LSE, DELTA, STARTS, ENDS, DQ,
     scale, heads, group, n_q, n_k, padded_k, tiles,
     stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
+    INT8_GRADIENTS: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head, over all keys that it sees."""
     tile = tl.program_id(0) % tiles
@@ -246,7 +272,10 @@ def _dq_kernel(
     kv_head = head // group
     bh_kv = batch * (heads // group) + kv_head
     K8 += bh_kv * n_k * HEAD_DIM
-    K8T += bh_kv * padded_k * HEAD_DIM
+    if INT8_GRADIENTS:
+        K8T += bh_kv * padded_k * HEAD_DIM
+    else:
+        K16 += bh_kv * n_k * HEAD_DIM
     K_SCALE += bh_kv * n_k
     V += batch * stride_vb + kv_head * stride_vh
     if SMOOTH_Q:
@@ -291,18 +320,18 @@ def _dq_kernel(
     if PACKED:
         dq = _accumulate_dq(
             dq, q8, q_scale, q_mean, do, lse, delta, rows, starts, ends, lo, a,
-            K8, K8T, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
-            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q,
+            K8, K8T, K16, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
+            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
         )  # fmt: skip
     dq = _accumulate_dq(
         dq, q8, q_scale, q_mean, do, lse, delta, rows, starts, ends, a, b,
-        K8, K8T, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
-        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q,
+        K8, K8T, K16, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
+        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
     )  # fmt: skip
     dq = _accumulate_dq(
         dq, q8, q_scale, q_mean, do, lse, delta, rows, starts, ends, b, hi,
-        K8, K8T, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
-        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q,
+        K8, K8T, K16, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
+        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
     )  # fmt: skip
     out = DQ + (batch * n_q * heads + head) * HEAD_DIM + rows.to(tl.int64)[:, None] * (heads * HEAD_DIM) + d[None, :]
     tl.store(out, dq * scale, mask=(rows < n_q)[:, None] & (d < HEAD_DIM)[None, :])
@@ -321,20 +350,24 @@ def triton_backward(
     recipe: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """reference.twin_backward on a GPU: same arguments, same results up to the order of float32 sums."""
-    per_tile, smooth_q = RECIPES[recipe].per_tile, saved.q_mean is not None
+    rules, smooth_q = RECIPES[recipe], saved.q_mean is not None
     batch, n_q, heads, head_dim = do.shape
     n_k, kv_heads = v.shape[1:3]
     group, held = heads // kv_heads, block_d(head_dim)
     do, v = (x if x.stride(3) == 1 else x.contiguous() for x in (do, v))
     k = v if k is None else k if k.stride(3) == 1 else k.contiguous()  # read when Q was smoothed, else unused
     with on_device_of(do):
-        do_codes, do8t = quantize_triton(do, per_tile=per_tile, rows=False, columns=True)
-        q8t, k8t = transpose_codes(saved.q.codes), transpose_codes(saved.k.codes)
+        do8t = do_scale = q8t = k8t = q16 = k16 = None
+        if rules.int8_gradients:
+            (_, do_scale), do8t = quantize_triton(do, per_tile=rules.per_tile, rows=False, columns=True)
+            q8t, k8t = transpose_codes(saved.q.codes), transpose_codes(saved.k.codes)
+        else:
+            q16, k16 = dequantize_triton(saved.q), dequantize_triton(saved.k)
         delta, shift, factor = torch.empty((3, *saved.lse.shape), dtype=torch.float32, device=do.device)
         _rows_kernel[(tiles_of(n_q) * batch * heads,)](
-            do, o, do_codes.scale, saved.q.scale, saved.lse, delta, shift, factor,
+            do, o, do_scale, saved.q.scale, saved.lse, delta, shift, factor,
             heads, n_q, tiles_of(n_q), *do.stride()[:3],
-            HEAD_DIM=head_dim, BLOCK_D=held, TILE=TILE, FOLD_Q=not smooth_q, num_warps=4,
+            HEAD_DIM=head_dim, BLOCK_D=held, TILE=TILE, FOLD_Q=not smooth_q, FOLD_DO=rules.int8_gradients, num_warps=4,
         )  # fmt: skip
         k_mean = saved.k_mean
         if smooth_q and k_mean is None:
@@ -344,22 +377,25 @@ def triton_backward(
         dk, dv = (torch.empty(v.shape, dtype=v.dtype, device=do.device) for _ in range(2))
         strides = (*k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
 
-        tiles = launch_tiles("dkdv", do.device, held, exact=per_tile or smooth_q)
+        tiles = launch_tiles("dkdv", do.device, held, exact=rules.per_tile or smooth_q)
         blocks = triton.cdiv(n_k, tiles.block_n)
         _dkdv_kernel[(blocks * batch * kv_heads,)](
-            saved.q.codes, q8t, saved.q.scale, saved.q_mean, *saved.k, k, k_mean, v, do, do8t, shift, factor, delta,
-            starts, ends, dk, dv, scale, kv_heads, group, n_q, n_k, tiles_of(n_q) * TILE, blocks, *strides,
+            saved.q.codes, q8t, q16, saved.q.scale, saved.q_mean, *saved.k, k, k_mean, v, do, do8t,
+            shift, factor, delta, starts, ends, dk, dv,
+            scale, kv_heads, group, n_q, n_k, tiles_of(n_q) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            IS_CAUSAL=causal, PACKED=cu_seqlens is not None, PER_TILE=per_tile, SMOOTH_Q=smooth_q,
+            IS_CAUSAL=causal, PACKED=cu_seqlens is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,
+            INT8_GRADIENTS=rules.int8_gradients,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
         )  # fmt: skip
-        tiles = launch_tiles("dq", do.device, held, exact=per_tile or smooth_q)
+        tiles = launch_tiles("dq", do.device, held, exact=rules.per_tile or smooth_q)
         blocks = triton.cdiv(n_q, tiles.block_m)
         _dq_kernel[(blocks * batch * heads,)](
-            *saved.q, saved.q_mean, saved.k.codes, k8t, saved.k.scale, k, k_mean, v, do, saved.lse, delta,
+            *saved.q, saved.q_mean, saved.k.codes, k8t, k16, saved.k.scale, k, k_mean, v, do, saved.lse, delta,
             starts, ends, dq, scale, heads, group, n_q, n_k, tiles_of(n_k) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            IS_CAUSAL=causal, PACKED=cu_seqlens is not None, PER_TILE=per_tile, SMOOTH_Q=smooth_q,
+            IS_CAUSAL=causal, PACKED=cu_seqlens is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,
+            INT8_GRADIENTS=rules.int8_gradients,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
         )  # fmt: skip
     return dq, dk, dv

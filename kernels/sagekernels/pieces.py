@@ -58,12 +58,12 @@ def max_or_nan(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def dot16(a, b):
-    """16-bit matrix product with float32 accumulation."""
+def dot16(a, b, c=None):
+    """16-bit matrix product, added to c, with float32 accumulation."""
     if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="ieee")
     else:
-        return tl.dot(a, b)
+        return tl.dot(a, b, c)
 
 
 @triton.jit

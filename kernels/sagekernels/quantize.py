@@ -160,3 +160,24 @@ def transpose_codes(codes: Tensor) -> Tensor:
         HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), TILE=TILE, num_warps=4,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _dequantize_kernel(CODES, SCALE, OUT, total, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * TILE
+    x = load_tokens(CODES, start, total, HEAD_DIM, TILE, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    t = start + tl.arange(0, TILE)
+    d = tl.arange(0, BLOCK_D)
+    x *= tl.load(SCALE + t, mask=t < total, other=0.0)[:, None]
+    tl.store(OUT + t[:, None] * HEAD_DIM + d[None, :], x, mask=(t < total)[:, None] & (d < HEAD_DIM)[None, :])
+
+
+def dequantize_triton(codes: Codes) -> Tensor:
+    """codes.dequantized() in bfloat16, [B, heads, N, D]."""
+    batch, heads, n, head_dim = codes.codes.shape
+    total = batch * heads * n
+    out = torch.empty(codes.codes.shape, dtype=torch.bfloat16, device=codes.codes.device)
+    _dequantize_kernel[(tiles_of(total),)](
+        *codes, out, total, HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), TILE=TILE, num_warps=4
+    )
+    return out

@@ -29,6 +29,9 @@ class Recipe(NamedTuple):
     int8_pv: bool
     """Forward P V in INT8 (P per row and key tile, V per key tile). Otherwise in the 16 bits of V: O is then P V of the
     unquantized P, which makes delta = rowsum(dO o O) consistent with the P and dP of the backward."""
+    int8_gradients: bool
+    """dV, dK and dQ in INT8. Otherwise in 16 bits: P in those of V, dS and the dequantized Q and K in bfloat16 (float16
+    has no room for dS, of size 1e-7 in trained layers)."""
 
     @property
     def scale_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -36,7 +39,11 @@ class Recipe(NamedTuple):
         return ((-3, -1), (-3, -1)) if self.per_tile else ((-3,), (-1,))
 
 
-RECIPES = {"paper": Recipe(per_tile=True, int8_pv=True), "fine": Recipe(per_tile=False, int8_pv=False)}
+RECIPES = {
+    "paper": Recipe(per_tile=True, int8_pv=True, int8_gradients=True),
+    "fine": Recipe(per_tile=False, int8_pv=False, int8_gradients=True),
+    "scores": Recipe(per_tile=False, int8_pv=False, int8_gradients=False),
+}
 
 
 class Saved(NamedTuple):
@@ -241,6 +248,7 @@ def twin_backward(
         dQ_i = sum_j psi_j(dS_ij s_K_j) K8_j         psi_j: one scale per query i over a tile of keys
 
     With `per_tile` s_dO, s_Q and s_K are constant on a tile and psi has one scale per tile: the papers' scheme.
+    Without `int8_gradients` the three products are P^T dO, dS^T Q and dS K of values rounded to 16 bits.
     dP = dO V^T stays in 16 bits, delta = rowsum(dO o O). The mean taken from K is not added back (A section 6).
     """
     rules = RECIPES[recipe]
@@ -248,8 +256,14 @@ def twin_backward(
     scores = ScoresOfCodes(k, saved, causal, scale, cu_seqlens)
     along_queries, along_keys = rules.scale_axes
 
-    do_codes = quantize_twin(do, per_tile=rules.per_tile)
-    do8, do_scale = _grouped(do_codes.codes, h_kv), _grouped(do_codes.scale, h_kv)
+    if rules.int8_gradients:
+        do_codes = quantize_twin(do, per_tile=rules.per_tile)
+        do8, do_scale = _grouped(do_codes.codes, h_kv), _grouped(do_codes.scale, h_kv)
+        q_partner, k_partner = scores.q8.float(), scores.k8.float()
+    else:
+        narrow = torch.float32 if v.dtype == torch.float32 else torch.bfloat16
+        q_partner = _grouped(saved.q.dequantized().to(narrow).float(), h_kv)
+        k_partner = saved.k.dequantized().to(narrow).float().unsqueeze(2)
     do_heads, values = _grouped(do.transpose(1, 2).float(), h_kv), v.transpose(1, 2).unsqueeze(2).float()
     delta = _grouped((do.float() * o.float()).sum(-1).transpose(1, 2), h_kv)
     lse = _grouped(saved.lse, h_kv)
@@ -265,19 +279,25 @@ def twin_backward(
         dp = do_heads[..., part, :] @ values[..., :seen, :].mT
         ds = p * (dp - delta[..., part, None])
 
-        def rounded(x: Tensor, axes: tuple[int, ...], shape: torch.Size = s.shape) -> Tensor:
-            return rounded_tiles(pad_to_tile(pad_to_tile(x, -1), -2), axes)[..., : shape[-2], : shape[-1]]
+        if rules.int8_gradients:
 
-        p8 = rounded(p * do_scale[..., part, None], along_queries)
-        dv[..., :seen, :] += (p8.mT @ do8[..., part, :].float()).sum(2)
-        ds8 = rounded(ds * scores.q_scale[..., part, None], along_queries)
-        dk[..., :seen, :] += (ds8.mT @ scores.q8[..., part, :].float()).sum(2)
+            def rounded(x: Tensor, axes: tuple[int, ...], shape: torch.Size = s.shape) -> Tensor:
+                return rounded_tiles(pad_to_tile(pad_to_tile(x, -1), -2), axes)[..., : shape[-2], : shape[-1]]
+
+            for_dv, dv_partner = rounded(p * do_scale[..., part, None], along_queries), do8[..., part, :].float()
+            for_dk, dk_partner = rounded(ds * scores.q_scale[..., part, None], along_queries), q_partner[..., part, :]
+            for_dq, dq_partner = rounded(ds * scores.k_scale[..., None, :seen], along_keys), k_partner[..., :seen, :]
+        else:
+            for_dv, dv_partner = p.to(v.dtype).float(), do_heads[..., part, :]
+            for_dk, dk_partner = ds.to(narrow).float(), q_partner[..., part, :]
+            for_dq, dq_partner = for_dk, k_partner[..., :seen, :]
+        dv[..., :seen, :] += (for_dv.mT @ dv_partner).sum(2)
+        dk[..., :seen, :] += (for_dk.mT @ dk_partner).sum(2)
+        dq[..., part, :] = for_dq @ dq_partner
         if saved.q_mean is not None:  # dK = dS^T Q_sm + (dS^T 1) mean_Q^T (A section 3)
             column_sums = pad_to_tile(ds, -2).unflatten(-2, (-1, TILE)).sum(-2)
             means = scores.q_mean[..., rows.start // TILE : (rows.stop - 1) // TILE + 1, :]
             dk[..., :seen, :] += (column_sums.mT @ means).sum(2)
-        ds8 = rounded(ds * scores.k_scale[..., None, :seen], along_keys)
-        dq[..., part, :] = ds8 @ scores.k8[..., :seen, :].float()
 
     dq = (dq * scale).flatten(1, 2)
     dq, dk, dv = (x.transpose(1, 2).to(v.dtype) for x in (dq, dk * scale, dv))

@@ -42,7 +42,7 @@ def poisoned_memory():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("smooth_q", [False, True], ids=["", "smooth_q"])
-@pytest.mark.parametrize("recipe", ["fine", "paper"])
+@pytest.mark.parametrize("recipe", ["fine", "paper", "scores"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_agrees_with_the_twin_and_with_float64(shape, dtype, recipe, smooth_q, backend):
