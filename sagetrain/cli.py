@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -123,7 +124,7 @@ def train(
     """
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    with _Errors(show=rank == 0):
+    with _Errors(rank):
         cfg, findings = _checked(config, overrides, world_size, show=rank == 0)
         from sagetrain.train.trainer import Trainer
 
@@ -189,21 +190,24 @@ def _checked(config: Path, overrides: list[str] | None, world_size: int, show: b
 
 
 class _Errors:
-    """Turns the exceptions that users cause into a message on stderr and an exit code; others keep their traceback."""
+    """Turns the exceptions that users cause into a message on stderr and an exit code; others keep their traceback.
 
-    def __init__(self, show: bool = True):
-        self.show = show
+    When all ranks fail alike, rank 0 says why and the launcher ends the others while they wait; a rank that fails
+    alone speaks for itself.
+    """
+
+    def __init__(self, rank: int = 0):
+        self.rank = rank
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind, error, traceback) -> None:
-        if error is None or isinstance(error, SystemExit):
-            return
-        code = _exit_code(error)
+        code = None if error is None else _exit_code(error)
         if code is not None:
-            if self.show:
-                _warn(f"error: {error}")
+            if self.rank:
+                time.sleep(5)
+            _warn(f"rank {self.rank}: error: {error}" if self.rank else f"error: {error}")
             _exit(code)
 
 

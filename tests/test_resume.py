@@ -213,9 +213,9 @@ def test_two_runs_in_one_folder_the_second_refuses(tmp_path, corpus) -> None:
 @pytest.mark.parametrize(
     ("section", "change", "words"),
     [
-        ("training", {"seed": 5}, "seed: checkpoint 0, this run 5"),
-        ("data", {"seq_length": 16}, "data: checkpoint"),
-        ("model", {"ffn_hidden_size": 96}, "model: checkpoint"),
+        ("training", {"seed": 5}, "training.seed: checkpoint 0, this run 5"),
+        ("data", {"seq_length": 16}, "data.seq_length: checkpoint 32, this run 16"),
+        ("model", {"ffn_hidden_size": 96}, "model.ffn_hidden_size: checkpoint 64, this run 96"),
         ("checkpoint", {"resume": "never"}, "checkpoint.resume is never"),
     ],
 )
@@ -233,6 +233,15 @@ def test_mistakes_end_the_run_before_it_starts(tmp_path, corpus) -> None:
     log = config.with_suffix(".log").read_text()
     assert "did you mean model.num_layers?" in log
     assert log.count("did you mean") == 1  # one rank speaks
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unavailable_backend_is_named_before_ranks_meet(tmp_path, corpus) -> None:
+    flash = {"attention": {"backend": "flash"}, "training": {"dtype": "bf16"}}
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, **flash)
+    assert start("torchrun", config).wait(timeout=60) != 0
+    log = config.with_suffix(".log").read_text()
+    assert log.count("error: attention.backend flash needs a GPU") == 1
     assert not (tmp_path / "run").exists()
 
 

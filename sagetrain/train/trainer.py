@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 import yaml
 
 from sagetrain import __version__
-from sagetrain.config.errors import Finding
+from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.fit import padded_vocab_size, token_multiple
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import RunConfig
@@ -82,25 +83,34 @@ class Trainer:
 
     def __init__(self, cfg: RunConfig, findings: list[Finding]):
         self.cfg, self.findings = cfg, findings
-        self.stop = StopSignal()
-        self.device = init_distributed(cfg.training.timeout_minutes)
-        self.groups = ParallelGroups.create(Topology(dist.get_world_size(), cfg.parallel.tensor_parallel_size))
-        self.main = dist.get_rank() == 0
         self.run_dir = Path(cfg.training.run_dir)
-        self._lock = self._claim_run_dir()
-        seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
-
+        # Everything that can be wrong with files and settings comes before ranks begin to wait for each other.
         tokenizer = Tokenizer.load(find_tokenizer(cfg.data))
         self.vocab_size = cfg.model.vocab_size or tokenizer.vocab_size
         self.tokenizer_hash = tokenizer.sha256
         self.stream = self._stream(cfg.data.train)
+        valid = self._stream(cfg.data.valid) if cfg.data.valid else None
+        self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
+        kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            self.backend, self.backend_reason = resolve_backend(cfg.attention, cfg.model, device=kind, dtype=self.dtype)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+        self.stop = StopSignal()
+        self.device = init_distributed(cfg.training.timeout_minutes)
+        topology = Topology(dist.get_world_size(), cfg.parallel.tensor_parallel_size)
+        self.groups = ParallelGroups.create(topology, timedelta(minutes=cfg.training.timeout_minutes))
+        self.main = dist.get_rank() == 0
+        self._lock = self._claim_run_dir()
+        seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
         self.multiple = token_multiple(cfg, self.groups.dp_size)
         self.reference = reference_tokens_per_step(cfg.lr_schedule, cfg.tokens_per_step)
         self.state = TrainState()
         self.engine = self._build_engine()
         self._resume()
         self.loader = self._loader(self.stream)
-        self.valid = self._loader(self._stream(cfg.data.valid)) if cfg.data.valid else None
+        self.valid = self._loader(valid) if valid else None
 
     # -- construction --------------------------------------------------------------------------------------------
 
@@ -140,8 +150,7 @@ class Trainer:
         )
 
     def _build_engine(self) -> Engine:
-        cfg, dtype = self.cfg, {"bf16": torch.bfloat16, "fp32": torch.float32}[self.cfg.training.dtype]
-        self.backend, reason = resolve_backend(cfg.attention, cfg.model, device=self.device, dtype=dtype)
+        cfg = self.cfg
         model = Transformer(
             cfg.model,
             cfg.attention,
@@ -150,7 +159,7 @@ class Trainer:
             sequence_parallel=cfg.parallel.sequence_parallel,
             activation_checkpointing=cfg.training.activation_checkpointing,
             seed=cfg.training.seed,
-            dtype=dtype,
+            dtype=self.dtype,
             device=self.device,
         )
         compiled = cfg.training.compile == "on" or (
@@ -166,7 +175,7 @@ class Trainer:
                 f"sagetrain {__version__}: {size:,} parameters, "
                 f"{dist.get_world_size()} ranks (tensor parallel {self.groups.tp_size} x data parallel"
                 f" {self.groups.dp_size}), ZeRO {engine.stage}, {cfg.training.dtype}, torch.compile"
-                f" {'on' if compiled else 'off'}, attention {self.backend} ({reason})"
+                f" {'on' if compiled else 'off'}, attention {self.backend} ({self.backend_reason})"
             )
             if engine.stage != cfg.parallel.zero_stage:
                 self._say(
@@ -186,9 +195,10 @@ class Trainer:
             "model": self.cfg.model.model_dump(),
             "attention.qk_norm": self.cfg.attention.qk_norm,
             "vocab_size": self.vocab_size,
-            "tokenizer": self.tokenizer_hash,
-            "data": self.stream.fingerprint,
-            "seed": self.cfg.training.seed,
+            "training.seed": self.cfg.training.seed,
+            "data.seq_length": self.cfg.data.seq_length,
+            "tokenizer (SHA-256)": self.tokenizer_hash,
+            "order of samples (hash of token files, weights, seq_length and seed)": self.stream.fingerprint,
         }
 
     def _resume(self) -> None:
@@ -202,7 +212,7 @@ class Trainer:
             )
         with Reader(folder) as reader:
             state = reader.manifest["state"]
-            theirs, ours = state["identity"], json.loads(json.dumps(self._identity()))
+            theirs, ours = _flat(state["identity"]), _flat(self._identity())
             changed = [
                 f"{k}: checkpoint {theirs.get(k)!r}, this run {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]
             ]
