@@ -1,0 +1,77 @@
+"""The Hopper forward on an H100 or H200, against the twin and against float64: `make test-gpu`."""
+
+import pytest
+import torch
+
+from sagekernels.hopper_forward import hopper_forward, supported
+from sagekernels.reference import attention_reference, twin_forward
+from sagekernels.testing import Shape, random_inputs, rel_l2
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA H100 or H200")]
+
+SHAPES = [
+    Shape(2, 1024, 1024, 4, 2, 64),
+    Shape(2, 1024, 1024, 4, 2, 128, causal=False),
+    Shape(1, 333, 777, 7, 1, 128),
+    Shape(1, 333, 777, 7, 1, 64, causal=False),
+    Shape(3, 200, 200, 2, 2, 128),
+    Shape(1, 1, 129, 2, 1, 64),
+    Shape(1, 1, 1, 1, 1, 128),
+    Shape(1, 5001, 5001, 8, 8, 128),
+    Shape(2, 4096, 4096, 8, 8, 64, causal=False),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN and largest integers
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def options(shape):
+    return {
+        "causal": shape.causal,
+        "scale": shape.head_dim**-0.5,
+        "smooth_k": True,
+        "smooth_q": False,
+        "cu_seqlens": None,
+        "recipe": "fine",
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_agrees_with_the_twin_and_with_float64(shape, dtype):
+    q, k, v, _ = random_inputs(shape, sigma=1.5, k_mean=1.0, dtype=dtype, device="cuda")
+    assert supported(q, k, v, smooth_q=False, cu_seqlens=None, recipe="fine")
+    o, saved = hopper_forward(q, k, v, **options(shape))
+    o_twin, saved_twin = twin_forward(q, k, v, **options(shape))
+    exact = attention_reference(q.double(), k.double(), v.double(), causal=shape.causal)
+    assert rel_l2(o, exact) < 1.05 * rel_l2(o_twin, exact) + 1e-4
+    assert rel_l2(saved.lse, saved_twin.lse) < 1e-3
+    for ours, twin in ((saved.q, saved_twin.q), (saved.k, saved_twin.k)):
+        assert (ours.codes.int() - twin.codes.int()).abs().max() <= 1
+        assert (ours.codes != twin.codes).float().mean() < 1e-3
+        assert rel_l2(ours.scale, twin.scale) < 1e-6
+    again, _ = hopper_forward(q, k, v, **options(shape))
+    assert torch.equal(o, again)
+
+
+def test_slices_of_one_projection():
+    shape = Shape(2, 500, 500, 3, 3, 64)
+    packed = torch.randn(2, 500, 3, 3, 64, device="cuda", dtype=torch.bfloat16)
+    q, k, v = packed.unbind(2)
+    o, _ = hopper_forward(q, k, v, **options(shape))
+    expected, _ = hopper_forward(q.contiguous(), k.contiguous(), v.contiguous(), **options(shape))
+    assert torch.equal(o, expected)
+
+
+def test_non_finite_values_propagate_and_zeros_do_not():
+    shape = Shape(1, 300, 300, 1, 1, 128)
+    q, k, v, _ = random_inputs(shape, device="cuda")
+    q[0, 20], q[0, 30, 0, 5], q[0, 40, 0, 6] = 0, float("nan"), float("inf")
+    o, saved = hopper_forward(q, k, v, **options(shape))
+    assert o.isnan().any(-1).flatten().nonzero().flatten().tolist() == [30, 40]
+    assert saved.lse.isnan().flatten().nonzero().flatten().tolist() == [30, 40]
