@@ -35,7 +35,9 @@ class Value:
         self.data = np.asarray(data)
         self.shape = self.data.shape
 
-    def to(self, dtype):
+    def to(self, dtype, bitcast=False):
+        if bitcast:  # numpy has widened what came of a Python integer
+            return Value((self.data.astype(np.int32) if self.data.dtype == np.int64 else self.data).view(dtype))
         return Value(self.data.astype(dtype))
 
     def __getitem__(self, key):
