@@ -91,10 +91,12 @@ def _dkdv_step(dk, dv, k8, ks, magic_ks, keys, it, m, bh, DQ, shared, N_Q, N_K, 
     zero_f = gl.zeros([64, 64], gl.float32, f_layout)
     stage = it % STAGES
     mbarrier.wait(full.index(stage), (it // STAGES) & 1)
+    qs = column_vector(vec_s.index(stage * 3), col)  # ahead of the products: behind them a load waits for them
+    lse = column_vector(vec_s.index(stage * 3 + 1), col)
+    if HEAD_DIM == 64:
+        delta = column_vector(vec_s.index(stage * 3 + 2), col)
     s = warpgroup_mma(k8, q8_s.index(stage).permute((1, 0)), zero_i, use_acc=False, is_async=True)
     dp = warpgroup_mma(v_s.index(WG), do_s.index(stage).permute((1, 0)), zero_f, use_acc=False, is_async=True)
-    qs = column_vector(vec_s.index(stage * 3), col)
-    lse = column_vector(vec_s.index(stage * 3 + 1), col)
     s = warpgroup_mma_wait(1, [s])
     p = exp2((magic_float(s) * ks[:, None] - magic_ks[:, None]) * qs[None, :] - lse[None, :])
     if MASKED:
@@ -106,7 +108,8 @@ def _dkdv_step(dk, dv, k8, ks, magic_ks, keys, it, m, bh, DQ, shared, N_Q, N_K, 
         p = gl.where(seen, p, 0.0)
     p16 = gl.convert_layout(p.to(do_s.dtype), a_layout, assert_trivial=True)
     dv = warpgroup_mma(p16, do_s.index(stage), dv, is_async=True)
-    delta = column_vector(vec_s.index(stage * 3 + 2), col)
+    if HEAD_DIM == 128:  # no registers for it before
+        delta = column_vector(vec_s.index(stage * 3 + 2), col)
     dp = warpgroup_mma_wait(1, [dp])
     ds = gl.convert_layout(dp, s_layout, assert_trivial=True) - delta[None, :]
     if MASKED:

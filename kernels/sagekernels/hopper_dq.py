@@ -54,9 +54,9 @@ def _dq_step(dq, n, rows, qs, magic_qs, lse, delta, shared, N_Q, N_K, WG: gl.con
     zero_f = gl.zeros([64, 64], gl.float32, f_layout)
     stage = n % STAGES
     mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+    ks = column_vector(ks_s.index(stage), col)  # ahead of the products: behind them a load waits for them
     s = warpgroup_mma(q8_s.index(WG), k8_s.index(stage).permute((1, 0)), zero_i, use_acc=False, is_async=True)
     dp = warpgroup_mma(do_s.index(WG), v_s.index(stage).permute((1, 0)), zero_f, use_acc=False, is_async=True)
-    ks = column_vector(ks_s.index(stage), col)
     s = warpgroup_mma_wait(1, [s])
     p = exp2((magic_float(s) * qs[:, None] - magic_qs[:, None]) * ks[None, :] - lse[:, None])
     if MASKED:
@@ -66,7 +66,7 @@ def _dq_step(dq, n, rows, qs, magic_qs, lse, delta, shared, N_Q, N_K, WG: gl.con
         if IS_CAUSAL:
             seen = seen & (keys[None, :] <= (rows + (N_K - N_Q))[:, None])
         p = gl.where(seen, p, 0.0)
-    dp = warpgroup_mma_wait(0, [dp])
+    dp, p = warpgroup_mma_wait(0, [dp, p])  # p keeps the wait behind the exponentials
     ds = gl.convert_layout(dp, s_layout, assert_trivial=True) - delta[:, None]
     if MASKED:
         ds = gl.where(inside, ds, 0.0)
