@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sagekernels import attention_reference
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model import attention as attention_module
 from sagetrain.model.attention import TokenLayout, attention_function, document_mask, resolve_backend, takes_mask
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -139,7 +140,6 @@ def test_flash_packages_are_called_by_their_signatures(
 ) -> None:
     _install(monkeypatch, name)
     assert _resolve("flash", GPU) == ("flash", f"flash-attn {FLASH[name][0]}")
-    assert _resolve("auto", GPU)[0] == "flash"
     attend = attention_function("flash", AttentionConfig(backend="flash"), GPU)
     assert not takes_mask(attend)
     o = attend(*_inputs(), _layout(packed, mask=False))
@@ -154,7 +154,7 @@ def test_the_newest_flash_that_fits_the_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     _install(monkeypatch)
     with pytest.raises(ValueError, match="no flash-attn package for this GPU"):
         _resolve("flash", GPU)
-    assert _resolve("auto", GPU)[0] == "sdpa"
+    assert _resolve("auto", GPU)[0] == "auto"  # for choose_backend
 
 
 def _varlen_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
@@ -180,3 +180,33 @@ def test_documents_on_a_gpu_under_each_torch(monkeypatch: pytest.MonkeyPatch, va
     attend = attention_function("sdpa", AttentionConfig(backend="sdpa"), GPU)
     o = attend(*_inputs(), _layout(True, takes_mask(attend)))
     torch.testing.assert_close(o.double(), _truth(True), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_auto_takes_what_is_admitted_and_remembers(monkeypatch: pytest.MonkeyPatch, tmp_path, packed: bool) -> None:
+    """A backend that drops a gradient is never chosen, however fast; a second start does not time again."""
+
+    def broken(name: str, attention: AttentionConfig, device: torch.device):
+        attend = attention_function(name, attention, device)
+        return attend if name == "sage" else lambda q, k, v, layout: attend(q, k.detach(), v, layout) + 0 * k.sum()
+
+    def choose(said: list[str]) -> str:
+        return attention_module.choose_backend(
+            AttentionConfig(backend="auto"),
+            SHAPE,
+            tensor_parallel_size=1,
+            num_sequences=2,
+            seq_length=64,
+            packed=packed,
+            device=CPU,
+            dtype=torch.bfloat16,
+            cache=tmp_path / "attention.json",
+            say=said.append,
+        )
+
+    monkeypatch.setattr(attention_module, "attention_function", broken)
+    said: list[str] = []
+    assert choose(said) == "sage"
+    assert "not used: dk is zero in some head" in said[0]
+    assert choose(said) == "sage"
+    assert "chosen before" in said[1]

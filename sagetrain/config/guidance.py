@@ -35,7 +35,8 @@ def guidance(cfg: RunConfig, world_size: int) -> list[Finding]:
 
     Unknown names in guidance.override are errors. The world size changes nothing so far: tokens per step are global.
     """
-    findings = list(_findings(cfg)) if cfg.attention.backend == "sage" else []
+    may_be_int8 = cfg.attention.backend in ("sage", "auto")
+    findings = list(_findings(cfg)) if may_be_int8 else []
     accepted = set(cfg.guidance.override)
     return [_overridden(f) if f.rule in accepted else f for f in findings] + list(_unknown_overrides(cfg))
 

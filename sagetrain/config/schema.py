@@ -72,9 +72,11 @@ class AttentionConfig(Section):
 
     backend: Literal["sage", "sdpa", "flash", "reference", "auto"] = "sage"
     """sage: trainable INT8 attention (its torch twin on a machine without a GPU). sdpa: torch's 16-bit attention.
-    flash: an installed flash-attn 2, 3 or 4. reference: plain matmuls. auto: the fastest 16-bit one here."""
-    recipe: Literal["fine", "paper"] = "fine"
-    """Scale granularity of sage: fine (finest scales that each contraction allows) or paper (one scale per tile)."""
+    flash: an installed flash-attn 2, 3 or 4. reference: plain matmuls. auto: the fastest of sage, flash and sdpa that
+    passes the admission test on this GPU, timed once at start."""
+    recipe: Literal["fine", "paper", "scores"] = "fine"
+    """What sage quantizes and how: fine (six of seven products, finest scales that each contraction allows), paper
+    (the same with one scale per tile), scores (Q K^T alone, forward and backward; the other products in 16 bits)."""
     qk_norm: Literal["none", "before_rope", "after_rope"] = "before_rope"
     """RMS normalization of each head's q and k with learned gain, before or after the rotary embedding."""
     smooth_k: bool = True

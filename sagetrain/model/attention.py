@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagekernels import attention_reference, sage_attention
+from sagekernels.admission import LIMITS, choose
+from sagekernels.testing import Shape
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary
@@ -89,9 +92,64 @@ def resolve_backend(
             return "sdpa", "torch's SDPA; documents through a mask"
         case "reference":
             return "reference", "plain matmuls"
+        case "auto" if on_gpu and sixteen_bit:
+            return "auto", "to be chosen by choose_backend"
         case "auto":
-            flash = _find_flash(torch.device(device)) if on_gpu and sixteen_bit else None
-            return ("flash", f"auto: flash-attn {flash[0]} is installed") if flash else ("sdpa", "auto: no flash-attn")
+            return "sdpa", "auto: nothing to choose from without a GPU and bf16"
+
+
+def choose_backend(
+    attention: AttentionConfig,
+    model: ModelConfig,
+    *,
+    tensor_parallel_size: int,
+    num_sequences: int,
+    seq_length: int,
+    packed: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    cache: Path,
+    say: Callable[[str], None],
+) -> str:
+    """What backend `auto` stands for: the fastest of sage, flash and sdpa, forward and backward together, at the shape
+    of one rank's micro-batch, among those whose output and gradients pass sagekernels' admission test on this device.
+
+    The table goes to `say`; the choice is kept in the file `cache`, so that a run which continues keeps its backend.
+
+    Raises:
+        RuntimeError: none is admitted; the message holds every candidate's reason.
+    """
+    candidates = {}
+    for name in ("sage", "flash", "sdpa"):
+        named = attention.model_copy(update={"backend": name})
+        try:
+            resolve_backend(named, model, device=device, dtype=dtype)
+        except ValueError:  # not installed here
+            continue
+        candidates[name] = _plain(attention_function(name, named, device))
+    shape = Shape(
+        batch=1 if packed else num_sequences,
+        n_q=num_sequences * seq_length if packed else seq_length,
+        n_k=num_sequences * seq_length if packed else seq_length,
+        heads=model.num_attention_heads // tensor_parallel_size,
+        kv_heads=model.num_key_value_heads // tensor_parallel_size,
+        head_dim=model.head_dim,
+        documents=(seq_length,) * num_sequences if packed else (),
+    )
+    limits = LIMITS[attention.recipe]
+    return choose(candidates, shape, dtype=dtype, device=device, cache=cache, limits=limits, say=say)
+
+
+def _plain(attend: AttentionFunction) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """A backend as sagekernels' admission calls it: documents by cu_seqlens alone."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        num_sequences, seq_length = q.shape[:2]
+        masked = cu_seqlens is not None and takes_mask(attend)
+        mask = document_mask(cu_seqlens, num_sequences, seq_length) if masked else None
+        return attend(q, k, v, TokenLayout(num_sequences, None, None, cu_seqlens, seq_length, mask))
+
+    return call
 
 
 def attention_function(backend: str, attention: AttentionConfig, device: torch.device) -> AttentionFunction:

@@ -31,7 +31,7 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import flops_per_token, num_parameters
-from sagetrain.model.attention import resolve_backend
+from sagetrain.model.attention import choose_backend, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.rng import rng_state, seed_everything, set_rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
@@ -104,6 +104,8 @@ class Trainer:
         self.main = dist.get_rank() == 0
         self._lock = self._claim_run_dir()
         seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
+        if self.backend == "auto":
+            self.backend, self.backend_reason = self._choose_backend(), "auto: the fastest that was admitted"
         self.multiple = token_multiple(cfg, self.groups.dp_size)
         self.reference = reference_tokens_per_step(cfg.lr_schedule, cfg.tokens_per_step)
         self.state = TrainState()
@@ -127,6 +129,25 @@ class Trainer:
                 f"training.run_dir {self.run_dir} is in use by another run; wait for it or choose another folder"
             ) from error
         return lock
+
+    def _choose_backend(self) -> str:
+        """Rank 0 times and all ranks take its choice: layers of one model must not differ."""
+        chosen = [None]
+        if self.main:
+            chosen[0] = choose_backend(
+                self.cfg.attention,
+                self.cfg.model,
+                tensor_parallel_size=self.groups.tp_size,
+                num_sequences=self.cfg.data.micro_batch_size,
+                seq_length=self.cfg.data.seq_length,
+                packed=self.cfg.data.document_attention,
+                device=self.device,
+                dtype=self.dtype,
+                cache=self.run_dir / "attention.json",
+                say=self._say,
+            )
+        dist.broadcast_object_list(chosen, src=0, device=self.device)
+        return chosen[0]
 
     def _stream(self, sources: list) -> SampleStream:
         data = self.cfg.data
@@ -153,7 +174,7 @@ class Trainer:
         cfg = self.cfg
         model = Transformer(
             cfg.model,
-            cfg.attention,
+            cfg.attention.model_copy(update={"backend": self.backend}),
             vocab_size=padded_vocab_size(self.vocab_size),
             groups=self.groups,
             sequence_parallel=cfg.parallel.sequence_parallel,
