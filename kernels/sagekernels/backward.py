@@ -14,9 +14,12 @@ from .forward import document_bounds_triton, mean_bias
 from .launch import launch_tiles, on_device_of
 from .pieces import (
     LOG2E,
+    MAGIC,
+    MAGIC_BITS,
     as_codes,
     as_float,
     as_scaled,
+    as_shifted_codes,
     block_d,
     dot16,
     inverse_scale,
@@ -66,7 +69,7 @@ def _rows_kernel(
 @triton.jit
 def _accumulate_dkdv(
     dk, dv, k8, k_scale, v, keys, starts, ends, lo, hi,
-    Q8, Q8T, Q16, Q_SCALE, Q_MEAN, DO, DO8T, SHIFT, FACTOR, DELTA, K, K_MEAN,
+    Q8, Q8T, Q16, Q_SCALE, Q_MEAN, DO, DO8T, DO_SUMS, SHIFT, FACTOR, DELTA, K, K_MEAN,
     scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
@@ -99,9 +102,16 @@ def _accumulate_dkdv(
         delta = load_vector(DELTA, i, n_q, 0.0, BLOCK_M, MASKED)
         if INT8_GRADIENTS:
             largest = largest_magnitude(pt, PER_TILE)
-            p8 = as_codes(pt * inverse_scale(largest)[:, None])
             do8t = load_transposed(DO8T, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
-            dv += as_float(tl.dot(p8, tl.trans(do8t))) * (largest / 127.0)[:, None]
+            if PER_TILE:
+                p8 = as_codes(pt * inverse_scale(largest)[:, None])
+                dv += as_float(tl.dot(p8, tl.trans(do8t))) * (largest / 127.0)[:, None]
+            else:  # shifted by 127: add 127 times the sum of dO's codes, with the subtraction that makes floats
+                p8 = as_shifted_codes(pt * (2.0 * inverse_scale(largest))[:, None])
+                d = tl.arange(0, BLOCK_D)
+                sums = tl.load(DO_SUMS + (i // BLOCK_M) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+                product = (tl.dot(p8, tl.trans(do8t)) + MAGIC_BITS).to(tl.float32, bitcast=True)
+                dv += (product + (127.0 * sums - MAGIC)[None, :]) * (largest / 254.0)[:, None]
             factor = load_vector(FACTOR, i, n_q, 0.0, BLOCK_M, MASKED)
             dst = pt * (dpt * factor[None, :] - (delta * factor)[None, :])
         else:
@@ -124,7 +134,8 @@ def _accumulate_dkdv(
 
 @triton.jit
 def _dkdv_kernel(
-    Q8, Q8T, Q16, Q_SCALE, Q_MEAN, K8, K_SCALE, K, K_MEAN, V, DO, DO8T, SHIFT, FACTOR, DELTA, STARTS, ENDS, DK, DV,
+    Q8, Q8T, Q16, Q_SCALE, Q_MEAN, K8, K_SCALE, K, K_MEAN, V, DO, DO8T, DO_SUMS, SHIFT, FACTOR, DELTA,
+    STARTS, ENDS, DK, DV,
     scale, kv_heads, group, n_q, n_k, padded_q, tiles,
     stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -176,10 +187,12 @@ def _dkdv_kernel(
         bh = batch * heads + head
         q_base = Q8 + bh * n_q * HEAD_DIM
         do_base = DO + batch * stride_db + head * stride_dh
-        qt_base, q16_base, dot_base, mean_base = Q8T, Q16, DO8T, Q_MEAN
+        qt_base, q16_base, dot_base, sums_base, mean_base = Q8T, Q16, DO8T, DO_SUMS, Q_MEAN
         if INT8_GRADIENTS:
             qt_base += bh * padded_q * HEAD_DIM
             dot_base += bh * padded_q * HEAD_DIM
+            if not PER_TILE:
+                sums_base += bh * (padded_q // BLOCK_M) * HEAD_DIM
         else:
             q16_base += bh * n_q * HEAD_DIM
         if SMOOTH_Q:
@@ -187,21 +200,21 @@ def _dkdv_kernel(
         if IS_CAUSAL or PACKED:
             dk, dv = _accumulate_dkdv(
                 dk, dv, k8, k_scale, v, keys, starts, ends, lo, a,
-                q_base, qt_base, q16_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base,
+                q_base, qt_base, q16_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base, sums_base,
                 SHIFT + bh * n_q, FACTOR + bh * n_q, DELTA + bh * n_q, K, K_MEAN,
                 scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
                 HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
             )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k8, k_scale, v, keys, starts, ends, a, b,
-            q_base, qt_base, q16_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base,
+            q_base, qt_base, q16_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base, sums_base,
             SHIFT + bh * n_q, FACTOR + bh * n_q, DELTA + bh * n_q, K, K_MEAN,
             scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
             HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
         )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k8, k_scale, v, keys, starts, ends, b, hi,
-            q_base, qt_base, q16_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base,
+            q_base, qt_base, q16_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base, sums_base,
             SHIFT + bh * n_q, FACTOR + bh * n_q, DELTA + bh * n_q, K, K_MEAN,
             scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
             HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
@@ -357,10 +370,12 @@ def triton_backward(
     do, v = (x if x.stride(3) == 1 else x.contiguous() for x in (do, v))
     k = v if k is None else k if k.stride(3) == 1 else k.contiguous()  # read when Q was smoothed, else unused
     with on_device_of(do):
-        do8t = do_scale = q8t = k8t = q16 = k16 = None
+        do8t = do_sums = do_scale = q8t = k8t = q16 = k16 = None
         if rules.int8_gradients:
             (_, do_scale), do8t = quantize_triton(do, per_tile=rules.per_tile, rows=False, columns=True)
             q8t, k8t = transpose_codes(saved.q.codes), transpose_codes(saved.k.codes)
+            if not rules.per_tile:
+                do_sums = do8t.unflatten(-1, (-1, TILE)).sum(-1, dtype=torch.float32).mT.contiguous()
         else:
             q16, k16 = dequantize_triton(saved.q), dequantize_triton(saved.k)
         delta, shift, factor = torch.empty((3, *saved.lse.shape), dtype=torch.float32, device=do.device)
@@ -380,7 +395,7 @@ def triton_backward(
         tiles = launch_tiles("dkdv", do.device, held, exact=rules.per_tile or smooth_q)
         blocks = triton.cdiv(n_k, tiles.block_n)
         _dkdv_kernel[(blocks * batch * kv_heads,)](
-            saved.q.codes, q8t, q16, saved.q.scale, saved.q_mean, *saved.k, k, k_mean, v, do, do8t,
+            saved.q.codes, q8t, q16, saved.q.scale, saved.q_mean, *saved.k, k, k_mean, v, do, do8t, do_sums,
             shift, factor, delta, starts, ends, dk, dv,
             scale, kv_heads, group, n_q, n_k, tiles_of(n_q) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,

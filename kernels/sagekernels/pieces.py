@@ -38,6 +38,12 @@ def as_codes(x):
 
 
 @triton.jit
+def as_shifted_codes(x):
+    """float32 in 0 .. 254 -> int8 from -127: what is never negative uses all 255 codes."""
+    return (x + (MAGIC - 127.0)).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
 def inverse_scale(largest):
     """127 / max|X|, and 0 for a group of zeros: what to multiply by before rounding."""
     return tl.where(largest > SMALLEST_INVERTIBLE, 127.0 / largest, 0.0)

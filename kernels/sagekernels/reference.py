@@ -132,14 +132,15 @@ def attention_reference(
     return out.flatten(1, 2).transpose(1, 2).to(q.dtype)
 
 
-def rounded_tiles(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+def rounded_tiles(x: Tensor, axes: tuple[int, ...], steps: int = 1) -> Tensor:
     """psi(x) dequantized, for x [..., M, N] with M and N multiples of TILE: one scale per tile along `axes`.
 
     The axes are those of [..., M / TILE, TILE, N / TILE, TILE]: (-3,) is one scale per column of a tile, (-1,) per row.
+    Twice the `steps` are for what is never negative: its codes 0 .. 254 are stored shifted, as -127 .. 127.
     """
     tiles = x.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE))
     scale, inverse = scale_and_inverse(tiles.abs().amax(axes, keepdim=True))
-    return (torch.round(tiles * inverse) * scale).flatten(-2, -1).flatten(-3, -2)
+    return (torch.round(tiles * (steps * inverse)) * (scale / steps)).flatten(-2, -1).flatten(-3, -2)
 
 
 def pad_to_tile(x: Tensor, dim: int, value: float = 0.0) -> Tensor:
@@ -243,7 +244,7 @@ def twin_backward(
     Scales must be constant along the contracted dimension (the scope law), so per-token scales of Q, K and dO are
     folded into the other operand before that is rounded:
 
-        dV_j = sum_i psi_i(P_ij s_dO_i) dO8_i        psi_i: one scale per key j over a tile of queries
+        dV_j = sum_i psi_i(P_ij s_dO_i) dO8_i        psi_i: one scale per key j over a tile of queries; 255 codes
         dK_j = sum_i psi_i(dS_ij s_Q_i) Q8_i         psi_i: one scale per key j over a tile of queries
         dQ_i = sum_j psi_j(dS_ij s_K_j) K8_j         psi_j: one scale per query i over a tile of keys
 
@@ -281,10 +282,11 @@ def twin_backward(
 
         if rules.int8_gradients:
 
-            def rounded(x: Tensor, axes: tuple[int, ...], shape: torch.Size = s.shape) -> Tensor:
-                return rounded_tiles(pad_to_tile(pad_to_tile(x, -1), -2), axes)[..., : shape[-2], : shape[-1]]
+            def rounded(x: Tensor, axes: tuple[int, ...], steps: int = 1, shape: torch.Size = s.shape) -> Tensor:
+                return rounded_tiles(pad_to_tile(pad_to_tile(x, -1), -2), axes, steps)[..., : shape[-2], : shape[-1]]
 
-            for_dv, dv_partner = rounded(p * do_scale[..., part, None], along_queries), do8[..., part, :].float()
+            steps = 1 if rules.per_tile else 2
+            for_dv, dv_partner = rounded(p * do_scale[..., part, None], along_queries, steps), do8[..., part, :].float()
             for_dk, dk_partner = rounded(ds * scores.q_scale[..., part, None], along_queries), q_partner[..., part, :]
             for_dq, dq_partner = rounded(ds * scores.k_scale[..., None, :seen], along_keys), k_partner[..., :seen, :]
         else:
