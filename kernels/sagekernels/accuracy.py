@@ -149,9 +149,7 @@ def main() -> None:
     inputs = trained_inputs(seed)
     exact = intermediates(*inputs, None)
     seen = exact["P"] > 0
-    rms = {
-        name: (exact[name][seen] if name != "P" else exact[name]).square().mean().sqrt().item() for name in TRAINED_RMS
-    }
+    rms = {name: exact[name][seen].square().mean().sqrt().item() for name in TRAINED_RMS}
     print("\nTable 2: cosine / rel-L2, causal, N 4096, one head of 64. Not the papers' layer: inputs made to have its")
     print("statistics, RMS " + ", ".join(f"{k} {v:.1e} (in print {TRAINED_RMS[k]:.0e})" for k, v in rms.items()) + ",")
     print(f"and channels of Q and K spread (std {CHANNEL_SPREAD} in log) until `paper` has the P error in print")
@@ -164,14 +162,14 @@ def main() -> None:
     for sigma in (1, 2, 3):
         shares = {name: zero_share(sigma, name, seed=seed) for name, rules in RECIPES.items() if rules.int8_gradients}
         print(
-            f"  sigma {sigma}: " + ", ".join(f"{r} {100 * a:.0f} % / {100 * b:.0f} %" for r, (a, b) in shares.items())
+            f"  sigma {sigma}: " + ", ".join(f"{r} {100 * a:.1f} % / {100 * b:.1f} %" for r, (a, b) in shares.items())
         )
 
     passes = (1, 4, 16, 64)
     print(f"\nBias: B err^2(B) / err^2(1) over B = {passes} rotated passes (1: unbiased; B: nothing but bias)")
     for recipe in RECIPES:
         for name, row in bias_test(recipe, passes, seed=seed).items():
-            print(f"  {recipe:<6}{name:<4}" + "".join(f"{x:>8.2f}" for x in row))
+            print(f"  {recipe:<8}{name:<4}" + "".join(f"{x:>8.2f}" for x in row))
 
 
 if __name__ == "__main__":
