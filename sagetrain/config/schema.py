@@ -75,8 +75,8 @@ class AttentionConfig(Section):
     flash: an installed flash-attn 2, 3 or 4. reference: plain matmuls. auto: the fastest of sage, flash and sdpa that
     passes the admission test on this GPU, timed once at start."""
     recipe: Literal["fine", "paper", "scores"] = "fine"
-    """What sage quantizes and how: fine (six of seven products, finest scales that each contraction allows), paper
-    (the same with one scale per tile), scores (Q K^T alone, forward and backward; the other products in 16 bits)."""
+    """What sage quantizes and how: paper (six of the seven products, one scale per tile), fine (all but P V and
+    dO V^T, the finest scales that each product allows), scores (Q K^T alone, forward and backward)."""
     qk_norm: Literal["none", "before_rope", "after_rope"] = "before_rope"
     """RMS normalization of each head's q and k with learned gain, before or after the rotary embedding."""
     smooth_k: bool = True
