@@ -12,6 +12,8 @@ from sagekernels.testing import Shape, errors, exact_results, random_inputs, res
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 BACKENDS = ["triton"]
+if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
+    BACKENDS.append("hopper")
 
 SHAPES = [
     Shape(2, 1024, 1024, 4, 4, 64),
