@@ -35,7 +35,7 @@ fmt: $(STAMP)  ## format and fix what ruff can fix
 	$(BIN)/ruff format .
 
 test-gpu:  ## kernel and trainer tests on an NVIDIA GPU, with the python on PATH
-	PYTHONPATH=.:kernels python3 -m pytest -q tests/gpu
+	PYTHONPATH=.:kernels python3 -m pytest -q --noconftest tests/gpu
 
 bench:  ## attention benchmark on an NVIDIA GPU: checks every shape, then times it beside the peers
 	PYTHONPATH=.:kernels python3 -m sagekernels.bench
