@@ -17,7 +17,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 import sagekernels
 from sagekernels import hopper_backward, hopper_dkdv, hopper_dq
-from sagekernels.reference import RECIPES, twin_backward, twin_forward
+from sagekernels.reference import RECIPES, document_bounds, twin_backward, twin_forward
 from test_hopper_forward import MBARRIER, Barrier, Descriptor, Machine, Pending, Pointer, Shared, product_wait, raw
 
 FOLDER = Path(sagekernels.__file__).parent
@@ -79,7 +79,7 @@ def columns(x, tiles, value=0.0):
     return padded.unflatten(1, (tiles, 64))[..., COLUMN_ORDER]
 
 
-def emulated_backward(do, v, o, saved, causal, scale, fused, heads_per_group, stages, consumers):
+def emulated_backward(do, v, o, saved, causal, scale, cu_seqlens, fused, heads_per_group, stages, consumers):
     """dq, dk, dv of the kernels."""
     batch, n_q, heads, head_dim = do.shape
     n_k, kv_heads = v.shape[1:3]
@@ -101,6 +101,8 @@ def emulated_backward(do, v, o, saved, causal, scale, fused, heads_per_group, st
     do_rows, v_rows = (Descriptor(x.flatten(0, 1).flatten(1).numpy(), box) for x in (do, v))
     dq, dk, dv = (np.full(x.numel(), np.nan, np.float16) for x in (do, v, v))
     dq_sum = np.zeros(batch * heads * q_tiles * 64 * head_dim, np.float32)
+    packed = cu_seqlens is not None
+    bounds = [Pointer(x.numpy()) for x in document_bounds(cu_seqlens, n_k)] if packed else [None, None]
     machine = Gluon()
     dkdv_kernel, dq_kernel = kernels_on(machine)
     strides = lambda h: (h * head_dim, head_dim)  # noqa: E731
@@ -108,10 +110,10 @@ def emulated_backward(do, v, o, saved, causal, scale, fused, heads_per_group, st
     for machine.pid in reversed(range(blocks * batch * kv_heads)):
         dkdv_kernel(
             q8, Descriptor(q16, box), do_rows, Descriptor(vectors.flatten().numpy(), [64]), k8, v_rows,
-            Descriptor(k16, [128, head_dim]), Pointer(saved.k.scale.flatten().numpy()), Pointer(dk), Pointer(dv),
-            Pointer(dq_sum), np.float32(scale), kv_heads, group, n_q, n_k, q_tiles, blocks, batch * kv_heads,
-            heads_per_group, head_dim, head_dim, n_k * kv_heads * head_dim, *strides(kv_heads),
-            HEAD_DIM=head_dim, STAGES=stages, IS_CAUSAL=causal, FUSED=fused, K_REGS=fused,
+            Descriptor(k16, [128, head_dim]), Pointer(saved.k.scale.flatten().numpy()), *bounds, Pointer(dk),
+            Pointer(dv), Pointer(dq_sum), np.float32(scale), kv_heads, group, n_q, n_k, q_tiles, blocks,
+            batch * kv_heads, heads_per_group, head_dim, head_dim, n_k * kv_heads * head_dim, *strides(kv_heads),
+            HEAD_DIM=head_dim, STAGES=stages, IS_CAUSAL=causal, PACKED=packed, FUSED=fused, K_REGS=fused,
         )  # fmt: skip
     if fused:
         sums = torch.from_numpy(dq_sum).view(batch, heads, q_tiles, 8, 4, 8, 4, 2, 2) * scale
@@ -123,36 +125,57 @@ def emulated_backward(do, v, o, saved, causal, scale, fused, heads_per_group, st
             q8, do_rows, k8, Descriptor(k16, box), v_rows,
             Descriptor(columns(saved.k.scale, k_tiles).flatten().numpy(), [64]),
             Pointer(saved.q.scale.flatten().numpy()), Pointer(saved.lse.flatten().numpy()),
-            Pointer(delta.flatten().numpy()), Pointer(dq), np.float32(scale), kv_heads, group, n_q, n_k, k_tiles,
-            blocks, batch * heads, heads_per_group, head_dim, head_dim, n_q * heads * head_dim, *strides(heads),
-            HEAD_DIM=head_dim, STAGES=stages, CONSUMERS=consumers, IS_CAUSAL=causal, REGISTERS=240,
+            Pointer(delta.flatten().numpy()), *bounds, Pointer(dq), np.float32(scale), kv_heads, group, n_q, n_k,
+            k_tiles, blocks, batch * heads, heads_per_group, head_dim, head_dim, n_q * heads * head_dim,
+            *strides(heads),
+            HEAD_DIM=head_dim, STAGES=stages, CONSUMERS=consumers, IS_CAUSAL=causal, PACKED=packed, REGISTERS=240,
         )  # fmt: skip
     return tuple(torch.from_numpy(x).view(shape) for x, shape in ((dq, do.shape), (dk, v.shape), (dv, v.shape)))
 
 
 @pytest.mark.parametrize(
-    ("batch", "n_q", "n_k", "heads", "kv_heads", "causal", "fused", "heads_per_group", "stages", "consumers"),
+    (
+        "batch",
+        "n_q",
+        "n_k",
+        "heads",
+        "kv_heads",
+        "causal",
+        "documents",
+        "fused",
+        "heads_per_group",
+        "stages",
+        "consumers",
+    ),
     [
-        (1, 320, 320, 2, 1, True, False, 1, 2, 3),
-        (2, 300, 300, 2, 2, True, True, 3, 3, 2),
-        (2, 200, 333, 1, 1, False, True, 2, 2, 2),
-        (1, 130, 333, 3, 1, True, True, 2, 3, 2),
-        (2, 130, 333, 2, 1, True, False, 4, 3, 2),
-        (1, 1, 257, 1, 1, True, False, 1, 2, 2),
-        (2, 257, 70, 1, 1, False, False, 5, 2, 3),
-        (1, 64, 64, 1, 1, True, True, 1, 3, 2),
+        (1, 320, 320, 2, 1, True, (), False, 1, 2, 3),
+        (2, 300, 300, 2, 2, True, (), True, 3, 3, 2),
+        (2, 200, 333, 1, 1, False, (), True, 2, 2, 2),
+        (1, 130, 333, 3, 1, True, (), True, 2, 3, 2),
+        (2, 130, 333, 2, 1, True, (), False, 4, 3, 2),
+        (1, 1, 257, 1, 1, True, (), False, 1, 2, 2),
+        (2, 257, 70, 1, 1, False, (), False, 5, 2, 3),
+        (1, 64, 64, 1, 1, True, (), True, 1, 3, 2),
+        (1, 420, 420, 2, 1, True, (100, 0, 1, 63, 220, 36, 0), False, 2, 2, 3),
+        (1, 420, 420, 1, 1, False, (100, 0, 1, 63, 220, 36, 0), False, 1, 3, 2),
+        (1, 400, 400, 1, 1, True, (200, 200), True, 1, 2, 2),
+        (1, 390, 390, 2, 2, False, (10,) * 39, True, 1, 2, 2),
+        (1, 390, 390, 1, 1, False, (10,) * 39, False, 1, 2, 3),
     ],
 )
-def test_schedule(batch, n_q, n_k, heads, kv_heads, causal, fused, heads_per_group, stages, consumers):
+def test_schedule(
+    batch, n_q, n_k, heads, kv_heads, causal, documents, fused, heads_per_group, stages, consumers
+):  # fmt: skip
     generator = torch.Generator().manual_seed(n_q)
     q, k, v, do = (
         torch.randn(batch, n, h, 64, generator=generator).half()
         for n, h in ((n_q, heads), (n_k, kv_heads), (n_k, kv_heads), (n_q, heads))
     )
-    options = {"causal": causal, "scale": 0.125, "cu_seqlens": None, "recipe": "scores"}
+    cu_seqlens = torch.tensor((0, *documents)).cumsum(0).int() if documents else None
+    options = {"causal": causal, "scale": 0.125, "cu_seqlens": cu_seqlens, "recipe": "scores"}
     o, saved = twin_forward(q, k + 1, v, smooth_k=True, smooth_q=False, **options)
     expected = twin_backward(do, None, v, o, saved, **options)
-    got = emulated_backward(do, v, o, saved, causal, 0.125, fused, heads_per_group, stages, consumers)
+    got = emulated_backward(do, v, o, saved, causal, 0.125, cu_seqlens, fused, heads_per_group, stages, consumers)
     for x, y in zip(got, expected, strict=True):
         assert ((x.float() - y.float()).norm() / y.float().norm()).item() < 4e-3
 
@@ -179,17 +202,19 @@ def compiled_for_hopper(kernel, blocks, pointers, constants, maxnreg):
     )
 
 
-@pytest.mark.parametrize(("head_dim", "causal", "fused"), [(64, True, True), (64, True, False), (128, True, False)])
-def test_compiles(head_dim, causal, fused):
+@pytest.mark.parametrize(
+    ("head_dim", "packed", "fused"), [(64, False, True), (64, True, False), (128, False, False), (128, True, False)]
+)
+def test_compiles(head_dim, packed, fused):
     """P and dS reach the matrix instructions in registers, sums leave in 16-byte words, shared memory suffices."""
     plan = hopper_backward.SCHEDULES[head_dim]
     codes, wide = ("i8", [64, head_dim], torch.int8), ("bf16", [64, head_dim], torch.bfloat16)
     vector = ("fp32", [64], torch.float32)
     blocks = {"q8_desc": codes, "q_desc": wide, "do_desc": wide, "vec_desc": vector, "k8_desc": codes, "v_desc": wide}
     blocks["k_desc"] = ("bf16", [128, head_dim], torch.bfloat16)
-    constants = {"HEAD_DIM": head_dim, "STAGES": plan.stages, "IS_CAUSAL": causal, "FUSED": fused}
+    constants = {"HEAD_DIM": head_dim, "STAGES": plan.stages, "IS_CAUSAL": True, "PACKED": packed, "FUSED": fused}
     constants["K_REGS"] = plan.k_in_registers
-    pointers = {"KS": "*fp32", "DK": "*bf16", "DV": "*bf16", "DQ": "*fp32"}
+    pointers = {"KS": "*fp32", "STARTS": "*i32", "ENDS": "*i32", "DK": "*bf16", "DV": "*bf16", "DQ": "*fp32"}
     compiled = compiled_for_hopper(hopper_dkdv.dkdv_kernel, blocks, pointers, constants, 168)
     assert compiled.metadata.shared <= 227 * 1024
     ptx = compiled.asm["ptx"]
@@ -197,9 +222,9 @@ def test_compiles(head_dim, causal, fused):
     assert re.search(rf"m64n{head_dim}k16\.f32\.bf16\.bf16 {{[^}}]*}}, {{%r", ptx)
     assert ("red.global.gpu.relaxed.v4.f32.add" in ptx or ".v4.f32" in ptx) or not fused
     blocks = {"q8_desc": codes, "do_desc": wide, "k8_desc": codes, "k_desc": wide, "v_desc": wide, "ks_desc": vector}
-    constants = {"HEAD_DIM": head_dim, "STAGES": plan.dq_stages, "CONSUMERS": plan.dq_consumers, "IS_CAUSAL": causal}
-    constants["REGISTERS"] = {2: 240, 3: 160}[plan.dq_consumers]
-    pointers = {"QS": "*fp32", "LSE": "*fp32", "DELTA": "*fp32", "DQ": "*bf16"}
+    constants = {"HEAD_DIM": head_dim, "STAGES": plan.dq_stages, "CONSUMERS": plan.dq_consumers, "IS_CAUSAL": True}
+    constants.update(PACKED=packed, REGISTERS={2: 240, 3: 160}[plan.dq_consumers])
+    pointers = {"QS": "*fp32", "LSE": "*fp32", "DELTA": "*fp32", "STARTS": "*i32", "ENDS": "*i32", "DQ": "*bf16"}
     maxnreg = {2: 168, 3: 128}[plan.dq_consumers]
     compiled = compiled_for_hopper(hopper_dq.dq_kernel, blocks, pointers, constants, maxnreg)
     assert compiled.metadata.shared <= 227 * 1024

@@ -8,13 +8,18 @@ recomputes it. Every backend is deterministic: no atomics, the same bits from ru
 import torch
 from torch import Tensor
 
+from . import hopper
 from .backward import triton_backward
 from .forward import triton_forward
 from .quantize import Codes, tiles_of
 from .reference import RECIPES, Saved, twin_backward, twin_forward
 
 # name -> forward and backward, all with the signatures of the twins
-BACKENDS = {"twin": (twin_forward, twin_backward), "triton": (triton_forward, triton_backward)}
+BACKENDS = {
+    "twin": (twin_forward, twin_backward),
+    "triton": (triton_forward, triton_backward),
+    "hopper": (hopper.forward, hopper.backward),
+}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -43,7 +48,9 @@ def sage_attention(
         documents are allowed. On a GPU the values are not checked (that would wait for the device).
     recipe: "fine" (scales per token, row and column), "paper" (one scale per tile), or "scores" (Q K^T alone in INT8,
         the gradients' products in 16 bits); reference.py specifies them.
-    backend: None takes "triton" on a GPU and "twin", the specification in torch, elsewhere.
+    backend: None takes "triton" on a GPU and "twin", the specification in torch, elsewhere. "hopper" has kernels of its
+        own for the H100 and H200, at head_dim 64 and 128 (forward of "fine" and "scores", backward of "scores"), and
+        takes those of "triton" for the rest.
 
     Under autocast the inputs are cast to its dtype. Non-finite inputs give NaN in what depends on them (with smoothing
     that is the whole head). Raises TypeError, ValueError or NotImplementedError, saying what is supported.

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .forward import document_bounds_triton
 from .hopper_dkdv import dkdv_kernel
 from .hopper_dq import dq_kernel
 from .launch import on_device_of
@@ -127,13 +128,12 @@ class Schedule(NamedTuple):
 SCHEDULES = {64: Schedule(3, True, 4, 3), 128: Schedule(2, False, 3, 2)}
 
 
-def supported(do: Tensor, v: Tensor, saved: Saved, *, cu_seqlens: Tensor | None, recipe: str) -> bool:
+def supported(do: Tensor, v: Tensor, saved: Saved, *, recipe: str) -> bool:
     """Whether hopper_backward takes this call; the portable kernels take every other."""
     rules = RECIPES[recipe]
     return (
         not rules.per_tile
         and not rules.int8_gradients
-        and cu_seqlens is None
         and saved.q_mean is None
         and do.shape[3] in SCHEDULES
         and do.dtype == v.dtype
@@ -188,6 +188,8 @@ def hopper_backward(
         dq_sum = dq
         if fused:
             dq_sum = torch.zeros(batch * heads * q_tiles * TILE * head_dim, dtype=torch.float32, device=do.device)
+        packed = cu_seqlens is not None
+        starts, ends = document_bounds_triton(cu_seqlens, n_q) if packed else (None, None)
         box = [TILE, head_dim]
         q8_desc = _descriptor(saved.q.codes.view(-1, head_dim), box)
         k8_desc = _descriptor(saved.k.codes.view(-1, head_dim), box)
@@ -196,11 +198,11 @@ def hopper_backward(
         per_group = max(1, L2_BYTES // (n_q * heads // kv_heads * head_dim * 5))
         dkdv_kernel[(blocks * batch * kv_heads,)](
             q8_desc, _descriptor(q16, box), do_desc, _descriptor(vectors, [TILE]), k8_desc, v_desc,
-            _descriptor(k16, [2 * TILE, head_dim]), saved.k.scale, dk, dv, dq_sum, scale,
+            _descriptor(k16, [2 * TILE, head_dim]), saved.k.scale, starts, ends, dk, dv, dq_sum, scale,
             kv_heads, heads // kv_heads, n_q, n_k, q_tiles, blocks, batch * kv_heads, per_group, stride_vh, stride_dh,
             *dk.stride()[:3],
-            HEAD_DIM=head_dim, STAGES=plan.stages, IS_CAUSAL=causal, FUSED=fused, K_REGS=plan.k_in_registers,
-            num_warps=4, maxnreg=168,
+            HEAD_DIM=head_dim, STAGES=plan.stages, IS_CAUSAL=causal, PACKED=packed, FUSED=fused,
+            K_REGS=plan.k_in_registers, num_warps=4, maxnreg=168,
         )  # fmt: skip
         if fused:
             _finish_dq_kernel[(q_tiles * batch * heads,)](
@@ -212,10 +214,10 @@ def hopper_backward(
         per_group = max(1, L2_BYTES // (n_k * head_dim * 5)) * (heads // kv_heads)
         dq_kernel[(blocks * batch * heads,)](
             q8_desc, do_desc, k8_desc, _descriptor(k16, box), v_desc, _descriptor(k_vectors, [TILE]),
-            saved.q.scale, saved.lse, delta, dq, scale,
+            saved.q.scale, saved.lse, delta, starts, ends, dq, scale,
             kv_heads, heads // kv_heads, n_q, n_k, k_tiles, blocks, batch * heads, per_group, stride_vh, stride_dh,
             *dq.stride()[:3],
-            HEAD_DIM=head_dim, STAGES=plan.dq_stages, CONSUMERS=consumers, IS_CAUSAL=causal,
+            HEAD_DIM=head_dim, STAGES=plan.dq_stages, CONSUMERS=consumers, IS_CAUSAL=causal, PACKED=packed,
             REGISTERS={2: 240, 3: 160}[consumers], num_warps=4, maxnreg={2: 168, 3: 128}[consumers],
         )  # fmt: skip
     return dq, dk, dv

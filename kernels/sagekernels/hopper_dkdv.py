@@ -16,37 +16,45 @@ from .hopper_pieces import MAGIC, SIZES, column_vector, exp2, key_block, magic_f
 
 
 @gluon.jit
-def _query_range(block, N_Q, N_K, Q_TILES, IS_CAUSAL: gl.constexpr, FUSED: gl.constexpr):
-    """First tile of queries that sees a block of keys, how many need the causal mask, how many tiles need any mask.
-
-    A last tile that is not full is taken right after those on the diagonal.
-    """
+def _query_range(block, STARTS, ENDS, N_Q, N_K, Q_TILES, IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr,
+                 FUSED: gl.constexpr):
+    """Tiles of queries first .. last see a block of keys; of these, clear .. blurred need no mask."""
     offset = N_K - N_Q
+    key = block * 128
     first = 0
     clear = 0
+    last = Q_TILES
+    blurred = N_Q // 64
     if IS_CAUSAL:
-        first = gl.maximum(block * 128 - offset, 0) // 64
-        clear = gl.maximum(block * 128 + 127 - offset + 63, 0) // 64
-    if FUSED:
-        clear = gl.where(block * 128 + 128 > N_K, Q_TILES, clear)
-    clear = gl.minimum(clear, Q_TILES)
-    tail = (Q_TILES * 64 > N_Q) & (clear < Q_TILES)
-    return first, clear - first, clear - first + tail.to(gl.int32)
+        first = gl.maximum(key - offset, 0) // 64
+        clear = gl.maximum(key + 127 - offset + 63, 0) // 64
+    if PACKED:
+        last_key = gl.minimum(key + 127, N_K - 1)
+        clear = gl.maximum(clear, (gl.load(STARTS + last_key) + 63) // 64)
+        blurred = gl.minimum(blurred, gl.load(ENDS + key) // 64)
+        last = (gl.load(ENDS + last_key) + 63) // 64
+        if not IS_CAUSAL:
+            first = gl.load(STARTS + key) // 64
+    if FUSED:  # keys past the end must not add to dQ
+        clear = gl.where(key + 128 > N_K, last, clear)
+    clear = gl.minimum(clear, last)
+    return first, clear, gl.maximum(blurred, clear), last
 
 
 @gluon.jit
-def _query_tile(i, first, diagonal, masked, Q_TILES):
-    """Tile of the i-th step of a range, Q_TILES - first steps in all."""
-    shift = ((i >= diagonal) & (masked > diagonal)).to(gl.int32)
-    return gl.where((i == diagonal) & (masked > diagonal), Q_TILES - 1, first + i - shift)
+def _query_tile(i, first, clear, blurred, last):
+    """Tile of the i-th step: first those that need a mask, on either side, then the others."""
+    diagonal = clear - first
+    masked = diagonal + last - blurred
+    return gl.where(i < diagonal, first + i, gl.where(i < masked, blurred + i - diagonal, clear + i - masked))
 
 
 @gluon.jit
 def _dkdv_producer(descs, shared, scalars, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
-                   FUSED: gl.constexpr):
+                   PACKED: gl.constexpr, FUSED: gl.constexpr):
     q8_desc, q_desc, do_desc, vec_desc, k8_desc, v_desc, k_desc = descs
     k8_s, v_s, q8_s, q_s, do_s, vec_s, k_s, ds_s, kv_full, full, free, ds_full, ds_free = shared
-    KV_HEADS, GROUP, N_Q, N_K, Q_TILES, BLOCKS, HEADS, HEADS_PER_GROUP, stride_vh, stride_dh = scalars
+    STARTS, ENDS, KV_HEADS, GROUP, N_Q, N_K, Q_TILES, BLOCKS, HEADS, HEADS_PER_GROUP, stride_vh, stride_dh = scalars
     bh_kv, block = key_block(gl.program_id(0), BLOCKS, HEADS, HEADS_PER_GROUP)
     batch = bh_kv // KV_HEADS
     kv_head = bh_kv - batch * KV_HEADS
@@ -57,13 +65,13 @@ def _dkdv_producer(descs, shared, scalars, HEAD_DIM: gl.constexpr, STAGES: gl.co
         tma.async_copy_global_to_shared(v_desc, [batch * N_K + row, kv_head * stride_vh], kv_full, v_s.index(w))
     if FUSED:
         tma.async_copy_global_to_shared(k_desc, [bh_kv * N_K + block * 128, 0], kv_full, k_s)
-    first, diagonal, masked = _query_range(block, N_Q, N_K, Q_TILES, IS_CAUSAL, FUSED)
+    first, clear, blurred, last = _query_range(block, STARTS, ENDS, N_Q, N_K, Q_TILES, IS_CAUSAL, PACKED, FUSED)
     it = 0
     for g in range(GROUP):
         head = kv_head * GROUP + g
         bh = batch * KV_HEADS * GROUP + head
-        for i in range(Q_TILES - first):
-            m = _query_tile(i, first, diagonal, masked, Q_TILES)
+        for i in range(last - first):
+            m = _query_tile(i, first, clear, blurred, last)
             stage = it % STAGES
             bar = full.index(stage)
             mbarrier.wait(free.index(stage), ((it // STAGES) & 1) ^ 1)
@@ -78,9 +86,9 @@ def _dkdv_producer(descs, shared, scalars, HEAD_DIM: gl.constexpr, STAGES: gl.co
 
 
 @gluon.jit
-def _dkdv_step(dk, dv, k8, ks, magic_ks, keys, it, m, bh, DQ, shared, N_Q, N_K, Q_TILES,
+def _dkdv_step(dk, dv, k8, ks, magic_ks, keys, starts, ends, it, m, bh, DQ, shared, N_Q, N_K, Q_TILES,
                WG: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
-               FUSED: gl.constexpr, MASKED: gl.constexpr):
+               PACKED: gl.constexpr, FUSED: gl.constexpr, MASKED: gl.constexpr):
     """Add one tile of 64 queries to dk and dv of 64 keys, and to DQ when FUSED."""
     k8_s, v_s, q8_s, q_s, do_s, vec_s, k_s, ds_s, kv_full, full, free, ds_full, ds_free = shared
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
@@ -105,6 +113,8 @@ def _dkdv_step(dk, dv, k8, ks, magic_ks, keys, it, m, bh, DQ, shared, N_Q, N_K, 
         seen = inside
         if IS_CAUSAL:
             seen = seen & (keys[:, None] <= (queries + (N_K - N_Q))[None, :])
+        if PACKED:
+            seen = seen & (queries[None, :] >= starts[:, None]) & (queries[None, :] < ends[:, None])
         p = gl.where(seen, p, 0.0)
     p16 = gl.convert_layout(p.to(do_s.dtype), a_layout, assert_trivial=True)
     dv = warpgroup_mma(p16, do_s.index(stage), dv, is_async=True)
@@ -149,10 +159,10 @@ def _add_dq(DQ, block, ds_s, k_s, ds_full, ds_free, it, zero):
 
 @gluon.jit
 def _dkdv_consumer(outputs, shared, scalars, WG: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-                   IS_CAUSAL: gl.constexpr, FUSED: gl.constexpr, K_REGS: gl.constexpr):
+                   IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr, FUSED: gl.constexpr, K_REGS: gl.constexpr):
     KS, DK, DV, DQ, scale, stride_ob, stride_on, stride_oh = outputs
     k8_s, v_s, q8_s, q_s, do_s, vec_s, k_s, ds_s, kv_full, full, free, ds_full, ds_free = shared
-    KV_HEADS, GROUP, N_Q, N_K, Q_TILES, BLOCKS, HEADS, HEADS_PER_GROUP, stride_vh, stride_dh = scalars
+    STARTS, ENDS, KV_HEADS, GROUP, N_Q, N_K, Q_TILES, BLOCKS, HEADS, HEADS_PER_GROUP, stride_vh, stride_dh = scalars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     g_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     bh_kv, block = key_block(gl.program_id(0), BLOCKS, HEADS, HEADS_PER_GROUP)
@@ -162,7 +172,12 @@ def _dkdv_consumer(outputs, shared, scalars, WG: gl.constexpr, HEAD_DIM: gl.cons
     keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     ks = short_scale(gl.load(KS + bh_kv * N_K + keys, mask=keys < N_K, other=0.0))
     magic_ks = ks * MAGIC
-    first, diagonal, masked = _query_range(block, N_Q, N_K, Q_TILES, IS_CAUSAL, FUSED)
+    starts = keys
+    ends = keys
+    if PACKED:
+        starts = gl.load(STARTS + keys, mask=keys < N_K, other=0)
+        ends = gl.load(ENDS + keys, mask=keys < N_K, other=0)
+    first, clear, blurred, last = _query_range(block, STARTS, ENDS, N_Q, N_K, Q_TILES, IS_CAUSAL, PACKED, FUSED)
 
     mbarrier.wait(kv_full, 0)
     if K_REGS:
@@ -171,18 +186,19 @@ def _dkdv_consumer(outputs, shared, scalars, WG: gl.constexpr, HEAD_DIM: gl.cons
         k8 = k8_s.index(WG)
     dk = gl.zeros([64, HEAD_DIM], gl.float32, g_layout)
     dv = gl.zeros([64, HEAD_DIM], gl.float32, g_layout)
+    masked = clear - first + last - blurred
     it = 0
     for g in range(GROUP):
         bh = bh_kv * GROUP + g
         for i in range(masked):
-            m = _query_tile(i, first, diagonal, masked, Q_TILES)
-            dk, dv = _dkdv_step(dk, dv, k8, ks, magic_ks, keys, it, m, bh, DQ, shared, N_Q, N_K, Q_TILES,
-                                WG, HEAD_DIM, STAGES, IS_CAUSAL, FUSED, True)
+            m = _query_tile(i, first, clear, blurred, last)
+            dk, dv = _dkdv_step(dk, dv, k8, ks, magic_ks, keys, starts, ends, it, m, bh, DQ, shared, N_Q, N_K, Q_TILES,
+                                WG, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, True)
             it += 1
-        for i in range(masked, Q_TILES - first):
-            m = _query_tile(i, first, diagonal, masked, Q_TILES)
-            dk, dv = _dkdv_step(dk, dv, k8, ks, magic_ks, keys, it, m, bh, DQ, shared, N_Q, N_K, Q_TILES,
-                                WG, HEAD_DIM, STAGES, IS_CAUSAL, FUSED, False)
+        for i in range(masked, last - first):
+            m = _query_tile(i, first, clear, blurred, last)
+            dk, dv = _dkdv_step(dk, dv, k8, ks, magic_ks, keys, starts, ends, it, m, bh, DQ, shared, N_Q, N_K, Q_TILES,
+                                WG, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, False)
             it += 1
 
     keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, g_layout))
@@ -192,11 +208,11 @@ def _dkdv_consumer(outputs, shared, scalars, WG: gl.constexpr, HEAD_DIM: gl.cons
 
 
 @gluon.jit(do_not_specialize=SIZES + ["Q_TILES"])
-def dkdv_kernel(q8_desc, q_desc, do_desc, vec_desc, k8_desc, v_desc, k_desc, KS, DK, DV, DQ, scale,
+def dkdv_kernel(q8_desc, q_desc, do_desc, vec_desc, k8_desc, v_desc, k_desc, KS, STARTS, ENDS, DK, DV, DQ, scale,
                  KV_HEADS, GROUP, N_Q, N_K, Q_TILES, BLOCKS, HEADS, HEADS_PER_GROUP, stride_vh, stride_dh,
                  stride_ob, stride_on, stride_oh,
-                 HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, FUSED: gl.constexpr,
-                 K_REGS: gl.constexpr):
+                 HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr,
+                 FUSED: gl.constexpr, K_REGS: gl.constexpr):
     k8_s = gl.allocate_shared_memory(gl.int8, [2, 64, HEAD_DIM], k8_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [2, 64, HEAD_DIM], v_desc.layout)
     q8_s = gl.allocate_shared_memory(gl.int8, [STAGES, 64, HEAD_DIM], q8_desc.layout)
@@ -223,12 +239,12 @@ def dkdv_kernel(q8_desc, q_desc, do_desc, vec_desc, k8_desc, v_desc, k_desc, KS,
         ds_s = v_s
     descs = (q8_desc, q_desc, do_desc, vec_desc, k8_desc, v_desc, k_desc)
     shared = (k8_s, v_s, q8_s, q_s, do_s, vec_s, k_s, ds_s, kv_full, full, free, ds_full, ds_free)
-    scalars = (KV_HEADS, GROUP, N_Q, N_K, Q_TILES, BLOCKS, HEADS, HEADS_PER_GROUP, stride_vh, stride_dh)
+    scalars = (STARTS, ENDS, KV_HEADS, GROUP, N_Q, N_K, Q_TILES, BLOCKS, HEADS, HEADS_PER_GROUP, stride_vh, stride_dh)
     outputs = (KS, DK, DV, DQ, scale, stride_ob, stride_on, stride_oh)
     W0: gl.constexpr = 0
     W1: gl.constexpr = 1
     gl.warp_specialize([
-        (_dkdv_consumer, (outputs, shared, scalars, W0, HEAD_DIM, STAGES, IS_CAUSAL, FUSED, K_REGS)),
-        (_dkdv_consumer, (outputs, shared, scalars, W1, HEAD_DIM, STAGES, IS_CAUSAL, FUSED, K_REGS)),
-        (_dkdv_producer, (descs, shared, scalars, HEAD_DIM, STAGES, IS_CAUSAL, FUSED)),
+        (_dkdv_consumer, (outputs, shared, scalars, W0, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, K_REGS)),
+        (_dkdv_consumer, (outputs, shared, scalars, W1, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, K_REGS)),
+        (_dkdv_producer, (descs, shared, scalars, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED)),
     ], [4, 1], [240, 24])

@@ -1,0 +1,52 @@
+"""The backend `hopper`: Gluon kernels where they take a call, the portable kernels for everything else.
+
+Gluon's interface is that of triton 3.6; it is imported when the backend is used, not before.
+"""
+
+from torch import Tensor
+
+from .backward import triton_backward
+from .forward import triton_forward
+from .reference import Saved
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    smooth_k: bool,
+    smooth_q: bool,
+    cu_seqlens: Tensor | None,
+    recipe: str,
+) -> tuple[Tensor, Saved]:
+    """reference.twin_forward: same arguments, same results up to the order of float32 sums."""
+    from .hopper_forward import hopper_forward, supported
+
+    taken = supported(q, k, v, smooth_q=smooth_q, cu_seqlens=cu_seqlens, recipe=recipe)
+    run = hopper_forward if taken else triton_forward
+    return run(
+        q, k, v, causal=causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q, cu_seqlens=cu_seqlens, recipe=recipe
+    )
+
+
+def backward(
+    do: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    o: Tensor,
+    saved: Saved,
+    *,
+    causal: bool,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    recipe: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """reference.twin_backward: same arguments, same results up to the order of float32 sums."""
+    from .hopper_backward import hopper_backward, supported
+
+    taken = supported(do, v, saved, cu_seqlens=cu_seqlens, recipe=recipe)
+    run = hopper_backward if taken else triton_backward
+    return run(do, k, v, o, saved, causal=causal, scale=scale, cu_seqlens=cu_seqlens, recipe=recipe)
