@@ -16,7 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 import sagekernels
-from sagekernels import hopper_backward, hopper_dkdv, hopper_dq
+from sagekernels import hopper, hopper_backward, hopper_dkdv, hopper_dq, sage_attention
 from sagekernels.reference import RECIPES, document_bounds, twin_backward, twin_forward
 from test_hopper_forward import MBARRIER, Barrier, Descriptor, Machine, Pending, Pointer, Shared, product_wait, raw
 
@@ -182,6 +182,15 @@ def test_schedule(
 
 def test_serves_the_recipe_without_int8_gradients():
     assert [name for name, rules in RECIPES.items() if not rules.int8_gradients] == ["scores"]
+
+
+def test_backend_leaves_other_calls_to_the_portable_kernels(monkeypatch):
+    monkeypatch.setattr(hopper, "triton_forward", twin_forward)
+    monkeypatch.setattr(hopper, "triton_backward", twin_backward)
+    inputs = random_inputs(Shape(1, 70, 70, 2, 1, 64, documents=(30, 40)))
+    options = {"recipe": "scores", "cu_seqlens": Shape(documents=(30, 40)).cu_seqlens()}
+    ours, twin = (results_of(sage_attention, *inputs, backend=backend, **options) for backend in ("hopper", "twin"))
+    assert all(torch.equal(a, b) for a, b in zip(ours, twin, strict=True))
 
 
 def compiled_for_hopper(kernel, blocks, pointers, constants, maxnreg):

@@ -47,6 +47,6 @@ def backward(
     """reference.twin_backward: same arguments, same results up to the order of float32 sums."""
     from .hopper_backward import hopper_backward, supported
 
-    taken = supported(do, v, saved, cu_seqlens=cu_seqlens, recipe=recipe)
+    taken = supported(do, v, saved, recipe=recipe)
     run = hopper_backward if taken else triton_backward
     return run(do, k, v, o, saved, causal=causal, scale=scale, cu_seqlens=cu_seqlens, recipe=recipe)
