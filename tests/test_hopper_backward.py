@@ -18,6 +18,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 import sagekernels
 from sagekernels import hopper, hopper_backward, hopper_dkdv, hopper_dq, sage_attention
 from sagekernels.reference import RECIPES, document_bounds, twin_backward, twin_forward
+from sagekernels.testing import Shape, random_inputs, results_of
 from test_hopper_forward import MBARRIER, Barrier, Descriptor, Machine, Pending, Pointer, Shared, product_wait, raw
 
 FOLDER = Path(sagekernels.__file__).parent
