@@ -111,14 +111,14 @@ def emulated_backward(do, v, o, saved, causal, scale, cu_seqlens, fused, heads_p
     for machine.pid in reversed(range(blocks * batch * kv_heads)):
         dkdv_kernel(
             q8, Descriptor(q16, box), do_rows, Descriptor(vectors.flatten().numpy(), [64]), k8, v_rows,
-            Descriptor(k16, [128, 64]), Pointer(saved.k.scale.flatten().numpy()), *bounds, Pointer(dk),
+            Descriptor(k16, [128, head_dim]), Pointer(saved.k.scale.flatten().numpy()), *bounds, Pointer(dk),
             Pointer(dv), Pointer(dq_sum), np.float32(scale), kv_heads, group, n_q, n_k, q_tiles, blocks,
             batch * kv_heads, heads_per_group, head_dim, head_dim, n_k * kv_heads * head_dim, *strides(kv_heads),
-            HEAD_DIM=head_dim, STAGES=stages, IS_CAUSAL=causal, PACKED=packed, FUSED=fused, K_REGS=fused == 1,
+            HEAD_DIM=head_dim, STAGES=stages, IS_CAUSAL=causal, PACKED=packed, FUSED=fused, K_REGS=fused,
         )  # fmt: skip
     if fused:
-        sums = torch.from_numpy(dq_sum).view(batch, heads, q_tiles, head_dim // 64, 8, 4, 8, 4, 2, 2) * scale
-        sums = sums.permute(0, 1, 2, 5, 8, 6, 3, 4, 7, 9).reshape(batch, heads, q_tiles * 64, head_dim)[:, :, :n_q]
+        sums = torch.from_numpy(dq_sum).view(batch, heads, q_tiles, 8, 4, 8, 4, 2, 2) * scale
+        sums = sums.permute(0, 1, 2, 4, 7, 5, 3, 6, 8).reshape(batch, heads, q_tiles * 64, 64)[:, :, :n_q]
         return sums.transpose(1, 2), *(torch.from_numpy(x).view(v.shape) for x in (dk, dv))
     blocks = -(-n_q // (64 * consumers))
     for machine.pid in range(blocks * batch * heads):
@@ -149,19 +149,19 @@ def emulated_backward(do, v, o, saved, causal, scale, cu_seqlens, fused, heads_p
         "consumers",
     ),
     [
-        (1, 320, 320, 2, 1, True, (), 0, 1, 2, 3),
-        (2, 300, 300, 2, 2, True, (), 1, 3, 3, 2),
-        (2, 200, 333, 1, 1, False, (), 2, 2, 2, 2),
-        (1, 130, 333, 3, 1, True, (), 3, 2, 3, 2),
-        (2, 130, 333, 2, 1, True, (), 0, 4, 3, 2),
-        (1, 1, 257, 1, 1, True, (), 0, 1, 2, 2),
-        (2, 257, 70, 1, 1, False, (), 0, 5, 2, 3),
-        (1, 64, 64, 1, 1, True, (), 3, 1, 3, 2),
-        (1, 420, 420, 2, 1, True, (100, 0, 1, 63, 220, 36, 0), 0, 2, 2, 3),
-        (1, 420, 420, 1, 1, False, (100, 0, 1, 63, 220, 36, 0), 0, 1, 3, 2),
-        (1, 400, 400, 1, 1, True, (200, 200), 2, 1, 2, 2),
-        (1, 390, 390, 2, 2, False, (10,) * 39, 3, 1, 2, 2),
-        (1, 390, 390, 1, 1, False, (10,) * 39, 0, 1, 2, 3),
+        (1, 320, 320, 2, 1, True, (), False, 1, 2, 3),
+        (2, 300, 300, 2, 2, True, (), True, 3, 3, 2),
+        (2, 200, 333, 1, 1, False, (), True, 2, 2, 2),
+        (1, 130, 333, 3, 1, True, (), True, 2, 3, 2),
+        (2, 130, 333, 2, 1, True, (), False, 4, 3, 2),
+        (1, 1, 257, 1, 1, True, (), False, 1, 2, 2),
+        (2, 257, 70, 1, 1, False, (), False, 5, 2, 3),
+        (1, 64, 64, 1, 1, True, (), True, 1, 3, 2),
+        (1, 420, 420, 2, 1, True, (100, 0, 1, 63, 220, 36, 0), False, 2, 2, 3),
+        (1, 420, 420, 1, 1, False, (100, 0, 1, 63, 220, 36, 0), False, 1, 3, 2),
+        (1, 400, 400, 1, 1, True, (200, 200), True, 1, 2, 2),
+        (1, 390, 390, 2, 2, False, (10,) * 39, True, 1, 2, 2),
+        (1, 390, 390, 1, 1, False, (10,) * 39, False, 1, 2, 3),
     ],
 )
 def test_schedule(
@@ -169,7 +169,7 @@ def test_schedule(
 ):  # fmt: skip
     generator = torch.Generator().manual_seed(n_q)
     q, k, v, do = (
-        torch.randn(batch, n, h, 128 if fused == 3 else 64, generator=generator).half()
+        torch.randn(batch, n, h, 64, generator=generator).half()
         for n, h in ((n_q, heads), (n_k, kv_heads), (n_k, kv_heads), (n_q, heads))
     )
     cu_seqlens = torch.tensor((0, *documents)).cumsum(0).int() if documents else None
@@ -213,8 +213,7 @@ def compiled_for_hopper(kernel, blocks, pointers, constants, maxnreg):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "packed", "fused"),
-    [(64, False, 1), (64, False, 2), (64, True, 0), (128, False, 0), (128, True, 0), (128, False, 3)],
+    ("head_dim", "packed", "fused"), [(64, False, True), (64, True, False), (128, False, False), (128, True, False)]
 )
 def test_compiles(head_dim, packed, fused):
     """P and dS reach the matrix instructions in registers, sums leave in 16-byte words, shared memory suffices."""
@@ -222,11 +221,11 @@ def test_compiles(head_dim, packed, fused):
     codes, wide = ("i8", [64, head_dim], torch.int8), ("bf16", [64, head_dim], torch.bfloat16)
     vector = ("fp32", [64], torch.float32)
     blocks = {"q8_desc": codes, "q_desc": wide, "do_desc": wide, "vec_desc": vector, "k8_desc": codes, "v_desc": wide}
-    blocks["k_desc"] = ("bf16", [128, 64], torch.bfloat16)
+    blocks["k_desc"] = ("bf16", [128, head_dim], torch.bfloat16)
     constants = {"HEAD_DIM": head_dim, "STAGES": plan.stages, "IS_CAUSAL": True, "PACKED": packed, "FUSED": fused}
     constants["K_REGS"] = plan.k_in_registers
     pointers = {"KS": "*fp32", "STARTS": "*i32", "ENDS": "*i32", "DK": "*bf16", "DV": "*bf16", "DQ": "*fp32"}
-    compiled = compiled_for_hopper(hopper_dkdv.dkdv_kernel, blocks, pointers, constants, 128 if fused == 2 else 168)
+    compiled = compiled_for_hopper(hopper_dkdv.dkdv_kernel, blocks, pointers, constants, 168)
     assert compiled.metadata.shared <= 227 * 1024
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8" in ptx

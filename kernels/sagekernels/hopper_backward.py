@@ -83,16 +83,15 @@ def _prepare_keys_kernel(K8, K_SCALE, K16, VECTORS, tokens, tiles, HEAD_DIM: tl.
 
 
 @triton.jit
-def _finish_dq_kernel(SUM, DQ, scale, heads, tokens, tiles, stride_b, stride_n, stride_h, PARTS: tl.constexpr):
-    """The sums of _add, from fragment order to rows."""
+def _finish_dq_kernel(SUM, DQ, scale, heads, tokens, tiles, stride_b, stride_n, stride_h):
+    """The sums of _add_dq, from fragment order to rows."""
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     t = tile * 64 + tl.arange(0, 64)
+    x = tl.load(SUM + (bh * tiles + tile) * 4096 + tl.arange(0, 4096))
+    x = tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
     rows = DQ + (bh // heads) * stride_b + (bh % heads) * stride_h + t.to(tl.int64)[:, None] * stride_n
-    for part in tl.static_range(PARTS):
-        x = tl.load(SUM + ((bh * tiles + tile) * PARTS + part) * 4096 + tl.arange(0, 4096))
-        x = tl.reshape(tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5)), [64, 64]) * scale
-        tl.store(rows + (part * 64 + tl.arange(0, 64))[None, :], x, mask=(t < tokens)[:, None])
+    tl.store(rows + tl.arange(0, 64)[None, :], tl.reshape(x, [64, 64]) * scale, mask=(t < tokens)[:, None])
 
 
 _GLUON_TYPES = {torch.int8: gl.int8, torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -120,14 +119,13 @@ L2_BYTES = 24 << 20
 class Schedule(NamedTuple):
     """Depth of the dK and dV pipeline, whether K's codes wait in registers, depth and warpgroups of the dQ kernel."""
 
-    fused: int
     stages: int
     k_in_registers: bool
     dq_stages: int
     dq_consumers: int
 
 
-SCHEDULES = {64: Schedule(1, 3, True, 4, 3), 128: Schedule(3, 2, False, 3, 2)}
+SCHEDULES = {64: Schedule(3, True, 4, 3), 128: Schedule(2, False, 3, 2)}
 
 
 def supported(do: Tensor, v: Tensor, saved: Saved, *, recipe: str) -> bool:
@@ -161,13 +159,13 @@ def hopper_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """reference.twin_backward on Hopper where `supported` says so: same arguments, same results up to float32 sums.
 
-    deterministic=False allows dQ to be added up in no fixed order.
+    deterministic=False allows dQ to be added up in no fixed order where that is faster (head dimension 64).
     """
     batch, n_q, heads, head_dim = do.shape
     n_k, kv_heads = v.shape[1:3]
     q_tiles, k_tiles = tiles_of(n_q), tiles_of(n_k)
     plan = SCHEDULES[head_dim]
-    fused = 0 if deterministic else plan.fused
+    fused = head_dim == 64 and not deterministic
     do = do if do.stride(3) == 1 else do.contiguous()
     new = functools.partial(torch.empty, device=do.device)
     with on_device_of(do):
@@ -200,15 +198,15 @@ def hopper_backward(
         per_group = max(1, L2_BYTES // (n_q * heads // kv_heads * head_dim * 5))
         dkdv_kernel[(blocks * batch * kv_heads,)](
             q8_desc, _descriptor(q16, box), do_desc, _descriptor(vectors, [TILE]), k8_desc, v_desc,
-            _descriptor(k16, [2 * TILE, 64]), saved.k.scale, starts, ends, dk, dv, dq_sum, scale,
+            _descriptor(k16, [2 * TILE, head_dim]), saved.k.scale, starts, ends, dk, dv, dq_sum, scale,
             kv_heads, heads // kv_heads, n_q, n_k, q_tiles, blocks, batch * kv_heads, per_group, stride_vh, stride_dh,
             *dk.stride()[:3],
             HEAD_DIM=head_dim, STAGES=plan.stages, IS_CAUSAL=causal, PACKED=packed, FUSED=fused,
-            K_REGS=plan.k_in_registers, num_warps=4, maxnreg=128 if fused == 2 else 168,
+            K_REGS=plan.k_in_registers, num_warps=4, maxnreg=168,
         )  # fmt: skip
         if fused:
             _finish_dq_kernel[(q_tiles * batch * heads,)](
-                dq_sum, dq, scale, heads, n_q, q_tiles, *dq.stride()[:3], PARTS=head_dim // 64
+                dq_sum, dq, scale, heads, n_q, q_tiles, *dq.stride()[:3]
             )
             return dq, dk, dv
         consumers = plan.dq_consumers

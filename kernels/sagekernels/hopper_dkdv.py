@@ -1,8 +1,4 @@
-"""dK and dV on Hopper: keys are rows, S^T = K Q^T; with FUSED dQ as well. See hopper_backward.py.
-
-FUSED: 0 no; 1 by the consumers in turn (HEAD_DIM 64); 2 by a warpgroup of its own; 3 by both consumers, a tile late
-(HEAD_DIM 128).
-"""
+"""dK and dV on Hopper: keys are rows, S^T = K Q^T; with FUSED dQ as well. See hopper_backward.py."""
 
 # ruff: noqa: RUF059 (the tuples that kernels pass around are unpacked whole)
 
@@ -68,8 +64,7 @@ def _dkdv_producer(descs, shared, scalars, HEAD_DIM: gl.constexpr, STAGES: gl.co
         tma.async_copy_global_to_shared(k8_desc, [bh_kv * N_K + row, 0], kv_full, k8_s.index(w))
         tma.async_copy_global_to_shared(v_desc, [batch * N_K + row, kv_head * stride_vh], kv_full, v_s.index(w))
     if FUSED:
-        for part in gl.static_range(HEAD_DIM // 64):
-            tma.async_copy_global_to_shared(k_desc, [bh_kv * N_K + block * 128, part * 64], kv_full, k_s.index(part))
+        tma.async_copy_global_to_shared(k_desc, [bh_kv * N_K + block * 128, 0], kv_full, k_s)
     first, clear, blurred, last = _query_range(block, STARTS, ENDS, N_Q, N_K, Q_TILES, IS_CAUSAL, PACKED, FUSED)
     it = 0
     for g in range(GROUP):
@@ -91,7 +86,7 @@ def _dkdv_producer(descs, shared, scalars, HEAD_DIM: gl.constexpr, STAGES: gl.co
 
 
 @gluon.jit
-def _dkdv_step(dk, dv, k8, ks, magic_ks, keys, starts, ends, it, m, block, previous, DQ, shared, N_Q, N_K,
+def _dkdv_step(dk, dv, k8, ks, magic_ks, keys, starts, ends, it, m, bh, DQ, shared, N_Q, N_K, Q_TILES,
                WG: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
                PACKED: gl.constexpr, FUSED: gl.constexpr, MASKED: gl.constexpr):
     """Add one tile of 64 queries to dk and dv of 64 keys, and to DQ when FUSED."""
@@ -132,75 +127,34 @@ def _dkdv_step(dk, dv, k8, ks, magic_ks, keys, starts, ends, it, m, block, previ
     ds = p * ds
     ds16 = ds.to(q_s.dtype)
     if FUSED:
-        turn = it + 1 if FUSED == 3 else it
-        buf = turn % 2
-        mbarrier.wait(ds_free.index(buf), ((turn // 2) & 1) ^ 1)
+        buf = it % 2
+        mbarrier.wait(ds_free.index(buf), ((it // 2) & 1) ^ 1)
         ds_s.index(buf).slice(WG * 64, 64, 0).store(ds16)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(buf), count=1)
     ds16 = gl.convert_layout(ds16, a_layout, assert_trivial=True)
     dk = warpgroup_mma(ds16, q_s.index(stage), dk, is_async=True)
-    if FUSED == 3:  # dQ of the tile before, under dK of this one: neither warpgroup waits for the other's dS
-        dq = _dq_product(ds_s, k_s.index(WG), ds_full, it, zero_f)
-        dk, dv, dq = warpgroup_mma_wait(1, [dk, dv, dq])
-        mbarrier.arrive(free.index(stage), count=1)
-        dq = warpgroup_mma_wait(0, [dq])
-        mbarrier.arrive(ds_free.index(it % 2), count=1)
-        _add(DQ + previous.to(gl.int64) * (64 * HEAD_DIM) + WG * 4096, dq)
-    else:
-        dk, dv = warpgroup_mma_wait(0, [dk, dv])
-        mbarrier.arrive(free.index(stage), count=1)
-    if FUSED == 1:
+    dk, dv = warpgroup_mma_wait(0, [dk, dv])
+    mbarrier.arrive(free.index(stage), count=1)
+    if FUSED:
         if it % 2 == WG:  # the warpgroups take turns, each the product of all 128 keys
-            dq = _dq_product(ds_s, k_s.index(0), ds_full, it, zero_f)
-            dq = warpgroup_mma_wait(0, [dq])
-            mbarrier.arrive(ds_free.index(it % 2), count=1)
-            _add(DQ + block.to(gl.int64) * 4096, dq)
+            _add_dq(DQ, bh * Q_TILES + m, ds_s, k_s, ds_full, ds_free, it, zero_f)
     return dk, dv
 
 
 @gluon.jit
-def _dq_product(ds_s, k, ds_full, it, zero):
-    """dS K of one tile, 64 of its columns, once both warpgroups have written dS."""
-    mbarrier.wait(ds_full.index(it % 2), (it // 2) & 1)
-    return warpgroup_mma(ds_s.index(it % 2).permute((1, 0)), k, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _add(target, dq):
-    """Add [64, 64] to the sums of dQ, which are stored as the accumulator's fragments lie."""
+def _add_dq(DQ, block, ds_s, k_s, ds_full, ds_free, it, zero):
+    """Add dS K of one tile to its [64, 64] block of DQ, which is stored as the accumulator's fragments lie."""
     flat: gl.constexpr = gl.DistributedLinearLayout(
         [[1], [2], [512], [1024], [2048]], [[4], [8], [16], [32], [64]], [[128], [256]], [], [4096]
     )
+    mbarrier.wait(ds_full.index(it % 2), (it // 2) & 1)
+    dq = warpgroup_mma(ds_s.index(it % 2).permute((1, 0)), k_s, zero, use_acc=False, is_async=True)
+    dq = warpgroup_mma_wait(0, [dq])
+    mbarrier.arrive(ds_free.index(it % 2), count=1)
     dq = gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
     dq = gl.convert_layout(gl.reshape(dq, [4096]), flat, assert_trivial=True)
-    gl.atomic_add(target + gl.arange(0, 4096, flat), dq, sem="relaxed")
-
-
-@gluon.jit
-def _adder(outputs, shared, scalars, HEAD_DIM: gl.constexpr, IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr,
-           FUSED: gl.constexpr):
-    """A warpgroup of its own for dQ: dS K of every tile, 64 columns at a time."""
-    KS, DK, DV, DQ, scale, stride_ob, stride_on, stride_oh = outputs
-    k8_s, v_s, q8_s, q_s, do_s, vec_s, k_s, ds_s, kv_full, full, free, ds_full, ds_free = shared
-    STARTS, ENDS, KV_HEADS, GROUP, N_Q, N_K, Q_TILES, BLOCKS, HEADS, HEADS_PER_GROUP, stride_vh, stride_dh = scalars
-    PARTS: gl.constexpr = HEAD_DIM // 64
-    zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-    bh_kv, block = key_block(gl.program_id(0), BLOCKS, HEADS, HEADS_PER_GROUP)
-    first, clear, blurred, last = _query_range(block, STARTS, ENDS, N_Q, N_K, Q_TILES, IS_CAUSAL, PACKED, FUSED)
-    mbarrier.wait(kv_full, 0)
-    it = 0
-    for g in range(GROUP):
-        for i in range(last - first):
-            m = _query_tile(i, first, clear, blurred, last)
-            target = DQ + ((bh_kv * GROUP + g) * Q_TILES + m).to(gl.int64) * (64 * HEAD_DIM)
-            for part in gl.static_range(PARTS):
-                dq = _dq_product(ds_s, k_s.index(part), ds_full, it, zero)
-                dq = warpgroup_mma_wait(0, [dq])
-                if part == PARTS - 1:
-                    mbarrier.arrive(ds_free.index(it % 2), count=1)
-                _add(target + part * 4096, dq)
-            it += 1
+    gl.atomic_add(DQ + block.to(gl.int64) * 4096 + gl.arange(0, 4096, flat), dq, sem="relaxed")
 
 
 @gluon.jit
@@ -234,31 +188,18 @@ def _dkdv_consumer(outputs, shared, scalars, WG: gl.constexpr, HEAD_DIM: gl.cons
     dv = gl.zeros([64, HEAD_DIM], gl.float32, g_layout)
     masked = clear - first + last - blurred
     it = 0
-    previous = bh_kv * GROUP * Q_TILES + _query_tile(0, first, clear, blurred, last)
-    if FUSED == 3:  # nothing, to be added in the first step
-        ds_s.index(0).slice(WG * 64, 64, 0).store(gl.zeros([64, 64], q_s.dtype, s_layout))
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(0), count=1)
     for g in range(GROUP):
+        bh = bh_kv * GROUP + g
         for i in range(masked):
             m = _query_tile(i, first, clear, blurred, last)
-            target = (bh_kv * GROUP + g) * Q_TILES + m
-            dk, dv = _dkdv_step(dk, dv, k8, ks, magic_ks, keys, starts, ends, it, m, target, previous, DQ, shared,
-                                N_Q, N_K, WG, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, True)
-            previous = target
+            dk, dv = _dkdv_step(dk, dv, k8, ks, magic_ks, keys, starts, ends, it, m, bh, DQ, shared, N_Q, N_K, Q_TILES,
+                                WG, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, True)
             it += 1
         for i in range(masked, last - first):
             m = _query_tile(i, first, clear, blurred, last)
-            target = (bh_kv * GROUP + g) * Q_TILES + m
-            dk, dv = _dkdv_step(dk, dv, k8, ks, magic_ks, keys, starts, ends, it, m, target, previous, DQ, shared,
-                                N_Q, N_K, WG, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, False)
-            previous = target
+            dk, dv = _dkdv_step(dk, dv, k8, ks, magic_ks, keys, starts, ends, it, m, bh, DQ, shared, N_Q, N_K, Q_TILES,
+                                WG, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, False)
             it += 1
-    if FUSED == 3:
-        zero_f = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-        dq = _dq_product(ds_s, k_s.index(WG), ds_full, it, zero_f)
-        dq = warpgroup_mma_wait(0, [dq])
-        _add(DQ + previous.to(gl.int64) * (64 * HEAD_DIM) + WG * 4096, dq)
 
     keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, g_layout))
     out = batch.to(gl.int64) * stride_ob + kv_head * stride_oh
@@ -289,9 +230,9 @@ def dkdv_kernel(q8_desc, q_desc, do_desc, vec_desc, k8_desc, v_desc, k_desc, KS,
         mbarrier.init(free.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(ds_free.index(i), count=2 if FUSED == 3 else 1)
+        mbarrier.init(ds_free.index(i), count=1)
     if FUSED:
-        k_s = gl.allocate_shared_memory(k_desc.dtype, [HEAD_DIM // 64, 128, 64], k_desc.layout)
+        k_s = gl.allocate_shared_memory(k_desc.dtype, [128, HEAD_DIM], k_desc.layout)
         ds_s = gl.allocate_shared_memory(k_desc.dtype, [2, 128, 64], k_desc.layout)
     else:
         k_s = v_s
@@ -302,16 +243,8 @@ def dkdv_kernel(q8_desc, q_desc, do_desc, vec_desc, k8_desc, v_desc, k_desc, KS,
     outputs = (KS, DK, DV, DQ, scale, stride_ob, stride_on, stride_oh)
     W0: gl.constexpr = 0
     W1: gl.constexpr = 1
-    if FUSED == 2:
-        gl.warp_specialize([
-            (_dkdv_consumer, (outputs, shared, scalars, W0, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, K_REGS)),
-            (_dkdv_consumer, (outputs, shared, scalars, W1, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, K_REGS)),
-            (_adder, (outputs, shared, scalars, HEAD_DIM, IS_CAUSAL, PACKED, FUSED)),
-            (_dkdv_producer, (descs, shared, scalars, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED)),
-        ], [4, 4, 1], [208, 72, 24])
-    else:
-        gl.warp_specialize([
-            (_dkdv_consumer, (outputs, shared, scalars, W0, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, K_REGS)),
-            (_dkdv_consumer, (outputs, shared, scalars, W1, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, K_REGS)),
-            (_dkdv_producer, (descs, shared, scalars, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED)),
-        ], [4, 1], [240, 24])
+    gl.warp_specialize([
+        (_dkdv_consumer, (outputs, shared, scalars, W0, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, K_REGS)),
+        (_dkdv_consumer, (outputs, shared, scalars, W1, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, K_REGS)),
+        (_dkdv_producer, (descs, shared, scalars, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED)),
+    ], [4, 1], [240, 24])
