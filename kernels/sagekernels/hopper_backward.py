@@ -205,9 +205,7 @@ def hopper_backward(
             K_REGS=plan.k_in_registers, num_warps=4, maxnreg=168,
         )  # fmt: skip
         if fused:
-            _finish_dq_kernel[(q_tiles * batch * heads,)](
-                dq_sum, dq, scale, heads, n_q, q_tiles, *dq.stride()[:3]
-            )
+            _finish_dq_kernel[(q_tiles * batch * heads,)](dq_sum, dq, scale, heads, n_q, q_tiles, *dq.stride()[:3])
             return dq, dk, dv
         consumers = plan.dq_consumers
         blocks = triton.cdiv(n_q, 64 * consumers)

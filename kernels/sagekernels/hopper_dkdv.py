@@ -16,8 +16,9 @@ from .hopper_pieces import MAGIC, SIZES, column_vector, exp2, key_block, magic_f
 
 
 @gluon.jit
-def _query_range(block, STARTS, ENDS, N_Q, N_K, Q_TILES, IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr,
-                 FUSED: gl.constexpr):
+def _query_range(
+    block, STARTS, ENDS, N_Q, N_K, Q_TILES, IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr, FUSED: gl.constexpr
+):
     """Tiles of queries first .. last see a block of keys; of these, clear .. blurred need no mask."""
     offset = N_K - N_Q
     key = block * 128
@@ -50,8 +51,16 @@ def _query_tile(i, first, clear, blurred, last):
 
 
 @gluon.jit
-def _dkdv_producer(descs, shared, scalars, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
-                   PACKED: gl.constexpr, FUSED: gl.constexpr):
+def _dkdv_producer(
+    descs,
+    shared,
+    scalars,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    PACKED: gl.constexpr,
+    FUSED: gl.constexpr,
+):
     q8_desc, q_desc, do_desc, vec_desc, k8_desc, v_desc, k_desc = descs
     k8_s, v_s, q8_s, q_s, do_s, vec_s, k_s, ds_s, kv_full, full, free, ds_full, ds_free = shared
     STARTS, ENDS, KV_HEADS, GROUP, N_Q, N_K, Q_TILES, BLOCKS, HEADS, HEADS_PER_GROUP, stride_vh, stride_dh = scalars
@@ -78,17 +87,40 @@ def _dkdv_producer(descs, shared, scalars, HEAD_DIM: gl.constexpr, STAGES: gl.co
             mbarrier.expect(bar, 64 * HEAD_DIM * 5 + 768)
             tma.async_copy_global_to_shared(q8_desc, [bh * N_Q + m * 64, 0], bar, q8_s.index(stage))
             for j in gl.static_range(3):
-                tma.async_copy_global_to_shared(vec_desc, [((bh * Q_TILES + m) * 3 + j) * 64], bar,
-                                                vec_s.index(stage * 3 + j))
+                tma.async_copy_global_to_shared(
+                    vec_desc, [((bh * Q_TILES + m) * 3 + j) * 64], bar, vec_s.index(stage * 3 + j)
+                )
             tma.async_copy_global_to_shared(do_desc, [batch * N_Q + m * 64, head * stride_dh], bar, do_s.index(stage))
             tma.async_copy_global_to_shared(q_desc, [bh * N_Q + m * 64, 0], bar, q_s.index(stage))
             it += 1
 
 
 @gluon.jit
-def _dkdv_step(dk, dv, k8, ks, magic_ks, keys, starts, ends, it, m, bh, DQ, shared, N_Q, N_K, Q_TILES,
-               WG: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
-               PACKED: gl.constexpr, FUSED: gl.constexpr, MASKED: gl.constexpr):
+def _dkdv_step(
+    dk,
+    dv,
+    k8,
+    ks,
+    magic_ks,
+    keys,
+    starts,
+    ends,
+    it,
+    m,
+    bh,
+    DQ,
+    shared,
+    N_Q,
+    N_K,
+    Q_TILES,
+    WG: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    PACKED: gl.constexpr,
+    FUSED: gl.constexpr,
+    MASKED: gl.constexpr,
+):
     """Add one tile of 64 queries to dk and dv of 64 keys, and to DQ when FUSED."""
     k8_s, v_s, q8_s, q_s, do_s, vec_s, k_s, ds_s, kv_full, full, free, ds_full, ds_free = shared
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
@@ -158,8 +190,18 @@ def _add_dq(DQ, block, ds_s, k_s, ds_full, ds_free, it, zero):
 
 
 @gluon.jit
-def _dkdv_consumer(outputs, shared, scalars, WG: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-                   IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr, FUSED: gl.constexpr, K_REGS: gl.constexpr):
+def _dkdv_consumer(
+    outputs,
+    shared,
+    scalars,
+    WG: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    PACKED: gl.constexpr,
+    FUSED: gl.constexpr,
+    K_REGS: gl.constexpr,
+):
     KS, DK, DV, DQ, scale, stride_ob, stride_on, stride_oh = outputs
     k8_s, v_s, q8_s, q_s, do_s, vec_s, k_s, ds_s, kv_full, full, free, ds_full, ds_free = shared
     STARTS, ENDS, KV_HEADS, GROUP, N_Q, N_K, Q_TILES, BLOCKS, HEADS, HEADS_PER_GROUP, stride_vh, stride_dh = scalars
@@ -192,13 +234,59 @@ def _dkdv_consumer(outputs, shared, scalars, WG: gl.constexpr, HEAD_DIM: gl.cons
         bh = bh_kv * GROUP + g
         for i in range(masked):
             m = _query_tile(i, first, clear, blurred, last)
-            dk, dv = _dkdv_step(dk, dv, k8, ks, magic_ks, keys, starts, ends, it, m, bh, DQ, shared, N_Q, N_K, Q_TILES,
-                                WG, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, True)
+            dk, dv = _dkdv_step(
+                dk,
+                dv,
+                k8,
+                ks,
+                magic_ks,
+                keys,
+                starts,
+                ends,
+                it,
+                m,
+                bh,
+                DQ,
+                shared,
+                N_Q,
+                N_K,
+                Q_TILES,
+                WG,
+                HEAD_DIM,
+                STAGES,
+                IS_CAUSAL,
+                PACKED,
+                FUSED,
+                True,
+            )
             it += 1
         for i in range(masked, last - first):
             m = _query_tile(i, first, clear, blurred, last)
-            dk, dv = _dkdv_step(dk, dv, k8, ks, magic_ks, keys, starts, ends, it, m, bh, DQ, shared, N_Q, N_K, Q_TILES,
-                                WG, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, False)
+            dk, dv = _dkdv_step(
+                dk,
+                dv,
+                k8,
+                ks,
+                magic_ks,
+                keys,
+                starts,
+                ends,
+                it,
+                m,
+                bh,
+                DQ,
+                shared,
+                N_Q,
+                N_K,
+                Q_TILES,
+                WG,
+                HEAD_DIM,
+                STAGES,
+                IS_CAUSAL,
+                PACKED,
+                FUSED,
+                False,
+            )
             it += 1
 
     keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, g_layout))
@@ -208,11 +296,41 @@ def _dkdv_consumer(outputs, shared, scalars, WG: gl.constexpr, HEAD_DIM: gl.cons
 
 
 @gluon.jit(do_not_specialize=SIZES + ["Q_TILES"])
-def dkdv_kernel(q8_desc, q_desc, do_desc, vec_desc, k8_desc, v_desc, k_desc, KS, STARTS, ENDS, DK, DV, DQ, scale,
-                 KV_HEADS, GROUP, N_Q, N_K, Q_TILES, BLOCKS, HEADS, HEADS_PER_GROUP, stride_vh, stride_dh,
-                 stride_ob, stride_on, stride_oh,
-                 HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr,
-                 FUSED: gl.constexpr, K_REGS: gl.constexpr):
+def dkdv_kernel(
+    q8_desc,
+    q_desc,
+    do_desc,
+    vec_desc,
+    k8_desc,
+    v_desc,
+    k_desc,
+    KS,
+    STARTS,
+    ENDS,
+    DK,
+    DV,
+    DQ,
+    scale,
+    KV_HEADS,
+    GROUP,
+    N_Q,
+    N_K,
+    Q_TILES,
+    BLOCKS,
+    HEADS,
+    HEADS_PER_GROUP,
+    stride_vh,
+    stride_dh,
+    stride_ob,
+    stride_on,
+    stride_oh,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    PACKED: gl.constexpr,
+    FUSED: gl.constexpr,
+    K_REGS: gl.constexpr,
+):
     k8_s = gl.allocate_shared_memory(gl.int8, [2, 64, HEAD_DIM], k8_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [2, 64, HEAD_DIM], v_desc.layout)
     q8_s = gl.allocate_shared_memory(gl.int8, [STAGES, 64, HEAD_DIM], q8_desc.layout)
@@ -243,8 +361,12 @@ def dkdv_kernel(q8_desc, q_desc, do_desc, vec_desc, k8_desc, v_desc, k_desc, KS,
     outputs = (KS, DK, DV, DQ, scale, stride_ob, stride_on, stride_oh)
     W0: gl.constexpr = 0
     W1: gl.constexpr = 1
-    gl.warp_specialize([
-        (_dkdv_consumer, (outputs, shared, scalars, W0, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, K_REGS)),
-        (_dkdv_consumer, (outputs, shared, scalars, W1, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, K_REGS)),
-        (_dkdv_producer, (descs, shared, scalars, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED)),
-    ], [4, 1], [240, 24])
+    gl.warp_specialize(
+        [
+            (_dkdv_consumer, (outputs, shared, scalars, W0, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, K_REGS)),
+            (_dkdv_consumer, (outputs, shared, scalars, W1, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED, K_REGS)),
+            (_dkdv_producer, (descs, shared, scalars, HEAD_DIM, STAGES, IS_CAUSAL, PACKED, FUSED)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -33,8 +33,16 @@ def _key_range(row, rows, STARTS, ENDS, N_Q, N_K, K_TILES, IS_CAUSAL: gl.constex
 
 
 @gluon.jit
-def _dq_producer(descs, shared, scalars, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                 IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr):
+def _dq_producer(
+    descs,
+    shared,
+    scalars,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    PACKED: gl.constexpr,
+):
     q8_desc, do_desc, k8_desc, k_desc, v_desc, ks_desc = descs
     q8_s, do_s, k8_s, k_s, v_s, ks_s, q_full, full, free = shared
     STARTS, ENDS, KV_HEADS, GROUP, N_Q, N_K, K_TILES, BLOCKS, HEADS, HEADS_PER_GROUP, stride_vh, stride_dh = scalars
@@ -63,9 +71,27 @@ def _dq_producer(descs, shared, scalars, HEAD_DIM: gl.constexpr, STAGES: gl.cons
 
 
 @gluon.jit
-def _dq_step(dq, n, it, rows, starts, ends, qs, magic_qs, lse, delta, shared, N_Q, N_K, WG: gl.constexpr,
-             HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr,
-             MASKED: gl.constexpr):
+def _dq_step(
+    dq,
+    n,
+    it,
+    rows,
+    starts,
+    ends,
+    qs,
+    magic_qs,
+    lse,
+    delta,
+    shared,
+    N_Q,
+    N_K,
+    WG: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    PACKED: gl.constexpr,
+    MASKED: gl.constexpr,
+):
     """Add one tile of 64 keys to dq of 64 queries."""
     q8_s, do_s, k8_s, k_s, v_s, ks_s, q_full, full, free = shared
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
@@ -111,8 +137,17 @@ def _skip(low, high, begin, full, free, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _dq_consumer(outputs, shared, scalars, WG: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-                 CONSUMERS: gl.constexpr, IS_CAUSAL: gl.constexpr, PACKED: gl.constexpr):
+def _dq_consumer(
+    outputs,
+    shared,
+    scalars,
+    WG: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    PACKED: gl.constexpr,
+):
     QS, LSE, DELTA, DQ, scale, stride_ob, stride_on, stride_oh = outputs
     q8_s, do_s, k8_s, k_s, v_s, ks_s, q_full, full, free = shared
     STARTS, ENDS, KV_HEADS, GROUP, N_Q, N_K, K_TILES, BLOCKS, HEADS, HEADS_PER_GROUP, stride_vh, stride_dh = scalars
@@ -143,14 +178,71 @@ def _dq_consumer(outputs, shared, scalars, WG: gl.constexpr, HEAD_DIM: gl.conste
     if PACKED:
         _skip(begin, first, begin, full, free, STAGES)
         for n in range(first, clear):
-            dq = _dq_step(dq, n, n - begin, rows, starts, ends, qs, magic_qs, lse, delta, shared, N_Q, N_K, WG,
-                          HEAD_DIM, STAGES, IS_CAUSAL, PACKED, True)
+            dq = _dq_step(
+                dq,
+                n,
+                n - begin,
+                rows,
+                starts,
+                ends,
+                qs,
+                magic_qs,
+                lse,
+                delta,
+                shared,
+                N_Q,
+                N_K,
+                WG,
+                HEAD_DIM,
+                STAGES,
+                IS_CAUSAL,
+                PACKED,
+                True,
+            )
     for n in range(clear, blurred):
-        dq = _dq_step(dq, n, n - begin, rows, starts, ends, qs, magic_qs, lse, delta, shared, N_Q, N_K, WG, HEAD_DIM,
-                      STAGES, IS_CAUSAL, PACKED, False)
+        dq = _dq_step(
+            dq,
+            n,
+            n - begin,
+            rows,
+            starts,
+            ends,
+            qs,
+            magic_qs,
+            lse,
+            delta,
+            shared,
+            N_Q,
+            N_K,
+            WG,
+            HEAD_DIM,
+            STAGES,
+            IS_CAUSAL,
+            PACKED,
+            False,
+        )
     for n in range(blurred, last):
-        dq = _dq_step(dq, n, n - begin, rows, starts, ends, qs, magic_qs, lse, delta, shared, N_Q, N_K, WG, HEAD_DIM,
-                      STAGES, IS_CAUSAL, PACKED, True)
+        dq = _dq_step(
+            dq,
+            n,
+            n - begin,
+            rows,
+            starts,
+            ends,
+            qs,
+            magic_qs,
+            lse,
+            delta,
+            shared,
+            N_Q,
+            N_K,
+            WG,
+            HEAD_DIM,
+            STAGES,
+            IS_CAUSAL,
+            PACKED,
+            True,
+        )
     _skip(last, end, begin, full, free, STAGES)
 
     rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, g_layout))
@@ -159,11 +251,40 @@ def _dq_consumer(outputs, shared, scalars, WG: gl.constexpr, HEAD_DIM: gl.conste
 
 
 @gluon.jit(do_not_specialize=SIZES + ["K_TILES"])
-def dq_kernel(q8_desc, do_desc, k8_desc, k_desc, v_desc, ks_desc, QS, LSE, DELTA, STARTS, ENDS, DQ, scale,
-               KV_HEADS, GROUP, N_Q, N_K, K_TILES, BLOCKS, HEADS, HEADS_PER_GROUP, stride_vh, stride_dh,
-               stride_ob, stride_on, stride_oh,
-               HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IS_CAUSAL: gl.constexpr,
-               PACKED: gl.constexpr, REGISTERS: gl.constexpr):
+def dq_kernel(
+    q8_desc,
+    do_desc,
+    k8_desc,
+    k_desc,
+    v_desc,
+    ks_desc,
+    QS,
+    LSE,
+    DELTA,
+    STARTS,
+    ENDS,
+    DQ,
+    scale,
+    KV_HEADS,
+    GROUP,
+    N_Q,
+    N_K,
+    K_TILES,
+    BLOCKS,
+    HEADS,
+    HEADS_PER_GROUP,
+    stride_vh,
+    stride_dh,
+    stride_ob,
+    stride_on,
+    stride_oh,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    PACKED: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
     q8_s = gl.allocate_shared_memory(gl.int8, [CONSUMERS, 64, HEAD_DIM], q8_desc.layout)
     do_s = gl.allocate_shared_memory(do_desc.dtype, [CONSUMERS, 64, HEAD_DIM], do_desc.layout)
     k8_s = gl.allocate_shared_memory(gl.int8, [STAGES, 64, HEAD_DIM], k8_desc.layout)
@@ -185,15 +306,23 @@ def dq_kernel(q8_desc, do_desc, k8_desc, k_desc, v_desc, ks_desc, QS, LSE, DELTA
     W1: gl.constexpr = 1
     W2: gl.constexpr = 2
     if CONSUMERS == 2:
-        gl.warp_specialize([
-            (_dq_consumer, (outputs, shared, scalars, W0, HEAD_DIM, STAGES, CONSUMERS, IS_CAUSAL, PACKED)),
-            (_dq_consumer, (outputs, shared, scalars, W1, HEAD_DIM, STAGES, CONSUMERS, IS_CAUSAL, PACKED)),
-            (_dq_producer, (descs, shared, scalars, HEAD_DIM, STAGES, CONSUMERS, IS_CAUSAL, PACKED)),
-        ], [4, 1], [REGISTERS, 24])
+        gl.warp_specialize(
+            [
+                (_dq_consumer, (outputs, shared, scalars, W0, HEAD_DIM, STAGES, CONSUMERS, IS_CAUSAL, PACKED)),
+                (_dq_consumer, (outputs, shared, scalars, W1, HEAD_DIM, STAGES, CONSUMERS, IS_CAUSAL, PACKED)),
+                (_dq_producer, (descs, shared, scalars, HEAD_DIM, STAGES, CONSUMERS, IS_CAUSAL, PACKED)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
     else:
-        gl.warp_specialize([
-            (_dq_consumer, (outputs, shared, scalars, W0, HEAD_DIM, STAGES, CONSUMERS, IS_CAUSAL, PACKED)),
-            (_dq_consumer, (outputs, shared, scalars, W1, HEAD_DIM, STAGES, CONSUMERS, IS_CAUSAL, PACKED)),
-            (_dq_consumer, (outputs, shared, scalars, W2, HEAD_DIM, STAGES, CONSUMERS, IS_CAUSAL, PACKED)),
-            (_dq_producer, (descs, shared, scalars, HEAD_DIM, STAGES, CONSUMERS, IS_CAUSAL, PACKED)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
+        gl.warp_specialize(
+            [
+                (_dq_consumer, (outputs, shared, scalars, W0, HEAD_DIM, STAGES, CONSUMERS, IS_CAUSAL, PACKED)),
+                (_dq_consumer, (outputs, shared, scalars, W1, HEAD_DIM, STAGES, CONSUMERS, IS_CAUSAL, PACKED)),
+                (_dq_consumer, (outputs, shared, scalars, W2, HEAD_DIM, STAGES, CONSUMERS, IS_CAUSAL, PACKED)),
+                (_dq_producer, (descs, shared, scalars, HEAD_DIM, STAGES, CONSUMERS, IS_CAUSAL, PACKED)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )

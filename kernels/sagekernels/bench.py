@@ -1,0 +1,174 @@
+"""`python -m sagekernels.bench`: INT8 attention beside the fastest 16-bit attention on this GPU, in one table.
+
+Everything is timed from the 16-bit inputs: smoothing and quantization are inside the timed region. A kernel is admitted
+first (output and gradients against float64, see admission.py); one that fails is named and not timed. TFLOP/s count
+4 B H N^2 D forward, 2.5 times that backward, half of both when causal, and the documents' own squares when packed.
+"""
+
+import argparse
+import importlib
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from . import sage_attention
+from .admission import LIMITS, AttentionFunction, admit
+from .testing import Shape, random_inputs
+
+TOKENS = 32768
+
+
+class Times(NamedTuple):
+    """Median milliseconds."""
+
+    forward: float
+    both: float
+
+
+def shapes(lengths: Iterable[int], head_dims: Iterable[int]) -> list[Shape]:
+    """Hidden size 2048 and about 32K tokens: causal and full, grouped heads (4:1), and packed documents."""
+    found = []
+    for head_dim in head_dims:
+        heads = 2048 // head_dim
+        for n in lengths:
+            whole = Shape(max(1, TOKENS // n), n, n, heads, heads, head_dim)
+            found += [whole, whole._replace(causal=False), whole._replace(kv_heads=heads // 4)]
+        documents = (1000, 5000, 100, 12000, 667, 14001)
+        found.append(Shape(1, sum(documents), sum(documents), heads, heads, head_dim, documents=documents))
+    return found
+
+
+def flops(shape: Shape) -> float:
+    """Operations of the forward pass."""
+    pairs = sum(n * n for n in shape.documents) or shape.batch * shape.n_q * shape.n_k
+    return 4 * shape.heads * shape.head_dim * pairs * (0.5 if shape.causal else 1.0)
+
+
+def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool) -> Tensor:
+    if cu_seqlens is not None:
+        raise NotImplementedError("takes no packed documents")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]).transpose(
+            1, 2
+        )
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, function: Callable) -> Tensor:
+    if cu_seqlens is None:
+        return function.flash_attn_func(q, k, v, causal=causal)[0]
+    longest = int(cu_seqlens.diff().max())
+    flat = (x.flatten(0, 1) for x in (q, k, v))
+    o = function.flash_attn_varlen_func(
+        *flat,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        causal=causal,
+    )
+    return o[0].view(q.shape)
+
+
+def candidates(causal: bool) -> dict[str, tuple[AttentionFunction, Mapping[str, float], bool]]:
+    """Name -> function, error limits, whether it is one of ours."""
+
+    def sage(recipe: str, backend: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        return sage_attention(q, k, v, causal=causal, cu_seqlens=cu_seqlens, recipe=recipe, backend=backend)
+
+    found = {
+        f"sage {recipe} {backend}": (partial(sage, recipe, backend), LIMITS[recipe], True)
+        for recipe, backend in (("fine", "triton"), ("scores", "triton"), ("scores", "hopper"))
+    }
+    for name, backend in (("FA2 (torch)", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        found[name] = (partial(_sdpa, backend, causal=causal), LIMITS["scores"], False)
+    try:
+        cute = importlib.import_module("flash_attn.cute")  # a peer, not a dependency
+    except ImportError:
+        return found
+    return found | {"FA4": (partial(_varlen, causal=causal, function=cute), LIMITS["scores"], False)}
+
+
+def time_attention(attend: AttentionFunction, shape: Shape, dtype: torch.dtype, repeats: int) -> Times:
+    """Forward alone, and forward and backward, by CUDA events after a warm-up."""
+    device = torch.device("cuda")
+    q, k, v, do = random_inputs(shape, dtype=dtype, device=device)
+    cu_seqlens = shape.cu_seqlens(device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def forward() -> Tensor:
+        return attend(*leaves, cu_seqlens)
+
+    def both() -> None:
+        torch.autograd.grad(forward(), leaves, do)
+
+    medians = []
+    for run in (forward, both):
+        times = []
+        for number in range(repeats + 3):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            if number >= 3:
+                times.append(start.elapsed_time(end))
+        medians.append(statistics.median(times))
+    return Times(*medians)
+
+
+def measure(
+    shape: Shape,
+    functions: Mapping[str, tuple[AttentionFunction, Mapping[str, float], bool]],
+    timer: Callable[[AttentionFunction], Times],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> list[str]:
+    """Table rows for one shape. A function is timed only if it is admitted; ours carry the ratio to the best peer."""
+    times, refused = {}, []
+    for name, (attend, limits, _) in functions.items():
+        verdict = admit(attend, shape, dtype=dtype, device=device, limits=limits)
+        if verdict.passed:
+            times[name] = timer(attend)
+        else:
+            refused.append(f"  {name:<20} not timed: {verdict.reason.splitlines()[0][:90]}")
+    peers = [times[name] for name, (_, _, ours) in functions.items() if not ours and name in times]
+    rows = [str(shape)]
+    for name, t in times.items():
+        backward = t.both - t.forward
+        rates = [flops(shape) * factor / ms / 1e9 for factor, ms in ((1, t.forward), (2.5, backward), (3.5, t.both))]
+        row = f"  {name:<20}{t.forward:9.3f} {backward:9.3f} {t.both:9.3f} ms  " + "".join(f"{r:7.0f}" for r in rates)
+        if functions[name][2] and peers:
+            best = Times(min(p.forward for p in peers), min(p.both for p in peers))
+            row += f"   x{best.forward / t.forward:.2f} forward  x{best.both / t.both:.2f} both"
+        rows.append(row)
+    return rows + refused
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536])
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--repeats", type=int, default=10)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "the benchmark needs an NVIDIA GPU; `python -m sagekernels.accuracy` runs without one\n")
+    device = torch.device("cuda")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, medians of {arguments.repeats}")
+    print("forward, backward, both: milliseconds, then TFLOP/s; ratio to the fastest peer that was admitted")
+    for shape in shapes(arguments.lengths, arguments.head_dims):
+        timer = partial(time_attention, shape=shape, dtype=torch.bfloat16, repeats=arguments.repeats)
+        for row in measure(shape, candidates(shape.causal), timer, dtype=torch.bfloat16, device=device):
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
