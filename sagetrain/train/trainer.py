@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,12 @@ from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.train import checkpoint
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine, StepResult, init_distributed, resolved_zero_stage
+from sagetrain.train.guard import Ledger, TrainingError, check_consumed
 from sagetrain.train.lr_schedule import learning_rate, reference_tokens_per_step
 from sagetrain.train.metrics import MetricsWriter, Throughput, memory_gib, peak_flops
 from sagetrain.train.tokens_per_step import tokens_per_step
 
 log = logging.getLogger("sagetrain")
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on (non-finite loss, say); the newest checkpoint is untouched."""
 
 
 @dataclass
@@ -56,9 +53,11 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     sequences: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
 
     def advance(self, tokens: int, seq_length: int) -> None:
         """Count one optimizer step."""
+        self.ledger.add(self.sequences, tokens // seq_length)
         self.step += 1
         self.tokens += tokens
         self.sequences += tokens // seq_length
@@ -106,7 +105,7 @@ class Trainer:
         seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
         self.multiple = token_multiple(cfg, self.groups.dp_size)
         self.reference = reference_tokens_per_step(cfg.lr_schedule, cfg.tokens_per_step)
-        self.state = TrainState()
+        self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
         self.engine = self._build_engine()
         self._resume()
         self.loader = self._loader(self.stream)
@@ -221,11 +220,13 @@ class Trainer:
                     f"{folder} was written by another run: {'; '.join(changed)}. "
                     "Restore these settings, or choose another training.run_dir"
                 )
+            counts = state["step"], state["sequences"]
+            ledger = Ledger.verified(state.get("ledger"), self.stream.fingerprint, *counts, folder)
             checkpoint.load_engine(reader, self.engine, state["optimizer_steps"])
             rng = reader.rng(dist.get_rank())
         if rng is not None:
             set_rng_state(rng)
-        self.state = TrainState(state["step"], state["tokens"], state["sequences"])
+        self.state = TrainState(state["step"], state["tokens"], state["sequences"], ledger)
         if self.main:
             for bad in damaged:
                 checkpoint.set_aside(bad)
@@ -272,6 +273,8 @@ class Trainer:
             following = tokens_per_step(cfg.tokens_per_step, after, self.multiple) if after < total else None
             batches = self.loader.step_batches(state.sequences, size, following)
             result = self.engine.step(batches, size // self.multiple, lr, self.stop.name is not None)
+            samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, self.groups.tp_size)
+            check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
             state.advance(size, cfg.data.seq_length)
             self._check_finite(result)
             self._report(result, size, lr)
