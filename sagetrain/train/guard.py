@@ -102,7 +102,7 @@ class Ledger:
 
 
 def check_consumed(folds: int, first: int, count: int, micro_batch_size: int, dp_size: int, tp_size: int) -> None:
-    """TrainingError unless `folds`, the sum over all ranks, is that of samples first .. first + count - 1, each once."""
+    """TrainingError unless `folds`, summed over all ranks, is that of samples first .. first + count - 1, each once."""
     expected = tp_size * expected_fold(first, count, micro_batch_size, dp_size)
     if (folds - expected) % (1 << _FOLD_BITS):
         raise TrainingError(
@@ -110,3 +110,82 @@ def check_consumed(folds: int, first: int, count: int, micro_batch_size: int, dp
             "other data, or stands elsewhere in it. Nothing of this step was saved; run again to continue from the "
             "newest checkpoint"
         )
+
+
+# -- the watchdog --------------------------------------------------------------------------------------------------
+
+
+class Watchdog:
+    """Ends a run that makes no progress, or that has lost its launcher; a thread beside training. Context manager.
+
+    Without a sign of life for `timeout` seconds it writes the stacks of all threads to `folder`/rank-N.txt and ends the
+    process with HANG_EXIT_CODE. A file there makes the other ranks do the same, so that one look shows who waits for
+    whom. Time in which this process was stopped (Ctrl-Z, a suspended job) does not count. If the launcher is gone, the
+    process sends itself SIGTERM: nobody else would stop it.
+    """
+
+    def __init__(self, folder: Path, rank: int, timeout: float):
+        self._folder, self._path, self._timeout = folder, folder / f"rank-{rank}.txt", timeout
+        self._tick = min(max(timeout / 20, 0.1), 5.0)
+        self._name = f"rank {rank}"
+        self._idle, self._doing, self._launchers = 0.0, "start", _launchers()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def forget(self) -> None:
+        """Remove the stacks of an earlier run (rank 0 calls it, before any rank enters the context)."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def begin(self, doing: str) -> None:
+        """A sign of life, and what comes now."""
+        self._idle, self._doing = 0.0, doing
+
+    def over(self, items: Iterable[T]) -> Iterator[T]:
+        """The items, each of them a sign of life."""
+        for item in items:
+            self._idle = 0.0
+            yield item
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._tick):
+            self._idle += self._tick
+            if self._idle > self._timeout:
+                self._end(f"no progress for {self._timeout / 60:g} minutes (training.timeout_minutes)")
+            elif self._folder.exists():
+                self._end("another rank hangs")
+            if self._launchers and _launchers() != self._launchers:
+                self._launchers = ()
+                print(f"{self._name}: the launcher is gone; saving and stopping", file=sys.stderr, flush=True)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def _end(self, why: str) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with self._path.open("w") as file:
+                file.write(f"{self._name}, in {self._doing}: {why}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+            print(f"{self._name}: error: in {self._doing}: {why}; stacks in {self._path}", file=sys.stderr, flush=True)
+            self._over.wait(3 * self._tick)  # the launcher ends everybody after the first one: let them write first
+        finally:
+            os._exit(HANG_EXIT_CODE)
+
+
+def _launchers() -> tuple[int, ...]:
+    """Process ids of what started this rank: torchrun, or DeepSpeed's launcher and its child here; or nothing."""
+    if not {"TORCHELASTIC_RUN_ID", "LOCAL_SIZE"} & os.environ.keys():
+        return ()  # started by hand: training goes on when the shell closes
+    parent = os.getppid()
+    try:
+        above = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+        deepspeed = b"deepspeed" in Path(f"/proc/{above}/cmdline").read_bytes()
+    except OSError:  # the parent is going right now
+        return (parent,)
+    return (parent, above) if deepspeed else (parent,)
