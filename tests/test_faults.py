@@ -4,6 +4,7 @@ continues to bitwise the same weights with no sample skipped or seen twice."""
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -19,6 +20,9 @@ import pytest
 import torch
 import yaml
 
+import tiny
+from distributed import run_distributed
+from sagetrain.data.loader import Batch
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train import checkpoint
 from sagetrain.train.checkpoint import CheckpointError, Reader
@@ -55,6 +59,29 @@ def test_ranks_with_each_others_samples_are_noticed() -> None:
     check_consumed(right, 0, 4, 2, 2, 2)
     with pytest.raises(TrainingError):
         check_consumed(right - fold([0, 1], 0) + fold([2, 3], 0) - fold([2, 3], 1) + fold([0, 1], 1), 0, 4, 2, 2, 2)
+
+
+def one_rank_goes_wrong() -> list[str]:
+    """Two data-parallel ranks; rank 1 trains on a neighbour's samples, then its loss is not a number."""
+    engine = tiny.engine(tiny.config(1), tiny.join(1))
+    rank, seen, forward, scale = engine.groups.dp_rank, [], engine.forward, 1.0
+    engine.forward = lambda batch: forward(batch) * (scale if rank else 1.0)
+    for step, (wrong_sample, factor) in enumerate([(0, 1.0), (1, 1.0), (0, float("nan"))]):
+        scale = factor
+        ids = [2 * step + rank * (1 + wrong_sample)]
+        tokens = torch.full((1, tiny.SEQ), 5)
+        batch = Batch(tokens, tokens, positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=ids)
+        result = engine.step([batch], 1, 1e-3, stop=False)
+        try:
+            check_consumed(result.folds, 2 * step, 2, 1, 2, 1)
+            seen.append("finite" if math.isfinite(result.loss) else "not finite")
+        except TrainingError:
+            seen.append("other samples")
+    return seen
+
+
+def test_every_rank_learns_what_went_wrong_on_one() -> None:
+    assert run_distributed(one_rank_goes_wrong, 2) == [["finite", "other samples", "not finite"]] * 2
 
 
 def ledger_of(sizes: list[int]) -> dict:
@@ -263,7 +290,7 @@ def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
         writer = context.Process(target=save_for_ever, args=(tmp_path,))
         writer.start()
         deadline = time.monotonic() + 20
-        while not (tmp_path / checkpoint.folder_name(newest + 1)).exists():
+        while max((int(folder.name[5:]) for folder in tmp_path.glob("step-*")), default=0) <= newest:
             assert writer.is_alive() and time.monotonic() < deadline
             time.sleep(0.001)
         time.sleep(draw.uniform(0, 0.05))

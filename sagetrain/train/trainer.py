@@ -101,12 +101,12 @@ class Trainer:
             raise ConfigError(str(error)) from error
 
         self.stop = StopSignal()
-        patience = cfg.training.timeout_minutes
+        patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
+        self.watchdog = Watchdog(self.run_dir / "stacks", rank, 60 * patience)
         self.device = init_distributed(2 * patience)  # the watchdog comes first: it can say more than a collective
         topology = Topology(dist.get_world_size(), cfg.parallel.tensor_parallel_size)
         self.groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
         self.main = dist.get_rank() == 0
-        self.watchdog = Watchdog(self.run_dir / "stacks", dist.get_rank(), 60 * patience)
         self._lock = self._claim_run_dir()
         seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
         self.multiple = token_multiple(cfg, self.groups.dp_size)
