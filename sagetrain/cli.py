@@ -2,11 +2,14 @@
 
 Heavy imports sit inside the commands, so that `--help` and `plan` answer at once and without torch.
 Exit codes: 0 done (or stopped by a signal with a checkpoint), 2 a mistake in the configuration or the arguments,
-3 a checkpoint that cannot be used, 4 training that cannot go on.
+3 a checkpoint that cannot be written or used (a full disk, say), 4 training that cannot go on, 5 a hang: no progress
+for training.timeout_minutes (run_dir/stacks shows where each rank stood). The deepspeed launcher passes them on,
+torchrun makes each failure a 1.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -214,6 +217,8 @@ class _Errors:
 def _exit_code(error: BaseException) -> int | None:
     if isinstance(error, ConfigError):
         return 2
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return 3
     # Imported late: these modules need torch, and may be what failed to import.
     checkpoint = sys.modules.get("sagetrain.train.checkpoint")
     trainer = sys.modules.get("sagetrain.train.trainer")

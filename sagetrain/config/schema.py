@@ -235,7 +235,7 @@ class TrainingConfig(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of the blocks; auto: on with a GPU and zero_stage below 3."""
     timeout_minutes: PositiveFloat = 30.0
-    """How long a collective may wait for a silent rank before the run is ended."""
+    """How long a step, evaluation or save may be without progress before the run is ended as hung."""
 
 
 class EvaluationConfig(Section):

@@ -100,6 +100,11 @@ class SampleStream:
         """Different sequences of all sources together."""
         return sum(self._windows)
 
+    def validate(self, deep: bool) -> None:
+        """Check every index, and with `deep` every token and checksum; ConfigError names the file that is damaged."""
+        for file in self._files:
+            file.validate(deep, self._vocab_size)
+
     def locate(self, index: int, seed: int | None = None) -> tuple[int, int]:
         """(source, window) of global sample `index`, in the order of `seed` (default: the stream's)."""
         block, slot = divmod(index, PATTERN_SLOTS)

@@ -16,7 +16,9 @@ is in it, so a folder without a manifest, or with files that do not match it, is
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -57,12 +59,9 @@ def save(
     """
     rank, final = _rank(), root / folder_name(state["step"])
     temporary = root / f".writing-{final.name}"
-    _together(rank == 0, lambda: _fresh_folder(temporary), f"cannot create {temporary}")
     written: dict[str, Any] = {}
-    _together(True, lambda: written.update(_write_rank(temporary, shards, rng, groups)), f"cannot write {final}")
-    every = _gather(written)
 
-    def publish() -> None:
+    def publish(every: list[dict]) -> None:
         _write_text(temporary / "config.yaml", config_text)
         files = {name: info for entry in every for name, info in entry["files"].items()}
         manifest = {
@@ -81,7 +80,15 @@ def save(
         os.replace(root / "latest.tmp", root / "latest")
         _sync(root)
 
-    _together(rank == 0, publish, f"cannot publish {final}")
+    try:
+        _together(rank == 0, lambda: _fresh_folder(temporary), f"cannot create {temporary}")
+        _together(True, lambda: written.update(_write_rank(temporary, shards, rng, groups)), f"cannot write {final}")
+        every = _gather(written)
+        _together(rank == 0, lambda: publish(every), f"cannot publish {final}")
+    except CheckpointError:
+        if rank == 0:  # a disk that was full is not left full
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _fresh_folder(folder: Path) -> None:
@@ -102,7 +109,9 @@ def _write_rank(folder: Path, shards: Iterable, rng: dict[str, Any], groups: Par
         piece = {"file": file, "tp_rank": groups.tp_rank, "start": shard.start, "stop": shard.stop}
         index[shard.name] = {"shape": list(shard.global_shape), "tp_dim": shard.tp_dim, "pieces": [piece]}
     written = [f"rng-{_rank():05d}.pt"]
-    torch.save(rng, folder / written[0])
+    packed = io.BytesIO()  # torch.save itself would report a full disk as a RuntimeError
+    torch.save(rng, packed)
+    (folder / written[0]).write_bytes(packed.getbuffer())
     if tensors:
         written.append(file)
         save_file(tensors, folder / file)
@@ -128,8 +137,11 @@ def _merge_tensors(indexes: Iterable[dict]) -> dict:
 
 def prune(root: Path, keep_last: int, keep_every_tokens: int | None) -> None:
     """Delete old checkpoints (rank 0 calls it): all but the newest `keep_last`, and but the first one at or past
-    each multiple of `keep_every_tokens`."""
-    found = [(read_manifest(folder)["state"], folder) for folder in _folders(root)]
+    each multiple of `keep_every_tokens`. A folder whose manifest cannot be read is left to people."""
+    found = []
+    for folder in _folders(root):
+        with contextlib.suppress(CheckpointError):
+            found.append((read_manifest(folder)["state"], folder))
     kept, multiples = {folder for _, folder in found[-keep_last:]}, set()
     for state, folder in found:
         multiple = state["tokens"] // keep_every_tokens if keep_every_tokens else 0

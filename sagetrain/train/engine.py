@@ -25,6 +25,7 @@ from torch import nn
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.parallel.topology import Mpu, ParallelGroups
+from sagetrain.train.guard import fold
 from sagetrain.train.optimizer import build_optimizer
 
 GENERATED_BY = "written by SageTrain from the run's YAML; edits here have no effect"
@@ -121,12 +122,14 @@ class ParameterShard:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Mean loss over the global batch, global gradient norm before clipping; stop: some rank was asked to stop."""
+    """Mean loss over the global batch, global gradient norm before clipping; stop: some rank was asked to stop;
+    folds: sum over all ranks of guard.fold of the samples they trained on."""
 
     loss: float
     grad_norm: float
     applied: bool
     stop: bool
+    folds: int
 
 
 class Engine:
@@ -165,21 +168,24 @@ class Engine:
         for group in self._base.param_groups:
             group["lr"] = lr
         self._ds.train()
-        total, count = torch.zeros((), device=self.device, dtype=torch.float64), 0
+        total, count, samples = torch.zeros((), device=self.device, dtype=torch.float64), 0, []
         for batch in batches:
             loss = self.forward(batch)
             self._ds.backward(loss)
             total += loss.detach()
             count += 1
+            samples += batch.sample_ids
         if count != accumulation:
             raise RuntimeError(f"the loader gave {count} micro-batches for a step of {accumulation}")
         skipped = self._ds.skipped_steps
         self._ds.step()
-        summed = torch.stack([total / accumulation, torch.full_like(total, float(stop))])
+        facts = torch.tensor([stop, fold(samples, self.groups.dp_rank)], device=self.device, dtype=torch.float64)
+        summed = torch.cat([(total / accumulation)[None], facts])
         dist.all_reduce(summed)  # over the world: tensor-parallel ranks hold the same loss
-        loss_sum, stops = summed.tolist()
+        loss_sum, stops, folds = summed.tolist()
         norm = self._norm if self.stage == 0 else self._ds.get_global_grad_norm()
-        return StepResult(loss_sum / dist.get_world_size(), float(norm), self._ds.skipped_steps == skipped, stops > 0)
+        applied = self._ds.skipped_steps == skipped
+        return StepResult(loss_sum / dist.get_world_size(), float(norm), applied, stops > 0, int(folds))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Mean loss of one micro-batch (scalar, fp32)."""

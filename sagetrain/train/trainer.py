@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,12 @@ from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.train import checkpoint
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine, StepResult, init_distributed, resolved_zero_stage
+from sagetrain.train.guard import Ledger, TrainingError, Watchdog, check_consumed
 from sagetrain.train.lr_schedule import learning_rate, reference_tokens_per_step
 from sagetrain.train.metrics import MetricsWriter, Throughput, memory_gib, peak_flops
 from sagetrain.train.tokens_per_step import tokens_per_step
 
 log = logging.getLogger("sagetrain")
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on (non-finite loss, say); the newest checkpoint is untouched."""
 
 
 @dataclass
@@ -56,9 +53,11 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     sequences: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
 
     def advance(self, tokens: int, seq_length: int) -> None:
         """Count one optimizer step."""
+        self.ledger.add(self.sequences, tokens // seq_length)
         self.step += 1
         self.tokens += tokens
         self.sequences += tokens // seq_length
@@ -75,7 +74,7 @@ class StopSignal:
     def _ask(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT and self.name == "SIGINT":
             raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
+        self.name = self.name or signal.Signals(number).name
 
 
 class Trainer:
@@ -90,6 +89,10 @@ class Trainer:
         self.tokenizer_hash = tokenizer.sha256
         self.stream = self._stream(cfg.data.train)
         valid = self._stream(cfg.data.valid) if cfg.data.valid else None
+        # One rank reads all tokens, once in the life of a run: later starts have the fingerprint in the checkpoint.
+        deep = os.environ.get("RANK", "0") == "0" and not self.checkpoints.exists()
+        for stream in filter(None, (self.stream, valid)):
+            stream.validate(deep)
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
         kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
@@ -98,9 +101,11 @@ class Trainer:
             raise ConfigError(str(error)) from error
 
         self.stop = StopSignal()
-        self.device = init_distributed(cfg.training.timeout_minutes)
+        patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
+        self.watchdog = Watchdog(self.run_dir / "stacks", rank, 60 * patience)
+        self.device = init_distributed(2 * patience)  # the watchdog comes first: it can say more than a collective
         topology = Topology(dist.get_world_size(), cfg.parallel.tensor_parallel_size)
-        self.groups = ParallelGroups.create(topology, timedelta(minutes=cfg.training.timeout_minutes))
+        self.groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
         self.main = dist.get_rank() == 0
         self._lock = self._claim_run_dir()
         seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
@@ -108,7 +113,7 @@ class Trainer:
             self.backend, self.backend_reason = self._choose_backend(), "auto: the fastest that was admitted"
         self.multiple = token_multiple(cfg, self.groups.dp_size)
         self.reference = reference_tokens_per_step(cfg.lr_schedule, cfg.tokens_per_step)
-        self.state = TrainState()
+        self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
         self.engine = self._build_engine()
         self._resume()
         self.loader = self._loader(self.stream)
@@ -128,6 +133,7 @@ class Trainer:
             raise CheckpointError(
                 f"training.run_dir {self.run_dir} is in use by another run; wait for it or choose another folder"
             ) from error
+        self.watchdog.forget()
         return lock
 
     def _choose_backend(self) -> str:
@@ -242,11 +248,13 @@ class Trainer:
                     f"{folder} was written by another run: {'; '.join(changed)}. "
                     "Restore these settings, or choose another training.run_dir"
                 )
+            counts = state["step"], state["sequences"]
+            ledger = Ledger.verified(state.get("ledger"), self.stream.fingerprint, *counts, folder)
             checkpoint.load_engine(reader, self.engine, state["optimizer_steps"])
             rng = reader.rng(dist.get_rank())
         if rng is not None:
             set_rng_state(rng)
-        self.state = TrainState(state["step"], state["tokens"], state["sequences"])
+        self.state = TrainState(state["step"], state["tokens"], state["sequences"], ledger)
         if self.main:
             for bad in damaged:
                 checkpoint.set_aside(bad)
@@ -264,7 +272,8 @@ class Trainer:
             "guidance_overrides": list(self.cfg.guidance.override),
             "versions": {"sagetrain": __version__, "torch": torch.__version__},
         }
-        shards = self.engine.shards() if self.engine.writes_shards else ()
+        self.watchdog.begin("saving")
+        shards = self.watchdog.over(self.engine.shards() if self.engine.writes_shards else ())
         checkpoint.save(self.checkpoints, state, dump_config(self.cfg), shards, rng_state(), self.groups)
         self._saved_step = self.state.step
         if self.main:
@@ -276,6 +285,10 @@ class Trainer:
 
     def run(self) -> bool:
         """Train to the end, or to a signal. Returns whether the run is finished; on a signal a checkpoint is saved."""
+        with self.watchdog:
+            return self._train()
+
+    def _train(self) -> bool:
         cfg, state, total = self.cfg, self.state, self.cfg.training.total_tokens
         self._write_run_files()
         every_eval = cfg.evaluation.every_tokens or max(1, total // 10)
@@ -287,12 +300,15 @@ class Trainer:
         self.clock = Throughput()
         stopped, trained = False, state.tokens < total
         while state.tokens < total and not stopped:
+            self.watchdog.begin(f"step {state.step + 1}")
             size = tokens_per_step(cfg.tokens_per_step, state.tokens, self.multiple)
             lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, total, self.reference)
             before, after = state.tokens, state.tokens + size
             following = tokens_per_step(cfg.tokens_per_step, after, self.multiple) if after < total else None
-            batches = self.loader.step_batches(state.sequences, size, following)
+            batches = self.watchdog.over(self.loader.step_batches(state.sequences, size, following))
             result = self.engine.step(batches, size // self.multiple, lr, self.stop.name is not None)
+            samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, self.groups.tp_size)
+            check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
             state.advance(size, cfg.data.seq_length)
             self._check_finite(result)
             self._report(result, size, lr)
@@ -358,7 +374,9 @@ class Trainer:
         self.clock.resume()
 
     def _evaluate(self) -> None:
-        loss = self.engine.evaluate(self.valid.eval_batches(self.cfg.evaluation.num_sequences))
+        self.watchdog.begin("evaluation")
+        batches = self.valid.eval_batches(self.cfg.evaluation.num_sequences)
+        loss = self.engine.evaluate(self.watchdog.over(batches))
         if self.metrics:
             self.metrics.write(self.state.step, self.state.tokens, {"valid/loss": loss})
             self._say(f"step {self.state.step}: validation loss {loss:.4f}")

@@ -1,0 +1,392 @@
+"""Faults, with real processes: whatever is killed, stopped, filled up or damaged, a run ends with a word about it, or
+continues to bitwise the same weights with no sample skipped or seen twice."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+
+import tiny
+from distributed import run_distributed
+from sagetrain.data.loader import Batch
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.train import checkpoint
+from sagetrain.train.checkpoint import CheckpointError, Reader
+from sagetrain.train.guard import Ledger, TrainingError, check_consumed, fold
+from test_resume import check_same, finish, start, training_rows, write_config
+
+# -- the ledger ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("micro_batch", "dp_size", "tp_size"), [(1, 1, 1), (2, 2, 1), (4, 3, 2)])
+def test_every_sample_once_on_the_rank_it_was_dealt_to(micro_batch, dp_size, tp_size) -> None:
+    first, count = 3 * 2**40, 5 * micro_batch * dp_size
+    ranks: list[list[int]] = [[] for _ in range(dp_size)]
+    for micro_step in range(0, count, micro_batch):
+        ranks[micro_step // micro_batch % dp_size] += range(first + micro_step, first + micro_step + micro_batch)
+    layout = (micro_batch, dp_size, tp_size)
+
+    def folds() -> int:
+        return tp_size * sum(fold(ids, rank) for rank, ids in enumerate(ranks))
+
+    check_consumed(folds(), first, count, *layout)
+    for wrong_first, wrong_count in ((first + 1, count), (first, count + 1), (first - count, count)):
+        with pytest.raises(TrainingError, match="each once"):
+            check_consumed(folds(), wrong_first, wrong_count, *layout)
+    once = ranks[0]
+    for ranks[0] in (once[1:], [*once, once[0]], [once[-1] + 1, *once[1:]]):  # skipped, seen twice, another's
+        with pytest.raises(TrainingError, match=f"samples {first:,} to {first + count - 1:,}"):
+            check_consumed(folds(), first, count, *layout)
+
+
+def test_ranks_with_each_others_samples_are_noticed() -> None:
+    """The set is right, but a tensor-parallel rank that swaps data with its neighbour computes nonsense."""
+    right = 2 * (fold([0, 1], 0) + fold([2, 3], 1))
+    check_consumed(right, 0, 4, 2, 2, 2)
+    with pytest.raises(TrainingError):
+        check_consumed(right - fold([0, 1], 0) + fold([2, 3], 0) - fold([2, 3], 1) + fold([0, 1], 1), 0, 4, 2, 2, 2)
+
+
+def one_rank_goes_wrong() -> list[str]:
+    """Two data-parallel ranks; rank 1 trains on a neighbour's samples, then its loss is not a number."""
+    engine = tiny.engine(tiny.config(1), tiny.join(1))
+    rank, seen, forward, scale = engine.groups.dp_rank, [], engine.forward, 1.0
+    engine.forward = lambda batch: forward(batch) * (scale if rank else 1.0)
+    for step, (wrong_sample, factor) in enumerate([(0, 1.0), (1, 1.0), (0, float("nan"))]):
+        scale = factor
+        ids = [2 * step + rank * (1 + wrong_sample)]
+        tokens = torch.full((1, tiny.SEQ), 5)
+        batch = Batch(tokens, tokens, positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=ids)
+        result = engine.step([batch], 1, 1e-3, stop=False)
+        try:
+            check_consumed(result.folds, 2 * step, 2, 1, 2, 1)
+            seen.append("finite" if math.isfinite(result.loss) else "not finite")
+        except TrainingError:
+            seen.append("other samples")
+    return seen
+
+
+def test_every_rank_learns_what_went_wrong_on_one() -> None:
+    assert run_distributed(one_rank_goes_wrong, 2) == [["finite", "other samples", "not finite"]] * 2
+
+
+def ledger_of(sizes: list[int]) -> dict:
+    ledger, cursor = Ledger("order"), 0
+    for size in sizes:
+        ledger.add(cursor, size)
+        cursor += size
+    return {"head": ledger.head, "segments": ledger.segments}
+
+
+def test_ledger_is_found_again_from_its_segments() -> None:
+    sizes = [8] * 5 + [16] * 3 + [8]
+    stored = ledger_of(sizes)
+    assert stored["segments"] == [[0, 8, 5], [40, 16, 3], [88, 8, 1]]
+    again = Ledger.verified(stored, "order", 9, 96, Path("step-9"))
+    assert (again.head, again.segments) == (stored["head"], stored["segments"])
+    again.add(96, 8)
+    assert again.head == ledger_of([*sizes, 8])["head"] != ledger_of([*sizes, 9])["head"]
+
+
+@pytest.mark.parametrize(
+    ("segments", "step", "words"),
+    [
+        ([[0, 8, 5], [48, 16, 3]], 8, "skips samples 40 to 47"),
+        ([[0, 8, 5], [32, 16, 3]], 8, "has seen twice samples 32 to 39"),
+        ([[0, 8, 5], [40, 16, 2]], 8, "7 steps over 72 samples, the training state says 8 steps over 88"),
+        ([[0, 16, 3], [48, 8, 5]], 8, "its steps give"),  # as many samples, in other steps
+        (None, 8, "is missing"),
+    ],
+)
+def test_a_ledger_that_does_not_fit_is_refused(segments, step, words) -> None:
+    stored = segments and {**ledger_of([8] * 5 + [16] * 3), "segments": segments}
+    with pytest.raises(CheckpointError, match=words):
+        Ledger.verified(stored, "order", step, 88, Path("step-00000008"))
+    with pytest.raises(CheckpointError, match="order of samples"):
+        Ledger.verified(ledger_of([8]), "another order", 1, 8, Path("step-00000001"))
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, corpus) -> Path:
+    """Run folder of the undisturbed run of one process, with its newest three checkpoints."""
+    folder = tmp_path_factory.mktemp("alone")
+    finish("sagetrain", write_config(folder / "run.yaml", corpus, folder / "run", checkpoint={"keep_last": 3}))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, corpus) -> Path:
+    """Run folder of the undisturbed run of two processes, tensor parallel."""
+    folder = tmp_path_factory.mktemp("pair")
+    finish("torchrun", write_config(folder / "run.yaml", corpus, folder / "run", tp_size=2))
+    return folder / "run"
+
+
+def run_dir_of(config: Path) -> Path:
+    return Path(yaml.safe_load(config.read_text())["training"]["run_dir"])
+
+
+def log_of(config: Path) -> str:
+    return config.with_suffix(".log").read_text()
+
+
+def when(launcher: str, config: Path, ready: Callable[[], bool], act: Callable[[subprocess.Popen], None]) -> int:
+    """Start a run, do `act` as soon as `ready`, and return the launcher's exit code."""
+    process, deadline = start(launcher, config), time.monotonic() + 120
+    while not ready():
+        assert process.poll() is None, log_of(config)[-3000:]
+        assert time.monotonic() < deadline, "the run did not get there in time"
+        time.sleep(0.002)
+    act(process)
+    return process.wait(timeout=90)
+
+
+def reached(config: Path, step: int) -> Callable[[], bool]:
+    """Whether the run has reported `step`."""
+    metrics = run_dir_of(config) / "metrics.jsonl"
+    return lambda: metrics.exists() and f'"step": {step},' in metrics.read_text()
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
+    """The processes that train, by rank; not the launcher's own."""
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    return sorted((p for p in children if "RANK" in p.environ()), key=lambda p: int(p.environ()["RANK"]))
+
+
+def check_ledger(run_dir: Path, reference: Path) -> None:
+    """No sample skipped or seen twice, and the same chain as the undisturbed run."""
+    states = []
+    for folder in (run_dir, reference):
+        newest = folder / "checkpoints" / (folder / "checkpoints/latest").read_text().strip()
+        state = checkpoint.read_manifest(newest)["state"]
+        order = state["identity"]["order of samples (hash of token files, weights, seq_length and seed)"]
+        Ledger.verified(state["ledger"], order, state["step"], state["sequences"], newest)
+        states.append((state["step"], state["sequences"], state["ledger"]))
+    assert states[0] == states[1]
+    assert states[0][2]["segments"] == [[0, 8, 20], [160, 16, 20]]
+
+
+def check_undisturbed(run_dir: Path, reference: Path) -> None:
+    check_same(run_dir, reference)
+    check_ledger(run_dir, reference)
+
+
+def test_kill_9_of_one_rank_then_of_all_ranks(tmp_path, corpus, pair) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
+    assert when("deepspeed", config, reached(config, 13), lambda launcher: ranks_of(launcher)[1].kill()) != 0
+
+    def all_ranks(launcher: subprocess.Popen) -> None:
+        for rank in ranks_of(launcher):
+            rank.kill()
+
+    assert when("torchrun", config, reached(config, 26), all_ranks) != 0
+    finish("torchrun", config)
+    assert log_of(config).count("resumed from step-") >= 2
+    check_undisturbed(tmp_path / "run", pair)
+
+
+def test_ranks_whose_launcher_is_killed_save_and_leave(tmp_path, corpus, pair) -> None:
+    patience = {"timeout_minutes": 0.5}  # the launcher is looked for 20 times in it
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, training=patience)
+
+    def only_the_launcher(launcher: subprocess.Popen) -> None:
+        ranks = ranks_of(launcher)
+        for rank in ranks:  # stopped meanwhile: the run is so short that it might finish
+            rank.suspend()
+        launcher.kill()
+        time.sleep(1.6)
+        for rank in ranks:
+            rank.resume()
+        assert psutil.wait_procs(ranks, timeout=60)[1] == []
+
+    for launcher, step in (("deepspeed", 7), ("torchrun", 24)):
+        assert when(launcher, config, reached(config, step), only_the_launcher) == -signal.SIGKILL
+    assert log_of(config).count("rank 1: the launcher is gone") == 2
+    assert log_of(config).count("stopped by SIGTERM at step") == 2
+    finish("torchrun", config)
+    check_undisturbed(tmp_path / "run", pair)
+
+
+def test_sigterm_at_the_first_step_while_saving_and_while_evaluating(tmp_path, corpus, alone) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", evaluation={"num_sequences": 400})
+    folder = tmp_path / "run/checkpoints"
+
+    def saving() -> bool:
+        return any(folder.glob(".writing-*"))
+
+    def evaluating() -> bool:
+        """The step before an evaluation is reported, the evaluation is not."""
+        rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines(keepends=True)
+                if line.endswith("\n")]  # fmt: skip
+        return rows[-1]["step"] in (24, 27, 30, 33, 36) and "valid/loss" not in rows[-1]
+
+    for moment in (reached(config, 1), saving, evaluating):
+        assert when("sagetrain", config, moment, lambda run: run.terminate()) == 0, log_of(config)[-3000:]
+    stopped = [line for line in log_of(config).splitlines() if "stopped by SIGTERM at step" in line]
+    assert len(stopped) == 3, log_of(config)
+    assert not saving()
+    finish("sagetrain", config)
+    check_undisturbed(tmp_path / "run", alone)
+
+
+def test_a_hung_rank_ends_the_run_with_the_stacks_of_all(tmp_path, corpus) -> None:
+    patience = {"timeout_minutes": 0.15}
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, training=patience)
+    stacks = tmp_path / "run/stacks"
+
+    def stop_one_rank(launcher: subprocess.Popen) -> None:
+        rank = ranks_of(launcher)[1]
+        rank.suspend()
+        deadline = time.monotonic() + 60
+        while not (stacks / "rank-0.txt").exists():
+            assert launcher.poll() is None and time.monotonic() < deadline, log_of(config)[-3000:]
+            time.sleep(0.01)
+        rank.resume()  # a stopped process can write nothing
+
+    assert when("deepspeed", config, reached(config, 5), stop_one_rank) == 5
+    assert "rank 0: error: in step" in log_of(config)
+    assert "no progress for 0.15 minutes" in (stacks / "rank-0.txt").read_text()
+    assert "another rank hangs" in (stacks / "rank-1.txt").read_text()
+    for file in stacks.iterdir():
+        assert "in _train" in file.read_text()
+
+
+# -- disks -----------------------------------------------------------------------------------------------------------
+
+
+def save_for_ever(root: Path) -> None:
+    """Saves one checkpoint after the other and prunes, as training does, with no training in between."""
+    torch.set_num_threads(1)
+    done = sorted(root.glob("step-*"))
+    step = int(done[-1].name[5:]) if done else 0
+    while True:
+        step += 1
+        state = {"step": step, "tokens": step * 10}
+        rng = {"noise": torch.full((20_000,), step)}
+        checkpoint.save(root, state, f"step: {step}\n" * 1000, (), rng, ParallelGroups.single())
+        checkpoint.prune(root, 2, None)
+
+
+def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
+    draw, context, newest, torn = random.Random(4), multiprocessing.get_context("fork"), 0, 0
+    for _ in range(20):
+        writer = context.Process(target=save_for_ever, args=(tmp_path,))
+        writer.start()
+        deadline = time.monotonic() + 20
+        while max((int(folder.name[5:]) for folder in tmp_path.glob("step-*")), default=0) <= newest:
+            assert writer.is_alive() and time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.05))
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+        half_written = list(tmp_path.glob(".writing-*"))
+        assert len(half_written) <= 1  # never two
+        torn += len(half_written)
+        said: list[str] = []
+        folder, damaged = checkpoint.newest_whole(tmp_path, said.append)
+        assert (damaged, said) == ([], [])
+        found = int(folder.name[5:])
+        assert found > newest
+        newest = found
+        with Reader(folder) as reader:
+            assert reader.manifest["state"]["step"] == newest
+            assert reader.rng(0)["noise"].eq(newest).all()
+        assert len(list(tmp_path.glob("step-*"))) in (1, 2, 3)  # the third one is about to be pruned
+    assert torn >= 5, "the kills did not hit the saving"
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A tmpfs of 16 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip(f"a full disk needs a small tmpfs, which only root may mount: {mount.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_it_continues_when_there_is_space(tmp_path, corpus, alone, small_disk) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, small_disk / "run")
+
+    def fill(run: subprocess.Popen) -> None:
+        run.send_signal(signal.SIGSTOP)
+        (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 200_000))
+        run.send_signal(signal.SIGCONT)
+
+    assert when("sagetrain", config, reached(config, 12), fill) == 3, log_of(config)[-3000:]
+    assert "cannot write" in log_of(config) and "No space left on device" in log_of(config)
+    names = [folder.name for folder in (small_disk / "run/checkpoints").iterdir()]
+    assert sorted(names) == ["latest", "step-00000010"]
+    (small_disk / "filler").unlink()
+    finish("sagetrain", config)
+    assert "resumed from step-00000010" in log_of(config)
+    check_undisturbed(small_disk / "run", alone)
+
+
+def flip_a_bit(path: Path, position: int | None = None) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if position is None else position] ^= 4
+    path.write_bytes(content)
+
+
+def test_damaged_shards_are_walked_past_and_set_aside(tmp_path, corpus, alone) -> None:
+    shutil.copytree(alone, tmp_path / "run")
+    folders = sorted((tmp_path / "run/checkpoints").glob("step-*"))
+    os.truncate(folders[2] / "shard-tp000-dp000.safetensors", 100_000)
+    flip_a_bit(folders[1] / "shard-tp000-dp000.safetensors")
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
+    finish("sagetrain", config)
+    for damaged, words in ((folders[2], "has 100000 bytes instead of"), (folders[1], "does not match its SHA-256")):
+        assert f"checkpoint {damaged.name} is damaged and passed over" in log_of(config)
+        assert words in log_of(config)
+        assert damaged.with_name(f"damaged-{damaged.name}").is_dir()
+    assert f"resumed from {folders[0].name}" in log_of(config)
+    check_undisturbed(tmp_path / "run", alone)
+
+
+def test_a_forged_ledger_is_refused(tmp_path, corpus, alone) -> None:
+    shutil.copytree(alone, tmp_path / "run")
+    manifest = sorted((tmp_path / "run/checkpoints").glob("step-*"))[-1] / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["state"]["sequences"] += 16  # the next step would be left out
+    manifest.write_text(json.dumps(content))
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
+    assert start("sagetrain", config).wait(timeout=90) == 3
+    assert "has 40 steps over 480 samples, the training state says 40 steps over 496" in log_of(config)
+    assert len(training_rows(tmp_path / "run")) == 40
+
+
+def test_damaged_token_files_are_named_before_training(tmp_path, corpus) -> None:
+    runs = {}
+    for suffix, words in ((".bin", "the .bin does not have the checksum"), (".idx", "does not end where the next one")):
+        folder = tmp_path / suffix[1:]
+        shutil.copytree(corpus, folder)
+        flip_a_bit(folder / f"train{suffix}", None if suffix == ".bin" else 34)  # .idx: in the lengths
+        config = write_config(tmp_path / f"run-{suffix[1:]}.yaml", folder, tmp_path / f"run-{suffix[1:]}")
+        runs[config] = start("sagetrain", config), f"token file {folder / 'train'}: ", words
+    for config, (run, name, words) in runs.items():
+        assert run.wait(timeout=90) == 2
+        assert name in log_of(config)
+        assert words in log_of(config)
+        assert not run_dir_of(config).exists()
