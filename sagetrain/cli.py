@@ -192,8 +192,8 @@ def _checked(config: Path, overrides: list[str] | None, world_size: int, show: b
 class _Errors:
     """Turns the exceptions that users cause into a message on stderr and an exit code; others keep their traceback.
 
-    When all ranks fail alike, rank 0 says why and the launcher ends the others while they wait; a rank that fails
-    alone speaks for itself.
+    When all ranks fail alike, the first of a host says why and the launcher ends the others while they wait; a rank
+    that fails alone speaks for itself.
     """
 
     def __init__(self, rank: int = 0):
@@ -206,7 +206,7 @@ class _Errors:
         code = None if error is None else _exit_code(error)
         if code is not None:
             if self.rank:
-                time.sleep(5)
+                time.sleep(5 + 3 * int(os.environ.get("LOCAL_RANK", "0")))
             _warn(f"rank {self.rank}: error: {error}" if self.rank else f"error: {error}")
             _exit(code)
 

@@ -35,7 +35,7 @@ from sagetrain.model.attention import resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.rng import rng_state, seed_everything, set_rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.train import checkpoint
+from sagetrain.train import checkpoint, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine, StepResult, init_distributed, resolved_zero_stage
 from sagetrain.train.lr_schedule import learning_rate, reference_tokens_per_step
@@ -97,9 +97,12 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
+        roster.use_interface(cfg.training.network_interface)
         self.stop = StopSignal()
         self.device = init_distributed(cfg.training.timeout_minutes)
         topology = Topology(dist.get_world_size(), cfg.parallel.tensor_parallel_size)
+        files = {"tokenizer": self.tokenizer_hash, "data.train": self.stream.fingerprint}
+        roster.check_in(cfg, topology, self.device, {**files, "data.valid": valid.fingerprint} if valid else files)
         self.groups = ParallelGroups.create(topology, timedelta(minutes=cfg.training.timeout_minutes))
         self.main = dist.get_rank() == 0
         self._lock = self._claim_run_dir()
