@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import sagekernels
 import sagetrain
-from sagetrain.config.errors import ConfigError, shown
+from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import RunConfig
 from sagetrain.parallel.topology import Topology
 
@@ -87,9 +87,8 @@ def disagreements(rows: list[Row]) -> list[str]:
     lines = []
     for kind, fix in FIXES.items():
         names = dict.fromkeys(name for row in rows for name in row[kind])
-        differing = [
-            f"{name}: {sides}" for name in names if (sides := _sides(rows, [row[kind].get(name) for row in rows]))
-        ]
+        values = {name: [row[kind].get(name, "unset") for row in rows] for name in names}
+        differing = [f"{name}: {sides}" for name in names if (sides := _sides(rows, values[name]))]
         lines += [*differing, f"  fix: {fix}"] if differing else []
     return lines
 
@@ -101,7 +100,7 @@ def differing_environment(rows: list[Row]) -> list[str]:
         f"warning: environment variable {name} differs between hosts: {sides}. Launchers pass few variables on; "
         "launch/deepspeed_env.example says how they reach every host"
         for name in names
-        if (sides := _sides(rows, [row["environment"].get(name) for row in rows]))
+        if (sides := _sides(rows, [row["environment"].get(name, "unset") for row in rows]))
     ]
 
 
@@ -179,7 +178,7 @@ def _sides(rows: list[Row], values: list[Any]) -> str:
     """`x on node0 (ranks 0..7); y on node1 (ranks 8..15)`, or nothing if all values are equal."""
     sides: dict[str, list[Row]] = {}
     for row, value in zip(rows, values, strict=True):
-        text = "unset" if value is None else value if isinstance(value, str) else shown(value)
+        text = value if isinstance(value, str) else json.dumps(value)
         sides.setdefault(text, []).append(row)
     return "; ".join(f"{text} on {_where(members)}" for text, members in sides.items()) if len(sides) > 1 else ""
 
