@@ -126,9 +126,15 @@ def train(
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with _Errors(rank):
         cfg, findings = _checked(config, overrides, world_size, show=rank == 0)
+        from sagetrain.train import roster
         from sagetrain.train.trainer import Trainer
 
-        Trainer(cfg, findings).run()
+        try:
+            trainer = Trainer(cfg, findings)
+        except ConfigError as error:
+            roster.stay_out(cfg, error)
+            raise
+        trainer.run()
     _leave_together()
 
 

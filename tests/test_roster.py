@@ -17,6 +17,7 @@ def rows(hosts: int = 2, per_host: int = 2) -> list[roster.Row]:
     return [
         {
             "host": f"node{rank // per_host}",
+            "problem": "",
             "rank": rank,
             "dp": rank // per_host,
             "tp": rank % per_host,
@@ -54,6 +55,16 @@ def test_both_sides_are_named_and_every_kind_has_its_fix() -> None:
     assert "data.valid: unset on node0 (ranks 0..1); 45 on node1 (ranks 2..3)\n  fix: copy" in text
     assert "sagetrain" not in text
     assert "tokenizer:" not in text
+
+
+def test_a_host_that_cannot_take_part_is_named_and_all_alike_is_the_bare_problem() -> None:
+    failing = rows()
+    assert roster._verdict(failing) == ""
+    failing[2]["problem"] = failing[3]["problem"] = "no such file: x.bin"
+    first, second = roster._verdict(failing).split("\n  ")
+    assert first == "some hosts cannot take part in this run; nothing was started or written"
+    assert second == "on node1 (ranks 2..3): no such file: x.bin"
+    assert roster._verdict(failing[2:]) == "no such file: x.bin"
 
 
 def test_many_hosts_stay_readable() -> None:

@@ -27,6 +27,7 @@ import sagetrain
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import RunConfig
 from sagetrain.parallel.topology import Topology
+from sagetrain.train.engine import init_distributed
 
 FIXES = {
     "versions": "install the same versions on every host: pip install -c constraints.txt -e . in the same checkout",
@@ -66,20 +67,52 @@ def check_in(cfg: RunConfig, topology: Topology, device: torch.device, files: di
         files: hashes of what this host read, by name.
 
     Raises:
-        ConfigError: on every rank, if hosts disagree in versions, configuration or files.
+        ConfigError: on every rank, if hosts disagree in versions, configuration or files, or one cannot take part.
     """
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    store.set(f"roster/{rank}", json.dumps(_row(cfg, topology, rank, device, files)))
+    _exchange(_row(cfg, topology, device, files))
+
+
+def stay_out(cfg: RunConfig, problem: ConfigError) -> None:
+    """Report that this rank cannot take part, so that ranks of other hosts need not wait until their timeout.
+
+    Does nothing if this is the only rank, or if the ranks have met already. Otherwise raises ConfigError on every rank.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1 or dist.is_initialized():
+        return
+    device = init_distributed(cfg.training.timeout_minutes)
+    topology = Topology(world_size, cfg.parallel.tensor_parallel_size)
+    _exchange({**_row(cfg, topology, device, {}), "problem": str(problem)})
+
+
+def _exchange(row: Row) -> None:
+    """Rank 0 collects the rows, prints them and decides; ConfigError on every rank if the run cannot start."""
+    store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    store.set(f"roster/{rank}", json.dumps(row))
     if rank == 0:
-        rows = [json.loads(store.get(f"roster/{other}")) for other in range(topology.world_size)]
-        store.set("roster/verdict", json.dumps(disagreements(rows)))
-        print("\n".join([*table(rows), *differing_environment(rows)]), file=sys.stderr, flush=True)
-    problems = json.loads(store.get("roster/verdict"))
-    if problems:
+        rows = [json.loads(store.get(f"roster/{other}")) for other in range(world_size)]
+        problem = _verdict(rows)
+        store.set("roster/verdict", json.dumps(problem))
+        if not any(row["problem"] for row in rows):
+            print("\n".join([*table(rows), *differing_environment(rows)]), file=sys.stderr, flush=True)
+    problem = json.loads(store.get("roster/verdict"))
+    if problem:
         store.set(f"roster/read/{rank}", "")
         if rank == 0:  # the store may live in this process: it leaves last
-            store.wait([f"roster/read/{other}" for other in range(topology.world_size)])
-        raise ConfigError("\n  ".join(["the hosts of this run disagree; nothing was started or written", *problems]))
+            store.wait([f"roster/read/{other}" for other in range(world_size)])
+        raise ConfigError(problem)
+
+
+def _verdict(rows: list[Row]) -> str:
+    """Why the run cannot start, or nothing."""
+    problems = dict.fromkeys(row["problem"] for row in rows)
+    if list(problems) == [""]:
+        lines = disagreements(rows)
+        return "\n  ".join(["the hosts of this run disagree; nothing was started or written", *lines]) if lines else ""
+    if len(problems) == 1:  # all alike: nothing to tell apart
+        return rows[0]["problem"]
+    sides = [f"on {_where([r for r in rows if r['problem'] == text])}: {text}" for text in problems if text]
+    return "\n  ".join(["some hosts cannot take part in this run; nothing was started or written", *sides])
 
 
 def disagreements(rows: list[Row]) -> list[str]:
@@ -127,7 +160,8 @@ def table(rows: list[Row]) -> list[str]:
     return [*lines, f"versions and hashes{whose}: {', '.join(common)}"]
 
 
-def _row(cfg: RunConfig, topology: Topology, rank: int, device: torch.device, files: dict[str, str]) -> Row:
+def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[str, str]) -> Row:
+    rank = dist.get_rank()
     dp, tp = topology.coords(rank)
     tree = {
         f"{section}.{key}": value
@@ -136,6 +170,7 @@ def _row(cfg: RunConfig, topology: Topology, rank: int, device: torch.device, fi
     }
     return {
         "host": socket.gethostname(),
+        "problem": "",
         "rank": rank,
         "dp": dp,
         "tp": tp,
