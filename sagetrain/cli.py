@@ -125,14 +125,15 @@ def train(
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with _Errors(rank):
-        cfg, findings = _checked(config, overrides, world_size, show=rank == 0)
-        from sagetrain.train import roster
-        from sagetrain.train.trainer import Trainer
-
         try:
+            cfg, findings = _checked(config, overrides, world_size, show=rank == 0)
+            from sagetrain.train.trainer import Trainer
+
             trainer = Trainer(cfg, findings)
         except ConfigError as error:
-            roster.stay_out(cfg, error)
+            from sagetrain.train import roster
+
+            roster.stay_out(error)
             raise
         trainer.run()
     _leave_together()

@@ -24,6 +24,7 @@ from sagetrain.data.prepare import prepare
 from test_resume import BIN, ROOT, training_rows, write_config
 
 STEPS, STEP_TOKENS = 6, 256
+TORCHRUN = [BIN / "torchrun", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=run", "--rdzv-endpoint=node0:29400"]
 MISSING = [tool for tool in ("ip", "sshd", "ssh", "ssh-keygen", "pdsh", "unshare", "nsenter") if not shutil.which(tool)]
 
 pytestmark = [
@@ -251,10 +252,11 @@ def test_deepspeed_through_pdsh_is_bitwise_the_run_on_one_host(tmp_path, corpus,
 
 def test_torchrun_with_a_rendezvous_is_bitwise_the_run_on_one_host(tmp_path, corpus, cluster, reference) -> None:
     config = run_config(tmp_path, corpus, interface="eth1")
-    launcher = [BIN / "torchrun", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=run",
-                "--rdzv-endpoint=node0:29400"]  # fmt: skip
     with cluster.running():
-        processes = [start(host.command(tmp_path, *launcher), config, NCCL_DEBUG=host.name) for host in cluster.hosts]
+        processes = [
+            start(host.command(tmp_path, *TORCHRUN, "--nproc-per-node=2"), config, NCCL_DEBUG=host.name)
+            for host in cluster.hosts
+        ]
         assert [process.wait(timeout=240) for process in processes] == [0, 0], log_of(config)
     check_same(tmp_path / "run", reference)
     assert "warning: environment variable NCCL_DEBUG differs between hosts: node0 on node" in log_of(config)
@@ -280,4 +282,17 @@ def test_hosts_that_disagree_stop_before_anything_is_written(tmp_path, corpus, c
     assert "fix: copy tokenizer.model and the token files" in log
     for host in cluster.hosts:
         assert len(re.findall(rf"^{host.name}: .*the hosts of this run disagree", log, re.M)) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_host_without_the_data_ends_the_run_on_all_of_them_at_once(tmp_path, corpus, cluster) -> None:
+    config = run_config(tmp_path, corpus, interface="eth1", tp_size=1)
+    config.write_text(config.read_text().replace("timeout_minutes: 3", "timeout_minutes: 30"))
+    (tmp_path / "empty").mkdir()
+    with cluster.running(hides={corpus: tmp_path / "empty"}):
+        processes = [start(host.command(tmp_path, *TORCHRUN, "--nproc-per-node=1"), config) for host in cluster.hosts]
+        assert all(process.wait(timeout=90) for process in processes)
+    log = log_of(config)
+    assert "error: some hosts cannot take part in this run; nothing was started or written" in log
+    assert re.search(rf"on node1 \(rank .\): .*{corpus}", log)
     assert not (tmp_path / "run").exists()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import sagekernels
 import sagetrain
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.schema import RunConfig, TrainingConfig
 from sagetrain.parallel.topology import Topology
 from sagetrain.train.engine import init_distributed
 
@@ -72,17 +72,19 @@ def check_in(cfg: RunConfig, topology: Topology, device: torch.device, files: di
     _exchange(_row(cfg, topology, device, files))
 
 
-def stay_out(cfg: RunConfig, problem: ConfigError) -> None:
-    """Report that this rank cannot take part, so that ranks of other hosts need not wait until their timeout.
+def stay_out(problem: ConfigError) -> None:
+    """Report that this rank cannot take part, so that the other hosts need not wait for it until their timeout.
 
-    Does nothing if this is the only rank, or if the ranks have met already. Otherwise raises ConfigError on every rank.
+    Does nothing on a single host, whose launcher ends all ranks when one leaves, or if the ranks have met already.
+    Otherwise raises ConfigError, as on every other rank.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1 or dist.is_initialized():
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    # As torchrun and as deepspeed call it.
+    on_this_host = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size
+    if on_this_host == world_size or dist.is_initialized():
         return
-    device = init_distributed(cfg.training.timeout_minutes)
-    topology = Topology(world_size, cfg.parallel.tensor_parallel_size)
-    _exchange({**_row(cfg, topology, device, {}), "problem": str(problem)})
+    init_distributed(TrainingConfig.model_fields["timeout_minutes"].default)
+    _exchange({"host": socket.gethostname(), "rank": dist.get_rank(), "problem": str(problem)})
 
 
 def _exchange(row: Row) -> None:
