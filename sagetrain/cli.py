@@ -128,10 +128,17 @@ def train(
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with _Errors(rank):
-        cfg, findings = _checked(config, overrides, world_size, show=rank == 0)
-        from sagetrain.train.trainer import Trainer
+        try:
+            cfg, findings = _checked(config, overrides, world_size, show=rank == 0)
+            from sagetrain.train.trainer import Trainer
 
-        Trainer(cfg, findings).run()
+            trainer = Trainer(cfg, findings)
+        except ConfigError as error:
+            from sagetrain.train import roster
+
+            roster.stay_out(error)
+            raise
+        trainer.run()
     _leave_together()
 
 
@@ -195,8 +202,8 @@ def _checked(config: Path, overrides: list[str] | None, world_size: int, show: b
 class _Errors:
     """Turns the exceptions that users cause into a message on stderr and an exit code; others keep their traceback.
 
-    When all ranks fail alike, rank 0 says why and the launcher ends the others while they wait; a rank that fails
-    alone speaks for itself.
+    When all ranks fail alike, the first of a host says why and the launcher ends the others while they wait; a rank
+    that fails alone speaks for itself.
     """
 
     def __init__(self, rank: int = 0):
@@ -209,7 +216,7 @@ class _Errors:
         code = None if error is None else _exit_code(error)
         if code is not None:
             if self.rank:
-                time.sleep(5)
+                time.sleep(5 + 3 * int(os.environ.get("LOCAL_RANK", "0")))
             _warn(f"rank {self.rank}: error: {error}" if self.rank else f"error: {error}")
             _exit(code)
 

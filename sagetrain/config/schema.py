@@ -236,6 +236,9 @@ class TrainingConfig(Section):
     """torch.compile of the blocks; auto: on with a GPU and zero_stage below 3."""
     timeout_minutes: PositiveFloat = 30.0
     """How long a step, evaluation or save may be without progress before the run is ended as hung."""
+    network_interface: str | None = None
+    """Interface (eth0, ib0) that traffic between ranks binds to: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME are set to
+    it. May differ between hosts. Default: the libraries' own choice."""
 
 
 class EvaluationConfig(Section):

@@ -35,7 +35,7 @@ from sagetrain.model.attention import choose_backend, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.rng import rng_state, seed_everything, set_rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.train import checkpoint
+from sagetrain.train import checkpoint, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine, StepResult, init_distributed, resolved_zero_stage
 from sagetrain.train.guard import Ledger, TrainingError, Watchdog, check_consumed
@@ -44,6 +44,10 @@ from sagetrain.train.metrics import MetricsWriter, Throughput, memory_gib, peak_
 from sagetrain.train.tokens_per_step import tokens_per_step
 
 log = logging.getLogger("sagetrain")
+
+# Corpora up to this size are read through and compared with their checksum at the first start: a minute or less. Larger
+# ones are checked by their indexes, and each sequence when it is read.
+DEEP_CHECK_TOKENS = 16_000_000_000
 
 
 @dataclass
@@ -90,9 +94,9 @@ class Trainer:
         self.stream = self._stream(cfg.data.train)
         valid = self._stream(cfg.data.valid) if cfg.data.valid else None
         # One rank reads all tokens, once in the life of a run: later starts have the fingerprint in the checkpoint.
-        deep = os.environ.get("RANK", "0") == "0" and not self.checkpoints.exists()
+        first = os.environ.get("RANK", "0") == "0" and not self.checkpoints.exists()
         for stream in filter(None, (self.stream, valid)):
-            stream.validate(deep)
+            stream.validate(deep=first and stream.num_windows * cfg.data.seq_length < DEEP_CHECK_TOKENS)
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
         kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
@@ -100,11 +104,14 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
+        roster.use_interface(cfg.training.network_interface)
         self.stop = StopSignal()
         patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
         self.watchdog = Watchdog(self.run_dir / "stacks", rank, 60 * patience)
         self.device = init_distributed(2 * patience)  # the watchdog comes first: it can say more than a collective
         topology = Topology(dist.get_world_size(), cfg.parallel.tensor_parallel_size)
+        files = {"tokenizer": self.tokenizer_hash, "data.train": self.stream.fingerprint}
+        roster.check_in(cfg, topology, self.device, {**files, "data.valid": valid.fingerprint} if valid else files)
         self.groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
         self.main = dist.get_rank() == 0
         self._lock = self._claim_run_dir()

@@ -1,0 +1,247 @@
+"""Who takes part in a run: hosts, ranks, devices, and whether all of them brought the same things.
+
+Hosts of a cluster drift apart: an older checkout, another YAML file, a token file that was never copied again. Nothing
+would fail; the ranks would train different things. So every rank reports before anything is built or written, through
+the key-value store that the process group was made with: it works where the ranks' fast network does not, and with
+ranks whose versions could not exchange a tensor. Rank 0 prints a table and decides for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import sagekernels
+import sagetrain
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import RunConfig, TrainingConfig
+from sagetrain.parallel.topology import Topology
+from sagetrain.train.engine import init_distributed
+
+FIXES = {
+    "versions": "install the same versions on every host: pip install -c constraints.txt -e . in the same checkout",
+    "configuration": "start every host with the same YAML file and the same overrides",
+    "files": "copy tokenizer.model and the token files (.bin, .idx, .json) again from one host to the others, "
+    "or keep them in a folder that all hosts share",
+}
+"""What a host must share with the others, and what to do where it does not."""
+
+LOCAL_KEYS = ("training.network_interface",)
+"""Settings that describe a host and may differ between hosts."""
+
+Row = dict[str, Any]
+
+
+def use_interface(name: str | None) -> None:
+    """Bind what NCCL and gloo send between ranks to a network interface. Call before process groups exist.
+
+    Raises ConfigError if this host has no such interface.
+    """
+    if name is None:
+        return
+    names = [known for _, known in socket.if_nameindex()]
+    if name not in names:
+        raise ConfigError(
+            f"training.network_interface {name}: {socket.gethostname()} has no such interface, it has "
+            f"{', '.join(names)}. Name one of these (as an override on this host, if its name differs here), or null"
+        )
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # without "=" it is a prefix: eth1 would also take eth10
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def check_in(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[str, str]) -> None:
+    """Report this rank, wait for all others, and let rank 0 print who is there; collective.
+
+    Args:
+        files: hashes of what this host read, by name.
+
+    Raises:
+        ConfigError: on every rank, if hosts disagree in versions, configuration or files, or one cannot take part.
+    """
+    _exchange(_row(cfg, topology, device, files))
+
+
+def stay_out(problem: ConfigError) -> None:
+    """Report that this rank cannot take part, so that the other hosts need not wait for it until their timeout.
+
+    Does nothing on a single host, whose launcher ends all ranks when one leaves, or if the ranks have met already.
+    Otherwise raises ConfigError, as on every other rank.
+    """
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    # As torchrun and as deepspeed call it.
+    on_this_host = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size
+    if on_this_host == world_size or dist.is_initialized():
+        return
+    init_distributed(TrainingConfig.model_fields["timeout_minutes"].default)
+    _exchange({"host": socket.gethostname(), "rank": dist.get_rank(), "problem": str(problem)})
+
+
+def _exchange(row: Row) -> None:
+    """Rank 0 collects the rows, prints them and decides; ConfigError on every rank if the run cannot start."""
+    store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    store.set(f"roster/{rank}", json.dumps(row))
+    if rank == 0:
+        rows = [json.loads(store.get(f"roster/{other}")) for other in range(world_size)]
+        problem = _verdict(rows)
+        store.set("roster/verdict", json.dumps(problem))
+        if not any(row["problem"] for row in rows):
+            print("\n".join([*table(rows), *differing_environment(rows)]), file=sys.stderr, flush=True)
+    problem = json.loads(store.get("roster/verdict"))
+    if problem:
+        store.set(f"roster/read/{rank}", "")
+        if rank == 0:  # the store may live in this process: it leaves last
+            store.wait([f"roster/read/{other}" for other in range(world_size)])
+        raise ConfigError(problem)
+
+
+def _verdict(rows: list[Row]) -> str:
+    """Why the run cannot start, or nothing."""
+    problems = dict.fromkeys(row["problem"] for row in rows)
+    if list(problems) == [""]:
+        lines = disagreements(rows)
+        return "\n  ".join(["the hosts of this run disagree; nothing was started or written", *lines]) if lines else ""
+    if len(problems) == 1:  # all alike: nothing to tell apart
+        return rows[0]["problem"]
+    sides = [f"on {_where([r for r in rows if r['problem'] == text])}: {text}" for text in problems if text]
+    return "\n  ".join(["some hosts cannot take part in this run; nothing was started or written", *sides])
+
+
+def disagreements(rows: list[Row]) -> list[str]:
+    """One line for everything that must agree and does not, saying which host has what, and a fix for each kind."""
+    lines = []
+    for kind, fix in FIXES.items():
+        names = dict.fromkeys(name for row in rows for name in row[kind])
+        values = {name: [row[kind].get(name, "unset") for row in rows] for name in names}
+        differing = [f"{name}: {sides}" for name in names if (sides := _sides(rows, values[name]))]
+        lines += [*differing, f"  fix: {fix}"] if differing else []
+    return lines
+
+
+def differing_environment(rows: list[Row]) -> list[str]:
+    """Warnings about variables of the communication libraries that did not reach every host alike."""
+    names = sorted({name for row in rows for name in row["environment"]})
+    return [
+        f"warning: environment variable {name} differs between hosts: {sides}. Launchers pass few variables on; "
+        "launch/deepspeed_env.example says how they reach every host"
+        for name in names
+        if (sides := _sides(rows, [row["environment"].get(name, "unset") for row in rows]))
+    ]
+
+
+def table(rows: list[Row]) -> list[str]:
+    """The lines of the start-up table: one for a host, and one for what all of them have in common."""
+    cells = [("host", "ranks", "data parallel", "tensor parallel", "devices")]
+    for host, members in _by_host(rows).items():
+        devices = dict.fromkeys(row["device"] for row in members)
+        counts = (sum(row["device"] == device for row in members) for device in devices)
+        cells.append(
+            (
+                host,
+                *(_ranges(row[axis] for row in members) for axis in ("rank", "dp", "tp")),
+                ", ".join(f"{count} x {device}" for count, device in zip(counts, devices, strict=True)),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    first = rows[0]
+    common = [f"{name} {text}" for name, text in first["versions"].items()]
+    common += [f"configuration {hashlib.sha256(json.dumps(first['configuration']).encode()).hexdigest()[:12]}"]
+    common += [f"{name} {text}" for name, text in first["files"].items()]
+    whose = "" if not disagreements(rows) else f" ({first['host']})"
+    return [*lines, f"versions and hashes{whose}: {', '.join(common)}"]
+
+
+def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[str, str]) -> Row:
+    rank = dist.get_rank()
+    dp, tp = topology.coords(rank)
+    tree = {
+        f"{section}.{key}": value
+        for section, values in cfg.model_dump(mode="json").items()
+        for key, value in values.items()
+    }
+    return {
+        "host": socket.gethostname(),
+        "problem": "",
+        "rank": rank,
+        "dp": dp,
+        "tp": tp,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "versions": {
+            "sagetrain": f"{sagetrain.__version__} (sources {_source_hash()})",
+            "torch": torch.__version__,
+            "triton": _installed("triton"),
+            "deepspeed": _installed("deepspeed"),
+            "python": ".".join(platform.python_version_tuple()[:2]),
+        },
+        "configuration": {name: value for name, value in tree.items() if name not in LOCAL_KEYS},
+        "files": {name: digest[:12] for name, digest in files.items()},
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_")) or name == "OMP_NUM_THREADS"
+        },
+    }
+
+
+def _source_hash() -> str:
+    """A hash of the code that runs: two checkouts may differ and call themselves by one version."""
+    digest = hashlib.sha256()
+    for package in (sagetrain, sagekernels):
+        folder = Path(package.__file__).parent
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _sides(rows: list[Row], values: list[Any]) -> str:
+    """`x on node0 (ranks 0..7); y on node1 (ranks 8..15)`, or nothing if all values are equal."""
+    sides: dict[str, list[Row]] = {}
+    for row, value in zip(rows, values, strict=True):
+        text = value if isinstance(value, str) else json.dumps(value)
+        sides.setdefault(text, []).append(row)
+    return "; ".join(f"{text} on {_where(members)}" for text, members in sides.items()) if len(sides) > 1 else ""
+
+
+def _where(rows: list[Row], most: int = 3) -> str:
+    hosts = _by_host(rows)
+    named = [
+        f"{host} (rank{'s' * (len(members) > 1)} {_ranges(row['rank'] for row in members)})"
+        for host, members in list(hosts.items())[:most]
+    ]
+    return ", ".join(named) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
+
+
+def _by_host(rows: list[Row]) -> dict[str, list[Row]]:
+    hosts: dict[str, list[Row]] = {}
+    for row in rows:
+        hosts.setdefault(row["host"], []).append(row)
+    return hosts
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """0, 1, 2, 3, 6 -> `0..3, 6`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)

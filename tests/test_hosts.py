@@ -1,0 +1,298 @@
+"""Two hosts on one machine: network namespaces with links of their own, host names, sshd, and real launchers.
+
+Each host has eth0 (10.77.0.x: ssh, rendezvous) and eth1 (10.77.1.x), the network that the runs name for the traffic
+between ranks. Everything lives in the namespaces and ends with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from sagetrain.data.prepare import prepare
+from test_resume import BIN, ROOT, training_rows, write_config
+
+STEPS, STEP_TOKENS = 6, 256
+TORCHRUN = [BIN / "torchrun", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=run", "--rdzv-endpoint=node0:29400"]
+MISSING = [tool for tool in ("ip", "sshd", "ssh", "ssh-keygen", "pdsh", "unshare", "nsenter") if not shutil.which(tool)]
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (iproute2, openssh-server, pdsh)"),
+]
+
+
+class Host:
+    """A network namespace with its own host name, /etc/hosts and sshd."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.name = f"node{number}"
+        self.namespace = f"sagetrain{os.getpid()}{self.name}"
+        self.folder, self.number = folder, number
+
+    def start(self, hides: dict[Path, Path]) -> None:
+        """Start sshd; in this host alone, the files that `hides` names show the content of others."""
+        binds = {Path("/etc/hosts"): self.folder / "hosts", **hides}
+        mounts = "".join(f"mount --bind {shown} {hidden} && " for hidden, shown in binds.items())
+        sshd = f"{shutil.which('sshd')} -D -e -f {self.folder}/sshd_config"
+        command = f"hostname {self.name} && mount --make-rprivate / && {mounts} exec {sshd}"
+        self.sshd = subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts", "bash", "-c", command],
+            stderr=(self.folder / f"{self.name}.sshd.log").open("w"),
+        )
+
+    def command(self, folder: Path, *words: object) -> list[str]:
+        """A command as run on this host, in a folder."""
+        enter = ["nsenter", f"--target={self.sshd.pid}", "--net", "--mount", "--uts", "env", f"--chdir={folder}"]
+        return [*enter, *map(str, words)]
+
+    def sent(self, interface: str) -> int:
+        """Bytes that have left through an interface."""
+        counter = f"/sys/class/net/{interface}/statistics/tx_bytes"
+        return int(subprocess.check_output(["ip", "netns", "exec", self.namespace, "cat", counter]))
+
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in subprocess.check_output(["ip", "netns", "pids", self.namespace]).split()]
+
+    def environment_of_a_rank(self) -> dict[str, str]:
+        """Wait for a rank to run on this host, and read its environment."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for pid in self.pids():
+                try:
+                    pairs = [pair.partition("=") for pair in Path(f"/proc/{pid}/environ").read_text().split("\0")]
+                except (FileNotFoundError, ProcessLookupError):  # gone meanwhile
+                    continue
+                environment = {name: value for name, _, value in pairs}
+                if "LOCAL_RANK" in environment:
+                    return environment
+            time.sleep(0.1)
+        raise AssertionError(f"no rank on {self.name}")
+
+    def kill(self) -> None:
+        """End every process of the namespace, by number."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.sshd.wait()
+
+
+class Cluster:
+    """Two hosts, and the way to start something on them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.hosts = [Host(number, folder) for number in (0, 1)]
+
+    def network(self) -> None:
+        """Join two namespaces by two cables; nothing appears outside of them."""
+        first, second = (host.namespace for host in self.hosts)
+        for namespace in (first, second):
+            _do("ip", "netns", "add", namespace)
+            _do("ip", "-n", namespace, "link", "set", "lo", "up")
+        for i in (0, 1):
+            cable = ["type", "veth", "peer", "name", f"eth{i}", "netns", second]
+            _do("ip", "-n", first, "link", "add", f"eth{i}", *cable)
+            for host in self.hosts:
+                _do("ip", "-n", host.namespace, "address", "add", f"10.77.{i}.{host.number + 1}/24", "dev", f"eth{i}")
+                _do("ip", "-n", host.namespace, "link", "set", f"eth{i}", "up")
+
+    def ssh_files(self) -> None:
+        """Keys and settings of sshd and ssh, used by nothing but this test."""
+        folder = self.folder
+        _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
+        shutil.copy(folder / "key.pub", folder / "authorized_keys")
+        (folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 node0\n10.77.0.2 node1\n")
+        (folder / "sshd_config").write_text(
+            f"HostKey {folder}/key\nAuthorizedKeysFile {folder}/authorized_keys\nPidFile none\nStrictModes no\n"
+            "PermitRootLogin yes\nUsePAM no\nPasswordAuthentication no\n"
+        )
+        (folder / "ssh_config").write_text(
+            f"IdentityFile {folder}/key\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
+        )
+        (folder / "hostfile").write_text("node0 slots=2\nnode1 slots=2\n")
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd insists on it
+
+    def up(self, hides: dict[Path, Path] | None = None) -> None:
+        """Start both hosts and wait for their sshd; `hides` holds for the second."""
+        for host in self.hosts:
+            host.start(hides if hides and host.number else {})
+        deadline = time.monotonic() + 20
+        for host in self.hosts:
+            while "listening" not in (self.folder / f"{host.name}.sshd.log").read_text():
+                assert host.sshd.poll() is None, (self.folder / f"{host.name}.sshd.log").read_text()
+                assert time.monotonic() < deadline, "sshd did not start"
+                time.sleep(0.05)
+
+    @contextlib.contextmanager
+    def running(self, hides: dict[Path, Path] | None = None) -> Iterator[None]:
+        """Both hosts up; whatever they run ends with the block."""
+        try:
+            self.up(hides)
+            yield
+        finally:
+            for host in self.hosts:
+                host.kill()
+
+    def deepspeed(self, config: Path, *options: str) -> subprocess.Popen:
+        """`deepspeed --hostfile` on the first host, which reaches both through pdsh and ssh."""
+        where = [f"--hostfile={self.folder}/hostfile", "--no_ssh_check", "--master_addr=node0", *options]
+        ssh = {"PDSH_SSH_ARGS_APPEND": f"-F {self.folder}/ssh_config"}
+        return start(self.hosts[0].command(config.parent, BIN / "deepspeed", *where), config, **ssh)
+
+
+def start(launcher: list[str], config: Path, **environment: str) -> subprocess.Popen:
+    """Start training; output goes beside the configuration."""
+    fixed = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.Popen(
+        [*launcher, str(ROOT / "launch/train.py"), "--config", str(config)],
+        env={**os.environ, **fixed, **environment},
+        cwd=config.parent,
+        stdout=config.with_suffix(".log").open("a"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def run_config(folder: Path, corpus: Path, interface: str | None, tp_size: int = 2) -> Path:
+    """Six steps; what tensor parallelism leaves of the ranks is data parallel."""
+    return write_config(
+        folder / "run.yaml",
+        corpus,
+        folder / "run",
+        tp_size=tp_size,
+        data={"valid": []},
+        tokens_per_step={"stages": [{"from_tokens": 0, "tokens": STEP_TOKENS}]},
+        training={
+            "total_tokens": STEPS * STEP_TOKENS,
+            "network_interface": interface,
+            "timeout_minutes": 3,
+        },
+    )
+
+
+def final_tensors(run_dir: Path) -> dict:
+    folder = run_dir / "checkpoints" / f"step-{STEPS:08d}"
+    return {f"{file.name}|{k}": v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def check_same(run_dir: Path, reference: Path) -> None:
+    ours, theirs = final_tensors(run_dir), final_tensors(reference)
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if not ours[key].equal(theirs[key])] == []
+    assert training_rows(run_dir) == training_rows(reference)
+    assert len(training_rows(run_dir)) == STEPS
+
+
+def log_of(config: Path) -> str:
+    return config.with_suffix(".log").read_text()
+
+
+def _do(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("cluster"))
+    try:
+        try:
+            made.network()
+        except subprocess.CalledProcessError as error:
+            if "not permitted" in error.stderr or "denied" in error.stderr:
+                pytest.skip(f"this machine makes no network namespaces: {error.stderr.strip()}")
+            raise
+        made.ssh_files()
+        yield made
+    finally:
+        for host in made.hosts:
+            subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, corpus) -> Path:
+    """Run folder of the same four ranks on one host."""
+    config = run_config(tmp_path_factory.mktemp("reference"), corpus, interface=None)
+    process = start([str(BIN / "torchrun"), "--standalone", "--nproc-per-node=4"], config)
+    assert process.wait(timeout=240) == 0, log_of(config)
+    return config.parent / "run"
+
+
+def test_deepspeed_through_pdsh_is_bitwise_the_run_on_one_host(tmp_path, corpus, cluster, reference) -> None:
+    config = run_config(tmp_path, corpus, interface="eth1")
+    example = (ROOT / "launch/deepspeed_env.example").read_text()
+    (tmp_path / ".deepspeed_env").write_text(example + "OMP_NUM_THREADS=1\n")
+    with cluster.running():
+        before = [cluster.hosts[0].sent(interface) for interface in ("eth0", "eth1")]
+        process = cluster.deepspeed(config)
+        environment = cluster.hosts[1].environment_of_a_rank()
+        assert process.wait(timeout=240) == 0, log_of(config)
+        eth0, eth1 = (cluster.hosts[0].sent(f"eth{i}") - before[i] for i in (0, 1))
+    check_same(tmp_path / "run", reference)
+    log = log_of(config)
+    assert re.search(r"node0 +0\.\.1 +0 +0\.\.1 +2 x cpu", log)
+    assert re.search(r"node1 +2\.\.3 +1 +0\.\.1 +2 x cpu", log)
+    assert log.count("versions and hashes: sagetrain ") == 1
+    assert environment["NCCL_DEBUG"] == "WARN"  # of the example
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert "differs between hosts" not in log
+    assert eth1 > 1_000_000 > 100_000 > eth0  # gradients took the network that the configuration names
+
+
+def test_torchrun_with_a_rendezvous_is_bitwise_the_run_on_one_host(tmp_path, corpus, cluster, reference) -> None:
+    config = run_config(tmp_path, corpus, interface="eth1")
+    with cluster.running():
+        processes = [
+            start(host.command(tmp_path, *TORCHRUN, "--nproc-per-node=2"), config, NCCL_DEBUG=host.name)
+            for host in cluster.hosts
+        ]
+        assert [process.wait(timeout=240) for process in processes] == [0, 0], log_of(config)
+    check_same(tmp_path / "run", reference)
+    assert "warning: environment variable NCCL_DEBUG differs between hosts: node0 on node" in log_of(config)
+
+
+def test_hosts_that_disagree_stop_before_anything_is_written(tmp_path, corpus, cluster) -> None:
+    """The second host has an older copy of the YAML file, and text prepared with another tokenizer."""
+    config = run_config(tmp_path, corpus, interface="eth1", tp_size=1)
+    older = tmp_path / "older.yaml"
+    older.write_text(config.read_text().replace("timeout_minutes: 3", "timeout_minutes: 3\n  seed: 5"))
+    other_corpus = tmp_path / "corpus"
+    text = [str(Path(json.__file__).parent)]
+    prepare(text, other_corpus / "train", glob="*.py", vocab_size=400, valid_fraction=0.2, say=lambda text: None)
+    with cluster.running(hides={config: older, corpus: other_corpus}):
+        process = cluster.deepspeed(config, "--num_accelerators=1", "--force_multi")
+        assert process.wait(timeout=120) == 2, log_of(config)
+    log = log_of(config)
+    assert "error: the hosts of this run disagree; nothing was started or written" in log
+    assert "training.seed: 0 on node0 (rank 0); 5 on node1 (rank 1)" in log
+    assert "fix: start every host with the same YAML file" in log
+    for name in ("tokenizer", "data.train"):
+        assert re.search(rf"{name}: [0-9a-f]{{12}} on node0 \(rank 0\); [0-9a-f]{{12}} on node1 \(rank 1\)", log)
+    assert "fix: copy tokenizer.model and the token files" in log
+    for host in cluster.hosts:
+        assert len(re.findall(rf"^{host.name}: .*the hosts of this run disagree", log, re.M)) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_host_without_the_data_ends_the_run_on_all_of_them_at_once(tmp_path, corpus, cluster) -> None:
+    config = run_config(tmp_path, corpus, interface="eth1", tp_size=1)
+    config.write_text(config.read_text().replace("timeout_minutes: 3", "timeout_minutes: 30"))
+    (tmp_path / "empty").mkdir()
+    with cluster.running(hides={corpus: tmp_path / "empty"}):
+        processes = [start(host.command(tmp_path, *TORCHRUN, "--nproc-per-node=1"), config) for host in cluster.hosts]
+        assert all(process.wait(timeout=90) for process in processes)
+    log = log_of(config)
+    assert "error: some hosts cannot take part in this run; nothing was started or written" in log
+    assert re.search(rf"on node1 \(rank .\): .*{corpus}", log)
+    assert not (tmp_path / "run").exists()

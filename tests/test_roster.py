@@ -1,0 +1,102 @@
+"""The start-up table and what hosts may not disagree in; tests/test_hosts.py sees both at work."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+
+import pytest
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.train import roster
+
+
+def rows(hosts: int = 2, per_host: int = 2) -> list[roster.Row]:
+    """Ranks that agree, tensor parallel inside a host."""
+    return [
+        {
+            "host": f"node{rank // per_host}",
+            "problem": "",
+            "rank": rank,
+            "dp": rank // per_host,
+            "tp": rank % per_host,
+            "device": "NVIDIA H200",
+            "versions": {"sagetrain": "1 (sources ab)", "torch": "2.9.0"},
+            "configuration": {"training.seed": 0, "model.vocab_size": None},
+            "files": {"tokenizer": "0123"},
+            "environment": {"NCCL_DEBUG": "WARN"},
+        }
+        for rank in range(hosts * per_host)
+    ]
+
+
+def test_a_line_a_host_and_one_for_all() -> None:
+    mixed = rows()
+    mixed[3]["device"] = "NVIDIA H100"
+    *head, last = roster.table(mixed)
+    assert [line.split("  ")[0] for line in head] == ["host", "node0", "node1"]
+    assert head[1].endswith("0..1             2 x NVIDIA H200")
+    assert head[2].endswith("1 x NVIDIA H200, 1 x NVIDIA H100")
+    assert last.startswith("versions and hashes: sagetrain 1 (sources ab), torch 2.9.0, configuration ")
+    assert roster.disagreements(mixed) == [] == roster.differing_environment(mixed)
+
+
+def test_both_sides_are_named_and_every_kind_has_its_fix() -> None:
+    differing = rows()
+    for row in differing[2:]:
+        row["versions"]["torch"] = "2.8.0"
+        row["configuration"] = {"training.seed": 5, "model.vocab_size": 512}
+        row["files"] = {**row["files"], "data.valid": "45"}
+    text = "\n".join(roster.disagreements(differing))
+    assert "torch: 2.9.0 on node0 (ranks 0..1); 2.8.0 on node1 (ranks 2..3)\n  fix: install" in text
+    assert "training.seed: 0 on node0 (ranks 0..1); 5 on node1 (ranks 2..3)" in text
+    assert "model.vocab_size: null on node0 (ranks 0..1); 512 on node1" in text
+    assert "data.valid: unset on node0 (ranks 0..1); 45 on node1 (ranks 2..3)\n  fix: copy" in text
+    assert "sagetrain" not in text
+    assert "tokenizer:" not in text
+
+
+def test_a_host_that_cannot_take_part_is_named_and_all_alike_is_the_bare_problem() -> None:
+    failing = rows()
+    assert roster._verdict(failing) == ""
+    failing[2]["problem"] = failing[3]["problem"] = "no such file: x.bin"
+    first, second = roster._verdict(failing).split("\n  ")
+    assert first == "some hosts cannot take part in this run; nothing was started or written"
+    assert second == "on node1 (ranks 2..3): no such file: x.bin"
+    assert roster._verdict(failing[2:]) == "no such file: x.bin"
+
+
+def test_many_hosts_stay_readable() -> None:
+    differing = rows(hosts=100)
+    differing[7] = copy.deepcopy(differing[7])
+    differing[7]["versions"]["torch"] = "2.8.0"
+    line, _ = roster.disagreements(differing)
+    assert line == (
+        "torch: 2.9.0 on node0 (ranks 0..1), node1 (ranks 2..3), node2 (ranks 4..5) and 97 more; "
+        "2.8.0 on node3 (rank 7)"
+    )
+
+
+def test_a_variable_that_reached_one_host_only_is_a_warning() -> None:
+    differing = rows()
+    for row in differing[2:]:
+        row["environment"] = {}
+    (line,) = roster.differing_environment(differing)
+    assert "NCCL_DEBUG differs between hosts: WARN on node0 (ranks 0..1); unset on node1 (ranks 2..3)." in line
+
+
+def test_ranges() -> None:
+    assert roster._ranges([3, 0, 1, 6, 6, 7, 9]) == "0..1, 3, 6..7, 9"
+
+
+def test_an_interface_is_set_for_both_libraries_or_refused(monkeypatch) -> None:
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "before")
+    roster.use_interface(None)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "before"
+    roster.use_interface("lo")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    with pytest.raises(ConfigError, match=f"ib7: {socket.gethostname()} has no such interface, it has .*lo"):
+        roster.use_interface("ib7")

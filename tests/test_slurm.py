@@ -1,0 +1,67 @@
+"""launch/slurm.sbatch with stand-ins for srun and scontrol: the ranks, the signals and the requeueing are real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from test_resume import BIN, ROOT, free_port, training_rows, write_config
+
+SRUN = f"""#!{sys.executable}
+# Starts the tasks, passes signals on, ends with the worst exit code: what srun promises.
+import os, signal, subprocess, sys
+assert sys.argv[1] == "--kill-on-bad-exit=1"
+command = sys.argv[2:]
+count = int(os.environ["SLURM_NTASKS"])
+tasks = [
+    subprocess.Popen(command, env={{**os.environ, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}})
+    for i in range(count)
+]
+def forward(number, frame):
+    for task in tasks:
+        task.send_signal(number)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, forward)
+sys.exit(max(task.wait() for task in tasks))
+"""
+SCONTROL = """#!/bin/sh
+case $1 in
+  show) echo 127.0.0.1 ;;
+  requeue) echo "requeued $2" ;;
+esac
+"""
+
+
+def submit(folder: Path, config: Path) -> subprocess.Popen:
+    """What sbatch does with the script, for a job of two tasks on one host."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "here", "SLURM_NTASKS": "2"}
+    path = os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])
+    return subprocess.Popen(
+        ["bash", str(ROOT / "launch/slurm.sbatch"), str(config)],
+        env={**os.environ, **job, "PATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        stdout=config.with_suffix(".log").open("a"),
+        stderr=subprocess.STDOUT,
+    )
+
+
+def test_a_signal_saves_and_requeues_and_the_job_finishes(tmp_path, corpus) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, data={"valid": []})
+    log, metrics = config.with_suffix(".log"), tmp_path / "run" / "metrics.jsonl"
+    job, deadline = submit(tmp_path, config), time.monotonic() + 120
+    while not (metrics.exists() and '"step": 13,' in metrics.read_text()):
+        assert job.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=60) == 0, log.read_text()[-3000:]
+    assert "stopped by SIGUSR1 with a checkpoint: requeueing" in log.read_text()
+    assert submit(tmp_path, config).wait(timeout=120) == 0, log.read_text()[-3000:]
+    assert log.read_text().count("\nrequeued ") == 1  # finished: not again
+    assert [row["step"] for row in training_rows(tmp_path / "run")] == list(range(1, 41))
