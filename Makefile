@@ -7,7 +7,7 @@ SHELL := /bin/bash
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test host-tools check fmt test-gpu bench clean
+.PHONY: help install quickstart test host-tools host-tools check fmt test-gpu bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -23,11 +23,11 @@ install: $(STAMP)  ## create .venv with the tested versions
 quickstart: $(STAMP)  ## train, stop, resume and evaluate a small model on this machine (about 5 minutes, no GPU needed)
 	$(BIN)/python launch/quickstart.py
 
-test: $(STAMP) host-tools  ## the whole test suite, CPU only
+test: $(STAMP)  ## the whole test suite, CPU only
 	$(BIN)/python -m pytest -q --ignore=tests/gpu
 
 HOST_PACKAGES := iproute2 openssh-client openssh-server pdsh
-host-tools:  # what tests/test_hosts.py makes two hosts of; only root on Debian can have it, elsewhere that file is skipped
+host-tools:  ## as root on Debian: install what tests/test_hosts.py makes two hosts of (elsewhere that file is skipped)
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get && ! { command -v ip && command -v sshd && command -v pdsh; }; then \
 	    export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1; \
 	    { apt-get update && apt-get install -y --no-install-recommends $(HOST_PACKAGES); } || true; \

@@ -118,13 +118,14 @@ def test_the_command_line_loads_nothing_heavy():
     assert not used & {"torch", "deepspeed", "triton", "datasets", "numpy", "sagekernels"}
 
 
-def test_only_trainer_and_engine_see_the_whole_configuration():
-    """Everything else gets its section. Tools that look at a run from outside (plan, eval) are not part of it."""
+def test_few_see_the_whole_configuration():
+    """Trainer, engine, and the roster that compares it between hosts; everything else gets its section. Tools that look at a run from outside (plan, eval) are not part of it."""
     whole = {name_of(path) for path in SOURCES if "sagetrain.config.schema.RunConfig" in imports(path)}
     inside = {path for path in whole if not path.startswith("sagetrain/config/")}
     assert inside <= {
         "sagetrain/train/trainer.py",
         "sagetrain/train/engine.py",
+        "sagetrain/train/roster.py",
         "sagetrain/model/accounting.py",
         "sagetrain/inference.py",
         "sagetrain/plan.py",

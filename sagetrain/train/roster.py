@@ -16,13 +16,13 @@ import socket
 import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import sagekernels
 import sagetrain
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import RunConfig, TrainingConfig
@@ -197,8 +197,8 @@ def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[s
 def _source_hash() -> str:
     """A hash of the code that runs: two checkouts may differ and call themselves by one version."""
     digest = hashlib.sha256()
-    for package in (sagetrain, sagekernels):
-        folder = Path(package.__file__).parent
+    for package in ("sagetrain", "sagekernels"):
+        folder = Path(find_spec(package).origin).parent
         for file in sorted(folder.rglob("*.py")):
             digest.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:12]
