@@ -119,7 +119,8 @@ def test_the_command_line_loads_nothing_heavy():
 
 
 def test_few_see_the_whole_configuration():
-    """Trainer, engine, and the roster that compares it between hosts; everything else gets its section. Tools that look at a run from outside (plan, eval) are not part of it."""
+    """Trainer, engine, and the roster that compares it between hosts; everything else gets its section. Tools that
+    look at a run from outside (plan, eval) are not part of it."""
     whole = {name_of(path) for path in SOURCES if "sagetrain.config.schema.RunConfig" in imports(path)}
     inside = {path for path in whole if not path.startswith("sagetrain/config/")}
     assert inside <= {
