@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -199,3 +201,35 @@ def test_an_unknown_format_is_refused(tmp_path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
     with pytest.raises(CheckpointError, match="format 99, this SageTrain reads format 1"):
         Reader(path.parent)
+
+
+class Malicious:
+    """Unpickling this creates a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_checkpoint_runs_no_code(tmp_path) -> None:
+    """Even one whose manifest vouches for it."""
+    write_plain(tmp_path / "run", 1, 10)
+    folder, ran = tmp_path / "run" / "step-00000001", tmp_path / "ran"
+    (folder / "rng-00000.pt").write_bytes(pickle.dumps(Malicious(ran)))
+    torch.save({"torch": Malicious(ran)}, folder / "rng-00001.pt")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in ("rng-00000.pt", "rng-00001.pt"):
+        content = (folder / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.newest_whole(tmp_path / "run", print)[0] == folder
+    with Reader(folder) as reader:
+        for rank in (0, 1):
+            with pytest.raises(CheckpointError, match="cannot be read as data"):
+                reader.rng(rank)
+    assert not ran.exists()
+    with (folder / "rng-00000.pt").open("rb") as file:
+        pickle.load(file).close()  # what an unsafe reader would have done
+    assert ran.exists()

@@ -21,6 +21,7 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -290,7 +291,12 @@ class Reader:
     def rng(self, rank: int) -> dict[str, Any] | None:
         """Random-number state of one rank; None if the checkpoint was written by fewer ranks."""
         name = f"rng-{rank:05d}.pt"
-        return torch.load(self.folder / name, weights_only=True) if name in self.manifest["files"] else None
+        if name not in self.manifest["files"]:
+            return None
+        try:
+            return torch.load(self.folder / name, weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{self.folder / name} cannot be read as data: {error}") from error
 
 
 def check_shapes(reader: Reader, shapes: dict[str, tuple[int, ...]]) -> None:
