@@ -28,8 +28,6 @@ from sagetrain.parallel.topology import Mpu, ParallelGroups
 from sagetrain.train.guard import fold
 from sagetrain.train.optimizer import build_optimizer
 
-GENERATED_BY = "written by SageTrain from the run's YAML; edits here have no effect"
-
 
 def init_distributed(timeout_minutes: float) -> torch.device:
     """Join the process group named by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* and return this rank's device.
