@@ -45,8 +45,11 @@ def as_shifted_codes(x):
 
 @triton.jit
 def inverse_scale(largest):
-    """127 / max|X|, and 0 for a group of zeros: what to multiply by before rounding."""
-    return tl.where(largest > SMALLEST_INVERTIBLE, 127.0 / largest, 0.0)
+    """127 / max|X|, and 0 for a group of zeros: what to multiply by before rounding.
+
+    Divided exactly: 16-bit inputs often lie half way between two codes, where the last bit decides.
+    """
+    return tl.where(largest > SMALLEST_INVERTIBLE, tl.div_rn(tl.zeros_like(largest) + 127.0, largest), 0.0)
 
 
 @triton.jit

@@ -6,6 +6,8 @@ attention works on single tokens, and because shards along the sequence are then
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import torch
@@ -191,18 +193,25 @@ class Transformer(nn.Module):
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
         return TokenLayout(num_sequences, cos, sin, cu_seqlens, max_seqlen, mask)
 
-    @torch.no_grad()
     def _initialize(self, groups: ParallelGroups, seed: int) -> None:
         """Gains are 1; weights are normal with init_std, over sqrt(2 num_layers) into the residual stream.
 
-        Every weight is drawn in full from a generator named after it, then sliced.
+        Every weight is drawn in full from a generator named after it, then sliced; several at a time, since one
+        generator keeps one core busy.
         """
-        for name, parameter in self.named_parameters():
+
+        @torch.no_grad()
+        def fill(named: tuple[str, nn.Parameter]) -> None:
+            name, parameter = named
             if name.endswith(".gain"):
                 parameter.fill_(1)
-                continue
+                return
             std = self.config.init_std
             if name.endswith((".attention.out.weight", ".mlp.down.weight")):
                 std /= (2 * self.config.num_layers) ** 0.5
             full = torch.empty(parameter.global_shape).normal_(0, std, generator=named_generator(seed, name))
             parameter.copy_(shard(full, parameter.tp_dim, groups))
+
+        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        with ThreadPoolExecutor(max(1, min(8, cores))) as pool:
+            list(pool.map(fill, self.named_parameters()))

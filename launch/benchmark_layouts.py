@@ -1,0 +1,212 @@
+"""Train a few steps at each of several layouts on this host's GPUs and print tokens/s, scaling, MFU and memory.
+
+    python3 launch/benchmark_layouts.py --config configs/1b.yaml --layouts tp1,dp4,dp4-z3,tp4,tp4-sp \\
+        data.train.0.path=data/corpus/train data.micro_batch_size=8
+
+A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context parallel), z (ZeRO stage, 1 unless
+said) and sp (sequence parallel); what is left out is 1. Each is a real run of launch/train.py through the deepspeed
+launcher with `--accumulation` micro-steps a step; those that leave GPUs free run side by side. Nothing is saved: a run
+is killed when it has enough steps. Scaling is tokens/s per GPU against the first layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.fit import padded_vocab_size
+from sagetrain.config.load import load_config
+from sagetrain.config.schema import RunConfig
+from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.model.accounting import memory_per_rank
+
+ROOT = Path(__file__).resolve().parent.parent
+WARM_UP = 2  # steps that compile and fill caches
+KEYS = {"tp": "tensor_parallel_size", "z": "zero_stage"}
+
+
+@dataclass
+class Layout:
+    """One row of the table and the run that measures it."""
+
+    name: str
+    sizes: dict[str, int] = field(default_factory=lambda: {"tp": 1, "dp": 1, "cp": 1, "z": 1, "sp": 0})
+    gpus: list[int] = field(default_factory=list)
+    process: subprocess.Popen | None = None
+    error: str = ""
+    rate: float = 0.0
+    mfu: float = 0.0
+    memory: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """`tp2-dp2-z3-sp`."""
+        layout = cls(text)
+        for part in text.split("-"):
+            match = re.fullmatch(r"(tp|dp|cp|z)(\d+)|sp", part)
+            if not match:
+                raise argparse.ArgumentTypeError(f"{text!r}: {part!r} is not one of tpN, dpN, cpN, zN and sp")
+            layout.sizes[match[1] or "sp"] = int(match[2] or 1)
+        return layout
+
+    @property
+    def world_size(self) -> int:
+        return self.sizes["tp"] * self.sizes["dp"] * self.sizes["cp"]
+
+    def overrides(self, run_dir: Path, cfg: RunConfig, accumulation: int, steps: int) -> list[str]:
+        """Settings of its run."""
+        size = cfg.data.micro_batch_size * cfg.data.seq_length * self.sizes["dp"] * accumulation
+        return [
+            *(f"parallel.{key}={self.sizes[name]}" for name, key in KEYS.items()),
+            f"parallel.sequence_parallel={'true' if self.sizes['sp'] else 'false'}",
+            f"tokens_per_step={{schedule: constant, tokens: {size}}}",
+            f"training.total_tokens={1000 * steps * size}",
+            f"training.run_dir={run_dir}",
+            "data.valid=[]",
+            "logging.every_steps=1",
+        ]
+
+
+def parse_layouts(text: str) -> list[Layout]:
+    """`tp1,dp4-z3`."""
+    return [Layout.parse(name) for name in text.split(",")]
+
+
+def devices() -> int:
+    """GPUs of this host, or cores where there is none (to try the script out)."""
+    return torch.cuda.device_count() or os.cpu_count() or 1
+
+
+def start(layout: Layout, gpus: list[int], arguments: argparse.Namespace, cfg: RunConfig, folder: Path) -> None:
+    """Start its run on these GPUs."""
+    layout.gpus = gpus
+    overrides = layout.overrides(folder, cfg, arguments.accumulation, arguments.steps)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = (folder / "log.txt").open("w")
+    where = ["--include", f"localhost:{','.join(map(str, gpus))}"]
+    if not torch.cuda.is_available():
+        where = ["--num_accelerators", str(len(gpus))]
+    command = ["deepspeed", *where, "--master_port", str(29600 + gpus[0])]
+    command += ["launch/train.py", "--config", arguments.config, *arguments.overrides, *overrides]
+    layout.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+
+
+def rows(folder: Path) -> list[dict]:
+    """Steps that a run has reported."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [row for row in map(json.loads, lines) if "train/loss" in row]
+
+
+def finished(layout: Layout, folder: Path, steps: int) -> bool:
+    """Whether a run has its steps, or ended without them; takes its figures then, and ends it."""
+    found = rows(folder)
+    if len(found) < WARM_UP + steps and layout.process.poll() is None:
+        return False
+    kill(layout)
+    if len(found) < WARM_UP + steps:
+        text = (folder / "log.txt").read_text()
+        said = [line for line in text.splitlines() if "Error" in line or "error" in line] or text.splitlines() or [""]
+        layout.error = said[-1].strip()[:150]
+        return True
+    timed = found[WARM_UP : WARM_UP + steps]
+    layout.rate = statistics.median(row["perf/tokens_per_second"] for row in timed)
+    layout.mfu = statistics.median(row.get("perf/mfu", 0.0) for row in timed)
+    layout.memory = timed[-1]["perf/memory_gib"]
+    return True
+
+
+def kill(layout: Layout) -> None:
+    """End a run at once: it would save a checkpoint that nobody wants."""
+    if layout.process and layout.process.poll() is None:
+        os.killpg(layout.process.pid, signal.SIGKILL)
+        layout.process.wait()
+
+
+def measure(layouts: list[Layout], arguments: argparse.Namespace, cfg: RunConfig, console: Console) -> None:
+    """Run all of them, as many at a time as there are GPUs for, in the order given."""
+    free, waiting, running = list(range(devices())), list(layouts), []
+    folder = Path(arguments.output)
+    try:
+        while waiting or running:
+            while waiting and waiting[0].world_size <= len(free):
+                layout = waiting.pop(0)
+                gpus, free = free[: layout.world_size], free[layout.world_size :]
+                start(layout, gpus, arguments, cfg, folder / layout.name)
+                running.append(layout)
+            for layout in [x for x in running if finished(x, folder / x.name, arguments.steps)]:
+                running.remove(layout)
+                free = sorted(free + layout.gpus)
+                console.print(f"{layout.name}: {layout.error or f'{layout.rate:,.0f} tokens/s'}")
+            time.sleep(0.5)
+    finally:
+        for layout in running:
+            kill(layout)
+
+
+def table(layouts: list[Layout], arguments: argparse.Namespace, vocab_size: int) -> Table:
+    """The result."""
+    first = next((x for x in layouts if x.rate), None)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    shown = Table(title=f"{arguments.config}, {device}", title_justify="left")
+    for column in ("layout", "GPUs", "tokens/s", "per GPU", "scaling", "MFU", "memory", "predicted"):
+        shown.add_column(column, justify="left" if column == "layout" else "right")
+    for layout in layouts:
+        if layout.error:
+            shown.add_row(layout.name, str(layout.world_size), layout.error)
+            continue
+        run = ROOT / arguments.output / layout.name / "config.yaml"
+        predicted = sum(item.bytes for item in memory_per_rank(load_config(run), layout.world_size, vocab_size)) / 2**30
+        per_gpu = layout.rate / layout.world_size
+        shown.add_row(
+            layout.name,
+            str(layout.world_size),
+            f"{layout.rate:,.0f}",
+            f"{per_gpu:,.0f}",
+            f"{per_gpu / (first.rate / first.world_size):.3f}",
+            f"{layout.mfu:.3f}",
+            f"{layout.memory:.1f} GiB",
+            f"{predicted:.1f} GiB",
+        )
+    return shown
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="YAML of the run")
+    parser.add_argument("--layouts", type=parse_layouts, required=True, help="such as tp1,dp4-z3,tp2-dp2-sp")
+    parser.add_argument("--steps", type=int, default=6, help=f"steps to time, after {WARM_UP} that are not")
+    parser.add_argument("--accumulation", type=int, default=4, help="micro-steps of a step")
+    parser.add_argument("--output", default="runs/layouts", help="folder for the runs' logs and metrics")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every run")
+    arguments = parser.parse_args()
+    largest = max(layout.world_size for layout in arguments.layouts)
+    if devices() < largest:
+        parser.error(f"the largest layout needs {largest} GPUs, here are {devices()}")
+    try:
+        cfg = load_config(arguments.config, arguments.overrides)
+        vocab_size = padded_vocab_size(cfg.model.vocab_size or Tokenizer.load(find_tokenizer(cfg.data)).vocab_size)
+    except ConfigError as error:
+        sys.exit(str(error))
+    console = Console(width=120)
+    measure(arguments.layouts, arguments, cfg, console)
+    console.print(table(arguments.layouts, arguments, vocab_size))
+
+
+if __name__ == "__main__":
+    main()
