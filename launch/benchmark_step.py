@@ -114,9 +114,9 @@ class Peer(nn.Module):
         self.head.weight.copy_(model.head.weight)
         for mine, theirs in zip(self.blocks, model.blocks, strict=True):
             attention, mlp = theirs.attention, theirs.mlp
-            mine.qkv.weight.copy_(torch.cat([attention.q.weight, attention.k.weight, attention.v.weight]))
+            mine.qkv.weight.copy_(torch.cat([attention.qkv.q, attention.qkv.k, attention.qkv.v]))
             mine.out.weight.copy_(attention.out.weight)
-            mine.gate_up.weight.copy_(torch.cat([mlp.gate.weight, mlp.up.weight]))
+            mine.gate_up.weight.copy_(torch.cat([mlp.gate_up.gate, mlp.gate_up.up]))
             mine.down.weight.copy_(mlp.down.weight)
 
 

@@ -34,7 +34,7 @@ def _attention(
     for head in range(m.num_attention_heads):
         rows = slice(head * m.head_dim, (head + 1) * m.head_dim)
         kv_rows = slice(head // group * m.head_dim, (head // group + 1) * m.head_dim)
-        q, k, v = (x @ p[f"{prefix}.{n}.weight"][r].t() for n, r in (("q", rows), ("k", kv_rows), ("v", kv_rows)))
+        q, k, v = (x @ p[f"{prefix}.qkv.{n}"][r].t() for n, r in (("q", rows), ("k", kv_rows), ("v", kv_rows)))
         if qk_norm == "before_rope":
             q, k = (_norm(t, p[f"{prefix}.{n}_norm.gain"], m.norm_eps) for t, n in ((q, "q"), (k, "k")))
         q, k = _rotate(q, positions, m.rope_theta), _rotate(k, positions, m.rope_theta)
@@ -71,7 +71,7 @@ def reference_loss(
             h = _norm(x, p[f"{prefix}.attention_norm.gain"], model.norm_eps)
             x = x + _attention(p, f"{prefix}.attention", h, where, document, model, qk_norm)
             h = _norm(x, p[f"{prefix}.mlp_norm.gain"], model.norm_eps)
-            gate, up = (h @ p[f"{prefix}.mlp.{n}.weight"].t() for n in ("gate", "up"))
+            gate, up = (h @ p[f"{prefix}.mlp.gate_up.{n}"].t() for n in ("gate", "up"))
             x = x + (gate / (1 + torch.exp(-gate)) * up) @ p[f"{prefix}.mlp.down.weight"].t()
         logits = _norm(x, p["final_norm.gain"], model.norm_eps) @ p.get("head.weight", table).t()
         losses += [torch.logsumexp(row, 0) - row[label] for row, label in zip(logits, labels[b], strict=True)]

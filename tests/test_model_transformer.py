@@ -201,7 +201,7 @@ def test_weights_of_a_layer_do_not_depend_on_the_number_of_layers() -> None:
     deeper = SHAPES["plain"].model_copy(update={"num_layers": 3})
     three = Transformer(deeper, AttentionConfig(backend="sdpa"), vocab_size=VOCAB, groups=SINGLE)
     two = _model("plain")
-    assert torch.equal(three.blocks[1].attention.q.weight, two.blocks[1].attention.q.weight)
+    assert torch.equal(three.blocks[1].attention.qkv.q, two.blocks[1].attention.qkv.q)
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))

@@ -9,7 +9,6 @@ from torch import Tensor
 from distributed import run_distributed
 from sagetrain.parallel.collectives import (
     copy_to_region,
-    enter_region,
     gather_from_region,
     gather_tokens,
     leave_region,
@@ -44,9 +43,9 @@ def _groups() -> ParallelGroups:
     return ParallelGroups.create(Topology(dist.get_world_size(), dist.get_world_size()))
 
 
-def _fill(layer: torch.nn.Module, full: Tensor, groups: ParallelGroups) -> None:
+def _fill(weight: Tensor, full: Tensor, groups: ParallelGroups) -> None:
     with torch.no_grad():
-        layer.weight.copy_(shard(full, layer.weight.tp_dim, groups))
+        weight.copy_(shard(full, weight.tp_dim, groups))
 
 
 def _check_collectives() -> None:
@@ -101,28 +100,31 @@ def _check_collectives() -> None:
 
 
 def _check_mlp(sequence_parallel: bool) -> None:
-    """Column then row, entered and left as the model does it: the composition must equal two dense matmuls."""
+    """Column then row, as the model does it: the composition must equal dense matmuls."""
     groups = _groups()
-    a, b = _random(1, INNER, HIDDEN), _random(2, HIDDEN, INNER)
+    a, b, c = _random(1, INNER, HIDDEN), _random(2, HIDDEN, INNER), _random(7, INNER, HIDDEN)
     x_full, g_full = _random(3, TOKENS, HIDDEN), _random(4, TOKENS, HIDDEN)
 
-    x_dense, a_dense, b_dense = _leaf(x_full), _leaf(a), _leaf(b)
-    y_dense = F.linear(torch.tanh(F.linear(x_dense, a_dense)), b_dense)
+    x_dense, a_dense, b_dense, c_dense = _leaf(x_full), _leaf(a), _leaf(b), _leaf(c)
+    y_dense = F.linear(torch.tanh(F.linear(x_dense, a_dense)) * F.linear(x_dense, c_dense), b_dense)
     y_dense.backward(g_full)
 
-    place = {"dtype": torch.float64, "device": torch.device("cpu")}
-    column = ColumnParallelLinear(HIDDEN, INNER, groups, **place)
-    row = RowParallelLinear(INNER, HIDDEN, groups, sequence_parallel=sequence_parallel, **place)
-    _fill(column, a, groups)
-    _fill(row, b, groups)
+    place = {"sequence_parallel": sequence_parallel, "dtype": torch.float64, "device": torch.device("cpu")}
+    column = ColumnParallelLinear(HIDDEN, {"a": INNER, "c": INNER}, groups, **place)
+    row = RowParallelLinear(INNER, HIDDEN, groups, **place)
+    _fill(column.a, a, groups)
+    _fill(column.c, c, groups)
+    _fill(row.weight, b, groups)
     tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
     x = _leaf(x_full[tokens])
-    y = row(torch.tanh(column(enter_region(x, groups, sequence_parallel))))
+    left, right = column(x)
+    y = row(torch.tanh(left) * right)
     y.backward(g_full[tokens])
 
     _close(y, y_dense[tokens])
     _close(x.grad, x_dense.grad[tokens])
-    _close(column.weight.grad, shard(a_dense.grad, 0, groups))
+    _close(column.a.grad, shard(a_dense.grad, 0, groups))
+    _close(column.c.grad, shard(c_dense.grad, 0, groups))
     _close(row.weight.grad, shard(b_dense.grad, 1, groups))
 
 
@@ -135,7 +137,7 @@ def _check_embedding(sequence_parallel: bool) -> None:
     y_dense.backward(g_full)
 
     layer = VocabParallelEmbedding(VOCAB, HIDDEN, groups, sequence_parallel=sequence_parallel, dtype=torch.float64)
-    _fill(layer, table, groups)
+    _fill(layer.weight, table, groups)
     tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
     y = layer(ids)
     y.backward(g_full[tokens])
@@ -148,8 +150,8 @@ def _check_everything() -> None:
     for sequence_parallel in (False, True):
         _check_mlp(sequence_parallel)
         _check_embedding(sequence_parallel)
-    with pytest.raises(ValueError, match=r"out_features \(9\) is not a multiple of tensor_parallel_size"):
-        ColumnParallelLinear(HIDDEN, 9, _groups(), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"out_features of a \(9\) is not a multiple of tensor_parallel_size"):
+        ColumnParallelLinear(HIDDEN, {"a": 9}, _groups(), dtype=torch.float32)
     assert leave_region(torch.ones(4, 2), _groups(), True).shape[0] == 4 // dist.get_world_size()
 
 

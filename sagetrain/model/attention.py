@@ -24,7 +24,6 @@ from sagekernels.testing import Shape
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary
-from sagetrain.parallel.collectives import enter_region
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -308,19 +307,15 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.attend = attend
-        self.groups = groups
-        self.sequence_parallel = sequence_parallel
         self.head_dim = model.head_dim
         self.qk_norm = qk_norm
         hidden = model.hidden_size
         query_size = model.num_attention_heads * model.head_dim
         key_value_size = model.num_key_value_heads * model.head_dim
-        self.q = ColumnParallelLinear(hidden, query_size, groups, dtype=dtype, device=device)
-        self.k = ColumnParallelLinear(hidden, key_value_size, groups, dtype=dtype, device=device)
-        self.v = ColumnParallelLinear(hidden, key_value_size, groups, dtype=dtype, device=device)
-        self.out = RowParallelLinear(
-            query_size, hidden, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=device
-        )
+        layer = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        sizes = {"q": query_size, "k": key_value_size, "v": key_value_size}
+        self.qkv = ColumnParallelLinear(hidden, sizes, groups, **layer)
+        self.out = RowParallelLinear(query_size, hidden, groups, **layer)
         if self.qk_norm != "none":
             norm = {"split_input": True, "dtype": dtype, "device": device}
             self.q_norm = RMSNorm(model.head_dim, model.norm_eps, groups, **norm)
@@ -328,10 +323,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, layout: TokenLayout) -> Tensor:
         """[tokens (/ tp with sequence parallelism), hidden] -> same."""
-        x_TD = enter_region(x_TD, self.groups, self.sequence_parallel)
-        q_TNK = self.q(x_TD).unflatten(-1, (-1, self.head_dim))
-        k_TMK = self.k(x_TD).unflatten(-1, (-1, self.head_dim))
-        v_TMK = self.v(x_TD).unflatten(-1, (-1, self.head_dim))
+        q_TNK, k_TMK, v_TMK = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x_TD))
         if self.qk_norm == "before_rope":
             q_TNK, k_TMK = self.q_norm(q_TNK), self.k_norm(k_TMK)
         q_TNK = apply_rotary(q_TNK, layout.cos, layout.sin)

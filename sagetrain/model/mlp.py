@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sagetrain.config.schema import ModelConfig
-from sagetrain.parallel.collectives import enter_region
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -25,16 +24,12 @@ class MLP(nn.Module):
         device: torch.device | None,
     ) -> None:
         super().__init__()
-        self.groups = groups
-        self.sequence_parallel = sequence_parallel
         hidden, inner = model.hidden_size, model.ffn_hidden_size
-        self.gate = ColumnParallelLinear(hidden, inner, groups, dtype=dtype, device=device)
-        self.up = ColumnParallelLinear(hidden, inner, groups, dtype=dtype, device=device)
-        self.down = RowParallelLinear(
-            inner, hidden, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=device
-        )
+        layer = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        self.gate_up = ColumnParallelLinear(hidden, {"gate": inner, "up": inner}, groups, **layer)
+        self.down = RowParallelLinear(inner, hidden, groups, **layer)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[tokens (/ tp with sequence parallelism), hidden] -> same."""
-        x_TD = enter_region(x_TD, self.groups, self.sequence_parallel)
-        return self.down(F.silu(self.gate(x_TD)) * self.up(x_TD))
+        gate, up = self.gate_up(x_TD)
+        return self.down(F.silu(gate) * up)

@@ -29,16 +29,34 @@ from sagetrain.parallel.topology import ParallelGroups
 _ops = torch.ops._c10d_functional
 
 
+def start_all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the group, on its way: `finish` waits for it."""
+    return _ops.all_reduce(x.contiguous(), "sum", group.group_name)
+
+
+def start_all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The ranks' x along dim 0, on its way."""
+    return _ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+
+
+def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Own part along dim 0 of the sum over the group, on its way."""
+    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
+
+
+finish = _ops.wait_tensor
+
+
 def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
+    return finish(start_all_reduce(x, group))
 
 
 def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
+    return finish(start_all_gather(x, group))
 
 
 def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name))
+    return finish(start_reduce_scatter(x, group))
 
 
 class _CopyToRegion(torch.autograd.Function):

@@ -10,8 +10,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.distributed import ProcessGroup
 
-from sagetrain.parallel.collectives import leave_region
+from sagetrain.parallel.collectives import (
+    finish,
+    leave_region,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from sagetrain.parallel.topology import ParallelGroups
 
 
@@ -45,29 +53,66 @@ def _divide(total: int, groups: ParallelGroups, what: str) -> int:
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T with the rows of W, that is the output features, spread over the group.
+    """Several y = x W^T of one x, with the rows of each W, that is its output features, spread over the group.
 
-    Its input is what `enter_region` returned: layers that read the same x (q, k and v; gate and up) share one
-    collective forward and one backward.
+    The counterpart of RowParallelLinear: it enters the region that the latter leaves. Matrices that read the same x
+    (q, k and v; gate and up) are one layer, because they share a collective forward and one backward.
+
+    Args:
+        out_features: name of each weight and its number of output features, in the order of the outputs.
     """
 
     def __init__(
         self,
         in_features: int,
-        out_features: int,
+        out_features: dict[str, int],
         groups: ParallelGroups,
         *,
+        sequence_parallel: bool = False,
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        local = _divide(out_features, groups, "out_features")
-        weight = nn.Parameter(torch.empty(local, in_features, dtype=dtype, device=device))
-        self.weight = annotate(weight, groups, tp_dim=0)
+        self.groups = groups
+        self.sequence_parallel = sequence_parallel
+        self.names = tuple(out_features)
+        for name, size in out_features.items():
+            local = _divide(size, groups, f"out_features of {name}")
+            weight = nn.Parameter(torch.empty(local, in_features, dtype=dtype, device=device))
+            self.register_parameter(name, annotate(weight, groups, tp_dim=0))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out / tp]."""
-        return F.linear(x, self.weight)
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[tokens (/ tp with sequence parallelism), in] -> [tokens, out / tp] for each weight."""
+        weights = [getattr(self, name) for name in self.names]
+        if self.groups.tp_size == 1:
+            return tuple(F.linear(x, weight) for weight in weights)
+        return _ColumnParallel.apply(x, self.groups.tp_group, self.sequence_parallel, *weights)
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """All-gather (or nothing) and matmuls; backward, the collectives run while the weights' gradients are computed."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, group: ProcessGroup, sequence_parallel: bool, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.save_for_backward(x, *weights)  # this rank's tokens: they are gathered again rather than kept
+        every = finish(start_all_gather(x, group)) if sequence_parallel else x
+        return tuple(F.linear(every, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        every = start_all_gather(x, ctx.group) if ctx.sequence_parallel else x
+        grad_x = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            grad_x = torch.addmm(grad_x, grad, weight)
+        summed = (start_reduce_scatter if ctx.sequence_parallel else start_all_reduce)(grad_x, ctx.group)
+        if ctx.sequence_parallel:
+            every = finish(every)
+        grad_weights = [grad.t() @ every for grad in grads]
+        return finish(summed), None, None, *grad_weights
 
 
 class RowParallelLinear(nn.Module):
