@@ -27,6 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.fit import padded_vocab_size
 from sagetrain.config.load import load_config
@@ -67,18 +68,53 @@ class Layout:
     def world_size(self) -> int:
         return self.sizes["tp"] * self.sizes["dp"] * self.sizes["cp"]
 
-    def overrides(self, run_dir: Path, cfg: RunConfig, accumulation: int, steps: int) -> list[str]:
-        """Settings of its run."""
+    def settings(self, cfg: RunConfig, folder: Path, accumulation: int) -> list[str]:
+        """Overrides of its run."""
         size = cfg.data.micro_batch_size * cfg.data.seq_length * self.sizes["dp"] * accumulation
         return [
             *(f"parallel.{key}={self.sizes[name]}" for name, key in KEYS.items()),
             f"parallel.sequence_parallel={'true' if self.sizes['sp'] else 'false'}",
             f"tokens_per_step={{schedule: constant, tokens: {size}}}",
-            f"training.total_tokens={1000 * steps * size}",
-            f"training.run_dir={run_dir}",
+            f"training.run_dir={folder}",
             "data.valid=[]",
             "logging.every_steps=1",
         ]
+
+    def start(self, gpus: list[int], config: str, settings: list[str], folder: Path) -> None:
+        """Start its run on these GPUs."""
+        self.gpus = gpus
+        folder.mkdir(parents=True, exist_ok=True)
+        where = ["--include", f"localhost:{','.join(map(str, gpus))}"]
+        if not torch.cuda.is_available():
+            where = ["--num_accelerators", str(len(gpus))]
+        command = ["deepspeed", *where, "--master_port", str(29600 + gpus[0]), "launch/train.py", "--config", config]
+        with (folder / "log.txt").open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, *settings], cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def finished(self, folder: Path, steps: int) -> bool:
+        """Whether its run has its steps, or ended without them; takes the figures then, and ends the run."""
+        found = rows(folder)
+        if len(found) < WARM_UP + steps and self.process.poll() is None:
+            return False
+        self.kill()
+        if len(found) < WARM_UP + steps:
+            text = (folder / "log.txt").read_text()
+            said = [line for line in text.splitlines() if "Error" in line or "error" in line] or text.splitlines()
+            self.error = said[-1].strip()[:150] if said else "ended without a word"
+            return True
+        timed = found[WARM_UP : WARM_UP + steps]
+        self.rate = statistics.median(row["perf/tokens_per_second"] for row in timed)
+        self.mfu = statistics.median(row.get("perf/mfu", 0.0) for row in timed)
+        self.memory = timed[-1]["perf/memory_gib"]
+        return True
+
+    def kill(self) -> None:
+        """End its run at once: it would save a checkpoint that nobody wants."""
+        if self.process and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 def parse_layouts(text: str) -> list[Layout]:
@@ -91,20 +127,6 @@ def devices() -> int:
     return torch.cuda.device_count() or os.cpu_count() or 1
 
 
-def start(layout: Layout, gpus: list[int], arguments: argparse.Namespace, cfg: RunConfig, folder: Path) -> None:
-    """Start its run on these GPUs."""
-    layout.gpus = gpus
-    overrides = layout.overrides(folder, cfg, arguments.accumulation, arguments.steps)
-    folder.mkdir(parents=True, exist_ok=True)
-    log = (folder / "log.txt").open("w")
-    where = ["--include", f"localhost:{','.join(map(str, gpus))}"]
-    if not torch.cuda.is_available():
-        where = ["--num_accelerators", str(len(gpus))]
-    command = ["deepspeed", *where, "--master_port", str(29600 + gpus[0])]
-    command += ["launch/train.py", "--config", arguments.config, *arguments.overrides, *overrides]
-    layout.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
-
-
 def rows(folder: Path) -> list[dict]:
     """Steps that a run has reported."""
     path = folder / "metrics.jsonl"
@@ -112,32 +134,7 @@ def rows(folder: Path) -> list[dict]:
     return [row for row in map(json.loads, lines) if "train/loss" in row]
 
 
-def finished(layout: Layout, folder: Path, steps: int) -> bool:
-    """Whether a run has its steps, or ended without them; takes its figures then, and ends it."""
-    found = rows(folder)
-    if len(found) < WARM_UP + steps and layout.process.poll() is None:
-        return False
-    kill(layout)
-    if len(found) < WARM_UP + steps:
-        text = (folder / "log.txt").read_text()
-        said = [line for line in text.splitlines() if "Error" in line or "error" in line] or text.splitlines() or [""]
-        layout.error = said[-1].strip()[:150]
-        return True
-    timed = found[WARM_UP : WARM_UP + steps]
-    layout.rate = statistics.median(row["perf/tokens_per_second"] for row in timed)
-    layout.mfu = statistics.median(row.get("perf/mfu", 0.0) for row in timed)
-    layout.memory = timed[-1]["perf/memory_gib"]
-    return True
-
-
-def kill(layout: Layout) -> None:
-    """End a run at once: it would save a checkpoint that nobody wants."""
-    if layout.process and layout.process.poll() is None:
-        os.killpg(layout.process.pid, signal.SIGKILL)
-        layout.process.wait()
-
-
-def measure(layouts: list[Layout], arguments: argparse.Namespace, cfg: RunConfig, console: Console) -> None:
+def measure(layouts: list[Layout], settings: dict[str, list[str]], arguments: argparse.Namespace) -> None:
     """Run all of them, as many at a time as there are GPUs for, in the order given."""
     free, waiting, running = list(range(devices())), list(layouts), []
     folder = Path(arguments.output)
@@ -146,31 +143,30 @@ def measure(layouts: list[Layout], arguments: argparse.Namespace, cfg: RunConfig
             while waiting and waiting[0].world_size <= len(free):
                 layout = waiting.pop(0)
                 gpus, free = free[: layout.world_size], free[layout.world_size :]
-                start(layout, gpus, arguments, cfg, folder / layout.name)
+                layout.start(gpus, arguments.config, settings[layout.name], folder / layout.name)
                 running.append(layout)
-            for layout in [x for x in running if finished(x, folder / x.name, arguments.steps)]:
+            for layout in [x for x in running if x.finished(folder / x.name, arguments.steps)]:
                 running.remove(layout)
                 free = sorted(free + layout.gpus)
-                console.print(f"{layout.name}: {layout.error or f'{layout.rate:,.0f} tokens/s'}")
+                print(f"{layout.name}: {layout.error or f'{layout.rate:,.0f} tokens/s'}", flush=True)
             time.sleep(0.5)
     finally:
         for layout in running:
-            kill(layout)
+            layout.kill()
 
 
-def table(layouts: list[Layout], arguments: argparse.Namespace, vocab_size: int) -> Table:
+def table(layouts: list[Layout], configs: dict[str, RunConfig], vocab_size: int, title: str) -> Table:
     """The result."""
     first = next((x for x in layouts if x.rate), None)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    shown = Table(title=f"{arguments.config}, {device}", title_justify="left")
+    shown = Table(title=title, title_justify="left")
     for column in ("layout", "GPUs", "tokens/s", "per GPU", "scaling", "MFU", "memory", "predicted"):
         shown.add_column(column, justify="left" if column == "layout" else "right")
     for layout in layouts:
         if layout.error:
             shown.add_row(layout.name, str(layout.world_size), layout.error)
             continue
-        run = ROOT / arguments.output / layout.name / "config.yaml"
-        predicted = sum(item.bytes for item in memory_per_rank(load_config(run), layout.world_size, vocab_size)) / 2**30
+        memory = memory_per_rank(configs[layout.name], layout.world_size, vocab_size)
+        predicted = sum(item.bytes for item in memory) / 2**30
         per_gpu = layout.rate / layout.world_size
         shown.add_row(
             layout.name,
@@ -198,14 +194,23 @@ def main() -> None:
     largest = max(layout.world_size for layout in arguments.layouts)
     if devices() < largest:
         parser.error(f"the largest layout needs {largest} GPUs, here are {devices()}")
+    settings, configs, findings = {}, {}, []
     try:
         cfg = load_config(arguments.config, arguments.overrides)
-        vocab_size = padded_vocab_size(cfg.model.vocab_size or Tokenizer.load(find_tokenizer(cfg.data)).vocab_size)
+        vocab_size = cfg.model.vocab_size or Tokenizer.load(find_tokenizer(cfg.data)).vocab_size
+        for layout in arguments.layouts:
+            own = layout.settings(cfg, Path(arguments.output).absolute() / layout.name, arguments.accumulation)
+            settings[layout.name] = [*arguments.overrides, *own]
+            configs[layout.name] = load_config(arguments.config, settings[layout.name])
+            found = check(configs[layout.name], layout.world_size, vocab_size=vocab_size)
+            findings += [f"{layout.name}: {finding}" for finding in found if finding.level == "error"]
     except ConfigError as error:
         sys.exit(str(error))
-    console = Console(width=120)
-    measure(arguments.layouts, arguments, cfg, console)
-    console.print(table(arguments.layouts, arguments, vocab_size))
+    if findings:
+        sys.exit("\n".join(findings))
+    measure(arguments.layouts, settings, arguments)
+    title = f"{arguments.config}, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}"
+    Console(width=120).print(table(arguments.layouts, configs, padded_vocab_size(vocab_size), title))
 
 
 if __name__ == "__main__":
