@@ -7,6 +7,7 @@ first (output and gradients against float64, see admission.py); one that fails i
 
 import argparse
 import importlib
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -96,7 +97,7 @@ def candidates(causal: bool) -> dict[str, tuple[AttentionFunction, Mapping[str, 
 
 
 def time_attention(attend: AttentionFunction, shape: Shape, dtype: torch.dtype, repeats: int) -> Times:
-    """Forward alone, and forward and backward, by CUDA events after a warm-up."""
+    """Forward alone, and forward and backward, by CUDA events after a warm-up; launches run ahead, as in training."""
     device = torch.device("cuda")
     q, k, v, do = random_inputs(shape, dtype=dtype, device=device)
     cu_seqlens = shape.cu_seqlens(device)
@@ -110,16 +111,15 @@ def time_attention(attend: AttentionFunction, shape: Shape, dtype: torch.dtype, 
 
     medians = []
     for run in (forward, both):
-        times = []
-        for number in range(repeats + 3):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
+        for _ in range(3):
+            run()
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        ends[0].record()
+        for end in ends[1:]:
             run()
             end.record()
-            torch.cuda.synchronize()
-            if number >= 3:
-                times.append(start.elapsed_time(end))
-        medians.append(statistics.median(times))
+        torch.cuda.synchronize()
+        medians.append(statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(ends)))
     return Times(*medians)
 
 
