@@ -94,15 +94,7 @@ def evaluate(run: TrainedRun, num_sequences: int) -> Evaluation:
     loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=data.micro_batch_size, num_workers=0)
     total, batches, counts = 0.0, 0, np.zeros(run.vocab_size, np.int64)
     for batch in loader.eval_batches(num_sequences):
-        to = lambda x: None if x is None else x.to(run.device)  # noqa: E731
-        loss = run.model(
-            to(batch.tokens),
-            to(batch.labels),
-            positions=to(batch.positions),
-            cu_seqlens=to(batch.cu_seqlens),
-            max_seqlen=batch.max_seqlen,
-        )
-        total, batches = total + loss.item(), batches + 1
+        total, batches = total + run.model(**batch.inputs(run.device)).item(), batches + 1
         counts += np.bincount(batch.labels.flatten().numpy(), minlength=run.vocab_size)
     shares = counts[counts > 0] / counts.sum()
     return Evaluation(total / batches, float(-(shares * np.log(shares)).sum()), int(counts.sum()))

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sagetrain.config.check import check
 from sagetrain.config.errors import Finding
-from sagetrain.config.fit import padded_vocab_size, token_multiple
+from sagetrain.config.fit import data_parallel_size, padded_vocab_size, token_multiple
 from sagetrain.config.load import load_config
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import RunConfig
@@ -65,7 +65,14 @@ def show_key_reference(console: Console) -> None:
 
 
 # Rules without which the numbers below them would mean nothing.
-_NO_LAYOUT = {"deepspeed_type", "world_size", "tensor_parallel_split", "tensor_parallel_vocab", "grouped_query_heads"}
+_NO_LAYOUT = {
+    "deepspeed_type",
+    "world_size",
+    "tensor_parallel_split",
+    "tensor_parallel_vocab",
+    "context_parallel_split",
+    "grouped_query_heads",
+}
 _NO_SCHEDULE = {"first_stage", "stages_in_order", "warmup_before_end", "whole_micro_steps"}
 
 
@@ -102,10 +109,11 @@ def _model_table(cfg: RunConfig, vocab_size: int, assumed: bool, path: str | Pat
 
 def _layout_table(cfg: RunConfig, world_size: int) -> Table:
     parallel, data = cfg.parallel, cfg.data
-    ranks = world_size // parallel.tensor_parallel_size
+    ranks = data_parallel_size(cfg, world_size)
     table = _facts(f"Layout on {world_size} {'rank' if world_size == 1 else 'ranks'}")
     split = ", sequence parallel" if parallel.sequence_parallel else ""
-    table.add_row("ranks", f"tensor parallel {parallel.tensor_parallel_size} x data parallel {ranks}{split}")
+    context = f" x context parallel {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
+    table.add_row("ranks", f"tensor parallel {parallel.tensor_parallel_size}{context} x data parallel {ranks}{split}")
     table.add_row("ZeRO", f"stage {parallel.zero_stage}, {cfg.training.dtype}")
     table.add_row(
         "micro-step",
@@ -194,7 +202,7 @@ def _findings_text(findings: list[Finding]) -> str:
 
 
 def _multiple(cfg: RunConfig, world_size: int) -> int:
-    return token_multiple(cfg, world_size // cfg.parallel.tensor_parallel_size)
+    return token_multiple(cfg, data_parallel_size(cfg, world_size))
 
 
 def _lr(cfg: RunConfig, tokens_seen: int, tokens_per_step: int) -> float:

@@ -68,7 +68,7 @@ def test_parameters_are_counted_exactly(qk_norm, tie, kv_heads):
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_parameters_of_one_tensor_parallel_rank(tensor_parallel):
     model, attention = model_config(), AttentionConfig(backend="sdpa")
-    groups = ParallelGroups(Topology(tensor_parallel, tensor_parallel), 0, 0, None, None)
+    groups = ParallelGroups(Topology(tensor_parallel, tensor_parallel), rank=0)
     real = sum(p.numel() for p in transformer(model, attention, groups=groups).parameters())
     assert parameters_per_rank(model, attention, VOCAB, tensor_parallel) == real
 
@@ -97,14 +97,15 @@ def test_flops_are_those_of_the_matmuls(kv_heads):
     assert added * tokens == 3 * model.num_layers * square / 2
 
 
-def saved_bytes_per_token(cfg: RunConfig, compiled: bool) -> float:
+def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups | None = None) -> float:
     """What autograd keeps of the first block, parameters and rotary tables left out."""
-    network = transformer(cfg.model, cfg.attention, dtype=torch.bfloat16)
+    groups = groups or ParallelGroups.single()
+    network = transformer(cfg.model, cfg.attention, dtype=torch.bfloat16, groups=groups)
     block, hidden = network.blocks[0], cfg.model.hidden_size
     torch._dynamo.reset()
     if compiled:  # the partition of forward and backward is that of inductor; no compiler needed
         block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
-    sequences, length = cfg.data.micro_batch_size, cfg.data.seq_length
+    sequences, length = cfg.data.micro_batch_size, cfg.data.seq_length // groups.cp_size
     layout = network._layout(torch.zeros(sequences, length, dtype=torch.long), None, None, None)
     known = {t.untyped_storage().data_ptr() for t in (*network.parameters(), layout.cos, layout.sin)}
     saved: dict[int, torch.Tensor] = {}

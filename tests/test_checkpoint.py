@@ -18,7 +18,12 @@ from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train import checkpoint
 from sagetrain.train.checkpoint import KINDS, CheckpointError, Reader
 
-LAYOUTS = {1: [(1, 0), (1, 2)], 2: [(2, 1), (1, 3), (1, 1), (2, 3)], 4: [(2, 2), (2, 3)]}  # world -> (tp, stage)
+# world -> (tensor parallel, context parallel, ZeRO stage)
+LAYOUTS = {
+    1: [(1, 1, 0), (1, 1, 2)],
+    2: [(2, 1, 1), (1, 1, 3), (1, 1, 1), (2, 1, 3), (1, 2, 2)],
+    4: [(2, 1, 2), (2, 1, 3), (1, 2, 3)],
+}
 
 
 def save_engine(root: str, engine, step: int, tokens: int = 0) -> Path:
@@ -37,49 +42,51 @@ def full_tensors(folder: Path) -> dict[str, torch.Tensor]:
         }
 
 
-def train_and_save(root: str, tp_size: int, stage: int, dtype: str) -> list[float]:
+def train_and_save(root: str, layout: tuple[int, int, int], dtype: str) -> list[float]:
     """Three steps, a checkpoint, three more: the losses of those."""
-    engine = tiny.engine(tiny.config(stage, dtype), tiny.join(tp_size))
+    *sizes, stage = layout
+    engine = tiny.engine(tiny.config(stage, dtype), tiny.join(*sizes))
     for step in range(3):
         tiny.global_step(engine, step)
     save_engine(root, engine, 3)
     return [tiny.global_step(engine, step).loss for step in range(3, 6)]
 
 
-def load_and_go_on(root: str, layouts: list[tuple[int, int]], dtype: str) -> dict[tuple, tuple[bool, list[float]]]:
+def load_and_go_on(root: str, layouts: list[tuple[int, int, int]], dtype: str) -> dict[tuple, tuple[bool, list]]:
     """Load at each layout; whether saving again gives the same tensors bit by bit, and the next three losses."""
     results = {}
-    for tp_size, stage in layouts:
-        engine = tiny.engine(tiny.config(stage, dtype), tiny.join(tp_size), seed=99)
+    for *sizes, stage in layouts:
+        engine = tiny.engine(tiny.config(stage, dtype), tiny.join(*sizes), seed=99)
         with Reader(Path(root) / checkpoint.folder_name(3)) as reader:
             checkpoint.load_engine(reader, engine, optimizer_steps=3)
         world = torch.distributed.get_world_size()
-        again = save_engine(f"{root}/again-{world}-{tp_size}-{stage}", engine, 3)
+        again = save_engine(f"{root}/again-{world}-{sizes}-{stage}", engine, 3)
         before, after = full_tensors(Path(root) / checkpoint.folder_name(3)), full_tensors(again)
         same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-        results[world, tp_size, stage] = same, [tiny.global_step(engine, step).loss for step in range(3, 6)]
+        results[world, *sizes, stage] = same, [tiny.global_step(engine, step).loss for step in range(3, 6)]
     return results
 
 
 @pytest.mark.parametrize(
-    ("world", "tp_size", "stage", "dtype", "targets"),
+    ("world", "layout", "dtype", "targets"),
     [
-        (2, 1, 1, "fp32", LAYOUTS),
-        (4, 2, 2, "fp32", {1: [(1, 1)], 2: [(2, 3)]}),
-        (2, 2, 3, "fp32", {1: [(1, 0)], 2: [(1, 1)]}),
-        (2, 2, 1, "bf16", {2: [(2, 1), (1, 1), (1, 3)]}),
+        (2, (1, 1, 1), "fp32", LAYOUTS),
+        (4, (2, 1, 2), "fp32", {1: [(1, 1, 1)], 2: [(2, 1, 3), (1, 2, 1)]}),
+        (2, (2, 1, 3), "fp32", {1: [(1, 1, 0)], 2: [(1, 1, 1)]}),
+        (4, (1, 2, 3), "fp32", {1: [(1, 1, 0)], 2: [(2, 1, 1), (1, 2, 2)]}),
+        (2, (2, 1, 1), "bf16", {2: [(2, 1, 1), (1, 1, 1), (1, 1, 3), (1, 2, 1)]}),
     ],
 )
-def test_any_layout_continues_any_other(tmp_path, world, tp_size, stage, dtype, targets) -> None:
-    reference = run_distributed(train_and_save, world, str(tmp_path), tp_size, stage, dtype)[0]
+def test_any_layout_continues_any_other(tmp_path, world, layout, dtype, targets) -> None:
+    reference = run_distributed(train_and_save, world, str(tmp_path), layout, dtype)[0]
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".writing")]
     for target_world, layouts in targets.items():
         for rank in run_distributed(load_and_go_on, target_world, str(tmp_path), layouts, dtype):
-            for layout, (same, losses) in rank.items():
-                assert same, f"{layout}: saving what was loaded gives other tensors"
+            for target, (same, losses) in rank.items():
+                assert same, f"{target}: saving what was loaded gives other tensors"
                 tolerance = 1e-5 if dtype == "fp32" else 2e-2
-                assert losses == pytest.approx(reference, abs=tolerance), layout
-                if dtype == "bf16" and layout == (world, tp_size, stage):
+                assert losses == pytest.approx(reference, abs=tolerance), target
+                if dtype == "bf16" and target == (world, *layout):
                     assert losses == reference  # the same layout continues bit by bit
 
 

@@ -67,39 +67,42 @@ def test_every_step_moves_the_weights_exactly(stage: int, dtype: str) -> None:
         assert moved == pytest.approx(asked, rel=1e-6 if exact else 2**-8)
 
 
-def losses_of(layouts: list[tuple[int, int, str]]) -> dict[tuple, list[tuple[float, float]]]:
-    """(loss, gradient norm) of 20 AdamW steps with clipping for each (tp_size, stage, attention backend)."""
+def losses_of(layouts: list[tuple[int, int, int, str]]) -> dict[tuple, list[tuple[float, float]]]:
+    """(loss, gradient norm) of 20 AdamW steps with clipping for each (tp_size, cp_size, stage, attention backend)."""
     results = {}
-    for tp_size, stage, backend in layouts:
+    for tp_size, cp_size, stage, backend in layouts:
+        heads = {"num_attention_heads": 4 if backend == "sdpa" else 2}  # of 16 for sage, its least head_dim
         # eps: with 1e-8, Adam takes a full step of lr on a gradient that is nothing but rounding.
-        cfg = tiny.config(stage, attention={"backend": backend}, optimizer={"clip_grad": 0.5, "eps": 1e-6})
-        engine = tiny.engine(cfg, tiny.join(tp_size))
+        optimizer = {"clip_grad": 0.5, "eps": 1e-6}
+        cfg = tiny.config(stage, model=heads, attention={"backend": backend}, optimizer=optimizer)
+        engine = tiny.engine(cfg, tiny.join(tp_size, cp_size))
         steps = [tiny.global_step(engine, step, sequences=4 if step < 10 else 8) for step in range(20)]
-        results[tp_size, stage, backend] = [(result.loss, result.grad_norm) for result in steps]
+        results[tp_size, cp_size, stage, backend] = [(result.loss, result.grad_norm) for result in steps]
     return results
 
 
 WORLDS = {
-    1: [(1, 0), (1, 1)],
-    2: [(tp, stage) for tp in (1, 2) for stage in (0, 1, 2, 3)],
-    4: [(2, s) for s in range(4)],
+    1: [(1, 1, 0), (1, 1, 1)],
+    2: [*((tp, 1, stage) for tp in (1, 2) for stage in range(4)), (1, 2, 0), (1, 2, 1)],
+    4: [*((2, 1, stage) for stage in range(4)), (2, 2, 2), (1, 2, 1), (1, 2, 3), (1, 4, 1)],
 }
 
 
-def by_layout(worlds: dict[int, list[tuple[int, int]]], backend: str) -> dict[str, torch.Tensor]:
+def by_layout(worlds: dict[int, list[tuple[int, int, int]]], backend: str) -> dict[str, torch.Tensor]:
     """Losses and norms [20, 2] of every rank, by a text that names world, layout and rank."""
     rows = {}
     for world, layouts in worlds.items():
         ranks = run_distributed(losses_of, world, [(*layout, backend) for layout in layouts])
         for rank, results in enumerate(ranks):
             rows.update(
-                {f"world {world}, (tp, stage) {k[:2]}, rank {rank}": torch.tensor(v) for k, v in results.items()}
+                {f"world {world}, (tp, cp, stage) {k[:3]}, rank {rank}": torch.tensor(v) for k, v in results.items()}
             )
     return rows
 
 
 def test_losses_do_not_depend_on_the_layout() -> None:
-    """(tp, dp) in 1x1, 2x1, 1x2, 2x2 at ZeRO 0 to 3, fp32, clipping and a change of tokens per step included."""
+    """Tensor, context and data parallelism in pairs, at ZeRO 0 to 3, in fp32, with clipping and a change of tokens
+    per step."""
     rows = by_layout(WORLDS, "sdpa")
     reference = next(iter(rows.values()))
     assert reference[-1, 0] < reference[0, 0] - 0.5  # it learns
@@ -113,7 +116,7 @@ def test_losses_do_not_depend_on_the_layout() -> None:
 def test_int8_attention_does_not_depend_on_the_layout() -> None:
     """The same with sage, as far as it can hold: a rounding error of 1e-7 between layouts moves a code of INT8 by one
     step now and then, and training magnifies that. The first steps agree to 1e-5, all of them to the noise of that."""
-    rows = by_layout({1: [(1, 0)], 2: [(2, 1), (1, 1)], 4: [(2, 1)]}, "sage")
+    rows = by_layout({1: [(1, 1, 0)], 2: [(2, 1, 1), (1, 1, 1), (1, 2, 1)], 4: [(2, 1, 1), (1, 2, 1)]}, "sage")
     reference = next(iter(rows.values()))
     assert reference[-1, 0] < reference[0, 0] - 0.5
     for case, values in rows.items():

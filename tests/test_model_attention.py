@@ -195,6 +195,7 @@ def test_auto_takes_what_is_admitted_and_remembers(monkeypatch: pytest.MonkeyPat
             AttentionConfig(backend="auto"),
             SHAPE,
             tensor_parallel_size=1,
+            context_parallel_size=1,
             num_sequences=2,
             seq_length=64,
             packed=packed,

@@ -135,7 +135,7 @@ def _train(groups: ParallelGroups, sequence_parallel: bool) -> list[float]:
         mean = loss.detach().clone()
         if groups.dp_size > 1:
             for tensor in [mean, *(p.grad for p in model.parameters())]:
-                dist.all_reduce(tensor, group=groups.dp_group)
+                dist.all_reduce(tensor, group=groups.replica_group)
                 tensor /= groups.dp_size
         norm = _clip_norm(model, groups)
         for parameter in model.parameters():

@@ -167,7 +167,7 @@ def test_group_of_one_leaves_tensors_alone() -> None:
 
 
 def test_annotations_describe_the_whole_tensor() -> None:
-    groups = ParallelGroups(Topology(4, 4), tp_rank=1, dp_rank=0, tp_group=None, dp_group=None)
+    groups = ParallelGroups(Topology(4, 4), rank=1)
     parameter = annotate(torch.nn.Parameter(torch.zeros(3, 5)), groups, tp_dim=1)
     assert (parameter.tensor_model_parallel, parameter.tp_dim, parameter.global_shape) == (True, 1, (3, 20))
     assert parameter.no_weight_decay is False

@@ -20,6 +20,7 @@ def rows(hosts: int = 2, per_host: int = 2) -> list[roster.Row]:
             "problem": "",
             "rank": rank,
             "dp": rank // per_host,
+            "cp": 0,
             "tp": rank % per_host,
             "device": "NVIDIA H200",
             "versions": {"sagetrain": "1 (sources ab)", "torch": "2.9.0"},

@@ -39,7 +39,7 @@ _GENERATED = {
     "zero_optimization.stage": "parallel.zero_stage",
     "zero_optimization.overlap_comm": "parallel.zero_stage",
     "tensor_parallel": "parallel.tensor_parallel_size",
-    "sequence_parallel_size": "parallel.sequence_parallel",
+    "sequence_parallel_size": "parallel.context_parallel_size",
     "checkpoint": "checkpoint",
     "elasticity": "checkpoint",
     "tensorboard": "logging.tensorboard",
@@ -70,6 +70,11 @@ def padded_vocab_size(vocab_size: int) -> int:
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
+def data_parallel_size(cfg: RunConfig, world_size: int) -> int:
+    """Ranks, or groups of tensor- and context-parallel ranks, that work on sequences of their own."""
+    return world_size // (cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size)
+
+
 def token_multiple(cfg: RunConfig, data_parallel_size: int) -> int:
     """Tokens of one micro-step over all ranks. Tokens per step are a whole number of them: the accumulation."""
     return cfg.data.micro_batch_size * cfg.data.seq_length * data_parallel_size
@@ -83,6 +88,7 @@ def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[
     return [
         *_model(cfg),
         *_tensor_parallel(cfg, world_size, vocab_size),
+        *_context_parallel(cfg, world_size),
         *_tokens_per_step(cfg, world_size),
         *_lr_schedule(cfg),
         *_precision(cfg),
@@ -149,13 +155,16 @@ def _tensor_parallel(cfg: RunConfig, world_size: int, vocab_size: int | None) ->
                 f"is not a multiple of parallel.tensor_parallel_size {size}: every rank holds an equal share",
                 f"use {_neighbours(value, size)}, or another tensor_parallel_size",
             )
-    if cfg.parallel.sequence_parallel and cfg.data.seq_length % size:
+    slices, length = cfg.parallel.context_parallel_size, cfg.data.seq_length
+    if cfg.parallel.sequence_parallel and length % slices == 0 and length % (size * slices):
+        context = f" x context_parallel_size {slices}" if slices > 1 else ""
         yield _error(
             "sequence_parallel_split",
             "data.seq_length",
-            cfg.data.seq_length,
-            f"is not a multiple of parallel.tensor_parallel_size {size}, over which sequence_parallel spreads it",
-            f"use {_neighbours(cfg.data.seq_length, size)}, or sequence_parallel: false",
+            length,
+            f"is not a multiple of parallel.tensor_parallel_size {size}{context}, over which sequence_parallel "
+            "spreads it",
+            f"use {_neighbours(length, size * slices)}, or sequence_parallel: false",
         )
     if vocab_size and cfg.model.vocab_size and cfg.model.vocab_size < vocab_size:
         yield _error(
@@ -176,11 +185,45 @@ def _tensor_parallel(cfg: RunConfig, world_size: int, vocab_size: int | None) ->
         )
 
 
+def _context_parallel(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
+    size, tensor = cfg.parallel.context_parallel_size, cfg.parallel.tensor_parallel_size
+    if size == 1:
+        return
+    share = f"parallel.context_parallel_size {size}" + (f" x tensor_parallel_size {tensor}" if tensor > 1 else "")
+    if world_size % tensor == 0 and world_size % (tensor * size):
+        yield _error(
+            "world_size",
+            "parallel.context_parallel_size",
+            size,
+            f"times tensor_parallel_size {tensor} does not divide the {world_size} ranks of this launch",
+            f"use one of {_divisors(world_size // tensor)}, or start a multiple of {tensor * size} ranks",
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(cfg.model, name)
+        if heads % tensor == 0 and heads % (tensor * size):
+            yield _error(
+                "context_parallel_split",
+                f"model.{name}",
+                heads,
+                f"is not a multiple of {share}: in attention every rank works on an equal share of the heads",
+                f"use {_neighbours(heads, tensor * size)}, or a context_parallel_size of "
+                f"{_divisors(heads // tensor)}",
+            )
+    if cfg.data.seq_length % size:
+        yield _error(
+            "context_parallel_split",
+            "data.seq_length",
+            cfg.data.seq_length,
+            f"is not a multiple of parallel.context_parallel_size {size}: every rank holds an equal slice",
+            f"use {_neighbours(cfg.data.seq_length, size)}, or another context_parallel_size",
+        )
+
+
 def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
     schedule, total = cfg.tokens_per_step, cfg.training.total_tokens
-    if world_size % cfg.parallel.tensor_parallel_size == 0:
-        data_parallel_size = world_size // cfg.parallel.tensor_parallel_size
-        multiple = token_multiple(cfg, data_parallel_size)
+    if world_size % (cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size) == 0:
+        ranks = data_parallel_size(cfg, world_size)
+        multiple = token_multiple(cfg, ranks)
         for key, tokens in schedule.named_tokens.items():
             if tokens % multiple:
                 yield _error(
@@ -188,7 +231,7 @@ def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
                     key,
                     tokens,
                     f"is not a multiple of micro_batch_size {cfg.data.micro_batch_size} x seq_length "
-                    f"{cfg.data.seq_length} x {data_parallel_size} data-parallel ranks = {multiple}",
+                    f"{cfg.data.seq_length} x {ranks} data-parallel ranks = {multiple}",
                     f"use {_neighbours(tokens, multiple)}, or another micro_batch_size",
                 )
     if isinstance(schedule, StagedTokens):

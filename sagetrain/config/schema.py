@@ -90,10 +90,13 @@ class ParallelConfig(Section):
 
     tensor_parallel_size: PositiveInt = 1
     """Ranks that share one copy of the model (Megatron tensor parallelism); ranks of one group are neighbours."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share every sequence (Ulysses context parallelism), for long ones: each holds a slice of its tokens,
+    and in attention whole sequences with a share of the heads."""
     sequence_parallel: bool = False
     """Shard norms and residual stream along the sequence inside a tensor-parallel group."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    """DeepSpeed ZeRO stage over the data-parallel ranks. bf16 runs 0 as 1: DeepSpeed's bf16 stage 0 is wrong."""
+    """DeepSpeed ZeRO stage over data- and context-parallel ranks. bf16 runs 0 as 1: DeepSpeed's bf16 stage 0 is wrong."""
 
 
 class DataSource(Section):

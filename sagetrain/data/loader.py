@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,6 +57,24 @@ class Batch:
     """At least the tokens of the longest document: a power of two, or S. None with cu_seqlens None."""
     sample_ids: list[int]
     """Global indices of the sequences."""
+
+    def inputs(self, device: torch.device, cp_rank: int = 0, cp_size: int = 1) -> dict[str, Any]:
+        """Arguments of Transformer.forward on `device`: all tokens, or slice `cp_rank` of `cp_size` of each sequence.
+
+        Attention sees whole sequences: cu_seqlens and max_seqlen are those of the batch in either case.
+        """
+        length = self.tokens.shape[1] // cp_size
+
+        def own(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.narrow(1, cp_rank * length, length).to(device, non_blocking=True)
+
+        return {
+            "tokens": own(self.tokens),
+            "labels": own(self.labels),
+            "positions": own(self.positions),
+            "cu_seqlens": None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True),
+            "max_seqlen": self.max_seqlen,
+        }
 
 
 class SampleStream:

@@ -65,7 +65,7 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
     size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, cfg.parallel.tensor_parallel_size)
     ranks = world_size // cfg.parallel.tensor_parallel_size
     block = _Block(cfg)
-    tokens = cfg.data.micro_batch_size * cfg.data.seq_length
+    tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
     return [
         *_model_state(cfg, size, ranks, vocab_size),
         block.activations(tokens),
@@ -164,10 +164,12 @@ class _Block:
     def _attention(self) -> int:
         """sage saves q and k as INT8 with a scale per token, v and o in 16 bits; the others all four in 16 bits."""
         query, key = (heads * self.cfg.model.head_dim for heads in self.heads)
-        log_sum_exp = 4 * self.heads[0]
+        other = 4 * self.heads[0]  # log-sum-exp
+        if self.cfg.parallel.context_parallel_size > 1:
+            other += self.element * query  # the output a second time, behind the all-to-all
         if self.cfg.attention.backend == "sage":
-            return query + key + 4 * sum(self.heads) + self.element * (key + query) + log_sum_exp
-        return self.element * (2 * query + 2 * key) + log_sum_exp
+            return query + key + 4 * sum(self.heads) + self.element * (key + query) + other
+        return self.element * (2 * query + 2 * key) + other
 
     def _mlp(self, width: int) -> int:
         """gate, up and their product; silu(gate) as well when nothing recomputes it."""

@@ -1,7 +1,7 @@
 """Self-attention: projections, QK-norm, rotary embedding, and the backends that compute softmax(q k^T) v.
 
-Shape letters: B sequences of the micro-batch, S tokens of a sequence, T = B * S tokens, D hidden size, N query heads
-and M key/value heads on this rank, K head dim.
+Shape letters: B sequences of the micro-batch, S tokens of a sequence, T tokens of this rank (B * S, or a slice of every
+sequence under context parallelism), D hidden size, N query heads and M key/value heads on this rank, K head dim.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sagekernels.testing import Shape
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary
+from sagetrain.parallel.collectives import gather_heads, scatter_heads
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -37,7 +38,7 @@ class TokenLayout(NamedTuple):
     sin: Tensor
     """fp32 [T, 1, K / 2]."""
     cu_seqlens: Tensor | None
-    """int32 [documents + 1] over all T tokens; None: attention within each sequence, whatever the documents."""
+    """int32 [documents + 1] over all B * S tokens; None: attention within each sequence, whatever the documents."""
     max_seqlen: int | None
     """Tokens of the longest document."""
     mask: Tensor | None
@@ -102,6 +103,7 @@ def choose_backend(
     model: ModelConfig,
     *,
     tensor_parallel_size: int,
+    context_parallel_size: int,
     num_sequences: int,
     seq_length: int,
     packed: bool,
@@ -118,7 +120,7 @@ def choose_backend(
     Raises:
         RuntimeError: none is admitted; the message holds every candidate's reason.
     """
-    candidates = {}
+    heads_split, candidates = tensor_parallel_size * context_parallel_size, {}
     for name in ("sage", "flash", "sdpa"):
         named = attention.model_copy(update={"backend": name})
         try:
@@ -130,8 +132,8 @@ def choose_backend(
         batch=1 if packed else num_sequences,
         n_q=num_sequences * seq_length if packed else seq_length,
         n_k=num_sequences * seq_length if packed else seq_length,
-        heads=model.num_attention_heads // tensor_parallel_size,
-        kv_heads=model.num_key_value_heads // tensor_parallel_size,
+        heads=model.num_attention_heads // heads_split,
+        kv_heads=model.num_key_value_heads // heads_split,
         head_dim=model.head_dim,
         documents=(seq_length,) * num_sequences if packed else (),
     )
@@ -292,7 +294,8 @@ def _flash_function(package: ModuleType) -> AttentionFunction:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped-query heads, its heads spread over the tensor-parallel group."""
+    """Causal self-attention with grouped-query heads, spread over the tensor-parallel group, and over the
+    context-parallel group while the sequences are whole: K-smoothing, masks and backends see nothing of it."""
 
     def __init__(
         self,
@@ -306,7 +309,14 @@ class Attention(nn.Module):
         device: torch.device | None,
     ) -> None:
         super().__init__()
+        for heads in (model.num_attention_heads, model.num_key_value_heads):
+            if heads % (groups.tp_size * groups.cp_size):
+                raise ValueError(
+                    f"{heads} heads are not a multiple of tensor_parallel_size ({groups.tp_size}) x "
+                    f"context_parallel_size ({groups.cp_size})"
+                )
         self.attend = attend
+        self.groups = groups
         self.head_dim = model.head_dim
         self.qk_norm = qk_norm
         hidden = model.hidden_size
@@ -330,6 +340,5 @@ class Attention(nn.Module):
         k_TMK = apply_rotary(k_TMK, layout.cos, layout.sin)
         if self.qk_norm == "after_rope":
             q_TNK, k_TMK = self.q_norm(q_TNK), self.k_norm(k_TMK)
-        rows = (layout.num_sequences, -1)
-        o_BSNK = self.attend(q_TNK.unflatten(0, rows), k_TMK.unflatten(0, rows), v_TMK.unflatten(0, rows), layout)
-        return self.out(o_BSNK.flatten(2).flatten(0, 1))
+        heads = scatter_heads((q_TNK, k_TMK, v_TMK), layout.num_sequences, self.groups)
+        return self.out(gather_heads(self.attend(*heads, layout), self.groups).flatten(1))

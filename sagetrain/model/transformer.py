@@ -98,8 +98,8 @@ class Transformer(nn.Module):
         dtype: of parameters and residual stream.
 
     Raises:
-        ValueError: a dimension that tensor_parallel_size does not divide, an odd head_dim, or an attention backend
-            that cannot run here.
+        ValueError: a dimension that tensor_parallel_size does not divide, heads that it does not divide together with
+            context_parallel_size, an odd head_dim, or an attention backend that cannot run here.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = model
+        self.groups = groups
         self.activation_checkpointing = activation_checkpointing
         device = torch.device("cpu" if device is None else device)
         place = {"dtype": dtype, "device": device}
@@ -146,18 +147,21 @@ class Transformer(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Mean loss over all tokens, or the logits.
+        """Mean loss over this rank's tokens, or their logits.
+
+        Under context parallelism these are a slice [B, S / cp] of every sequence (data.loader.Batch.inputs cuts it);
+        the loss of the sequences is then the mean over the context-parallel ranks.
 
         Args:
-            tokens: int64 [B, S].
-            labels: int64 [B, S], the token that follows each token. None: return logits.
-            positions: int64 [B, S] for the rotary embedding (default: 0..S-1 in each sequence).
+            tokens: int64 [B, S (/ cp)].
+            labels: int64 [B, S (/ cp)], the token that follows each token. None: return logits.
+            positions: int64 [B, S (/ cp)] for the rotary embedding (default: 0..S-1 in each sequence).
             cu_seqlens: int32 [documents + 1] over the flattened [B * S] tokens: attention stays within a document.
                 Documents do not span sequences; zero-length ones may pad the end. None: within each sequence.
             max_seqlen: tokens of the longest document, if known.
 
         Returns:
-            fp32 scalar, or logits [B, S, vocab] in the model's dtype; the same on all tensor-parallel ranks.
+            fp32 scalar, or logits [B, S (/ cp), vocab] in the model's dtype; the same on all tensor-parallel ranks.
         """
         layout = self._layout(tokens, positions, cu_seqlens, max_seqlen)
         x_TD = self.embedding(tokens.flatten())
@@ -181,13 +185,14 @@ class Transformer(nn.Module):
     def _layout(
         self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> TokenLayout:
-        num_sequences, seq_length = tokens.shape
+        num_sequences, length = tokens.shape
         if positions is None:
-            positions = torch.arange(seq_length, device=tokens.device).expand(num_sequences, -1)
+            first = self.groups.cp_rank * length
+            positions = torch.arange(first, first + length, device=tokens.device).expand(num_sequences, -1)
         cos, sin = rotary_tables(positions.flatten(), self.config.head_dim, self.config.rope_theta)
         mask = None
         if cu_seqlens is not None and self.mask_documents:
-            mask = document_mask(cu_seqlens, num_sequences, tokens.numel())
+            mask = document_mask(cu_seqlens, num_sequences, tokens.numel() * self.groups.cp_size)
         if cu_seqlens is not None and self.head.compiled:
             # One graph for any number of documents: torch.compile gives up after a few recompilations.
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)

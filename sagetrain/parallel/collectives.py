@@ -1,4 +1,4 @@
-"""Differentiable collectives over the tensor-parallel group.
+"""Differentiable collectives over the tensor-parallel group, and around attention over the context-parallel one.
 
 | function              | forward               | backward                        |
 |-----------------------|-----------------------|---------------------------------|
@@ -13,11 +13,17 @@ activations are [tokens, ...] with the sequences of the micro-batch flattened, s
 contiguous and travels without a copy. `enter_region` and `leave_region` choose the pair that a layer needs. All are
 no-ops for a group of one.
 
+Context parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): a rank holds a slice of every sequence, with all heads;
+`scatter_heads` turns that into whole sequences with a share of the heads, which is all that attention needs, and
+`gather_heads` turns it back. Both are one all-to-all, forward and backward.
+
 The collectives are torch's functional ones, which torch.compile traces without a graph break; they are called as
 operators because the names of the python functions around them change between torch releases.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -57,6 +63,12 @@ def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     return finish(start_reduce_scatter(x, group))
+
+
+def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[size, ...] -> same: part i goes to rank i, and part i of the result comes from rank i."""
+    parts = [1] * group.size()
+    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), parts, parts, group.group_name))
 
 
 class _CopyToRegion(torch.autograd.Function):
@@ -114,6 +126,17 @@ class _ReduceScatterTokens(torch.autograd.Function):
         return _all_gather(grad, ctx.group), None
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(x, group)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(grad, ctx.group), None
+
+
 def copy_to_region(x: Tensor, groups: ParallelGroups) -> Tensor:
     """x unchanged; its gradient is summed over the group. For tensors that all ranks hold and use differently."""
     return x if groups.tp_size == 1 else _CopyToRegion.apply(x, groups.tp_group)
@@ -147,3 +170,26 @@ def enter_region(x: Tensor, groups: ParallelGroups, sequence_parallel: bool) -> 
 def leave_region(x: Tensor, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
     """What row-parallel layers return: the ranks' partial sums added up, [tokens, ...] -> [tokens (/ tp), ...]."""
     return reduce_scatter_tokens(x, groups) if sequence_parallel else reduce_from_region(x, groups)
+
+
+def scatter_heads(tensors: Sequence[Tensor], num_sequences: int, groups: ParallelGroups) -> list[Tensor]:
+    """Own slice of the sequences with all heads -> whole sequences with own heads, for several tensors at once.
+
+    [B * S / cp, heads, K] -> [B, S, heads / cp, K] each; a tensor's heads are a multiple of cp. Rank i gets the i-th
+    share of each tensor's heads, so that query heads stay with the key/value head that serves them.
+    """
+    if groups.cp_size == 1:
+        return [x.unflatten(0, (num_sequences, -1)) for x in tensors]
+    by_rank = [x.unflatten(1, (groups.cp_size, -1)).movedim(1, 0) for x in tensors]
+    slices = _AllToAll.apply(torch.cat(by_rank, 2), groups.cp_group)
+    whole = slices.unflatten(1, (num_sequences, -1)).transpose(0, 1).flatten(1, 2)
+    # Copies: attention keeps some of them for its backward, and a view would keep the memory of all.
+    return [x.contiguous() for x in whole.split([x.shape[2] for x in by_rank], 2)]
+
+
+def gather_heads(x: Tensor, groups: ParallelGroups) -> Tensor:
+    """Whole sequences with own heads -> own slice with all heads: [B, S, heads / cp, K] -> [B * S / cp, heads, K]."""
+    if groups.cp_size == 1:
+        return x.flatten(0, 1)
+    slices = x.unflatten(1, (groups.cp_size, -1)).movedim(1, 0).flatten(1, 2)
+    return _AllToAll.apply(slices, groups.cp_group).movedim(0, 1).flatten(1, 2)

@@ -1,10 +1,13 @@
 """Rank arithmetic as a value, the process groups made from it, and what DeepSpeed asks of an `mpu`.
 
-Two axes: tensor parallel (fastest: neighbouring ranks share one copy of the model) and data parallel.
+Three axes, the fastest first: tensor parallel (neighbouring ranks share one copy of the model), context parallel (copies
+that share every sequence, each with a slice of its tokens) and data parallel (copies with sequences of their own).
+The copies of all kinds together are the replicas: gradients are averaged, and ZeRO shards, over data and context ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,73 +16,111 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Topology:
-    """How `world_size` ranks fall into tensor-parallel and data-parallel groups. Pure integers, no process group.
+    """How `world_size` ranks fall into groups along the axes. Pure integers, no process group.
 
     Raises:
-        ValueError: a size below 1, or a world size that the tensor-parallel size does not divide.
+        ValueError: a size below 1, or a world size that the other two do not divide.
     """
 
     world_size: int
     tensor_parallel_size: int
+    context_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.world_size < 1 or self.tensor_parallel_size < 1:
+        world, tp, cp = self.world_size, self.tensor_parallel_size, self.context_parallel_size
+        if min(world, tp, cp) < 1:
             raise ValueError(
-                f"world_size ({self.world_size}) and tensor_parallel_size ({self.tensor_parallel_size}) must be >= 1"
+                f"world_size ({world}), tensor_parallel_size ({tp}) and context_parallel_size ({cp}) must be >= 1"
             )
-        if self.world_size % self.tensor_parallel_size:
+        if world % (tp * cp):
             raise ValueError(
-                f"world_size {self.world_size} is not a multiple of tensor_parallel_size {self.tensor_parallel_size}"
+                f"world_size {world} is not a multiple of tensor_parallel_size {tp} x context_parallel_size {cp}"
             )
 
     @property
-    def data_parallel_size(self) -> int:
+    def num_replicas(self) -> int:
+        """Copies of the model: data-parallel x context-parallel."""
         return self.world_size // self.tensor_parallel_size
 
-    def coords(self, rank: int) -> tuple[int, int]:
-        """(data-parallel rank, tensor-parallel rank) of a global rank."""
+    @property
+    def data_parallel_size(self) -> int:
+        return self.num_replicas // self.context_parallel_size
+
+    def coords(self, rank: int) -> tuple[int, int, int]:
+        """(data-parallel, context-parallel, tensor-parallel) rank of a global rank."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside 0..{self.world_size - 1}")
-        return divmod(rank, self.tensor_parallel_size)
+        replica, tp_rank = divmod(rank, self.tensor_parallel_size)
+        return *divmod(replica, self.context_parallel_size), tp_rank
 
     def tp_ranks(self, rank: int) -> list[int]:
         """Global ranks that share one copy of the model with `rank`, in tensor-parallel order."""
-        dp_rank, _ = self.coords(rank)
-        first = dp_rank * self.tensor_parallel_size
+        first = rank - self.coords(rank)[2]
         return list(range(first, first + self.tensor_parallel_size))
 
-    def dp_ranks(self, rank: int) -> list[int]:
-        """Global ranks that hold the same shard of the model as `rank`, in data-parallel order."""
-        _, tp_rank = self.coords(rank)
-        return list(range(tp_rank, self.world_size, self.tensor_parallel_size))
+    def cp_ranks(self, rank: int) -> list[int]:
+        """Global ranks that hold slices of the same sequences and the same shard of the model as `rank`, in order."""
+        first = rank - self.coords(rank)[1] * self.tensor_parallel_size
+        return [first + i * self.tensor_parallel_size for i in range(self.context_parallel_size)]
+
+    def replica_ranks(self, rank: int) -> list[int]:
+        """Global ranks that hold the same shard of the model as `rank`, in order."""
+        return list(range(self.coords(rank)[2], self.world_size, self.tensor_parallel_size))
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelGroups:
-    """This process's place on both axes. The groups are None in a process without torch.distributed."""
+    """The place of a global rank on every axis. The groups are None in a process without torch.distributed, and
+    cp_group without context parallelism."""
 
     topology: Topology
-    tp_rank: int
-    dp_rank: int
-    tp_group: dist.ProcessGroup | None
-    dp_group: dist.ProcessGroup | None
+    rank: int
+    tp_group: dist.ProcessGroup | None = None
+    cp_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
 
     @property
     def tp_size(self) -> int:
         return self.topology.tensor_parallel_size
 
     @property
+    def tp_rank(self) -> int:
+        return self.topology.coords(self.rank)[2]
+
+    @property
+    def cp_size(self) -> int:
+        return self.topology.context_parallel_size
+
+    @property
+    def cp_rank(self) -> int:
+        return self.topology.coords(self.rank)[1]
+
+    @property
     def dp_size(self) -> int:
         return self.topology.data_parallel_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the sequences this rank works on, alone or with its tensor- and context-parallel group."""
+        return self.topology.coords(self.rank)[0]
+
+    @property
+    def num_replicas(self) -> int:
+        return self.topology.num_replicas
+
+    @property
+    def replica_rank(self) -> int:
+        """Place among the ranks that hold the same shard of the model: what ZeRO and a checkpoint's files go by."""
+        return self.rank // self.tp_size
 
     @classmethod
     def single(cls) -> ParallelGroups:
         """One process, no torch.distributed."""
-        return cls(topology=Topology(1, 1), tp_rank=0, dp_rank=0, tp_group=None, dp_group=None)
+        return cls(Topology(1, 1), rank=0)
 
     @classmethod
     def create(cls, topology: Topology, timeout: timedelta | None = None) -> ParallelGroups:
-        """Make the process groups of both axes. Every rank of the job must call this: it is collective.
+        """Make the process groups of all axes. Every rank of the job must call this: it is collective.
 
         Args:
             timeout: how long a collective of these groups may wait for a silent rank (default: torch's).
@@ -90,22 +131,28 @@ class ParallelGroups:
         if dist.get_world_size() != topology.world_size:
             raise ValueError(f"topology is for {topology.world_size} ranks, the job has {dist.get_world_size()}")
         rank = dist.get_rank()
-        tp_size = topology.tensor_parallel_size
-        # Every rank creates every group, in the same order: new_group is collective over the world.
-        tp_groups = [
-            dist.new_group(topology.tp_ranks(first), timeout=timeout)
-            for first in range(0, topology.world_size, tp_size)
-        ]
-        dp_groups = [dist.new_group(topology.dp_ranks(tp_rank), timeout=timeout) for tp_rank in range(tp_size)]
-        dp_rank, tp_rank = topology.coords(rank)
-        return cls(topology, tp_rank, dp_rank, tp_group=tp_groups[dp_rank], dp_group=dp_groups[tp_rank])
+
+        def own_group(ranks_of: Callable[[int], list[int]]) -> dist.ProcessGroup:
+            # Every rank creates every group, in the same order: new_group is collective over the world.
+            every = dict.fromkeys(tuple(ranks_of(member)) for member in range(topology.world_size))
+            groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in every}
+            return groups[tuple(ranks_of(rank))]
+
+        return cls(
+            topology,
+            rank,
+            tp_group=own_group(topology.tp_ranks),
+            cp_group=own_group(topology.cp_ranks) if topology.context_parallel_size > 1 else None,
+            replica_group=own_group(topology.replica_ranks),
+        )
 
 
 class Mpu:
-    """ParallelGroups in the words of DeepSpeed's `mpu` argument ("model parallel" is tensor parallel).
+    """ParallelGroups in the words of DeepSpeed's `mpu` argument: "model parallel" is tensor parallel, and its data
+    parallel ranks are the replicas, context-parallel ones included: it averages gradients and shards over them alike.
 
     Spelled out method by method: DeepSpeed probes an mpu with hasattr, so that a catch-all would promise pipeline
-    and sequence axes that do not exist.
+    axes that do not exist, and a sequence axis that it would divide gradients and batch sizes by in ways of its own.
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
@@ -130,13 +177,13 @@ class Mpu:
         return self._groups.tp_group
 
     def get_tensor_model_parallel_src_rank(self) -> int:
-        return self._groups.dp_rank * self._groups.tp_size
+        return self._groups.replica_rank * self._groups.tp_size
 
     def get_data_parallel_rank(self) -> int:
-        return self._groups.dp_rank
+        return self._groups.replica_rank
 
     def get_data_parallel_world_size(self) -> int:
-        return self._groups.dp_size
+        return self._groups.num_replicas
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._groups.dp_group
+        return self._groups.replica_group

@@ -10,7 +10,7 @@
       latest                             name of the newest folder (for people; loading looks at the folders themselves)
 
 A piece is the range [start, stop) of the flattened tensor-parallel slice (tp_rank of tp_size along tp_dim) of a
-parameter. A checkpoint is written into a folder with a temporary name, synced to disk, and renamed once its manifest
+parameter; `dp` of a file is the replica: data-parallel x context-parallel. A checkpoint is written into a folder with a temporary name, synced to disk, and renamed once its manifest
 is in it, so a folder without a manifest, or with files that do not match it, is never loaded.
 """
 
@@ -68,7 +68,11 @@ def save(
         manifest = {
             "format": FORMAT,
             "state": state,
-            "layout": {"tensor_parallel_size": groups.tp_size, "data_parallel_size": groups.dp_size},
+            "layout": {
+                "tensor_parallel_size": groups.tp_size,
+                "context_parallel_size": groups.cp_size,
+                "data_parallel_size": groups.dp_size,
+            },
             "tensors": _merge_tensors(entry["tensors"] for entry in every),
             "files": {**files, "config.yaml": _file_entry(temporary / "config.yaml")},
         }
@@ -100,7 +104,7 @@ def _fresh_folder(folder: Path) -> None:
 
 
 def _write_rank(folder: Path, shards: Iterable, rng: dict[str, Any], groups: ParallelGroups) -> dict:
-    file = f"shard-tp{groups.tp_rank:03d}-dp{groups.dp_rank:03d}.safetensors"
+    file = f"shard-tp{groups.tp_rank:03d}-dp{groups.replica_rank:03d}.safetensors"
     tensors, index = {}, {}
     for shard in shards:
         if shard.stop <= shard.start or (shard.tp_dim is None and groups.tp_rank > 0):

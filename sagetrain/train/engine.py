@@ -71,13 +71,16 @@ def resolved_zero_stage(cfg: RunConfig) -> int:
     return 1 if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0 else cfg.parallel.zero_stage
 
 
-def deepspeed_config(cfg: RunConfig, data_parallel_size: int, accumulation: int) -> dict:
-    """The dict handed to DeepSpeed: generated from the YAML plus the extra keys of its `deepspeed` section."""
+def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int) -> dict:
+    """The dict handed to DeepSpeed: generated from the YAML plus the extra keys of its `deepspeed` section.
+
+    Its batch sizes count what each replica works on, which under context parallelism are slices of sequences.
+    """
     stage = resolved_zero_stage(cfg)
     zero = {"stage": stage, "overlap_comm": False, **cfg.deepspeed.get("zero_optimization", {})}
     # Stage 0 leaves the norm unreported, so that stage clips in Engine._clip_stage0.
     generated = {
-        "train_batch_size": cfg.data.micro_batch_size * accumulation * data_parallel_size,
+        "train_batch_size": cfg.data.micro_batch_size * accumulation * num_replicas,
         "train_micro_batch_size_per_gpu": cfg.data.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "managed_gradient_accumulation": False,
@@ -137,7 +140,7 @@ class Engine:
         import deepspeed
 
         self.groups, self.stage = groups, resolved_zero_stage(cfg)
-        self.config = deepspeed_config(cfg, groups.dp_size, accumulation)
+        self.config = deepspeed_config(cfg, groups.num_replicas, accumulation)
         self._micro_batch, self._clip, self._norm = cfg.data.micro_batch_size, cfg.optimizer.clip_grad, 0.0
         # Shapes must be noted before ZeRO 3 replaces every parameter by its partition.
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -162,7 +165,7 @@ class Engine:
     def step(self, batches: Iterable[Batch], accumulation: int, lr: float, stop: bool) -> StepResult:
         """Forward and backward over `accumulation` micro-batches, then one optimizer update at `lr`."""
         if accumulation != self._ds.gradient_accumulation_steps():
-            self._ds.set_train_batch_size(self._micro_batch * accumulation * self.groups.dp_size)
+            self._ds.set_train_batch_size(self._micro_batch * accumulation * self.groups.num_replicas)
         for group in self._base.param_groups:
             group["lr"] = lr
         self._ds.train()
@@ -179,22 +182,15 @@ class Engine:
         self._ds.step()
         facts = torch.tensor([stop, fold(samples, self.groups.dp_rank)], device=self.device, dtype=torch.float64)
         summed = torch.cat([(total / accumulation)[None], facts])
-        dist.all_reduce(summed)  # over the world: tensor-parallel ranks hold the same loss
+        dist.all_reduce(summed)  # over the world: tensor-parallel ranks hold the same loss, context-parallel ones equal shares
         loss_sum, stops, folds = summed.tolist()
         norm = self._norm if self.stage == 0 else self._ds.get_global_grad_norm()
         applied = self._ds.skipped_steps == skipped
         return StepResult(loss_sum / dist.get_world_size(), float(norm), applied, stops > 0, int(folds))
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Mean loss of one micro-batch (scalar, fp32)."""
-        to = lambda x: None if x is None else x.to(self.device, non_blocking=True)  # noqa: E731
-        return self._ds(
-            to(batch.tokens),
-            to(batch.labels),
-            positions=to(batch.positions),
-            cu_seqlens=to(batch.cu_seqlens),
-            max_seqlen=batch.max_seqlen,
-        )
+        """Mean loss of one micro-batch, under context parallelism of this rank's slice of it (scalar, fp32)."""
+        return self._ds(**batch.inputs(self.device, self.groups.cp_rank, self.groups.cp_size))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -259,7 +255,7 @@ class Engine:
             from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
             partition = safe_get_local_fp32_param(parameter)
-            start = min(partition.numel() * self.groups.dp_rank, numel)
+            start = min(partition.numel() * self.groups.replica_rank, numel)
             stop = min(start + partition.numel(), numel)
             views = {kind: safe_get_local_optimizer_state(parameter, kind) for kind in ("exp_avg", "exp_avg_sq")}
             return start, stop, {k: v[: stop - start] for k, v in {"weight": partition, **views}.items()}
@@ -278,8 +274,8 @@ class Engine:
 
     @property
     def writes_shards(self) -> bool:
-        """Whether this data-parallel rank holds state of its own (at stage 0 only the first one writes)."""
-        return self.stage > 0 or self.groups.dp_rank == 0
+        """Whether this replica holds state of its own (at stage 0 only the first one writes)."""
+        return self.stage > 0 or self.groups.replica_rank == 0
 
     @torch.no_grad()
     def set_weight(self, shard: ParameterShard, weight: torch.Tensor) -> None:

@@ -101,9 +101,12 @@ class Ledger:
         return again
 
 
-def check_consumed(folds: int, first: int, count: int, micro_batch_size: int, dp_size: int, tp_size: int) -> None:
-    """TrainingError unless `folds`, summed over all ranks, is that of samples first .. first + count - 1, each once."""
-    expected = tp_size * expected_fold(first, count, micro_batch_size, dp_size)
+def check_consumed(folds: int, first: int, count: int, micro_batch_size: int, dp_size: int, world_size: int) -> None:
+    """TrainingError unless `folds`, summed over all ranks, is that of samples first .. first + count - 1, each once.
+
+    All ranks of a tensor- and context-parallel group report the samples they share.
+    """
+    expected = world_size // dp_size * expected_fold(first, count, micro_batch_size, dp_size)
     if (folds - expected) % (1 << _FOLD_BITS):
         raise TrainingError(
             f"the ranks have not trained on samples {first:,} to {first + count - 1:,}, each once: some rank reads "

@@ -141,14 +141,14 @@ def differing_environment(rows: list[Row]) -> list[str]:
 
 def table(rows: list[Row]) -> list[str]:
     """The lines of the start-up table: one for a host, and one for what all of them have in common."""
-    cells = [("host", "ranks", "data parallel", "tensor parallel", "devices")]
+    cells = [("host", "ranks", "data parallel", "context parallel", "tensor parallel", "devices")]
     for host, members in _by_host(rows).items():
         devices = dict.fromkeys(row["device"] for row in members)
         counts = (sum(row["device"] == device for row in members) for device in devices)
         cells.append(
             (
                 host,
-                *(_ranges(row[axis] for row in members) for axis in ("rank", "dp", "tp")),
+                *(_ranges(row[axis] for row in members) for axis in ("rank", "dp", "cp", "tp")),
                 ", ".join(f"{count} x {device}" for count, device in zip(counts, devices, strict=True)),
             )
         )
@@ -164,7 +164,7 @@ def table(rows: list[Row]) -> list[str]:
 
 def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[str, str]) -> Row:
     rank = dist.get_rank()
-    dp, tp = topology.coords(rank)
+    dp, cp, tp = topology.coords(rank)
     tree = {
         f"{section}.{key}": value
         for section, values in cfg.model_dump(mode="json").items()
@@ -175,6 +175,7 @@ def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[s
         "problem": "",
         "rank": rank,
         "dp": dp,
+        "cp": cp,
         "tp": tp,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "versions": {

@@ -109,7 +109,8 @@ class Trainer:
         patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
         self.watchdog = Watchdog(self.run_dir / "stacks", rank, 60 * patience)
         self.device = init_distributed(2 * patience)  # the watchdog comes first: it can say more than a collective
-        topology = Topology(dist.get_world_size(), cfg.parallel.tensor_parallel_size)
+        parallel = cfg.parallel
+        topology = Topology(dist.get_world_size(), parallel.tensor_parallel_size, parallel.context_parallel_size)
         files = {"tokenizer": self.tokenizer_hash, "data.train": self.stream.fingerprint}
         roster.check_in(cfg, topology, self.device, {**files, "data.valid": valid.fingerprint} if valid else files)
         self.groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
@@ -151,6 +152,7 @@ class Trainer:
                 self.cfg.attention,
                 self.cfg.model,
                 tensor_parallel_size=self.groups.tp_size,
+                context_parallel_size=self.groups.cp_size,
                 num_sequences=self.cfg.data.micro_batch_size,
                 seq_length=self.cfg.data.seq_length,
                 packed=self.cfg.data.document_attention,
@@ -205,9 +207,10 @@ class Trainer:
         engine = Engine(cfg, model, self.groups, first // self.multiple)
         if self.main:
             size = num_parameters(cfg.model, cfg.attention, padded_vocab_size(self.vocab_size))
+            context = f" x context parallel {self.groups.cp_size}" if self.groups.cp_size > 1 else ""
             self._say(
                 f"sagetrain {__version__}: {size:,} parameters, "
-                f"{dist.get_world_size()} ranks (tensor parallel {self.groups.tp_size} x data parallel"
+                f"{dist.get_world_size()} ranks (tensor parallel {self.groups.tp_size}{context} x data parallel"
                 f" {self.groups.dp_size}), ZeRO {engine.stage}, {cfg.training.dtype}, torch.compile"
                 f" {'on' if compiled else 'off'}, attention {self.backend} ({self.backend_reason})"
             )
@@ -314,7 +317,7 @@ class Trainer:
             following = tokens_per_step(cfg.tokens_per_step, after, self.multiple) if after < total else None
             batches = self.watchdog.over(self.loader.step_batches(state.sequences, size, following))
             result = self.engine.step(batches, size // self.multiple, lr, self.stop.name is not None)
-            samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, self.groups.tp_size)
+            samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
             check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
             state.advance(size, cfg.data.seq_length)
             self._check_finite(result)
