@@ -219,6 +219,15 @@ def test_tensor_and_sequence_parallelism_split_memory():
     assert a / 2 < c < b < a
 
 
+def test_context_parallelism_splits_the_activations_of_a_sequence():
+    one, four = run_config(), run_config(parallel={"context_parallel_size": 4})
+    a, b = items(one, 4), items(four, 4)
+    assert a["weights"] == b["weights"] and a["optimizer"] == b["optimizer"]  # ZeRO shards over slices as over copies
+    assert b["logits"] == a["logits"] / 4
+    twice = 2 * 512 // 4 * 2 * 256  # attention's output: as it left the kernel, and as the projection reads it
+    assert b["activations"] == a["activations"] / 4 + twice
+
+
 def test_activation_checkpointing_keeps_block_inputs_and_one_block():
     cfg = run_config(training={"activation_checkpointing": "full"}, model={"num_layers": 50})
     tokens = 2 * 256

@@ -89,6 +89,30 @@ CASES = [
         "sequence_parallel_split", "error", "data.seq_length", "1022: is not a multiple of parallel.tensor_parallel_size 4", "use 1020 or 1024",
     ),
     (
+        {"parallel": {"tensor_parallel_size": 2, "context_parallel_size": 3}, "model": {"num_attention_heads": 6, "head_dim": 64}, "data": {"seq_length": 1536}}, 4,
+        "world_size", "error", "parallel.context_parallel_size", "3: times tensor_parallel_size 2 does not divide the 4 ranks", "one of 1, 2, or start a multiple of 6 ranks",
+    ),
+    (
+        {"parallel": {"context_parallel_size": 4}, "model": {"num_key_value_heads": 2}}, 4,
+        "context_parallel_split", "error", "model.num_key_value_heads", "2: is not a multiple of parallel.context_parallel_size 4:", "use 4, or a context_parallel_size of 1, 2",
+    ),
+    (
+        {"parallel": {"context_parallel_size": 4, "tensor_parallel_size": 2}, "model": {"num_attention_heads": 12, "head_dim": 64, "num_key_value_heads": 4}}, 8,
+        "context_parallel_split", "error", "model.num_attention_heads", "12: is not a multiple of parallel.context_parallel_size 4 x tensor_parallel_size 2:", "use 8 or 16, or a context_parallel_size of 1, 2, 3, 6",
+    ),
+    (
+        {"parallel": {"context_parallel_size": 4}, "data": {"seq_length": 1022}}, 4,
+        "context_parallel_split", "error", "data.seq_length", "1022: is not a multiple of parallel.context_parallel_size 4", "use 1020 or 1024",
+    ),
+    (
+        {"parallel": {"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}, "data": {"seq_length": 1022}}, 4,
+        "sequence_parallel_split", "error", "data.seq_length", "1022: is not a multiple of parallel.tensor_parallel_size 2 x context_parallel_size 2,", "use 1020 or 1024",
+    ),
+    (
+        {"parallel": {"context_parallel_size": 2}, "tokens_per_step": {"schedule": "constant", "tokens": 65000}}, 8,
+        "whole_micro_steps", "error", "tokens_per_step.tokens", "seq_length 1024 x 4 data-parallel ranks = 8192", "use 57344 or 65536",
+    ),
+    (
         {"parallel": {"tensor_parallel_size": 3}, "model": {"num_attention_heads": 6, "head_dim": 64, "vocab_size": 1000}}, 3,
         "tensor_parallel_vocab", "error", "parallel.tensor_parallel_size", "3: does not divide the padded vocabulary 1024", "divisor of 128",
     ),
@@ -224,6 +248,7 @@ def test_findings(sections, world_size, rule, level, key, says, fix):
         ("communication_data_type", "training.dtype"),
         ("checkpoint", "checkpoint"),
         ("tensor_parallel", "parallel.tensor_parallel_size"),
+        ("sequence_parallel_size", "parallel.context_parallel_size"),
         ("activation_checkpointing", "training.activation_checkpointing"),
         ("steps_per_print", "logging.every_steps"),
     ],

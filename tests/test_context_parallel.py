@@ -14,6 +14,7 @@ from distributed import run_distributed
 from sagekernels import sage_attention
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.loader import Batch
+from sagetrain.model.accounting import block_activation_bytes
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.collectives import gather_heads, scatter_heads
 from sagetrain.parallel.layers import shard
@@ -142,10 +143,14 @@ def in_four_processes() -> list[float]:
 
 
 def memory_cases() -> list:
-    parallel, training = {"context_parallel_size": 2}, {"compile": "off"}
-    return [run_config(parallel=parallel, training=training, attention={"backend": name}) for name in ("sage", "sdpa")]
+    sections = {
+        "parallel": {"context_parallel_size": 2},
+        "data": {"micro_batch_size": 4},
+        "training": {"compile": "off"},
+    }
+    return [run_config(attention={"backend": name}, **sections) for name in ("sage", "sdpa")]
 
 
 def test_slices_of_sequences_give_the_losses_and_gradients_of_whole_ones() -> None:
-    saved = run_distributed(in_four_processes, 4)[0]
-    print(saved, [__import__("test_accounting").block_activation_bytes(cfg) for cfg in memory_cases()])
+    for saved in run_distributed(in_four_processes, 4):
+        assert saved == [block_activation_bytes(cfg) for cfg in memory_cases()]

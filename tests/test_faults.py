@@ -32,16 +32,17 @@ from test_resume import check_same, finish, start, training_rows, write_config
 # -- the ledger ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("micro_batch", "dp_size", "tp_size"), [(1, 1, 1), (2, 2, 1), (4, 3, 2)])
-def test_every_sample_once_on_the_rank_it_was_dealt_to(micro_batch, dp_size, tp_size) -> None:
+@pytest.mark.parametrize(("micro_batch", "dp_size", "sharers"), [(1, 1, 1), (2, 2, 1), (4, 3, 2), (4, 2, 4)])
+def test_every_sample_once_on_the_ranks_it_was_dealt_to(micro_batch, dp_size, sharers) -> None:
+    """`sharers`: tensor- and context-parallel ranks that work on the same samples."""
     first, count = 3 * 2**40, 5 * micro_batch * dp_size
     ranks: list[list[int]] = [[] for _ in range(dp_size)]
     for micro_step in range(0, count, micro_batch):
         ranks[micro_step // micro_batch % dp_size] += range(first + micro_step, first + micro_step + micro_batch)
-    layout = (micro_batch, dp_size, tp_size)
+    layout = (micro_batch, dp_size, dp_size * sharers)
 
     def folds() -> int:
-        return tp_size * sum(fold(ids, rank) for rank, ids in enumerate(ranks))
+        return sharers * sum(fold(ids, rank) for rank, ids in enumerate(ranks))
 
     check_consumed(folds(), first, count, *layout)
     for wrong_first, wrong_count in ((first + 1, count), (first, count + 1), (first - count, count)):
@@ -56,9 +57,9 @@ def test_every_sample_once_on_the_rank_it_was_dealt_to(micro_batch, dp_size, tp_
 def test_ranks_with_each_others_samples_are_noticed() -> None:
     """The set is right, but a tensor-parallel rank that swaps data with its neighbour computes nonsense."""
     right = 2 * (fold([0, 1], 0) + fold([2, 3], 1))
-    check_consumed(right, 0, 4, 2, 2, 2)
+    check_consumed(right, 0, 4, 2, 2, 4)
     with pytest.raises(TrainingError):
-        check_consumed(right - fold([0, 1], 0) + fold([2, 3], 0) - fold([2, 3], 1) + fold([0, 1], 1), 0, 4, 2, 2, 2)
+        check_consumed(right - fold([0, 1], 0) + fold([2, 3], 0) - fold([2, 3], 1) + fold([0, 1], 1), 0, 4, 2, 2, 4)
 
 
 def one_rank_goes_wrong() -> list[str]:
@@ -73,7 +74,7 @@ def one_rank_goes_wrong() -> list[str]:
         batch = Batch(tokens, tokens, positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=ids)
         result = engine.step([batch], 1, 1e-3, stop=False)
         try:
-            check_consumed(result.folds, 2 * step, 2, 1, 2, 1)
+            check_consumed(result.folds, 2 * step, 2, 1, 2, 2)
             seen.append("finite" if math.isfinite(result.loss) else "not finite")
         except TrainingError:
             seen.append("other samples")

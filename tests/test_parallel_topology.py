@@ -10,29 +10,45 @@ from distributed import run_distributed
 from sagetrain.parallel.topology import Mpu, ParallelGroups, Topology
 
 
-@pytest.mark.parametrize(("world_size", "tp"), [(1, 1), (8, 1), (8, 8), (512, 4), (48, 6)])
-def test_every_rank_is_in_exactly_one_group_of_each_axis(world_size: int, tp: int) -> None:
-    topology = Topology(world_size, tp)
-    assert topology.data_parallel_size * tp == world_size
-    for ranks_of, size in ((topology.tp_ranks, tp), (topology.dp_ranks, world_size // tp)):
+@pytest.mark.parametrize(
+    ("world_size", "tp", "cp"), [(1, 1, 1), (8, 1, 1), (8, 8, 1), (512, 4, 1), (48, 6, 1), (8, 1, 8), (48, 6, 4), (16, 2, 2)]
+)
+def test_every_rank_is_in_exactly_one_group_of_each_axis(world_size: int, tp: int, cp: int) -> None:
+    topology = Topology(world_size, tp, cp)
+    assert topology.data_parallel_size * cp * tp == topology.num_replicas * tp == world_size
+    for ranks_of, size in ((topology.tp_ranks, tp), (topology.cp_ranks, cp), (topology.replica_ranks, world_size // tp)):
         groups = {tuple(ranks_of(rank)) for rank in range(world_size)}
         assert sorted(sum(groups, ())) == list(range(world_size))
         assert all(len(group) == size for group in groups)
     for rank in range(world_size):
-        dp_rank, tp_rank = topology.coords(rank)
+        dp_rank, cp_rank, tp_rank = topology.coords(rank)
         assert topology.tp_ranks(rank)[tp_rank] == rank
-        assert topology.dp_ranks(rank)[dp_rank] == rank
+        assert topology.cp_ranks(rank)[cp_rank] == rank
+        assert topology.replica_ranks(rank)[dp_rank * cp + cp_rank] == rank
+        assert ParallelGroups(topology, rank).replica_rank == dp_rank * cp + cp_rank
 
 
-def test_tensor_parallel_ranks_are_neighbours() -> None:
+def test_tensor_parallel_ranks_are_neighbours_then_context_parallel_ones() -> None:
     assert Topology(8, 4).tp_ranks(5) == [4, 5, 6, 7]
-    assert Topology(8, 4).dp_ranks(5) == [1, 5]
+    assert Topology(8, 4).replica_ranks(5) == [1, 5]
+    assert Topology(16, 2, 4).tp_ranks(13) == [12, 13]
+    assert Topology(16, 2, 4).cp_ranks(13) == [9, 11, 13, 15]
+    assert Topology(16, 2, 4).replica_ranks(13) == [1, 3, 5, 7, 9, 11, 13, 15]
 
 
-@pytest.mark.parametrize(("world_size", "tp", "message"), [(6, 4, "not a multiple"), (0, 1, ">= 1"), (2, 0, ">= 1")])
-def test_impossible_topologies(world_size: int, tp: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((6, 4), "not a multiple"),
+        ((4, 2, 4), "tensor_parallel_size 2 x context_parallel_size 4"),
+        ((0, 1), ">= 1"),
+        ((2, 0), ">= 1"),
+        ((2, 1, 0), ">= 1"),
+    ],
+)
+def test_impossible_topologies(sizes: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Topology(world_size, tp)
+        Topology(*sizes)
 
 
 def test_rank_outside_the_world() -> None:
@@ -42,18 +58,20 @@ def test_rank_outside_the_world() -> None:
 
 def test_single_needs_no_process_group() -> None:
     groups = ParallelGroups.single()
-    assert (groups.tp_size, groups.dp_size, groups.tp_rank, groups.dp_rank) == (1, 1, 0, 0)
-    assert groups.tp_group is None
-    assert groups.dp_group is None
+    assert (groups.tp_size, groups.cp_size, groups.dp_size, groups.num_replicas) == (1, 1, 1, 1)
+    assert (groups.tp_rank, groups.cp_rank, groups.dp_rank, groups.replica_rank) == (0, 0, 0, 0)
+    assert groups.tp_group is groups.cp_group is groups.replica_group is None
 
 
 def _groups_of_four() -> dict:
     with pytest.raises(ValueError, match="topology is for 8 ranks, the job has 4"):
         ParallelGroups.create(Topology(8, 2))
-    groups = ParallelGroups.create(Topology(4, 2))
+    groups, slices = (ParallelGroups.create(Topology(4, *sizes)) for sizes in ((2,), (1, 2)))
     mpu = Mpu(groups)
+    assert Mpu(slices).get_data_parallel_world_size() == 4  # gradients are averaged over slices too
+    assert groups.cp_group is None
     sums = []
-    for group in (groups.tp_group, groups.dp_group):
+    for group in (groups.tp_group, groups.replica_group, slices.cp_group, slices.replica_group):
         value = torch.tensor([10.0 ** dist.get_rank()])
         dist.all_reduce(value, group=group)
         sums.append(value.item())
@@ -63,7 +81,9 @@ def _groups_of_four() -> dict:
 
 def test_groups_and_mpu_in_four_processes() -> None:
     results = run_distributed(_groups_of_four, 4)
-    assert [r["sums"] for r in results] == [[11, 101], [11, 1010], [1100, 101], [1100, 1010]]
+    sums = [r["sums"] for r in results]
+    assert [s[:2] for s in sums] == [[11, 101], [11, 1010], [1100, 101], [1100, 1010]]
+    assert [s[2:] for s in sums] == [[11, 1111], [11, 1111], [1100, 1111], [1100, 1111]]
     for rank, answers in enumerate(r["answers"] for r in results):
         assert answers["get_model_parallel_rank"] == answers["get_tensor_model_parallel_rank"] == rank % 2
         assert answers["get_data_parallel_rank"] == rank // 2

@@ -114,6 +114,7 @@ def test_errors_are_counted_and_shown_with_place_and_way_out():
     [
         (6, ["parallel.tensor_parallel_size=4"], "world_size", "Model of", "Layout on"),
         (3, ["parallel.tensor_parallel_size=3"], "tensor_parallel_split", "Model of", "Memory per rank"),
+        (5, ["parallel.context_parallel_size=5"], "context_parallel_split", "Model of", "Memory per rank"),
         (7, [], "whole_micro_steps", "Memory per rank", "Schedule"),
         (8, ["lr_schedule.warmup_tokens=1e12"], "warmup_before_end", "Memory per rank", "Schedule"),
     ],

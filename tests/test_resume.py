@@ -186,6 +186,33 @@ def test_two_hosts_of_a_hostfile_are_one_run(tmp_path, corpus, reference) -> Non
     check_same(tmp_path / "run", reference[2])
 
 
+def test_a_run_over_slices_of_sequences_is_the_run_over_whole_ones(tmp_path, corpus) -> None:
+    """Context parallel 2, stopped and continued by one process; losses, evaluations too, as if it were alone."""
+    sections = {
+        "attention": {"backend": "sdpa"},
+        "training": {"total_tokens": 20 * 256},
+        "evaluation": {"every_tokens": 1024},
+    }
+    alone = write_config(tmp_path / "alone.yaml", corpus, tmp_path / "alone", **sections)
+    finish("sagetrain", alone)
+    first = write_config(
+        tmp_path / "first.yaml", corpus, tmp_path / "run", parallel={"context_parallel_size": 2}, **sections
+    )
+    at_step("torchrun", first, 8, lambda process: os.killpg(process.pid, signal.SIGTERM))
+    log = first.with_suffix(".log").read_text()
+    assert "2 ranks (tensor parallel 1 x context parallel 2 x data parallel 1)" in log
+    assert "stopped by SIGTERM at step" in log, log[-3000:]
+    finish("sagetrain", write_config(tmp_path / "second.yaml", corpus, tmp_path / "run", **sections))
+    ours, theirs = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("run", "alone")
+    )
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for row, expected in zip(ours, theirs, strict=True):
+        for key in ("train/loss", "train/grad_norm", "valid/loss"):
+            assert row.get(key) == pytest.approx(expected.get(key), abs=1e-4 if "norm" in key else 1e-5), (key, row)
+
+
 def test_run_folder_holds_what_was_run(reference) -> None:
     run_dir = reference[1]
     names = {path.name for path in run_dir.iterdir()}
