@@ -63,7 +63,7 @@ def load_and_go_on(root: str, layouts: list[tuple[int, int, int]], dtype: str) -
         again = save_engine(f"{root}/again-{world}-{sizes}-{stage}", engine, 3)
         before, after = full_tensors(Path(root) / checkpoint.folder_name(3)), full_tensors(again)
         same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-        results[world, *sizes, stage] = same, [tiny.global_step(engine, step).loss for step in range(3, 6)]
+        results[(world, *sizes, stage)] = same, [tiny.global_step(engine, step).loss for step in range(3, 6)]
     return results
 
 

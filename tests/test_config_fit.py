@@ -94,11 +94,11 @@ CASES = [
     ),
     (
         {"parallel": {"context_parallel_size": 4}, "model": {"num_key_value_heads": 2}}, 4,
-        "context_parallel_split", "error", "model.num_key_value_heads", "2: is not a multiple of parallel.context_parallel_size 4:", "use 4, or a context_parallel_size of 1, 2",
+        "context_parallel_split", "error", "model.num_key_value_heads", "2: is not a multiple of parallel.tensor_parallel_size 1 x context_parallel_size 4:", "use 4, or a context_parallel_size of 1, 2",
     ),
     (
         {"parallel": {"context_parallel_size": 4, "tensor_parallel_size": 2}, "model": {"num_attention_heads": 12, "head_dim": 64, "num_key_value_heads": 4}}, 8,
-        "context_parallel_split", "error", "model.num_attention_heads", "12: is not a multiple of parallel.context_parallel_size 4 x tensor_parallel_size 2:", "use 8 or 16, or a context_parallel_size of 1, 2, 3, 6",
+        "context_parallel_split", "error", "model.num_attention_heads", "12: is not a multiple of parallel.tensor_parallel_size 2 x context_parallel_size 4:", "use 8 or 16, or a context_parallel_size of 1, 2, 3, 6",
     ),
     (
         {"parallel": {"context_parallel_size": 4}, "data": {"seq_length": 1022}}, 4,

@@ -1,6 +1,6 @@
 """Ulysses context parallelism: slices of every sequence on several ranks give the loss and the gradients of one rank.
 
-Whole training runs in this layout are beside those in the others: tests/test_engine.py, test_checkpoint.py, test_resume.py.
+Training in this layout is tested beside the other layouts: test_engine.py, test_checkpoint.py, test_resume.py.
 """
 
 from __future__ import annotations

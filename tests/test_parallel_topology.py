@@ -11,12 +11,17 @@ from sagetrain.parallel.topology import Mpu, ParallelGroups, Topology
 
 
 @pytest.mark.parametrize(
-    ("world_size", "tp", "cp"), [(1, 1, 1), (8, 1, 1), (8, 8, 1), (512, 4, 1), (48, 6, 1), (8, 1, 8), (48, 6, 4), (16, 2, 2)]
+    ("world_size", "tp", "cp"),
+    [(1, 1, 1), (8, 1, 1), (8, 8, 1), (512, 4, 1), (48, 6, 1), (8, 1, 8), (48, 6, 4), (16, 2, 2)],
 )
 def test_every_rank_is_in_exactly_one_group_of_each_axis(world_size: int, tp: int, cp: int) -> None:
     topology = Topology(world_size, tp, cp)
     assert topology.data_parallel_size * cp * tp == topology.num_replicas * tp == world_size
-    for ranks_of, size in ((topology.tp_ranks, tp), (topology.cp_ranks, cp), (topology.replica_ranks, world_size // tp)):
+    for ranks_of, size in (
+        (topology.tp_ranks, tp),
+        (topology.cp_ranks, cp),
+        (topology.replica_ranks, world_size // tp),
+    ):
         groups = {tuple(ranks_of(rank)) for rank in range(world_size)}
         assert sorted(sum(groups, ())) == list(range(world_size))
         assert all(len(group) == size for group in groups)

@@ -87,8 +87,7 @@ def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[
     """
     return [
         *_model(cfg),
-        *_tensor_parallel(cfg, world_size, vocab_size),
-        *_context_parallel(cfg, world_size),
+        *_layout(cfg, world_size, vocab_size),
         *_tokens_per_step(cfg, world_size),
         *_lr_schedule(cfg),
         *_precision(cfg),
@@ -135,87 +134,73 @@ def _model(cfg: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _tensor_parallel(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterator[Finding]:
-    model, size = cfg.model, cfg.parallel.tensor_parallel_size
-    if world_size % size:
+def _layout(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterator[Finding]:
+    tensor, context = cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size
+    both = f"parallel.tensor_parallel_size {tensor}" + (f" x context_parallel_size {context}" if context > 1 else "")
+    if world_size % tensor:
         yield _error(
             "world_size",
             "parallel.tensor_parallel_size",
-            size,
+            tensor,
             f"does not divide the {world_size} ranks of this launch",
-            f"use one of {_divisors(world_size)}, or start a multiple of {size} ranks",
+            f"use one of {_divisors(world_size)}, or start a multiple of {tensor} ranks",
         )
-    for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
-        value = getattr(model, name)
-        if value % size:
+    elif world_size % (tensor * context):
+        yield _error(
+            "world_size",
+            "parallel.context_parallel_size",
+            context,
+            f"times tensor_parallel_size {tensor} does not divide the {world_size} ranks of this launch",
+            f"use one of {_divisors(world_size // tensor)}, or start a multiple of {tensor * context} ranks",
+        )
+    for name, by_context in (("num_attention_heads", True), ("num_key_value_heads", True), ("ffn_hidden_size", False)):
+        value = getattr(cfg.model, name)
+        if value % tensor:
             yield _error(
                 "tensor_parallel_split",
                 f"model.{name}",
                 value,
-                f"is not a multiple of parallel.tensor_parallel_size {size}: every rank holds an equal share",
-                f"use {_neighbours(value, size)}, or another tensor_parallel_size",
+                f"is not a multiple of parallel.tensor_parallel_size {tensor}: every rank holds an equal share",
+                f"use {_neighbours(value, tensor)}, or another tensor_parallel_size",
             )
-    slices, length = cfg.parallel.context_parallel_size, cfg.data.seq_length
-    if cfg.parallel.sequence_parallel and length % slices == 0 and length % (size * slices):
-        context = f" x context_parallel_size {slices}" if slices > 1 else ""
-        yield _error(
-            "sequence_parallel_split",
-            "data.seq_length",
-            length,
-            f"is not a multiple of parallel.tensor_parallel_size {size}{context}, over which sequence_parallel "
-            "spreads it",
-            f"use {_neighbours(length, size * slices)}, or sequence_parallel: false",
-        )
-    if vocab_size and cfg.model.vocab_size and cfg.model.vocab_size < vocab_size:
-        yield _error(
-            "vocab_size",
-            "model.vocab_size",
-            cfg.model.vocab_size,
-            f"is less than the {vocab_size} tokens of the tokenizer",
-            f"use {vocab_size} or more, or leave it out",
-        )
-    vocab_size = cfg.model.vocab_size or vocab_size
-    if vocab_size and padded_vocab_size(vocab_size) % size:
-        yield _error(
-            "tensor_parallel_vocab",
-            "parallel.tensor_parallel_size",
-            size,
-            f"does not divide the padded vocabulary {padded_vocab_size(vocab_size)}",
-            f"use a divisor of {VOCAB_MULTIPLE}, which always does",
-        )
-
-
-def _context_parallel(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
-    size, tensor = cfg.parallel.context_parallel_size, cfg.parallel.tensor_parallel_size
-    if size == 1:
-        return
-    share = f"parallel.context_parallel_size {size}" + (f" x tensor_parallel_size {tensor}" if tensor > 1 else "")
-    if world_size % tensor == 0 and world_size % (tensor * size):
-        yield _error(
-            "world_size",
-            "parallel.context_parallel_size",
-            size,
-            f"times tensor_parallel_size {tensor} does not divide the {world_size} ranks of this launch",
-            f"use one of {_divisors(world_size // tensor)}, or start a multiple of {tensor * size} ranks",
-        )
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(cfg.model, name)
-        if heads % tensor == 0 and heads % (tensor * size):
+        elif by_context and value % (tensor * context):
+            sizes = _divisors(value // tensor)
             yield _error(
                 "context_parallel_split",
                 f"model.{name}",
-                heads,
-                f"is not a multiple of {share}: in attention every rank works on an equal share of the heads",
-                f"use {_neighbours(heads, tensor * size)}, or a context_parallel_size of "
-                f"{_divisors(heads // tensor)}",
+                value,
+                f"is not a multiple of {both}: in attention every rank works on an equal share of the heads",
+                f"use {_neighbours(value, tensor * context)}, or a context_parallel_size of {sizes}",
             )
-    if cfg.data.seq_length % size:
+    length, slices = cfg.data.seq_length, context * (tensor if cfg.parallel.sequence_parallel else 1)
+    if length % slices:
+        rule, over = "context_parallel_split", f"parallel.context_parallel_size {context}"
+        if length % context == 0:
+            rule, over = "sequence_parallel_split", f"{both}, over which sequence_parallel spreads it"
         yield _error(
-            "context_parallel_split",
+            rule,
             "data.seq_length",
-            cfg.data.seq_length,
-            f"is not a multiple of parallel.context_parallel_size {size}: every rank holds an equal slice",
-            f"use {_neighbours(cfg.data.seq_length, size)}, or another context_parallel_size",
+            length,
+            f"is not a multiple of {over}: every rank holds an equal slice",
+            f"use {_neighbours(length, slices)}, or change the parallel section",
+        )
+    known = cfg.model.vocab_size
+    if vocab_size and known and known < vocab_size:
+        yield _error(
+            "vocab_size",
+            "model.vocab_size",
+            known,
+            f"is less than the {vocab_size} tokens of the tokenizer",
+            f"use {vocab_size} or more, or leave it out",
+        )
+    vocab_size = known or vocab_size
+    if vocab_size and padded_vocab_size(vocab_size) % tensor:
+        yield _error(
+            "tensor_parallel_vocab",
+            "parallel.tensor_parallel_size",
+            tensor,
+            f"does not divide the padded vocabulary {padded_vocab_size(vocab_size)}",
+            f"use a divisor of {VOCAB_MULTIPLE}, which always does",
         )
 
 

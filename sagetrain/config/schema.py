@@ -96,7 +96,8 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Shard norms and residual stream along the sequence inside a tensor-parallel group."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    """DeepSpeed ZeRO stage over data- and context-parallel ranks. bf16 runs 0 as 1: DeepSpeed's bf16 stage 0 is wrong."""
+    """DeepSpeed ZeRO stage over data- and context-parallel ranks. bf16 runs 0 as 1: DeepSpeed's bf16 stage 0 is wrong.
+    """
 
 
 class DataSource(Section):

@@ -1,8 +1,8 @@
 """Rank arithmetic as a value, the process groups made from it, and what DeepSpeed asks of an `mpu`.
 
-Three axes, the fastest first: tensor parallel (neighbouring ranks share one copy of the model), context parallel (copies
-that share every sequence, each with a slice of its tokens) and data parallel (copies with sequences of their own).
-The copies of all kinds together are the replicas: gradients are averaged, and ZeRO shards, over data and context ranks.
+Three axes, the fastest first: tensor parallel (neighbouring ranks share one copy of the model), context parallel
+(copies that share every sequence, each with a slice of its tokens), data parallel (copies with sequences of their own).
+Copies of both kinds are replicas: gradients are averaged over all of them, and ZeRO shards over all of them.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@
       latest                             name of the newest folder (for people; loading looks at the folders themselves)
 
 A piece is the range [start, stop) of the flattened tensor-parallel slice (tp_rank of tp_size along tp_dim) of a
-parameter; `dp` of a file is the replica: data-parallel x context-parallel. A checkpoint is written into a folder with a temporary name, synced to disk, and renamed once its manifest
-is in it, so a folder without a manifest, or with files that do not match it, is never loaded.
+parameter; `dp` in a file's name counts replicas, context-parallel ones included. A checkpoint is written into a folder
+with a temporary name, synced to disk, and renamed once its manifest is in it, so a folder without a manifest, or with
+files that do not match it, is never loaded.
 """
 
 from __future__ import annotations

@@ -182,7 +182,8 @@ class Engine:
         self._ds.step()
         facts = torch.tensor([stop, fold(samples, self.groups.dp_rank)], device=self.device, dtype=torch.float64)
         summed = torch.cat([(total / accumulation)[None], facts])
-        dist.all_reduce(summed)  # over the world: tensor-parallel ranks hold the same loss, context-parallel ones equal shares
+        # Over the world: tensor-parallel ranks hold the same loss, context-parallel ones that of equally many tokens.
+        dist.all_reduce(summed)
         loss_sum, stops, folds = summed.tolist()
         norm = self._norm if self.stage == 0 else self._ds.get_global_grad_norm()
         applied = self._ds.skipped_steps == skipped
