@@ -139,18 +139,15 @@ def in_four_processes() -> list[float]:
     with pytest.raises(ValueError, match=r"4 heads are not a multiple of tensor_parallel_size \(4\) x context"):
         model(ParallelGroups(Topology(8, 4, 2), rank=0), "sdpa")
     groups = ParallelGroups.create(Topology(4, 1, 2))
-    return [saved_bytes_per_token(cfg, compiled=False, groups=groups) for cfg in memory_cases()]
+    return [saved_bytes_per_token(cfg, cfg.training.compile == "on", groups) for cfg in memory_cases()]
 
 
 def memory_cases() -> list:
-    sections = {
-        "parallel": {"context_parallel_size": 2},
-        "data": {"micro_batch_size": 4},
-        "training": {"compile": "off"},
-    }
-    return [run_config(attention={"backend": name}, **sections) for name in ("sage", "sdpa")]
+    sections = {"parallel": {"context_parallel_size": 2}, "data": {"micro_batch_size": 4}}
+    kinds = (("sage", "off"), ("sdpa", "off"), ("sage", "on"))
+    return [run_config(attention={"backend": name}, training={"compile": c}, **sections) for name, c in kinds]
 
 
 def test_slices_of_sequences_give_the_losses_and_gradients_of_whole_ones() -> None:
     for saved in run_distributed(in_four_processes, 4):
-        assert saved == [block_activation_bytes(cfg) for cfg in memory_cases()]
+        assert saved == pytest.approx([block_activation_bytes(cfg) for cfg in memory_cases()], rel=1e-3)
