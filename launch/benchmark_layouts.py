@@ -37,7 +37,7 @@ from sagetrain.model.accounting import memory_per_rank
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 2  # steps that compile and fill caches
-KEYS = {"tp": "tensor_parallel_size", "z": "zero_stage"}
+KEYS = {"tp": "tensor_parallel_size", "cp": "context_parallel_size", "z": "zero_stage"}
 
 
 @dataclass

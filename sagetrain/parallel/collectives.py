@@ -68,7 +68,7 @@ def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
 def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     """[size, ...] -> same: part i goes to rank i, and part i of the result comes from rank i."""
     parts = [1] * group.size()
-    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), parts, parts, group.group_name))
+    return finish(_ops.all_to_all_single(x.contiguous(), parts, parts, group.group_name))
 
 
 class _CopyToRegion(torch.autograd.Function):
