@@ -15,7 +15,7 @@ import tiny
 from distributed import run_distributed
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.train import checkpoint
+from sagetrain.train import checkpoint, saver
 from sagetrain.train.checkpoint import KINDS, CheckpointError, Reader
 
 LAYOUTS = {1: [(1, 0), (1, 2)], 2: [(2, 1), (1, 3), (1, 1), (2, 3)], 4: [(2, 2), (2, 3)]}  # world -> (tp, stage)
@@ -23,18 +23,19 @@ LAYOUTS = {1: [(1, 0), (1, 2)], 2: [(2, 1), (1, 3), (1, 1), (2, 3)], 4: [(2, 2),
 
 def save_engine(root: str, engine, step: int, tokens: int = 0) -> Path:
     state = {"step": step, "tokens": tokens or step * 64}
-    shards = engine.shards() if engine.writes_shards else ()
-    checkpoint.save(Path(root), state, "{}", shards, rng_state(), engine.groups)
+    writer = tiny.saver(Path(root), engine.groups)
+    writer.start(state, "{}", tiny.shards(engine), rng_state())
+    writer.wait()
     return Path(root) / checkpoint.folder_name(step)
 
 
 def full_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    with Reader(folder) as reader:
-        return {
-            f"{name}|{kind}": reader.local(name, kind, 0, 1).view(entry["shape"])
-            for name, entry in reader.tensors.items()
-            for kind in KINDS
-        }
+    reader = Reader(folder)
+    return {
+        f"{name}|{kind}": reader.local(name, kind, 0, 1).view(entry["shape"])
+        for name, entry in reader.tensors.items()
+        for kind in KINDS
+    }
 
 
 def train_and_save(root: str, tp_size: int, stage: int, dtype: str) -> list[float]:
@@ -51,8 +52,8 @@ def load_and_go_on(root: str, layouts: list[tuple[int, int]], dtype: str) -> dic
     results = {}
     for tp_size, stage in layouts:
         engine = tiny.engine(tiny.config(stage, dtype), tiny.join(tp_size), seed=99)
-        with Reader(Path(root) / checkpoint.folder_name(3)) as reader:
-            checkpoint.load_engine(reader, engine, optimizer_steps=3)
+        reader = Reader(Path(root) / checkpoint.folder_name(3))
+        checkpoint.load_engine(reader, engine, optimizer_steps=3)
         world = torch.distributed.get_world_size()
         again = save_engine(f"{root}/again-{world}-{tp_size}-{stage}", engine, 3)
         before, after = full_tensors(Path(root) / checkpoint.folder_name(3)), full_tensors(again)
@@ -134,7 +135,9 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path) -> None:
 
 def write_plain(root: Path, step: int, tokens: int) -> None:
     state = {"step": step, "tokens": tokens}
-    checkpoint.save(root, state, "{}", (), {}, ParallelGroups.single())
+    writer = tiny.saver(root, ParallelGroups.single())
+    writer.start(state, "{}", (), {})
+    writer.wait()
 
 
 def test_all_damaged_is_an_error_and_none_is_a_fresh_start(tmp_path) -> None:
@@ -168,7 +171,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.torch, "save", full)
+    monkeypatch.setattr(saver.torch, "save", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*step-00000002: rank 0: .*No space left"):
         write_plain(tmp_path, 2, 20)
     assert checkpoint.newest_whole(tmp_path, print)[0].name == "step-00000001"
@@ -180,11 +183,11 @@ def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch) -> None:
 def load_foreign(root: str, model: dict) -> str:
     save_engine(root, single_engine(), 1)
     other = single_engine(model=model)
-    with Reader(Path(root) / "step-00000001") as reader:
-        try:
-            checkpoint.load_engine(reader, other, 1)
-        except CheckpointError as error:
-            return str(error)
+    reader = Reader(Path(root) / "step-00000001")
+    try:
+        checkpoint.load_engine(reader, other, 1)
+    except CheckpointError as error:
+        return str(error)
     return "loaded"
 
 
@@ -225,10 +228,10 @@ def test_a_checkpoint_runs_no_code(tmp_path) -> None:
         manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert checkpoint.newest_whole(tmp_path / "run", print)[0] == folder
-    with Reader(folder) as reader:
-        for rank in (0, 1):
-            with pytest.raises(CheckpointError, match="cannot be read as data"):
-                reader.rng(rank)
+    reader = Reader(folder)
+    for rank in (0, 1):
+        with pytest.raises(CheckpointError, match="cannot be read as data"):
+            reader.rng(rank)
     assert not ran.exists()
     with (folder / "rng-00000.pt").open("rb") as file:
         pickle.load(file).close()  # what an unsafe reader would have done

@@ -309,9 +309,9 @@ def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
         found = int(folder.name[5:])
         assert found > newest
         newest = found
-        with Reader(folder) as reader:
-            assert reader.manifest["state"]["step"] == newest
-            assert reader.rng(0)["noise"].eq(newest).all()
+        reader = Reader(folder)
+        assert reader.manifest["state"]["step"] == newest
+        assert reader.rng(0)["noise"].eq(newest).all()
     assert torn >= 5, "the kills did not hit the saving"
     save_one(tmp_path, newest + 1)  # and what the kills have left behind goes with the next save
     assert sorted(f.name for f in tmp_path.iterdir()) == [
