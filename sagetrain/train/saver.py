@@ -191,7 +191,7 @@ class Saver:
             self._saved.append(Saved(state["step"], state["tokens"], stall, time.perf_counter() - begin))
 
     def _save(self, snapshot: _Snapshot) -> None:
-        final, temporary = self._root / folder_name(snapshot.state["step"]), None
+        final = self._root / folder_name(snapshot.state["step"])
         try:
             temporary = self._told(lambda: _fresh_folder(final), f"cannot create a folder for {final}")
             entry = {"tensors": snapshot.index}
@@ -202,8 +202,8 @@ class Saver:
             entries = self._gathered(entry)
             self._told(lambda: self._publish(temporary, final, snapshot, entries), f"cannot write {final}")
         except BaseException as failure:
-            if self._rank == 0 and temporary:  # a disk that was full is not left full
-                shutil.rmtree(temporary, ignore_errors=True)
+            if self._rank == 0:  # a disk that was full is not left full
+                _discard_unfinished(self._root)
             if isinstance(failure, RuntimeError) and not isinstance(failure, CheckpointError):  # gloo's
                 raise CheckpointError(
                     f"cannot write {final}: another rank is gone, or still writes {self._timeout} after this one"
@@ -292,11 +292,15 @@ def _on_gpu(owned: list) -> bool:
 def _fresh_folder(final: Path) -> Path:
     """A new folder to write `final` in. Its name is used once: what is left of a killed run may still be writing."""
     final.parent.mkdir(parents=True, exist_ok=True)
-    for stale in final.parent.glob(".writing-*"):
-        shutil.rmtree(stale, ignore_errors=True)
+    _discard_unfinished(final.parent)
     folder = final.with_name(f".writing-{final.name}-{uuid.uuid4().hex[:8]}")
     folder.mkdir()
     return folder
+
+
+def _discard_unfinished(root: Path) -> None:
+    for folder in root.glob(".writing-*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _merged(indexes: Iterable[dict]) -> dict:
