@@ -36,7 +36,7 @@ from sagetrain.parallel.topology import ParallelGroups
 
 FORMAT = 1
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
-_BLOCK = 2**22  # values read at a time: what loading needs of memory beside the state itself
+_BLOCK = 2**20  # values read at a time: what loading needs of memory beside the state itself
 
 
 class CheckpointError(RuntimeError):
