@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tiny
 from distributed import run_distributed
@@ -82,6 +84,40 @@ def test_any_layout_continues_any_other(tmp_path, world, tp_size, stage, dtype, 
                 assert losses == pytest.approx(reference, abs=tolerance), layout
                 if dtype == "bf16" and layout == (world, tp_size, stage):
                     assert losses == reference  # the same layout continues bit by bit
+
+
+def write_pieces(folder: Path, tensor: torch.Tensor, dim: int | None, tp_size: int) -> None:
+    """A checkpoint of one tensor, each tensor-parallel slice of it in three uneven pieces."""
+    pieces = []
+    for tp_rank in range(1 if dim is None else tp_size):
+        flat = (tensor if dim is None else tensor.chunk(tp_size, dim)[tp_rank]).flatten()
+        for part, (start, stop) in enumerate(itertools.pairwise([0, 5, flat.numel() - 3, flat.numel()])):
+            file = f"{tp_rank}-{part}.safetensors"
+            save_file({"w|weight": flat[start:stop].clone()}, folder / file)
+            pieces.append({"file": file, "tp_rank": tp_rank, "start": start, "stop": stop})
+    manifest = {
+        "format": checkpoint.FORMAT,
+        "layout": {"tensor_parallel_size": tp_size},
+        "tensors": {"w": {"shape": list(tensor.shape), "tp_dim": dim, "pieces": pieces}},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("source", [1, 2, 4])
+@pytest.mark.parametrize(("shape", "dim"), [((16, 6), 0), ((6, 16), 1), ((48,), 0), ((5, 7), None)])
+def test_any_range_of_any_slice_reads_exactly(tmp_path, monkeypatch, shape, dim, source) -> None:
+    tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    write_pieces(tmp_path, tensor, dim, source)
+    reader = Reader(tmp_path)
+    for block, target in itertools.product((1, 7, 1 << 20), (1, 2, 8)):
+        monkeypatch.setattr(checkpoint, "_BLOCK", block)
+        for rank in range(target):
+            expected = (tensor if dim is None else tensor.chunk(target, dim)[rank]).flatten()
+            assert reader.local("w", "weight", rank, target).equal(expected)
+            for start, stop in ((0, 1), (1, expected.numel()), (expected.numel() // 3, expected.numel() - 1)):
+                filled = torch.full((stop - start,), -1, dtype=torch.float64)
+                reader.fill(filled, "w", "weight", rank, target, start)
+                assert filled.float().equal(expected[start:stop])
 
 
 def single_engine(stage: int = 0, **sections: dict):
