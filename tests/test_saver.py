@@ -12,6 +12,7 @@ import torch
 
 import tiny
 from distributed import run_distributed
+from sagetrain.model.accounting import save_host_bytes
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train import checkpoint
@@ -30,7 +31,8 @@ class Gate:
 
 def train_beside_a_save(root: str, tp_size: int, stage: int, dtype: str) -> list[str]:
     """What differs between this rank's state when the save began and what is in the checkpoint."""
-    engine = tiny.engine(tiny.config(stage, dtype), tiny.join(tp_size))
+    cfg = tiny.config(stage, dtype, parallel={"tensor_parallel_size": tp_size})
+    engine = tiny.engine(cfg, tiny.join(tp_size))
     saver = tiny.saver(Path(root), engine.groups)
     for step in range(2):
         tiny.global_step(engine, step)
@@ -45,6 +47,8 @@ def train_beside_a_save(root: str, tp_size: int, stage: int, dtype: str) -> list
     for step in range(2, 5):
         torch.rand(1)
         tiny.global_step(engine, step)
+    if not 0.95 < saver._memory.nbytes / save_host_bytes(cfg, 2, tiny.VOCAB) < 1.02:
+        wrong.append(f"{saver._memory.nbytes} bytes of host memory")
     if not saver.busy or list(Path(root).glob("step-*")):
         wrong.append("training did not go on beside the save")
     gate.open.set()
