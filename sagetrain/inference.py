@@ -44,23 +44,23 @@ def load_run(run_dir: Path, report) -> TrainedRun:
         raise CheckpointError(f"{run_dir} has no checkpoint; train it first: sagetrain train --config ...")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     groups = ParallelGroups.single()
-    with Reader(folder) as reader:
-        state = reader.manifest["state"]
-        cfg = load_config(folder / "config.yaml")
-        attention = cfg.attention
-        if attention.backend == "auto":  # which timed the training step; here any exact backend will do
-            attention = attention.model_copy(update={"backend": "sdpa"})
-        vocab_size = state["identity"]["vocab_size"]
-        model = Transformer(
-            cfg.model,
-            attention,
-            vocab_size=padded_vocab_size(vocab_size),
-            groups=groups,
-            seed=cfg.training.seed,
-            dtype=torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32,
-            device=device,
-        )
-        checkpoint.load_weights(reader, model, groups)
+    reader = Reader(folder)
+    state = reader.manifest["state"]
+    cfg = load_config(folder / "config.yaml")
+    attention = cfg.attention
+    if attention.backend == "auto":  # which timed the training step; here any exact backend will do
+        attention = attention.model_copy(update={"backend": "sdpa"})
+    vocab_size = state["identity"]["vocab_size"]
+    model = Transformer(
+        cfg.model,
+        attention,
+        vocab_size=padded_vocab_size(vocab_size),
+        groups=groups,
+        seed=cfg.training.seed,
+        dtype=torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32,
+        device=device,
+    )
+    checkpoint.load_weights(reader, model, groups)
     model.eval()
     tokenizer = Tokenizer.load(find_tokenizer(cfg.data))
     return TrainedRun(cfg, model, tokenizer, vocab_size, state["step"], state["tokens"], device)

@@ -16,7 +16,7 @@ from sagetrain.config.load import load_config
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.tokenizer import known_vocab_size
-from sagetrain.model.accounting import flops_per_token, memory_per_rank, num_parameters
+from sagetrain.model.accounting import flops_per_token, memory_per_rank, num_parameters, save_host_bytes
 from sagetrain.train.lr_schedule import decay_tokens, learning_rate, reference_tokens_per_step
 from sagetrain.train.tokens_per_step import ScheduleStage, stages
 
@@ -169,7 +169,8 @@ def _run_table(cfg: RunConfig, world_size: int, vocab_size: int) -> Table:
     table.add_row("evaluation", evaluation if cfg.data.valid else "none: data.valid is empty")
     table.add_row(
         "checkpoints",
-        f"every {cfg.checkpoint.every_tokens or tenth:,} tokens, the last {cfg.checkpoint.keep_last} kept",
+        f"every {cfg.checkpoint.every_tokens or tenth:,} tokens, the last {cfg.checkpoint.keep_last} kept; written in "
+        f"the background from {_size(save_host_bytes(cfg, world_size, vocab_size))} of host memory per rank",
     )
     return table
 

@@ -131,6 +131,7 @@ def test_few_see_the_whole_configuration():
         "sagetrain/inference.py",
         "sagetrain/plan.py",
         "launch/benchmark_layouts.py",
+        "launch/benchmark_save.py",
     }
 
 

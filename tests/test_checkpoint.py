@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -10,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tiny
 from distributed import run_distributed
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.train import checkpoint
+from sagetrain.train import checkpoint, saver
 from sagetrain.train.checkpoint import KINDS, CheckpointError, Reader
 
 # world -> (tensor parallel, context parallel, ZeRO stage)
@@ -28,18 +30,19 @@ LAYOUTS = {
 
 def save_engine(root: str, engine, step: int, tokens: int = 0) -> Path:
     state = {"step": step, "tokens": tokens or step * 64}
-    shards = engine.shards() if engine.writes_shards else ()
-    checkpoint.save(Path(root), state, "{}", shards, rng_state(), engine.groups)
+    writer = tiny.saver(Path(root), engine.groups)
+    writer.start(state, "{}", tiny.shards(engine), rng_state())
+    writer.wait()
     return Path(root) / checkpoint.folder_name(step)
 
 
 def full_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    with Reader(folder) as reader:
-        return {
-            f"{name}|{kind}": reader.local(name, kind, 0, 1).view(entry["shape"])
-            for name, entry in reader.tensors.items()
-            for kind in KINDS
-        }
+    reader = Reader(folder)
+    return {
+        f"{name}|{kind}": reader.local(name, kind, 0, 1).view(entry["shape"])
+        for name, entry in reader.tensors.items()
+        for kind in KINDS
+    }
 
 
 def train_and_save(root: str, layout: tuple[int, int, int], dtype: str) -> list[float]:
@@ -57,8 +60,8 @@ def load_and_go_on(root: str, layouts: list[tuple[int, int, int]], dtype: str) -
     results = {}
     for *sizes, stage in layouts:
         engine = tiny.engine(tiny.config(stage, dtype), tiny.join(*sizes), seed=99)
-        with Reader(Path(root) / checkpoint.folder_name(3)) as reader:
-            checkpoint.load_engine(reader, engine, optimizer_steps=3)
+        reader = Reader(Path(root) / checkpoint.folder_name(3))
+        checkpoint.load_engine(reader, engine, optimizer_steps=3)
         world = torch.distributed.get_world_size()
         again = save_engine(f"{root}/again-{world}-{sizes}-{stage}", engine, 3)
         before, after = full_tensors(Path(root) / checkpoint.folder_name(3)), full_tensors(again)
@@ -88,6 +91,40 @@ def test_any_layout_continues_any_other(tmp_path, world, layout, dtype, targets)
                 assert losses == pytest.approx(reference, abs=tolerance), target
                 if dtype == "bf16" and target == (world, *layout):
                     assert losses == reference  # the same layout continues bit by bit
+
+
+def write_pieces(folder: Path, tensor: torch.Tensor, dim: int | None, tp_size: int) -> None:
+    """A checkpoint of one tensor, each tensor-parallel slice of it in three uneven pieces."""
+    pieces = []
+    for tp_rank in range(1 if dim is None else tp_size):
+        flat = (tensor if dim is None else tensor.chunk(tp_size, dim)[tp_rank]).flatten()
+        for part, (start, stop) in enumerate(itertools.pairwise([0, 5, flat.numel() - 3, flat.numel()])):
+            file = f"{tp_rank}-{part}.safetensors"
+            save_file({"w|weight": flat[start:stop].clone()}, folder / file)
+            pieces.append({"file": file, "tp_rank": tp_rank, "start": start, "stop": stop})
+    manifest = {
+        "format": checkpoint.FORMAT,
+        "layout": {"tensor_parallel_size": tp_size},
+        "tensors": {"w": {"shape": list(tensor.shape), "tp_dim": dim, "pieces": pieces}},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("source", [1, 2, 4])
+@pytest.mark.parametrize(("shape", "dim"), [((16, 6), 0), ((6, 16), 1), ((48,), 0), ((5, 7), None)])
+def test_any_range_of_any_slice_reads_exactly(tmp_path, monkeypatch, shape, dim, source) -> None:
+    tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    write_pieces(tmp_path, tensor, dim, source)
+    reader = Reader(tmp_path)
+    for block, target in itertools.product((1, 7, 1 << 20), (1, 2, 8)):
+        monkeypatch.setattr(checkpoint, "_BLOCK", block)
+        for rank in range(target):
+            expected = (tensor if dim is None else tensor.chunk(target, dim)[rank]).flatten()
+            assert reader.local("w", "weight", rank, target).equal(expected)
+            for start, stop in ((0, 1), (1, expected.numel()), (expected.numel() // 3, expected.numel() - 1)):
+                filled = torch.full((stop - start,), -1, dtype=torch.float64)
+                reader.fill(filled, "w", "weight", rank, target, start)
+                assert filled.float().equal(expected[start:stop])
 
 
 def single_engine(stage: int = 0, **sections: dict):
@@ -141,7 +178,9 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path) -> None:
 
 def write_plain(root: Path, step: int, tokens: int) -> None:
     state = {"step": step, "tokens": tokens}
-    checkpoint.save(root, state, "{}", (), {}, ParallelGroups.single())
+    writer = tiny.saver(root, ParallelGroups.single())
+    writer.start(state, "{}", (), {})
+    writer.wait()
 
 
 def test_all_damaged_is_an_error_and_none_is_a_fresh_start(tmp_path) -> None:
@@ -175,7 +214,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.torch, "save", full)
+    monkeypatch.setattr(saver.torch, "save", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*step-00000002: rank 0: .*No space left"):
         write_plain(tmp_path, 2, 20)
     assert checkpoint.newest_whole(tmp_path, print)[0].name == "step-00000001"
@@ -187,11 +226,11 @@ def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch) -> None:
 def load_foreign(root: str, model: dict) -> str:
     save_engine(root, single_engine(), 1)
     other = single_engine(model=model)
-    with Reader(Path(root) / "step-00000001") as reader:
-        try:
-            checkpoint.load_engine(reader, other, 1)
-        except CheckpointError as error:
-            return str(error)
+    reader = Reader(Path(root) / "step-00000001")
+    try:
+        checkpoint.load_engine(reader, other, 1)
+    except CheckpointError as error:
+        return str(error)
     return "loaded"
 
 
@@ -232,10 +271,10 @@ def test_a_checkpoint_runs_no_code(tmp_path) -> None:
         manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert checkpoint.newest_whole(tmp_path / "run", print)[0] == folder
-    with Reader(folder) as reader:
-        for rank in (0, 1):
-            with pytest.raises(CheckpointError, match="cannot be read as data"):
-                reader.rng(rank)
+    reader = Reader(folder)
+    for rank in (0, 1):
+        with pytest.raises(CheckpointError, match="cannot be read as data"):
+            reader.rng(rank)
     assert not ran.exists()
     with (folder / "rng-00000.pt").open("rb") as file:
         pickle.load(file).close()  # what an unsafe reader would have done

@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,8 @@ from distributed import run_distributed
 from sagetrain.data.loader import Batch
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train import checkpoint
-from sagetrain.train.checkpoint import CheckpointError, Reader
+from sagetrain.train.checkpoint import KINDS, CheckpointError, Reader
+from sagetrain.train.engine import ParameterShard
 from sagetrain.train.guard import Ledger, TrainingError, check_consumed, fold
 from test_resume import check_same, finish, start, training_rows, write_config
 
@@ -190,7 +192,8 @@ def check_undisturbed(run_dir: Path, reference: Path) -> None:
 
 
 def test_kill_9_of_one_rank_then_of_all_ranks(tmp_path, corpus, pair) -> None:
-    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
+    every_step = {"every_tokens": 256}  # a save is always in flight
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, checkpoint=every_step)
     assert when("deepspeed", config, reached(config, 13), lambda launcher: ranks_of(launcher)[1].kill()) != 0
 
     def all_ranks(launcher: subprocess.Popen) -> None:
@@ -236,7 +239,7 @@ def test_sigterm_at_the_first_step_while_saving_and_while_evaluating(tmp_path, c
         """The step before an evaluation is reported, the evaluation is not."""
         rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines(keepends=True)
                 if line.endswith("\n")]  # fmt: skip
-        return rows[-1]["step"] in (24, 27, 30, 33, 36) and "valid/loss" not in rows[-1]
+        return rows[-1]["step"] in (24, 27, 30, 33, 36) and "train/loss" in rows[-1]
 
     for moment in (reached(config, 1), saving, evaluating):
         assert when("sagetrain", config, moment, lambda run: run.terminate()) == 0, log_of(config)[-3000:]
@@ -244,6 +247,41 @@ def test_sigterm_at_the_first_step_while_saving_and_while_evaluating(tmp_path, c
     assert len(stopped) == 3, log_of(config)
     assert not saving()
     finish("sagetrain", config)
+    check_undisturbed(tmp_path / "run", alone)
+
+
+@pytest.fixture
+def slow_disk(tmp_path, monkeypatch) -> None:
+    """Processes started from now on take a quarter of a second for every sync to disk."""
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    wait = "import os, time\nfsync = os.fsync\nos.fsync = lambda file: (time.sleep(0.25), fsync(file))[1]\n"
+    (folder / "sitecustomize.py").write_text(wait)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+
+
+def test_sigterm_and_kill_9_while_training_goes_on_beside_a_save(tmp_path, corpus, alone, slow_disk) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
+    folder = tmp_path / "run/checkpoints"
+
+    def training_beside_a_save(step: int) -> Callable[[], bool]:
+        return lambda: reached(config, step + 2)() and any(folder.glob(f".writing-step-{step:08d}-*"))
+
+    assert when("sagetrain", config, training_beside_a_save(10), lambda run: run.terminate()) == 0
+    stopped = int(re.search(r"stopped by SIGTERM at step (\d+)", log_of(config))[1])
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "latest", checkpoint.folder_name(10), checkpoint.folder_name(stopped)
+    ]  # fmt: skip
+    assert when("sagetrain", config, training_beside_a_save(25), lambda run: run.kill()) == -signal.SIGKILL
+    assert max(folder.glob("step-*")).name == "step-00000020"
+    finish("sagetrain", config)
+    assert re.findall(r"resumed from step-0*(\d+)", log_of(config)) == [str(stopped), "20"]
+    waits = log_of(config).count("training waits for the checkpoint before this one (said once)")
+    assert 1 <= waits <= 3  # at most once a start
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    saves = {row["step"]: row for row in rows if "perf/save_stall_seconds" in row}
+    assert saves.keys() >= {10, 20, 40}
+    assert saves[10]["perf/save_stall_seconds"] < 0.25 < 1 < saves[10]["perf/save_publish_seconds"]
     check_undisturbed(tmp_path / "run", alone)
 
 
@@ -272,27 +310,27 @@ def test_a_hung_rank_ends_the_run_with_the_stacks_of_all(tmp_path, corpus) -> No
 # -- disks -----------------------------------------------------------------------------------------------------------
 
 
-def save_one(root: Path, step: int) -> None:
-    """Save and prune, as training does."""
-    rng = {"noise": torch.full((20_000,), step)}
-    state = {"step": step, "tokens": step * 10}
-    checkpoint.save(root, state, f"step: {step}\n" * 1000, (), rng, ParallelGroups.single())
-    checkpoint.prune(root, 2, None)
-
-
-def save_for_ever(root: Path) -> None:
-    """One checkpoint after the other, with no training in between."""
+def train_and_save(root: Path, first: int, steps: int) -> None:
+    """A checkpoint after every step, in which every value is the number of the step; training does not wait for it."""
     torch.set_num_threads(1)
-    step = max((int(folder.name[5:]) for folder in root.glob("step-*")), default=0)
-    while True:
-        step += 1
-        save_one(root, step)
+    parameter = torch.nn.Parameter(torch.empty(20_000))
+    parameter.tp_dim, parameter.global_shape = None, (20_000,)
+    shard = ParameterShard("w", parameter, 0, 20_000, {kind: torch.empty(20_000) for kind in KINDS})
+    saver = tiny.saver(root, ParallelGroups.single(), keep_last=2)
+    for step in range(first, first + steps):
+        for tensor in shard.tensors.values():
+            tensor.fill_(step)
+        state = {"step": step, "tokens": step * 10}
+        saver.start(state, f"step: {step}\n" * 1000, [shard], {"noise": torch.full((1000,), step)})
+        for tensor in shard.tensors.values():  # half way to the next step
+            tensor.add_(0.5)
+    saver.wait()
 
 
 def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
     draw, context, newest, torn = random.Random(4), multiprocessing.get_context("fork"), 0, 0
     for _ in range(20):
-        writer = context.Process(target=save_for_ever, args=(tmp_path,))
+        writer = context.Process(target=train_and_save, args=(tmp_path, newest + 1, 1 << 30))
         writer.start()
         deadline = time.monotonic() + 20
         while max((int(folder.name[5:]) for folder in tmp_path.glob("step-*")), default=0) <= newest:
@@ -310,11 +348,12 @@ def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
         found = int(folder.name[5:])
         assert found > newest
         newest = found
-        with Reader(folder) as reader:
-            assert reader.manifest["state"]["step"] == newest
-            assert reader.rng(0)["noise"].eq(newest).all()
+        reader = Reader(folder)
+        assert reader.manifest["state"]["step"] == newest
+        assert reader.rng(0)["noise"].eq(newest).all()
+        assert all(reader.local("w", kind, 0, 1).eq(newest).all() for kind in KINDS)
     assert torn >= 5, "the kills did not hit the saving"
-    save_one(tmp_path, newest + 1)  # and what the kills have left behind goes with the next save
+    train_and_save(tmp_path, newest + 1, 1)  # and what the kills have left behind goes with the next save
     assert sorted(f.name for f in tmp_path.iterdir()) == [
         "latest", *(checkpoint.folder_name(n) for n in (newest, newest + 1))
     ]  # fmt: skip

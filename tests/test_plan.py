@@ -86,6 +86,7 @@ def test_numbers_of_the_plan():
         "228,882 steps, 100,000,071,680 tokens",
         "warm-up over 2,000,000,000 tokens (7,630 steps)",
         "every 1,000,000,000 tokens on 256 sequences",
+        "the last 2 kept; written in the background from 1.45 GiB of host memory per rank",
         "vocabulary 32,768, padded (assumed: no tokenizer found, model.vocab_size not set)",
     ):
         assert line in text, line

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
+
 import torch
 
 from sagetrain.config import RunConfig
@@ -9,6 +12,7 @@ from sagetrain.data.loader import Batch
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.train.engine import Engine, StepResult, init_distributed
+from sagetrain.train.saver import Saver
 
 VOCAB, SEQ = 128, 16
 
@@ -53,3 +57,13 @@ def global_step(engine: Engine, step: int, sequences: int = 4) -> StepResult:
         for row in tokens[dp_rank::dp_size]
     ]
     return engine.step(batches, sequences // dp_size, 1e-2, stop=False)
+
+
+def saver(root: Path, groups: ParallelGroups, keep_last: int = 100, seconds: float = 60.0) -> Saver:
+    """A Saver that keeps everything and waits `seconds` for another rank."""
+    return Saver(root, groups, keep_last, None, timedelta(seconds=seconds))
+
+
+def shards(engine: Engine):
+    """What this rank writes to a checkpoint, as the trainer asks for it."""
+    return engine.shards() if engine.writes_shards else ()

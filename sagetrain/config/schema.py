@@ -255,7 +255,11 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written and which are kept (under training.run_dir/checkpoints)."""
+    """When checkpoints are written and which are kept (under training.run_dir/checkpoints).
+
+    Training stands still only while its state is copied to host memory, which takes 12 bytes per parameter of a rank's
+    share; it goes on while that is written, and a checkpoint counts once it is wholly on disk.
+    """
 
     every_tokens: PositiveInt | None = None
     """Tokens between checkpoints. Default: a tenth of training.total_tokens. One is always written at the end."""

@@ -55,6 +55,13 @@ def parameters_per_rank(model: ModelConfig, attention: AttentionConfig, vocab_si
     return total - matrices + matrices // tensor_parallel
 
 
+def save_host_bytes(cfg: RunConfig, world_size: int, vocab_size: int) -> int:
+    """Host memory that a rank keeps to write its share of a checkpoint from: fp32 weights and two Adam moments."""
+    size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, cfg.parallel.tensor_parallel_size)
+    unsharded = cfg.parallel.zero_stage == 0 and cfg.training.dtype == "fp32"  # the first data-parallel rank writes all
+    return 12 * (size if unsharded else -(-size * cfg.parallel.tensor_parallel_size // world_size))
+
+
 def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
     """Estimate of one rank's peak memory, itemised, in bytes; `vocab_size` is padded.
 

@@ -10,34 +10,34 @@
       latest                             name of the newest folder (for people; loading looks at the folders themselves)
 
 A piece is the range [start, stop) of the flattened tensor-parallel slice (tp_rank of tp_size along tp_dim) of a
-parameter; `dp` in a file's name counts replicas, context-parallel ones included. A checkpoint is written into a folder
-with a temporary name, synced to disk, and renamed once its manifest is in it, so a folder without a manifest, or with
-files that do not match it, is never loaded.
+parameter; `dp` in a file's name counts replicas, context-parallel ones included. A checkpoint is written (saver.py)
+into a folder with a temporary name, synced to disk, and renamed once its manifest is in it, so a folder without a
+manifest, or with files that do not match it, is never loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
+import math
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from sagetrain.parallel.topology import ParallelGroups
 
 FORMAT = 1
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
+_BLOCK = 2**20  # values read at a time: what loading needs of memory beside the state itself
 
 
 class CheckpointError(RuntimeError):
@@ -49,96 +49,7 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-# -- writing -------------------------------------------------------------------------------------------------------
-
-
-def save(
-    root: Path, state: dict[str, Any], config_text: str, shards: Iterable, rng: dict[str, Any], groups: ParallelGroups
-) -> None:
-    """Write checkpoint `state["step"]` under `root`; collective. `shards` are Engine.shards() of this rank, or empty.
-
-    Raises CheckpointError on every rank if any rank failed (disk full, say); what was there before stays untouched.
-    """
-    rank, final = _rank(), root / folder_name(state["step"])
-    temporary = root / f".writing-{final.name}"
-    written: dict[str, Any] = {}
-
-    def publish(every: list[dict]) -> None:
-        _write_text(temporary / "config.yaml", config_text)
-        files = {name: info for entry in every for name, info in entry["files"].items()}
-        manifest = {
-            "format": FORMAT,
-            "state": state,
-            "layout": {
-                "tensor_parallel_size": groups.tp_size,
-                "context_parallel_size": groups.cp_size,
-                "data_parallel_size": groups.dp_size,
-            },
-            "tensors": _merge_tensors(entry["tensors"] for entry in every),
-            "files": {**files, "config.yaml": _file_entry(temporary / "config.yaml")},
-        }
-        _write_text(temporary / "manifest.json", json.dumps(manifest, indent=1))
-        _sync(temporary)
-        if final.exists():  # the same step saved twice, after a resume that walked back past a damaged folder
-            _remove(final)
-        os.rename(temporary, final)
-        _write_text(root / "latest.tmp", final.name + "\n")
-        os.replace(root / "latest.tmp", root / "latest")
-        _sync(root)
-
-    try:
-        _together(rank == 0, lambda: _fresh_folder(temporary), f"cannot create {temporary}")
-        _together(True, lambda: written.update(_write_rank(temporary, shards, rng, groups)), f"cannot write {final}")
-        every = _gather(written)
-        _together(rank == 0, lambda: publish(every), f"cannot publish {final}")
-    except CheckpointError:
-        if rank == 0:  # a disk that was full is not left full
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _fresh_folder(folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for stale in folder.parent.glob(".writing-*"):  # left behind by a run that was killed while saving
-        shutil.rmtree(stale)
-    folder.mkdir()
-
-
-def _write_rank(folder: Path, shards: Iterable, rng: dict[str, Any], groups: ParallelGroups) -> dict:
-    file = f"shard-tp{groups.tp_rank:03d}-dp{groups.replica_rank:03d}.safetensors"
-    tensors, index = {}, {}
-    for shard in shards:
-        if shard.stop <= shard.start or (shard.tp_dim is None and groups.tp_rank > 0):
-            continue  # nothing owned here, or a replica that tensor-parallel rank 0 writes
-        for kind in KINDS:
-            tensors[f"{shard.name}|{kind}"] = shard.tensors[kind].detach().to("cpu", copy=True)
-        piece = {"file": file, "tp_rank": groups.tp_rank, "start": shard.start, "stop": shard.stop}
-        index[shard.name] = {"shape": list(shard.global_shape), "tp_dim": shard.tp_dim, "pieces": [piece]}
-    written = [f"rng-{_rank():05d}.pt"]
-    packed = io.BytesIO()  # torch.save itself would report a full disk as a RuntimeError
-    torch.save(rng, packed)
-    (folder / written[0]).write_bytes(packed.getbuffer())
-    if tensors:
-        written.append(file)
-        save_file(tensors, folder / file)
-    for name in written:
-        _sync(folder / name)
-    return {"tensors": index, "files": {name: _file_entry(folder / name) for name in written}}
-
-
-def _file_entry(path: Path) -> dict:
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _merge_tensors(indexes: Iterable[dict]) -> dict:
-    merged: dict[str, dict] = {}
-    for index in indexes:
-        for name, entry in index.items():
-            if name in merged:
-                merged[name]["pieces"] += entry["pieces"]
-            else:
-                merged[name] = entry
-    return merged
+# -- deleting ------------------------------------------------------------------------------------------------------
 
 
 def prune(root: Path, keep_last: int, keep_every_tokens: int | None) -> None:
@@ -156,10 +67,10 @@ def prune(root: Path, keep_last: int, keep_every_tokens: int | None) -> None:
             kept.add(folder)
     for _, folder in found:
         if folder not in kept:
-            _remove(folder)
+            remove(folder)
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     """Delete a checkpoint so that an interrupted deletion never looks like a checkpoint."""
     doomed = folder.with_name(f".writing-{folder.name}.old")
     shutil.rmtree(doomed, ignore_errors=True)
@@ -200,7 +111,7 @@ def problems(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
             found.append(f"{path} is missing")
         elif path.stat().st_size != expected["bytes"]:
             found.append(f"{path} has {path.stat().st_size} bytes instead of {expected['bytes']}")
-        elif _sha256(path) != expected["sha256"]:
+        elif sha256(path) != expected["sha256"]:
             found.append(f"{path} does not match its SHA-256")
     return found
 
@@ -235,17 +146,18 @@ def set_aside(folder: Path) -> None:
 
 
 class Reader:
-    """Any slice of any tensor of a checkpoint, whatever layout wrote it. Use as a context manager."""
+    """Any slice of any tensor of a checkpoint, whatever layout wrote it. It reads what is asked for and keeps nothing:
+    files are mapped into memory while they are read, and pages that stay mapped would count as this process's own."""
 
     def __init__(self, folder: Path):
         self.folder, self.manifest = folder, read_manifest(folder)
-        self.tensors, self._open = self.manifest["tensors"], {}
+        self.tensors = self.manifest["tensors"]
 
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()
+    def fill(self, out: torch.Tensor, name: str, kind: str, tp_rank: int, tp_size: int, start: int = 0) -> None:
+        """Fill a 1-D tensor (any type and device) from position `start` of slice `tp_rank` of `tp_size`; in blocks."""
+        for low in range(0, out.numel(), _BLOCK):
+            block = out[low : low + _BLOCK]
+            block.copy_(self.local(name, kind, tp_rank, tp_size, start + low, start + low + block.numel()))
 
     def local(
         self, name: str, kind: str, tp_rank: int, tp_size: int, start: int = 0, stop: int | None = None
@@ -253,20 +165,27 @@ class Reader:
         """Range [start, stop) of the flattened slice `tp_rank` of `tp_size` of a tensor: 1-D, fp32, on the CPU."""
         entry, source_size = self._entry(name), self.manifest["layout"]["tensor_parallel_size"]
         dim, shape = entry["tp_dim"], entry["shape"]
+        if stop is None:
+            stop = math.prod(shape) // (1 if dim is None else tp_size)
         if dim is None or source_size == tp_size:
-            local_shape = _local_shape(shape, dim, tp_size)
-            stop = torch.Size(local_shape).numel() if stop is None else stop
             return self._range(name, kind, 0 if dim is None else tp_rank, start, stop)
-        # Another tensor-parallel size: put together the rows (or columns) that this slice covers.
-        width, source_width = shape[dim] // tp_size, shape[dim] // source_size
-        first, last = tp_rank * width, (tp_rank + 1) * width
-        source_shape, parts = _local_shape(shape, dim, source_size), []
-        for source in range(first // source_width, -(-last // source_width)):
-            whole = self._range(name, kind, source, 0, torch.Size(source_shape).numel()).view(source_shape)
-            offset = source * source_width
-            low, high = max(first, offset) - offset, min(last, offset + source_width) - offset
-            parts.append(whole.narrow(dim, low, high - low))
-        return torch.cat(parts, dim).reshape(-1)[start:stop]
+        # Another tensor-parallel size. Seen as a matrix (of one row, if it is split along its first dim), every slice
+        # of the tensor is a range of columns: `width` of them in this slice, `source_width` in a slice on disk.
+        columns = math.prod(shape[dim:])
+        width, source_width = columns // tp_size, columns // source_size
+        out, filled = torch.empty(stop - start), 0
+        for row, rows, column, size in _rectangles(start, stop, width, max(1, _BLOCK // source_width)):
+            view = out[filled : filled + rows * size].view(rows, size)
+            first, last = tp_rank * width + column, tp_rank * width + column + size
+            for source in range(first // source_width, -(-last // source_width)):
+                offset = source * source_width
+                low, high = max(first, offset), min(last, offset + source_width)
+                begin = row * source_width + low - offset
+                end = begin + (rows - 1) * source_width + high - low
+                stored = self._range(name, kind, source, begin, end)
+                view[:, low - first : high - first] = stored.as_strided((rows, high - low), (source_width, 1))
+            filled += rows * size
+        return out
 
     def _entry(self, name: str) -> dict:
         if name not in self.tensors:
@@ -274,24 +193,22 @@ class Reader:
         return self.tensors[name]
 
     def _range(self, name: str, kind: str, tp_rank: int, start: int, stop: int) -> torch.Tensor:
+        """Range [start, stop) of the flattened slice `tp_rank` as it lies on disk."""
         out, filled = torch.empty(stop - start), 0
         for piece in self._entry(name)["pieces"]:
             low, high = max(start, piece["start"]), min(stop, piece["stop"])
             if piece["tp_rank"] == tp_rank and low < high:
-                stored = self._file(piece["file"]).get_slice(f"{name}|{kind}")
-                out[low - start : high - start] = stored[low - piece["start"] : high - piece["start"]]
+                path = self.folder / piece["file"]
+                try:
+                    with safe_open(path, framework="pt") as file:
+                        stored = file.get_slice(f"{name}|{kind}")
+                        out[low - start : high - start] = stored[low - piece["start"] : high - piece["start"]]
+                except (OSError, SafetensorError) as error:
+                    raise CheckpointError(f"{path} cannot be read ({error})") from error
                 filled += high - low
         if filled != stop - start:
             raise CheckpointError(f"{self.folder}: {name} has {filled} of the {stop - start} values asked for")
         return out
-
-    def _file(self, name: str):
-        if name not in self._open:
-            try:
-                self._open[name] = safe_open(self.folder / name, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{self.folder / name} cannot be read ({error})") from error
-        return self._open[name]
 
     def rng(self, rank: int) -> dict[str, Any] | None:
         """Random-number state of one rank; None if the checkpoint was written by fewer ranks."""
@@ -302,6 +219,17 @@ class Reader:
             return torch.load(self.folder / name, weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.folder / name} cannot be read as data: {error}") from error
+
+
+def _rectangles(start: int, stop: int, width: int, most: int) -> Iterator[tuple[int, int, int, int]]:
+    """The range [start, stop) of a flattened matrix with rows of `width`, cut into rectangles of up to `most` rows:
+    (first row, rows, first column, columns)."""
+    while start < stop:
+        row, column = divmod(start, width)
+        whole = 0 if column else min((stop - start) // width, most)
+        rows, columns = (whole, width) if whole else (1, min(width - column, stop - start))
+        yield row, rows, column, columns
+        start += rows * columns
 
 
 def check_shapes(reader: Reader, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -316,16 +244,17 @@ def check_shapes(reader: Reader, shapes: dict[str, tuple[int, ...]]) -> None:
         )
 
 
+@torch.no_grad()
 def load_engine(reader: Reader, engine, optimizer_steps: int) -> None:
-    """Restore weights and Adam moments of this rank's Engine, tensor by tensor."""
+    """Restore weights and Adam moments of this rank's Engine, block by block."""
     groups, shards = engine.groups, list(engine.shards())
+    where = (groups.tp_rank, groups.tp_size)
     check_shapes(reader, {shard.name: shard.global_shape for shard in shards})
     for shard in shards:
-        where = (groups.tp_rank, groups.tp_size)
-        engine.set_weight(shard, reader.local(shard.name, "weight", *where))
-        for kind in ("exp_avg", "exp_avg_sq"):
-            if shard.tensors:
-                shard.tensors[kind].copy_(reader.local(shard.name, kind, *where, shard.start, shard.stop))
+        for copy, start in engine.weights(shard):
+            reader.fill(copy, shard.name, "weight", *where, start)
+        for kind in KINDS[1:] if shard.tensors else ():
+            reader.fill(shard.tensors[kind], shard.name, kind, *where, shard.start)
     engine.weights_changed()
     engine.set_optimizer_steps(optimizer_steps)
 
@@ -335,17 +264,14 @@ def load_weights(reader: Reader, model: nn.Module, groups: ParallelGroups) -> No
     """Restore the weights of a plain model, for evaluation and generation."""
     check_shapes(reader, {name: tuple(p.global_shape) for name, p in model.named_parameters()})
     for name, parameter in model.named_parameters():
-        parameter.copy_(reader.local(name, "weight", groups.tp_rank, groups.tp_size).view(parameter.shape))
+        reader.fill(parameter.view(-1), name, "weight", groups.tp_rank, groups.tp_size)
 
 
 # -- small parts ---------------------------------------------------------------------------------------------------
 
 
-def _local_shape(shape: list[int], dim: int | None, tp_size: int) -> list[int]:
-    return [n // tp_size if i == dim else n for i, n in enumerate(shape)]
-
-
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
 
@@ -355,19 +281,6 @@ def _digest(file) -> str:  # Python 3.10 has no hashlib.file_digest
     while block := file.read(1 << 20):
         digest.update(block)
     return digest.hexdigest()
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _rank() -> int:
@@ -391,16 +304,3 @@ def _broadcast(value: Any) -> Any:
     if dist.is_initialized():
         dist.broadcast_object_list(box, src=0)
     return box[0]
-
-
-def _together(mine: bool, action: Callable[[], None], what: str) -> None:
-    """Run `action` on the ranks where `mine`; if it fails anywhere, every rank raises the same CheckpointError."""
-    error = None
-    if mine:
-        try:
-            action()
-        except (OSError, SafetensorError) as failure:
-            error = str(failure)
-    errors = [f"rank {rank}: {e}" for rank, e in enumerate(_gather(error)) if e]
-    if errors:
-        raise CheckpointError(f"{what}: {'; '.join(errors)}")

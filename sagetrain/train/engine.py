@@ -107,7 +107,6 @@ class ParameterShard:
 
     name: str
     parameter: nn.Parameter
-    local_shape: tuple[int, ...]
     start: int
     stop: int
     tensors: dict[str, torch.Tensor]
@@ -244,7 +243,7 @@ class Engine:
             shape = self._shapes[name]
             start, stop, views = self._owned(parameter, shape)
             tensors = views if stop > start else {}
-            yield ParameterShard(name, parameter, shape, start, stop, tensors)
+            yield ParameterShard(name, parameter, start, stop, tensors)
 
     def _owned(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> tuple[int, int, dict[str, torch.Tensor]]:
         numel = torch.Size(shape).numel()
@@ -278,19 +277,19 @@ class Engine:
         """Whether this replica holds state of its own (at stage 0 only the first one writes)."""
         return self.stage > 0 or self.groups.replica_rank == 0
 
-    @torch.no_grad()
-    def set_weight(self, shard: ParameterShard, weight: torch.Tensor) -> None:
-        """Give a parameter its value: `weight` is the whole tensor-parallel slice, fp32, flattened."""
-        if shard.tensors:
-            shard.tensors["weight"].copy_(weight[shard.start : shard.stop])
+    def weights(self, shard: ParameterShard) -> list[tuple[torch.Tensor, int]]:
+        """What this rank keeps of a parameter's values: 1-D views, each with the place in the flattened tensor-parallel
+        slice where it begins (the fp32 master, and beside it what the model computes with). To set a parameter, fill
+        them all; after the last parameter, call weights_changed."""
+        master = [(shard.tensors["weight"], shard.start)] if shard.tensors else []
+        if self.stage == 0:
+            return master
         if self.stage == 3:
-            partition = shard.parameter.ds_tensor.data.view(-1)
-            partition[: shard.stop - shard.start].copy_(weight[shard.start : shard.stop])
-        else:
-            shard.parameter.data.copy_(weight.view(shard.local_shape))
+            return [*master, (shard.parameter.ds_tensor.data.view(-1)[: shard.stop - shard.start], shard.start)]
+        return [*master, (shard.parameter.data.view(-1), 0)]
 
     def weights_changed(self) -> None:
-        """Call after the last set_weight: ZeRO 3 keeps small parameters gathered and must gather them anew."""
+        """Call after weights were set: ZeRO 3 keeps small parameters gathered and must gather them anew."""
         if self.stage == 3 and self._ds.optimizer.persistent_parameters:
             persistent = self._ds.optimizer.persistent_parameters
             persistent[0].partition(persistent)

@@ -6,13 +6,13 @@ every decision that one rank could take differently (stop, damaged checkpoint, n
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -41,6 +41,7 @@ from sagetrain.train.engine import Engine, StepResult, init_distributed, resolve
 from sagetrain.train.guard import Ledger, TrainingError, Watchdog, check_consumed
 from sagetrain.train.lr_schedule import learning_rate, reference_tokens_per_step
 from sagetrain.train.metrics import MetricsWriter, Throughput, memory_gib, peak_flops
+from sagetrain.train.saver import Saver
 from sagetrain.train.tokens_per_step import tokens_per_step
 
 log = logging.getLogger("sagetrain")
@@ -124,6 +125,15 @@ class Trainer:
         self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
         self.engine = self._build_engine()
         self._resume()
+        self.saver = Saver(
+            self.checkpoints,
+            self.groups,
+            cfg.checkpoint.keep_last,
+            cfg.checkpoint.keep_every_tokens,
+            timedelta(minutes=2 * patience),
+            alive=lambda: self.watchdog.begin("saving"),
+        )
+        self.saver.reserve(self._shards())
         self.loader = self._loader(self.stream)
         self.valid = self._loader(valid) if valid else None
 
@@ -247,21 +257,19 @@ class Trainer:
                 f"{self.run_dir} holds checkpoint {folder.name} and checkpoint.resume is never; "
                 "set it to auto to continue, or choose another training.run_dir"
             )
-        with Reader(folder) as reader:
-            state = reader.manifest["state"]
-            theirs, ours = _flat(state["identity"]), _flat(self._identity())
-            changed = [
-                f"{k}: checkpoint {theirs.get(k)!r}, this run {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]
-            ]
-            if changed:
-                raise CheckpointError(
-                    f"{folder} was written by another run: {'; '.join(changed)}. "
-                    "Restore these settings, or choose another training.run_dir"
-                )
-            counts = state["step"], state["sequences"]
-            ledger = Ledger.verified(state.get("ledger"), self.stream.fingerprint, *counts, folder)
-            checkpoint.load_engine(reader, self.engine, state["optimizer_steps"])
-            rng = reader.rng(dist.get_rank())
+        reader = Reader(folder)
+        state = reader.manifest["state"]
+        theirs, ours = _flat(state["identity"]), _flat(self._identity())
+        changed = [f"{k}: checkpoint {theirs.get(k)!r}, this run {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]]
+        if changed:
+            raise CheckpointError(
+                f"{folder} was written by another run: {'; '.join(changed)}. "
+                "Restore these settings, or choose another training.run_dir"
+            )
+        counts = state["step"], state["sequences"]
+        ledger = Ledger.verified(state.get("ledger"), self.stream.fingerprint, *counts, folder)
+        checkpoint.load_engine(reader, self.engine, state["optimizer_steps"])
+        rng = reader.rng(dist.get_rank())
         if rng is not None:
             set_rng_state(rng)
         self.state = TrainState(state["step"], state["tokens"], state["sequences"], ledger)
@@ -272,9 +280,21 @@ class Trainer:
             for line in _config_changes((folder / "config.yaml").read_text(), dump_config(self.cfg)):
                 self._say(f"changed since that checkpoint: {line}")
 
+    def _shards(self):
+        """What this rank writes of the model and the optimizer."""
+        return self.engine.shards() if self.engine.writes_shards else ()
+
     def save(self) -> None:
-        """Write a checkpoint of the present state and delete the ones that the retention rules drop; collective."""
-        begin = time.perf_counter()
+        """Take a checkpoint of the present state, which the saver writes in the background; collective.
+
+        Waits for the one before, and raises its CheckpointError on every rank.
+        """
+        self.watchdog.begin("saving")
+        running = self.state.tokens < self.cfg.training.total_tokens and not self.stop.name
+        if self.saver.busy and running and not self._waited:
+            self._waited = True
+            self._say(f"step {self.state.step}: training waits for the checkpoint before this one (said once): the disk"
+                      " takes longer than checkpoint.every_tokens")  # fmt: skip
         state = {
             **asdict(self.state),
             "optimizer_steps": self.state.step,
@@ -282,28 +302,36 @@ class Trainer:
             "guidance_overrides": list(self.cfg.guidance.override),
             "versions": {"sagetrain": __version__, "torch": torch.__version__},
         }
-        self.watchdog.begin("saving")
-        shards = self.watchdog.over(self.engine.shards() if self.engine.writes_shards else ())
-        checkpoint.save(self.checkpoints, state, dump_config(self.cfg), shards, rng_state(), self.groups)
+        self.saver.start(state, dump_config(self.cfg), self._shards(), rng_state())
         self._saved_step = self.state.step
-        if self.main:
-            checkpoint.prune(self.checkpoints, self.cfg.checkpoint.keep_last, self.cfg.checkpoint.keep_every_tokens)
-            name = checkpoint.folder_name(self.state.step)
-            self._say(f"saved {name} in {time.perf_counter() - begin:.1f} s")
+
+    def _report_saved(self) -> None:
+        """Say which checkpoints have been published since the last call."""
+        while saved := self.saver.take_saved():
+            if self.main:
+                name, stall, later = checkpoint.folder_name(saved.step), saved.stall_seconds, saved.publish_seconds
+                figures = {"perf/save_stall_seconds": stall, "perf/save_publish_seconds": later}
+                self.metrics.write(saved.step, saved.tokens, figures)
+                self._say(f"saved {name}: training stood still for {stall:.2f} s, published {later:.1f} s later")
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> bool:
         """Train to the end, or to a signal. Returns whether the run is finished; on a signal a checkpoint is saved."""
         with self.watchdog:
-            return self._train()
+            try:
+                return self._train()
+            except TrainingError:  # raised on every rank; a checkpoint of better days may still be on its way
+                with contextlib.suppress(CheckpointError):
+                    self.saver.wait()
+                raise
 
     def _train(self) -> bool:
         cfg, state, total = self.cfg, self.state, self.cfg.training.total_tokens
         self._write_run_files()
         every_eval = cfg.evaluation.every_tokens or max(1, total // 10)
         every_save = cfg.checkpoint.every_tokens or max(1, total // 10)
-        self._saved_step = state.step
+        self._saved_step, self._waited = state.step, False
         self.metrics = (
             MetricsWriter(self.run_dir, state.step, state.tokens, total, cfg.logging.tensorboard) if self.main else None
         )
@@ -316,12 +344,15 @@ class Trainer:
             before, after = state.tokens, state.tokens + size
             following = tokens_per_step(cfg.tokens_per_step, after, self.multiple) if after < total else None
             batches = self.watchdog.over(self.loader.step_batches(state.sequences, size, following))
-            result = self.engine.step(batches, size // self.multiple, lr, self.stop.name is not None)
+            # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
+            stop = self.stop.name is not None or self.saver.failed
+            result = self.engine.step(batches, size // self.multiple, lr, stop)
             samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
             check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
             state.advance(size, cfg.data.seq_length)
             self._check_finite(result)
             self._report(result, size, lr)
+            self._report_saved()
             stopped = result.stop
             running = state.tokens < total and not stopped
             if self.valid and running and _crossed(before, after, every_eval):
@@ -333,6 +364,8 @@ class Trainer:
             self._evaluate()
         if finished and self._saved_step != state.step:
             self.save()
+        self.saver.wait()
+        self._report_saved()
         if self.main:
             why = f"stopped by {self.stop.name or 'a signal to another rank'}" if stopped else "finished"
             self._say(f"{why} at step {state.step}, {state.tokens:,} of {total:,} tokens"

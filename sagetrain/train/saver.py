@@ -1,0 +1,318 @@
+"""Writing checkpoints while training goes on.
+
+Training stands still only while each rank's state is copied to host memory, which is kept from save to save. Then a
+thread of every rank writes, syncs and hashes the copy, and the folder is published once the files of all ranks are
+durable. The threads meet in a gloo group of their own: collectives of two threads in training's group could be matched
+with each other, while here each rank has one thread and saves one checkpoint at a time, so that the order is the same
+everywhere; and unlike with files as signals, a rank that has died or cannot write is known to the others at once,
+whatever the file system caches. What lies in the folder is described in checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.train.checkpoint import FORMAT, KINDS, CheckpointError, folder_name, prune, remove, sha256
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A published checkpoint: how long training stood still for it, and how much later it was published, in seconds."""
+
+    step: int
+    tokens: int
+    stall_seconds: float
+    publish_seconds: float
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """The state of this rank when the save began. `tensors` are views of the saver's host memory."""
+
+    state: dict[str, Any]
+    config_text: str
+    rng: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    index: dict[str, dict]
+
+
+class Saver:
+    """Writes the checkpoints of a run in the background, one at a time. Making one is collective.
+
+    Args:
+        root: folder of the checkpoints.
+        keep_last, keep_every_tokens: what `prune` keeps after each save.
+        timeout: how long one rank's files may take longer than another's.
+        alive: called now and then by `wait` as long as this rank's files make progress.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        groups: ParallelGroups,
+        keep_last: int,
+        keep_every_tokens: int | None,
+        timeout: timedelta,
+        alive: Callable[[], None] = lambda: None,
+    ):
+        self._root, self._groups, self._alive = root, groups, alive
+        self._keep = keep_last, keep_every_tokens
+        self._timeout, self._rank, self._group = timeout, 0, None
+        if dist.is_initialized():
+            self._rank, self._group = dist.get_rank(), dist.new_group(backend="gloo", timeout=timeout)
+        self._memory = torch.empty(0)
+        self._thread: threading.Thread | None = None
+        self._progress = 0
+        self._failure: BaseException | None = None
+        self._saved: deque[Saved] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save has failed here. The other ranks learn it about now; they may not have yet."""
+        return self._failure is not None
+
+    def take_saved(self) -> Saved | None:
+        """A checkpoint that has been published and not yet taken, if there is one."""
+        return self._saved.popleft() if self._saved else None
+
+    def reserve(self, shards: Iterable) -> None:
+        """Get the host memory that saving `shards` takes, 12 bytes per parameter of this rank's share.
+
+        On a GPU it is pinned, which takes a second per few GB: better at the start than while training waits.
+        """
+        self._host_memory(self._owned(shards))
+
+    def _host_memory(self, owned: list) -> torch.Tensor:
+        size = sum(len(KINDS) * (shard.stop - shard.start) for shard in owned)
+        if self._memory.numel() != size:
+            self._memory = torch.empty(size)
+            if _on_gpu(owned):
+                # Registered, because torch's own pinned memory comes in powers of two: up to twice as much.
+                cuda = torch.cuda.cudart()
+                torch.cuda.check_error(cuda.cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0))
+        return self._memory
+
+    def start(self, state: dict[str, Any], config_text: str, shards: Iterable, rng: dict[str, Any]) -> None:
+        """Save checkpoint `state["step"]`: returns as soon as the state is copied; collective.
+
+        `shards` are Engine.shards() of this rank, or empty. Waits first for the checkpoint that is being written; what
+        wait() raises is raised here. What was on disk before stays untouched until the new one is whole.
+        """
+        begin = time.perf_counter()
+        self.wait()
+        tensors, index = self._copy(self._owned(shards))
+        snapshot = _Snapshot(state, config_text, rng, tensors, index)
+        stall = time.perf_counter() - begin
+        self._thread = threading.Thread(target=self._work, args=(snapshot, stall), name="saver", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is published; collective.
+
+        Raises CheckpointError, on every rank, if any rank could not write it (disk full, say).
+        """
+        seen = -1
+        while self._thread is not None:
+            if seen != self._progress:
+                seen = self._progress
+                self._alive()
+            self._thread.join(0.5)
+            if not self._thread.is_alive():
+                self._thread = None
+        if self._failure:
+            raise self._failure
+
+    # -- the copy ------------------------------------------------------------------------------------------------
+
+    def _owned(self, shards: Iterable) -> list:
+        """Without those of which this rank owns nothing, and replicas that tensor-parallel rank 0 writes."""
+        return [s for s in shards if s.stop > s.start and not (s.tp_dim is None and self._groups.tp_rank > 0)]
+
+    def _copy(self, owned: list) -> tuple[dict[str, torch.Tensor], dict[str, dict]]:
+        """The state in host memory, by name in the file, and where it belongs."""
+        memory, tensors, index, used = self._host_memory(owned), {}, {}, 0
+        for shard in owned:
+            size = shard.stop - shard.start
+            for kind in KINDS:
+                copy = tensors[f"{shard.name}|{kind}"] = memory[used : used + size]
+                copy.copy_(shard.tensors[kind].detach(), non_blocking=True)
+                used += size
+            piece = {
+                "file": self._shard_file,
+                "tp_rank": self._groups.tp_rank,
+                "start": shard.start,
+                "stop": shard.stop,
+            }
+            index[shard.name] = {"shape": list(shard.global_shape), "tp_dim": shard.tp_dim, "pieces": [piece]}
+        if _on_gpu(owned):
+            # The copies run on training's own stream, behind the update that is saved. Training could queue its next
+            # step behind them at once, but that would gain nothing: the GPU comes to it when the copies are done.
+            torch.cuda.current_stream().synchronize()
+        return tensors, index
+
+    @property
+    def _shard_file(self) -> str:
+        return f"shard-tp{self._groups.tp_rank:03d}-dp{self._groups.replica_rank:03d}.safetensors"
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _work(self, snapshot: _Snapshot, stall: float) -> None:
+        begin, state = time.perf_counter(), snapshot.state
+        try:
+            self._save(snapshot)
+        except BaseException as failure:  # noqa: BLE001 - whatever it is, wait() raises it where it is seen
+            self._failure = failure
+        else:
+            self._saved.append(Saved(state["step"], state["tokens"], stall, time.perf_counter() - begin))
+
+    def _save(self, snapshot: _Snapshot) -> None:
+        final = self._root / folder_name(snapshot.state["step"])
+        try:
+            temporary = self._told(lambda: _fresh_folder(final), f"cannot create a folder for {final}")
+            entry = {"tensors": snapshot.index}
+            try:
+                entry["files"] = self._write(temporary, snapshot)
+            except (OSError, SafetensorError) as error:
+                entry["error"] = f"rank {self._rank}: {error}"
+            entries = self._gathered(entry)
+            self._told(lambda: self._publish(temporary, final, snapshot, entries), f"cannot write {final}")
+        except BaseException as failure:
+            if self._rank == 0:  # a disk that was full is not left full
+                _discard_unfinished(self._root)
+            if isinstance(failure, RuntimeError) and not isinstance(failure, CheckpointError):  # gloo's
+                raise CheckpointError(
+                    f"cannot write {final}: another rank is gone, or still writes {self._timeout} after this one"
+                    f" ({failure})"
+                ) from failure
+            raise
+
+    def _write(self, folder: Path, snapshot: _Snapshot) -> dict[str, dict]:
+        """This rank's files, durable: size and SHA-256 by name."""
+        written = [f"rng-{self._rank:05d}.pt"]
+        packed = io.BytesIO()  # torch.save itself would report a full disk as a RuntimeError
+        torch.save(snapshot.rng, packed)
+        (folder / written[0]).write_bytes(packed.getbuffer())
+        if snapshot.tensors:
+            written.append(self._shard_file)
+            save_file(snapshot.tensors, folder / self._shard_file)
+        return {name: self._durable(folder / name) for name in written}
+
+    def _durable(self, path: Path) -> dict:
+        """Sync a file to disk and return its entry in the manifest."""
+        self._sync(path)
+        self._progress += 1
+        return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+    def _sync(self, path: Path) -> None:
+        self._progress += 1
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _publish(self, temporary: Path, final: Path, snapshot: _Snapshot, entries: list[dict]) -> None:
+        """Rank 0, when all have written: manifest, rename, `latest`; then the old checkpoints go."""
+        if errors := [entry["error"] for entry in entries if "error" in entry]:
+            raise OSError("; ".join(errors))
+        (temporary / "config.yaml").write_text(snapshot.config_text)
+        files = {name: info for entry in entries for name, info in entry["files"].items()}
+        manifest = {
+            "format": FORMAT,
+            "state": snapshot.state,
+            "layout": {
+                "tensor_parallel_size": self._groups.tp_size,
+                "context_parallel_size": self._groups.cp_size,
+                "data_parallel_size": self._groups.dp_size,
+            },
+            "tensors": _merged(entry["tensors"] for entry in entries),
+            "files": {**files, "config.yaml": self._durable(temporary / "config.yaml")},
+        }
+        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        self._sync(temporary / "manifest.json")
+        self._sync(temporary)
+        if final.exists():  # the same step saved twice, after a resume that walked back past a damaged folder
+            remove(final)
+        os.rename(temporary, final)
+        latest = self._root / "latest.tmp"
+        latest.write_text(final.name + "\n")
+        self._sync(latest)
+        os.replace(latest, self._root / "latest")
+        self._sync(self._root)
+        prune(self._root, *self._keep)
+
+    def _told(self, action: Callable[[], T], what: str) -> T:
+        """What `action` returns on rank 0, on every rank; or the same CheckpointError on every rank."""
+        box: list[Any] = [None, None]
+        if self._rank == 0:
+            try:
+                box[0] = action()
+            except OSError as error:
+                box[1] = f"{what}: {error}"
+        if self._group:
+            dist.broadcast_object_list(box, src=0, group=self._group)
+        if box[1]:
+            raise CheckpointError(box[1])
+        return box[0]
+
+    def _gathered(self, value: T) -> list[T]:
+        """The values of all ranks, on rank 0 (elsewhere an empty list)."""
+        if not self._group:
+            return [value]
+        values = [None] * dist.get_world_size() if self._rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values or []
+
+
+def _on_gpu(owned: list) -> bool:
+    return bool(owned) and owned[0].tensors["weight"].is_cuda
+
+
+def _fresh_folder(final: Path) -> Path:
+    """A new folder to write `final` in. Its name is used once: what is left of a killed run may still be writing."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _discard_unfinished(final.parent)
+    folder = final.with_name(f".writing-{final.name}-{uuid.uuid4().hex[:8]}")
+    folder.mkdir()
+    return folder
+
+
+def _discard_unfinished(root: Path) -> None:
+    for folder in root.glob(".writing-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _merged(indexes: Iterable[dict]) -> dict:
+    merged: dict[str, dict] = {}
+    for index in indexes:
+        for name, entry in index.items():
+            if name in merged:
+                merged[name]["pieces"] += entry["pieces"]
+            else:
+                merged[name] = entry
+    return merged

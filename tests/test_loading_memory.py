@@ -1,0 +1,67 @@
+"""Loading a checkpoint at any layout takes little memory beside the state itself: measured by the kernel, with a model
+large enough to show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tiny
+from distributed import run_distributed
+from sagetrain.parallel.rng import rng_state
+from sagetrain.train import checkpoint
+
+MODEL = {"num_layers": 1, "hidden_size": 768, "ffn_hidden_size": 2048, "num_attention_heads": 12}
+
+
+def engine_of(tp_size: int, stage: int, dtype: str):
+    tiny.VOCAB = 32_768  # two tensors with 25M values each: to read one whole, or keep it, would show
+    return tiny.engine(tiny.config(stage, dtype, model=MODEL), tiny.join(tp_size))
+
+
+def memory(key: str) -> int:
+    """Bytes of this process: VmRSS now, or VmHWM, its peak."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines[key].split()[0])
+
+
+def write(root: str, tp_size: int, stage: int) -> None:
+    """A checkpoint of step 1."""
+    engine = engine_of(tp_size, stage, "fp32")
+    saver = tiny.saver(Path(root), engine.groups)
+    saver.start({"step": 1, "tokens": 1}, "{}", tiny.shards(engine), rng_state())
+    saver.wait()
+
+
+def load(root: str, layouts: list[tuple[int, int, str]]) -> dict[tuple, tuple[int, int]]:
+    """For each (tp, stage, dtype): bytes of this rank's state, and how many more than before were taken to load it."""
+    sizes = {}
+    for tp_size, stage, dtype in layouts:
+        engine = engine_of(tp_size, stage, dtype)
+        tensors = [tensor for shard in engine.shards() for tensor in shard.tensors.values()]
+        model = [p.ds_tensor if stage == 3 else p for p in engine.module.parameters()]
+        for tensor in tensors:  # all of it in memory before, so that what loading adds is loading's own
+            tensor.data.fill_(1.0)
+        state = sum(t.numel() * t.element_size() for t in (tensors if stage == 0 else [*tensors, *model]))
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = memory("VmRSS")
+        checkpoint.load_engine(checkpoint.Reader(Path(root) / checkpoint.folder_name(1)), engine, 1)
+        sizes[root[-1], tp_size, stage, dtype] = (state, memory("VmHWM") - before)
+        del engine, tensors, model
+    return sizes
+
+
+def write_and_load(root: str) -> dict[tuple, tuple[int, int]]:
+    """On two ranks: a tensor-parallel source at ZeRO 1, and a data-parallel one at ZeRO 3."""
+    write(f"{root}/a", 2, 1)
+    write(f"{root}/b", 1, 3)
+    return load(f"{root}/a", [(2, 1, "fp32"), (1, 3, "bf16")]) | load(f"{root}/b", [(2, 1, "bf16"), (1, 1, "fp32")])
+
+
+def test_loading_takes_at_most_1_3_times_the_state(tmp_path) -> None:
+    ranks = run_distributed(write_and_load, 2, str(tmp_path), timeout=240)
+    ranks += run_distributed(load, 1, f"{tmp_path}/a", [(1, 0, "fp32")])
+    for sizes in ranks:
+        for layout, (state, more) in sizes.items():
+            print(f"{layout}: state {state / 2**20:.0f} MiB, loaded in {1 + more / state:.3f} times that")
+            assert state > 370 * 2**20
+            assert 1 + more / state <= 1.3, f"{layout}: {more / 2**20:.0f} MiB beside {state / 2**20:.0f} MiB"
