@@ -16,6 +16,7 @@ import json
 import os
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -87,7 +88,7 @@ class Layout:
         where = ["--include", f"localhost:{','.join(map(str, gpus))}"]
         if not torch.cuda.is_available():
             where = ["--num_accelerators", str(len(gpus))]
-        command = ["deepspeed", *where, "--master_port", str(29600 + gpus[0]), "launch/train.py", "--config", config]
+        command = ["deepspeed", *where, "--master_port", str(free_port()), "launch/train.py", "--config", config]
         with (folder / "log.txt").open("w") as log:
             self.process = subprocess.Popen(
                 [*command, *settings], cwd=ROOT, stdout=log, stderr=log, start_new_session=True
@@ -122,6 +123,13 @@ def parse_layouts(text: str) -> list[Layout]:
     return [Layout.parse(name) for name in text.split(",")]
 
 
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 def devices() -> int:
     """GPUs of this host, or cores where there is none (to try the script out)."""
     return torch.cuda.device_count() or os.cpu_count() or 1
@@ -138,6 +146,7 @@ def measure(layouts: list[Layout], settings: dict[str, list[str]], arguments: ar
     """Run all of them, as many at a time as there are GPUs for, in the order given."""
     free, waiting, running = list(range(devices())), list(layouts), []
     folder = Path(arguments.output)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # through `finally`, not past it
     try:
         while waiting or running:
             while waiting and waiting[0].world_size <= len(free):

@@ -1,0 +1,71 @@
+"""launch/benchmark_layouts.py as a user starts it, on the cores of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from test_resume import BIN, ROOT, write_config
+
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+
+
+def start(config: Path, layouts: str, steps: int, *overrides: str) -> subprocess.Popen:
+    program = [sys.executable, str(ROOT / "launch/benchmark_layouts.py"), "--config", str(config)]
+    options = ["--layouts", layouts, "--steps", str(steps), "--output", str(config.parent / "out"), *overrides]
+    env = {**os.environ, **ENVIRONMENT, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.Popen([*program, *options], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def runs_left(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(str(folder) in word for word in process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+def test_table_of_two_layouts(corpus: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused", checkpoint={"every_tokens": 10**9})
+    process = start(config, "tp1,tp2-sp", 1, "training.total_tokens=1000000000")
+    text, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, text
+    rows = {line.split("│")[1].strip(): line.split("│") for line in text.splitlines() if line.startswith("│")}
+    assert rows["tp1"][2].strip() == "1" and rows["tp1"][5].strip() == "1.000"
+    assert rows["tp2-sp"][2].strip() == "2" and 0 < float(rows["tp2-sp"][5]) < 5
+    assert not runs_left(tmp_path)
+    assert not list(tmp_path.glob("out/*/checkpoints"))
+
+
+def test_bad_layouts_are_refused_before_anything_starts(corpus: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused")
+    for layouts, said in (
+        ("tp1,xp2", "'xp2' is not one of tpN"),
+        ("tp1,tp4096", "needs 4096 GPUs"),
+        ("z9", "zero_stage"),
+    ):
+        process = start(config, layouts, 1)
+        text, _ = process.communicate(timeout=60)
+        assert process.returncode and said in text
+        assert not (tmp_path / "out").exists()
+
+
+def test_sigterm_ends_the_runs_too(corpus: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused", checkpoint={"every_tokens": 10**9})
+    process = start(config, "tp1", 10**6, "training.total_tokens=1000000000")
+    log = tmp_path / "out/tp1/log.txt"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and "parameters" in log.read_text()):
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(process.communicate()[0])
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30)
+    assert not runs_left(tmp_path)
