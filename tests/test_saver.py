@@ -22,11 +22,11 @@ from sagetrain.train.saver import Saver
 
 
 class Gate:
-    """Holds the saver's thread before its first sync to disk until it is opened."""
+    """Holds the saver's thread before it writes its files, until it is opened."""
 
     def __init__(self, saver: Saver):
-        self.open, sync = threading.Event(), saver._sync
-        saver._sync = lambda path: self.open.wait(30) and sync(path)
+        self.open, write = threading.Event(), saver._write
+        saver._write = lambda *args: self.open.wait(30) and write(*args)
 
 
 def train_beside_a_save(root: str, tp_size: int, stage: int, dtype: str) -> list[str]:
