@@ -34,7 +34,9 @@ from sagetrain.config.fit import padded_vocab_size
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.hardware import of_device
 from sagetrain.model.accounting import memory_per_rank
+from sagetrain.performance import predict
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 2  # steps that compile and fill caches
@@ -167,20 +169,23 @@ def measure(layouts: list[Layout], settings: dict[str, list[str]], arguments: ar
 def table(layouts: list[Layout], configs: dict[str, RunConfig], vocab_size: int, title: str) -> Table:
     """The result."""
     first = next((x for x in layouts if x.rate), None)
+    hardware = of_device(title)
     shown = Table(title=title, title_justify="left")
-    for column in ("layout", "GPUs", "tokens/s", "per GPU", "scaling", "MFU", "memory", "predicted"):
+    for column in ("layout", "GPUs", "tokens/s", "predicted", "per GPU", "scaling", "MFU", "memory", "predicted"):
         shown.add_column(column, justify="left" if column == "layout" else "right")
     for layout in layouts:
         if layout.error:
             shown.add_row(layout.name, str(layout.world_size), layout.error)
             continue
-        memory = memory_per_rank(configs[layout.name], layout.world_size, vocab_size)
-        predicted = sum(item.bytes for item in memory) / 2**30
+        cfg = configs[layout.name]
+        predicted = sum(item.bytes for item in memory_per_rank(cfg, layout.world_size, vocab_size)) / 2**30
+        step = predict(cfg, layout.world_size, vocab_size, hardware) if hardware else None
         per_gpu = layout.rate / layout.world_size
         shown.add_row(
             layout.name,
             str(layout.world_size),
             f"{layout.rate:,.0f}",
+            f"{step.tokens_per_second:,.0f}" if step else "-",
             f"{per_gpu:,.0f}",
             f"{per_gpu / (first.rate / first.world_size):.3f}",
             f"{layout.mfu:.3f}",

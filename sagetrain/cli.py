@@ -9,6 +9,7 @@ torchrun makes each failure a 1.
 
 from __future__ import annotations
 
+import enum
 import errno
 import os
 import sys
@@ -19,6 +20,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.hardware import HARDWARE
 
 app = typer.Typer(
     add_completion=False,
@@ -30,6 +32,7 @@ app = typer.Typer(
     "(on a cluster: deepspeed launch/train.py --config ...), then [bold]eval[/] and [bold]generate[/].",
 )
 
+Gpu = enum.Enum("Gpu", {name: name for name in HARDWARE})
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the YAML, e.g. optimizer.lr=3e-4", show_default=False),
@@ -91,12 +94,31 @@ def plan(
     config: Annotated[Path | None, typer.Argument(help="The run's YAML file.", show_default=False)] = None,
     overrides: Overrides = None,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks (GPUs) the run will have.")] = 1,
+    gpu: Annotated[
+        Gpu,
+        typer.Option(
+            help="What memory and step time are predicted for: h200 is measured, the others are scaled by datasheet."
+        ),
+    ] = Gpu.h200,
+    gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs that share NVLink; beyond is the network.")] = 8,
+    network_gbps: Annotated[float, typer.Option(min=1, help="Network bandwidth of one GPU, in Gbit/s.")] = 400,
+    measured_tokens_per_second: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            show_default=False,
+            help="What this configuration reached on one GPU (tensor or context parallel: on one group of GPUs). "
+            "Scales the predicted speed of the GPU to it.",
+        ),
+    ] = None,
     show_keys: Annotated[bool, typer.Option("--keys", help="List every key of the YAML instead.")] = False,
 ) -> None:
-    """Show what a run will be, on any laptop: parameters, memory per rank, the schedules stage by stage, every finding.
+    """Show what a run will be, on any laptop: parameters, memory, schedules, step time, better layouts, every finding.
 
     [bold]sagetrain plan configs/7b.yaml --world-size 64 parallel.tensor_parallel_size=8[/]
     """
+    from dataclasses import replace
+
     from rich.console import Console
 
     from sagetrain.plan import show_key_reference, show_plan
@@ -107,7 +129,8 @@ def plan(
             return
         if config is None:
             raise ConfigError("name a configuration: sagetrain plan configs/quickstart.yaml (or use --keys)")
-        if show_plan(config, overrides or [], world_size, Console()):
+        hardware = replace(HARDWARE[gpu.value], gpus_per_host=gpus_per_host, network_bandwidth=network_gbps * 1e9 / 8)
+        if show_plan(config, overrides or [], world_size, Console(), hardware, measured_tokens_per_second):
             _exit(2)
 
 

@@ -16,7 +16,10 @@ from sagetrain.config.load import load_config
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.tokenizer import known_vocab_size
+from sagetrain.hardware import H200, Hardware
+from sagetrain.layouts import Layout, layout, memory_finding, overrides_to, propose, usable_memory
 from sagetrain.model.accounting import flops_per_token, memory_per_rank, num_parameters, save_host_bytes
+from sagetrain.performance import StepPrediction, calibrate
 from sagetrain.train.lr_schedule import decay_tokens, learning_rate, reference_tokens_per_step
 from sagetrain.train.tokens_per_step import ScheduleStage, stages
 
@@ -26,15 +29,25 @@ _LEVEL_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 _MAX_ROWS = 12
 
 
-def show_plan(path: str | Path, overrides: Sequence[str], world_size: int, console: Console) -> int:
+def show_plan(
+    path: str | Path,
+    overrides: Sequence[str],
+    world_size: int,
+    console: Console,
+    hardware: Hardware = H200,
+    measured_tokens_per_second: float | None = None,
+) -> int:
     """Print the plan of a run on `world_size` ranks; returns the number of errors among the findings.
 
-    Raises ConfigError if the file cannot be loaded.
+    measured_tokens_per_second: of this configuration without data parallelism; the prediction is scaled to it.
+    Raises ConfigError if the file cannot be loaded, or if no GPU could reach the measured figure.
     """
     cfg = load_config(path, overrides)
     known = known_vocab_size(cfg.data)
     vocab_size = cfg.model.vocab_size or known or ASSUMED_VOCAB_SIZE
     assumed = not (cfg.model.vocab_size or known)
+    if measured_tokens_per_second:
+        hardware = calibrate(cfg, padded_vocab_size(vocab_size), hardware, measured_tokens_per_second)
     findings = check(
         cfg,
         world_size,
@@ -43,17 +56,29 @@ def show_plan(path: str | Path, overrides: Sequence[str], world_size: int, conso
         overrides=overrides,
         files=False,
     )
-    errors = sum(finding.level == "error" for finding in findings)
+    refused = {finding.rule for finding in findings if finding.level == "error"}
     padded = padded_vocab_size(vocab_size)
     console.print(_model_table(cfg, padded, assumed, path))
-    if not any(finding.level == "error" and finding.rule in _NO_LAYOUT for finding in findings):
+    chosen = None
+    if not refused & _NO_LAYOUT:
         console.print(_layout_table(cfg, world_size))
         console.print(_memory_table(cfg, world_size, padded))
-        if not any(finding.level == "error" and finding.rule in _NO_SCHEDULE for finding in findings):
+        if not refused & _NO_SCHEDULE:
+            chosen = layout(cfg, world_size, padded, hardware)
             console.print(_schedule_table(cfg, world_size))
-            console.print(_run_table(cfg, world_size, padded))
+            console.print(_run_table(cfg, world_size, padded, chosen.prediction))
+        too_large = memory_finding(cfg, world_size, padded, hardware)
+        findings = [*([too_large] if too_large else []), *findings]
+    if not refused & _NO_MODEL:
+        proposed = propose(cfg, world_size, padded, hardware)
+        console.print(_proposal_table(cfg, chosen, proposed, hardware))
+        for priced, name in [(chosen, "as configured"), *((item, "layout 1") for item in proposed)]:
+            if priced:
+                console.print(_step_table(priced.prediction, name, hardware))
+                console.print(_communication_table(priced.prediction, name))
+                break
     console.print(_findings_text(findings), highlight=False)
-    return errors
+    return sum(finding.level == "error" for finding in findings)
 
 
 def show_key_reference(console: Console) -> None:
@@ -65,14 +90,9 @@ def show_key_reference(console: Console) -> None:
 
 
 # Rules without which the numbers below them would mean nothing.
-_NO_LAYOUT = {
-    "deepspeed_type",
-    "world_size",
-    "tensor_parallel_split",
-    "tensor_parallel_vocab",
-    "context_parallel_split",
-    "grouped_query_heads",
-}
+_NO_MODEL = {"deepspeed_type", "grouped_query_heads"}
+_SPLITS = {"tensor_parallel_split", "tensor_parallel_vocab", "context_parallel_split"}
+_NO_LAYOUT = {*_NO_MODEL, *_SPLITS, "world_size"}
 _NO_SCHEDULE = {"first_stage", "stages_in_order", "warmup_before_end", "whole_micro_steps"}
 
 
@@ -155,14 +175,15 @@ def _schedule_table(cfg: RunConfig, world_size: int) -> Table:
     return table
 
 
-def _run_table(cfg: RunConfig, world_size: int, vocab_size: int) -> Table:
+def _run_table(cfg: RunConfig, world_size: int, vocab_size: int, prediction: StepPrediction) -> Table:
     rows = stages(cfg.tokens_per_step, cfg.training.total_tokens, _multiple(cfg, world_size))
     steps = sum(row.steps for row in rows)
     trained = rows[-1].from_tokens + rows[-1].steps * rows[-1].tokens_per_step
     flops = flops_per_token(cfg.model, vocab_size, cfg.data.seq_length) * trained
     table = _facts("Run")
     table.add_row("length", f"{steps:,} steps, {trained:,} tokens ({trained // cfg.data.seq_length:,} sequences)")
-    table.add_row("arithmetic", f"{flops:.3g} FLOPs; {_duration(flops / world_size / 4e14)} at 400 TFLOP/s per rank")
+    rate = prediction.tokens_per_second
+    table.add_row("arithmetic", f"{flops:.3g} FLOPs; {_duration(trained / rate)} at the predicted {rate:,.0f} tokens/s")
     table.add_row("learning rate", _lr_text(cfg, rows))
     tenth = max(1, cfg.training.total_tokens // 10)
     evaluation = f"every {cfg.evaluation.every_tokens or tenth:,} tokens on {cfg.evaluation.num_sequences} sequences"
@@ -192,6 +213,93 @@ def _lr_text(cfg: RunConfig, rows: list[ScheduleStage]) -> str:
     return ", ".join(parts)
 
 
+def _step_table(prediction: StepPrediction, name: str, hardware: Hardware) -> Table:
+    hosts = -(-prediction.world_size // hardware.gpus_per_host)
+    title = f"Step time, predicted: {name} on {prediction.world_size} x {hardware.name}"
+    title += (f" in {hosts} hosts" if hosts > 1 else "") + ("" if hardware.measured else ", scaled from the H200's")
+    title += ", calibrated" if hardware.compute_scale != 1 else ""
+    table = Table("part", "time", "share", "what", title=title, title_justify="left")
+    table.columns[1].justify = table.columns[2].justify = "right"
+    for part, seconds, what in (
+        ("compute", prediction.matmul, "matmuls of the blocks and of the head"),
+        (
+            "attention",
+            prediction.attention,
+            "forward and backward; packed documents taken to leave 75 % of it",
+        ),
+        (
+            "elementwise",
+            prediction.elementwise,
+            "norms, rotary embedding, SwiGLU, residual stream, softmax of the loss",
+        ),
+        ("TP exposed", prediction.exposed("tensor"), "tensor-parallel communication that nothing hides"),
+        ("CP exposed", prediction.exposed("context"), "all-to-alls around attention"),
+        ("DP exposed", prediction.exposed("data"), "gradients and weights between data-parallel ranks, the same"),
+        ("optimizer", prediction.optimizer, "DeepSpeed's passes over gradients, Adam, new weights"),
+        ("overhead", prediction.overhead, "fixed costs of micro-steps and steps, launching"),
+    ):
+        table.add_row(part, _milliseconds(seconds), f"{seconds / prediction.seconds:.0%}", what)
+    table.add_section()
+    rate = prediction.tokens_per_second
+    table.add_row(
+        "total",
+        _milliseconds(prediction.seconds),
+        "",
+        f"{prediction.tokens_per_step:,} tokens in {prediction.accumulation:,} micro-steps: {rate:,.0f} tokens/s, "
+        f"{rate / prediction.world_size:,.0f} per GPU, MFU {prediction.mfu:.3f}",
+    )
+    return table
+
+
+def _communication_table(prediction: StepPrediction, name: str) -> Table:
+    table = Table(title=f"Communication per step and rank: {name}", title_justify="left")
+    table.add_column("axis")
+    table.add_column("what")
+    table.add_column("collective")
+    for name in ("calls", "payload of one", "sent in all", "time", "hidden", "exposed"):
+        table.add_column(name, justify="right")
+    for c in prediction.collectives:
+        times = (_milliseconds(seconds) for seconds in (c.seconds, c.seconds - c.exposed, c.exposed))
+        table.add_row(c.axis, c.purpose, c.kind, f"{c.count:,}", _size(c.payload), _size(c.wire_bytes), *times)
+    if not prediction.collectives:
+        table.add_row("none", "one rank")
+    return table
+
+
+def _proposal_table(cfg: RunConfig, chosen: Layout | None, proposed: list[Layout], hardware: Hardware) -> Table:
+    """The best layouts, and the configured one among them or below."""
+    table = Table(title=f"Layouts proposed for {hardware.name}, fastest first", title_justify="left")
+    columns = ("", "TP", "CP", "sequence parallel", "ZeRO", "checkpointing", "micro-batch", "tokens/s", "MFU", "memory")
+    for name in columns:
+        table.add_column(name, justify="right")
+    table.add_column("overrides to append")
+    rows = [(str(place), item) for place, item in enumerate(proposed, 1)]
+    if chosen and chosen.key not in [item.key for item in proposed]:
+        rows.append(("", chosen))
+    for place, item in rows:
+        split, context, sharded, *rest = item.key
+        changes = overrides_to(cfg, item.cfg)
+        fits = item.memory <= usable_memory(hardware)
+        table.add_row(
+            place,
+            str(split),
+            str(context),
+            "yes" if sharded else "no",
+            *map(str, rest),
+            f"{item.prediction.tokens_per_second:,.0f}",
+            f"{item.prediction.mfu:.3f}",
+            _size(item.memory) + ("" if fits else ", too much"),
+            "(configured)" if chosen and item.key == chosen.key else " ".join(changes),
+        )
+    if not proposed:
+        table.add_row("", *["-"] * (len(columns) - 1), "none fits")
+    elif proposed[0].cfg.tokens_per_step != cfg.tokens_per_step:
+        table.caption = (
+            "No layout divides tokens_per_step over these ranks and fits: these raise it as little as can be."
+        )
+    return table
+
+
 def _findings_text(findings: list[Finding]) -> str:
     if not findings:
         return "No findings."
@@ -213,7 +321,13 @@ def _lr(cfg: RunConfig, tokens_seen: int, tokens_per_step: int) -> float:
 
 
 def _size(size: int) -> str:
+    if size < 2**20:
+        return f"{size / 2**10:.1f} KiB"
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms"
 
 
 def _duration(seconds: float) -> str:

@@ -2,26 +2,31 @@
 
 import gc
 import itertools
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from distributed import run_distributed
-from sagetrain.config import RunConfig
+from sagetrain.config import RunConfig, load_config
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.accounting import (
     block_activation_bytes,
     flops_per_token,
+    kept_for_backward,
     memory_per_rank,
     num_parameters,
     parameters_per_rank,
+    reduce_bucket_size,
 )
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.train.engine import Engine, init_distributed
 
 VOCAB = 384
+CONFIGS = Path(__file__).parent.parent / "configs"
 QK_NORMS = ["none", "before_rope", "after_rope"]
 
 
@@ -210,13 +215,84 @@ def test_model_state_is_what_deepspeed_holds():
             assert held == pytest.approx(estimated, rel=0.01), case
 
 
+def measured_peak() -> dict[int, tuple[int, int]]:
+    """ZeRO stage -> peak bytes of a whole step on almost no tokens, in bf16, and as estimated."""
+    init_distributed(timeout_minutes=1)
+    groups, tokens, result = ParallelGroups.create(Topology(2, 1)), torch.zeros(1, 16, dtype=torch.long), {}
+    all_reduce = torch.distributed.all_reduce
+
+    def slowly(*args, **kwargs):
+        """Leaves gloo's thread time to let go of the tensor: a memory that it frees itself is not recorded."""
+        all_reduce(*args, **kwargs)
+        time.sleep(0.02)
+
+    torch.distributed.all_reduce = slowly
+    for stage in (1, 2):
+        cfg = run_config(
+            parallel={"zero_stage": stage},
+            attention={"backend": "sdpa"},
+            data={"seq_length": 16, "micro_batch_size": 1},
+        )
+        before = live_tensors()
+        engine = Engine(cfg, transformer(cfg.model, cfg.attention, groups=groups, dtype=torch.bfloat16), groups, 2)
+        peaks = []
+        for _ in range(5):
+            held = sum(t.untyped_storage().nbytes() for address, t in live_tensors().items() if address not in before)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
+                for _ in range(2):
+                    engine._ds.backward(engine._ds(tokens, tokens))
+                engine._ds.step()
+            events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
+            changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+            peaks.append(held + max(itertools.accumulate(changes)))
+        result[stage] = (min(peaks[1:]), sum(items(cfg, 2).values()))  # the first step makes what stays
+    return result
+
+
+def test_peak_memory_of_a_step_holds_what_deepspeed_copies():
+    """The gradients' reduction, with buckets no larger than the model."""
+    for measured in run_distributed(measured_peak, 2):
+        for stage, (peak, estimated) in measured.items():
+            assert peak == pytest.approx(estimated, rel=0.05), stage
+
+
+@pytest.mark.parametrize(("backend", "gib"), [("sage", 30.2), ("sdpa", 31.4)])
+def test_recorded_peak_memory_is_met(backend, gib):
+    """configs/325m.yaml on an H200 (RESULTS.md); torch's own count, so without what the estimate leaves out."""
+    cfg = load_config(CONFIGS / "325m.yaml", [f"attention.backend={backend}"])
+    assert sum(item.bytes for item in memory_per_rank(cfg, 1, 32_000)) / 2**30 == pytest.approx(gib, rel=0.05)
+
+
+def test_without_accumulation_gradients_take_the_place_of_activations():
+    tokens = {"schedule": "constant", "tokens": 2 * 256}
+    cfg, size = run_config(tokens_per_step=tokens), num_parameters(run_config().model, AttentionConfig(), VOCAB)
+    assert items(cfg, 1)["gradients"] == 4 * size
+    assert items(run_config(), 1)["gradients"] == 6 * size
+
+
+def test_zero_3_keeps_the_last_weights_from_forward_to_backward():
+    cfg = run_config(parallel={"zero_stage": 3})
+    assert kept_for_backward(cfg, 10**8) == 10**8
+    assert kept_for_backward(cfg, 10**10) == 5 * 10**8
+    near = run_config(deepspeed={"zero_optimization": {"stage3_max_reuse_distance": 10**6}})
+    assert kept_for_backward(near, 10**10) == 5 * 10**5
+
+
+def test_buckets_are_no_larger_than_the_rank():
+    assert reduce_bucket_size(run_config(), 1000) == 1000
+    assert reduce_bucket_size(run_config(), 10**10) == 500_000_000
+    given = run_config(deepspeed={"zero_optimization": {"reduce_bucket_size": 77}})
+    assert reduce_bucket_size(given, 1000) == 77
+
+
 def test_tensor_and_sequence_parallelism_split_memory():
     one, two = run_config(), run_config(parallel={"tensor_parallel_size": 2})
     sharded = run_config(parallel={"tensor_parallel_size": 2, "sequence_parallel": True})
     for name in ("weights", "optimizer"):
         assert items(two, 2)[name] == pytest.approx(items(one, 1)[name] / 2, rel=2e-2)
     a, b, c = (items(cfg, n)["activations"] for cfg, n in ((one, 1), (two, 2), (sharded, 2)))
-    assert a / 2 < c < b < a
+    assert c < b < a
+    assert c == pytest.approx(a / 2, rel=1e-3)
 
 
 def test_context_parallelism_splits_the_activations_of_a_sequence():

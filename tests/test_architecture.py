@@ -72,7 +72,7 @@ MAY_IMPORT = {
     "parallel": {"parallel"},
     "model": {"model", "parallel", "config"},
     "data": {"data", "config"},
-    "train": {"train", "model", "parallel", "data", "config", "__version__"},
+    "train": {"train", "model", "parallel", "data", "config", "hardware", "__version__"},
 }
 
 
@@ -91,7 +91,8 @@ def test_config_and_planning_need_no_torch():
     light = {"yaml", "pydantic", "pydantic_core", "annotated_types", "sagetrain"}
     for path in below("sagetrain/config"):
         assert roots(imports(path)) <= STDLIB | light, name_of(path)
-    for name in ("plan", "model/accounting", "data/tokenizer", "train/tokens_per_step", "train/lr_schedule"):
+    planning = ("plan", "hardware", "performance", "layouts", "model/accounting")
+    for name in (*planning, "data/tokenizer", "train/tokens_per_step", "train/lr_schedule"):
         used = roots(imports(ROOT / f"sagetrain/{name}.py"))
         assert used <= STDLIB | {"sagetrain", "rich", "sentencepiece"}, name
 
@@ -129,6 +130,8 @@ def test_few_see_the_whole_configuration():
         "sagetrain/train/roster.py",
         "sagetrain/model/accounting.py",
         "sagetrain/inference.py",
+        "sagetrain/performance.py",
+        "sagetrain/layouts.py",
         "sagetrain/plan.py",
         "launch/benchmark_layouts.py",
         "launch/benchmark_save.py",

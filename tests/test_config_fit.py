@@ -267,8 +267,9 @@ def test_the_zero_stage_is_refused_inside_the_deepspeed_section():
 
 def test_every_key_of_the_generated_dict_is_refused_in_the_yaml():
     """Asked of the engine itself, so that a key added there cannot be forgotten here."""
-    generated = deepspeed_config(run_config(), 1, 4)
+    generated = deepspeed_config(run_config(), 1, 4, parameters=10**6)
     zero = generated.pop("zero_optimization")
+    assert zero.pop("reduce_bucket_size") == 10**6  # a default that the YAML may replace
     findings = fit(run_config(deepspeed={**generated, "zero_optimization": zero}), 1)
     refused = {f.key.removeprefix("deepspeed.") for f in findings if f.rule == "deepspeed_duplicate"}
     assert refused == {*generated, *(f"zero_optimization.{key}" for key in zero)}

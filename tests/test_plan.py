@@ -92,6 +92,29 @@ def test_numbers_of_the_plan():
         assert line in text, line
 
 
+def test_step_time_communication_and_layouts():
+    _, text = plan(
+        CONFIGS / "1b.yaml",
+        16,
+        "parallel.tensor_parallel_size=2",
+        "tokens_per_step={schedule: constant, tokens: 1048576}",
+    )
+    for line in (
+        "Step time, predicted: as configured on 16 x NVIDIA H200 in 2 hosts",
+        "1,048,576 tokens in 8 micro-steps: ",
+        " tensor forward: out of the layers all-reduce 328 64.0 MiB ",
+        " data gradients all-reduce 1 1.93 GiB 3.38 GiB ",
+        "Layouts proposed for NVIDIA H200, fastest first",
+        " 1 1 no 2 none 16 ",
+        " parallel.tensor_parallel_size=1 parallel.zero_stage=2 data.micro_batch_size=16 ",
+        " 18.77 GiB (configured)",
+    ):
+        assert line in text, line
+    _, text = plan(CONFIGS / "7b.yaml", 1024)
+    assert "No layout divides tokens_per_step over these ranks" in text
+    assert "tokens_per_step.start=1048576" in text
+
+
 def test_errors_are_counted_and_shown_with_place_and_way_out():
     errors, text = plan(CONFIGS / "325m.yaml", 8, "attention.qk_norm=none", "tokens_per_step.tokens=2_097_152")
     assert errors == 1
@@ -179,6 +202,12 @@ def test_it_needs_no_torch_and_little_time():
         (["configs/325m.yaml", "--world-size", "8", "attention.smooth_q=true"], 0, "[smooth_q_on]"),
         (["configs/325m.yaml", "--world-size", "7"], 2, "[whole_micro_steps]"),
         (["configs/325m.yaml", "model.num_layer=3"], 2, "did you mean model.num_layers?"),
+        (["configs/325m.yaml", "--world-size", "4"], 0, "as configured on 4 x NVIDIA H200"),
+        (["configs/7b.yaml", "--world-size", "1024"], 2, "layout 1 on 1024 x NVIDIA H200 in 128 hosts"),
+        (["configs/7b.yaml", "--world-size", "2", "--gpu", "a100"], 2, "[gpu_memory]"),
+        (["configs/1b.yaml", "--measured-tokens-per-second", "50000"], 0, "NVIDIA H200, calibrated"),
+        (["configs/1b.yaml", "--measured-tokens-per-second", "1e9"], 2, "fixed costs and links alone allow"),
+        (["configs/1b.yaml", "--gpu", "h3"], 2, "'h200', 'h100'"),
         (["configs/none.yaml"], 2, "configs/none.yaml: cannot be read"),
         (["--keys"], 0, "Peak learning rate."),
     ],

@@ -80,6 +80,11 @@ def token_multiple(cfg: RunConfig, data_parallel_size: int) -> int:
     return cfg.data.micro_batch_size * cfg.data.seq_length * data_parallel_size
 
 
+def resolved_zero_stage(cfg: RunConfig) -> int:
+    """ZeRO stage that really runs: bf16 at stage 0 runs as stage 1."""
+    return 1 if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0 else cfg.parallel.zero_stage
+
+
 def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[Finding]:
     """What cannot run on `world_size` ranks (errors), and settings without effect (warnings).
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sagetrain.config.fit import data_parallel_size, resolved_zero_stage, token_multiple
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
 
-# DeepSpeed's defaults for deepspeed.zero_optimization, in elements.
+# DeepSpeed's defaults for deepspeed.zero_optimization, in elements; the first also bounds what stage 1 flattens.
 _REDUCE_BUCKET = 500_000_000
-_PREFETCH_BUCKET = 50_000_000
+PREFETCH_BUCKET = 50_000_000
+_REUSE_DISTANCE = 1_000_000_000
 # Logits that exist at once; see parallel/cross_entropy.py.
 _CHUNK_LOGITS = 2**28
 
@@ -62,6 +64,25 @@ def save_host_bytes(cfg: RunConfig, world_size: int, vocab_size: int) -> int:
     return 12 * (size if unsharded else -(-size * cfg.parallel.tensor_parallel_size // world_size))
 
 
+def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
+    """deepspeed.zero_optimization.reduce_bucket_size, in elements: the YAML's, else DeepSpeed's default but no more
+    than the parameters of the rank, since stages 2 and 3 allocate it whole."""
+    given = cfg.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size")
+    return min(_REDUCE_BUCKET, parameters) if given is None else int(given)
+
+
+def kept_for_backward(cfg: RunConfig, parameters: int) -> int:
+    """Weights that ZeRO-3 gathers in forward and still has in backward, in elements: the last ones, which are needed
+    again within stage3_max_reuse_distance elements (to the end and back)."""
+    distance = cfg.deepspeed.get("zero_optimization", {}).get("stage3_max_reuse_distance", _REUSE_DISTANCE)
+    return min(parameters, int(distance) // 2)
+
+
+def runs_compiled(cfg: RunConfig) -> bool:
+    """Whether torch.compile fuses the blocks on a GPU."""
+    return cfg.training.compile == "on" or (cfg.training.compile == "auto" and resolved_zero_stage(cfg) < 3)
+
+
 def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
     """Estimate of one rank's peak memory, itemised, in bytes; `vocab_size` is padded.
 
@@ -73,11 +94,18 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
     ranks = world_size // cfg.parallel.tensor_parallel_size
     block = _Block(cfg)
     tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
-    return [
-        *_model_state(cfg, size, ranks, vocab_size),
+    batch = [
         block.activations(tokens),
         *_loss(cfg, tokens, vocab_size, block),
         MemoryItem("workspace", tokens * block.saved, "gradients inside one block: about what it saved (a guess)"),
+    ]
+    accumulates = max(cfg.tokens_per_step.named_tokens.values()) > token_multiple(
+        cfg, data_parallel_size(cfg, world_size)
+    )
+    return [
+        *_model_state(cfg, size, ranks, vocab_size, accumulates),
+        *_reduction(cfg, size, batch, accumulates),
+        *batch,
     ]
 
 
@@ -86,18 +114,10 @@ def block_activation_bytes(cfg: RunConfig) -> int:
     return _Block(cfg).saved
 
 
-def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[MemoryItem]:
-    """Weights, gradients, optimizer state and DeepSpeed's buffers."""
-    zero = cfg.deepspeed.get("zero_optimization", {})
-    bucket = int(zero.get("reduce_bucket_size", _REDUCE_BUCKET))
-    share = -(-size // ranks)
-    if cfg.training.dtype == "fp32":
-        weights, gradients, bucket_bytes = 4, 4, 4 * bucket
-        stage = cfg.parallel.zero_stage
-    else:
-        weights, gradients, bucket_bytes = 2, 6, 2 * bucket
-        stage = max(1, cfg.parallel.zero_stage)
-    dtype = cfg.training.dtype
+def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int, accumulates: bool) -> list[MemoryItem]:
+    """Weights, gradients and optimizer state of a rank with `size` parameters, while it holds all activations."""
+    zero, dtype, stage = cfg.deepspeed.get("zero_optimization", {}), cfg.training.dtype, resolved_zero_stage(cfg)
+    share, element = -(-size // ranks), _element(cfg)
     if stage == 0:
         return [
             MemoryItem("weights", 4 * size, "fp32"),
@@ -107,26 +127,51 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list
     optimizer = MemoryItem("optimizer", 12 * share, f"fp32 master copy and two Adam moments, 1/{ranks} of them")
     if stage == 3:
         largest = vocab_size * cfg.model.hidden_size // cfg.parallel.tensor_parallel_size
-        gathered = min(size, largest + int(zero.get("stage3_prefetch_bucket_size", _PREFETCH_BUCKET)))
+        ahead = int(zero.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
+        gathered = min(size, kept_for_backward(cfg, size) + max(largest, ahead))
         return [
-            MemoryItem("weights", weights * share, f"{dtype}, 1/{ranks} of them"),
-            MemoryItem("gathered weights", weights * gathered, "the largest module and what is prefetched"),
+            MemoryItem("weights", element * share, f"{dtype}, 1/{ranks} of them"),
+            MemoryItem("gathered weights", element * gathered, "kept from forward to backward, and what is prefetched"),
             MemoryItem("gradients", 4 * share, f"fp32, 1/{ranks} of them"),
             optimizer,
-            MemoryItem("reduction buffer", 4 * bucket, "deepspeed.zero_optimization.reduce_bucket_size, fp32"),
         ]
     if stage == 2:
         held = MemoryItem("gradients", 4 * share, f"fp32, 1/{ranks} of them")
-    elif dtype == "bf16":
-        held = MemoryItem("gradients", gradients * size, "bf16, and their fp32 sum over the accumulation")
+    elif dtype == "bf16" and accumulates:
+        held = MemoryItem("gradients", 6 * size, "bf16, and their fp32 sum over the accumulation")
     else:
         held = MemoryItem("gradients", 4 * size, "fp32")
-    items = [MemoryItem("weights", weights * size, dtype), held, optimizer]
-    if stage == 2 or dtype == "fp32":
-        items.append(MemoryItem("reduction buffer", bucket_bytes, "deepspeed.zero_optimization.reduce_bucket_size"))
-    elif ranks > 1:
-        items.append(MemoryItem("reduction buffer", 4 * min(size, bucket), "fp32 gradients on their way"))
-    return items
+    return [MemoryItem("weights", element * size, dtype), held, optimizer]
+
+
+def _reduction(cfg: RunConfig, size: int, batch: list[MemoryItem], accumulates: bool) -> list[MemoryItem]:
+    """Gradients on their way to other ranks, beyond the memory that `batch` (activations and the like) leaves again.
+
+    Stages 2 and 3 hold a bucket during backward and copy it each time it is full (stage 2 in bf16: flattened, then
+    converted to fp32), with most activations still there. A bucket that holds all gradients is reduced after backward,
+    as are those of stages 0 and 1; in bf16 that one flattens a copy only of what fits DeepSpeed's 5e8 elements, and
+    without accumulation its bf16 gradients are only there once the activations are gone.
+    """
+    stage, sixteen_bit = resolved_zero_stage(cfg), cfg.training.dtype == "bf16"
+    bucket = reduce_bucket_size(cfg, size)
+    full = min(bucket, size)
+    if stage == 0:
+        held, copied = 0, 4 * min(size, _REDUCE_BUCKET)
+    elif stage == 1:
+        flat = (0 if accumulates else 2 * size) + (4 * size if size <= _REDUCE_BUCKET else 0)
+        held, copied = (0, flat) if sixteen_bit else (4 * bucket, 0)
+    elif stage == 2:
+        held, copied = (2 * bucket, 6 * full) if sixteen_bit else (4 * bucket, 8 * full)
+    else:
+        held, copied = 4 * bucket, 4 * full
+    if stage < 2 or full == size:
+        copied = max(0, copied - sum(item.bytes for item in batch))
+    what = "gradients between ranks: deepspeed.zero_optimization.reduce_bucket_size and copies"
+    return [MemoryItem("reduction", held + copied, what)] if held + copied else []
+
+
+def _element(cfg: RunConfig) -> int:
+    return 4 if cfg.training.dtype == "fp32" else 2
 
 
 class _Block:
@@ -135,10 +180,10 @@ class _Block:
     def __init__(self, cfg: RunConfig):
         model, split = cfg.model, cfg.parallel.tensor_parallel_size
         self.cfg = cfg
-        self.element = 4 if cfg.training.dtype == "fp32" else 2
+        self.element = _element(cfg)
         self.hidden = model.hidden_size
         self.sequence_split = split if cfg.parallel.sequence_parallel else 1
-        self.compiled = cfg.training.compile == "on" or (cfg.training.compile == "auto" and cfg.parallel.zero_stage < 3)
+        self.compiled = runs_compiled(cfg)
         self.heads = (model.num_attention_heads // split, model.num_key_value_heads // split)
         self.saved = self._norms() + self._qk_norm() + self._attention() + self._mlp(model.ffn_hidden_size // split)
 
@@ -160,8 +205,8 @@ class _Block:
         return 4 * groups + (width * self.element if self.compiled else 8 * width)
 
     def _norms(self) -> int:
-        """Two norms, and their outputs, which the matmuls keep whole even when norms are sharded."""
-        return 2 * (self.norm(self.hidden, 1) // self.sequence_split + self.element * self.hidden)
+        """Two norms and their outputs, which the matmuls keep as sharded as the norms are and gather again."""
+        return 2 * (self.norm(self.hidden, 1) + self.element * self.hidden) // self.sequence_split
 
     def _qk_norm(self) -> int:
         if self.cfg.attention.qk_norm == "none":

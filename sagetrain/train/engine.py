@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sagetrain.config.fit import resolved_zero_stage
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
+from sagetrain.model.accounting import reduce_bucket_size
 from sagetrain.parallel.topology import Mpu, ParallelGroups
 from sagetrain.train.guard import fold
 from sagetrain.train.optimizer import build_optimizer
@@ -66,18 +68,15 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def resolved_zero_stage(cfg: RunConfig) -> int:
-    """ZeRO stage that really runs: bf16 at stage 0 runs as stage 1."""
-    return 1 if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0 else cfg.parallel.zero_stage
-
-
-def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int) -> dict:
+def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int, parameters: int) -> dict:
     """The dict handed to DeepSpeed: generated from the YAML plus the extra keys of its `deepspeed` section.
 
     Its batch sizes count what each replica works on, which under context parallelism are slices of sequences.
+    parameters: of this tensor-parallel rank.
     """
     stage = resolved_zero_stage(cfg)
     zero = {"stage": stage, "overlap_comm": False, **cfg.deepspeed.get("zero_optimization", {})}
+    zero["reduce_bucket_size"] = reduce_bucket_size(cfg, parameters)  # the YAML's, if it has one
     # Stage 0 leaves the norm unreported, so that stage clips in Engine._clip_stage0.
     generated = {
         "train_batch_size": cfg.data.micro_batch_size * accumulation * num_replicas,
@@ -139,10 +138,11 @@ class Engine:
         import deepspeed
 
         self.groups, self.stage = groups, resolved_zero_stage(cfg)
-        self.config = deepspeed_config(cfg, groups.num_replicas, accumulation)
         self._micro_batch, self._clip, self._norm = cfg.data.micro_batch_size, cfg.optimizer.clip_grad, 0.0
         # Shapes must be noted before ZeRO 3 replaces every parameter by its partition.
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        parameters = sum(torch.Size(shape).numel() for shape in self._shapes.values())
+        self.config = deepspeed_config(cfg, groups.num_replicas, accumulation, parameters)
         self._base = build_optimizer(model, cfg.optimizer)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory tables at every stage of this
             self._ds, *_ = deepspeed.initialize(

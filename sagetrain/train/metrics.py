@@ -12,17 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-# Dense 16-bit tensor-core peak in FLOP/s by the name the driver gives, from the vendor's datasheets (SXM parts).
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-}
+from sagetrain.hardware import PEAK_FLOPS
 
 
 def peak_flops(device: torch.device) -> float | None:

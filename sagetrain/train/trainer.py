@@ -25,7 +25,7 @@ import yaml
 
 from sagetrain import __version__
 from sagetrain.config.errors import ConfigError, Finding
-from sagetrain.config.fit import padded_vocab_size, token_multiple
+from sagetrain.config.fit import padded_vocab_size, resolved_zero_stage, token_multiple
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Loader, SampleStream
@@ -37,7 +37,7 @@ from sagetrain.parallel.rng import rng_state, seed_everything, set_rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.train import checkpoint, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
-from sagetrain.train.engine import Engine, StepResult, init_distributed, resolved_zero_stage
+from sagetrain.train.engine import Engine, StepResult, init_distributed
 from sagetrain.train.guard import Ledger, TrainingError, Watchdog, check_consumed
 from sagetrain.train.lr_schedule import learning_rate, reference_tokens_per_step
 from sagetrain.train.metrics import MetricsWriter, Throughput, memory_gib, peak_flops

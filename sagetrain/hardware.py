@@ -1,0 +1,171 @@
+"""What accelerators and links reach, for predictions: the one place to put better measurements.
+
+A rate here is what a training step attains, not a datasheet's peak (`PEAK_FLOPS`, the denominator of MFU). The H200's
+come from our own runs, named beside each number and recorded in RESULTS.md. The others are the H200's, scaled by the
+vendors' datasheets: leads, until someone measures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+# Dense 16-bit tensor-core peak in FLOP/s by the name the driver gives, from the vendor's datasheets (SXM parts).
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+
+
+@dataclass(frozen=True)
+class AttentionRate:
+    """FLOP/s of causal attention, forward and backward together (7 N d per token and N d-wide head row: half the
+    square, forward 2 and backward 5 matmuls). Long sequences reach `wide` at head_dim 128 and `narrow` at 64; half of
+    it at `half_length` tokens."""
+
+    narrow: float
+    wide: float
+    half_length: float
+
+    def at(self, head_dim: int, seq_length: int) -> float:
+        """Rate at a shape: linear in head_dim between 64 and 128, proportional below, constant above."""
+        share = min(1.0, (head_dim - 64) / 64)
+        rate = self.narrow + share * (self.wide - self.narrow) if head_dim >= 64 else self.narrow * head_dim / 64
+        return rate * seq_length / (seq_length + self.half_length)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of GPU and the links between them. Times in seconds, sizes in bytes, rates per second."""
+
+    name: str
+    measured: bool
+    """Whether the rates were measured on this part, or scaled from the H200's."""
+    peak_flops: float
+    memory: float
+    """Bytes of the GPU."""
+    matmul_flops: float
+    """16-bit matmul of huge matrices; fp32 (TF32) is taken as half of it."""
+    matmul_half_size: float
+    """A matmul whose smallest dimension is this runs at half of matmul_flops."""
+    attention: dict[str, AttentionRate]
+    """By attention.backend; sdpa over packed documents is another kernel."""
+    memory_bandwidth: float
+    """What kernels that only move data reach, reads and writes counted."""
+    micro_step_seconds: float
+    """Fixed cost of a micro-step: its first kernels, the engine's bookkeeping."""
+    step_seconds: float
+    """Fixed cost of an optimizer step: the synchronization that reads loss and norm, the optimizer's launches."""
+    block_launch_seconds: float
+    """Host time to launch one block's forward and backward, compiled: a floor under small micro-batches."""
+    eager_launch_seconds: float
+    """The same for a block that torch.compile does not fuse."""
+    zero3_launch_seconds: float
+    """What ZeRO-3's hooks add to a block."""
+    nvlink_bandwidth: float
+    """NCCL's bus bandwidth inside a host, large messages."""
+    nvlink_latency: float
+    """One collective inside a host, whatever its size."""
+    network_latency: float
+    """What a collective that leaves the host adds, for each further host in its ring."""
+    network_bandwidth: float = 400e9 / 8
+    """Of one GPU's network adapter, per direction: 400 Gbit/s."""
+    network_efficiency: float = 0.85
+    """Share of it that NCCL attains (assumed)."""
+    gpus_per_host: int = 8
+    compute_scale: float = 1.0
+    """Divides the time of everything that runs on the GPU: from --measured-tokens-per-second."""
+
+    def matmul_rate(self, *dims: int) -> float:
+        """FLOP/s of a 16-bit matmul with these dimensions."""
+        smallest = min(dims)
+        return self.matmul_flops * smallest / (smallest + self.matmul_half_size)
+
+    def link(self, stride: int, size: int) -> tuple[float, float]:
+        """(bus bandwidth, latency) of a collective over `size` ranks, `stride` apart.
+
+        A ring enters and leaves a host through the adapters of the members that it has there.
+        """
+        members = max(1, min(size, self.gpus_per_host // stride))
+        hosts = -(-size // members)
+        if hosts == 1:
+            return self.nvlink_bandwidth, self.nvlink_latency
+        network = members * self.network_bandwidth * self.network_efficiency
+        bandwidth = min(self.nvlink_bandwidth, network) if members > 1 else network
+        return bandwidth, self.nvlink_latency + (hosts - 1) * self.network_latency
+
+
+H200 = Hardware(
+    name="NVIDIA H200",
+    measured=True,
+    peak_flops=PEAK_FLOPS["H200"],
+    memory=143_771 * 2**20,  # nvidia-smi
+    # 788 TFLOP/s at 8192 x 8192 x 8192 on random data, and what is left for the matmuls of a step of
+    # launch/benchmark_step.py (24 layers, hidden 1024: 174.7 ms, of which attention 38): 615 with a least size of 1024.
+    matmul_flops=821e12,
+    matmul_half_size=343,
+    attention={
+        # FlashAttention-4 inside the 24 x 1024 step: 380, 478, 525 (d 64) and 489, 578, 615 (d 128) TFLOP/s at 2K, 8K
+        # and 32K; alone 472 and 583 at 4K, 524 and 617 at 16K.
+        "flash": AttentionRate(535e12, 628e12, 750),
+        # cuDNN: 304 at 2K inside the step (38 ms); alone 396 (d 64) and 493 (d 128) at 4K, 443 and 583 at 16K.
+        "sdpa": AttentionRate(465e12, 610e12, 900),
+        # torch runs packed documents through FlashAttention-2: 255 and 282 at 4K, 278 and 312 at 16K.
+        "sdpa over documents": AttentionRate(300e12, 328e12, 750),
+        # Recipe fine, portable Triton kernels, smoothing and quantizers included: 231 (d 64) and 208 (d 128) at 4K. The
+        # other lengths are not measured; the half length is cuDNN's.
+        "sage": AttentionRate(282e12, 254e12, 900),
+    },
+    # Copies reach 4.3 TB/s; fused kernels with reductions less (the step above again).
+    memory_bandwidth=3.8e12,
+    # Trainer, 325M: 183.7K tokens/s with 8 micro-steps a step, 175K with 2, 343K on two GPUs with 1.
+    micro_step_seconds=1e-3,
+    step_seconds=6e-3,
+    # Not measured: floors that only small micro-batches touch.
+    block_launch_seconds=0.6e-3,
+    eager_launch_seconds=2e-3,
+    zero3_launch_seconds=2e-3,
+    # Assumed until measured: NVLink 4 through NCCL, without NVLink multicast.
+    nvlink_bandwidth=350e9,
+    nvlink_latency=25e-6,
+    network_latency=8e-6,
+)
+
+
+def _scaled(name: str, peak: str, memory: float, bandwidth: float, nvlink: float) -> Hardware:
+    """The H200's figures times the ratio of the datasheets' (memory bandwidth and NVLink in bytes per second)."""
+    arithmetic, nvlink = PEAK_FLOPS[peak] / H200.peak_flops, nvlink / 900e9
+    rates = {
+        backend: AttentionRate(rate.narrow * arithmetic, rate.wide * arithmetic, rate.half_length)
+        for backend, rate in H200.attention.items()
+    }
+    return replace(
+        H200,
+        name=name,
+        measured=False,
+        peak_flops=PEAK_FLOPS[peak],
+        memory=memory,
+        matmul_flops=H200.matmul_flops * arithmetic,
+        attention=rates,
+        memory_bandwidth=H200.memory_bandwidth * bandwidth / 4.8e12,
+        nvlink_bandwidth=H200.nvlink_bandwidth * nvlink,
+    )
+
+
+HARDWARE = {
+    "h200": H200,
+    "h100": _scaled("NVIDIA H100 SXM", "H100", 80 * 2**30, 3.35e12, 900e9),
+    "a100": _scaled("NVIDIA A100 SXM 80 GB", "A100", 80 * 2**30, 2.039e12, 600e9),
+    "b200": _scaled("NVIDIA B200", "B200", 180e9, 7.7e12, 1800e9),
+}
+"""What `sagetrain plan --gpu` takes."""
+
+
+def of_device(name: str) -> Hardware | None:
+    """The entry for the name that a driver gives ("NVIDIA H100 80GB HBM3")."""
+    return next((hardware for key, hardware in HARDWARE.items() if key.upper() in name), None)

@@ -1,0 +1,167 @@
+"""Which layouts of a run fit the batch arithmetic and the GPU's memory, and which of them are fastest."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sagetrain.config.errors import Finding
+from sagetrain.config.fit import data_parallel_size, fit, resolved_zero_stage, token_multiple
+from sagetrain.config.schema import RunConfig
+from sagetrain.hardware import Hardware
+from sagetrain.model.accounting import memory_per_rank
+from sagetrain.performance import StepPrediction, predict
+
+RESERVED_BYTES = 3 * 2**30
+"""Of a GPU's memory: CUDA's context and NCCL's buffers, which the estimate leaves out."""
+USABLE_SHARE = 0.94
+"""Of the rest: the allocator's fragmentation takes some."""
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to run a configuration on some number of ranks."""
+
+    cfg: RunConfig
+    prediction: StepPrediction
+    memory: int
+    """Bytes of a rank, as estimated."""
+
+    @property
+    def key(self) -> tuple:
+        """What makes it a layout of its own; tokens per step are not part of it."""
+        parallel, training = self.cfg.parallel, self.cfg.training
+        return (
+            parallel.tensor_parallel_size,
+            parallel.context_parallel_size,
+            parallel.tensor_parallel_size > 1 and parallel.sequence_parallel,
+            resolved_zero_stage(self.cfg),
+            training.activation_checkpointing,
+            self.cfg.data.micro_batch_size,
+        )
+
+
+def usable_memory(hardware: Hardware) -> int:
+    """Bytes that the estimate of a rank may come to."""
+    return int((hardware.memory - RESERVED_BYTES) * USABLE_SHARE)
+
+
+def layout(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> Layout:
+    """A configuration that fits `world_size` ranks, with its price; `vocab_size` is padded."""
+    memory = sum(item.bytes for item in memory_per_rank(cfg, world_size, vocab_size))
+    return Layout(cfg, predict(cfg, world_size, vocab_size, hardware), memory)
+
+
+def memory_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> Finding | None:
+    """The configured layout against the GPU's memory."""
+    memory, usable = sum(item.bytes for item in memory_per_rank(cfg, world_size, vocab_size)), usable_memory(hardware)
+    if memory <= usable:
+        return None
+    return Finding(
+        "gpu_memory",
+        "error",
+        "parallel",
+        f"{memory / 2**30:.1f} GiB per rank",
+        f"more than the {usable / 2**30:.1f} GiB that {hardware.name} leaves to a run",
+        "take one of the layouts proposed above: more tensor_parallel_size or zero_stage, a smaller micro_batch_size, "
+        "activation_checkpointing full",
+    )
+
+
+def propose(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, count: int = 5) -> list[Layout]:
+    """The fastest layouts for `world_size` ranks that fit memory and raise no finding in config/fit.py, best first.
+
+    Each differs from the others in more than the micro-batch. If tokens_per_step lets none run, they are raised to
+    what the fewest tokens per step need (micro-batches of one sequence).
+    """
+    allowed = [candidate for candidate in _candidates(cfg, world_size) if _allowed(candidate, world_size, vocab_size)]
+    found = _fitting(allowed, world_size, vocab_size, hardware)
+    if not found:
+        raised = [
+            _with_enough_tokens(candidate, world_size)
+            for candidate in _candidates(cfg, world_size)
+            if candidate.data.micro_batch_size == 1
+        ]
+        raised = [candidate for candidate in raised if _allowed(candidate, world_size, vocab_size)]
+        found = _fitting(raised, world_size, vocab_size, hardware)
+        fewest = min((_largest(item.cfg) for item in found), default=0)
+        found = [item for item in found if _largest(item.cfg) == fewest]
+    best: dict[tuple, Layout] = {}
+    for item in sorted(found, key=lambda item: -item.prediction.tokens_per_second):
+        best.setdefault(item.key[:-1], item)
+    return list(best.values())[:count]
+
+
+def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
+    """What to append to the command so that `cfg` becomes `chosen`."""
+    pairs = {}
+    for section, name in (
+        ("parallel", "tensor_parallel_size"),
+        ("parallel", "context_parallel_size"),
+        ("parallel", "sequence_parallel"),
+        ("parallel", "zero_stage"),
+        ("training", "activation_checkpointing"),
+        ("data", "micro_batch_size"),
+    ):
+        old, new = (getattr(getattr(c, section), name) for c in (cfg, chosen))
+        if old != new:
+            pairs[f"{section}.{name}"] = str(new).lower()
+    old, new = cfg.tokens_per_step.named_tokens, chosen.tokens_per_step.named_tokens
+    pairs.update({key: str(value) for key, value in new.items() if value != old[key]})
+    return [f"{key}={value}" for key, value in pairs.items()]
+
+
+def _candidates(cfg: RunConfig, world_size: int) -> Iterator[RunConfig]:
+    """Every combination worth a look; which of them can run is for config/fit.py to say."""
+    heads = cfg.model.num_key_value_heads
+    splits = [size for size in range(1, heads + 1) if heads % size == 0 and world_size % size == 0]
+    stages = (1, 2, 3) if cfg.training.dtype == "bf16" else (0, 1, 2, 3)
+    micro_batches = sorted({*_MICRO_BATCHES, cfg.data.micro_batch_size})
+    for split, context, stage, again, micro in itertools.product(
+        splits, splits, stages, ("none", "full"), micro_batches
+    ):
+        if world_size % (split * context):
+            continue
+        for sharded in (False, True)[: 1 + (split > 1)]:
+            yield cfg.model_copy(
+                update={
+                    "parallel": cfg.parallel.model_copy(
+                        update={
+                            "tensor_parallel_size": split,
+                            "context_parallel_size": context,
+                            "sequence_parallel": sharded,
+                            "zero_stage": stage,
+                        }
+                    ),
+                    "training": cfg.training.model_copy(update={"activation_checkpointing": again}),
+                    "data": cfg.data.model_copy(update={"micro_batch_size": micro}),
+                }
+            )
+
+
+def _allowed(cfg: RunConfig, world_size: int, vocab_size: int) -> bool:
+    return not any(finding.level == "error" for finding in fit(cfg, world_size, vocab_size))
+
+
+def _fitting(candidates: list[RunConfig], world_size: int, vocab_size: int, hardware: Hardware) -> list[Layout]:
+    layouts = [layout(candidate, world_size, vocab_size, hardware) for candidate in candidates]
+    return [item for item in layouts if item.memory <= usable_memory(hardware)]
+
+
+def _largest(cfg: RunConfig) -> int:
+    return max(cfg.tokens_per_step.named_tokens.values())
+
+
+def _with_enough_tokens(cfg: RunConfig, world_size: int) -> RunConfig:
+    """Every value of tokens_per_step rounded up to whole micro-steps."""
+    multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
+    tree = cfg.model_dump()
+    for key, tokens in cfg.tokens_per_step.named_tokens.items():
+        *parents, last = key.split(".")
+        place = tree
+        for name in parents:
+            place = place[int(name) if isinstance(place, list) else name]
+        place[last] = -(-tokens // multiple) * multiple
+    return RunConfig.model_validate(tree)

@@ -1,0 +1,348 @@
+"""How long an optimizer step takes on N GPUs, predicted from single-GPU and link figures. Plain arithmetic: no torch.
+
+A step is `accumulation` micro-steps and one update. A micro-step runs, on one GPU: the matmuls (slower where tensor
+parallelism makes them thin), attention, the kernels that only move data (norms, rotary embedding, SwiGLU, residual
+stream, softmax of the loss: bytes over bandwidth), and what DeepSpeed does to every gradient. Communication is priced
+collective by collective, as our layers and DeepSpeed 0.19 with our settings call them; `Collective` says how much of it
+the GPU waits for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.fit import data_parallel_size, resolved_zero_stage, token_multiple
+from sagetrain.config.schema import RunConfig
+from sagetrain.hardware import Hardware
+from sagetrain.model.accounting import (
+    PREFETCH_BUCKET,
+    flops_per_token,
+    kept_for_backward,
+    parameters_per_rank,
+    reduce_bucket_size,
+    runs_compiled,
+)
+
+# Bytes moved per token and block, forward and backward, in units of the element size, per column of (the residual
+# stream with its two norms and additions; q and k through QK-norm and rotary embedding; the MLP's inner width). Fused
+# by torch.compile, every kernel reads its inputs and writes its outputs once. Eager, RMSNorm and rotary embedding also
+# write their fp32 intermediates out: 65 and 54 elements per column. sage's quantizers are part of its attention rate.
+_FUSED_ELEMENTS = (19, 5, 8)
+_EAGER_ELEMENTS = (151, 119, 14)
+_FORWARD_SHARE = 0.4
+"""Of those bytes: what recomputing a block repeats."""
+# Per logit: written by the matmul; read for the log-sum-exp; read and replaced by its gradient.
+_FUSED_LOGIT, _EAGER_LOGIT = 3, 35
+_ATTENTION_FORWARD = 2 / 7
+"""Forward's share of attention (2 matmuls of 7)."""
+
+# ZeRO stage -> bytes moved per parameter of the rank in a micro-step, per parameter of the rank in a step, and per
+# parameter that the rank updates in a step: read off DeepSpeed 0.19 in bf16.
+#   1 (BF16_Optimizer): zeroes bf16 gradients (2), adds to them (6), converts (6) and adds (12) them to the fp32 sum.
+#     Step: flattening and scaling (20), norm (4), clipping (8), zeroing (4) of all; Adam (28) and new bf16 weights (6).
+#   2: bucket copy, flatten, divide, convert to fp32 (18), add to the owned part (12, counted in full).
+#     Step on the owned part alone: norm, flatten, clip, Adam, new weights.
+#   3: fp32 bucket (6), interleaving (8), division (8), add (12); gathered weights are copied into place (6).
+#   0 (fp32): gradients accumulate in place (12). Step: flatten, scale and copy back (24), norm, clipping, Adam.
+_STATE_BYTES = {0: (12, 64, 0), 1: (26, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
+
+TENSOR_OVERLAP = 0.8
+"""Backward, the sum of a column-parallel layer's input gradients travels while its weight gradients are computed
+(parallel/layers.py), and its input is gathered again beside its input gradients: this share of that compute hides
+communication, the rest goes to NCCL's own use of the GPU. Assumed. Forward hides nothing."""
+GRADIENT_OVERLAP = 0.0
+"""Share of the gradients' reduction that backward hides. None: train/engine.py turns DeepSpeed's overlap_comm off."""
+GATHER_OVERLAP = 0.8
+"""Share of the compute behind which ZeRO-3 gathers weights ahead (stage3_prefetch_bucket_size), on NCCL's own stream.
+Assumed."""
+
+DOCUMENTS_LEAVE = 0.75
+"""Of attention's causal square, when it stays inside packed documents: English text at 4K (325M: attention took 53 ms
+and 64 ms a micro-step, sdpa and sage, of 75 and 83 without documents). Short documents in longer sequences leave less.
+"""
+
+_WIRE = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All calls of one kind in one step, as one rank sees them."""
+
+    axis: str
+    """tensor, context or data (ZeRO's: data- and context-parallel ranks)."""
+    purpose: str
+    kind: str
+    """all-reduce, all-gather, reduce-scatter or all-to-all."""
+    count: int
+    payload: int
+    """Bytes of the whole tensor of one call: added up, gathered, scattered, or (all-to-all) exchanged by one rank."""
+    wire_bytes: float
+    """Bytes that the rank sends in all calls: a ring moves (n - 1) / n of the payload, an all-reduce twice that."""
+    seconds: float
+    """Of all calls."""
+    exposed: float
+    """Of these, seconds that the GPU waits."""
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """Seconds of one optimizer step on the slowest rank, part by part."""
+
+    world_size: int
+    tokens_per_step: int
+    accumulation: int
+    matmul: float
+    attention: float
+    elementwise: float
+    optimizer: float
+    """DeepSpeed's passes over gradients, Adam, new weights."""
+    overhead: float
+    """Fixed costs, and the launching of kernels where it takes longer than the kernels."""
+    collectives: tuple[Collective, ...]
+    flops_per_token: int
+    peak_flops: float
+
+    def exposed(self, axis: str) -> float:
+        """Seconds of communication on an axis that nothing hides."""
+        return sum(c.exposed for c in self.collectives if c.axis == axis)
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        parts = self.matmul + self.attention + self.elementwise + self.optimizer + self.overhead
+        return parts + sum(c.exposed for c in self.collectives)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens_per_step / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak, by the convention of flops_per_token."""
+        return self.tokens_per_second / self.world_size * self.flops_per_token / self.peak_flops
+
+
+def predict(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> StepPrediction:
+    """One step at the largest tokens per step of the schedule; `vocab_size` is padded.
+
+    `cfg` must fit `world_size` (config/fit.py). Backends `auto` and `reference` are priced as sdpa.
+    """
+    rank = _Rank(cfg, world_size, vocab_size, hardware)
+    tokens = max(cfg.tokens_per_step.named_tokens.values())
+    micro_step = token_multiple(cfg, data_parallel_size(cfg, world_size))
+    accumulation = max(1, tokens // micro_step)
+    scale = 1 / hardware.compute_scale
+    matmul, attention, elementwise = (accumulation * scale * part for part in rank.micro_step())
+    per_micro, per_step, per_share = _STATE_BYTES[rank.zero_stage]
+    wide = 2 if rank.element == 4 and rank.zero_stage else 1
+    touched = accumulation * per_micro + per_step + per_share / rank.replicas
+    optimizer = scale * wide * touched * rank.parameters / hardware.memory_bandwidth
+    collectives = (
+        *_tensor_parallel(rank, accumulation),
+        *_context_parallel(rank, accumulation),
+        *_data_parallel(rank, accumulation, matmul + attention + elementwise),
+    )
+    waiting = sum(c.exposed for c in collectives)
+    launching = accumulation * rank.launch_seconds() - (matmul + attention + elementwise + waiting)
+    return StepPrediction(
+        world_size=world_size,
+        tokens_per_step=accumulation * micro_step,
+        accumulation=accumulation,
+        matmul=matmul,
+        attention=attention,
+        elementwise=elementwise,
+        optimizer=optimizer,
+        overhead=accumulation * hardware.micro_step_seconds + hardware.step_seconds + max(0.0, launching),
+        collectives=collectives,
+        flops_per_token=flops_per_token(cfg.model, vocab_size, cfg.data.seq_length),
+        peak_flops=hardware.peak_flops,
+    )
+
+
+def calibrate(cfg: RunConfig, vocab_size: int, hardware: Hardware, tokens_per_second: float) -> Hardware:
+    """`hardware` with all that runs on the GPU scaled, so that one data-parallel rank reaches `tokens_per_second`.
+
+    Raises:
+        ConfigError: fixed costs and communication alone take longer.
+    """
+    gpus = cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size
+    guess = predict(cfg, gpus, vocab_size, hardware)
+    scaled = guess.matmul + guess.attention + guess.elementwise + guess.optimizer
+    fixed = guess.seconds - scaled
+    left = guess.tokens_per_step / tokens_per_second - fixed
+    if left <= 0:
+        raise ConfigError(
+            f"--measured-tokens-per-second {tokens_per_second:,.0f}: fixed costs and links alone allow "
+            f"{guess.tokens_per_step / fixed:,.0f}; give the figure of {gpus} GPU(s)"
+        )
+    return dataclasses.replace(hardware, compute_scale=hardware.compute_scale * scaled / left)
+
+
+class _Rank:
+    """What one rank computes in a micro-step; context parallelism gives it fewer tokens, in attention fewer heads."""
+
+    def __init__(self, cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware):
+        self.cfg, self.hardware = cfg, hardware
+        self.tensor_size = cfg.parallel.tensor_parallel_size
+        self.context_size = cfg.parallel.context_parallel_size
+        self.replicas = world_size // self.tensor_size
+        """Ranks that ZeRO spreads over, data-parallel and context-parallel."""
+        self.zero_stage = resolved_zero_stage(cfg)
+        self.compiled = runs_compiled(cfg)
+        self.recomputes = cfg.training.activation_checkpointing == "full"
+        self.element = 4 if cfg.training.dtype == "fp32" else 2
+        self.tokens = cfg.data.micro_batch_size * cfg.data.seq_length // self.context_size
+        self.columns = vocab_size // self.tensor_size
+        self.parameters = parameters_per_rank(cfg.model, cfg.attention, vocab_size, self.tensor_size)
+
+    def micro_step(self) -> tuple[float, float, float]:
+        """Seconds of matmuls, attention and data movement."""
+        layers, again = self.cfg.model.num_layers, 1 if self.recomputes else 0
+        matmul = layers * self._block_matmuls() * (3 + again) + 3 * self._matmul(
+            self.columns, self.cfg.model.hidden_size
+        )
+        attention = layers * self._attention() * (1 + again * _ATTENTION_FORWARD)
+        moved = layers * self._block_bytes() * (1 + again * _FORWARD_SHARE) + self._end_bytes()
+        return matmul, attention, moved / self.hardware.memory_bandwidth
+
+    def collective(self, axis: str, purpose: str, kind: str, count: int, payload: int) -> Collective:
+        """`count` calls over the ranks of an axis, all of them waited for."""
+        size = {"tensor": self.tensor_size, "context": self.context_size, "data": self.replicas}[axis]
+        bandwidth, latency = self.hardware.link(1 if axis == "tensor" else self.tensor_size, size)
+        wire = count * _WIRE[kind] * (size - 1) / size * payload
+        seconds = wire / bandwidth + count * latency
+        return Collective(axis, purpose, kind, count, payload, wire, seconds, exposed=seconds)
+
+    def launch_seconds(self) -> float:
+        """The host's time to launch a micro-step."""
+        hardware = self.hardware
+        block = hardware.block_launch_seconds if self.compiled else hardware.eager_launch_seconds
+        if self.zero_stage == 3:
+            block += hardware.zero3_launch_seconds
+        return self.cfg.model.num_layers * block
+
+    def _matmul(self, outputs: int, inputs: int) -> float:
+        """Seconds of [tokens, inputs] x [inputs, outputs]; the two matmuls of its backward take as long each."""
+        flops = 2 * self.tokens * outputs * inputs
+        return flops * (self.element / 2) / self.hardware.matmul_rate(self.tokens, outputs, inputs)
+
+    def column_matmuls(self) -> float:
+        """q, k, v, gate and up of a block, forward; their input gradients take as long, their weight gradients too."""
+        model, split, hidden = self.cfg.model, self.tensor_size, self.cfg.model.hidden_size
+        query = model.num_attention_heads * model.head_dim // split
+        key = model.num_key_value_heads * model.head_dim // split
+        inner = model.ffn_hidden_size // split
+        return self._matmul(query, hidden) + 2 * self._matmul(key, hidden) + 2 * self._matmul(inner, hidden)
+
+    def _block_matmuls(self) -> float:
+        """The same and those of out and down."""
+        model, split, hidden = self.cfg.model, self.tensor_size, self.cfg.model.hidden_size
+        query, inner = model.num_attention_heads * model.head_dim // split, model.ffn_hidden_size // split
+        return self.column_matmuls() + self._matmul(hidden, query) + self._matmul(hidden, inner)
+
+    def _attention(self) -> float:
+        model, length = self.cfg.model, self.cfg.data.seq_length
+        backend, rates = self.cfg.attention.backend, self.hardware.attention
+        backend, left = (backend if backend in rates else "sdpa"), 1.0
+        if self.cfg.data.document_attention:
+            backend = "sdpa over documents" if backend == "sdpa" else backend
+            left = DOCUMENTS_LEAVE
+        width = model.num_attention_heads * model.head_dim // self.tensor_size
+        rate = rates[backend].at(model.head_dim, length)
+        return left * 7 * self.tokens * length * width * (self.element / 2) / rate
+
+    def _block_bytes(self) -> float:
+        """The residual stream is whole on every rank unless sequence parallelism shards it; the rest is split."""
+        model = self.cfg.model
+        heads = (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
+        stream, rotated, inner = _FUSED_ELEMENTS if self.compiled else _EAGER_ELEMENTS
+        if self.context_size > 1:  # q, k, v and o are packed and unpacked around their all-to-alls
+            rotated += 8
+        shards = self.tensor_size if self.cfg.parallel.sequence_parallel else 1
+        columns = (
+            stream * model.hidden_size / shards + (rotated * heads + inner * model.ffn_hidden_size) / self.tensor_size
+        )
+        return self.element * self.tokens * columns
+
+    def _end_bytes(self) -> float:
+        """Embedding, final norm, and the loss over the logits."""
+        stream, logit = (_FUSED_ELEMENTS[0], _FUSED_LOGIT) if self.compiled else (_EAGER_ELEMENTS[0], _EAGER_LOGIT)
+        return self.element * self.tokens * ((5 + stream / 2) * self.cfg.model.hidden_size + logit * self.columns)
+
+
+def _tensor_parallel(rank: _Rank, accumulation: int) -> list[Collective]:
+    """What parallel/collectives.py and layers.py call around the two halves of a block, the embedding and the head."""
+    if rank.tensor_size == 1:
+        return []
+    cfg, layers = rank.cfg, rank.cfg.model.num_layers
+    payload = rank.tokens * cfg.model.hidden_size * rank.element
+    sharded = cfg.parallel.sequence_parallel
+    entering, leaving = ("all-gather", "reduce-scatter") if sharded else (None, "all-reduce")
+    # All gradients of the column-parallel layers' inputs take this long, those of their weights too.
+    beside = TENSOR_OVERLAP * layers * rank.column_matmuls() / rank.hardware.compute_scale
+    calls = [  # per micro-step: what for, which, how often, seconds of compute beside it
+        ("forward: into the layers", entering, 2 * layers + 1, 0.0),
+        ("forward: out of the layers", leaving, 2 * layers + 1, 0.0),
+        ("recomputed: into the layers", entering if rank.recomputes else None, 2 * layers, 0.0),
+        ("recomputed: out of the layers", leaving if rank.recomputes else None, 2 * layers, 0.0),
+        ("backward: out of the layers", entering, 2 * layers + 1, 0.0),
+        ("backward: inputs once more", entering, 2 * layers, beside),
+        ("backward: into the layers", leaving, 2 * layers, beside),
+        ("backward: into the head", leaving, 1, 0.0),
+    ]
+    rows = []
+    for purpose, kind, count, seconds in calls:
+        if kind:
+            row = rank.collective("tensor", purpose, kind, accumulation * count, payload)
+            rows.append(_hidden(row, accumulation * seconds))
+    # Gains are whole on every rank but see their rank's heads or tokens: those of q and k, and of the residual stream.
+    gains = 2 * layers * (cfg.attention.qk_norm != "none") + (2 * layers + 1) * sharded
+    if gains:
+        payload = cfg.model.hidden_size * rank.element
+        rows.append(rank.collective("tensor", "backward: gains", "all-reduce", accumulation * gains, payload))
+    return rows
+
+
+def _context_parallel(rank: _Rank, accumulation: int) -> list[Collective]:
+    """One all-to-all of q, k and v together before attention and one of its output after, forward and backward."""
+    if rank.context_size == 1:
+        return []
+    model, count = rank.cfg.model, accumulation * rank.cfg.model.num_layers
+    head = rank.tokens * model.head_dim * rank.element // rank.tensor_size
+    queries, all_heads = model.num_attention_heads, model.num_attention_heads + 2 * model.num_key_value_heads
+    passes = ["forward", "backward", *(["recomputed"] if rank.recomputes else [])]
+    return [
+        rank.collective("context", f"{name}: {what}", "all-to-all", count, heads * head)
+        for name in passes
+        for what, heads in (("q, k, v", all_heads), ("output", queries))
+    ]
+
+
+def _data_parallel(rank: _Rank, accumulation: int, compute: float) -> list[Collective]:
+    """ZeRO, as DeepSpeed runs it for train/engine.py: gradients travel in fp32; stages 1 and 2 all-reduce them
+    (use_multi_rank_bucket_allreduce), stage 2 in every micro-step. `compute` is what a gather can hide behind."""
+    if rank.replicas == 1:
+        return []
+    size, stage = rank.parameters, rank.zero_stage
+    buckets = -(-size // reduce_bucket_size(rank.cfg, size)) if stage > 1 else 1
+    calls = accumulation * buckets if stage > 1 else 1
+    kind = "reduce-scatter" if stage == 3 else "all-reduce"
+    gradients = rank.collective("data", "gradients", kind, calls, 4 * size // buckets)
+    gradients = _hidden(gradients, GRADIENT_OVERLAP * gradients.seconds)
+    if stage == 0:
+        return [gradients]
+    if stage < 3:
+        return [gradients, rank.collective("data", "new weights", "all-gather", 1, rank.element * size)]
+    gathered = 2 * size - kept_for_backward(rank.cfg, size)  # recomputing a block uses what its backward gathers
+    gathers = -(-gathered // PREFETCH_BUCKET)
+    payload = rank.element * gathered // gathers
+    weights = rank.collective("data", "weights", "all-gather", accumulation * gathers, payload)
+    return [_hidden(weights, GATHER_OVERLAP * compute), gradients]
+
+
+def _hidden(collective: Collective, seconds: float) -> Collective:
+    """The same, `seconds` of it behind compute."""
+    return dataclasses.replace(collective, exposed=max(0.0, collective.exposed - seconds))

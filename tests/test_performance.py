@@ -1,0 +1,374 @@
+"""Predicted step times: by hand where arithmetic is simple, against real collectives, and against recorded runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tiny
+from distributed import run_distributed
+from sagetrain.config import ConfigError, RunConfig, load_config
+from sagetrain.config.fit import fit
+from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware
+from sagetrain.layouts import layout, memory_finding, overrides_to, propose, usable_memory
+from sagetrain.model.accounting import flops_per_token, parameters_per_rank
+from sagetrain.model.transformer import Transformer
+from sagetrain.performance import StepPrediction, calibrate, predict
+from sagetrain.train.engine import Engine
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+VOCAB = 32_000
+# Round numbers: one matmul rate for every shape, nothing fixed, nothing slow to start.
+SIMPLE = dataclasses.replace(
+    H200,
+    matmul_flops=1e14,
+    matmul_half_size=0,
+    attention=dict.fromkeys(("sdpa", "sdpa over documents"), AttentionRate(1e13, 1e13, 0)),
+    memory_bandwidth=1e12,
+    micro_step_seconds=0,
+    step_seconds=0,
+    block_launch_seconds=0,
+    eager_launch_seconds=0,
+    zero3_launch_seconds=0,
+    nvlink_bandwidth=1e11,
+    nvlink_latency=0,
+    network_latency=0,
+    network_bandwidth=1e10,
+    network_efficiency=1,
+)
+
+
+def config(name: str = "325m", *overrides: str) -> RunConfig:
+    """Without packed documents unless overridden."""
+    return load_config(
+        CONFIGS / f"{name}.yaml", ["attention.backend=sdpa", "data.document_attention=false", *overrides]
+    )
+
+
+def layout_of(tensor: int = 1, stage: int = 1, sequence: bool = False) -> tuple[str, ...]:
+    return (
+        f"parallel.tensor_parallel_size={tensor}",
+        f"parallel.zero_stage={stage}",
+        f"parallel.sequence_parallel={str(sequence).lower()}",
+    )
+
+
+def parts(prediction: StepPrediction) -> tuple[float, float, float]:
+    return prediction.matmul, prediction.attention, prediction.elementwise
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------
+
+
+def test_one_gpu_by_hand():
+    cfg = config()
+    step = predict(cfg, 1, VOCAB, SIMPLE)
+    tokens = 262_144
+    assert (step.tokens_per_step, step.accumulation, step.collectives) == (tokens, 8, ())
+    matmul = flops_per_token(cfg.model, VOCAB, 0)
+    assert step.matmul == pytest.approx(tokens * matmul / 1e14)
+    # MFU counts 2 + 4 attention matmuls; backward recomputes one more.
+    attention = flops_per_token(cfg.model, VOCAB, 4096) - matmul
+    assert step.attention == pytest.approx(tokens * attention * 7 / 6 / 1e13)
+    moved = 20 * (19 * 1024 + 5 * 2 * 1024 + 8 * 3072) + 14.5 * 1024 + 3 * VOCAB
+    assert step.elementwise == pytest.approx(tokens * 2 * moved / 1e12)
+    size = parameters_per_rank(cfg.model, cfg.attention, VOCAB, 1)
+    assert step.optimizer == pytest.approx((8 * 26 + 36 + 34) * size / 1e12)
+    assert step.overhead == 0
+    assert step.seconds == pytest.approx(sum(parts(step)) + step.optimizer)
+    assert step.mfu == pytest.approx(tokens * (matmul + attention) / step.seconds / 989e12)
+
+
+def test_tensor_parallelism_splits_the_work_and_adds_two_sums_a_block_and_direction():
+    one, two = (predict(config("325m", *layout_of(n)), n, VOCAB, SIMPLE) for n in (1, 2))
+    assert two.matmul == pytest.approx(one.matmul / 2)
+    assert two.attention == pytest.approx(one.attention / 2)
+    forward, backward, head, gains = two.collectives
+    assert [c.count for c in two.collectives] == [8 * 41, 8 * 40, 8, 8 * 40]
+    assert forward.payload == 8 * 4096 * 1024 * 2
+    assert forward.wire_bytes == 8 * 41 * forward.payload  # 2 (n - 1) / n is 1
+    assert two.exposed("tensor") == pytest.approx((forward.wire_bytes + head.wire_bytes + gains.wire_bytes) / 1e11)
+    # The weight gradients of q, k, v, gate and up would hide 57 ms a micro-step, more than there is.
+    assert backward.exposed == 0
+    slow = predict(config("325m", *layout_of(2)), 2, VOCAB, dataclasses.replace(SIMPLE, nvlink_bandwidth=1e10))
+    hidden = 0.8 * 20 * 2 * 32_768 * 1024 * (3 * 1024 + 2 * 3072) / 2 / 1e14
+    assert slow.collectives[1].exposed == pytest.approx(backward.wire_bytes / 1e10 - 8 * hidden)
+    sharded = predict(config("325m", *layout_of(2, sequence=True)), 2, VOCAB, SIMPLE)
+    # As much as all-reduces, and half an all-reduce to gather the inputs once more.
+    sent = 2 * forward.wire_bytes + backward.wire_bytes / 2
+    assert sum(c.wire_bytes for c in sharded.collectives) == pytest.approx(sent, rel=1e-3)
+    assert sharded.elementwise < two.elementwise
+
+
+@pytest.mark.parametrize(("dtype", "stage", "per_step", "per_micro_step"), [
+    ("bf16", 0, 8 + 2, 0),  # runs as stage 1
+    ("bf16", 1, 8 + 2, 0),
+    ("bf16", 2, 2, 8),
+    ("bf16", 3, 0, 4 + 2),  # so small a model is gathered once
+    ("fp32", 0, 8, 0),
+    ("fp32", 3, 0, 4 + 4),
+])  # fmt: skip
+def test_bytes_of_zero_by_stage(dtype, stage, per_step, per_micro_step):
+    cfg = config("325m", *layout_of(1, stage), f"training.dtype={dtype}")
+    step = predict(cfg, 4, VOCAB, SIMPLE)
+    assert step.accumulation == 2
+    size = parameters_per_rank(cfg.model, cfg.attention, VOCAB, 1)
+    sent = sum(c.wire_bytes for c in step.collectives)
+    assert sent == pytest.approx((per_step + 2 * per_micro_step) * size * 3 / 4, rel=1e-6)
+    gathers = [c for c in step.collectives if c.purpose == "weights"]
+    assert all(c.exposed == 0 for c in gathers)  # compute hides them here
+    assert step.exposed("data") == pytest.approx(sum(c.seconds for c in step.collectives if c not in gathers))
+
+
+def test_gathering_weights_is_exposed_where_compute_is_too_short():
+    slow = dataclasses.replace(SIMPLE, nvlink_bandwidth=1e8)
+    step = predict(config("325m", *layout_of(1, 3)), 4, VOCAB, slow)
+    gathers = step.collectives[0]
+    assert gathers.exposed == pytest.approx(gathers.seconds - 0.8 * sum(parts(step)))
+
+
+def test_context_parallelism_by_hand():
+    cfg = config(
+        "7b", *layout_of(2), "parallel.context_parallel_size=4", "tokens_per_step={schedule: constant, tokens: 131072}"
+    )
+    step, alone = predict(cfg, 16, VOCAB, SIMPLE), predict(config("7b", *layout_of(2)), 2, VOCAB, SIMPLE)
+    assert (step.tokens_per_step, step.accumulation) == (131_072, 8)
+    assert step.attention / 8 == pytest.approx(alone.attention / alone.accumulation / 4)
+    tokens = 8192 // 4
+    entering, leaving, *backward = [c for c in step.collectives if c.axis == "context"]
+    assert entering.payload == tokens * (32 + 2 * 8) // 2 * 128 * 2
+    assert leaving.payload == tokens * 32 // 2 * 128 * 2
+    assert sum(c.wire_bytes for c in backward) == entering.wire_bytes + leaving.wire_bytes
+    assert entering.wire_bytes == 8 * 32 * entering.payload * 3 / 4
+    gradients = next(c for c in step.collectives if c.purpose == "gradients")
+    size = parameters_per_rank(cfg.model, cfg.attention, VOCAB, 2)
+    assert gradients.wire_bytes == pytest.approx(2 * 7 / 8 * 4 * size)  # ZeRO spreads over context-parallel ranks too
+
+
+def test_recomputing_adds_one_forward():
+    plain, again = (
+        predict(config("325m", *layout_of(2), f"training.activation_checkpointing={how}"), 2, VOCAB, SIMPLE)
+        for how in ("none", "full")
+    )
+    cfg = config()
+    block = flops_per_token(cfg.model, 0, 0) / 3  # forward of all blocks
+    assert again.matmul - plain.matmul == pytest.approx(262_144 * block / 2 / 1e14)
+    assert again.attention == pytest.approx(plain.attention * 9 / 7)
+    packed = predict(config("325m", "data.document_attention=true"), 1, VOCAB, SIMPLE)
+    assert packed.attention == pytest.approx(2 * plain.attention * 0.75)
+    assert len(again.collectives) == len(plain.collectives) + 1
+
+
+def test_links_inside_a_host_across_hosts_and_with_several_adapters():
+    card = dataclasses.replace(SIMPLE, network_latency=1e-6)
+    assert card.link(1, 8) == (1e11, 0)
+    assert card.link(8, 128) == (1e10, pytest.approx(127e-6))  # one member, one adapter, on each of 128 hosts
+    assert card.link(2, 32) == (4e10, pytest.approx(7e-6))
+    assert card.link(1, 16)[0] == 8e10
+    assert dataclasses.replace(card, network_bandwidth=1e11).link(1, 16)[0] == 1e11
+
+
+def test_small_micro_batches_wait_for_the_host():
+    card = dataclasses.replace(H200, block_launch_seconds=1.0)
+    step = predict(config(), 1, VOCAB, card)
+    assert step.seconds == pytest.approx(8 * 20 + step.optimizer + 8 * 1e-3 + 6e-3)
+
+
+def test_rates_fall_with_thin_matmuls_and_short_sequences():
+    assert H200.matmul_rate(32768, 8192, 8192) == pytest.approx(788e12, rel=0.01)
+    assert H200.matmul_rate(32768, 1024, 3072) == pytest.approx(615e12, rel=0.01)
+    rate = AttentionRate(100, 300, 1000)
+    assert (rate.at(64, 1000), rate.at(128, 1000), rate.at(96, 1000), rate.at(32, 1000)) == (50, 150, 100, 25)
+
+
+# -- what moves the prediction -----------------------------------------------------------------------------------
+
+
+def seconds(hardware: Hardware = H200, world: int = 64, name: str = "7b", *overrides: str) -> float:
+    return predict(config(name, *overrides), world, VOCAB, hardware).seconds
+
+
+def test_slower_networks_and_smaller_hosts_are_slower():
+    gbps = [seconds(dataclasses.replace(H200, network_bandwidth=g * 1e9 / 8)) for g in (3200, 400, 100, 10)]
+    assert gbps == sorted(gbps)
+    assert gbps[1] < gbps[2] < gbps[3] / 2
+    hosts = [seconds(dataclasses.replace(H200, gpus_per_host=n)) for n in (8, 4, 2, 1)]
+    assert hosts == sorted(hosts)
+
+
+def test_tensor_parallelism_across_hosts_is_terrible():
+    inside, across = (
+        predict(config("7b", *layout_of(8)), 8, VOCAB, dataclasses.replace(H200, gpus_per_host=n)) for n in (8, 1)
+    )
+    assert across.exposed("tensor") > 5 * inside.exposed("tensor")
+    assert across.seconds > 2 * inside.seconds
+
+
+def test_zero_2_pays_in_every_micro_step():
+    assert predict(config("1b", *layout_of(1, 2)), 4, VOCAB, H200).exposed("data") > 4 * predict(
+        config("1b", *layout_of(1, 1)), 4, VOCAB, H200
+    ).exposed("data")
+
+
+def test_calibration_meets_the_measured_figure_and_refuses_the_impossible():
+    cfg = config()
+    hardware = calibrate(cfg, VOCAB, H200, 150_000)
+    assert predict(cfg, 1, VOCAB, hardware).tokens_per_second == pytest.approx(150_000)
+    assert predict(cfg, 4, VOCAB, hardware).seconds > predict(cfg, 4, VOCAB, H200).seconds
+    with pytest.raises(ConfigError, match="--measured-tokens-per-second 900,000,000: fixed costs"):
+        calibrate(cfg, VOCAB, H200, 9e8)
+
+
+# -- recorded on H200s (RESULTS.md; the last six: a plain-PyTorch peer with FlashAttention-4) --------------------
+
+SHAPE_24 = "model={num_layers: 24, hidden_size: 1024, ffn_hidden_size: 2816, num_attention_heads: %d}"
+
+
+@pytest.mark.parametrize(("shape", "seq_length", "backend", "documents", "tokens", "ranks", "tokens_per_second"), [
+    ("24 of 16", 2048, "sdpa", False, 32_768, 1, 187_500),
+    ("325m", 4096, "sdpa", False, 32_768, 1, 186_800),
+    ("325m", 4096, "sdpa", True, 262_144, 1, 183_700),
+    ("325m", 4096, "sage", True, 262_144, 1, 173_800),
+    ("325m", 4096, "sdpa", True, 65_536, 1, 175_000),
+    ("325m", 4096, "sdpa", True, 65_536, 2, 343_000),
+    ("24 of 16", 2048, "flash", False, 32_768, 1, 174_400),
+    ("24 of 16", 8192, "flash", False, 32_768, 1, 129_800),
+    ("24 of 16", 32768, "flash", False, 32_768, 1, 64_600),
+    ("24 of 8", 2048, "flash", False, 32_768, 1, 180_900),
+    ("24 of 8", 8192, "flash", False, 32_768, 1, 139_000),
+    ("24 of 8", 32768, "flash", False, 32_768, 1, 71_900),
+])  # fmt: skip
+def test_recorded_runs_are_met(shape, seq_length, backend, documents, tokens, ranks, tokens_per_second):
+    model = [] if shape == "325m" else [SHAPE_24 % int(shape.split()[-1])]
+    cfg = config(
+        "325m",
+        *model,
+        f"attention.backend={backend}",
+        f"data.document_attention={str(documents).lower()}",
+        f"data.seq_length={seq_length}",
+        f"data.micro_batch_size={32_768 // seq_length}",
+        f"tokens_per_step.tokens={tokens}",
+    )
+    assert predict(cfg, ranks, VOCAB, H200).tokens_per_second == pytest.approx(tokens_per_second, rel=0.1)
+
+
+# -- against what torch and DeepSpeed really call ----------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Kind -> [calls, bytes of the whole tensor] of the collectives in these dtypes with at least `least` elements."""
+
+    KINDS = {"all_reduce": "all-reduce", "allreduce": "all-reduce", "all_gather": "all-gather",
+             "allgather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all"}  # fmt: skip
+
+    def __init__(self, least: int, dtypes: tuple[torch.dtype, ...]):
+        super().__init__()
+        self.least, self.dtypes, self.seen = least, dtypes, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        namespace, _, name = func.name().partition("::")
+        kind = next((kind for key, kind in self.KINDS.items() if key in name), None)
+        if kind and namespace in ("c10d", "_c10d_functional"):
+            tensors = [x for x in torch.utils._pytree.tree_leaves((args, result)) if isinstance(x, torch.Tensor)]
+            whole = max(tensors, key=torch.Tensor.numel)
+            if whole.numel() >= self.least and whole.dtype in self.dtypes:
+                calls = self.seen.setdefault(kind, [0, 0])
+                calls[0] += 1
+                calls[1] += whole.nbytes
+        return result
+
+
+LAYOUTS = [(2, 1, False, 1), (2, 1, True, 1), (1, 2, False, 1), (1, 1, False, 1), (1, 1, False, 2), (1, 1, False, 3)]
+"""Tensor and context parallel size, sequence parallel, ZeRO stage."""
+
+
+def real_collectives() -> list[tuple[dict, dict]]:
+    """Of a step of two micro-steps on two ranks, in every layout: as called, and as predicted."""
+    result = []
+    for tensor, context, sequence, stage in LAYOUTS:
+        groups = tiny.join(tensor, context)
+        parallel = {"zero_stage": stage, "tensor_parallel_size": tensor, "sequence_parallel": sequence}
+        parallel["context_parallel_size"] = context
+        zero = {"stage3_param_persistence_threshold": 0}
+        cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step={"tokens": 2 * 16 * groups.dp_size})
+        cfg = cfg.model_copy(update={"deepspeed": {"zero_optimization": zero}})
+        place = {"vocab_size": tiny.VOCAB, "groups": groups, "sequence_parallel": sequence, "dtype": torch.bfloat16}
+        engine = Engine(cfg, Transformer(cfg.model, cfg.attention, **place), groups, 2)
+        # DeepSpeed reduces gradients over a group of one as well; activations alone travel in bf16.
+        dtypes = (torch.bfloat16,) if tensor > 1 else (torch.bfloat16, torch.float32)
+        for _ in range(2):  # ZeRO-3 learns the order of its modules in the first step
+            with Calls(256, dtypes) as calls:
+                tiny.global_step(engine, 0, sequences=2 * groups.dp_size)
+        predicted: dict[str, list[int]] = {}
+        for c in predict(cfg, 2, tiny.VOCAB, H200).collectives:
+            if c.payload >= 512:
+                row = predicted.setdefault(c.kind, [0, 0])
+                row[0] += c.count
+                row[1] += c.count * c.payload
+        result.append((calls.seen, predicted))
+    return result
+
+
+def test_collectives_are_those_of_torch_and_deepspeed():
+    """Kinds, numbers and bytes; DeepSpeed pads, and gathers the few norm gains apart."""
+    for rank in run_distributed(real_collectives, 2, timeout=150):
+        for case, (called, predicted) in zip(LAYOUTS, rank, strict=True):
+            assert called.keys() == predicted.keys(), case
+            for kind in called:
+                assert called[kind][0] == predicted[kind][0], (case, kind)
+                assert called[kind][1] == pytest.approx(predicted[kind][1], rel=0.01), (case, kind)
+
+
+# -- proposals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "world_size", "gpu"), [
+    ("325m", 1, "h200"), ("325m", 6, "h100"), ("1b", 8, "h100"), ("7b", 4, "h200"), ("7b", 64, "a100"),
+    ("7b", 1024, "h200"),
+])  # fmt: skip
+def test_proposals_fit_are_ranked_and_come_from_their_overrides(name, world_size, gpu):
+    cfg, hardware = config(name), HARDWARE[gpu]
+    proposed = propose(cfg, world_size, VOCAB, hardware)
+    assert proposed
+    assert len({item.key[:-1] for item in proposed}) == len(proposed)
+    rates = [item.prediction.tokens_per_second for item in proposed]
+    assert rates == sorted(rates, reverse=True)
+    for item in proposed:
+        again = config(name, *overrides_to(cfg, item.cfg))
+        assert layout(again, world_size, VOCAB, hardware) == dataclasses.replace(item, cfg=again)
+        assert not [f for f in fit(again, world_size, VOCAB) if f.level == "error"]
+        assert item.memory <= usable_memory(hardware) < hardware.memory
+        assert 0.02 < item.prediction.mfu < 0.7
+
+
+def test_1024_ranks_of_7b_stay_in_the_host_and_keep_tokens_few():
+    """As configured, 2,048 sequences would be needed in a step that has 32."""
+    for item in propose(config("7b"), 1024, VOCAB, H200):
+        parallel = item.cfg.parallel
+        assert parallel.tensor_parallel_size * parallel.context_parallel_size == 8
+        assert item.cfg.tokens_per_step.named_tokens == {"tokens_per_step.start": 2**20, "tokens_per_step.end": 2**20}
+        assert 0.1 < item.prediction.mfu < 0.4
+
+
+def test_the_best_layout_is_its_own_best():
+    cfg = config("7b")
+    best = propose(cfg, 64, VOCAB, H200)[0]
+    assert overrides_to(best.cfg, propose(best.cfg, 64, VOCAB, H200)[0].cfg) == []
+
+
+def test_more_memory_allows_more_and_too_little_is_a_finding():
+    cfg = config("7b", *layout_of(1))
+    assert memory_finding(cfg, 4, VOCAB, H200) is None
+    finding = memory_finding(cfg, 4, VOCAB, HARDWARE["h100"])
+    assert (finding.rule, finding.level) == ("gpu_memory", "error")
+    assert "NVIDIA H100 SXM leaves to a run" in str(finding)
+    assert propose(cfg, 1, VOCAB, HARDWARE["a100"]) == []
+    small, large = (propose(cfg, 4, VOCAB, HARDWARE[gpu])[0] for gpu in ("h100", "h200"))
+    assert small.memory < large.memory
+    assert math.isfinite(small.prediction.seconds)
