@@ -225,7 +225,7 @@ def _step_table(prediction: StepPrediction, name: str, hardware: Hardware) -> Ta
         (
             "attention",
             prediction.attention,
-            "forward and backward; packed documents taken to leave 75 % of it",
+            "forward and backward; where documents are packed, 75 % of the causal square",
         ),
         (
             "elementwise",
