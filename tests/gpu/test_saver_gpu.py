@@ -38,7 +38,4 @@ def test_what_is_saved_is_the_moment_of_the_call(tmp_path) -> None:
         reader = Reader(tmp_path / folder_name(step))
         for value, kind in enumerate(KINDS):
             assert reader.local("w", kind, 0, 1).eq(step + 10 * value).all()
-        saved = saver.take_saved()
-        gib = saver._memory.nbytes / 2**30
-        print(f"{gib:.2f} GiB copied in {saved.stall_seconds:.3f} s: {gib / saved.stall_seconds:.1f} GiB/s")
     assert saver._memory.data_ptr() == memory
