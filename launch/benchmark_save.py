@@ -41,7 +41,9 @@ WARM_UP = 3
 def build(cfg: RunConfig) -> Engine:
     """The engine that training would have, but for torch.compile."""
     device = init_distributed(cfg.training.timeout_minutes)
-    groups = ParallelGroups.create(Topology(dist.get_world_size(), cfg.parallel.tensor_parallel_size))
+    parallel = cfg.parallel
+    topology = Topology(dist.get_world_size(), parallel.tensor_parallel_size, parallel.context_parallel_size)
+    groups = ParallelGroups.create(topology)
     attention = cfg.attention
     if attention.backend == "auto":
         attention = attention.model_copy(update={"backend": "sdpa"})
@@ -50,7 +52,7 @@ def build(cfg: RunConfig) -> Engine:
         attention,
         vocab_size=padded_vocab_size(cfg.model.vocab_size or VOCAB),
         groups=groups,
-        sequence_parallel=cfg.parallel.sequence_parallel,
+        sequence_parallel=parallel.sequence_parallel,
         activation_checkpointing=cfg.training.activation_checkpointing,
         seed=cfg.training.seed,
         dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype],

@@ -17,6 +17,7 @@ import shutil
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -109,12 +110,14 @@ class Saver:
 
     def _host_memory(self, owned: list) -> torch.Tensor:
         size = sum(len(KINDS) * (shard.stop - shard.start) for shard in owned)
-        if self._memory.numel() != size:
+        if not self._memory.numel():
             self._memory = torch.empty(size)
             if _on_gpu(owned):
                 # Registered, because torch's own pinned memory comes in powers of two: up to twice as much.
-                cuda = torch.cuda.cudart()
-                torch.cuda.check_error(cuda.cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0))
+                cuda, address = torch.cuda.cudart(), self._memory.data_ptr()
+                torch.cuda.check_error(cuda.cudaHostRegister(address, self._memory.nbytes, 0))
+                weakref.finalize(self, cuda.cudaHostUnregister, address).atexit = False
+        assert self._memory.numel() == size, "what a rank owns does not change in a run"
         return self._memory
 
     def start(self, state: dict[str, Any], config_text: str, shards: Iterable, rng: dict[str, Any]) -> None:

@@ -1,0 +1,41 @@
+"""Saving from a GPU: through pinned memory of exactly the state's size, and in order with what the GPU does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.train.checkpoint import KINDS, Reader, folder_name
+from sagetrain.train.engine import ParameterShard
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
+]
+SIZE = 50_000_001
+
+
+def test_what_is_saved_is_the_moment_of_the_call(tmp_path) -> None:
+    parameter = torch.nn.Parameter(torch.empty(1))
+    parameter.tp_dim, parameter.global_shape = None, (SIZE,)
+    tensors = {kind: torch.zeros(SIZE, device="cuda") for kind in KINDS}
+    shard = ParameterShard("w", parameter, 0, SIZE, tensors)
+    saver = tiny.saver(tmp_path, ParallelGroups.single())
+    saver.reserve([shard])
+    assert saver._memory.is_pinned()
+    assert saver._memory.nbytes == 12 * SIZE
+    memory = saver._memory.data_ptr()
+    for step in (1, 2):
+        torch.cuda._sleep(100_000_000)  # the update of the step is still to come when the save is called
+        for value, tensor in enumerate(tensors.values()):
+            tensor.fill_(step + 10 * value)
+        saver.start({"step": step, "tokens": step}, "{}", [shard], {})
+        for tensor in tensors.values():
+            tensor.fill_(-1.0)
+        saver.wait()
+        reader = Reader(tmp_path / folder_name(step))
+        for value, kind in enumerate(KINDS):
+            assert reader.local("w", kind, 0, 1).eq(step + 10 * value).all()
+    assert saver._memory.data_ptr() == memory
