@@ -241,8 +241,8 @@ def test_deepspeed_through_pdsh_is_bitwise_the_run_on_one_host(tmp_path, corpus,
         eth0, eth1 = (cluster.hosts[0].sent(f"eth{i}") - before[i] for i in (0, 1))
     check_same(tmp_path / "run", reference)
     log = log_of(config)
-    assert re.search(r"node0 +0\.\.1 +0 +0\.\.1 +2 x cpu", log)
-    assert re.search(r"node1 +2\.\.3 +1 +0\.\.1 +2 x cpu", log)
+    assert re.search(r"node0 +0\.\.1 +0 +0 +0\.\.1 +2 x cpu", log)
+    assert re.search(r"node1 +2\.\.3 +1 +0 +0\.\.1 +2 x cpu", log)
     assert log.count("versions and hashes: sagetrain ") == 1
     assert environment["NCCL_DEBUG"] == "WARN"  # of the example
     assert environment["OMP_NUM_THREADS"] == "1"
@@ -282,6 +282,20 @@ def test_hosts_that_disagree_stop_before_anything_is_written(tmp_path, corpus, c
     assert "fix: copy tokenizer.model and the token files" in log
     for host in cluster.hosts:
         assert len(re.findall(rf"^{host.name}: .*the hosts of this run disagree", log, re.M)) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_host_that_ssh_does_not_reach_is_missed_by_rank_and_nothing_starts(tmp_path, corpus, cluster) -> None:
+    config = run_config(tmp_path, corpus, interface=None, tp_size=1)
+    config.write_text(config.read_text().replace("timeout_minutes: 3", "timeout_minutes: 0.25"))
+    with cluster.running():
+        cluster.hosts[1].sshd.kill()
+        process = cluster.deepspeed(config, "--num_accelerators=1", "--force_multi")
+        assert process.wait(timeout=90), log_of(config)
+    log = log_of(config)
+    assert "Connection refused" in log  # ssh's own words, which the message points to
+    assert re.search(r"error: 1 of 2 ranks have not come to node0:\d+ within 0.5 minutes: rank 1", log)
+    assert "Here are node0 (rank 0). Nothing was started or written" in log
     assert not (tmp_path / "run").exists()
 
 

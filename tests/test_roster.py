@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.train import roster
+from sagetrain.train import rendezvous, roster
 
 
 def rows(hosts: int = 2, per_host: int = 2) -> list[roster.Row]:
@@ -88,7 +88,7 @@ def test_a_variable_that_reached_one_host_only_is_a_warning() -> None:
 
 
 def test_ranges() -> None:
-    assert roster._ranges([3, 0, 1, 6, 6, 7, 9]) == "0..1, 3, 6..7, 9"
+    assert rendezvous.ranges([3, 0, 1, 6, 6, 7, 9]) == "0..1, 3, 6..7, 9"
 
 
 def test_an_interface_is_set_for_both_libraries_or_refused(monkeypatch) -> None:

@@ -27,14 +27,19 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.accounting import reduce_bucket_size
 from sagetrain.parallel.topology import Mpu, ParallelGroups
+from sagetrain.train import rendezvous
 from sagetrain.train.guard import fold
 from sagetrain.train.optimizer import build_optimizer
+
+# How long the ranks of a run may need to come: hosts start at different times.
+_ARRIVAL_MINUTES = 10
 
 
 def init_distributed(timeout_minutes: float) -> torch.device:
     """Join the process group named by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* and return this rank's device.
 
-    One process without these variables becomes a world of one.
+    One process without these variables becomes a world of one. Collectives may take `timeout_minutes`.
+    Raises rendezvous.RanksMissing, a ConfigError, if not all ranks come.
     """
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(key, value)
@@ -56,6 +61,8 @@ def init_distributed(timeout_minutes: float) -> torch.device:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(minutes=timeout_minutes)
+    # Kept until the process group has it.
+    _place = None if dist.is_initialized() else rendezvous.meet(min(_ARRIVAL_MINUTES, timeout_minutes))
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
     return device
 

@@ -14,7 +14,6 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +27,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import RunConfig, TrainingConfig
 from sagetrain.parallel.topology import Topology
 from sagetrain.train.engine import init_distributed
+from sagetrain.train.rendezvous import RanksMissing, ranges
 
 FIXES = {
     "versions": "install the same versions on every host: pip install -c constraints.txt -e . in the same checkout",
@@ -75,13 +75,13 @@ def check_in(cfg: RunConfig, topology: Topology, device: torch.device, files: di
 def stay_out(problem: ConfigError) -> None:
     """Report that this rank cannot take part, so that the other hosts need not wait for it until their timeout.
 
-    Does nothing on a single host, whose launcher ends all ranks when one leaves, or if the ranks have met already.
-    Otherwise raises ConfigError, as on every other rank.
+    Does nothing on a single host, whose launcher ends all ranks when one leaves, or if the ranks have met already, or
+    could not. Otherwise raises ConfigError, as on every other rank.
     """
     world_size = os.environ.get("WORLD_SIZE", "1")
     # As torchrun and as deepspeed call it.
     on_this_host = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size
-    if on_this_host == world_size or dist.is_initialized():
+    if on_this_host == world_size or dist.is_initialized() or isinstance(problem, RanksMissing):
         return
     init_distributed(TrainingConfig.model_fields["timeout_minutes"].default)
     _exchange({"host": socket.gethostname(), "rank": dist.get_rank(), "problem": str(problem)})
@@ -148,7 +148,7 @@ def table(rows: list[Row]) -> list[str]:
         cells.append(
             (
                 host,
-                *(_ranges(row[axis] for row in members) for axis in ("rank", "dp", "cp", "tp")),
+                *(ranges(row[axis] for row in members) for axis in ("rank", "dp", "cp", "tp")),
                 ", ".join(f"{count} x {device}" for count, device in zip(counts, devices, strict=True)),
             )
         )
@@ -224,7 +224,7 @@ def _sides(rows: list[Row], values: list[Any]) -> str:
 def _where(rows: list[Row], most: int = 3) -> str:
     hosts = _by_host(rows)
     named = [
-        f"{host} (rank{'s' * (len(members) > 1)} {_ranges(row['rank'] for row in members)})"
+        f"{host} (rank{'s' * (len(members) > 1)} {ranges(row['rank'] for row in members)})"
         for host, members in list(hosts.items())[:most]
     ]
     return ", ".join(named) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
@@ -235,14 +235,3 @@ def _by_host(rows: list[Row]) -> dict[str, list[Row]]:
     for row in rows:
         hosts.setdefault(row["host"], []).append(row)
     return hosts
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 3, 6 -> `0..3, 6`."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)

@@ -1,0 +1,90 @@
+"""Ranks find each other before they join: who does not come is named, instead of waited for in silence.
+
+A launcher starts what it can reach. When ssh fails on one host of three, the ranks of the other two would wait inside
+torch.distributed for as long as any collective may take.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
+
+from sagetrain.config.errors import ConfigError
+
+
+class RanksMissing(ConfigError):
+    """Not all ranks of a run came; the message says who did."""
+
+
+def meet(minutes: float) -> Store | None:
+    """Wait until every rank of WORLD_SIZE has come to MASTER_ADDR:MASTER_PORT; collective.
+
+    Returns what keeps the meeting place open: the caller holds it until the process group exists.
+
+    Raises:
+        RanksMissing: on every rank that came, if others have not after so many `minutes`.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if world_size == 1:
+        return None
+    host, patience = socket.gethostname(), timedelta(minutes=minutes)
+    # torchrun's agent hosts the store, elsewhere rank 0 does: in one server with the process group's, at the same port.
+    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        server = TCPStore(address, port, None, opens, timeout=patience, wait_for_workers=False, multi_tenant=True)
+    except DistNetworkError as error:
+        raise RanksMissing(
+            f"rank {rank} on {host} does not reach rank 0 at {address}:{port} after {minutes:g} minutes; nothing was "
+            f"started or written. Look for errors of that host above, and for a firewall between the hosts ({error})"
+        ) from error
+    store = PrefixStore(f"meet/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
+    store.set(f"host/{rank}", host)
+    if rank == 0:
+        deadline = time.monotonic() + patience.total_seconds()
+        present = dict.fromkeys(range(world_size), "")
+        for other in present:
+            left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+            try:
+                store.wait([f"host/{other}"], left)
+            except DistStoreError:
+                continue
+            present[other] = store.get(f"host/{other}").decode()
+        store.set("problem", _problem(present, f"{address}:{port}", minutes))
+    problem = store.get("problem").decode()
+    if problem:
+        store.set(f"read/{rank}", "")
+        if rank == 0:  # the store may live in this process: it leaves last
+            store.wait([f"read/{other}" for other, where in present.items() if where])
+        raise RanksMissing(problem)
+    return server
+
+
+def _problem(present: dict[int, str], address: str, minutes: float) -> str:
+    """What to say of the ranks that did not come (without a host in `present`), or nothing."""
+    missing = [rank for rank, host in present.items() if not host]
+    if not missing:
+        return ""
+    hosts = {host: [r for r in present if present[r] == host] for host in present.values() if host}
+    here = ", ".join(f"{host} (rank {ranges(ranks)})" for host, ranks in hosts.items())
+    return (
+        f"{len(missing)} of {len(present)} ranks have not come to {address} within {minutes:g} minutes: rank "
+        f"{ranges(missing)}. Here are {here}. Nothing was started or written. Look above for a host that ssh could not "
+        "reach, or that ended early; take it out of the hostfile, or open the way from it to that address"
+    )
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """0, 1, 2, 3, 6 -> `0..3, 6`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
