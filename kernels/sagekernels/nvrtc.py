@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
-OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", f"--include-path={HERE}")
+OPTIONS = ["--gpu-architecture=sm_90a", "--std=c++17"]
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
 
 # CUtensorMapDataType; what a copy moves are bytes, but the fill outside of the tensor is a zero of the type
@@ -102,18 +102,19 @@ def _text(what: str, program: ctypes.c_void_p) -> bytes:
 def compiled(source_file: str, defines: Mapping[str, int | str]) -> bytes:
     """The cubin of a source file of this package, from the disk or from NVRTC."""
     source = (HERE / source_file).read_bytes()
-    options = [*OPTIONS, *(f"--define-macro={name}={value}" for name, value in sorted(defines.items()))]
+    options = OPTIONS + [f"--define-macro={name}={value}" for name, value in sorted(defines.items())]
     headers = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.cuh")))
     key = hashlib.sha256(repr((source, headers, options, _version())).encode()).hexdigest()
     folder = Path(os.environ.get("SAGEKERNELS_CACHE", Path.home() / ".cache" / "sagekernels"))
     cached = folder / f"{Path(source_file).stem}-{key[:32]}.cubin"
     if cached.exists():
         return cached.read_bytes()
-    program = ctypes.c_void_p()
-    lib = _nvrtc()
+    program, lib = ctypes.c_void_p(), _nvrtc()
+    options.append(f"--include-path={HERE}")
     lib.nvrtcCreateProgram(ctypes.byref(program), source, source_file.encode(), 0, None, None)
     try:
-        code = lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*map(str.encode, options)))
+        arguments = (ctypes.c_char_p * len(options))(*map(str.encode, options))
+        code = lib.nvrtcCompileProgram(program, len(options), arguments)
         if code:
             log = _text("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
             raise RuntimeError(f"NVRTC {_version()} does not compile {source_file} with {options}:\n{log}")
@@ -145,11 +146,12 @@ def tensor_map(x: Tensor, box: Sequence[int], swizzle: int = 128) -> TensorMap:
     kernel coordinates are given last dimension first; outside of x zeros are read and nothing is written.
     """
     size = x.element_size()
-    if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s * size % 16 for s in x.stride()[:-1]):
-        raise ValueError(f"no tensor map of strides {x.stride()} at address {x.data_ptr():#x}")
     rank = x.dim()
+    steps_in_bytes = [s * size if extent > 1 else 16 for s, extent in zip(x.stride(), x.shape, strict=True)][-2::-1]
+    if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s % 16 or s == 0 for s in steps_in_bytes):
+        raise ValueError(f"no tensor map of strides {x.stride()} at address {x.data_ptr():#x}")
     dims = (ctypes.c_uint64 * rank)(*x.shape[::-1])
-    strides = (ctypes.c_uint64 * rank)(*(s * size for s in x.stride()[-2::-1]))
+    strides = (ctypes.c_uint64 * rank)(*steps_in_bytes)
     extents = (ctypes.c_uint32 * rank)(*box[::-1])
     steps = (ctypes.c_uint32 * rank)(*[1] * rank)
     result = TensorMap()
