@@ -17,13 +17,10 @@ from .pieces import LOG2E, as_codes, inverse_scale, max_or_nan
 from .quantize import Codes
 from .reference import RECIPES, Saved
 
-# head dimension -> keys per tile, warpgroups of 64 queries, stages of the K and V pipeline
-SCHEDULES = {64: (128, 2, 4), 128: (128, 2, 3)}
-PER_HEAD_CACHE = 24 << 20  # bytes of K and V of the heads that are worked on together: half of the L2 cache
-
-
-EXTRA = {}
 SOURCE = "hopper_forward.cu"
+# head dimension -> keys per tile, warpgroups of 64 queries, stages of the K and V pipeline
+SCHEDULES = {64: (96, 3, 5), 128: (128, 2, 3)}
+PER_HEAD_CACHE = 24 << 20  # bytes of K and V of the heads that are worked on together: half of the L2 cache
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "per_chunk"])
@@ -46,13 +43,16 @@ def _partial_sums_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "tiles", "padded"])
 def _quantize_kernel(
-    X, SUMS, CODES, SCALE, ORDERED, heads, tokens, chunks, tiles, padded, stride_b, stride_n, stride_h,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_ORDERED: tl.constexpr,
+    X, SUMS, CODES, SCALE, ORDERED, COUNTER, heads, tokens, chunks, tiles, padded, stride_b, stride_n, stride_h,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_MEAN: tl.constexpr,
 ):  # fmt: skip
     """One program quantizes ROWS tokens of one head. ORDERED [B, heads, padded]: the scales as the consumers read them,
-    position 4c + 2b + a of every 16 from token 8b + 2c + a."""
-    tile = tl.program_id(0) % tiles
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    position 4c + 2b + a of every 16 from token 8b + 2c + a. COUNTER: set to zero for the kernel that follows."""
+    if tl.program_id(0) == 0:
+        tl.store(COUNTER, 0)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # what was summed last is still in the L2 cache
+    tile = program % tiles
+    bh = (program // tiles).to(tl.int64)
     d = tl.arange(0, HEAD_DIM)
     t = tile * ROWS + tl.arange(0, ROWS)
     inside = (t < tokens)[:, None]
@@ -69,34 +69,32 @@ def _quantize_kernel(
     codes = as_codes(x * inverse_scale(largest)[:, None])
     tl.store(CODES + (bh * tokens + t)[:, None] * HEAD_DIM + d[None, :], codes, mask=inside)
     tl.store(SCALE + bh * tokens + t, largest / 127.0, mask=t < tokens)
-    if HAS_ORDERED:
-        position = (t // 16) * 16 + ((t % 8) // 2) * 4 + ((t % 16) // 8) * 2 + t % 2
-        tl.store(ORDERED + bh * padded + position, largest / 127.0, mask=t < padded)
+    position = (t // 16) * 16 + ((t % 8) // 2) * 4 + ((t % 16) // 8) * 2 + t % 2
+    tl.store(ORDERED + bh * padded + position, largest / 127.0, mask=t < padded)
 
 
-def _quantize(x: Tensor, smooth: bool, padded: int) -> tuple[Codes, Tensor | None]:
-    """quantize.quantize_twin of x [B, N, heads, D] per token, less its mean over tokens if `smooth`; with `padded` also
-    the scales in operand order [B * heads * padded]."""
-    batch, n, heads, head_dim = x.shape
-    codes = torch.empty((batch, heads, n, head_dim), dtype=torch.int8, device=x.device)
-    scale = torch.empty((batch, heads, n), dtype=torch.float32, device=x.device)
-    ordered = torch.empty(batch * heads * padded, dtype=torch.float32, device=x.device) if padded else None
-    strides = x.stride()[:3]
-    rows = 64
+def _quantize_keys(k: Tensor, smooth: bool, padded: int) -> tuple[Codes, Tensor, Tensor]:
+    """quantize.quantize_twin of k [B, N, heads, D] per token, less its mean over tokens if `smooth`; the scales in the
+    order of the consumers [B * heads * padded]; and an int32 zero."""
+    batch, n, heads, head_dim = k.shape
+    codes = torch.empty((batch, heads, n, head_dim), dtype=torch.int8, device=k.device)
+    scale = torch.empty((batch, heads, n), dtype=torch.float32, device=k.device)
+    ordered = torch.empty(batch * heads * padded, dtype=torch.float32, device=k.device)
+    counter = torch.empty(1, dtype=torch.int32, device=k.device)
     chunks, sums = 0, None
     if smooth:
         per_chunk = max(512, triton.cdiv(triton.cdiv(n, 32), 64) * 64)
         chunks = triton.cdiv(n, per_chunk)
-        sums = torch.empty((batch, heads, chunks, head_dim), dtype=torch.float32, device=x.device)
+        sums = torch.empty((batch, heads, chunks, head_dim), dtype=torch.float32, device=k.device)
         _partial_sums_kernel[(batch * heads * chunks,)](
-            x, sums, heads, n, chunks, per_chunk, *strides, HEAD_DIM=head_dim, ROWS=64, num_warps=8
+            k, sums, heads, n, chunks, per_chunk, *k.stride()[:3], HEAD_DIM=head_dim, ROWS=64, num_warps=8
         )
-    tiles = triton.cdiv(max(n, padded), rows)
+    tiles = triton.cdiv(padded, 64)
     _quantize_kernel[(batch * heads * tiles,)](
-        x, sums, codes, scale, ordered, heads, n, chunks, tiles, padded, *strides,
-        HEAD_DIM=head_dim, ROWS=rows, HAS_MEAN=smooth, HAS_ORDERED=ordered is not None, num_warps=4,
+        k, sums, codes, scale, ordered, counter, heads, n, chunks, tiles, padded, *k.stride()[:3],
+        HEAD_DIM=head_dim, ROWS=64, HAS_MEAN=smooth, num_warps=4,
     )  # fmt: skip
-    return Codes(codes, scale), ordered
+    return Codes(codes, scale), ordered, counter
 
 
 def supported(q: Tensor, k: Tensor, v: Tensor, *, smooth_q: bool, cu_seqlens: Tensor | None, recipe: str) -> bool:
@@ -141,7 +139,7 @@ def hopper_forward(
     k = k if k.stride(3) == 1 else k.contiguous()
     with on_device_of(q):
         nk_padded = triton.cdiv(n_k, block_n) * block_n
-        k_codes, k_ordered = _quantize(k, smooth_k, nk_padded)
+        k_codes, k_ordered, counter = _quantize_keys(k, smooth_k, nk_padded)
         q_codes = Codes(
             torch.empty((batch, heads, n_q, head_dim), dtype=torch.int8, device=q.device),
             torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device),
@@ -155,9 +153,8 @@ def hopper_forward(
         defines = {
             "HEAD_DIM": head_dim, "BLOCK_N": block_n, "CONSUMERS": consumers, "STAGES": stages,
             "CAUSAL": int(causal), "PACKED": int(cu_seqlens is not None), "FP16": int(q.dtype == torch.float16),
-            **EXTRA,
         }  # fmt: skip
-        shared_bytes = 64 * consumers * head_dim * 2 + stages * block_n * (3 * head_dim + 4) + 1024
+        shared_bytes = 64 * consumers * head_dim * 2 + stages * block_n * (3 * head_dim + 4) + 1024  # and barriers
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         load(SOURCE, "forward", defines).launch(
             (min(processors, tiles),), (128 * (consumers + 1),), shared_bytes,
@@ -165,6 +162,6 @@ def hopper_forward(
             tensor_map(k_codes.codes.view(-1, n_k, head_dim), (1, block_n, head_dim), head_dim),
             tensor_map(v, (1, block_n, 1, 64)),
             k_ordered, starts, ends, *q_codes, o, lse, scale * LOG2E.value,
-            heads, kv_heads, batch * heads, n_q, n_k, nk_padded, m_blocks, per_group, tiles,
+            heads, kv_heads, batch * heads, n_q, n_k, nk_padded, m_blocks, per_group, tiles, counter,
         )  # fmt: skip
     return o, Saved(lse, q_codes, k_codes, None, None)
