@@ -5,23 +5,27 @@
 // in registers, where they are the A operands of dV += P^T dO and dK += dS^T Q. dS^T also goes to shared memory; one
 // tile later each warpgroup multiplies it with its half of the columns of K, and a warp adds that dQ to global memory.
 //
-// What is in flight on the tensor cores (one warpgroup, tile i) and what its warps do meanwhile:
-//     dP(i)                        P = exp2(S scale - lse), to 16 bits
-//     dV(i)                        dS = P (dP - delta), to bfloat16 and to shared memory
-//     dK(i), dQ(i-1), S(i+1)       wait
-//     S(i+1)                       dQ(i-1) to shared memory
-// Nothing may be in flight where the loop closes: ptxas would wait after every product.
+// What one warpgroup has on the tensor cores in tile i, and what its warps do meanwhile:
+//     dP(i)                         P = exp2(S scale - lse), to 16 bits
+//     dV(i)                         dS = P (dP - delta), to bfloat16 and to shared memory
+//     dK(i), dQ(i-1)                wait; the vectors of the columns of i + 1
+//     S(i+1)                        dQ(i-1) to shared memory, -delta to where dP(i+1) is summed
+// Nothing may be in flight where the loop closes: ptxas would wait after every product. At head_dim 128 three sums of
+// 64 x 64 beside dK and dV are too many registers: dQ and dP share theirs.
 //
-// Defines: HEAD_DIM (64, 128), HALF (1 where v and dO are float16, 0 where bfloat16).
+// Defines: HEAD_DIM (64, 128), HALF (1 where v and dO are float16, 0 where bfloat16), SHARED_BYTES.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+#include "hopper_backward_schedule.cuh"
 
 struct alignas(64) TensorMap {
     u64 words[16];
 };
 
-constexpr int D = HEAD_DIM, KEYS = 128, QUERIES = 64, STAGES = D == 128 ? 2 : 3;
+constexpr int D = HEAD_DIM, STAGES = D == 128 ? 2 : 4;
 constexpr int BLOCKS_D = D / 64;        // a 16-bit tile is stored as so many blocks of 64 columns, 128 bytes a row
 constexpr int VECTORS = 3 * QUERIES;    // scale of Q, lse and -delta of a tile of queries
 constexpr int DQ_HALF = QUERIES * D / 2;  // floats of dQ that one warpgroup computes
@@ -37,16 +41,16 @@ struct alignas(1024) Shared {
     u64 keys_full, codes_full[STAGES], codes_free[STAGES], wide_full[STAGES], wide_free[STAGES];
     u64 ds_full[2], ds_free[2], dq_full[2], dq_free[2];
 };
+static_assert(sizeof(Shared) == SHARED_BYTES);
 
 // ---- instructions ----
-
-#define DEVICE __device__ __forceinline__
 
 DEVICE u32 address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 DEVICE void barrier_init(u64& bar, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&bar)), "r"(count));
 }
+DEVICE void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEVICE void barrier_expect(u64& bar, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&bar)), "r"(bytes) : "memory");
 }
@@ -59,12 +63,41 @@ DEVICE void barrier_wait(u64& bar, int parity) {
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}"
         ::"r"(address(&bar)), "r"(parity) : "memory");
 }
+template <class T> DEVICE void hold(T& x) { asm volatile("" : "+r"(x)); }  // in a register
+// not hoisted: registers are short
+DEVICE int thread_index() {
+    int i;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+    return i;
+}
+DEVICE float4 load_shared(u32 from) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from));
+    return x;
+}
+DEVICE void store_shared(u32 to, const float* x) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+                 ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+template <int registers> DEVICE void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+template <int registers> DEVICE void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+DEVICE void warpgroup_barrier(int i) { asm volatile("bar.sync %0, 128;" ::"r"(1 + i) : "memory"); }
+DEVICE int load_relaxed(const int* from) {
+    int x;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // box of a [B, H, N, D] tensor -> shared memory
 DEVICE void copy_in(void* to, const TensorMap& map, int d, int n, int h, int b, u64& bar) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6];"
         ::"r"(address(to)), "l"(&map), "r"(d), "r"(n), "r"(h), "r"(b), "r"(address(&bar)) : "memory");
 }
 DEVICE void copy_out(const TensorMap& map, int d, int n, int h, int b, const void* from) {
@@ -84,7 +117,14 @@ DEVICE void add_out(float* to, const float* from, int bytes) {
 }
 DEVICE void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 DEVICE void copies_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-DEVICE void copies_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+template <int left = 0> DEVICE void copies_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(left) : "memory");
+}
+// once all but the last `left` groups of copies are complete
+template <int left> DEVICE void end_turn(int* turn) {
+    copies_wait<left>();
+    asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+}
 
 DEVICE float power_of_2(float x) {
     float y;
@@ -106,16 +146,18 @@ DEVICE u32 pack(float low, float high) {
     return pack_bf16(low, high);
 #endif
 }
-DEVICE void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
+DEVICE void store_matrices(u32 to, const u32* x) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+                 ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Wait until `left` groups of products are in flight; what was computed before the wait stays before it.
-template <int left> DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory"); }
+template <int left> DEVICE void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
+}
 template <int n> DEVICE void pin(float (&x)[n]) {
 #pragma unroll
     for (int i = 0; i < n; i++) asm volatile("" : "+f"(x[i])::"memory");
@@ -128,8 +170,8 @@ template <int n> DEVICE void pin(u32 (&x)[n]) {
 // Descriptor of an operand in shared memory. Rows of `row_bytes` are swizzled over all of their bytes; groups of eight
 // rows follow one another. block_bytes: between blocks of 64 columns, for an operand whose rows are contracted.
 template <int row_bytes = 128> DEVICE u64 operand(const void* tile, int block_bytes = 16) {
-    u64 mode = row_bytes == 128 ? 1 : 2;
-    return mode << 62 | (u64)(8 * row_bytes >> 4) << 32 | (u64)(block_bytes >> 4) << 16 | (address(tile) & 0x3FFFF) >> 4;
+    u64 mode = row_bytes == 128 ? 1 : 2, group = 8 * row_bytes >> 4, block = block_bytes >> 4;
+    return mode << 62 | group << 32 | block << 16 | (address(tile) & 0x3FFFF) >> 4;
 }
 
 #define R4(c, x, i) c(x[i]), c(x[i + 1]), c(x[i + 2]), c(x[i + 3])
@@ -191,33 +233,9 @@ template <int more> DEVICE void add_dq(float (&dq)[16], u64 a, u64 b) {
 
 // ---- the kernel ----
 
-struct Sizes {
-    int kv_heads, group, n_q, n_k, q_tiles, blocks, heads, heads_per_group, causal, ordered;
-};
-
-struct Work {
-    int batch, kv_head, block, first, last;  // queries of tiles first .. last see the block of keys
-};
-
-DEVICE int up(int x, int y) { return (x + y - 1) / y; }
-
-// Heads in groups whose operands fit the L2 cache; within a group the blocks with the most queries come first.
-DEVICE Work work_of(int pid, const Sizes& n, const int* starts, const int* ends) {
-    int group = pid / (n.blocks * n.heads_per_group), rest = pid - group * n.blocks * n.heads_per_group;
-    int heads = min(n.heads_per_group, n.heads - group * n.heads_per_group);
-    int block = rest / heads, bh = group * n.heads_per_group + rest % heads;
-    int key = block * KEYS, last_key = min(key + KEYS, n.n_k) - 1;
-    int first = n.causal ? max(key - (n.n_k - n.n_q), 0) / QUERIES : starts ? starts[key] / QUERIES : 0;
-    int last = ends ? up(ends[last_key], QUERIES) : n.q_tiles;
-    return {bh / n.kv_heads, bh % n.kv_heads, block, first, last};
-}
-
-struct Ring {
-    int stage = 0, parity = 0;
-    DEVICE void next(int stages) {
-        if (++stage == stages) stage = 0, parity ^= 1;
-    }
-};
+// Place of the i-th tile in a ring of buffers, and the parity of the phase in which its barrier is filled.
+DEVICE int place(int i) { return i % STAGES; }
+DEVICE int parity(int i) { return i / STAGES & 1; }
 
 extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
     const __grid_constant__ TensorMap q8_map, const __grid_constant__ TensorMap q_map,
@@ -225,14 +243,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
     const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
     const float* vectors, const float* k_scale, const int* starts, const int* ends, float* dq_sum, int* turns,
-    float scale, int kv_heads, int group, int n_q, int n_k, int q_tiles, int blocks, int heads, int heads_per_group,
-    int causal
+    float scale, int kv_heads, int group, int n_q, int n_k, int q_tiles, int heads, int heads_at_once, int causal
 ) {
     extern __shared__ Shared memory[];
     Shared& sm = memory[0];
-    const Sizes sizes = {kv_heads, group, n_q, n_k, q_tiles, blocks, heads, heads_per_group, causal};
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
-    const int lane = threadIdx.x % 32;
+    int lane = threadIdx.x % 32;
+    hold(lane);  // or it is read from the slow register in every tile
 
     if (threadIdx.x == 0) {
         barrier_init(sm.keys_full, 1);
@@ -248,112 +265,108 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
             barrier_init(sm.dq_full[i], 4);
             barrier_init(sm.dq_free[i], 1);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barriers_ready();
     }
     __syncthreads();
-    const Work work = work_of(blockIdx.x, sizes, starts, ends);
-    const int first_key = work.block * KEYS, q_heads = kv_heads * group;
+
+    const Problem problem = {kv_heads, n_q, n_k, causal, starts, ends, heads, heads_at_once};
+    const Work work = work_of(blockIdx.x, problem);
+    const int bh_kv = work.bh, batch = bh_kv / kv_heads, kv_head = bh_kv % kv_heads;
+    const int first_key = work.block * KEYS, first_tile = work.first, last_tile = work.last;
 
     if (warpgroup == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        give_registers<24>();
         if (lane != 0) return;
-        Ring ring;
+        int i = 0;
         if (warp == 0) {  // codes of Q and vectors
             barrier_expect(sm.keys_full, KEYS * D * 5);
-            copy_in(sm.k8, k8_map, 0, first_key, work.kv_head, work.batch, sm.keys_full);
+            copy_in(sm.k8, k8_map, 0, first_key, kv_head, batch, sm.keys_full);
             for (int b = 0; b < BLOCKS_D; b++)
-                copy_in(sm.v + b * KEYS * 64, v_map, b * 64, first_key, work.kv_head, work.batch, sm.keys_full);
+                copy_in(sm.v + b * KEYS * 64, v_map, b * 64, first_key, kv_head, batch, sm.keys_full);
             for (int b = 0; b < BLOCKS_D; b++)
-                copy_in(sm.k + b * KEYS * 64, k_map, b * 64, first_key, work.kv_head, work.batch, sm.keys_full);
+                copy_in(sm.k + b * KEYS * 64, k_map, b * 64, first_key, kv_head, batch, sm.keys_full);
             for (int g = 0; g < group; g++) {
-                int head = work.kv_head * group + g;
-                const float* row = vectors + (u64)(work.batch * q_heads + head) * q_tiles * VECTORS;
-                for (int m = work.last - 1; m >= work.first; m--, ring.next(STAGES)) {
-                    u64& bar = sm.codes_full[ring.stage];
-                    barrier_wait(sm.codes_free[ring.stage], ring.parity ^ 1);
+                int head = kv_head * group + g;
+                const float* row = vectors + (u64)(bh_kv * group + g) * q_tiles * VECTORS;
+                for (int m = last_tile - 1; m >= first_tile; m--, i++) {
+                    u64& bar = sm.codes_full[place(i)];
+                    barrier_wait(sm.codes_free[place(i)], parity(i) ^ 1);
                     barrier_expect(bar, QUERIES * D + VECTORS * 4);
-                    copy_in(sm.q8[ring.stage], q8_map, 0, m * QUERIES, head, work.batch, bar);
-                    copy_in(sm.vectors[ring.stage], row + m * VECTORS, VECTORS * 4, bar);
+                    copy_in(sm.q8[place(i)], q8_map, 0, m * QUERIES, head, batch, bar);
+                    copy_in(sm.vectors[place(i)], row + m * VECTORS, VECTORS * 4, bar);
                 }
             }
         } else if (warp == 1) {  // dO and Q
             for (int g = 0; g < group; g++) {
-                int head = work.kv_head * group + g;
-                for (int m = work.last - 1; m >= work.first; m--, ring.next(STAGES)) {
-                    u64& bar = sm.wide_full[ring.stage];
-                    barrier_wait(sm.wide_free[ring.stage], ring.parity ^ 1);
+                int head = kv_head * group + g;
+                for (int m = last_tile - 1; m >= first_tile; m--, i++) {
+                    u64& bar = sm.wide_full[place(i)];
+                    barrier_wait(sm.wide_free[place(i)], parity(i) ^ 1);
                     barrier_expect(bar, QUERIES * D * 4);
                     for (int b = 0; b < BLOCKS_D; b++)
-                        copy_in(sm.dO[ring.stage] + b * 4096, do_map, b * 64, m * QUERIES, head, work.batch, bar);
+                        copy_in(sm.dO[place(i)] + b * 4096, do_map, b * 64, m * QUERIES, head, batch, bar);
                     for (int b = 0; b < BLOCKS_D; b++)
-                        copy_in(sm.q[ring.stage] + b * 4096, q_map, b * 64, m * QUERIES, head, work.batch, bar);
+                        copy_in(sm.q[place(i)] + b * 4096, q_map, b * 64, m * QUERIES, head, batch, bar);
                 }
             }
         } else {  // dQ of one warpgroup to global memory
             const int half = warp - 2;
+            int part = -1;
             for (int g = 0; g < group; g++) {
-                int bh = (work.batch * kv_heads + work.kv_head) * group + g;
-                for (int m = work.last - 1; m >= work.first; m--, ring.next(1)) {
-                    int part = (bh * q_tiles + m) * 2 + half;
-                    barrier_wait(sm.dq_full[half], ring.parity);
+                int bh = bh_kv * group + g;
+                for (int m = last_tile - 1; m >= first_tile; m--, i++) {
+                    int before = part;
+                    part = (bh * q_tiles + m) * 2 + half;
                     if (turns) {
-                        int turn = work.block - (starts ? starts[m * QUERIES] / KEYS : 0), now;
-                        do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turns + part) : "memory");
-                        while (now != turn);
-                        asm volatile("fence.proxy.async.global;" ::: "memory");
+                        int turn = turn_of(work.block, m, problem);
+                        while (load_relaxed(turns + part) != turn) continue;
                     }
+                    barrier_wait(sm.dq_full[half], i & 1);
                     add_out(dq_sum + (u64)part * DQ_HALF, sm.dq[half], DQ_HALF * 4);
                     copies_commit();
                     copies_wait_read();
                     barrier_arrive(sm.dq_free[half]);
-                    if (turns) {
-                        copies_wait();
-                        asm volatile("fence.proxy.async.global;" ::: "memory");
-                        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns + part) : "memory");
-                    }
+                    if (turns && before >= 0) end_turn<1>(turns + before);
                 }
             }
+            if (turns && part >= 0) end_turn<0>(turns + part);
             copies_wait();
         }
         return;
     }
 
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    const int wg = warpgroup - 1, column = lane % 4;
-    const int key = first_key + wg * 64 + warp * 16 + lane / 4;  // and key + 8
+    take_registers<240>();
+    const int wg = warpgroup - 1;
 
     // int -> float: accumulators begin at MAGIC's bits, the scale has 22 bits so that MAGIC times it is exact
     const float MAGIC = 12582912.f;
     float ks[2];
-    int lower[2], span[2];  // the key is seen by queries lower .. lower + span
+#pragma unroll
     for (int r = 0; r < 2; r++) {
-        int k = key + 8 * r;
-        bool inside = k < n_k;
-        ks[r] = inside ? k_scale[(work.batch * kv_heads + work.kv_head) * n_k + k] : 0.f;
+        int key = first_key + wg * 64 + warp * 16 + lane / 4 + 8 * r;
+        ks[r] = key < n_k ? k_scale[bh_kv * n_k + key] : 0.f;
         ks[r] = __int_as_float(__float_as_int(ks[r]) & -4);
-        lower[r] = max(causal ? k - (n_k - n_q) : 0, starts && inside ? starts[k] : 0);
-        span[r] = inside ? (ends ? ends[k] : n_q) - lower[r] : 0;
     }
-    // tiles clear .. blurred are seen by all keys of the block
-    int clear = causal ? up(max(first_key + KEYS - 1 - (n_k - n_q), 0), QUERIES) : 0, blurred = q_tiles;
-    if (starts) {
-        clear = max(clear, up(starts[min(first_key + KEYS, n_k) - 1], QUERIES));
-        blurred = ends[first_key] / QUERIES;
-    }
-    if (first_key + KEYS > n_k) clear = q_tiles;
 
-    // operands in shared memory
+    // operands in shared memory, and where this thread writes
     const u64 k8_op = operand<D == 128 ? 128 : 64>(sm.k8 + wg * 64 * D), v_op = operand(sm.v + wg * 64 * 64);
     const u64 k_op = operand(D == 128 ? sm.k + wg * KEYS * 64 : sm.k + wg * 32);
-    const u32 ds_row = address(sm.ds[0]) + (wg * 64 + warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
-    const u32 out_row = (warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
+    u32 ds_row = address(sm.ds[0]) + (wg * 64 + warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
+    u32 columns = address(sm.vectors) + lane % 4 * 16;
+    u32 dq_at = address(sm.dq[wg]) + (warp * (D / 16) * 32 + lane) * 16;
+    hold(ds_row), hold(columns), hold(dq_at);  // or they are computed again in every tile
 
-    float dk[D / 2], dv[D / 2], dp[32], dq[D / 4];
-    u32 s[32];
+    float dk[D / 2], dv[D / 2], p[32], dp[32], dq[D / 4];
+    float q_scale_lse[32];  // of 16 columns each
+    u32 s[32], p16[16], ds16[16];
 #pragma unroll
     for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0.f;
 
-    auto scores = [&](int stage) {
+    auto signal = [&](u64& bar) {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(bar);
+    };
+    auto issue_s = [&](int stage) {
 #pragma unroll
         for (int i = 0; i < 32; i++) s[i] = 0x4B400000;
         pin(s);
@@ -363,151 +376,174 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
         for (int i = 0; i < D / 32; i++) multiply_codes(s, k8_op + 2 * i, q_op + 2 * i);
         products_commit();
     };
-    auto queries_gradient = [&](int buffer) {
-        u64 ds_op = operand(sm.ds[buffer]);
-        products_begin();
-        add_dq<0>(dq, ds_op, k_op);
+    auto begin_dp = [&](int stage) {  // dP - delta: the sums begin at -delta
 #pragma unroll
-        for (int i = 1; i < KEYS / 16; i++) add_dq<1>(dq, ds_op + 128 * i, k_op + 128 * i);
-        products_commit();
-    };
-    auto send_queries_gradient = [&](int parity) {
-        barrier_wait(sm.dq_free[wg], parity);
-        float4* to = (float4*)sm.dq[wg] + warp * (D / 16) * 32 + lane;
-#pragma unroll
-        for (int j = 0; j < D / 16; j++) to[32 * j] = make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-        fence_async();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(sm.dq_full[wg]);
-    };
-
-    const int tiles = (work.last - work.first) * group;
-    Ring now, next;
-    barrier_wait(sm.keys_full, 0);
-    if (tiles) barrier_wait(sm.codes_full[0], 0);
-    scores(0);
-    products_wait<0>();
-    pin(s);
-    int m = work.last;
-    for (int t = 0; t < tiles; t++) {
-        if (--m < work.first) m = work.last - 1;
-        next.next(STAGES);
-        const float4* columns = (const float4*)sm.vectors[now.stage] + column;
-
-        barrier_wait(sm.wide_full[now.stage], now.parity);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {  // dP - delta: the sums begin at -delta
-            float4 x = columns[2 * (QUERIES / 4) + 4 * j];
+        for (int j = 0; j < 4; j++) {
+            float4 x = load_shared(columns + stage * (VECTORS * 4) + 2 * QUERIES * 4 + 64 * j);
             dp[8 * j] = dp[8 * j + 2] = x.x;
             dp[8 * j + 1] = dp[8 * j + 3] = x.y;
             dp[8 * j + 4] = dp[8 * j + 6] = x.z;
             dp[8 * j + 5] = dp[8 * j + 7] = x.w;
         }
         pin(dp);
-        u64 do_op = operand(sm.dO[now.stage]);
+    };
+    auto issue_dp = [&](int stage) {
+        u64 do_op = operand(sm.dO[stage]);
         products_begin();
 #pragma unroll
         for (int i = 0; i < D / 16; i++)
-            multiply_wide(dp, v_op + i / 4 * (KEYS * 128 / 16) + i % 4 * 2, do_op + i / 4 * (QUERIES * 128 / 16) + i % 4 * 2);
+            multiply_wide(dp, v_op + i / 4 * (KEYS * 8) + i % 4 * 2, do_op + i / 4 * (QUERIES * 8) + i % 4 * 2);
         products_commit();
-
-        float p[32];
+    };
+    auto load_columns = [&](int stage) {
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            float4 qs = columns[4 * j], lse = columns[QUERIES / 4 + 4 * j];
-            float a[4] = {qs.x, qs.y, qs.z, qs.w}, b[4] = {lse.x, lse.y, lse.z, lse.w};
+        for (int i = 0; i < 8; i++) {
+            float4 x = load_shared(columns + stage * (VECTORS * 4) + 64 * i);
+            float* y = q_scale_lse + 4 * i;
+            y[0] = x.x, y[1] = x.y, y[2] = x.z, y[3] = x.w;
+        }
+        pin(q_scale_lse);
+    };
+    auto compute_p = [&](int m) {
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                int c = i / 4 * 2 + i % 2, r = i / 2 % 2;
-                float x = __fmaf_rn(__uint_as_float(s[8 * j + i]), ks[r], -MAGIC * ks[r]);
-                p[8 * j + i] = power_of_2(__fmaf_rn(x, a[c], -b[c]));
+        for (int i = 0; i < 32; i++) {
+            int c = i / 8 * 4 + i / 4 % 2 * 2 + i % 2, r = i / 2 % 2;
+            float x = __fmaf_rn(__uint_as_float(s[i]), ks[r], -MAGIC * ks[r]);
+            p[i] = power_of_2(__fmaf_rn(x, q_scale_lse[c], -q_scale_lse[16 + c]));
+        }
+        if (m < work.clear || m >= work.blurred) {
+            int thread = thread_index();
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                int key = first_key + thread / 32 * 16 - 64 + thread % 32 / 4 + 8 * r, lower, upper;
+                seen_by(key, problem, lower, upper);
+                int q = m * QUERIES + 2 * (thread % 4) - lower;
+#pragma unroll
+                for (int i = 0; i < 32; i++)
+                    if (i / 2 % 2 == r && (u32)(q + i / 4 * 8 + i % 2) >= (u32)(upper - lower)) p[i] = 0.f;
             }
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(sm.codes_free[now.stage]);
-        if (m < clear || m >= blurred) {
-            int q = m * QUERIES + 2 * column;
-#pragma unroll
-            for (int i = 0; i < 32; i++) {
-                int r = i / 2 % 2;
-                if ((u32)(q + i / 4 * 8 + i % 2 - lower[r]) >= (u32)span[r]) p[i] = 0.f;
-            }
-        }
-        u32 p16[16], ds16[16];
 #pragma unroll
         for (int i = 0; i < 16; i++) p16[i] = pack(p[2 * i], p[2 * i + 1]);
         pin(p16);
-        u64 do_columns = operand(sm.dO[now.stage], QUERIES * 128);
+    };
+    auto issue_dv = [&](int stage) {
+        u64 b = operand(sm.dO[stage], QUERIES * 128);
         products_begin();
 #pragma unroll
-        for (int i = 0; i < 4; i++) add_dv(dv, p16 + 4 * i, do_columns + 128 * i);
+        for (int i = 0; i < 4; i++) add_dv(dv, p16 + 4 * i, b + 128 * i);
         products_commit();
-
-        products_wait<1>();
-        pin(dp);
+    };
+    auto compute_ds = [&](int t) {
+        const int buffer = t & 1;
 #pragma unroll
         for (int i = 0; i < 16; i++) ds16[i] = pack_bf16(p[2 * i] * dp[2 * i], p[2 * i + 1] * dp[2 * i + 1]);
         pin(ds16);
-        barrier_wait(sm.ds_free[t & 1], t >> 1 & 1 ^ 1);
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            store_matrices((ds_row ^ i << 5) + (t & 1) * (KEYS * QUERIES * 2), ds16[4 * i], ds16[4 * i + 1], ds16[4 * i + 2],
-                           ds16[4 * i + 3]);
+            store_matrices((ds_row ^ i << 5) + buffer * (KEYS * QUERIES * 2), ds16 + 4 * i);
         fence_async();
         __syncwarp();
-        if (lane == 0) barrier_arrive(sm.ds_full[t & 1]);
-        u64 q_columns = operand(sm.q[now.stage], QUERIES * 128);
+        if (lane == 0) {
+            barrier_arrive(sm.ds_full[buffer]);
+            if (t > 1) barrier_arrive(sm.dq_full[wg]);  // of tile t - 2
+        }
+    };
+    auto issue_dk = [&](int stage) {
+        u64 b = operand(sm.q[stage], QUERIES * 128);
         products_begin();
 #pragma unroll
-        for (int i = 0; i < 4; i++) add_dk(dk, ds16 + 4 * i, q_columns + 128 * i);
+        for (int i = 0; i < 4; i++) add_dk(dk, ds16 + 4 * i, b + 128 * i);
         products_commit();
+    };
+    auto issue_dq = [&](int t) {  // at -1 of nothing
+        barrier_wait(sm.ds_full[t & 1], t >> 1 & 1);
+        u64 ds_op = operand(sm.ds[t & 1]);
+        products_begin();
+        add_dq<0>(dq, ds_op, k_op);
+#pragma unroll
+        for (int i = 1; i < KEYS / 16; i++) add_dq<1>(dq, ds_op + 128 * i, k_op + 128 * i);
+        products_commit();
+    };
+    auto send_dq = [&](int t) {  // to shared memory; the next compute_ds says that it is there
+        if (t < 0) return;
+        if (lane == 0) barrier_arrive(sm.ds_free[t & 1]);
+        barrier_wait(sm.dq_free[wg], t & 1 ^ 1);
+#pragma unroll
+        for (int j = 0; j < D / 16; j++) store_shared(dq_at + 512 * j, dq + 4 * j);
+    };
 
-        barrier_wait(sm.ds_full[t & 1 ^ 1], t - 1 >> 1 & 1);
-        queries_gradient(t & 1 ^ 1);
+    const int tiles = (last_tile - first_tile) * group;
+    int m = last_tile - 1;
+    barrier_wait(sm.keys_full, 0);
+    if (tiles) barrier_wait(sm.codes_full[0], 0);
+    load_columns(0);
+    issue_s(0);
+    products_wait<0>();
+    pin(s);
+    begin_dp(0);
+    for (int t = 0; t < tiles; t++) {
+        const int now = place(t), next = place(t + 1);
+        barrier_wait(sm.wide_full[now], parity(t));
+        issue_dp(now);
+        barrier_wait(sm.ds_free[t & 1], t >> 1 & 1 ^ 1);
+        compute_p(m);
+        issue_dv(now);
+        signal(sm.codes_free[now]);  // not before: loads may be on their way until their values are used
+        products_wait<1>();
+        pin(dp);
+        compute_ds(t);
+        issue_dk(now);
+        issue_dq(t - 1);
         products_wait<1>();
         pin(p16);
         pin(ds16);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(sm.wide_free[now.stage]);
-        if (t + 1 < tiles) barrier_wait(sm.codes_full[next.stage], next.parity);
-        scores(next.stage);
+        signal(sm.wide_free[now]);
+        if (t + 1 < tiles) barrier_wait(sm.codes_full[next], parity(t + 1));
+        load_columns(next);
+        issue_s(next);
         products_wait<1>();
         pin(dq);
-        if (t) {
-            if (lane == 0) barrier_arrive(sm.ds_free[t & 1 ^ 1]);
-            send_queries_gradient(t & 1);
-        }
+        send_dq(t - 1);
+        begin_dp(next);
         products_wait<0>();
         pin(s);
-        now = next;
+        if (--m < first_tile) m = last_tile - 1;
     }
+    products_wait<0>();
     pin(dk);
     pin(dv);
     if (tiles) {
-        barrier_wait(sm.ds_full[tiles & 1 ^ 1], tiles - 1 >> 1 & 1);
-        queries_gradient(tiles & 1 ^ 1);
+        issue_dq(tiles - 1);
         products_wait<0>();
         pin(dq);
-        send_queries_gradient(tiles & 1);
+        fence_async();
+        if (tiles > 1) signal(sm.dq_full[wg]);
+        send_dq(tiles - 1);
+        fence_async();
+        signal(sm.dq_full[wg]);
     }
 
+    const u32 out_row = (warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
     // dV leaves through this warpgroup's part of V, dK through its part of dQ
     auto send = [&](float (&x)[D / 2], float factor, u32 to, int block_bytes) {
 #pragma unroll
-        for (int i = 0; i < D / 16; i++)
-            store_matrices((to + out_row ^ i % 4 << 5) + i / 4 * block_bytes,
-                           pack(x[8 * i] * factor, x[8 * i + 1] * factor), pack(x[8 * i + 2] * factor, x[8 * i + 3] * factor),
-                           pack(x[8 * i + 4] * factor, x[8 * i + 5] * factor), pack(x[8 * i + 6] * factor, x[8 * i + 7] * factor));
+        for (int i = 0; i < D / 16; i++) {
+            u32 y[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) y[j] = pack(x[8 * i + 2 * j] * factor, x[8 * i + 2 * j + 1] * factor);
+            store_matrices((to + out_row ^ i % 4 << 5) + i / 4 * block_bytes, y);
+        }
         fence_async();
-        asm volatile("bar.sync %0, 128;" ::"r"(1 + wg) : "memory");
+        warpgroup_barrier(wg);
     };
     send(dv, 1.f, address(sm.v + wg * 64 * 64), KEYS * 128);
     if (tiles) barrier_wait(sm.dq_free[wg], tiles - 1 & 1);
     send(dk, scale, address(sm.dq[wg]), 64 * 128);
     if (warp == 0 && lane == 0) {
         for (int b = 0; b < BLOCKS_D; b++) {
-            copy_out(dv_map, b * 64, first_key + wg * 64, work.kv_head, work.batch, sm.v + b * KEYS * 64 + wg * 64 * 64);
-            copy_out(dk_map, b * 64, first_key + wg * 64, work.kv_head, work.batch, (char*)sm.dq[wg] + b * 64 * 128);
+            copy_out(dv_map, b * 64, first_key + wg * 64, kv_head, batch, sm.v + b * KEYS * 64 + wg * 64 * 64);
+            copy_out(dk_map, b * 64, first_key + wg * 64, kv_head, batch, (char*)sm.dq[wg] + b * 64 * 128);
         }
         copies_commit();
         copies_wait();

@@ -1,4 +1,4 @@
-"""Hopper backward of the recipe `scores`: one CUDA kernel (hopper_backward.cu) between two that prepare and one that ends.
+"""Hopper backward of the recipe `scores`: a CUDA kernel (hopper_backward.cu), two that prepare and one that narrows dQ.
 
 S is recomputed from the INT8 codes of Q and K, the other four products are 16-bit with float32 sums. On this chip the
 reductions, roundings and conversions that an INT8 P or dS costs take longer than the tensor time it saves; what was
@@ -24,8 +24,10 @@ from .reference import RECIPES, Saved
 
 KEYS = 128  # of a program
 HEAD_DIMS = (64, 128)
-# Operands and sums of the heads that run at one time should stay in the L2 cache.
+# Operands and sums of the heads that run at one time should stay in the L2 cache. In order of key blocks a causal block
+# starts late if many blocks of one head run at one time, which costs more than the cache saves.
 L2_BYTES = 40 << 20
+L2_BYTES_IN_ORDER = 200 << 20
 
 
 @triton.jit
@@ -37,10 +39,10 @@ def _in_column_order(TILE: tl.constexpr):
 
 @triton.jit
 def _prepare_queries_kernel(
-    DO, O, Q8, Q_SCALE, LSE, Q16, VECTORS, scale_log2, heads, tokens, tiles,
+    DO, O, Q8, Q_SCALE, LSE, Q16, VECTORS, SUM, TURNS, scale_log2, heads, tokens, tiles,
     stride_b, stride_n, stride_h, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Q in 16 bits as its codes say, and the column vectors s_Q, lse (in log 2) and -delta = -rowsum(dO o O)."""
+    """Q in 16 bits as its codes say, column vectors s_Q, lse (in log 2) and -delta = -rowsum(dO o O), empty sums."""
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = bh // heads, bh % heads
@@ -60,11 +62,15 @@ def _prepare_queries_kernel(
     tl.store(vectors, q_scale * scale_log2)
     tl.store(vectors + TILE, lse * LOG2E)
     tl.store(vectors + 2 * TILE, -tl.sum(do * o, 1))
+    sums = SUM + (bh * tiles + tile) * (TILE * HEAD_DIM) + tl.arange(0, TILE * HEAD_DIM)
+    tl.store(sums, tl.zeros([TILE * HEAD_DIM], tl.float32))
+    if TURNS is not None:
+        tl.store(TURNS + (bh * tiles + tile) * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @triton.jit
 def _finish_dq_kernel(SUM, DQ, scale, heads, tokens, tiles, HEAD_DIM: tl.constexpr):
-    """Sums of dQ [heads, tiles, half of D, warp, 8 columns, lane / 4, lane % 4, 8 rows, 2 columns] -> dQ [B, N, H, D]."""
+    """Sums of dQ [heads, tiles, half of D, warp, 8 columns, lane / 4, lane % 4, 8 rows, 2 columns] -> dQ, in rows."""
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     t = tile * 64 + tl.arange(0, 64)
@@ -91,7 +97,7 @@ def _mappable(x: Tensor) -> Tensor:
 @functools.cache
 def _shared_bytes(head_dim: int) -> int:
     """Of struct Shared in hopper_backward.cu."""
-    stages = 2 if head_dim == 128 else 3
+    stages = 2 if head_dim == 128 else 4
     tiles = KEYS * head_dim * 5 + 2 * KEYS * TILE * 2 + TILE * head_dim * 4 + stages * TILE * (head_dim * 5 + 12)
     return -(-(tiles + 8 * (9 + 4 * stages)) // 1024) * 1024
 
@@ -124,41 +130,45 @@ def hopper_backward(
     scale: float,
     cu_seqlens: Tensor | None,
     recipe: str,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """reference.twin_backward on Hopper where `supported` says so: same arguments, same results up to float32 sums.
 
-    deterministic: add up dQ in a fixed order, key blocks from the first to the last.
+    deterministic: add up dQ in a fixed order, key blocks from the first to the last. None asks
+    torch.are_deterministic_algorithms_enabled(). dK and dV are always the same bits.
     """
     batch, n_q, heads, head_dim = do.shape
     n_k, kv_heads = v.shape[1:3]
     q_tiles = tiles_of(n_q)
     do, v = _mappable(do), _mappable(v)
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     with on_device_of(do):
         new = functools.partial(torch.empty, device=do.device)
         # bfloat16 whatever the inputs are: float16 has no room for dS, and both operands of a product have one type.
         q16 = new(saved.q.codes.shape, dtype=torch.bfloat16)
         vectors = new((batch * heads * q_tiles, 3, TILE), dtype=torch.float32)
+        dq_sum = new(batch * heads * q_tiles * TILE * head_dim, dtype=torch.float32)
+        turns = new(batch * heads * q_tiles * 2, dtype=torch.int32) if deterministic else None
         _prepare_queries_kernel[(q_tiles * batch * heads,)](
-            do, o, *saved.q, saved.lse, q16, vectors, scale * LOG2E.value,
+            do, o, *saved.q, saved.lse, q16, vectors, dq_sum, turns, scale * LOG2E.value,
             heads, n_q, q_tiles, *do.stride()[:3], HEAD_DIM=head_dim, TILE=TILE, LOG2E=LOG2E.value, num_warps=4,
         )  # fmt: skip
         k16 = dequantize_triton(saved.k)
         dq, dk, dv = new(do.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype)
-        dq_sum = torch.zeros(batch * heads * q_tiles * TILE * head_dim, dtype=torch.float32, device=do.device)
-        turns = torch.zeros(batch * heads * q_tiles * 2, dtype=torch.int32, device=do.device) if deterministic else None
         starts, ends = (None, None) if cu_seqlens is None else document_bounds_triton(cu_seqlens, n_q)
         blocks = -(-n_k // KEYS)
-        heads_at_once = max(1, L2_BYTES // (n_q * heads // kv_heads * head_dim * 9))
-        kernel = nvrtc.load(
-            "hopper_backward.cu", "hopper_backward", {"HEAD_DIM": head_dim, "HALF": int(v.dtype == torch.float16)}
-        )
-        kernel.launch(
-            (blocks * batch * kv_heads,), (384,), _shared_bytes(head_dim),
+        bytes_per_head = n_q * heads // kv_heads * head_dim * 9
+        in_cache = L2_BYTES_IN_ORDER if deterministic and causal else L2_BYTES
+        shared = _shared_bytes(head_dim)
+        half = int(v.dtype == torch.float16)
+        defines = {"HEAD_DIM": head_dim, "HALF": half, "SHARED_BYTES": shared}
+        nvrtc.load("hopper_backward.cu", "hopper_backward", defines).launch(
+            (blocks * batch * kv_heads,), (384,), shared,
             _map(saved.q.codes, TILE), _map(q16, TILE), _map(do.transpose(1, 2), TILE), _map(saved.k.codes, KEYS),
             _map(k16, KEYS), _map(v.transpose(1, 2), KEYS), _map(dk.transpose(1, 2), 64), _map(dv.transpose(1, 2), 64),
             vectors, saved.k.scale, starts, ends, dq_sum, turns, scale,
-            kv_heads, heads // kv_heads, n_q, n_k, q_tiles, blocks, batch * kv_heads, heads_at_once, int(causal),
+            kv_heads, heads // kv_heads, n_q, n_k, q_tiles, batch * kv_heads, max(1, in_cache // bytes_per_head),
+            int(causal),
         )  # fmt: skip
         _finish_dq_kernel[(q_tiles * batch * heads,)](dq_sum, dq, scale, heads, n_q, q_tiles, HEAD_DIM=head_dim)
     return dq, dk, dv
