@@ -120,7 +120,7 @@ def test_schedule(on_cpu, batch, n_q, n_k, heads, kv_heads, head_dim, causal, gr
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("documents", [(1, 0, 63, 64, 200, 1, 71), (1,) * 130, (129, 256, 27), (5, 195)])
+@pytest.mark.parametrize("documents", [(1, 0, 63, 64, 200, 1, 71), (1,) * 130, (129, 256, 27), (5, 195), (100, 900)])
 def test_documents(on_cpu, documents, causal):
     n = sum(documents)
     q, k, v = inputs(n, [(1, n, 2, 64), (1, n, 1, 64), (1, n, 1, 64)])

@@ -2,8 +2,8 @@
 //
 // A block of threads is persistent: one warp fetches (TMA), CONSUMERS warpgroups own 64 queries each. Keys are visited
 // from the last to the first. A consumer issues the scores of its next tile of keys and P V of this one, and runs the
-// softmax of the next tile under P V. The exponentials do not wait for the maximum of their tile: they are relative to an
-// old one, and taken once more in the rare case that something would overflow. Exponents are in log2 units.
+// softmax of the next tile under P V. The exponentials do not wait for the maximum of their tile: they are relative to
+// an old one, and taken once more in the rare case that something would overflow. Exponents are in log2 units.
 //
 // Macros: HEAD_DIM (64, 128), BLOCK_N (keys a tile), CONSUMERS, STAGES, CAUSAL, PACKED, FP16 (values are float16).
 
@@ -16,6 +16,7 @@ constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
 // A block has what it started with; more would be waited for in vain.
 static_assert(128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536 / THREADS / 8 * 8 * THREADS);
+static_assert(STAGES - 2 >= (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N);  // see last_tile
 constexpr int Q_BYTES = 64 * D * 2, K_BYTES = BLOCK_N * D, V_BYTES = BLOCK_N * D * 2, SCALE_BYTES = BLOCK_N * 4;
 constexpr float LOWEST = -1e30f;  // finite, so that a row that has seen no key yet needs no special case
 constexpr float HIGHEST = FP16 ? 14.0f : 64.0f;  // log2 of what a probability may be relative to an old maximum
@@ -240,6 +241,14 @@ struct Problem {
         to = most(end / BLOCK_N, from);
     }
 
+    // Last key tile of a block that a warpgroup has to look at: with documents all, since what it gives back before its
+    // last P V is done may not fill the pipeline.
+    DEVICE int last_tile(const Work &w, int wg) const {
+        int first, last;
+        bounds(w.block * BLOCK_M + wg * 64 + 63, first, last);
+        return PACKED ? w.hi - 1 : last / BLOCK_N;
+    }
+
     // Keys that one row sees: first .. last.
     DEVICE void bounds(int row, int &first, int &last) const {
         first = 0;
@@ -361,6 +370,17 @@ struct Consumer {
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(shared.q_free[wg]);
         return tile;
+    }
+
+    // Give back the first tiles of a block of queries if only the warpgroups after this one see them.
+    DEVICE Ring skip(Ring at, const Work &w) {
+        for (int j = w.hi - 1, last = problem.last_tile(w, wg); j > last; j--, at = at.next()) {
+            wait(shared.k_full[at.stage], at.parity);
+            wait(shared.v_full[at.stage], at.parity);
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) arrive(shared.k_free[at.stage]), arrive(shared.v_free[at.stage]);
+        }
+        return at;
     }
 
     DEVICE void issue_scores(int stage) {
@@ -567,10 +587,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     mine.wg = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);
     mine.c = threadIdx.x % 4;
     // One block of queries after the other; the first scores of the next stand behind the last P V of this one.
-    Ring at{0, 0};
     int tile = mine.start(0, tiles, q_codes, q_scales, factor), j, clear_from, clear_to, lo;
-    wait(shared.k_full[0], 0);
-    mine.issue_scores(0);
+    Ring at = mine.skip(Ring{0, 0}, problem.decode(tile));
+    wait(shared.k_full[at.stage], at.parity);
+    mine.issue_scores(at.stage);
     wgmma_wait<0>();
     pin(mine.s);
     for (u32 full = 1;; full ^= 1) {
@@ -579,7 +599,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
         {
             Work w = problem.decode(tile);
             problem.clear(w.block * BLOCK_M + mine.wg * 64, clear_from, clear_to);
-            j = w.hi - 1, lo = w.lo;
+            j = problem.last_tile(w, mine.wg), lo = w.lo;
             clear_from = most(clear_from, lo), clear_to = most(clear_to, lo);
         }
         mine.m[0] = mine.m[1] = LOWEST;
@@ -598,7 +618,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
         mine.issue_values(at.stage);
         Ring next = at.next();
         int following = mine.start(full, tiles, q_codes, q_scales, factor);
-        if (following < tiles) wait(shared.k_full[next.stage], next.parity);
+        if (following < tiles) {
+            next = mine.skip(next, problem.decode(following));
+            wait(shared.k_full[next.stage], next.parity);
+        }
         mine.issue_scores(next.stage);  // of anything, after the last block
         wgmma_wait<1>();
         pin(mine.o);
