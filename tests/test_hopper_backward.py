@@ -1,183 +1,208 @@
-"""The Hopper backward on a machine without a GPU: its schedule run in numpy, and its compilation for sm_90.
+"""The Hopper backward on a machine without a GPU: who does what, in what order dQ lies, and that it compiles."""
 
-As in test_hopper_forward.py, whose stand-ins for Gluon it uses.
-"""
-
+import ctypes
 import math
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import compile
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.compiler import ASTSource, compile
 
-import sagekernels
-from sagekernels import hopper, hopper_backward, hopper_dkdv, hopper_dq, sage_attention
-from sagekernels.reference import RECIPES, document_bounds, twin_backward, twin_forward
+from sagekernels import hopper, hopper_backward, nvrtc, sage_attention
+from sagekernels.reference import RECIPES, document_bounds, twin_backward, twin_forward, visible
 from sagekernels.testing import Shape, random_inputs, results_of
-from test_hopper_forward import MBARRIER, Barrier, Descriptor, Machine, Pending, Pointer, Shared, product_wait, raw
 
-FOLDER = Path(sagekernels.__file__).parent
-COLUMN_ORDER = [16 * (p // 16) + 8 * (p // 2 % 2) + 2 * (p // 4 % 4) + p % 2 for p in range(64)]
-
-
-class Memory(Shared):
-    """Shared memory that can be sliced and written."""
-
-    def index(self, i):
-        return Memory(super().index(i).array)
-
-    def permute(self, order):
-        return Memory(super().permute(order).array)
-
-    def slice(self, start, length, dim):
-        return Memory(self.array[(slice(None),) * dim + (slice(start, start + length),)])
-
-    def store(self, value):
-        self.array[...] = raw(value)
+SHARED_MEMORY = 227 * 1024
+INTERFACE = """
+#define DEVICE static inline
+#include "hopper_backward_schedule.cuh"
+extern "C" void work(int program, const Problem& p, Work& w) { w = work_of(program, p); }
+extern "C" void seen(int key, const Problem& p, int& lower, int& upper) { seen_by(key, p, lower, upper); }
+extern "C" int turn(int block, int tile, const Problem& p) { return turn_of(block, tile, p); }
+"""
 
 
-class Gluon(Machine):
-    """What the backward uses beyond the forward."""
-
-    convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
-
-    def allocate_shared_memory(self, dtype, shape, layout):
-        if layout == "barrier" and len(shape) == 1:
-            return Barrier()
-        memory = super().allocate_shared_memory(dtype, shape, layout)
-        return Memory(memory.array) if isinstance(memory, Shared) else memory
-
-    @staticmethod
-    def atomic_add(pointer, value, sem):
-        np.add.at(pointer.array, pointer.offset, raw(value))
+class Problem(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("kv_heads", "n_q", "n_k", "causal")),
+        *((name, ctypes.c_void_p) for name in ("starts", "ends")),
+        *((name, ctypes.c_int) for name in ("heads", "heads_at_once")),
+    ]
 
 
-def kernels_on(machine):
-    """The device functions of the backward, on this machine."""
-    text = "\n".join((FOLDER / f"hopper_{name}.py").read_text() for name in ("pieces", "dkdv", "dq"))
-    text = re.sub(r"^from .*? import (\([^)]*\)|.*)$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"@gluon\.jit(\(.*\))?", "", text)
-    copies = type(
-        "", (), {"async_copy_global_to_shared": staticmethod(lambda d, at, bar, memory: d.copy(at, bar, memory))}
-    )
-    names = {
-        "gl": machine, "mbarrier": MBARRIER, "tma": copies, "LOG2E": math.log2(math.e),
-        "fence_async_shared": lambda: None, "warpgroup_mma_wait": product_wait,
-        "warpgroup_mma": lambda a, b, acc, use_acc=True, is_async=True: Pending(a, b, acc, use_acc),
-    }  # fmt: skip
-    exec(text, names)
-    return names["dkdv_kernel"], names["dq_kernel"]
+class Work(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("bh", "block", "first", "last", "clear", "blurred")]
 
 
-def columns(x, tiles, value=0.0):
-    """[heads, N] -> [heads, tiles, 64] in the order of column vectors."""
-    padded = torch.nn.functional.pad(x.flatten(0, 1), (0, tiles * 64 - x.shape[-1]), value=value)
-    return padded.unflatten(1, (tiles, 64))[..., COLUMN_ORDER]
-
-
-def emulated_backward(do, v, o, saved, causal, scale, cu_seqlens, fused, heads_per_group, stages, consumers):
-    """dq, dk, dv of the kernels."""
-    batch, n_q, heads, head_dim = do.shape
-    n_k, kv_heads = v.shape[1:3]
-    q_tiles, k_tiles, group = -(-n_q // 64), -(-n_k // 64), heads // kv_heads
-    delta = (do.float() * o.float()).sum(-1).transpose(1, 2).contiguous()
-    log2e = math.log2(math.e)
-    vectors = torch.stack(
-        (
-            columns(saved.q.scale * (scale * log2e), q_tiles),
-            columns(saved.lse * log2e, q_tiles, math.inf),
-            columns(delta, q_tiles),
-        ),
-        2,
-    )
-    q16, k16 = (x.dequantized().half().flatten(0, 2).numpy() for x in (saved.q, saved.k))
-    box = [64, head_dim]
-    q8 = Descriptor(saved.q.codes.flatten(0, 2).numpy(), box)
-    k8 = Descriptor(saved.k.codes.flatten(0, 2).numpy(), box)
-    do_rows, v_rows = (Descriptor(x.flatten(0, 1).flatten(1).numpy(), box) for x in (do, v))
-    dq, dk, dv = (np.full(x.numel(), np.nan, np.float16) for x in (do, v, v))
-    dq_sum = np.zeros(batch * heads * q_tiles * 64 * head_dim, np.float32)
-    packed = cu_seqlens is not None
-    bounds = [Pointer(x.numpy()) for x in document_bounds(cu_seqlens, n_k)] if packed else [None, None]
-    machine = Gluon()
-    dkdv_kernel, dq_kernel = kernels_on(machine)
-    strides = lambda h: (h * head_dim, head_dim)  # noqa: E731
-    blocks = -(-n_k // 128)
-    for machine.pid in reversed(range(blocks * batch * kv_heads)):
-        dkdv_kernel(
-            q8, Descriptor(q16, box), do_rows, Descriptor(vectors.flatten().numpy(), [64]), k8, v_rows,
-            Descriptor(k16, [128, head_dim]), Pointer(saved.k.scale.flatten().numpy()), *bounds, Pointer(dk),
-            Pointer(dv), Pointer(dq_sum), np.float32(scale), kv_heads, group, n_q, n_k, q_tiles, blocks,
-            batch * kv_heads, heads_per_group, head_dim, head_dim, n_k * kv_heads * head_dim, *strides(kv_heads),
-            HEAD_DIM=head_dim, STAGES=stages, IS_CAUSAL=causal, PACKED=packed, FUSED=fused, K_REGS=fused,
-        )  # fmt: skip
-    if fused:
-        sums = torch.from_numpy(dq_sum).view(batch, heads, q_tiles, 8, 4, 8, 4, 2, 2) * scale
-        sums = sums.permute(0, 1, 2, 4, 7, 5, 3, 6, 8).reshape(batch, heads, q_tiles * 64, 64)[:, :, :n_q]
-        return sums.transpose(1, 2), *(torch.from_numpy(x).view(v.shape) for x in (dk, dv))
-    blocks = -(-n_q // (64 * consumers))
-    for machine.pid in range(blocks * batch * heads):
-        dq_kernel(
-            q8, do_rows, k8, Descriptor(k16, box), v_rows,
-            Descriptor(columns(saved.k.scale, k_tiles).flatten().numpy(), [64]),
-            Pointer(saved.q.scale.flatten().numpy()), Pointer(saved.lse.flatten().numpy()),
-            Pointer(delta.flatten().numpy()), *bounds, Pointer(dq), np.float32(scale), kv_heads, group, n_q, n_k,
-            k_tiles, blocks, batch * heads, heads_per_group, head_dim, head_dim, n_q * heads * head_dim,
-            *strides(heads),
-            HEAD_DIM=head_dim, STAGES=stages, CONSUMERS=consumers, IS_CAUSAL=causal, PACKED=packed, REGISTERS=240,
-        )  # fmt: skip
-    return tuple(torch.from_numpy(x).view(shape) for x, shape in ((dq, do.shape), (dk, v.shape), (dv, v.shape)))
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory):
+    """hopper_backward_schedule.cuh for this machine's processor."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    folder = tmp_path_factory.mktemp("schedule")
+    (folder / "schedule.cpp").write_text(INTERFACE)
+    options = ["-std=c++17", "-shared", "-fPIC", f"-I{nvrtc.HERE}", "-o", str(folder / "schedule.so")]
+    subprocess.run([compiler, *options, str(folder / "schedule.cpp")], check=True)
+    return ctypes.CDLL(str(folder / "schedule.so"))
 
 
 @pytest.mark.parametrize(
-    (
-        "batch",
-        "n_q",
-        "n_k",
-        "heads",
-        "kv_heads",
-        "causal",
-        "documents",
-        "fused",
-        "heads_per_group",
-        "stages",
-        "consumers",
-    ),
+    ("n_q", "n_k", "causal", "documents", "heads", "heads_at_once"),
     [
-        (1, 320, 320, 2, 1, True, (), False, 1, 2, 3),
-        (2, 300, 300, 2, 2, True, (), True, 3, 3, 2),
-        (2, 200, 333, 1, 1, False, (), True, 2, 2, 2),
-        (1, 130, 333, 3, 1, True, (), True, 2, 3, 2),
-        (2, 130, 333, 2, 1, True, (), False, 4, 3, 2),
-        (1, 1, 257, 1, 1, True, (), False, 1, 2, 2),
-        (2, 257, 70, 1, 1, False, (), False, 5, 2, 3),
-        (1, 64, 64, 1, 1, True, (), True, 1, 3, 2),
-        (1, 420, 420, 2, 1, True, (100, 0, 1, 63, 220, 36, 0), False, 2, 2, 3),
-        (1, 420, 420, 1, 1, False, (100, 0, 1, 63, 220, 36, 0), False, 1, 3, 2),
-        (1, 400, 400, 1, 1, True, (200, 200), True, 1, 2, 2),
-        (1, 390, 390, 2, 2, False, (10,) * 39, True, 1, 2, 2),
-        (1, 390, 390, 1, 1, False, (10,) * 39, False, 1, 2, 3),
+        (320, 320, True, (), 3, 2),
+        (300, 300, False, (), 1, 5),
+        (130, 333, True, (), 2, 1),
+        (1, 257, True, (), 1, 1),
+        (257, 70, False, (), 4, 3),
+        (1000, 1000, True, (), 5, 2),
+        (420, 420, True, (100, 0, 1, 63, 220, 36, 0), 2, 2),
+        (420, 420, False, (100, 0, 1, 63, 220, 36, 0), 1, 3),
+        (390, 390, False, (10,) * 39, 2, 1),
+        (640, 640, True, (128, 64, 192, 256), 1, 1),
     ],
 )
-def test_schedule(
-    batch, n_q, n_k, heads, kv_heads, causal, documents, fused, heads_per_group, stages, consumers
-):  # fmt: skip
-    generator = torch.Generator().manual_seed(n_q)
-    q, k, v, do = (
-        torch.randn(batch, n, h, 64, generator=generator).half()
-        for n, h in ((n_q, heads), (n_k, kv_heads), (n_k, kv_heads), (n_q, heads))
-    )
+def test_schedule(schedule, n_q, n_k, causal, documents, heads, heads_at_once):
+    """Each block is taken once; every visible pair is in a tile that is taken and unmasked where no mask is applied;
+    the blocks that add to a tile of queries have turns 0, 1, 2, ..., the earlier ones in programs launched earlier."""
     cu_seqlens = torch.tensor((0, *documents)).cumsum(0).int() if documents else None
-    options = {"causal": causal, "scale": 0.125, "cu_seqlens": cu_seqlens, "recipe": "scores"}
-    o, saved = twin_forward(q, k + 1, v, smooth_k=True, smooth_q=False, **options)
+    bounds = [x.numpy() for x in document_bounds(cu_seqlens, n_k)] if documents else [None, None]
+    pointers = [x if x is None else x.ctypes.data for x in bounds]
+    problem = Problem(1, n_q, n_k, causal, *pointers, heads, heads_at_once)
+    mask = visible(range(n_q), n_k, n_k - n_q, causal, cu_seqlens, torch.device("cpu"))
+    sees = np.ones((n_q, n_k), bool) if mask is None else mask.numpy()
+    lower, upper = ctypes.c_int(), ctypes.c_int()
+    for key in range(n_k + 5):
+        schedule.seen(key, ctypes.byref(problem), ctypes.byref(lower), ctypes.byref(upper))
+        expected = sees[:, key] if key < n_k else np.zeros(n_q, bool)
+        queries = np.arange(n_q)
+        assert np.array_equal((queries >= lower.value) & (queries < upper.value), expected)
+    blocks, tiles = -(-n_k // 128), -(-n_q // 64)
+    taken, turns = set(), {}
+    for program in range(blocks * heads):
+        w = Work()
+        schedule.work(program, ctypes.byref(problem), ctypes.byref(w))
+        taken.add((w.bh, w.block))
+        part = sees[:, w.block * 128 : (w.block + 1) * 128]
+        for m in range(tiles):
+            seen = part[m * 64 : (m + 1) * 64]
+            inside = w.first <= m < w.last
+            assert inside or not seen.any()
+            if inside and w.clear <= m < w.blurred:
+                assert seen.all() and part.shape[1] == 128
+            if inside:
+                turns.setdefault((w.bh, m), []).append(schedule.turn(w.block, m, ctypes.byref(problem)))
+    assert taken == {(bh, block) for bh in range(heads) for block in range(blocks)}
+    assert all(x == list(range(len(x))) for x in turns.values())
+    assert set(turns) == {(bh, m) for bh in range(heads) for m in range(tiles)}
+
+
+RUN = """
+#include "hopper_backward_emulator.h"
+%s
+#include "hopper_backward_emulated.h"
+%s
+extern "C" void run(int programs, const TensorMap* maps, const float* vectors, const float* k_scale, const int* starts,
+                    const int* ends, float* dq_sum, int* turns, float scale, int kv_heads, int group, int n_q, int n_k,
+                    int q_tiles, int heads, int heads_at_once, int causal) {
+    for (int i = 0; i < programs; i++) {
+        memset((void*)memory, 0xFF, sizeof(Shared));
+        run_block(i, [&] {
+            hopper_backward(maps[0], maps[1], maps[2], maps[3], maps[4], maps[5], maps[6], maps[7], vectors, k_scale,
+                            starts, ends, dq_sum, turns, scale, kv_heads, group, n_q, n_k, q_tiles, heads,
+                            heads_at_once, causal);
+        });
+    }
+}
+"""
+
+
+class TensorMap(ctypes.Structure):
+    _fields_ = [("words", ctypes.c_int64 * 16)]
+
+
+def host_map(x, rows):
+    """What hopper_backward_emulator.h takes for hopper_backward._map."""
+    batch, heads, n, d = x.shape
+    strides = [s * x.element_size() for s in (x.stride(2), x.stride(1), x.stride(0))]
+    box = [rows, min(d, 128 // x.element_size()), x.element_size()]
+    return TensorMap((x.data_ptr(), d, n, heads, batch, *strides, 0, *box))
+
+
+def kernel_on_host(folder, head_dim, half):
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    text = (nvrtc.HERE / "hopper_backward.cu").read_text()
+    head, rest = text.split("// ---- instructions ----")
+    (folder / "kernel.cpp").write_text(RUN % (head, rest.split("// ---- the kernel ----")[1]))
+    shared = hopper_backward._shared_bytes(head_dim)
+    options = [f"-DHEAD_DIM={head_dim}", f"-DHALF={half}", f"-DSHARED_BYTES={shared}", f"-I{nvrtc.HERE}"]
+    options += [f"-I{Path(__file__).parent}", "-std=c++17", "-O2", "-w", "-shared", "-fPIC"]
+    subprocess.run([compiler, *options, "-o", str(folder / "kernel.so"), str(folder / "kernel.cpp")], check=True)
+    return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+def columns(x, value=0.0):
+    """[B, heads, N] -> [B, heads, tiles, 64] in the order of column vectors."""
+    order = [16 * (p // 16) + 8 * (p // 2 % 2) + 2 * (p // 4 % 4) + p % 2 for p in range(64)]
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % 64), value=value).unflatten(-1, (-1, 64))[..., order]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "half", "batch", "n_q", "n_k", "heads", "kv_heads", "causal", "documents", "in_order"),
+    [
+        (64, 0, 1, 320, 320, 1, 1, True, (), True),
+        (128, 1, 1, 200, 200, 2, 1, True, (), False),
+        (128, 0, 2, 100, 150, 1, 1, False, (), True),
+        (64, 1, 1, 260, 260, 1, 1, False, (100, 0, 1, 63, 96), True),
+    ],
+)
+def test_kernel_on_the_host(
+    head_dim, half, batch, n_q, n_k, heads, kv_heads, causal, documents, in_order, tmp_path
+):  # fmt: skip
+    """The text of the kernel with stand-ins for its instructions (hopper_backward_emulator.h), against the twin."""
+    kernel = kernel_on_host(tmp_path, head_dim, half)
+    shape = Shape(batch, n_q, n_k, heads, kv_heads, head_dim, causal, documents)
+    dtype = torch.float16 if half else torch.bfloat16
+    q, k, v, do = random_inputs(shape, dtype=dtype)
+    cu_seqlens = shape.cu_seqlens()
+    scale = head_dim**-0.5
+    options = {"causal": causal, "scale": scale, "cu_seqlens": cu_seqlens, "recipe": "scores"}
+    o, saved = twin_forward(q, k, v, smooth_k=True, smooth_q=False, **options)
     expected = twin_backward(do, None, v, o, saved, **options)
-    got = emulated_backward(do, v, o, saved, causal, 0.125, cu_seqlens, fused, heads_per_group, stages, consumers)
-    for x, y in zip(got, expected, strict=True):
+    delta = (do.float() * o.float()).sum(-1).transpose(1, 2)
+    log2e = math.log2(math.e)
+    parts = (columns(saved.q.scale * (scale * log2e)), columns(saved.lse * log2e, math.inf), columns(-delta))
+    vectors = torch.stack(parts, 3).contiguous()
+    q16, k16 = (x.dequantized().bfloat16() for x in (saved.q, saved.k))
+    dk, dv = torch.full_like(v, math.nan), torch.full_like(v, math.nan)
+    tiles = -(-n_q // 64)
+    sums = torch.zeros(batch, heads, tiles, 64 * head_dim)
+    turns = torch.zeros(batch * heads * tiles * 2, dtype=torch.int32)
+    transposed = [x.transpose(1, 2) for x in (do, v, dk, dv)]
+    maps = (TensorMap * 8)(
+        host_map(saved.q.codes, 64), host_map(q16, 64), host_map(transposed[0], 64), host_map(saved.k.codes, 128),
+        host_map(k16, 128), host_map(transposed[1], 128), host_map(transposed[2], 64), host_map(transposed[3], 64),
+    )  # fmt: skip
+    bounds = document_bounds(cu_seqlens, n_k) if documents else (None, None)
+    pointer = lambda x: ctypes.c_void_p(None if x is None else x.data_ptr())  # noqa: E731
+    kernel.run(
+        -(-n_k // 128) * batch * kv_heads, maps, pointer(vectors), pointer(saved.k.scale), *map(pointer, bounds),
+        pointer(sums), pointer(turns if in_order else None), ctypes.c_float(scale),
+        kv_heads, heads // kv_heads, n_q, n_k, tiles, batch * kv_heads, 1, int(causal),
+    )  # fmt: skip
+    # the permutation of _finish_dq_kernel
+    text = (nvrtc.HERE / "hopper_backward.py").read_text()
+    assert "tl.reshape(x, [2, 4, HEAD_DIM // 16, 8, 4, 2, 2]), (1, 5, 3, 0, 2, 4, 6)" in text
+    dq = sums.view(batch, heads, tiles, 2, 4, head_dim // 16, 8, 4, 2, 2).permute(0, 1, 2, 4, 8, 6, 3, 5, 7, 9)
+    dq = dq.reshape(batch, heads, tiles * 64, head_dim)[:, :, :n_q].transpose(1, 2) * scale
+    for x, y in zip((dq, dk, dv), expected, strict=True):
         assert ((x.float() - y.float()).norm() / y.float().norm()).item() < 4e-3
 
 
@@ -194,48 +219,27 @@ def test_backend_leaves_other_calls_to_the_portable_kernels(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(ours, twin, strict=True))
 
 
-def compiled_for_hopper(kernel, blocks, pointers, constants, maxnreg):
-    signature = dict.fromkeys(kernel.arg_names, "i32")
-    for name, (type_name, block, kind) in blocks.items():
-        layout = NVMMASharedLayout.get_default_for(block, hopper_backward._GLUON_TYPES[kind])
-        signature[name] = f"tensordesc<{type_name}{block},{layout!r}>"
-    signature.update(pointers, scale="fp32", **dict.fromkeys(constants, "constexpr"))
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name.startswith("stride_")
-    }
-    return compile(
-        GluonASTSource(kernel, signature, constants, aligned),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 4, "maxnreg": maxnreg},
-    )
+@pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("half", [0, 1])
+def test_compiles(head_dim, half, tmp_path, monkeypatch):
+    """The struct in shared memory has the size that the launcher asks for (a static assertion), and there is room."""
+    monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
+    shared = hopper_backward._shared_bytes(head_dim)
+    assert shared <= SHARED_MEMORY
+    defines = {"HEAD_DIM": head_dim, "HALF": half, "SHARED_BYTES": shared}
+    assert nvrtc.compiled("hopper_backward.cu", defines)[:4] == b"\x7fELF"
+    with pytest.raises(RuntimeError, match="static assertion"):
+        nvrtc.compiled("hopper_backward.cu", {**defines, "SHARED_BYTES": shared - 1024})
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "packed", "fused"), [(64, False, True), (64, True, False), (128, False, False), (128, True, False)]
-)
-def test_compiles(head_dim, packed, fused):
-    """P and dS reach the matrix instructions in registers, sums leave in 16-byte words, shared memory suffices."""
-    plan = hopper_backward.SCHEDULES[head_dim]
-    codes, wide = ("i8", [64, head_dim], torch.int8), ("bf16", [64, head_dim], torch.bfloat16)
-    vector = ("fp32", [64], torch.float32)
-    blocks = {"q8_desc": codes, "q_desc": wide, "do_desc": wide, "vec_desc": vector, "k8_desc": codes, "v_desc": wide}
-    blocks["k_desc"] = ("bf16", [128, head_dim], torch.bfloat16)
-    constants = {"HEAD_DIM": head_dim, "STAGES": plan.stages, "IS_CAUSAL": True, "PACKED": packed, "FUSED": fused}
-    constants["K_REGS"] = plan.k_in_registers
-    pointers = {"KS": "*fp32", "STARTS": "*i32", "ENDS": "*i32", "DK": "*bf16", "DV": "*bf16", "DQ": "*fp32"}
-    compiled = compiled_for_hopper(hopper_dkdv.dkdv_kernel, blocks, pointers, constants, 168)
-    assert compiled.metadata.shared <= 227 * 1024
-    ptx = compiled.asm["ptx"]
-    assert "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8" in ptx
-    assert re.search(rf"m64n{head_dim}k16\.f32\.bf16\.bf16 {{[^}}]*}}, {{%r", ptx)
-    assert ("red.global.gpu.relaxed.v4.f32.add" in ptx or ".v4.f32" in ptx) or not fused
-    blocks = {"q8_desc": codes, "do_desc": wide, "k8_desc": codes, "k_desc": wide, "v_desc": wide, "ks_desc": vector}
-    constants = {"HEAD_DIM": head_dim, "STAGES": plan.dq_stages, "CONSUMERS": plan.dq_consumers, "IS_CAUSAL": True}
-    constants.update(PACKED=packed, REGISTERS={2: 240, 3: 160}[plan.dq_consumers])
-    pointers = {"QS": "*fp32", "LSE": "*fp32", "DELTA": "*fp32", "STARTS": "*i32", "ENDS": "*i32", "DQ": "*bf16"}
-    maxnreg = {2: 168, 3: 128}[plan.dq_consumers]
-    compiled = compiled_for_hopper(hopper_dq.dq_kernel, blocks, pointers, constants, maxnreg)
-    assert compiled.metadata.shared <= 227 * 1024
-    assert re.search(rf"m64n{head_dim}k16\.f32\.bf16\.bf16 {{[^}}]*}}, {{%r", compiled.asm["ptx"])
+@pytest.mark.parametrize("turns", ["*i32", "constexpr"])
+def test_preparation_compiles(turns):
+    kernel = hopper_backward._prepare_queries_kernel
+    types = {"DO": "*bf16", "O": "*bf16", "Q8": "*i8", "Q16": "*bf16", "TURNS": turns, "scale_log2": "fp32"}
+    types |= dict.fromkeys(("Q_SCALE", "LSE", "VECTORS", "SUM"), "*fp32")
+    constants = {"HEAD_DIM": 128, "TILE": 64, "LOG2E": math.log2(math.e)}
+    constants |= {"TURNS": None} if turns == "constexpr" else {}
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+    ptx = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert len(re.findall(r"st\.global\.\w+(\.\w+)? ", ptx)) > 4

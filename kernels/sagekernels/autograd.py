@@ -2,7 +2,8 @@
 
 The operators are registered with torch.library and have fake implementations, so torch.compile takes a call as one
 node of its graph, CUDA graphs capture it (nothing here synchronizes with the host) and activation checkpointing
-recomputes it. Every backend is deterministic: no atomics, the same bits from run to run.
+recomputes it. Results are the same bits from run to run, but for dQ of the backend `hopper` (recipe "scores"), which is
+then too under torch.use_deterministic_algorithms(True).
 """
 
 import torch

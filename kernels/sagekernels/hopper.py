@@ -1,7 +1,4 @@
-"""The backend `hopper`: Gluon kernels where they take a call, the portable kernels for everything else.
-
-Gluon's interface is that of triton 3.6; it is imported when the backend is used, not before.
-"""
+"""The backend `hopper`: CUDA kernels where they take a call, the portable kernels for everything else."""
 
 from torch import Tensor
 

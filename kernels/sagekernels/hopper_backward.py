@@ -1,35 +1,33 @@
-"""Hopper backward of the recipe `scores` (Gluon): TMA, asynchronous warpgroup MMA, warp specialization.
+"""Hopper backward of the recipe `scores`: a CUDA kernel (hopper_backward.cu), two that prepare and one that narrows dQ.
 
 S is recomputed from the INT8 codes of Q and K, the other four products are 16-bit with float32 sums. On this chip the
 reductions, roundings and conversions that an INT8 P or dS costs take longer than the tensor time it saves; what was
-measured, `fine` in the same design included, is in kernels/NOTES.md, section Backward.
-
-dK and dV (hopper_dkdv.py): keys are the rows of every tile, S^T = K Q^T and dP^T = V dO^T, so P^T and dS^T become A
-operands without leaving the registers. A consumer warpgroup owns 64 keys and walks over the queries that see them. dQ
-is computed by a second kernel that recomputes S and dP with queries as rows (hopper_dq.py), or, FUSED, on the way: dS
-goes to shared memory, is multiplied by K there and added to global memory, in no fixed order.
+measured, `fine` included, is in kernels/NOTES.md, section Backward.
 
 Vectors that belong to columns are stored so that a thread finds its values in 16-byte words: inside 16 tokens,
-position 4c + 2b + d (c < 4, b < 2, d < 2) holds token 8b + 2c + d.
+position 4c + 2b + d (c < 4, b < 2, d < 2) holds token 8b + 2c + d. Sums of dQ lie as the accumulators do.
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from . import nvrtc
 from .forward import document_bounds_triton
-from .hopper_dkdv import dkdv_kernel
-from .hopper_dq import dq_kernel
 from .launch import on_device_of
 from .pieces import LOG2E
-from .quantize import TILE, tiles_of
+from .quantize import TILE, dequantize_triton, tiles_of
 from .reference import RECIPES, Saved
+
+KEYS = 128  # of a program
+HEAD_DIMS = (64, 128)
+# Operands and sums of the heads that run at one time should stay in the L2 cache. In order of key blocks a causal block
+# starts late if many blocks of one head run at one time, which costs more than the cache saves.
+L2_BYTES = 40 << 20
+L2_BYTES_IN_ORDER = 200 << 20
 
 
 @triton.jit
@@ -41,10 +39,10 @@ def _in_column_order(TILE: tl.constexpr):
 
 @triton.jit
 def _prepare_queries_kernel(
-    DO, O, Q8, Q_SCALE, LSE, Q16, VECTORS, DELTA, scale_log2, heads, tokens, tiles,
+    DO, O, Q8, Q_SCALE, LSE, Q16, VECTORS, SUM, TURNS, scale_log2, heads, tokens, tiles,
     stride_b, stride_n, stride_h, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO o O), Q in 16 bits as its codes say, and the column vectors s_Q, lse (in log 2) and delta."""
+    """Q in 16 bits as its codes say, column vectors s_Q, lse (in log 2) and -delta = -rowsum(dO o O), empty sums."""
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = bh // heads, bh % heads
@@ -60,72 +58,48 @@ def _prepare_queries_kernel(
     q = tl.load(Q8 + rows, mask=inside[:, None], other=0).to(tl.float32) * q_scale[:, None]
     tl.store(Q16 + rows, q, mask=inside[:, None])
     lse = tl.load(LSE + bh * tokens + t, mask=inside, other=float("inf"))
-    delta = tl.sum(do * o, 1)
-    tl.store(DELTA + bh * tokens + t, delta, mask=inside)
     vectors = VECTORS + (bh * tiles + tile) * (3 * TILE) + tl.arange(0, TILE)
     tl.store(vectors, q_scale * scale_log2)
     tl.store(vectors + TILE, lse * LOG2E)
-    tl.store(vectors + 2 * TILE, delta)
+    tl.store(vectors + 2 * TILE, -tl.sum(do * o, 1))
+    sums = SUM + (bh * tiles + tile) * (TILE * HEAD_DIM) + tl.arange(0, TILE * HEAD_DIM)
+    tl.store(sums, tl.zeros([TILE * HEAD_DIM], tl.float32))
+    if TURNS is not None:
+        tl.store(TURNS + (bh * tiles + tile) * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @triton.jit
-def _prepare_keys_kernel(K8, K_SCALE, K16, VECTORS, tokens, tiles, HEAD_DIM: tl.constexpr, TILE: tl.constexpr):
-    """K in 16 bits as its codes say, and its scales as column vectors."""
-    tile = tl.program_id(0) % tiles
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
-    t = tile * TILE + _in_column_order(TILE)
-    inside = t < tokens
-    rows = bh * tokens * HEAD_DIM + t[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    scale = tl.load(K_SCALE + bh * tokens + t, mask=inside, other=0.0)
-    k = tl.load(K8 + rows, mask=inside[:, None], other=0).to(tl.float32) * scale[:, None]
-    tl.store(K16 + rows, k, mask=inside[:, None])
-    tl.store(VECTORS + (bh * tiles + tile) * TILE + tl.arange(0, TILE), scale)
-
-
-@triton.jit
-def _finish_dq_kernel(SUM, DQ, scale, heads, tokens, tiles, stride_b, stride_n, stride_h):
-    """The sums of _add_dq, from fragment order to rows."""
+def _finish_dq_kernel(SUM, DQ, scale, heads, tokens, tiles, HEAD_DIM: tl.constexpr):
+    """Sums of dQ [heads, tiles, half of D, warp, 8 columns, lane / 4, lane % 4, 8 rows, 2 columns] -> dQ, in rows."""
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     t = tile * 64 + tl.arange(0, 64)
-    x = tl.load(SUM + (bh * tiles + tile) * 4096 + tl.arange(0, 4096))
-    x = tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
-    rows = DQ + (bh // heads) * stride_b + (bh % heads) * stride_h + t.to(tl.int64)[:, None] * stride_n
-    tl.store(rows + tl.arange(0, 64)[None, :], tl.reshape(x, [64, 64]) * scale, mask=(t < tokens)[:, None])
+    x = tl.load(SUM + (bh * tiles + tile) * (64 * HEAD_DIM) + tl.arange(0, 64 * HEAD_DIM))
+    x = tl.permute(tl.reshape(x, [2, 4, HEAD_DIM // 16, 8, 4, 2, 2]), (1, 5, 3, 0, 2, 4, 6))
+    rows = DQ + ((bh // heads * tokens + t) * heads + bh % heads) * HEAD_DIM
+    x = tl.reshape(x, [64, HEAD_DIM]) * scale
+    tl.store(rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], x, mask=(t < tokens)[:, None])
 
 
-_GLUON_TYPES = {torch.int8: gl.int8, torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+def _map(x: Tensor, rows: int) -> nvrtc.TensorMap:
+    """For copies of so many tokens and 128 bytes of x [B, heads, N, D]; outside of it they are zeros."""
+    columns = min(x.shape[3], 128 // x.element_size())
+    return nvrtc.tensor_map(x, (1, 1, rows, columns), columns * x.element_size())
 
 
-def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, _GLUON_TYPES[x.dtype]))
+def _mappable(x: Tensor) -> Tensor:
+    """x [B, N, heads, D], copied if its strides are not those of a tensor map."""
+    unit = 16 // x.element_size()
+    fits = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in x.stride()[:3])
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def _rows_view(x: Tensor) -> tuple[Tensor, int]:
-    """[B, N, H, D] as the matrix that a TMA descriptor needs, [B * N, columns], and the columns between heads."""
-    batch, n, heads, head_dim = x.shape
-    columns = (heads - 1) * x.stride(2) + head_dim
-    is_matrix = x.stride(3) == 1 and x.stride(0) == n * x.stride(1) and x.stride(1) >= columns
-    if not is_matrix or x.stride(1) % 8 or x.data_ptr() % 16:
-        x = x.contiguous()
-        columns = heads * head_dim
-    return x.as_strided((batch * n, columns), (x.stride(1), 1)), x.stride(2)
-
-
-# Operands of the programs that run at one time should stay in the L2 cache.
-L2_BYTES = 24 << 20
-
-
-class Schedule(NamedTuple):
-    """Depth of the dK and dV pipeline, whether K's codes wait in registers, depth and warpgroups of the dQ kernel."""
-
-    stages: int
-    k_in_registers: bool
-    dq_stages: int
-    dq_consumers: int
-
-
-SCHEDULES = {64: Schedule(3, True, 4, 3), 128: Schedule(2, False, 3, 2)}
+@functools.cache
+def _shared_bytes(head_dim: int) -> int:
+    """Of struct Shared in hopper_backward.cu."""
+    stages = 2 if head_dim == 128 else 4
+    tiles = KEYS * head_dim * 5 + 2 * KEYS * TILE * 2 + TILE * head_dim * 4 + stages * TILE * (head_dim * 5 + 12)
+    return -(-(tiles + 8 * (9 + 4 * stages)) // 1024) * 1024
 
 
 def supported(do: Tensor, v: Tensor, saved: Saved, *, recipe: str) -> bool:
@@ -135,12 +109,13 @@ def supported(do: Tensor, v: Tensor, saved: Saved, *, recipe: str) -> bool:
         not rules.per_tile
         and not rules.int8_gradients
         and saved.q_mean is None
-        and do.shape[3] in SCHEDULES
+        and do.shape[3] in HEAD_DIMS
         and do.dtype == v.dtype
         and v.dtype in (torch.bfloat16, torch.float16)
         and do.is_cuda
         and torch.cuda.get_device_capability(do.device) == (9, 0)
         and max(do.numel(), v.numel()) < 2**31
+        and nvrtc.available()
     )
 
 
@@ -155,67 +130,45 @@ def hopper_backward(
     scale: float,
     cu_seqlens: Tensor | None,
     recipe: str,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """reference.twin_backward on Hopper where `supported` says so: same arguments, same results up to float32 sums.
 
-    deterministic=False allows dQ to be added up in no fixed order where that is faster (head dimension 64).
+    deterministic: add up dQ in a fixed order, key blocks from the first to the last. None asks
+    torch.are_deterministic_algorithms_enabled(). dK and dV are always the same bits.
     """
     batch, n_q, heads, head_dim = do.shape
     n_k, kv_heads = v.shape[1:3]
-    q_tiles, k_tiles = tiles_of(n_q), tiles_of(n_k)
-    plan = SCHEDULES[head_dim]
-    fused = head_dim == 64 and not deterministic
-    do = do if do.stride(3) == 1 else do.contiguous()
-    new = functools.partial(torch.empty, device=do.device)
+    q_tiles = tiles_of(n_q)
+    do, v = _mappable(do), _mappable(v)
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     with on_device_of(do):
+        new = functools.partial(torch.empty, device=do.device)
         # bfloat16 whatever the inputs are: float16 has no room for dS, and both operands of a product have one type.
-        q16 = new((batch * heads * n_q, head_dim), dtype=torch.bfloat16)
-        k16 = new((batch * kv_heads * n_k, head_dim), dtype=torch.bfloat16)
-        vectors = new(batch * heads * q_tiles * 3 * TILE, dtype=torch.float32)
-        k_vectors = new(batch * kv_heads * k_tiles * TILE, dtype=torch.float32)
-        delta = torch.empty_like(saved.lse)
+        q16 = new(saved.q.codes.shape, dtype=torch.bfloat16)
+        vectors = new((batch * heads * q_tiles, 3, TILE), dtype=torch.float32)
+        dq_sum = new(batch * heads * q_tiles * TILE * head_dim, dtype=torch.float32)
+        turns = new(batch * heads * q_tiles * 2, dtype=torch.int32) if deterministic else None
         _prepare_queries_kernel[(q_tiles * batch * heads,)](
-            do, o, *saved.q, saved.lse, q16, vectors, delta, scale * LOG2E.value,
+            do, o, *saved.q, saved.lse, q16, vectors, dq_sum, turns, scale * LOG2E.value,
             heads, n_q, q_tiles, *do.stride()[:3], HEAD_DIM=head_dim, TILE=TILE, LOG2E=LOG2E.value, num_warps=4,
         )  # fmt: skip
-        _prepare_keys_kernel[(k_tiles * batch * kv_heads,)](
-            *saved.k, k16, k_vectors, n_k, k_tiles, HEAD_DIM=head_dim, TILE=TILE, num_warps=4
-        )
-        do_rows, stride_dh = _rows_view(do)
-        v_rows, stride_vh = _rows_view(v)
+        k16 = dequantize_triton(saved.k)
         dq, dk, dv = new(do.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype)
-        dq_sum = dq
-        if fused:
-            dq_sum = torch.zeros(batch * heads * q_tiles * TILE * head_dim, dtype=torch.float32, device=do.device)
-        packed = cu_seqlens is not None
-        starts, ends = document_bounds_triton(cu_seqlens, n_q) if packed else (None, None)
-        box = [TILE, head_dim]
-        q8_desc = _descriptor(saved.q.codes.view(-1, head_dim), box)
-        k8_desc = _descriptor(saved.k.codes.view(-1, head_dim), box)
-        do_desc, v_desc = _descriptor(do_rows, box), _descriptor(v_rows, box)
-        blocks = triton.cdiv(n_k, 128)
-        per_group = max(1, L2_BYTES // (n_q * heads // kv_heads * head_dim * 5))
-        dkdv_kernel[(blocks * batch * kv_heads,)](
-            q8_desc, _descriptor(q16, box), do_desc, _descriptor(vectors, [TILE]), k8_desc, v_desc,
-            _descriptor(k16, [2 * TILE, head_dim]), saved.k.scale, starts, ends, dk, dv, dq_sum, scale,
-            kv_heads, heads // kv_heads, n_q, n_k, q_tiles, blocks, batch * kv_heads, per_group, stride_vh, stride_dh,
-            *dk.stride()[:3],
-            HEAD_DIM=head_dim, STAGES=plan.stages, IS_CAUSAL=causal, PACKED=packed, FUSED=fused,
-            K_REGS=plan.k_in_registers, num_warps=4, maxnreg=168,
+        starts, ends = (None, None) if cu_seqlens is None else document_bounds_triton(cu_seqlens, n_q)
+        blocks = -(-n_k // KEYS)
+        bytes_per_head = n_q * heads // kv_heads * head_dim * 9
+        in_cache = L2_BYTES_IN_ORDER if deterministic and causal else L2_BYTES
+        shared = _shared_bytes(head_dim)
+        half = int(v.dtype == torch.float16)
+        defines = {"HEAD_DIM": head_dim, "HALF": half, "SHARED_BYTES": shared}
+        nvrtc.load("hopper_backward.cu", "hopper_backward", defines).launch(
+            (blocks * batch * kv_heads,), (384,), shared,
+            _map(saved.q.codes, TILE), _map(q16, TILE), _map(do.transpose(1, 2), TILE), _map(saved.k.codes, KEYS),
+            _map(k16, KEYS), _map(v.transpose(1, 2), KEYS), _map(dk.transpose(1, 2), 64), _map(dv.transpose(1, 2), 64),
+            vectors, saved.k.scale, starts, ends, dq_sum, turns, scale,
+            kv_heads, heads // kv_heads, n_q, n_k, q_tiles, batch * kv_heads, max(1, in_cache // bytes_per_head),
+            int(causal),
         )  # fmt: skip
-        if fused:
-            _finish_dq_kernel[(q_tiles * batch * heads,)](dq_sum, dq, scale, heads, n_q, q_tiles, *dq.stride()[:3])
-            return dq, dk, dv
-        consumers = plan.dq_consumers
-        blocks = triton.cdiv(n_q, 64 * consumers)
-        per_group = max(1, L2_BYTES // (n_k * head_dim * 5)) * (heads // kv_heads)
-        dq_kernel[(blocks * batch * heads,)](
-            q8_desc, do_desc, k8_desc, _descriptor(k16, box), v_desc, _descriptor(k_vectors, [TILE]),
-            saved.q.scale, saved.lse, delta, starts, ends, dq, scale,
-            kv_heads, heads // kv_heads, n_q, n_k, k_tiles, blocks, batch * heads, per_group, stride_vh, stride_dh,
-            *dq.stride()[:3],
-            HEAD_DIM=head_dim, STAGES=plan.dq_stages, CONSUMERS=consumers, IS_CAUSAL=causal, PACKED=packed,
-            REGISTERS={2: 240, 3: 160}[consumers], num_warps=4, maxnreg={2: 168, 3: 128}[consumers],
-        )  # fmt: skip
+        _finish_dq_kernel[(q_tiles * batch * heads,)](dq_sum, dq, scale, heads, n_q, q_tiles, HEAD_DIM=head_dim)
     return dq, dk, dv

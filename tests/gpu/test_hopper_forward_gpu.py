@@ -18,7 +18,9 @@ SHAPES = [
     Shape(3, 200, 200, 2, 2, 128),
     Shape(1, 1, 129, 2, 1, 64),
     Shape(1, 1, 1, 1, 1, 128),
+    Shape(1, 63, 63, 3, 3, 128),
     Shape(1, 5001, 5001, 8, 8, 128),
+    Shape(2, 2500, 2500, 24, 24, 64),
     Shape(2, 4096, 4096, 8, 8, 64, causal=False),
     Shape(1, 2000, 2000, 2, 1, 64, documents=(1, 0, 63, 64, 65, 700, 1, 1, 1105, 0, 0)),
     Shape(1, 2000, 2000, 4, 4, 128, causal=False, documents=(500, 1, 499, 1000, 0, 0)),
@@ -54,7 +56,8 @@ def test_agrees_with_the_twin_and_with_float64(shape, dtype):
     exact = attention_reference(
         q.double(), k.double(), v.double(), causal=shape.causal, cu_seqlens=shape.cu_seqlens("cuda")
     )
-    assert rel_l2(o, exact) < 1.05 * rel_l2(o_twin, exact) + 1e-4
+    # P is rounded relative to another maximum than the twin's: with a single query that shows
+    assert rel_l2(o, exact) < 1.05 * rel_l2(o_twin, exact) + (1e-4 if o.numel() > 10000 else 2e-3)
     assert rel_l2(saved.lse, saved_twin.lse) < 1e-3
     for ours, twin in ((saved.q, saved_twin.q), (saved.k, saved_twin.k)):
         assert (ours.codes.int() - twin.codes.int()).abs().max() <= 1
@@ -62,6 +65,23 @@ def test_agrees_with_the_twin_and_with_float64(shape, dtype):
         assert rel_l2(ours.scale, twin.scale) < 1e-6
     again, _ = hopper_forward(q, k, v, **options(shape))
     assert torch.equal(o, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("growth", [0.5, 3.0, 20.0, 100.0])
+def test_scores_that_outgrow_the_old_maximum(growth, head_dim, causal, dtype):
+    """Keys get larger towards the first, which is visited last: up to 2^127 times from tile to tile and more."""
+    shape = Shape(1, 1500, 1500, 2, 2, head_dim, causal=causal)
+    q, k, v, _ = random_inputs(shape, dtype=dtype, device="cuda")
+    direction = torch.nn.functional.normalize(torch.randn(head_dim, device="cuda"), dim=0)
+    ramp = torch.linspace(8 * growth, -8 * growth, 1500, device="cuda")[None, :, None, None]
+    q, k = ((x.float() * 0.1 + y * direction).to(dtype) for x, y in ((q, 4), (k, ramp)))
+    o, saved = hopper_forward(q, k, v, **options(shape) | {"scale": 3 * head_dim**-0.5})
+    o_twin, saved_twin = twin_forward(q, k, v, **options(shape) | {"scale": 3 * head_dim**-0.5})
+    assert rel_l2(o, o_twin) < 1e-2
+    assert rel_l2(saved.lse, saved_twin.lse) < 1e-3
 
 
 def test_slices_of_one_projection():

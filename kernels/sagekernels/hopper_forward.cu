@@ -1,0 +1,636 @@
+// Hopper forward of the recipes `fine` and `scores`: INT8 Q K^T with one scale per token, P V in 16 bits.
+//
+// A block of threads is persistent: one warp fetches (TMA), CONSUMERS warpgroups own 64 queries each. Keys are visited
+// from the last to the first. A consumer issues the scores of its next tile of keys and P V of this one, and runs the
+// softmax of the next tile under P V. The exponentials do not wait for the maximum of their tile: they are relative to
+// an old one, and taken once more in the rare case that something would overflow. Exponents are in log2 units.
+//
+// Macros: HEAD_DIM (64, 128), BLOCK_N (keys a tile), CONSUMERS, STAGES, CAUSAL, PACKED, FP16 (values are float16).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define DEVICE __device__ __forceinline__
+
+constexpr int BLOCK_M = 64 * CONSUMERS, D = HEAD_DIM, HALVES = D / 64;
+constexpr int THREADS = 128 * (CONSUMERS + 1);
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
+// A block has what it started with; more would be waited for in vain.
+static_assert(128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536 / THREADS / 8 * 8 * THREADS);
+static_assert(STAGES - 2 >= (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N);  // see last_tile
+constexpr int Q_BYTES = 64 * D * 2, K_BYTES = BLOCK_N * D, V_BYTES = BLOCK_N * D * 2, SCALE_BYTES = BLOCK_N * 4;
+constexpr float LOWEST = -1e30f;  // finite, so that a row that has seen no key yet needs no special case
+constexpr float HIGHEST = FP16 ? 14.0f : 64.0f;  // log2 of what a probability may be relative to an old maximum
+constexpr float LN2 = 0.6931471805599453f;
+
+struct alignas(64) TensorMap { u64 words[16]; };
+
+struct Shared {
+    alignas(1024) unsigned char q[CONSUMERS][Q_BYTES];  // 16-bit queries of the next block
+    alignas(1024) unsigned char k[STAGES][K_BYTES];
+    alignas(1024) unsigned char v[STAGES][V_BYTES];
+    alignas(16) float k_scale[STAGES][BLOCK_N];
+    int tile[CONSUMERS];  // block of queries that comes with q, or none
+    u64 q_full[CONSUMERS], q_free[CONSUMERS], k_full[STAGES], k_free[STAGES], v_full[STAGES], v_free[STAGES];
+};
+
+// ---- Hopper's instructions
+
+DEVICE u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+DEVICE void barrier_init(u64 &barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&barrier)), "r"(arrivals) : "memory");
+}
+DEVICE void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void arrive(u64 &barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(&barrier)) : "memory");
+}
+DEVICE void arrive_expect(u64 &barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)), "r"(bytes)
+                 : "memory");
+}
+DEVICE void wait(u64 &barrier, u32 parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(address(&barrier)), "r"(parity)
+        : "memory");
+}
+
+DEVICE void copy(void *to, const void *from, u32 bytes, u64 &barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     address(to)), "l"(from), "r"(bytes), "r"(address(&barrier))
+                 : "memory");
+}
+DEVICE void copy(void *to, const TensorMap &map, int x, int y, int z, u64 &barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+            "r"(address(to)), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(address(&barrier))
+        : "memory");
+}
+DEVICE void copy(void *to, const TensorMap &map, int x, int y, int z, int w, u64 &barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+        "[%6];" ::"r"(address(to)), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(address(&barrier))
+        : "memory");
+}
+
+// Matrix descriptor in shared memory: rows of 128 (or 64) bytes, swizzled, 8 of them an atom.
+DEVICE u64 descriptor(const void *p, u32 leading_bytes, u32 stride_bytes, u64 swizzle) {
+    return ((address(p) & 0x3FFFF) >> 4) | (u64)(leading_bytes >> 4) << 16 | (u64)(stride_bytes >> 4) << 32 |
+           swizzle << 62;
+}
+
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// The compiler does not know that a wait writes registers: arithmetic on them stays on its side of this line.
+template <int N> DEVICE void pin(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
+}
+template <int N> DEVICE void pin(u32 (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
+}
+
+#define LIST4(c, x, i) c(x[i]), c(x[i + 1]), c(x[i + 2]), c(x[i + 3])
+#define LIST8(c, x, i) LIST4(c, x, i), LIST4(c, x, i + 4)
+#define LIST32(c, x, i) LIST8(c, x, i), LIST8(c, x, i + 8), LIST8(c, x, i + 16), LIST8(c, x, i + 24)
+#define NAMES32                                                                                                       \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                          \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES48 NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define NAMES64                                                                                                       \
+    NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                      \
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+#if FP16
+#define PV_TYPES "f32.f16.f16"
+#else
+#define PV_TYPES "f32.bf16.bf16"
+#endif
+
+// s (+)= a b^T: a 64 x 32 INT8 in registers, b BLOCK_N x 32 in shared memory.
+DEVICE void mma_scores(u32 (&s)[48], const u32 *a, u64 b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %53, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n96k32.s32.s8.s8 {" NAMES48 "}, {%48, %49, %50, %51}, %52, p; }"
+        : LIST32("+r", s, 0), LIST8("+r", s, 32), LIST8("+r", s, 40)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+DEVICE void mma_scores(u32 (&s)[64], const u32 *a, u64 b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" NAMES64 "}, {%64, %65, %66, %67}, %68, p; }"
+        : LIST32("+r", s, 0), LIST32("+r", s, 32)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+// o += p v: p 64 x 16 in registers, v 16 x D in shared memory, D contiguous.
+DEVICE void mma_values(float (&o)[64], const u32 *p, u64 v) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16." PV_TYPES " {" NAMES64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+        : LIST32("+f", o, 0), LIST32("+f", o, 32)
+        : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v));
+}
+DEVICE void mma_values(float (&o)[32], const u32 *p, u64 v) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16." PV_TYPES " {" NAMES32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+        : LIST32("+f", o, 0)
+        : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v));
+}
+
+// c += a b^T by one warp: a 16 x 32 INT8, b 8 x 32, both in registers.
+DEVICE void mma_warp(u32 *c, const u32 *a, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <int N> DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+
+DEVICE float power2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float logarithm2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// Two floats to 16 bits, the first in the low half; and back.
+DEVICE u32 pack(float low, float high) {
+    u32 y;
+#if FP16
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#endif
+    return y;
+}
+DEVICE void unpack(u32 x, float &low, float &high) {
+#if FP16
+    asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+        : "=f"(low), "=f"(high)
+        : "r"(x));
+#else
+    low = __int_as_float(x << 16);
+    high = __int_as_float(x & 0xFFFF0000);
+#endif
+}
+
+// ---- Arithmetic
+
+DEVICE int least(int a, int b) { return a < b ? a : b; }
+DEVICE int most(int a, int b) { return a > b ? a : b; }
+DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+template <class F> DEVICE float row_reduce(float x, F f) {
+    x = f(x, __shfl_xor_sync(~0u, x, 1));
+    return f(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+// ---- What a block of queries sees
+
+struct Work {
+    int head, batch, kv_head, kv, block, lo, hi;  // kv = batch * kv_heads + kv_head; key tiles lo .. hi - 1
+};
+
+struct Problem {
+    const int *starts, *ends;  // PACKED: [n_q], first key of a token's document, one past the last
+    int heads, kv_heads, all_heads, n_q, n_k, m_blocks, heads_per_group;
+
+    // Groups of heads whose K and V fit the L2 cache, the longest blocks first in each.
+    DEVICE Work decode(int tile) const {
+        Work w;
+        int group = tile / (m_blocks * heads_per_group), rest = tile - group * m_blocks * heads_per_group;
+        int width = least(heads_per_group, all_heads - group * heads_per_group);
+        w.head = group * heads_per_group + rest % width;
+        w.block = m_blocks - 1 - rest / width;
+        w.batch = w.head / heads;
+        w.kv_head = w.head % heads / (heads / kv_heads);
+        w.kv = w.batch * kv_heads + w.kv_head;
+        w.lo = 0;
+        int end = n_k;
+        if (PACKED) {
+            int last = least((w.block + 1) * BLOCK_M, n_q) - 1;
+            w.lo = starts[w.block * BLOCK_M] / BLOCK_N;
+            end = CAUSAL ? least(ends[last], last + 1) : ends[last];
+        } else if (CAUSAL) {
+            end = least((w.block + 1) * BLOCK_M + n_k - n_q, n_k);
+        }
+        w.hi = ceil_div(end, BLOCK_N);
+        return w;
+    }
+
+    // Of the key tiles, those that the 64 rows from row0 see whole: from .. to - 1.
+    DEVICE void clear(int row0, int &from, int &to) const {
+        from = 0;
+        int end = n_k;
+        if (PACKED) {
+            from = ceil_div(starts[least(row0 + 63, n_q - 1)], BLOCK_N);
+            end = ends[least(row0, n_q - 1)];
+            if (CAUSAL) end = least(end, row0 + 1);
+        } else if (CAUSAL) {
+            end = least(n_k, row0 + n_k - n_q + 1);
+        }
+        to = most(end / BLOCK_N, from);
+    }
+
+    // Last key tile of a block that a warpgroup has to look at: with documents all, since what it gives back before its
+    // last P V is done may not fill the pipeline.
+    DEVICE int last_tile(const Work &w, int wg) const {
+        int first, last;
+        bounds(w.block * BLOCK_M + wg * 64 + 63, first, last);
+        return PACKED ? w.hi - 1 : last / BLOCK_N;
+    }
+
+    // Keys that one row sees: first .. last.
+    DEVICE void bounds(int row, int &first, int &last) const {
+        first = 0;
+        last = CAUSAL ? least(row + n_k - n_q, n_k - 1) : n_k - 1;
+        if (PACKED) {
+            row = least(row, n_q - 1);
+            first = starts[row];
+            last = least(last, ends[row] - 1);
+        }
+    }
+};
+
+// Place in the pipeline of tiles, and parity of the barriers there.
+struct Ring {
+    int stage;
+    u32 parity;
+    DEVICE Ring next() const { return stage + 1 == STAGES ? Ring{0, parity ^ 1} : Ring{stage + 1, parity}; }
+};
+
+// ---- The fetching warp
+
+DEVICE void produce(
+    Shared &shared, const TensorMap &q_map, const TensorMap &k_map, const TensorMap &v_map, const float *k_scale,
+    const Problem &problem, int nk_padded, int tiles, int *taken) {
+    Ring at{0, 0};
+    int tile = blockIdx.x;
+    for (u32 free = 1;; free ^= 1) {
+        Work w = problem.decode(least(tile, tiles - 1));
+        for (int wg = 0; wg < CONSUMERS; wg++) {
+            wait(shared.q_free[wg], free);
+            shared.tile[wg] = tile;
+            arrive_expect(shared.q_full[wg], tile < tiles ? Q_BYTES : 0);
+            for (int half = 0; half < HALVES && tile < tiles; half++)
+                copy(shared.q[wg] + half * Q_BYTES / HALVES, q_map, half * 64, w.head % problem.heads,
+                     w.block * BLOCK_M + wg * 64, w.batch, shared.q_full[wg]);
+        }
+        if (tile >= tiles) return;
+#pragma unroll 1
+        for (int j = w.hi - 1; j >= w.lo; j--, at = at.next()) {
+            int stage = at.stage;
+            wait(shared.k_free[stage], at.parity ^ 1);
+            arrive_expect(shared.k_full[stage], K_BYTES + SCALE_BYTES);
+            copy(shared.k[stage], k_map, 0, j * BLOCK_N, w.kv, shared.k_full[stage]);
+            copy(shared.k_scale[stage], k_scale + (long long)w.kv * nk_padded + j * BLOCK_N, SCALE_BYTES,
+                 shared.k_full[stage]);
+            wait(shared.v_free[stage], at.parity ^ 1);
+            arrive_expect(shared.v_full[stage], V_BYTES);
+            for (int half = 0; half < HALVES; half++)
+                copy(shared.v[stage] + half * V_BYTES / HALVES, v_map, half * 64, w.kv_head, j * BLOCK_N, w.batch,
+                     shared.v_full[stage]);
+        }
+        tile = gridDim.x + atomicAdd(taken, 1);
+    }
+}
+
+// ---- A consumer: 64 queries
+//
+// A thread owns rows lane / 4 and lane / 4 + 8 of its warp's 16; of every 8 keys, or dimensions of O, columns 2 c and
+// 2 c + 1 with c = lane % 4: x[4 i + 2 r + b] is row r, column 8 i + 2 c + b.
+
+struct Consumer {
+    Shared &shared;
+    const Problem &problem;
+    int wg, c, row;
+    u32 q[D / 8];            // INT8 codes, operand A of Q K^T
+    float q_scale[2];        // log2 units of a score
+    u32 s[BLOCK_N / 2];      // INT32 scores, then floats
+    u32 p[BLOCK_N / 4];      // 16 bits, operand A of P V
+    float o[D / 2];
+    float m[2], l[2];        // reference of the exponentials, log2 units; this thread's part of the row sum
+    float4 k_scale[BLOCK_N / 16];
+
+    // Wait for the next block of queries; quantize this warpgroup's, keep the codes, write them out.
+    DEVICE int start(u32 parity, int tiles, signed char *codes, float *scales, float factor) {
+        wait(shared.q_full[wg], parity);
+        int tile = __shfl_sync(~0u, shared.tile[wg], 0);
+        if (tile >= tiles) return tile;
+        Work w = problem.decode(tile);
+        row = w.block * BLOCK_M + wg * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+        long long base = (long long)w.head * problem.n_q;
+        const unsigned char *mine = shared.q[wg] + (threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) * 128;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            uint2 x[D / 16];
+            int largest = 0;
+#pragma unroll
+            for (int i = 0; i < D / 16; i++) {  // columns 16 i + 4 c .. + 3
+                int chunk = i % 4 * 2 + c / 2;
+                x[i] = *(const uint2 *)(mine + i / 4 * (Q_BYTES / HALVES) + r * 1024 +
+                                        ((chunk ^ (threadIdx.x % 32 / 4)) * 16 + c % 2 * 8));
+                float y[4];
+                unpack(x[i].x, y[0], y[1]);
+                unpack(x[i].y, y[2], y[3]);
+#pragma unroll
+                for (int e = 0; e < 4; e++) largest = most(largest, __float_as_int(y[e]) & 0x7FFFFFFF);  // keeps NaN
+            }
+            largest = most(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = most(largest, __shfl_xor_sync(~0u, largest, 2));
+            float top = __int_as_float(largest), inverse = top > 0x1p-119f ? 127.0f / top : 0.0f;
+            if (top != top) inverse = top;
+            q_scale[r] = top / 127.0f;
+            bool inside = row + 8 * r < problem.n_q;
+            if (inside && c == 0) scales[base + row + 8 * r] = q_scale[r];
+            q_scale[r] *= factor;
+            if (q_scale[r] == 0.0f) q_scale[r] = 1.0f;  // zero times a masked -inf would be NaN
+#pragma unroll
+            for (int i = 0; i < D / 16; i++) {
+                float y[4];
+                u32 z[4];
+                unpack(x[i].x, y[0], y[1]);
+                unpack(x[i].y, y[2], y[3]);
+#pragma unroll
+                for (int e = 0; e < 4; e++) z[e] = __float_as_int(__fmul_rn(y[e], inverse) + 12582912.0f);  // to even
+                u32 word = __byte_perm(__byte_perm(z[0], z[1], 0x40), __byte_perm(z[2], z[3], 0x40), 0x5410);
+                q[i / 2 * 4 + i % 2 * 2 + r] = word;
+                if (inside) *(u32 *)(codes + (base + row + 8 * r) * D + 16 * i + 4 * c) = word;
+            }
+        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(shared.q_free[wg]);
+        return tile;
+    }
+
+    // Give back the first tiles of a block of queries if only the warpgroups after this one see them.
+    DEVICE Ring skip(Ring at, const Work &w) {
+        for (int j = w.hi - 1, last = problem.last_tile(w, wg); j > last; j--, at = at.next()) {
+            wait(shared.k_full[at.stage], at.parity);
+            wait(shared.v_full[at.stage], at.parity);
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) arrive(shared.k_free[at.stage]), arrive(shared.v_free[at.stage]);
+        }
+        return at;
+    }
+
+    DEVICE void issue_scores(int stage) {
+        load_scales(stage);
+        pin(s);
+        wgmma_fence();
+        u64 k = descriptor(shared.k[stage], 16, 8 * D, D == 128 ? 1 : 2);
+#pragma unroll
+        for (int i = 0; i < D / 32; i++) mma_scores(s, q + 4 * i, k + 2 * i, i > 0);
+        wgmma_commit();
+    }
+
+    DEVICE void issue_values(int stage) {
+        pin(o);
+        wgmma_fence();
+        u64 v = descriptor(shared.v[stage], V_BYTES / HALVES, 1024, 1);
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 16; i++) mma_values(o, p + 4 * i, v + 128 * i);
+        wgmma_commit();
+    }
+
+    // Scores as floats, -inf where masked, without the scale of the query.
+    template <bool MASKED> DEVICE float scaled(int i, int e, const int *first, const int *last) {
+        const float4 &four = k_scale[i / 2];
+        float t = __int2float_rn(s[4 * i + e]) * (i % 2 ? (e % 2 ? four.w : four.z) : (e % 2 ? four.y : four.x));
+        if (MASKED) {
+            int key = 8 * i + e % 2, r = e / 2;
+            bool seen = key <= last[r];
+            if (PACKED) seen = seen && key >= first[r];
+            if (!seen) t = __int_as_float(0xFF800000);
+        }
+        return t;
+    }
+
+    // The keys that this thread's rows see, counted from its own first one of the tile.
+    DEVICE void bounds(int key0, int *first, int *last) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            problem.bounds(row + 8 * r, first[r], last[r]);
+            first[r] -= key0 + 2 * c, last[r] -= key0 + 2 * c;
+        }
+    }
+
+    // Probabilities relative to the maximum so far. O has to be multiplied by alpha.
+    DEVICE void exact_softmax(int key0, float *alpha) {
+        float top[2] = {LOWEST, LOWEST};
+        int first[2], last[2];
+        bounds(key0, first, last);
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; i++) {
+            float t = scaled<true>(i / 4, i % 4, first, last);
+            top[i / 2 % 2] = fmaxf(top[i / 2 % 2], t * q_scale[i / 2 % 2]);
+            s[i] = __float_as_int(t);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float old = m[r];
+            m[r] = fmaxf(old, row_reduce(top[r], [](float a, float b) { return fmaxf(a, b); }));
+            alpha[r] = power2(old - m[r]);
+            l[r] *= alpha[r];
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; i++) {
+            int r = i / 2 % 2;
+            float x = power2(__int_as_float(s[i]) * q_scale[r] - m[r]);
+            l[r] += x;
+            s[i] = __float_as_int(x);
+        }
+    }
+
+    // Probabilities relative to an old maximum, which is as good while nothing overflows: otherwise they have to be
+    // computed again, and true is returned. Nothing waits for the maximum, and lanes do not meet.
+    template <bool MASKED> DEVICE bool softmax(int key0) {
+        int highest = 0;  // the bits of positive floats order as integers do
+        float sum[2] = {0.0f, 0.0f};
+        int first[2], last[2];
+        if (MASKED) bounds(key0, first, last);
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; i += 2) {
+            int r = i / 2 % 2;
+            float x = scaled<MASKED>(i / 4, i % 4, first, last) * q_scale[r] - m[r];
+            float y = scaled<MASKED>(i / 4, i % 4 + 1, first, last) * q_scale[r] - m[r];
+            highest = most(most(highest, __float_as_int(x)), __float_as_int(y));
+            x = power2(x), y = power2(y);
+            sum[r] += x;
+            sum[r] += y;
+            s[i] = __float_as_int(x), s[i + 1] = __float_as_int(y);
+        }
+        bool again = __any_sync(~0u, highest > __float_as_int(HIGHEST));
+        if (!again) l[0] += sum[0], l[1] += sum[1];
+        return again;
+    }
+
+    // This warp's scores once more, by the instructions of one warp: rare.
+    DEVICE void scores_again(int stage) {
+        const unsigned char *keys = shared.k[stage] + threadIdx.x % 32 / 4 * D;
+        constexpr int SWIZZLE = D / 16 - 1;  // which bits of the row move the 16-byte pieces of a row of D bytes
+        int row = D == 128 ? threadIdx.x % 32 / 4 : threadIdx.x % 32 / 8;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 8; i++) {
+            s[4 * i] = s[4 * i + 1] = s[4 * i + 2] = s[4 * i + 3] = 0;
+#pragma unroll
+            for (int j = 0; j < D / 32; j++) {
+                u32 low = *(const u32 *)(keys + 8 * i * D + ((2 * j) ^ (row & SWIZZLE)) * 16 + 4 * c);
+                u32 high = *(const u32 *)(keys + 8 * i * D + ((2 * j + 1) ^ (row & SWIZZLE)) * 16 + 4 * c);
+                mma_warp(s + 4 * i, q + 4 * j, low, high);
+            }
+        }
+        load_scales(stage);
+    }
+
+    DEVICE void load_scales(int stage) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 16; i++) k_scale[i] = ((const float4 *)shared.k_scale[stage])[4 * i + c];
+    }
+
+    DEVICE void narrow() {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; i++) p[i] = pack(__int_as_float(s[2 * i]), __int_as_float(s[2 * i + 1]));
+    }
+
+    // P V of the tile in `stage`, under it scores and softmax of the next one, whose first key is key0.
+    template <bool MASKED> DEVICE void step(Ring &at, int key0) {
+        Ring next = at.next();
+        wait(shared.v_full[at.stage], at.parity);
+        wait(shared.k_full[next.stage], next.parity);
+        issue_scores(next.stage);
+        issue_values(at.stage);
+        wgmma_wait<1>();
+        pin(s);
+        bool again = softmax<MASKED>(key0);
+        if (__builtin_expect(again, 0)) {
+            float alpha[2];
+            scores_again(next.stage);
+            exact_softmax(key0, alpha);
+            wgmma_wait<0>();
+            pin(o);
+#pragma unroll
+            for (int i = 0; i < D / 2; i++) o[i] *= alpha[i / 2 % 2];
+        }
+        // The sums are not negative; the condition keeps ptxas from waiting for P V before the exponentials.
+        if (threadIdx.x % 32 == 0 && !(l[0] + l[1] < 0.0f)) arrive(shared.k_free[next.stage]);
+        wgmma_wait<0>();
+        pin(o);
+        pin(p);
+        if (threadIdx.x % 32 == 0) arrive(shared.v_free[at.stage]);
+        at = next;
+        narrow();
+    }
+
+    // O and the log-sum-exp of this warpgroup's rows. Lanes exchange pairs of columns to store four.
+    DEVICE void store(const Work &w, u32 *out, float *lse) {
+        int first = w.block * BLOCK_M + wg * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+        long long row_words = (long long)problem.heads * D / 2;
+        out += w.batch * problem.n_q * row_words + w.head % problem.heads * (D / 2) + c % 2 * 4 + c / 2 * 2;
+        lse += (long long)w.head * problem.n_q;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float sum = row_reduce(l[r], [](float a, float b) { return a + b; }), inverse = 1.0f / sum;
+            bool inside = first + 8 * r < problem.n_q;
+            if (inside && c == 0) lse[first + 8 * r] = (m[r] + logarithm2(sum)) * LN2;
+            u32 *to = out + (first + 8 * r) * row_words;
+#pragma unroll
+            for (int i = 0; i < D / 8; i += 2) {
+                u32 even = pack(o[4 * i + 2 * r] * inverse, o[4 * i + 2 * r + 1] * inverse);
+                u32 odd = pack(o[4 * i + 4 + 2 * r] * inverse, o[4 * i + 5 + 2 * r] * inverse);
+                u32 other = __shfl_xor_sync(~0u, c % 2 ? even : odd, 1);
+                uint2 four = c % 2 ? make_uint2(other, odd) : make_uint2(even, other);
+                if (inside) *(uint2 *)(to + 4 * i) = four;
+            }
+        }
+    }
+};
+
+// q, v, o [B, N, heads, D] in 16 bits (maps: D, heads, N, B; boxes of 64 dimensions and of 64 queries or BLOCK_N keys);
+// K's codes [B * kv_heads, n_k, D], its scales [B * kv_heads, nk_padded] in the order of _quantize_kernel. Written are
+// q_codes, q_scales and lse [B * heads, n_q (, D)]. factor: scale of the scores times log2 e. taken: zero; counts the
+// blocks of queries that are taken beyond the first of each block of threads.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const __grid_constant__ TensorMap v_map, const float *k_scale, const int *starts, const int *ends,
+    signed char *q_codes, float *q_scales, u32 *o, float *lse, float factor, int heads, int kv_heads, int all_heads,
+    int n_q, int n_k, int nk_padded, int m_blocks, int heads_per_group, int tiles, int *taken) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    Shared &shared = *(Shared *)memory;
+    Problem problem{starts, ends, heads, kv_heads, all_heads, n_q, n_k, m_blocks, heads_per_group};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < CONSUMERS; i++) barrier_init(shared.q_full[i], 1), barrier_init(shared.q_free[i], 4);
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(shared.k_full[i], 1), barrier_init(shared.k_free[i], 4 * CONSUMERS);
+            barrier_init(shared.v_full[i], 1), barrier_init(shared.v_free[i], 4 * CONSUMERS);
+        }
+        fence_barriers();
+    }
+    __syncthreads();
+
+    if (threadIdx.x < 128) {
+        fewer_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x == 0) produce(shared, q_map, k_map, v_map, k_scale, problem, nk_padded, tiles, taken);
+        return;
+    }
+    more_registers<CONSUMER_REGISTERS>();
+    Consumer mine{shared, problem};
+    mine.wg = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);
+    mine.c = threadIdx.x % 4;
+    // One block of queries after the other; the first scores of the next stand behind the last P V of this one.
+    int tile = mine.start(0, tiles, q_codes, q_scales, factor), j, clear_from, clear_to, lo;
+    Ring at = mine.skip(Ring{0, 0}, problem.decode(tile));
+    wait(shared.k_full[at.stage], at.parity);
+    mine.issue_scores(at.stage);
+    wgmma_wait<0>();
+    pin(mine.s);
+    for (u32 full = 1;; full ^= 1) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(shared.k_free[at.stage]);
+        {
+            Work w = problem.decode(tile);
+            problem.clear(w.block * BLOCK_M + mine.wg * 64, clear_from, clear_to);
+            j = problem.last_tile(w, mine.wg), lo = w.lo;
+            clear_from = most(clear_from, lo), clear_to = most(clear_to, lo);
+        }
+        mine.m[0] = mine.m[1] = LOWEST;
+        mine.l[0] = mine.l[1] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) mine.o[i] = 0.0f;
+        float alpha[2];
+        mine.exact_softmax(j * BLOCK_N, alpha);
+        mine.narrow();
+        for (j--; j >= clear_to; j--) mine.step<true>(at, j * BLOCK_N);
+        for (; j >= clear_from; j--) mine.step<false>(at, j * BLOCK_N);
+        if (PACKED)
+            for (; j >= lo; j--) mine.step<true>(at, j * BLOCK_N);
+
+        wait(shared.v_full[at.stage], at.parity);
+        mine.issue_values(at.stage);
+        Ring next = at.next();
+        int following = mine.start(full, tiles, q_codes, q_scales, factor);
+        if (following < tiles) {
+            next = mine.skip(next, problem.decode(following));
+            wait(shared.k_full[next.stage], next.parity);
+        }
+        mine.issue_scores(next.stage);  // of anything, after the last block
+        wgmma_wait<1>();
+        pin(mine.o);
+        if (threadIdx.x % 32 == 0) arrive(shared.v_free[at.stage]);
+        mine.store(problem.decode(tile), o, lse);
+        wgmma_wait<0>();
+        pin(mine.s);
+        if (following >= tiles) return;
+        tile = following;
+        at = next;
+    }
+}

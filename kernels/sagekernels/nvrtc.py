@@ -1,0 +1,212 @@
+"""CUDA C++ kernels of this package, compiled at run time: NVRTC (it comes with torch's CUDA wheels), cached, launched.
+
+    kernel = load("hopper_forward.cu", "forward", {"HEAD_DIM": 128})    # cached in the process and on disk
+    kernel.launch((132, 1, 1), (384, 1, 1), shared_bytes, tensor_map(x, (64, 128)), y, 5, 0.5)
+
+Kernels are `extern "C"`, for sm_90a, without headers except *.cuh files of this package. An argument's Python type is
+its C type: Tensor -> pointer, None -> null pointer, int -> int, float -> float, TensorMap -> const __grid_constant__
+TensorMap (any struct of 128 bytes aligned to 64).
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+OPTIONS = ["--gpu-architecture=sm_90a", "--std=c++17"]
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
+
+# CUtensorMapDataType; what a copy moves are bytes, but the fill outside of the tensor is a zero of the type
+MAP_TYPES = {torch.int8: 0, torch.uint8: 0, torch.int32: 3, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+L2_PROMOTION_256 = 3
+
+
+def _libraries() -> list[str]:
+    """Where libnvrtc may lie, torch's own major version of CUDA first."""
+    majors = sorted({"12", "13"}, key=lambda major: not (torch.version.cuda or "").startswith(major))
+    nvidia = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for root in (nvidia.submodule_search_locations or [] if nvidia else [])]
+    found = []
+    for major in majors:
+        name = f"libnvrtc.so.{major}"
+        found += [root / folder / "lib" / name for root in roots for folder in (f"cu{major}", "cuda_nvrtc")]
+        found += [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "lib64" / name]
+        found = [str(path) for path in found if isinstance(path, str) or path.exists()] + [name]
+    return found
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    tried = _libraries()
+    for path in tried:
+        try:
+            if os.sep in path:  # its other half, which NVRTC asks for by name alone
+                for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*"):
+                    ctypes.CDLL(str(builtins))
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise RuntimeError(f"NVRTC was not found (tried {', '.join(tried)}); it comes with torch's CUDA wheels")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise RuntimeError(f"no NVIDIA driver: {error}") from error
+
+
+def available() -> bool:
+    """Whether kernels can be compiled here; running them needs a GPU as well."""
+    try:
+        _nvrtc()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _call(function: str, *arguments) -> None:
+    """A driver function that returns a CUresult."""
+    code = getattr(_driver(), function)(*arguments)
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"{function}: {(text.value or b'unknown error').decode()} ({code})")
+
+
+def _version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def _text(what: str, program: ctypes.c_void_p) -> bytes:
+    """The log or the binary of a program: both are read as a size, then the bytes."""
+    size = ctypes.c_size_t()
+    getattr(_nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    getattr(_nvrtc(), f"nvrtcGet{what}")(program, buffer)
+    return buffer.raw
+
+
+def compiled(source_file: str, defines: Mapping[str, int | str]) -> bytes:
+    """The cubin of a source file of this package, from the disk or from NVRTC."""
+    source = (HERE / source_file).read_bytes()
+    options = OPTIONS + [f"--define-macro={name}={value}" for name, value in sorted(defines.items())]
+    headers = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.cuh")))
+    key = hashlib.sha256(repr((source, headers, options, _version())).encode()).hexdigest()
+    folder = Path(os.environ.get("SAGEKERNELS_CACHE", Path.home() / ".cache" / "sagekernels"))
+    cached = folder / f"{Path(source_file).stem}-{key[:32]}.cubin"
+    if cached.exists():
+        return cached.read_bytes()
+    program, lib = ctypes.c_void_p(), _nvrtc()
+    options.append(f"--include-path={HERE}")
+    lib.nvrtcCreateProgram(ctypes.byref(program), source, source_file.encode(), 0, None, None)
+    try:
+        arguments = (ctypes.c_char_p * len(options))(*map(str.encode, options))
+        code = lib.nvrtcCompileProgram(program, len(options), arguments)
+        if code:
+            log = _text("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
+            raise RuntimeError(f"NVRTC {_version()} does not compile {source_file} with {options}:\n{log}")
+        cubin = _text("CUBIN", program)
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(cubin)
+        os.replace(file.name, cached)  # other processes see all of it or nothing
+    except OSError:
+        pass  # nowhere to keep it: it is compiled again by the next process
+    return cubin
+
+
+class TensorMap:
+    """A CUtensorMap: 128 bytes, aligned to 64."""
+
+    def __init__(self) -> None:
+        self._buffer = ctypes.create_string_buffer(192)
+        self.address = -(-ctypes.addressof(self._buffer) // 64) * 64
+
+
+def tensor_map(x: Tensor, box: Sequence[int], swizzle: int = 128) -> TensorMap:
+    """Descriptor of x for copies of `box` elements (one extent per dimension of x, order of x) by the TMA unit.
+
+    The last dimension of x is contiguous, the other strides are multiples of 16 bytes, and so is the address. In the
+    kernel coordinates are given last dimension first; outside of x zeros are read and nothing is written.
+    """
+    size = x.element_size()
+    rank = x.dim()
+    steps_in_bytes = [s * size if extent > 1 else 16 for s, extent in zip(x.stride(), x.shape, strict=True)][-2::-1]
+    if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s % 16 or s == 0 for s in steps_in_bytes):
+        raise ValueError(f"no tensor map of strides {x.stride()} at address {x.data_ptr():#x}")
+    dims = (ctypes.c_uint64 * rank)(*x.shape[::-1])
+    strides = (ctypes.c_uint64 * rank)(*steps_in_bytes)
+    extents = (ctypes.c_uint32 * rank)(*box[::-1])
+    steps = (ctypes.c_uint32 * rank)(*[1] * rank)
+    result = TensorMap()
+    _call(
+        "cuTensorMapEncodeTiled", ctypes.c_void_p(result.address), MAP_TYPES[x.dtype], rank,
+        ctypes.c_void_p(x.data_ptr()), dims, strides, extents, steps, 0, MAP_SWIZZLES[swizzle], L2_PROMOTION_256, 0,
+    )  # fmt: skip
+    return result
+
+
+class Kernel:
+    """One kernel of one compiled source; it is loaded on each GPU at its first launch there."""
+
+    def __init__(self, source_file: str, name: str, defines: Mapping[str, int | str]) -> None:
+        self.cubin, self.name = compiled(source_file, defines), name
+        self.functions: dict[int, ctypes.c_void_p] = {}
+
+    def _function(self, shared_bytes: int) -> ctypes.c_void_p:
+        device = torch.cuda.current_device()
+        context = ctypes.c_void_p()
+        _call("cuCtxGetCurrent", ctypes.byref(context))
+        if not context:  # a thread of autograd that has called nothing of CUDA yet
+            _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            _call("cuCtxSetCurrent", context)
+        if device not in self.functions:
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            _call("cuModuleLoadData", ctypes.byref(module), self.cubin)
+            _call("cuModuleGetFunction", ctypes.byref(function), module, self.name.encode())
+            _call("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+            self.functions[device] = function
+        return self.functions[device]
+
+    def launch(self, grid: Sequence[int], block: Sequence[int], shared_bytes: int, *arguments) -> None:
+        """Launch on torch's current stream and device. shared_bytes of dynamic memory: the same at every launch."""
+        values, pointers = [], (ctypes.c_void_p * len(arguments))()
+        for i, x in enumerate(arguments):
+            if isinstance(x, TensorMap):
+                pointers[i] = x.address
+                continue
+            if isinstance(x, Tensor) or x is None:
+                values.append(ctypes.c_void_p(None if x is None else x.data_ptr()))
+            else:
+                values.append(ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int32(x))
+            pointers[i] = ctypes.addressof(values[-1])
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        function = self._function(shared_bytes)
+        sizes = [*grid, *[1] * (3 - len(grid)), *block, *[1] * (3 - len(block))]
+        _call("cuLaunchKernel", function, *sizes, shared_bytes, stream, pointers, None)
+
+
+@functools.cache
+def _load(source_file: str, name: str, defines: tuple) -> Kernel:
+    return Kernel(source_file, name, dict(defines))
+
+
+def load(source_file: str, name: str, defines: Mapping[str, int | str] | None = None) -> Kernel:
+    """The kernel `name` of kernels/sagekernels/<source_file>, compiled with these macros."""
+    return _load(source_file, name, tuple(sorted((defines or {}).items())))
