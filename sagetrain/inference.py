@@ -47,6 +47,13 @@ def load_run(run_dir: Path, report) -> TrainedRun:
     reader = Reader(folder)
     state = reader.manifest["state"]
     cfg = load_config(folder / "config.yaml")
+    tokenizer = Tokenizer.load(find_tokenizer(cfg.data))
+    trained_with = state["identity"]["tokenizer (SHA-256)"]
+    if tokenizer.sha256 != trained_with:
+        raise CheckpointError(
+            f"{folder} was trained with another tokenizer (SHA-256 {trained_with[:12]}) than {cfg.data.tokenizer_path} "
+            f"({tokenizer.sha256[:12]}); put that file back"
+        )
     attention = cfg.attention
     if attention.backend == "auto":  # which timed the training step; here any exact backend will do
         attention = attention.model_copy(update={"backend": "sdpa"})
@@ -62,7 +69,6 @@ def load_run(run_dir: Path, report) -> TrainedRun:
     )
     checkpoint.load_weights(reader, model, groups)
     model.eval()
-    tokenizer = Tokenizer.load(find_tokenizer(cfg.data))
     return TrainedRun(cfg, model, tokenizer, vocab_size, state["step"], state["tokens"], device)
 
 
@@ -84,13 +90,7 @@ class Evaluation:
 def evaluate(run: TrainedRun, num_sequences: int) -> Evaluation:
     """Loss on the first `num_sequences` held-out sequences, the same ones that training evaluates on."""
     data = run.cfg.data
-    stream = SampleStream(
-        data.valid,
-        seq_length=data.seq_length,
-        seed=run.cfg.training.seed,
-        document_attention=data.document_attention,
-        document_positions=data.document_positions,
-    )
+    stream = SampleStream.configured(data, data.valid, run.cfg.training.seed, run.vocab_size, run.tokenizer.sha256)
     loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=data.micro_batch_size, num_workers=0)
     total, batches, counts = 0.0, 0, np.zeros(run.vocab_size, np.int64)
     for batch in loader.eval_batches(num_sequences):

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import DataSource
+from sagetrain.config.schema import DataConfig, DataSource
 from sagetrain.data.token_file import TokenFile
 
 PATTERN_SLOTS = 4096
@@ -113,6 +113,21 @@ class SampleStream:
         self._slots = blend_slots([source.weight for source in sources], [source.path for source in sources])
         self._pattern, self._ranks = blend_pattern(self._slots)
         self.fingerprint = self._fingerprint()
+
+    @classmethod
+    def configured(
+        cls, data: DataConfig, sources: list[DataSource], seed: int, vocab_size: int, tokenizer_sha256: str
+    ) -> SampleStream:
+        """The stream of some of a run's sources, made with the run's tokenizer."""
+        return cls(
+            sources,
+            seq_length=data.seq_length,
+            seed=seed,
+            document_attention=data.document_attention,
+            document_positions=data.document_positions,
+            vocab_size=vocab_size,
+            tokenizer_sha256=tokenizer_sha256,
+        )
 
     @property
     def num_windows(self) -> int:

@@ -175,16 +175,8 @@ class Trainer:
         return chosen[0]
 
     def _stream(self, sources: list) -> SampleStream:
-        data = self.cfg.data
-        return SampleStream(
-            sources,
-            seq_length=data.seq_length,
-            seed=self.cfg.training.seed,
-            document_attention=data.document_attention,
-            document_positions=data.document_positions,
-            vocab_size=self.vocab_size,
-            tokenizer_sha256=self.tokenizer_hash,
-        )
+        seed = self.cfg.training.seed
+        return SampleStream.configured(self.cfg.data, sources, seed, self.vocab_size, self.tokenizer_hash)
 
     def _loader(self, stream: SampleStream) -> Loader:
         return Loader(

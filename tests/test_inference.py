@@ -1,0 +1,59 @@
+"""`sagetrain eval` and `sagetrain generate` on a run trained for real."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sagetrain.data.prepare import prepare
+from test_resume import BIN, finish, write_config
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """Folder of a run of ten steps, beside its own copy of the corpus."""
+    folder = tmp_path_factory.mktemp("inference")
+    shutil.copytree(corpus, folder / "corpus")
+    config = write_config(folder / "run.yaml", folder / "corpus", folder / "run", training={"total_tokens": 2560})
+    finish("sagetrain", config)
+    return folder / "run"
+
+
+def sagetrain(*words: object) -> subprocess.CompletedProcess:
+    return subprocess.run([BIN / "sagetrain", *map(str, words)], capture_output=True, text=True, timeout=120)
+
+
+def test_eval_gives_the_loss_that_training_ended_with(run: Path) -> None:
+    result = sagetrain("eval", run)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [row["valid/loss"] for row in rows if "valid/loss" in row][-1]
+    assert f"validation loss   {trained:.4f}" in result.stdout
+    assert "step 10, 2,560 tokens seen; 256 held-out tokens" in result.stdout
+
+
+def test_generate_continues_the_prompt_and_repeats_itself(run: Path) -> None:
+    first, again, other = (
+        sagetrain("generate", run, "def get(", "--max-tokens", 12, "--seed", seed).stdout for seed in (0, 0, 1)
+    )
+    assert first.startswith("def get(") and len(first) > len("def get(\n")
+    assert first == again != other
+
+
+def test_a_tokenizer_that_was_replaced_is_refused(run: Path) -> None:
+    tokenizer = run.parent / "corpus/tokenizer.model"
+    kept = tokenizer.read_bytes()
+    text = [str(Path(json.__file__).parent)]
+    prepare(text, run.parent / "other/train", glob="*.py", vocab_size=400, valid_fraction=0.2, say=lambda text: None)
+    try:
+        tokenizer.write_bytes((run.parent / "other/tokenizer.model").read_bytes())
+        for command in ("eval", "generate"):
+            result = sagetrain(command, run)
+            assert result.returncode == 3
+            assert "was trained with another tokenizer" in result.stderr and "put that file back" in result.stderr
+    finally:
+        tokenizer.write_bytes(kept)
