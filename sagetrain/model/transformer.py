@@ -217,6 +217,8 @@ class Transformer(nn.Module):
             full = torch.empty(parameter.global_shape).normal_(0, std, generator=named_generator(seed, name))
             parameter.copy_(shard(full, parameter.tp_dim, groups))
 
-        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # As torchrun and as deepspeed tell the number of ranks that share this host's cores.
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+        cores = (os.cpu_count() or 1) // ranks
         with ThreadPoolExecutor(max(1, min(8, cores))) as pool:
             list(pool.map(fill, self.named_parameters()))
