@@ -16,7 +16,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -111,14 +110,14 @@ static Block *block;
 static Fiber *me;
 static long now;
 static std::vector<Event> events;
-static std::mt19937 random_bits;
+static u64 random_bits;
 static jmp_buf scheduler;
 static std::string failure;
 static std::function<void()> kernel;
 
 static Warp &warp() { return block->warps[threadIdx.x / 32]; }
-static long draw(long n) { return random_bits() % n; }
-static long soon() { return draw(2) ? now : now + draw(1L << 1 + draw(9)); }
+static long draw(long n) { return ((random_bits = random_bits * 6364136223846793005 + 1442695040888963407) >> 33) % n; }
+static long soon(int longest = 9) { return draw(2) ? now : now + draw(2L << draw(longest)); }
 static void leave() { if (!_setjmp(me->at)) _longjmp(scheduler, 1); }
 [[noreturn]] static void fail(const std::string &what) {
     failure = what + " (block " + std::to_string(block->index) + ", thread " + std::to_string(threadIdx.x) + ")";
@@ -291,7 +290,7 @@ static void send(const void *from, u32 bytes, std::function<void(const unsigned 
     events.push_back({soon(), [=, left = me->copying] {
         std::vector<unsigned char> content((char *)from, (char *)from + bytes);
         *left -= 1;
-        events.push_back({soon(), [=] { write(content.data()), *left -= 0x10000; }});
+        events.push_back({soon(13), [=] { write(content.data()), *left -= 0x10000; }});
     }});
 }
 static void copy_out(const TensorMap &map, int x, int y, int z, int w, const void *from) {

@@ -3,17 +3,19 @@
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from sagekernels import nvrtc
 
+HERE = Path(__file__).parent
 LAUNCH = """
 extern "C" const char *launch(int grid, int threads, int resident, int seed, int mistake, void **values) {
-    random_bits.seed(seed), mutant = mistake;
+    random_bits = seed, mutant = mistake;
     with_arguments(%s, values);
     run(grid, threads, resident);
     return failure.c_str();
@@ -35,29 +37,25 @@ def tensor_map(x: Tensor, box: Sequence[int], swizzle: int = 128) -> TensorMap:
 
 
 class Emulated:
-    """One kernel, compiled with these macros and able to make these mistakes: pairs of a statement and another."""
+    """One kernel, compiled with these macros. It can make mistakes: each replaces expressions or statements (;)."""
 
     def __init__(
-        self, folder: Path, source: str, name: str, defines: Mapping[str, int], mistakes: Sequence[tuple[str, str]] = ()
+        self, folder: Path, source: str, name: str, defines: Mapping[str, int], mistakes: Sequence[dict[str, str]] = ()
     ) -> None:
         if shutil.which("g++") is None:
             pytest.skip("needs g++")
         text = (nvrtc.HERE / source).read_text().replace('"hopper.cuh"', '"hopper_emulator.h"')
-        for i, (right, wrong) in enumerate(mistakes, 1):
-            assert text.count(right) == 1, right
-            choice = "if (mutant == %d) { %s } else { %s }" if right.endswith(";") else "(mutant == %d ? %s : %s)"
-            text = text.replace(right, choice % (i, wrong, right))
+        for i, mistake in enumerate(mistakes, 1):
+            for right, wrong in mistake.items():
+                assert text.count(right) == 1, right
+                choice = "if (mutant == %d) { %s } else { %s }" if right.endswith(";") else "(mutant == %d ? %s : %s)"
+                text = text.replace(right, choice % (i, wrong, right))
         program = folder / ("_".join([name, *map(str, defines.values()), str(len(mistakes))]) + ".cpp")
         program.write_text(text + LAUNCH % name)
         library = program.with_suffix(".so")
-        options = [f"-D{key}={value}" for key, value in defines.items()] + [
-            f"-I{nvrtc.HERE}",
-            f"-I{Path(__file__).parent}",
-        ]
-        subprocess.run(
-            ["g++", "-std=c++17", "-O2", "-w", "-shared", "-fPIC", *options, str(program), "-o", str(library)],
-            check=True,
-        )
+        options = [*(f"-D{key}={value}" for key, value in defines.items()), f"-I{nvrtc.HERE}", f"-I{HERE}", "-w"]
+        command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", *options, str(program), "-o", str(library)]
+        subprocess.run(command, check=True)
         self._launch = ctypes.CDLL(str(library)).launch
         self._launch.restype = ctypes.c_char_p
 
@@ -72,3 +70,17 @@ class Emulated:
             values.append(x)
             pointers[i] = ctypes.addressof(x)
         return self._launch(grid, threads, resident, seed, mistake, pointers).decode()
+
+
+def wrong_results(run: Callable[..., Sequence[Tensor]], mistake: int) -> str:
+    """What shows that a kernel makes a mistake: a message, or other bits than it has without; "" if nothing does."""
+    for case in ("documents", "other"):
+        expected = run(case=case)
+        for seed in range(3):
+            try:
+                found = run(case=case, seed=seed, mistake=mistake)
+            except AssertionError as error:
+                return str(error)
+            if not all(torch.equal(x, y) for x, y in zip(found, expected, strict=True)):
+                return "other bits"
+    return ""

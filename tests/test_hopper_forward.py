@@ -6,12 +6,55 @@ import math
 import pytest
 import torch
 
-from hopper_emulator import Emulated, tensor_map
+from hopper_emulator import Emulated, tensor_map, wrong_results
 from sagekernels import nvrtc
 from sagekernels.hopper_forward import SCHEDULES, SOURCE, mappable
 from sagekernels.reference import document_bounds, twin_forward
 
-MISTAKES = []
+ARRIVE = "if (threadIdx.x % 32 == 0) arrive(shared.v_free[at.stage]);\n        at = next;"
+ISSUE = """wait(shared.v_full[at.stage], at.parity);
+        wait(shared.k_full[next.stage], next.parity);
+        issue_scores(next.stage);
+        issue_values(at.stage);"""
+LAST_WAIT = "wgmma_wait<0>();\n        pin(o);\n        pin(p);"
+MISTAKES = [
+    {ISSUE: "wait(shared.k_full[next.stage], next.parity); issue_scores(next.stage); issue_values(at.stage );"},
+    {ISSUE: "wait(shared.v_full[at.stage], at.parity); issue_scores(next.stage); issue_values(at.stage );"},
+    {
+        ISSUE: ISSUE.replace("\n", " ") + "if (threadIdx.x % 32 == 0) arrive(shared.v_free[at.stage ]);",
+        ARRIVE: "at = next;",
+    },
+    {"wgmma_wait<1>();\n        pin(s);": "pin(s);"},
+    {LAST_WAIT: "wgmma_wait<1>(); pin(o); pin(p);"},
+    {LAST_WAIT: "narrow(); wgmma_wait<0>(); pin(o); pin(p);"},
+    {"wait(shared.k_free[stage], at.parity ^ 1);": "wait(shared.k_free[stage], at.parity);"},
+    {"wait(shared.k_free[stage], at.parity ^ 1);": ""},
+    {"wait(shared.v_free[stage], at.parity ^ 1);": ""},
+    {"K_BYTES + SCALE_BYTES": "K_BYTES"},
+    {"operand<D>(shared.k[stage])": "operand<192 - D>(shared.k[stage])"},
+    {"key <= last[r]": "key < last[r]"},
+    {"key >= first[r]": "key > first[r]"},
+    {"Ring{0, parity ^ 1}": "Ring{0, parity}"},
+    {"barrier_init(shared.v_full[i], 1), barrier_init(shared.v_free[i], 4 * CONSUMERS);":
+     "barrier_init(shared.v_full[i], 1), barrier_init(shared.v_free[i], 3 * CONSUMERS);"},
+    {"wait(shared.q_full[wg], parity);": ""},
+    {"wait(shared.q_free[wg], free);": ""},
+    {"l[r] *= alpha[r];": ""},
+    {"wait(shared.v_full[at.stage], at.parity);\n        mine.issue_values(at.stage);": "mine.issue_values(at.stage);"},
+    {"fence_barriers();": ""},
+    {"pin(o);\n        wgmma_fence();": "pin(o);"},
+    {"wgmma_wait<1>();\n        pin(mine.o);": "pin(mine.o);"},
+    {"wgmma_wait<0>();\n        pin(mine.s);": "pin(mine.s);"},
+    {"more_registers<CONSUMER_REGISTERS>();": "more_registers<CONSUMER_REGISTERS + 8>();"},
+    {"atomicAdd(taken, 1)": "atomicAdd(taken, 2)"},
+    {"wait(shared.k_full[at.stage], at.parity);\n            wait(shared.v_full[at.stage], at.parity);": ""},
+    {"problem.last_tile(w, wg)": "problem.last_tile(w, 0)"},
+    {"operand(shared.v[stage], V_BYTES / HALVES)": "operand(shared.v[stage], V_BYTES)"},
+    {"next = mine.skip(next, problem.decode(following));\n            wait(shared.k_full[next.stage], next.parity);":
+     "next = mine.skip(next, problem.decode(following));"},
+    {"o[i] *= alpha[i / 2 % 2];": ";"},
+    {"highest > __float_as_int(HIGHEST)": "false"},
+]  # fmt: skip
 
 
 def defines(head_dim, causal, packed, half=False):
@@ -112,6 +155,22 @@ def test_non_finite_values_propagate_and_zeros_do_not(kernels):
     assert o.isnan().any(-1).flatten().nonzero().flatten().tolist() == [40]
     assert torch.equal(lse.isnan(), lse_twin.isnan())
     assert torch.allclose(o[0, 20], o_twin[0, 20], atol=1e-2)
+
+
+@pytest.mark.parametrize("mistake", range(1, len(MISTAKES) + 1))
+def test_mistakes_are_found(kernels, mistake):
+    """By one of two inputs and seeds: a message, or other bits than without it."""
+    assert wrong_results(lambda **options: mistaken(kernels, **options), mistake)
+
+
+def mistaken(kernels, case, **options):
+    if case == "documents":
+        q, k, v = inputs(0, [(1, 500, heads, 64) for heads in (2, 1, 1)])
+        cu_seqlens = torch.tensor([0, 129, 319, 500], dtype=torch.int32)
+        return emulated(kernels, q, k, v, True, cu_seqlens=cu_seqlens, **options)[:2]
+    q, k, v = inputs(1, [(1, 436, 2, 128), (1, 500, 1, 128), (1, 500, 1, 128)])  # offset 64: warpgroups skip tiles
+    k = k * torch.linspace(16, 1, 500)[None, :, None, None].bfloat16()  # outgrow the old maximum
+    return emulated(kernels, q * 4, k, v, True, smooth=False, scale=0.25, **options)[:2]
 
 
 def test_mappable_copies_what_a_tensor_map_cannot_describe():
