@@ -72,15 +72,14 @@ class Emulated:
         return self._launch(grid, threads, resident, seed, mistake, pointers).decode()
 
 
-def wrong_results(run: Callable[..., Sequence[Tensor]], mistake: int) -> str:
+def wrong_results(run: Callable[..., Sequence[Tensor]], right: Callable[[str], Sequence[Tensor]], mistake: int) -> str:
     """What shows that a kernel makes a mistake: a message, or other bits than it has without; "" if nothing does."""
     for case in ("documents", "other"):
-        expected = run(case=case)
         for seed in range(3):
             try:
                 found = run(case=case, seed=seed, mistake=mistake)
             except AssertionError as error:
                 return str(error)
-            if not all(torch.equal(x, y) for x, y in zip(found, expected, strict=True)):
+            if not all(torch.equal(x, y) for x, y in zip(found, right(case), strict=True)):
                 return "other bits"
     return ""
