@@ -370,7 +370,8 @@ static void perform(Product &p, int index) {
     if (!p.seen)
         std::fill(sums.begin(), sums.end(), POISON);
     else if (p.kind == CODES)
-        multiply_warp<int>(p, index, (int *)sum, [](const Product &, u32 at) -> int { return (int8_t)block->memory[at]; });
+        multiply_warp<int>(p, index, (int *)sum,
+                           [](const Product &, u32 at) -> int { return (int8_t)block->memory[at]; });
     else
         multiply_warp<float>(p, index, (float *)sum, [](const Product &p, u32 at) {
             return p.kind == ROWS || p.kind == VALUES ? from_16(word16(at)) : from_bf16(word16(at));
