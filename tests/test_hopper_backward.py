@@ -1,11 +1,11 @@
 """The Hopper backward on a machine without a GPU: who does what, in what order dQ lies, and that it compiles."""
 
 import ctypes
+import functools
 import math
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from hopper_emulator import Emulated, tensor_map, wrong_results
 from sagekernels import hopper, hopper_backward, nvrtc, sage_attention
 from sagekernels.reference import RECIPES, document_bounds, twin_backward, twin_forward, visible
 from sagekernels.testing import Shape, random_inputs, results_of
@@ -102,50 +103,10 @@ def test_schedule(schedule, n_q, n_k, causal, documents, heads, heads_at_once):
     assert set(turns) == {(bh, m) for bh in range(heads) for m in range(tiles)}
 
 
-RUN = """
-#include "hopper_backward_emulator.h"
-%s
-#include "hopper_backward_emulated.h"
-%s
-extern "C" void run(int programs, const TensorMap* maps, const float* vectors, const float* k_scale, const int* starts,
-                    const int* ends, float* dq_sum, int* turns, float scale, int kv_heads, int group, int n_q, int n_k,
-                    int q_tiles, int heads, int heads_at_once, int causal) {
-    for (int i = 0; i < programs; i++) {
-        memset((void*)memory, 0xFF, sizeof(Shared));
-        run_block(i, [&] {
-            hopper_backward(maps[0], maps[1], maps[2], maps[3], maps[4], maps[5], maps[6], maps[7], vectors, k_scale,
-                            starts, ends, dq_sum, turns, scale, kv_heads, group, n_q, n_k, q_tiles, heads,
-                            heads_at_once, causal);
-        });
-    }
-}
-"""
-
-
-class TensorMap(ctypes.Structure):
-    _fields_ = [("words", ctypes.c_int64 * 16)]
-
-
 def host_map(x, rows):
-    """What hopper_backward_emulator.h takes for hopper_backward._map."""
-    batch, heads, n, d = x.shape
-    strides = [s * x.element_size() for s in (x.stride(2), x.stride(1), x.stride(0))]
-    box = [rows, min(d, 128 // x.element_size()), x.element_size()]
-    return TensorMap((x.data_ptr(), d, n, heads, batch, *strides, 0, *box))
-
-
-def kernel_on_host(folder, head_dim, half):
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    text = (nvrtc.HERE / "hopper_backward.cu").read_text()
-    head, rest = text.split("// ---- instructions ----")
-    (folder / "kernel.cpp").write_text(RUN % (head, rest.split("// ---- the kernel ----")[1]))
-    shared = hopper_backward._shared_bytes(head_dim)
-    options = [f"-DHEAD_DIM={head_dim}", f"-DHALF={half}", f"-DSHARED_BYTES={shared}", f"-I{nvrtc.HERE}"]
-    options += [f"-I{Path(__file__).parent}", "-std=c++17", "-O2", "-w", "-shared", "-fPIC"]
-    subprocess.run([compiler, *options, "-o", str(folder / "kernel.so"), str(folder / "kernel.cpp")], check=True)
-    return ctypes.CDLL(str(folder / "kernel.so"))
+    """Of hopper_backward._map."""
+    columns = min(x.shape[3], 128 // x.element_size())
+    return tensor_map(x, (1, 1, rows, columns), columns * x.element_size())
 
 
 def columns(x, value=0.0):
@@ -154,28 +115,85 @@ def columns(x, value=0.0):
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % 64), value=value).unflatten(-1, (-1, 64))[..., order]
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "half", "batch", "n_q", "n_k", "heads", "kv_heads", "causal", "documents", "in_order"),
-    [
-        (64, 0, 1, 320, 320, 1, 1, True, (), True),
-        (128, 1, 1, 200, 200, 2, 1, True, (), False),
-        (128, 0, 2, 100, 150, 1, 1, False, (), True),
-        (64, 1, 1, 260, 260, 1, 1, False, (100, 0, 1, 63, 96), True),
-    ],
-)
-def test_kernel_on_the_host(
-    head_dim, half, batch, n_q, n_k, heads, kv_heads, causal, documents, in_order, tmp_path
-):  # fmt: skip
-    """The text of the kernel with stand-ins for its instructions (hopper_backward_emulator.h), against the twin."""
-    kernel = kernel_on_host(tmp_path, head_dim, half)
-    shape = Shape(batch, n_q, n_k, heads, kv_heads, head_dim, causal, documents)
+MISTAKES = [
+    {
+        "signal(sm.codes_free[now]);": "if (t == 0) signal(sm.codes_free[now]);",
+        "issue_s(next);": "issue_s(next); if (t + 1 < tiles) signal(sm.codes_free[next]);",
+    },
+    {
+        "signal(sm.wide_free[now]);": "",
+        "issue_dk(now);": "issue_dk(now); signal(sm.wide_free[now ]);",
+    },
+    {
+        "if (lane == 0) arrive(sm.ds_free[t & 1]);": "",
+        "wait(sm.ds_full[t & 1], t >> 1 & 1);":
+            "wait(sm.ds_full[t & 1 ], t >> 1 & 1); if (lane == 0 && t >= 0) arrive(sm.ds_free[t & 1]);",
+    },
+    {"fence_async();\n        __syncwarp();": "__syncwarp();"},
+    {"fence_async();\n        warpgroup_barrier(wg);": "warpgroup_barrier(wg);"},
+    {"fence_async();\n        warpgroup_barrier(wg);": "fence_async();"},
+    {"fence_async();\n        signal(sm.dq_full[wg]);": "signal(sm.dq_full[wg]);"},
+    {"fence_async();\n        if (tiles > 1) signal(sm.dq_full[wg]);": "if (tiles > 1) signal(sm.dq_full[wg] );"},
+    {"wait(sm.ds_full[t & 1], t >> 1 & 1);": ""},
+    {"wait(sm.ds_free[t & 1], t >> 1 & 1 ^ 1);": ""},
+    {"wait(sm.ds_free[t & 1], t >> 1 & 1 ^ 1);": "wait(sm.ds_free[t & 1], t >> 1 & 1);"},
+    {"wait(sm.dq_free[wg], t & 1 ^ 1);": ""},
+    {"wait(sm.wide_full[now], parity(t));": ""},
+    {"if (t + 1 < tiles) wait(sm.codes_full[next], parity(t + 1));": ""},
+    {"wait(sm.codes_free[place(i)], parity(i) ^ 1);": ""},
+    {"wait(sm.wide_free[place(i)], parity(i) ^ 1);": ""},
+    {"wait(sm.keys_full, 0);": ""},
+    {"wgmma_wait<1>();\n        pin(dp);": "pin(dp);"},
+    {"wgmma_wait<1>();\n        pin(p16);": "pin(p16);"},
+    {"wgmma_wait<1>();\n        pin(dq);": "pin(dq);"},
+    {"wgmma_wait<0>();\n        pin(s);": "wgmma_wait<1>();"},
+    {"(u32)(upper - lower)": "(u32)(upper - lower + 1)"},
+    {"m * QUERIES + 2 * (thread % 4) - lower": "m * QUERIES + 2 * (thread % 4) - lower + 1"},
+    {"(bh * q_tiles + m) * 2 + half": "(bh * q_tiles + m) * 2 + 1 - half"},
+    {"sm.k + wg * 32": "sm.k + (1 - wg) * 32"},
+    {"load_relaxed(turns + part) != turn": "load_relaxed(turns + part) < 0"},
+    {"turn_of(work.block, m, problem)": "turn_of(work.block, m, problem) + 1"},
+    {"copies_wait<1>(), add_relaxed(turns + before, 1);": "add_relaxed(turns + before, 1);"},
+    {"copies_wait<1>(), add_relaxed(turns + before, 1);": "copies_wait_read(), add_relaxed(turns + before, 1);"},
+    {"copies_wait_read();": ""},
+    {"wait(sm.dq_full[half], i & 1);": ""},
+    {
+        "(wg * 64 + warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4)":
+            "(wg * 64 + warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 4) << 4)"
+    },
+    {"arrive_expect(bar, QUERIES * D * 4);": "arrive_expect(bar, QUERIES * D * 2);"},
+    {"copies_commit();\n        copies_wait<0>();": "copies_commit();"},
+    {"if (tiles) wait(sm.dq_free[wg], tiles - 1 & 1);": ""},
+    {"barrier_init(sm.dq_full[i], 4);": "barrier_init(sm.dq_full[i], 3);"},
+    {"operand(sm.q[stage], QUERIES * 128)": "operand(sm.q[stage], QUERIES * 64)"},
+]  # fmt: skip
+
+
+def defines(head_dim, half):
+    return {"HEAD_DIM": head_dim, "FP16": int(half), "SHARED_BYTES": hopper_backward._shared_bytes(head_dim)}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """(head_dim, half) -> the kernel as hopper_emulator runs it, which can make MISTAKES."""
+    folder = tmp_path_factory.mktemp("backward")
+
+    def kernel(head_dim, half):
+        return Emulated(folder, "hopper_backward.cu", "hopper_backward", defines(head_dim, half), MISTAKES)
+
+    return functools.cache(kernel)
+
+
+def emulated(kernels, shape, half=False, in_order=False, **options):
+    """dQ, dK and dV of the kernel and of the twin; the sums of dQ."""
     dtype = torch.float16 if half else torch.bfloat16
+    batch, n_q, n_k, heads, kv_heads = shape.batch, shape.n_q, shape.n_k, shape.heads, shape.kv_heads
     q, k, v, do = random_inputs(shape, dtype=dtype)
-    cu_seqlens = shape.cu_seqlens()
+    head_dim, cu_seqlens = q.shape[3], shape.cu_seqlens()
     scale = head_dim**-0.5
-    options = {"causal": causal, "scale": scale, "cu_seqlens": cu_seqlens, "recipe": "scores"}
-    o, saved = twin_forward(q, k, v, smooth_k=True, smooth_q=False, **options)
-    expected = twin_backward(do, None, v, o, saved, **options)
+    twin = {"causal": shape.causal, "scale": scale, "cu_seqlens": cu_seqlens, "recipe": "scores"}
+    o, saved = twin_forward(q, k, v, smooth_k=True, smooth_q=False, **twin)
+    expected = twin_backward(do, None, v, o, saved, **twin)
     delta = (do.float() * o.float()).sum(-1).transpose(1, 2)
     log2e = math.log2(math.e)
     parts = (columns(saved.q.scale * (scale * log2e)), columns(saved.lse * log2e, math.inf), columns(-delta))
@@ -184,26 +202,59 @@ def test_kernel_on_the_host(
     dk, dv = torch.full_like(v, math.nan), torch.full_like(v, math.nan)
     tiles = -(-n_q // 64)
     sums = torch.zeros(batch, heads, tiles, 64 * head_dim)
-    turns = torch.zeros(batch * heads * tiles * 2, dtype=torch.int32)
-    transposed = [x.transpose(1, 2) for x in (do, v, dk, dv)]
-    maps = (TensorMap * 8)(
-        host_map(saved.q.codes, 64), host_map(q16, 64), host_map(transposed[0], 64), host_map(saved.k.codes, 128),
-        host_map(k16, 128), host_map(transposed[1], 128), host_map(transposed[2], 64), host_map(transposed[3], 64),
+    turns = torch.zeros(batch * heads * tiles * 2, dtype=torch.int32) if in_order else None
+    bounds = document_bounds(cu_seqlens, n_k) if cu_seqlens is not None else (None, None)
+    boxes = [(saved.q.codes, 64), (q16, 64), (do.transpose(1, 2), 64), (saved.k.codes, 128), (k16, 128)]
+    boxes += [(v.transpose(1, 2), 128), (dk.transpose(1, 2), 64), (dv.transpose(1, 2), 64)]
+    maps = [host_map(x, rows) for x, rows in boxes]
+    wrong = kernels(head_dim, half)(
+        -(-n_k // 128) * batch * kv_heads, 384, *maps, vectors, saved.k.scale, *bounds, sums, turns, scale,
+        kv_heads, heads // kv_heads, n_q, n_k, tiles, batch * kv_heads, 1, int(shape.causal), **options,
     )  # fmt: skip
-    bounds = document_bounds(cu_seqlens, n_k) if documents else (None, None)
-    pointer = lambda x: ctypes.c_void_p(None if x is None else x.data_ptr())  # noqa: E731
-    kernel.run(
-        -(-n_k // 128) * batch * kv_heads, maps, pointer(vectors), pointer(saved.k.scale), *map(pointer, bounds),
-        pointer(sums), pointer(turns if in_order else None), ctypes.c_float(scale),
-        kv_heads, heads // kv_heads, n_q, n_k, tiles, batch * kv_heads, 1, int(causal),
-    )  # fmt: skip
+    assert not wrong, wrong
     # the permutation of _finish_dq_kernel
     text = (nvrtc.HERE / "hopper_backward.py").read_text()
     assert "tl.reshape(x, [2, 4, HEAD_DIM // 16, 8, 4, 2, 2]), (1, 5, 3, 0, 2, 4, 6)" in text
     dq = sums.view(batch, heads, tiles, 2, 4, head_dim // 16, 8, 4, 2, 2).permute(0, 1, 2, 4, 8, 6, 3, 5, 7, 9)
     dq = dq.reshape(batch, heads, tiles * 64, head_dim)[:, :, :n_q].transpose(1, 2) * scale
-    for x, y in zip((dq, dk, dv), expected, strict=True):
+    return (dq, dk, dv), expected, sums
+
+
+def assert_close(ours, expected, sums):
+    for x, y in zip(ours, expected, strict=True):
         assert ((x.float() - y.float()).norm() / y.float().norm()).item() < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("shape", "half", "in_order"),
+    [
+        (Shape(1, 320, 320, 1, 1, 64, True, ()), False, True),
+        (Shape(1, 200, 200, 2, 1, 128, True, ()), False, False),
+        (Shape(2, 100, 150, 1, 1, 128, False, ()), False, True),
+        (Shape(1, 260, 260, 1, 1, 64, False, (100, 0, 1, 63, 96)), True, True),
+    ],
+)
+def test_kernel(kernels, shape, half, in_order):
+    assert_close(*emulated(kernels, shape, half, in_order))
+
+
+@pytest.mark.parametrize("mistake", range(1, len(MISTAKES) + 1))
+def test_mistakes_are_found(kernels, right, mistake):
+    """By one of two inputs and seeds: a message, or other bits than without it; dQ in order has always the same."""
+    assert wrong_results(functools.partial(mistaken, kernels), right, mistake)
+
+
+@pytest.fixture(scope="module")
+def right(kernels):
+    return functools.cache(lambda case: mistaken(kernels, case))
+
+
+def mistaken(kernels, case, **options):
+    shape = (
+        Shape(1, 300, 300, 1, 1, 64, False) if case != "documents" else Shape(1, 300, 300, 1, 1, 128, False, (100, 200))
+    )
+    (_, dk, dv), _, sums = emulated(kernels, shape, in_order=True, resident=3, **options)
+    return dk, dv, sums
 
 
 def test_serves_the_recipe_without_int8_gradients():
@@ -227,7 +278,7 @@ def test_compiles(head_dim, half, tmp_path, monkeypatch):
     monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
     shared = hopper_backward._shared_bytes(head_dim)
     assert shared <= SHARED_MEMORY
-    defines = {"HEAD_DIM": head_dim, "HALF": half, "SHARED_BYTES": shared}
+    defines = {"HEAD_DIM": head_dim, "FP16": half, "SHARED_BYTES": shared}
     assert nvrtc.compiled("hopper_backward.cu", defines)[:4] == b"\x7fELF"
     with pytest.raises(RuntimeError, match="static assertion"):
         nvrtc.compiled("hopper_backward.cu", {**defines, "SHARED_BYTES": shared - 1024})

@@ -1,35 +1,60 @@
-"""The Hopper forward on a machine without a GPU: hopper_forward.cu compiled for the CPU, and compiled for sm_90a.
+"""The Hopper forward on a machine without a GPU: hopper_forward.cu run by hopper_emulator, and compiled for sm_90a."""
 
-The kernel's own source runs with stand-ins for Hopper's instructions (hopper_emulation.h): every thread is a fiber, the
-layouts of fragments, descriptors and swizzles are modelled, copies land late and products read late. What differs is
-time, and how many registers there are.
-"""
-
-import ctypes
+import functools
 import math
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
-import sagekernels
+from hopper_emulator import Emulated, tensor_map, wrong_results
 from sagekernels import nvrtc
 from sagekernels.hopper_forward import SCHEDULES, SOURCE, mappable
 from sagekernels.reference import document_bounds, twin_forward
 
-HERE = Path(__file__).parent
-POINTERS = ["q", "k", "v", "k_scale", "starts", "ends", "q_codes", "q_scales", "o", "lse"]
-SIZES = ["batch", "heads", "kv_heads", "n_q", "n_k", "nk_padded", "m_blocks", "heads_per_group", "tiles"]
-
-
-class Arguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS), ("factor", ctypes.c_float),
-        *((name, ctypes.c_int) for name in SIZES), ("taken", ctypes.c_void_p), ("grid", ctypes.c_int),
-        ("seed", ctypes.c_int),
-    ]  # fmt: skip
+ARRIVE = "if (threadIdx.x % 32 == 0) arrive(shared.v_free[at.stage]);\n        at = next;"
+ISSUE = """wait(shared.v_full[at.stage], at.parity);
+        wait(shared.k_full[next.stage], next.parity);
+        issue_scores(next.stage);
+        issue_values(at.stage);"""
+LAST_WAIT = "wgmma_wait<0>();\n        pin(o);\n        pin(p);"
+MISTAKES = [
+    {ISSUE: "wait(shared.k_full[next.stage], next.parity); issue_scores(next.stage); issue_values(at.stage );"},
+    {ISSUE: "wait(shared.v_full[at.stage], at.parity); issue_scores(next.stage); issue_values(at.stage );"},
+    {
+        ISSUE: ISSUE.replace("\n", " ") + "if (threadIdx.x % 32 == 0) arrive(shared.v_free[at.stage ]);",
+        ARRIVE: "at = next;",
+    },
+    {"wgmma_wait<1>();\n        pin(s);": "pin(s);"},
+    {LAST_WAIT: "wgmma_wait<1>(); pin(o); pin(p);"},
+    {LAST_WAIT: "narrow(); wgmma_wait<0>(); pin(o); pin(p);"},
+    {"wait(shared.k_free[stage], at.parity ^ 1);": "wait(shared.k_free[stage], at.parity);"},
+    {"wait(shared.k_free[stage], at.parity ^ 1);": ""},
+    {"wait(shared.v_free[stage], at.parity ^ 1);": ""},
+    {"K_BYTES + SCALE_BYTES": "K_BYTES"},
+    {"operand<D>(shared.k[stage])": "operand<192 - D>(shared.k[stage])"},
+    {"key <= last[r]": "key < last[r]"},
+    {"key >= first[r]": "key > first[r]"},
+    {"Ring{0, parity ^ 1}": "Ring{0, parity}"},
+    {"barrier_init(shared.v_full[i], 1), barrier_init(shared.v_free[i], 4 * CONSUMERS);":
+     "barrier_init(shared.v_full[i], 1), barrier_init(shared.v_free[i], 3 * CONSUMERS);"},
+    {"wait(shared.q_full[wg], parity);": ""},
+    {"wait(shared.q_free[wg], free);": ""},
+    {"l[r] *= alpha[r];": ""},
+    {"wait(shared.v_full[at.stage], at.parity);\n        mine.issue_values(at.stage);": "mine.issue_values(at.stage);"},
+    {"fence_barriers();": ""},
+    {"pin(o);\n        wgmma_fence();": "pin(o);"},
+    {"wgmma_wait<1>();\n        pin(mine.o);": "pin(mine.o);"},
+    {"wgmma_wait<0>();\n        pin(mine.s);": "pin(mine.s);"},
+    {"more_registers<CONSUMER_REGISTERS>();": "more_registers<CONSUMER_REGISTERS + 8>();"},
+    {"atomicAdd(taken, 1)": "atomicAdd(taken, 2)"},
+    {"wait(shared.k_full[at.stage], at.parity);\n            wait(shared.v_full[at.stage], at.parity);": ""},
+    {"problem.last_tile(w, wg)": "problem.last_tile(w, 0)"},
+    {"operand(shared.v[stage], V_BYTES / HALVES)": "operand(shared.v[stage], V_BYTES)"},
+    {"next = mine.skip(next, problem.decode(following));\n            wait(shared.k_full[next.stage], next.parity);":
+     "next = mine.skip(next, problem.decode(following));"},
+    {"o[i] *= alpha[i / 2 % 2];": ";"},
+    {"highest > __float_as_int(HIGHEST)": "false"},
+]  # fmt: skip
 
 
 def defines(head_dim, causal, packed, half=False):
@@ -41,35 +66,20 @@ def defines(head_dim, causal, packed, half=False):
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory):
-    """(head_dim, causal, packed) -> the function run of hopper_emulation_run.h."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    folder, loaded = tmp_path_factory.mktemp("emulation"), {}
-
-    def load(*key):
-        if key not in loaded:
-            text = Path(sagekernels.__file__).with_name(SOURCE).read_text()
-            start, end = text.index("// ---- Hopper's instructions"), text.index("// ---- Arithmetic")
-            program = folder / ("_".join(map(str, key)) + ".cpp")
-            program.write_text(
-                text[:start] + '#include "hopper_emulation.h"\n' + text[end:] + '#include "hopper_emulation_run.h"\n'
-            )
-            macros = [f"-D{name}={value}" for name, value in defines(*key).items()]
-            command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{HERE}", *macros]
-            subprocess.run([*command, str(program), "-o", str(program.with_suffix(".so"))], check=True)
-            loaded[key] = ctypes.CDLL(str(program.with_suffix(".so"))).run
-        return loaded[key]
-
-    return load
+def kernels(tmp_path_factory):
+    """(head_dim, causal, packed, half) -> the kernel, which can make MISTAKES."""
+    folder = tmp_path_factory.mktemp("forward")
+    return functools.cache(lambda *key: Emulated(folder, SOURCE, "forward", defines(*key), MISTAKES))
 
 
-def emulated(on_cpu, q, k, v, causal, *, grid=2, heads_per_group=2, cu_seqlens=None, smooth=True, scale=0.125):
+def emulated(
+    kernels, q, k, v, causal, *, grid=2, heads_per_group=2, cu_seqlens=None, smooth=True, scale=0.125, **options
+):  # fmt: skip
     """o, lse and Q's codes of the kernel with the twin's codes of K; the twin's o, lse and codes."""
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
-    options = {"causal": causal, "scale": scale, "smooth_k": smooth, "smooth_q": False, "recipe": "fine"}
-    o_twin, saved = twin_forward(q, k, v, cu_seqlens=cu_seqlens, **options)
+    twin = {"causal": causal, "scale": scale, "smooth_k": smooth, "smooth_q": False, "recipe": "fine"}
+    o_twin, saved = twin_forward(q, k, v, cu_seqlens=cu_seqlens, **twin)
     block_n, consumers, _ = SCHEDULES[head_dim]
     padded = -(-n_k // block_n) * block_n
     ordered = torch.zeros(batch * kv_heads, padded)
@@ -77,16 +87,18 @@ def emulated(on_cpu, q, k, v, causal, *, grid=2, heads_per_group=2, cu_seqlens=N
     ordered[:, position] = saved.k.scale.flatten(0, 1)
     o, lse = torch.full_like(o_twin, math.nan), torch.full_like(saved.lse, math.nan)
     codes, scales = torch.full_like(saved.q.codes, 77), torch.full_like(saved.q.scale, math.nan)
-    starts, ends = (lse, lse) if cu_seqlens is None else document_bounds(cu_seqlens, n_q)
+    starts, ends = (None, None) if cu_seqlens is None else document_bounds(cu_seqlens, n_q)
     k_codes, taken = saved.k.codes.contiguous(), torch.zeros(1, dtype=torch.int32)
-    tensors = [q.contiguous(), k_codes, v.contiguous(), ordered, starts, ends, codes, scales, o, lse]
     blocks = -(-n_q // (64 * consumers))
     tiles = blocks * batch * heads
-    sizes = [batch, heads, kv_heads, n_q, n_k, padded, blocks, heads_per_group, tiles]
-    arguments = Arguments(
-        *(x.data_ptr() for x in tensors), scale * math.log2(math.e), *sizes, taken.data_ptr(), min(grid, tiles), n_q
-    )
-    assert on_cpu(head_dim, causal, cu_seqlens is not None)(ctypes.byref(arguments)) == 0
+    kernel = kernels(head_dim, causal, cu_seqlens is not None, q.dtype == torch.float16)
+    wrong = kernel(
+        min(grid, tiles), 128 * (consumers + 1),
+        tensor_map(q, (1, 64, 1, 64)), tensor_map(k_codes.view(-1, n_k, head_dim), (1, block_n, head_dim), head_dim),
+        tensor_map(v, (1, block_n, 1, 64)), ordered, starts, ends, codes, scales, o, lse, scale * math.log2(math.e),
+        heads, kv_heads, batch * heads, n_q, n_k, padded, blocks, heads_per_group, tiles, taken, **options,
+    )  # fmt: skip
+    assert not wrong, wrong
     assert torch.equal(codes, saved.q.codes)
     assert torch.equal(scales, saved.q.scale) or scales.isnan().any()
     return o.float(), lse, o_twin.float(), saved.lse
@@ -114,35 +126,56 @@ def assert_close(o, lse, o_twin, lse_twin):
         (1, 700, 700, 1, 1, 128, True, 1, 1),
     ],
 )
-def test_schedule(on_cpu, batch, n_q, n_k, heads, kv_heads, head_dim, causal, grid, heads_per_group):
+def test_schedule(kernels, batch, n_q, n_k, heads, kv_heads, head_dim, causal, grid, heads_per_group):
     q, k, v = inputs(n_q, [(batch, n, h, head_dim) for n, h in ((n_q, heads), (n_k, kv_heads), (n_k, kv_heads))])
-    assert_close(*emulated(on_cpu, q, k + 1, v, causal, grid=grid, heads_per_group=heads_per_group))
+    assert_close(*emulated(kernels, q, k + 1, v, causal, grid=grid, heads_per_group=heads_per_group))
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("documents", [(1, 0, 63, 64, 200, 1, 71), (1,) * 130, (129, 256, 27), (5, 195), (100, 900)])
-def test_documents(on_cpu, documents, causal):
+def test_documents(kernels, documents, causal):
     n = sum(documents)
     q, k, v = inputs(n, [(1, n, 2, 64), (1, n, 1, 64), (1, n, 1, 64)])
     cu_seqlens = torch.tensor([0, *documents]).cumsum(0).to(torch.int32)
-    assert_close(*emulated(on_cpu, q, k, v, causal, grid=3, cu_seqlens=cu_seqlens))
+    assert_close(*emulated(kernels, q, k, v, causal, grid=3, cu_seqlens=cu_seqlens))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_scores_that_outgrow_the_old_maximum(on_cpu, head_dim):
+def test_scores_that_outgrow_the_old_maximum(kernels, head_dim):
     """Keys get larger towards the first, which is visited last: by more than 2^127 from tile to tile."""
     q, k, v = inputs(0, [(1, 400, 1, head_dim)] * 3)
     q, k = q.abs() * 8, k.abs() * torch.linspace(16, -16, 400)[None, :, None, None].bfloat16()
-    assert_close(*emulated(on_cpu, q, k, v, True, smooth=False, scale=0.25))
+    assert_close(*emulated(kernels, q, k, v, True, smooth=False, scale=0.25))
 
 
-def test_non_finite_values_propagate_and_zeros_do_not(on_cpu):
+def test_non_finite_values_propagate_and_zeros_do_not(kernels):
     q, k, v = inputs(0, [(1, 200, 1, 64)] * 3)
     q[0, 20], q[0, 40, 0, 6] = 0, math.inf
-    o, lse, o_twin, lse_twin = emulated(on_cpu, q, k, v, True)
+    o, lse, o_twin, lse_twin = emulated(kernels, q, k, v, True)
     assert o.isnan().any(-1).flatten().nonzero().flatten().tolist() == [40]
     assert torch.equal(lse.isnan(), lse_twin.isnan())
     assert torch.allclose(o[0, 20], o_twin[0, 20], atol=1e-2)
+
+
+@pytest.mark.parametrize("mistake", range(1, len(MISTAKES) + 1))
+def test_mistakes_are_found(kernels, right, mistake):
+    """By one of two inputs and seeds: a message, or other bits than without it."""
+    assert wrong_results(functools.partial(mistaken, kernels), right, mistake)
+
+
+@pytest.fixture(scope="module")
+def right(kernels):
+    return functools.cache(lambda case: mistaken(kernels, case))
+
+
+def mistaken(kernels, case, **options):
+    if case == "documents":
+        q, k, v = inputs(0, [(1, 500, heads, 64) for heads in (2, 1, 1)])
+        cu_seqlens = torch.tensor([0, 129, 319, 500], dtype=torch.int32)
+        return emulated(kernels, q, k, v, True, cu_seqlens=cu_seqlens, **options)[:2]
+    q, k, v = inputs(1, [(1, 436, 2, 128), (1, 500, 1, 128), (1, 500, 1, 128)])  # offset 64: warpgroups skip tiles
+    k = k * torch.linspace(16, 1, 500)[None, :, None, None].bfloat16()  # outgrow the old maximum
+    return emulated(kernels, q * 4, k, v, True, smooth=False, scale=0.25, **options)[:2]
 
 
 def test_mappable_copies_what_a_tensor_map_cannot_describe():

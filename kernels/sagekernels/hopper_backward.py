@@ -161,7 +161,7 @@ def hopper_backward(
         in_cache = L2_BYTES_IN_ORDER if deterministic and causal else L2_BYTES
         shared = _shared_bytes(head_dim)
         half = int(v.dtype == torch.float16)
-        defines = {"HEAD_DIM": head_dim, "HALF": half, "SHARED_BYTES": shared}
+        defines = {"HEAD_DIM": head_dim, "FP16": half, "SHARED_BYTES": shared}
         nvrtc.load("hopper_backward.cu", "hopper_backward", defines).launch(
             (blocks * batch * kv_heads,), (384,), shared,
             _map(saved.q.codes, TILE), _map(q16, TILE), _map(do.transpose(1, 2), TILE), _map(saved.k.codes, KEYS),

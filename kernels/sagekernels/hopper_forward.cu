@@ -7,9 +7,7 @@
 //
 // Macros: HEAD_DIM (64, 128), BLOCK_N (keys a tile), CONSUMERS, STAGES, CAUSAL, PACKED, FP16 (values are float16).
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-#define DEVICE __device__ __forceinline__
+#include "hopper.cuh"
 
 constexpr int BLOCK_M = 64 * CONSUMERS, D = HEAD_DIM, HALVES = D / 64;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -22,8 +20,6 @@ constexpr float LOWEST = -1e30f;  // finite, so that a row that has seen no key 
 constexpr float HIGHEST = FP16 ? 14.0f : 64.0f;  // log2 of what a probability may be relative to an old maximum
 constexpr float LN2 = 0.6931471805599453f;
 
-struct alignas(64) TensorMap { u64 words[16]; };
-
 struct Shared {
     alignas(1024) unsigned char q[CONSUMERS][Q_BYTES];  // 16-bit queries of the next block
     alignas(1024) unsigned char k[STAGES][K_BYTES];
@@ -32,157 +28,6 @@ struct Shared {
     int tile[CONSUMERS];  // block of queries that comes with q, or none
     u64 q_full[CONSUMERS], q_free[CONSUMERS], k_full[STAGES], k_free[STAGES], v_full[STAGES], v_free[STAGES];
 };
-
-// ---- Hopper's instructions
-
-DEVICE u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-
-DEVICE void barrier_init(u64 &barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&barrier)), "r"(arrivals) : "memory");
-}
-DEVICE void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void arrive(u64 &barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(&barrier)) : "memory");
-}
-DEVICE void arrive_expect(u64 &barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)), "r"(bytes)
-                 : "memory");
-}
-DEVICE void wait(u64 &barrier, u32 parity) {
-    asm volatile(
-        "{ .reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again; }" ::"r"(address(&barrier)), "r"(parity)
-        : "memory");
-}
-
-DEVICE void copy(void *to, const void *from, u32 bytes, u64 &barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     address(to)), "l"(from), "r"(bytes), "r"(address(&barrier))
-                 : "memory");
-}
-DEVICE void copy(void *to, const TensorMap &map, int x, int y, int z, u64 &barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
-            "r"(address(to)), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(address(&barrier))
-        : "memory");
-}
-DEVICE void copy(void *to, const TensorMap &map, int x, int y, int z, int w, u64 &barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-        "[%6];" ::"r"(address(to)), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(address(&barrier))
-        : "memory");
-}
-
-// Matrix descriptor in shared memory: rows of 128 (or 64) bytes, swizzled, 8 of them an atom.
-DEVICE u64 descriptor(const void *p, u32 leading_bytes, u32 stride_bytes, u64 swizzle) {
-    return ((address(p) & 0x3FFFF) >> 4) | (u64)(leading_bytes >> 4) << 16 | (u64)(stride_bytes >> 4) << 32 |
-           swizzle << 62;
-}
-
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> DEVICE void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-// The compiler does not know that a wait writes registers: arithmetic on them stays on its side of this line.
-template <int N> DEVICE void pin(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
-}
-template <int N> DEVICE void pin(u32 (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
-}
-
-#define LIST4(c, x, i) c(x[i]), c(x[i + 1]), c(x[i + 2]), c(x[i + 3])
-#define LIST8(c, x, i) LIST4(c, x, i), LIST4(c, x, i + 4)
-#define LIST32(c, x, i) LIST8(c, x, i), LIST8(c, x, i + 8), LIST8(c, x, i + 16), LIST8(c, x, i + 24)
-#define NAMES32                                                                                                       \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                          \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES48 NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define NAMES64                                                                                                       \
-    NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                      \
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-
-#if FP16
-#define PV_TYPES "f32.f16.f16"
-#else
-#define PV_TYPES "f32.bf16.bf16"
-#endif
-
-// s (+)= a b^T: a 64 x 32 INT8 in registers, b BLOCK_N x 32 in shared memory.
-DEVICE void mma_scores(u32 (&s)[48], const u32 *a, u64 b, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %53, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n96k32.s32.s8.s8 {" NAMES48 "}, {%48, %49, %50, %51}, %52, p; }"
-        : LIST32("+r", s, 0), LIST8("+r", s, 32), LIST8("+r", s, 40)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-DEVICE void mma_scores(u32 (&s)[64], const u32 *a, u64 b, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" NAMES64 "}, {%64, %65, %66, %67}, %68, p; }"
-        : LIST32("+r", s, 0), LIST32("+r", s, 32)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-// o += p v: p 64 x 16 in registers, v 16 x D in shared memory, D contiguous.
-DEVICE void mma_values(float (&o)[64], const u32 *p, u64 v) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16." PV_TYPES " {" NAMES64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-        : LIST32("+f", o, 0), LIST32("+f", o, 32)
-        : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v));
-}
-DEVICE void mma_values(float (&o)[32], const u32 *p, u64 v) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16." PV_TYPES " {" NAMES32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-        : LIST32("+f", o, 0)
-        : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v));
-}
-
-// c += a b^T by one warp: a 16 x 32 INT8, b 8 x 32, both in registers.
-DEVICE void mma_warp(u32 *c, const u32 *a, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-template <int N> DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
-template <int N> DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
-
-DEVICE float power2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-DEVICE float logarithm2(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-// Two floats to 16 bits, the first in the low half; and back.
-DEVICE u32 pack(float low, float high) {
-    u32 y;
-#if FP16
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-#endif
-    return y;
-}
-DEVICE void unpack(u32 x, float &low, float &high) {
-#if FP16
-    asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-        : "=f"(low), "=f"(high)
-        : "r"(x));
-#else
-    low = __int_as_float(x << 16);
-    high = __int_as_float(x & 0xFFFF0000);
-#endif
-}
 
 // ---- Arithmetic
 
@@ -282,7 +127,7 @@ DEVICE void produce(
             shared.tile[wg] = tile;
             arrive_expect(shared.q_full[wg], tile < tiles ? Q_BYTES : 0);
             for (int half = 0; half < HALVES && tile < tiles; half++)
-                copy(shared.q[wg] + half * Q_BYTES / HALVES, q_map, half * 64, w.head % problem.heads,
+                copy_in(shared.q[wg] + half * Q_BYTES / HALVES, q_map, half * 64, w.head % problem.heads,
                      w.block * BLOCK_M + wg * 64, w.batch, shared.q_full[wg]);
         }
         if (tile >= tiles) return;
@@ -291,13 +136,13 @@ DEVICE void produce(
             int stage = at.stage;
             wait(shared.k_free[stage], at.parity ^ 1);
             arrive_expect(shared.k_full[stage], K_BYTES + SCALE_BYTES);
-            copy(shared.k[stage], k_map, 0, j * BLOCK_N, w.kv, shared.k_full[stage]);
-            copy(shared.k_scale[stage], k_scale + (long long)w.kv * nk_padded + j * BLOCK_N, SCALE_BYTES,
+            copy_in(shared.k[stage], k_map, 0, j * BLOCK_N, w.kv, shared.k_full[stage]);
+            copy_in(shared.k_scale[stage], k_scale + (long long)w.kv * nk_padded + j * BLOCK_N, SCALE_BYTES,
                  shared.k_full[stage]);
             wait(shared.v_free[stage], at.parity ^ 1);
             arrive_expect(shared.v_full[stage], V_BYTES);
             for (int half = 0; half < HALVES; half++)
-                copy(shared.v[stage] + half * V_BYTES / HALVES, v_map, half * 64, w.kv_head, j * BLOCK_N, w.batch,
+                copy_in(shared.v[stage] + half * V_BYTES / HALVES, v_map, half * 64, w.kv_head, j * BLOCK_N, w.batch,
                      shared.v_full[stage]);
         }
         tile = gridDim.x + atomicAdd(taken, 1);
@@ -387,18 +232,18 @@ struct Consumer {
         load_scales(stage);
         pin(s);
         wgmma_fence();
-        u64 k = descriptor(shared.k[stage], 16, 8 * D, D == 128 ? 1 : 2);
+        u64 k = operand<D>(shared.k[stage]);
 #pragma unroll
-        for (int i = 0; i < D / 32; i++) mma_scores(s, q + 4 * i, k + 2 * i, i > 0);
+        for (int i = 0; i < D / 32; i++) multiply_codes(s, q + 4 * i, k + 2 * i, i > 0);
         wgmma_commit();
     }
 
     DEVICE void issue_values(int stage) {
         pin(o);
         wgmma_fence();
-        u64 v = descriptor(shared.v[stage], V_BYTES / HALVES, 1024, 1);
+        u64 v = operand(shared.v[stage], V_BYTES / HALVES);
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 16; i++) mma_values(o, p + 4 * i, v + 128 * i);
+        for (int i = 0; i < BLOCK_N / 16; i++) multiply(o, p + 4 * i, v + 128 * i);
         wgmma_commit();
     }
 
@@ -486,7 +331,7 @@ struct Consumer {
             for (int j = 0; j < D / 32; j++) {
                 u32 low = *(const u32 *)(keys + 8 * i * D + ((2 * j) ^ (row & SWIZZLE)) * 16 + 4 * c);
                 u32 high = *(const u32 *)(keys + 8 * i * D + ((2 * j + 1) ^ (row & SWIZZLE)) * 16 + 4 * c);
-                mma_warp(s + 4 * i, q + 4 * j, low, high);
+                multiply_in_warp(s + 4 * i, q + 4 * j, low, high);
             }
         }
         load_scales(stage);
@@ -564,8 +409,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     const __grid_constant__ TensorMap v_map, const float *k_scale, const int *starts, const int *ends,
     signed char *q_codes, float *q_scales, u32 *o, float *lse, float factor, int heads, int kv_heads, int all_heads,
     int n_q, int n_k, int nk_padded, int m_blocks, int heads_per_group, int tiles, int *taken) {
-    extern __shared__ __align__(1024) unsigned char memory[];
-    Shared &shared = *(Shared *)memory;
+    Shared &shared = shared_memory<Shared>();
     Problem problem{starts, ends, heads, kv_heads, all_heads, n_q, n_k, m_blocks, heads_per_group};
     if (threadIdx.x == 0) {
         for (int i = 0; i < CONSUMERS; i++) barrier_init(shared.q_full[i], 1), barrier_init(shared.q_free[i], 4);

@@ -1,0 +1,574 @@
+// The functions of kernels/sagekernels/hopper.cuh on a CPU: every thread is a fiber, and what is asynchronous happens
+// when it hurts.
+//
+// Time is counted in turns of warps, which are drawn at random. Copies and products get a random time between their
+// issue and the wait that covers them: then they read, then they write. Until then the destination of a copy and the
+// registers of a product's sums hold poison. Layouts are those of the PTX manual: fragments, matrix descriptors,
+// swizzles. What a program must not do, and nobody going on, end the run with a message.
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define DEVICE inline
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct Index { int x; };
+struct uint2 { u32 x, y; };
+struct float4 { float x, y, z, w; };
+struct TensorMap { int64_t base, element, swizzle, size[4], stride[4], box[4]; };  // of hopper_emulator.tensor_map
+static Index threadIdx, blockIdx, gridDim;
+static int mutant;  // the planted mistake that is made, if any
+
+template <class To, class From> static To bits(From x) { To y; memcpy(&y, &x, sizeof y); return y; }
+static float __int_as_float(u32 x) { return bits<float>(x); }
+static float __uint_as_float(u32 x) { return bits<float>(x); }
+static int __float_as_int(float x) { return bits<int>(x); }
+static float __int2float_rn(int x) { return (float)x; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static u32 __byte_perm(u32 a, u32 b, u32 s) {
+    u64 both = (u64)b << 32 | a;
+    u32 y = 0;
+    for (int i = 0; i < 4; i++) y |= (u32)(both >> 8 * (s >> 4 * i & 7) & 255) << 8 * i;
+    return y;
+}
+static int atomicAdd(int *p, int x) { return std::exchange(*p, *p + x); }
+static float power2(float x) { return exp2f(x); }
+static float logarithm2(float x) { return log2f(x); }
+static float from_bf16(u32 x) { return bits<float>(x << 16); }
+static u32 to_bf16(float x) { u32 b = bits<u32>(x); return x != x ? 0x7FFF : (b + 0x7FFF + (b >> 16 & 1)) >> 16; }
+static float from_16(u32 x) { return FP16 ? (float)bits<_Float16>((uint16_t)x) : from_bf16(x); }
+static u32 to_16(float x) { return FP16 ? bits<uint16_t>((_Float16)x) : to_bf16(x); }
+static u32 pack(float low, float high) { return to_16(low) | to_16(high) << 16; }
+static u32 pack_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
+static void unpack(u32 x, float &low, float &high) { low = from_16(x & 0xFFFF), high = from_16(x >> 16); }
+
+// ---- Blocks of fibers
+
+typedef std::vector<u32> Clock;  // how far one has heard of each warp
+static void hear(Clock &mine, const Clock &other) {
+    mine.resize(std::max(mine.size(), other.size()));
+    for (size_t i = 0; i < other.size(); i++) mine[i] = std::max(mine[i], other[i]);
+}
+struct Fiber {
+    ucontext_t context;
+    jmp_buf at;
+    bool started = false, done = false;
+    std::function<bool()> ready;
+    std::string waits;
+    std::vector<u32> written;  // units of shared memory, not fenced
+    std::deque<std::shared_ptr<int>> copies;  // groups: reads and writes to come, in the low and high half
+    std::shared_ptr<int> copying;
+    const int *loaded = nullptr;
+    int value = 0;
+};
+struct Product;
+struct Warp {
+    int arrived = 0, turn = 0;
+    long asleep = 0, last = 0;  // until when; time of its last product
+    const char *what = "";
+    void *shown[32];
+    Clock clock;
+    bool fenced = false;
+    std::vector<std::shared_ptr<Product>> open;
+    std::deque<std::vector<std::shared_ptr<Product>>> groups;
+    std::map<void *, std::pair<int, std::vector<u32>>> sums;  // of products in flight, by the register of lane 0
+};
+struct Barrier { int count, pending, bytes; u32 phase; bool fenced; Clock heard, complete; };
+struct Meeting { int count = 0, turn = 0; Clock heard; };
+struct Write { int warp; u32 time; };  // by a thread: copies and products see it once it is fenced and heard of
+struct Event { long due; std::function<void()> act; };
+constexpr int SHARED = 232448, UNIT = 16;
+constexpr u32 NEVER = ~0u, POISON = 0x7FC0BEEF;
+struct Block {
+    int index, threads, spare = 0;  // spare: registers that were given back
+    alignas(1024) unsigned char memory[SHARED];
+    std::vector<Fiber> fibers;
+    std::vector<Warp> warps;
+    std::map<const void *, Barrier> barriers;
+    std::map<int, Meeting> meetings;
+    std::vector<Write> writes = std::vector<Write>(SHARED / UNIT, {-1, 0});
+};
+static Block *block;
+static Fiber *me;
+static long now;
+static std::vector<Event> events;
+static u64 random_bits;
+static jmp_buf scheduler;
+static std::string failure;
+static std::function<void()> kernel;
+
+static Warp &warp() { return block->warps[threadIdx.x / 32]; }
+static long draw(long n) { return ((random_bits = random_bits * 6364136223846793005 + 1442695040888963407) >> 33) % n; }
+static long soon(int longest = 9) { return draw(2) ? now : now + draw(2L << draw(longest)); }
+static void leave() { if (!_setjmp(me->at)) _longjmp(scheduler, 1); }
+[[noreturn]] static void fail(const std::string &what) {
+    failure = what + " (block " + std::to_string(block->index) + ", thread " + std::to_string(threadIdx.x) + ")";
+    _longjmp(scheduler, 2);
+}
+static void until(std::function<bool()> ready, std::string waits) {
+    if (ready()) return;
+    me->ready = std::move(ready), me->waits = std::move(waits);
+    leave();
+}
+static void publish(Clock &to) { warp().clock[threadIdx.x / 32]++, hear(to, warp().clock); }
+static void meet(int key, int size) {
+    Meeting &m = block->meetings[key];
+    int turn = m.turn;
+    publish(m.heard);
+    if (++m.count == size) m.count = 0, m.turn++;
+    until([&m, turn] { return m.turn != turn; }, "bar.sync " + std::to_string(key));
+    hear(warp().clock, m.heard);
+}
+// All lanes bring something; the last one to come does it for all.
+template <class T, class F> static void together(const char *what, T &mine, F act) {
+    Warp &w = warp();
+    int turn = w.turn;
+    if (w.arrived && strcmp(w.what, what)) fail(std::string("lanes meet at ") + w.what + " and " + what);
+    w.what = what, w.shown[threadIdx.x % 32] = &mine;
+    if (++w.arrived == 32) w.arrived = 0, act((T **)w.shown), w.turn++;
+    until([&w, turn] { return w.turn != turn; }, what);
+}
+static void __syncwarp() { together("syncwarp", *me, [](Fiber **) {}); }
+static void __syncthreads() { meet(0, block->threads); }
+static void warpgroup_barrier(int i) { meet(1 + i, 128); }
+template <class T> static T exchange(T x, int lane) {
+    struct { T in, out; int lane; } mine{x, x, lane};
+    together("shfl", mine, [](auto **all) { for (int i = 0; i < 32; i++) all[i]->out = all[all[i]->lane]->in; });
+    return mine.out;
+}
+template <class T> static T __shfl_xor_sync(u32, T x, int d) { return exchange(x, threadIdx.x % 32 ^ d); }
+template <class T> static T __shfl_sync(u32, T x, int lane) { return exchange(x, lane); }
+static bool __any_sync(u32, bool x) {
+    int mine = x;
+    together("vote", mine, [](int **all) {
+        int any = 0;
+        for (int i = 0; i < 32; i++) any |= *all[i];
+        for (int i = 0; i < 32; i++) *all[i] = any;
+    });
+    return mine;
+}
+static int thread_index() { return threadIdx.x; }
+template <class T> static void hold(T &) {}
+template <class T> static void pin(T &) {}
+template <int N> static void fewer_registers() {
+    block->spare += 65536 / block->threads / 8 * 8 - N;
+}
+template <int N> static void more_registers() {
+    until([b = block] { return b->spare >= N - 65536 / b->threads / 8 * 8; }, "setmaxnreg.inc");
+    block->spare -= N - 65536 / block->threads / 8 * 8;
+}
+
+// ---- Shared memory and barriers
+
+template <class T> static T &shared_memory() {
+    static_assert(sizeof(T) <= SHARED);
+    return *(T *)block->memory;
+}
+static u32 address(const void *p) { return (unsigned char *)p - block->memory; }
+static void store(u32 to, const void *from, int bytes) {
+    memcpy(block->memory + to, from, bytes);
+    for (u32 unit = to / UNIT; unit <= (to + bytes - 1) / UNIT; unit++)
+        block->writes[unit] = {threadIdx.x / 32, NEVER}, me->written.push_back(unit);
+}
+static void fence_async() {
+    for (u32 unit : me->written) {
+        Write &w = block->writes[unit];
+        if (w.warp == threadIdx.x / 32) w.time = warp().clock[w.warp];
+    }
+    me->written.clear();
+}
+// Whether a copy or product that this warp issues may read or overwrite there: what was stored is fenced and heard of.
+static bool visible(u32 from, u32 bytes) {
+    if (from + bytes > SHARED) fail("outside of shared memory");
+    for (u32 unit = from / UNIT; unit < (from + bytes + UNIT - 1) / UNIT; unit++) {
+        const Write &w = block->writes[unit];
+        bool own = w.warp == threadIdx.x / 32;
+        if (w.warp >= 0 && (w.time == NEVER || !own && warp().clock[w.warp] <= w.time)) return false;
+    }
+    return true;
+}
+static float4 load_shared(u32 from) { return *(float4 *)(block->memory + from); }
+static void store_shared(u32 to, const float *x) { store(to, x, 16); }
+static void store_matrices(u32 to, const u32 *x) {
+    struct { u32 to; const u32 *x; u32 at[4]; } mine{to, x};
+    together("stmatrix", mine, [](auto **all) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++) all[lane]->at[i] = all[8 * i + lane / 4]->to + lane % 4 * 4;
+    });
+    for (int i = 0; i < 4; i++) store(mine.at[i], x + i, 4);
+}
+static int load_relaxed(const int *from) {  // the same again: spinning
+    if (me->loaded == from) until([from, old = me->value] { return *from != old; }, "a turn in global memory");
+    me->loaded = from;
+    return me->value = *from;
+}
+static void add_relaxed(int *to, int x) { *to += x; }
+
+static std::string name(const void *p) { return "the barrier at " + std::to_string(address(p)); }
+static Barrier &barrier_at(const void *p) {
+    auto found = block->barriers.find(p);
+    if (found == block->barriers.end()) fail(name(p) + " was not initialized");
+    return found->second;
+}
+static void settle(Barrier &b) {
+    if (b.pending == 0 && b.bytes == 0) b.pending = b.count, b.phase ^= 1, b.complete = b.heard;
+}
+static void barrier_init(u64 &b, u32 arrivals) { block->barriers[&b] = {(int)arrivals, (int)arrivals, 0, 0, false}; }
+static void fence_barriers() { for (auto &b : block->barriers) b.second.fenced = true; }
+static void arrive_expect(u64 &at, u32 bytes) {
+    Barrier &b = barrier_at(&at);
+    publish(b.heard);
+    b.bytes += bytes;
+    if (b.pending-- == 0) fail("one arrival too many at " + name(&at));
+    settle(b);
+}
+static void arrive(u64 &at) { arrive_expect(at, 0); }
+static void wait(u64 &at, u32 parity) {
+    Barrier &b = barrier_at(&at);
+    until([&b, parity] { return b.phase != parity; }, "parity " + std::to_string(parity) + " of " + name(&at));
+    hear(warp().clock, b.complete);
+}
+
+// ---- Copies
+
+static u32 swizzled(u32 a, int span) { return span < 32 ? a : a ^ (a >> 7 & (span / 16 - 1)) << 4; }
+static u32 box_bytes(const TensorMap &m) { return m.box[0] * m.box[1] * m.box[2] * m.box[3] * m.element; }
+// f(address in shared memory, bytes, in global memory or null), for 16 bytes at a time
+template <class F> static void each_piece(const TensorMap &m, u32 shared, int x, int y, int z, int w, F f) {
+    for (int d = 0; d < m.box[3]; d++) for (int c = 0; c < m.box[2]; c++) for (int b = 0; b < m.box[1]; b++) {
+        bool inside = y + b < m.size[1] && z + c < m.size[2] && w + d < m.size[3] && x < m.size[0];
+        char *row = (char *)m.base + x * m.element + (y + b) * m.stride[1] + (z + c) * m.stride[2] +
+                    (w + d) * m.stride[3];
+        for (int a = 0; a < m.box[0] * m.element; a += 16, shared += 16)
+            f(swizzled(shared, m.swizzle), inside ? row + a : nullptr);
+    }
+}
+static void land(void *to, u32 bytes, u64 &barrier, std::function<void()> act) {
+    if (!barrier_at(&barrier).fenced) fail(name(&barrier) + " is not known to the copy engine");
+    if (!visible(address(to), bytes)) fail("a copy overtakes what was stored where it goes");
+    for (u32 unit = address(to) / UNIT; unit < (address(to) + bytes) / UNIT; unit++) block->writes[unit].warp = -1;
+    memset(to, 0xFF, bytes);
+    events.push_back({soon(), [=, home = block, b = &barrier_at(&barrier)] {
+        block = home, act(), b->bytes -= bytes, settle(*b);
+    }});
+}
+static void copy_in(void *to, const void *from, u32 bytes, u64 &barrier) {
+    land(to, bytes, barrier, [=] { memcpy(to, from, bytes); });
+}
+static void copy_in(void *to, const TensorMap &map, int x, int y, int z, int w, u64 &barrier) {
+    if (address(to) % 128) fail("a box goes to an address that is not a multiple of 128");
+    land(to, box_bytes(map), barrier, [=, m = &map] {
+        each_piece(*m, address(to), x, y, z, w, [](u32 at, char *from) {
+            from ? memcpy(block->memory + at, from, 16) : memset(block->memory + at, 0, 16);
+        });
+    });
+}
+static void copy_in(void *to, const TensorMap &map, int x, int y, int z, u64 &b) { copy_in(to, map, x, y, z, 0, b); }
+// Reads shared memory at one time, writes at another; `left` counts both down.
+static void send(const void *from, u32 bytes, std::function<void(const unsigned char *)> write) {
+    if (!visible(address(from), bytes)) fail("a copy overtakes what was stored where it reads");
+    if (!me->copying) me->copying = std::make_shared<int>(0);
+    *me->copying += 0x10001;
+    events.push_back({soon(), [=, left = me->copying] {
+        std::vector<unsigned char> content((char *)from, (char *)from + bytes);
+        *left -= 1;
+        events.push_back({soon(13), [=] { write(content.data()), *left -= 0x10000; }});
+    }});
+}
+static void copy_out(const TensorMap &map, int x, int y, int z, int w, const void *from) {
+    send(from, box_bytes(map), [=, m = &map, start = address(from)](const unsigned char *content) {
+        each_piece(*m, start, x, y, z, w, [=](u32 at, char *to) { if (to) memcpy(to, content + at - start, 16); });
+    });
+}
+static void add_out(float *to, const float *from, u32 bytes) {
+    send(from, bytes, [=](const unsigned char *content) {
+        for (u32 i = 0; i < bytes / 4; i++) to[i] += ((const float *)content)[i];
+    });
+}
+static void copies_commit() { me->copies.push_back(std::exchange(me->copying, nullptr)); }
+static void copies_done(int mask, size_t newest) {
+    std::vector<std::shared_ptr<int>> old(me->copies.begin(), me->copies.end() - std::min(newest, me->copies.size()));
+    until([=] { return std::all_of(old.begin(), old.end(), [=](auto &g) { return !g || !(*g & mask); }); },
+          "cp.async.bulk.wait_group");
+}
+static void copies_wait_read() { copies_done(0xFFFF, 0); }
+template <int LEFT> static void copies_wait() { copies_done(~0, LEFT); }
+
+// ---- Products
+
+struct Factor {  // in shared memory if `registers` is null
+    u64 descriptor;
+    const u32 *registers;
+    u32 start() const { return (descriptor & 0x3FFF) << 4; }
+    u32 leading() const { return (descriptor >> 16 & 0x3FFF) << 4; }
+    u32 stride() const { return (descriptor >> 32 & 0x3FFF) << 4; }
+    int span() const { return descriptor >> 62 == 1 ? 128 : 64; }
+    u32 along(int row, int byte) const {  // rows contiguous, contracted along the row
+        return swizzled(start() + row / 8 * stride() + row % 8 * span() + byte, span());
+    }
+    u32 across(int k, int column) const {  // rows contracted
+        return swizzled(start() + column / 64 * leading() + k / 8 * stride() + k % 8 * 128 + column % 64 * 2, 128);
+    }
+};
+enum Kind { CODES, ROWS, VALUES, VALUES_BF16, COLUMNS };
+struct Product {
+    Kind kind;
+    int n, more;
+    u32 *sums;
+    Factor a, b;
+    u32 *lanes[32];          // sums of each
+    const u32 *a_lanes[32];  // registers of each, where A is there
+    u32 a_values[32][4];
+    bool seen = true, done = false;
+    int depth() const { return kind == CODES ? 32 : 16; }
+};
+static u32 word16(u32 at) { return *(uint16_t *)(block->memory + at); }
+template <class T> static void multiply_warp(const Product &p, int warp, T *sum, T (*element)(const Product &, u32)) {
+    int depth = p.depth(), columns = p.n * 2;
+    static T a[16][32], b[32][256];
+    for (int r = 0; r < 16; r++) for (int k = 0; k < depth; k++) {
+        int row = warp % 4 * 16 + r, size = 32 / depth;  // bytes of an element
+        if (!p.a.registers)
+            a[r][k] = element(p, p.kind == COLUMNS ? p.a.across(k, row) : p.a.along(row, k * size));
+        else {
+            int byte = k * size;  // of 32: lanes own 4 of each 16
+            u32 word = p.a_values[r % 8 * 4 + byte % 16 / 4][byte / 16 * 2 + r / 8];
+            a[r][k] = size == 1 ? (T)(int8_t)(word >> 8 * (byte % 4))
+                                : (T)(p.kind == VALUES ? from_16 : from_bf16)(word >> 8 * (byte % 4) & 0xFFFF);
+        }
+    }
+    for (int k = 0; k < depth; k++) for (int c = 0; c < columns; c++)
+        b[k][c] = element(p, p.kind >= VALUES ? p.b.across(k, c) : p.b.along(c, k * (32 / depth)));
+    for (int r = 0; r < 16; r++) {
+        T *row = sum + r * columns;
+        for (int c = 0; c < columns && !p.more; c++) row[c] = 0;
+        for (int k = 0; k < depth; k++) for (int c = 0; c < columns; c++) row[c] += a[r][k] * b[k][c];
+    }
+}
+static void perform(Product &p, int index) {
+    std::vector<u32> &sums = block->warps[index].sums.at(p.sums).second;
+    void *sum = sums.data();
+    p.done = true;
+    if (!p.seen)
+        std::fill(sums.begin(), sums.end(), POISON);
+    else if (p.kind == CODES)
+        multiply_warp<int>(p, index, (int *)sum,
+                           [](const Product &, u32 at) -> int { return (int8_t)block->memory[at]; });
+    else
+        multiply_warp<float>(p, index, (float *)sum, [](const Product &p, u32 at) {
+            return p.kind == ROWS || p.kind == VALUES ? from_16(word16(at)) : from_bf16(word16(at));
+        });
+}
+static u32 *element_of(std::vector<u32> &sums, int n, int lane, int i) {
+    return &sums[(lane / 4 + i / 2 % 2 * 8) * 2 * n + i / 4 * 8 + lane % 4 * 2 + i % 2];
+}
+static void issue(Product mine) {
+    together("wgmma", mine, [](Product **all) {
+        Warp &w = warp();
+        int index = threadIdx.x / 32;
+        auto p = std::make_shared<Product>(*all[0]);
+        for (int lane = 0; lane < 32; lane++) {
+            p->lanes[lane] = all[lane]->sums, p->a_lanes[lane] = all[lane]->a.registers;
+            if (p->a.registers) memcpy(p->a_values[lane], p->a_lanes[lane], 16);
+        }
+        if (!w.fenced) fail("a product without wgmma.fence");
+        auto &[flying, sums] = w.sums[p->sums];
+        if (flying++ == 0) {
+            sums.resize(16 * 2 * p->n);
+            for (int lane = 0; lane < 32; lane++) for (int i = 0; i < p->n; i++)
+                *element_of(sums, p->n, lane, i) = std::exchange(p->lanes[lane][i], POISON);
+        }
+        // it yields poison if it may not read: an error only if somebody looks
+        for (int i = 0; i < p->depth(); i++) for (int c = 0; c < 64 && p->kind == COLUMNS; c += 8)
+            p->seen &= visible(p->a.across(i, c), 16);
+        for (int c = 0; c < 2 * p->n; c++) for (int i = 0; i < 32; i++)
+            if (p->kind < VALUES && i % 16 == 0) p->seen &= visible(p->b.along(c, i), 16);
+            else if (p->kind >= VALUES && c % 8 == 0 && i < 16) p->seen &= visible(p->b.across(i, c), 16);
+        w.open.push_back(p);
+        w.last = std::max(w.last, soon());
+        events.push_back({w.last, [p, index, home = block] { block = home, perform(*p, index); }});
+    });
+}
+static void wgmma_fence() {
+    together("wgmma.fence", *me, [](Fiber **) { warp().fenced = true; });
+}
+static void wgmma_commit() {
+    together("wgmma.commit_group", *me, [](Fiber **) {
+        Warp &w = warp();
+        w.groups.push_back(std::move(w.open)), w.open.clear(), w.fenced = false;
+    });
+}
+template <int PENDING> static void wgmma_wait() {
+    Warp &w = warp();
+    auto complete = [&w] {
+        for (size_t i = 0; i + PENDING < w.groups.size(); i++)
+            for (auto &p : w.groups[i]) if (!p->done) return false;
+        return true;
+    };
+    until(complete, "wgmma.wait_group");
+    together("wgmma.wait_group", *me, [](Fiber **) {
+        Warp &w = warp();
+        for (; w.groups.size() > PENDING; w.groups.pop_front()) for (auto &p : w.groups[0]) {
+            auto &[flying, sums] = w.sums[p->sums];
+            bool last = --flying == 0;
+            for (int lane = 0; lane < 32; lane++) {
+                if (p->a.registers && memcmp(p->a_values[lane], p->a_lanes[lane], 16))
+                    fail("an operand's registers were written while the product was in flight");
+                for (int i = 0; i < p->n && last; i++)
+                    if (std::exchange(p->lanes[lane][i], *element_of(sums, p->n, lane, i)) != POISON)
+                        fail("the sums of a product in flight were written");
+            }
+            if (last) w.sums.erase(p->sums);
+        }
+    });
+}
+template <int ROW_BYTES = 128> static u64 operand(const void *tile, u32 block_bytes = 16) {
+    u64 mode = ROW_BYTES == 128 ? 1 : 2, group = 8 * ROW_BYTES >> 4, block = block_bytes >> 4;
+    return mode << 62 | group << 32 | block << 16 | (address(tile) & 0x3FFFF) >> 4;
+}
+template <class T> static void issue(Kind kind, int n, T *sum, Factor a, u64 b, int more = 1) {
+    issue({kind, n, more, (u32 *)sum, a, {b, nullptr}});
+}
+template <int N> static void multiply_codes(u32 (&sum)[N], const u32 *a, u64 b, int accumulate) {
+    issue(CODES, N, sum, {0, a}, b, accumulate);
+}
+static void multiply_codes(u32 (&sum)[32], u64 a, u64 b) { issue(CODES, 32, sum, {a, nullptr}, b); }
+static void multiply_rows(float (&sum)[32], u64 a, u64 b) { issue(ROWS, 32, sum, {a, nullptr}, b); }
+template <int N> static void multiply(float (&sum)[N], const u32 *a, u64 b) { issue(VALUES, N, sum, {0, a}, b); }
+template <int N> static void multiply_bf16(float (&sum)[N], const u32 *a, u64 b) {
+    issue(VALUES_BF16, N, sum, {0, a}, b);
+}
+template <int MORE, int N> static void multiply_columns(float (&sum)[N], u64 a, u64 b) {
+    issue(COLUMNS, N, sum, {a, nullptr}, b, MORE);
+}
+static void multiply_in_warp(u32 *sum, const u32 *a, u32 b0, u32 b1) {
+    struct { u32 *sum; const u32 *a; u32 b[2]; } mine{sum, a, {b0, b1}};
+    auto byte = [](const u32 *words, int i) { return (int8_t)(words[i / 4] >> 8 * (i % 4)); };
+    together("mma", mine, [byte](auto **all) {
+        for (int lane = 0; lane < 32; lane++) for (int e = 0; e < 4; e++) for (int k = 0; k < 32; k++) {
+            int row = lane / 4 + e / 2 * 8, n = lane % 4 * 2 + e % 2, owner = k % 16 / 4;
+            all[lane]->sum[e] += byte(all[row % 8 * 4 + owner]->a + k / 16 * 2 + row / 8, k % 4) *
+                                 byte(all[n * 4 + owner]->b + k / 16, k % 4);
+        }
+    });
+}
+
+// ---- Running
+
+static const size_t STACK = 1 << 16;
+static void begin() {
+    kernel();
+    me->done = true;
+    if (me->copying || std::any_of(me->copies.begin(), me->copies.end(), [](auto &g) { return g && *g & 0xFFFF; }))
+        fail("a thread leaves while copies read its shared memory");
+    _longjmp(scheduler, 1);
+}
+static void resume(Fiber &f, int x) {
+    me = &f, threadIdx.x = x, blockIdx.x = block->index;
+    f.ready = nullptr;
+    int result = _setjmp(scheduler);
+    if (result) return;
+    if (std::exchange(f.started, true)) _longjmp(f.at, 1);
+    setcontext(&f.context);
+}
+static std::string stuck(const std::vector<std::unique_ptr<Block>> &blocks) {
+    std::string text = "deadlock";
+    for (auto &b : blocks) for (int x = 0; x < b->threads; x++) {
+        const Fiber &f = b->fibers[x];
+        if (!f.done && (x % 32 == 0 || b->fibers[x - 1].waits != f.waits || b->fibers[x - 1].done))
+            text += "\n  block " + std::to_string(b->index) + " warp " + std::to_string(x / 32) + " lane " +
+                    std::to_string(x % 32) + " ... : " + f.waits;
+    }
+    return text;
+}
+// A message, or nothing if all blocks of threads came to their end. So many of them run at one time.
+static void run(int grid, int threads, int resident) {
+    static std::vector<char> stacks;
+    stacks.resize(STACK * threads * resident);
+    std::vector<std::unique_ptr<Block>> blocks;
+    std::vector<int> places(resident);
+    for (int i = 0; i < resident; i++) places[i] = i;
+    events.clear(), failure.clear(), now = 0;
+    gridDim.x = grid;
+    for (int next = 0; next < grid || !blocks.empty();) {
+        if (next < grid && (int)blocks.size() < resident) {
+            blocks.emplace_back(new Block{next++, threads});
+            Block &b = *blocks.back();
+            memset(b.memory, 0xFF, SHARED);
+            b.fibers.resize(threads), b.warps.resize(threads / 32);
+            for (auto &w : b.warps) w.clock.resize(threads / 32, 0);
+            for (int x = 0; x < threads; x++) {
+                ucontext_t &c = b.fibers[x].context;
+                getcontext(&c);
+                c.uc_stack.ss_sp = &stacks[STACK * (places[blocks.size() - 1] * threads + x)];
+                c.uc_stack.ss_size = STACK;
+                makecontext(&c, begin, 0);
+            }
+            continue;
+        }
+        now++;
+        for (size_t i = 0; i < events.size();) {
+            if (events[i].due > now) { i++; continue; }
+            auto act = std::move(events[i].act);
+            events.erase(events.begin() + i);  // in order: products of a warp follow one another
+            act();
+        }
+        // a warp that can go on, beginning anywhere
+        bool moved = false;
+        long awake = events.empty() ? 0 : std::min_element(events.begin(), events.end(), [](auto &a, auto &b) {
+            return a.due < b.due; })->due;
+        int warps = threads / 32, count = warps * blocks.size(), first = draw(count);
+        for (int i = 0; i < count && !moved; i++) {
+            int w = (first + i) % count;
+            block = blocks[w / warps].get();
+            Warp &warp = block->warps[w % warps];
+            int lane = draw(32);
+            for (int k = 0; k < 32; k++) {
+                Fiber &f = block->fibers[w % warps * 32 + (lane + k) % 32];
+                if (f.done || f.ready && !f.ready()) continue;
+                if (warp.asleep > now) { awake = awake ? std::min(awake, warp.asleep) : warp.asleep; break; }
+                moved = true;
+                resume(f, w % warps * 32 + (lane + k) % 32);
+                if (!failure.empty()) return;
+            }
+            if (moved && draw(100) == 0) warp.asleep = now + draw(1L << draw(11));
+        }
+        if (moved) continue;
+        for (size_t i = 0; i < blocks.size(); i++) {
+            auto &f = blocks[i]->fibers;
+            if (!std::all_of(f.begin(), f.end(), [](Fiber &x) { return x.done; })) continue;
+            blocks.erase(blocks.begin() + i);
+            std::rotate(places.begin() + i, places.begin() + i + 1, places.end());
+            moved = true;
+            break;
+        }
+        if (!moved && !awake) { failure = stuck(blocks); return; }
+        if (!moved) now = std::max(now, awake - 1);
+    }
+    if (!events.empty()) failure = "copies or products come after the end";
+}
+template <class... A, size_t... I>
+static void with_arguments(void (*f)(A...), void **values, std::index_sequence<I...>) {
+    kernel = [=] { f(*(std::remove_reference_t<A> *)values[I]...); };
+}
+template <class... A> static void with_arguments(void (*f)(A...), void **values) {
+    with_arguments(f, values, std::index_sequence_for<A...>());
+}
