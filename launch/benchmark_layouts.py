@@ -16,7 +16,6 @@ import json
 import os
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.hardware import of_device
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.performance import predict
+from sagetrain.train.engine import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 2  # steps that compile and fill caches
@@ -123,13 +123,6 @@ class Layout:
 def parse_layouts(text: str) -> list[Layout]:
     """`tp1,dp4-z3`."""
     return [Layout.parse(name) for name in text.split(",")]
-
-
-def free_port() -> int:
-    """A port that nobody listens on at the moment."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def devices() -> int:

@@ -14,6 +14,7 @@ import datetime
 import io
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(key, value)
     if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(_free_port()) if os.environ["WORLD_SIZE"] == "1" else "29500"
+        os.environ["MASTER_PORT"] = str(free_port()) if os.environ["WORLD_SIZE"] == "1" else "29500"
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -67,9 +68,8 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     return device
 
 
-def _free_port() -> int:
-    import socket
-
+def free_port() -> int:
+    """A port of this host that nobody listens on at the moment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]

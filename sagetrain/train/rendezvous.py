@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
 from sagetrain.config.errors import ConfigError
+
+T = TypeVar("T", bound=Mapping[str, Any])
 
 
 class RanksMissing(ConfigError):
@@ -60,7 +63,7 @@ def meet(minutes: float) -> Store | None:
     if problem:
         store.set(f"read/{rank}", "")
         if rank == 0:  # the store may live in this process: it leaves last
-            store.wait([f"read/{other}" for other, where in present.items() if where])
+            store.wait([f"read/{other}" for other, host in present.items() if host])
         raise RanksMissing(problem)
     return server
 
@@ -70,13 +73,30 @@ def _problem(present: dict[int, str], address: str, minutes: float) -> str:
     missing = [rank for rank, host in present.items() if not host]
     if not missing:
         return ""
-    hosts = {host: [r for r in present if present[r] == host] for host in present.values() if host}
-    here = ", ".join(f"{host} (rank {ranges(ranks)})" for host, ranks in hosts.items())
+    here = where([{"host": host, "rank": rank} for rank, host in present.items() if host])
     return (
         f"{len(missing)} of {len(present)} ranks have not come to {address} within {minutes:g} minutes: rank "
         f"{ranges(missing)}. Here are {here}. Nothing was started or written. Look above for a host that ssh could not "
         "reach, or that ended early; take it out of the hostfile, or open the way from it to that address"
     )
+
+
+def where(rows: Sequence[Mapping[str, Any]], most: int = 3) -> str:
+    """`node0 (ranks 0..7), node1 (ranks 8..15) and 14 more`, of rows with `host` and `rank`."""
+    hosts = by_host(rows)
+    named = [
+        f"{host} (rank{'s' * (len(members) > 1)} {ranges(row['rank'] for row in members)})"
+        for host, members in list(hosts.items())[:most]
+    ]
+    return ", ".join(named) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
+
+
+def by_host(rows: Iterable[T]) -> dict[str, list[T]]:
+    """Rows with a `host`, by that."""
+    hosts: dict[str, list[T]] = {}
+    for row in rows:
+        hosts.setdefault(row["host"], []).append(row)
+    return hosts
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -27,7 +27,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import RunConfig, TrainingConfig
 from sagetrain.parallel.topology import Topology
 from sagetrain.train.engine import init_distributed
-from sagetrain.train.rendezvous import RanksMissing, ranges
+from sagetrain.train.rendezvous import RanksMissing, by_host, ranges, where
 
 FIXES = {
     "versions": "install the same versions on every host: pip install -c constraints.txt -e . in the same checkout",
@@ -113,7 +113,7 @@ def _verdict(rows: list[Row]) -> str:
         return "\n  ".join(["the hosts of this run disagree; nothing was started or written", *lines]) if lines else ""
     if len(problems) == 1:  # all alike: nothing to tell apart
         return rows[0]["problem"]
-    sides = [f"on {_where([r for r in rows if r['problem'] == text])}: {text}" for text in problems if text]
+    sides = [f"on {where([r for r in rows if r['problem'] == text])}: {text}" for text in problems if text]
     return "\n  ".join(["some hosts cannot take part in this run; nothing was started or written", *sides])
 
 
@@ -142,7 +142,7 @@ def differing_environment(rows: list[Row]) -> list[str]:
 def table(rows: list[Row]) -> list[str]:
     """The lines of the start-up table: one for a host, and one for what all of them have in common."""
     cells = [("host", "ranks", "data parallel", "context parallel", "tensor parallel", "devices")]
-    for host, members in _by_host(rows).items():
+    for host, members in by_host(rows).items():
         devices = dict.fromkeys(row["device"] for row in members)
         counts = (sum(row["device"] == device for row in members) for device in devices)
         cells.append(
@@ -218,20 +218,4 @@ def _sides(rows: list[Row], values: list[Any]) -> str:
     for row, value in zip(rows, values, strict=True):
         text = value if isinstance(value, str) else json.dumps(value)
         sides.setdefault(text, []).append(row)
-    return "; ".join(f"{text} on {_where(members)}" for text, members in sides.items()) if len(sides) > 1 else ""
-
-
-def _where(rows: list[Row], most: int = 3) -> str:
-    hosts = _by_host(rows)
-    named = [
-        f"{host} (rank{'s' * (len(members) > 1)} {ranges(row['rank'] for row in members)})"
-        for host, members in list(hosts.items())[:most]
-    ]
-    return ", ".join(named) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
-
-
-def _by_host(rows: list[Row]) -> dict[str, list[Row]]:
-    hosts: dict[str, list[Row]] = {}
-    for row in rows:
-        hosts.setdefault(row["host"], []).append(row)
-    return hosts
+    return "; ".join(f"{text} on {where(members)}" for text, members in sides.items()) if len(sides) > 1 else ""
