@@ -9,11 +9,13 @@ from torch import Tensor
 from distributed import run_distributed
 from sagetrain.parallel.collectives import (
     copy_to_region,
+    finish_leave,
     gather_from_region,
     gather_tokens,
-    leave_region,
     reduce_from_region,
     reduce_scatter_tokens,
+    start_enter,
+    start_leave,
 )
 from sagetrain.parallel.layers import (
     ColumnParallelLinear,
@@ -117,8 +119,8 @@ def _check_mlp(sequence_parallel: bool) -> None:
     _fill(row.weight, b, groups)
     tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
     x = _leaf(x_full[tokens])
-    left, right = column(x)
-    y = row(torch.tanh(left) * right)
+    left, right = column(start_enter(x, groups, sequence_parallel))
+    y = finish_leave(row(torch.tanh(left) * right), groups, sequence_parallel)
     y.backward(g_full[tokens])
 
     _close(y, y_dense[tokens])
@@ -139,7 +141,7 @@ def _check_embedding(sequence_parallel: bool) -> None:
     layer = VocabParallelEmbedding(VOCAB, HIDDEN, groups, sequence_parallel=sequence_parallel, dtype=torch.float64)
     _fill(layer.weight, table, groups)
     tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
-    y = layer(ids)
+    y = finish_leave(layer(ids), groups, sequence_parallel)
     y.backward(g_full[tokens])
     _close(y, y_dense[tokens])
     _close(layer.weight.grad, shard(dense.grad, 0, groups))
@@ -152,7 +154,10 @@ def _check_everything() -> None:
         _check_embedding(sequence_parallel)
     with pytest.raises(ValueError, match=r"out_features of a \(9\) is not a multiple of tensor_parallel_size"):
         ColumnParallelLinear(HIDDEN, {"a": 9}, _groups(), dtype=torch.float32)
-    assert leave_region(torch.ones(4, 2), _groups(), True).shape[0] == 4 // dist.get_world_size()
+    assert (
+        finish_leave(start_leave(torch.ones(4, 2), _groups(), True), _groups(), True).shape[0]
+        == 4 // dist.get_world_size()
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

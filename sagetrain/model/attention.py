@@ -44,6 +44,20 @@ class TokenLayout(NamedTuple):
     mask: Tensor | None
     """bool [B, 1, S, S], True where a query sees a key; only for a backend that takes no cu_seqlens."""
 
+    def halves(self, num_tokens: int) -> tuple[TokenLayout, TokenLayout]:
+        """The first and the second half of the sequences, of `num_tokens` in all. The documents of the other half
+        become empty ones, so that the number of documents is not read from the device."""
+        half, cu_seqlens, mask = num_tokens // 2, (None, None), (None, None)
+        if self.cu_seqlens is not None:
+            cu_seqlens = self.cu_seqlens.clamp(max=half), (self.cu_seqlens - half).clamp(min=0)
+        if self.mask is not None:
+            mask = self.mask.chunk(2)
+        parts = zip(self.cos.chunk(2), self.sin.chunk(2), cu_seqlens, mask, strict=True)
+        first, second = (
+            TokenLayout(self.num_sequences // 2, cos, sin, cu, self.max_seqlen, part) for cos, sin, cu, part in parts
+        )
+        return first, second
+
 
 def document_mask(cu_seqlens: Tensor, num_sequences: int, num_tokens: int) -> Tensor:
     """bool [B, 1, S, S]: causal, and within one document. Documents must not span sequences."""
@@ -295,7 +309,10 @@ def _flash_function(package: ModuleType) -> AttentionFunction:
 
 class Attention(nn.Module):
     """Causal self-attention with grouped-query heads, spread over the tensor-parallel group, and over the
-    context-parallel group while the sequences are whole: K-smoothing, masks and backends see nothing of it."""
+    context-parallel group while the sequences are whole: K-smoothing, masks and backends see nothing of it.
+
+    Called, it does all but the output projection `out`, which the block calls: see transformer.Block.
+    """
 
     def __init__(
         self,
@@ -332,7 +349,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(model.head_dim, model.norm_eps, groups, **norm)
 
     def forward(self, x_TD: Tensor, layout: TokenLayout) -> Tensor:
-        """[tokens (/ tp with sequence parallelism), hidden] -> same."""
+        """[T, hidden], of start_enter -> [T, heads / tp * head_dim]."""
         q_TNK, k_TMK, v_TMK = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x_TD))
         if self.qk_norm == "before_rope":
             q_TNK, k_TMK = self.q_norm(q_TNK), self.k_norm(k_TMK)
@@ -341,4 +358,4 @@ class Attention(nn.Module):
         if self.qk_norm == "after_rope":
             q_TNK, k_TMK = self.q_norm(q_TNK), self.k_norm(k_TMK)
         heads = scatter_heads((q_TNK, k_TMK, v_TMK), layout.num_sequences, self.groups)
-        return self.out(gather_heads(self.attend(*heads, layout), self.groups).flatten(1))
+        return gather_heads(self.attend(*heads, layout), self.groups).flatten(1)

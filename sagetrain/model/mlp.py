@@ -12,7 +12,10 @@ from sagetrain.parallel.topology import ParallelGroups
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), its inner width spread over the tensor-parallel group."""
+    """down(silu(gate(x)) * up(x)), its inner width spread over the tensor-parallel group.
+
+    Called, it does all but `down`, which the block calls: see transformer.Block.
+    """
 
     def __init__(
         self,
@@ -30,6 +33,6 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(inner, hidden, groups, **layer)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """[tokens (/ tp with sequence parallelism), hidden] -> same."""
+        """[tokens, hidden], of start_enter -> [tokens, inner / tp]."""
         gate, up = self.gate_up(x_TD)
-        return self.down(F.silu(gate) * up)
+        return F.silu(gate) * up

@@ -7,13 +7,14 @@ attention works on single tokens, and because shards along the sequence are then
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.attention import (
@@ -28,15 +29,42 @@ from sagetrain.model.attention import (
 from sagetrain.model.mlp import MLP
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import rotary_tables
-from sagetrain.parallel.collectives import enter_region, gather_from_region
+from sagetrain.parallel.collectives import Pending, finish, finish_enter, finish_leave, gather_from_region, start_enter
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
 from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, shard
 from sagetrain.parallel.rng import named_generator
 from sagetrain.parallel.topology import ParallelGroups
 
+# The two halves of a micro-batch keep out of each other's way only in the order in which the model calls them.
+ORDERED = {
+    "reorder_for_peak_memory": False,
+    "score_fusion_memory_threshold": 2**16,  # bytes: a gain that both halves read is no reason to fuse their norms
+    "allow_buffer_reuse": False,  # what a collective reads may not be written before the next graph finishes it
+}
+"""torch.compile's options under tensor parallelism."""
+
+
+class Half(NamedTuple):
+    """Half of a micro-batch's sequences (or all of them) on their way through the blocks."""
+
+    x: Tensor
+    """Residual stream [tokens (/ tp with sequence parallelism), hidden], without what y adds to it."""
+    y: Tensor | Pending
+    """What the last stage made."""
+    layout: TokenLayout
+
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), in stages, so that tensor parallelism costs little waiting.
+
+    Under tensor parallelism a micro-batch goes through the blocks in two halves, the second one stage behind the first:
+    the collectives of each run beside the matmuls and the attention of the other, forward and backward.
+
+        first   | attention      out, start sum   finish, norm, start gather   gate, up   down    next block's norm
+        second  | norm, gather   attention        out, start sum               norm       gate, up   down
+
+    So the first half comes to a block normalized, the second with the sum of the block before still to be finished.
+    """
 
     def __init__(
         self,
@@ -50,6 +78,8 @@ class Block(nn.Module):
         device: torch.device | None,
     ) -> None:
         super().__init__()
+        self.groups = groups
+        self.sequence_parallel = sequence_parallel
         norm = {"split_input": sequence_parallel, "dtype": dtype, "device": device}
         layer = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
@@ -57,9 +87,38 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.mlp = MLP(model, groups, **layer)
 
-    def forward(self, x_TD: Tensor, layout: TokenLayout) -> Tensor:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), layout)
-        return x_TD + self.mlp(self.mlp_norm(x_TD))
+    def forward(self, halves: list[Half], next_norm: RMSNorm) -> list[Half]:
+        """Two halves, or the whole as one."""
+        stages = (
+            lambda half: normalize(half, self.attention_norm, self.groups, self.sequence_parallel),
+            lambda half: half._replace(y=self.attention(half.y, half.layout)),
+            lambda half: half._replace(y=self.attention.out(half.y)),
+            lambda half: normalize(half, self.mlp_norm, self.groups, self.sequence_parallel),
+            lambda half: half._replace(y=self.mlp(half.y)),
+            lambda half: half._replace(y=self.mlp.down(half.y)),
+            lambda half: normalize(half, next_norm, self.groups, self.sequence_parallel),
+        )
+        for number in range(1, len(stages)):
+            halves = [stages[number - behind](half) for behind, half in enumerate(halves)]
+        return halves
+
+
+def normalize(half: Half, norm: RMSNorm, groups: ParallelGroups, sequence_parallel: bool) -> Half:
+    """Add y to the residual stream; y becomes what the next column-parallel layer reads."""
+    x = half.x + finish_leave(half.y, groups, sequence_parallel)
+    return half._replace(x=x, y=start_enter(norm(x), groups, sequence_parallel))
+
+
+def _finished(block: Block) -> Callable[[list[Half], RMSNorm], list[Half]]:
+    """The block, with nothing on its way at its end."""
+
+    def run(halves: list[Half], next_norm: RMSNorm) -> list[Half]:
+        halves = block(halves, next_norm)
+        for half in halves if block.groups.tp_size > 1 else ():
+            finish(half.y.result)
+        return halves
+
+    return run
 
 
 class Head(nn.Module):
@@ -77,8 +136,8 @@ class Head(nn.Module):
         self.compiled = False
 
     def forward(self, x_TD: Tensor, labels_T: Tensor | None) -> Tensor:
-        """[tokens (/ tp), hidden] -> mean loss, fp32 scalar; without labels -> logits [tokens, vocab]."""
-        x_TD = enter_region(x_TD, self.groups, self.sequence_parallel)
+        """[tokens, hidden], of start_enter -> mean loss, fp32 scalar; without labels -> logits [tokens, vocab]."""
+        x_TD = finish_enter(x_TD, self.groups, self.sequence_parallel)
         if labels_T is None:
             return gather_from_region(F.linear(x_TD, self.weight), self.groups)
         return linear_cross_entropy(x_TD, self.weight, labels_T, self.groups, compiled=self.compiled)
@@ -118,6 +177,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = model
         self.groups = groups
+        self.sequence_parallel = sequence_parallel
         self.activation_checkpointing = activation_checkpointing
         device = torch.device("cpu" if device is None else device)
         place = {"dtype": dtype, "device": device}
@@ -136,6 +196,7 @@ class Transformer(nn.Module):
         if not model.tie_embeddings:
             head_weight = annotate(nn.Parameter(torch.empty_like(head_weight)), groups, tp_dim=0)
         self.head = Head(head_weight, groups, sequence_parallel=sequence_parallel)
+        self._normalize = normalize
         self._initialize(groups, seed)
 
     def forward(
@@ -163,23 +224,43 @@ class Transformer(nn.Module):
         Returns:
             fp32 scalar, or logits [B, S (/ cp), vocab] in the model's dtype; the same on all tensor-parallel ranks.
         """
-        layout = self._layout(tokens, positions, cu_seqlens, max_seqlen)
-        x_TD = self.embedding(tokens.flatten())
-        for block in self.blocks:
+        layout, flat = self._layout(tokens, positions, cu_seqlens, max_seqlen), tokens.flatten()
+        layouts = (layout,)
+        if self.groups.tp_size > 1 and len(tokens) % 2 == 0:
+            layouts = layout.halves(tokens.numel() * self.groups.cp_size)
+        if cu_seqlens is not None and self.head.compiled:
+            # One graph for any number of documents: torch.compile gives up after a few recompilations.
+            for part in layouts:
+                torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 0)
+        halves = [self._embed(*part) for part in zip(flat.chunk(len(layouts)), layouts, strict=True)]
+        norms = [*(block.attention_norm for block in self.blocks), self.final_norm]
+        halves[0] = self._normalize(halves[0], norms[0], self.groups, self.sequence_parallel)
+        for block, next_norm in zip(self.blocks, norms[1:], strict=True):
             if self.activation_checkpointing == "full" and torch.is_grad_enabled():
-                x_TD = checkpoint(block, x_TD, layout, use_reentrant=False)
+                # To its end: a collective that is started once more has to be finished once more.
+                with set_checkpoint_early_stop(False):
+                    halves = checkpoint(_finished(block), halves, next_norm, use_reentrant=False)
             else:
-                x_TD = block(x_TD, layout)
-        x_TD = self.final_norm(x_TD)
-        if labels is not None:
-            return self.head(x_TD, labels.flatten())
-        return self.head(x_TD, None).unflatten(0, tokens.shape)
+                halves = block(halves, next_norm)
+        if len(halves) == 2:
+            halves[1] = self._normalize(halves[1], norms[-1], self.groups, self.sequence_parallel)
+        if labels is None:
+            return torch.cat([self.head(half.y, None) for half in halves]).unflatten(0, tokens.shape)
+        parts = zip(halves, labels.flatten().chunk(len(halves)), strict=True)
+        return torch.stack([self.head(half.y, part) for half, part in parts]).mean()
+
+    def _embed(self, tokens: Tensor, layout: TokenLayout) -> Half:
+        y = self.embedding(tokens)
+        like = y.result if isinstance(y, Pending) else y
+        # Zeros that want a gradient, like every other residual stream: one graph serves all blocks.
+        return Half(torch.zeros_like(like).requires_grad_(torch.is_grad_enabled()), y, layout)
 
     def compile_blocks(self) -> None:
-        """torch.compile every block (one graph, shared by all), the final norm and the loss kernels."""
+        """torch.compile every block (one graph, shared by all), the norms outside of them and the loss kernels."""
+        options = ORDERED if self.groups.tp_size > 1 else None
         for block in self.blocks:
-            block.compile(fullgraph=self.backend != "flash")
-        self.final_norm.compile(fullgraph=True)
+            block.compile(fullgraph=self.backend != "flash", options=options)
+        self._normalize = torch.compile(normalize, fullgraph=True, options=options)
         self.head.compiled = True
 
     def _layout(
@@ -193,9 +274,6 @@ class Transformer(nn.Module):
         mask = None
         if cu_seqlens is not None and self.mask_documents:
             mask = document_mask(cu_seqlens, num_sequences, tokens.numel() * self.groups.cp_size)
-        if cu_seqlens is not None and self.head.compiled:
-            # One graph for any number of documents: torch.compile gives up after a few recompilations.
-            torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
         return TokenLayout(num_sequences, cos, sin, cu_seqlens, max_seqlen, mask)
 
     def _initialize(self, groups: ParallelGroups, seed: int) -> None:

@@ -10,8 +10,11 @@
 
 The "region" is where tensors differ between the ranks of the group. The last two serve sequence parallelism:
 activations are [tokens, ...] with the sequences of the micro-batch flattened, so that a shard along the sequence is
-contiguous and travels without a copy. `enter_region` and `leave_region` choose the pair that a layer needs. All are
-no-ops for a group of one.
+contiguous and travels without a copy. All are no-ops for a group of one.
+
+Layers enter and leave the region in two steps, `start_*` and `finish_*`: what is computed between them runs beside the
+collective, and so does, backward, the part of autograd's tape that was recorded between them. What was started has to
+be finished.
 
 Context parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): a rank holds a slice of every sequence, with all heads;
 `scatter_heads` turns that into whole sequences with a share of the heads, which is all that attention needs, and
@@ -23,7 +26,8 @@ operators because the names of the python functions around them change between t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,35 +65,47 @@ def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     return finish(start_all_gather(x, group))
 
 
-def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
-    return finish(start_reduce_scatter(x, group))
-
-
 def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     """[size, ...] -> same: part i goes to rank i, and part i of the result comes from rank i."""
     parts = [1] * group.size()
     return finish(_ops.all_to_all_single(x.contiguous(), parts, parts, group.group_name))
 
 
-class _CopyToRegion(torch.autograd.Function):
+_Collective = Callable[[Tensor, ProcessGroup], Tensor] | None
+
+
+class Pending(NamedTuple):
+    """A collective that is under way."""
+
+    given: Tensor
+    """What it was given: carries the gradient, which has this shape, and is itself on its way backward."""
+    result: Tensor
+    """Not to be read before it is finished."""
+
+
+class _EndBackward(torch.autograd.Function):
+    """Identity; ends the collective of the backward pass."""
+
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
+        return finish(grad)
 
 
-class _ReduceFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
-        return _all_reduce(x, group)
+class _Finish(torch.autograd.Function):
+    """End the collective of the forward pass; begin that of the backward pass."""
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def forward(ctx: FunctionCtx, given: Tensor, result: Tensor, back: _Collective, group: ProcessGroup) -> Tensor:
+        ctx.back, ctx.group = back, group
+        return finish(result)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return (grad if ctx.back is None else ctx.back(grad, ctx.group)), None, None, None
 
 
 class _GatherFromRegion(torch.autograd.Function):
@@ -104,28 +120,6 @@ class _GatherFromRegion(torch.autograd.Function):
         return grad.narrow(-1, ctx.rank * ctx.width, ctx.width).contiguous(), None, None
 
 
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad, ctx.group), None
-
-
-class _ReduceScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad, ctx.group), None
-
-
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -137,14 +131,27 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(grad, ctx.group), None
 
 
+def _start(x: Tensor, groups: ParallelGroups, there: _Collective, back: _Collective) -> Pending:
+    result = x.detach() if there is None else there(x.detach(), groups.tp_group)
+    return Pending(x if back is None else _EndBackward.apply(x), result)
+
+
+def _finish(x: Pending, groups: ParallelGroups, back: _Collective) -> Tensor:
+    return _Finish.apply(*x, back, groups.tp_group)
+
+
+def _both(x: Tensor, groups: ParallelGroups, there: _Collective, back: _Collective) -> Tensor:
+    return x if groups.tp_size == 1 else _finish(_start(x, groups, there, back), groups, back)
+
+
 def copy_to_region(x: Tensor, groups: ParallelGroups) -> Tensor:
     """x unchanged; its gradient is summed over the group. For tensors that all ranks hold and use differently."""
-    return x if groups.tp_size == 1 else _CopyToRegion.apply(x, groups.tp_group)
+    return _both(x, groups, None, start_all_reduce)
 
 
 def reduce_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
     """Sum of x over the group."""
-    return x if groups.tp_size == 1 else _ReduceFromRegion.apply(x, groups.tp_group)
+    return _both(x, groups, start_all_reduce, None)
 
 
 def gather_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
@@ -154,22 +161,37 @@ def gather_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
 
 def gather_tokens(x: Tensor, groups: ParallelGroups) -> Tensor:
     """The ranks' shards along dim 0, concatenated: [tokens / tp, ...] -> [tokens, ...]."""
-    return x if groups.tp_size == 1 else _GatherTokens.apply(x, groups.tp_group)
+    return _both(x, groups, start_all_gather, start_reduce_scatter)
 
 
 def reduce_scatter_tokens(x: Tensor, groups: ParallelGroups) -> Tensor:
     """Own shard along dim 0 of the sum over the group: [tokens, ...] -> [tokens / tp, ...]."""
-    return x if groups.tp_size == 1 else _ReduceScatterTokens.apply(x, groups.tp_group)
+    return _both(x, groups, start_reduce_scatter, start_all_gather)
 
 
-def enter_region(x: Tensor, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
-    """What column-parallel layers read: all tokens, [tokens (/ tp), ...] -> [tokens, ...]."""
-    return gather_tokens(x, groups) if sequence_parallel else copy_to_region(x, groups)
+def _entering(sequence_parallel: bool) -> tuple[_Collective, _Collective]:
+    """Collectives that enter the region, forward and backward; the other way round they leave it."""
+    return (start_all_gather, start_reduce_scatter) if sequence_parallel else (None, start_all_reduce)
 
 
-def leave_region(x: Tensor, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
-    """What row-parallel layers return: the ranks' partial sums added up, [tokens, ...] -> [tokens (/ tp), ...]."""
-    return reduce_scatter_tokens(x, groups) if sequence_parallel else reduce_from_region(x, groups)
+def start_enter(x: Tensor, groups: ParallelGroups, sequence_parallel: bool) -> Tensor | Pending:
+    """What column-parallel layers read, on its way: all tokens, [tokens (/ tp), ...] -> [tokens, ...]."""
+    return x if groups.tp_size == 1 else _start(x, groups, *_entering(sequence_parallel))
+
+
+def finish_enter(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
+    """What start_enter began. (ColumnParallelLinear does this itself.)"""
+    return x if groups.tp_size == 1 else _finish(x, groups, _entering(sequence_parallel)[1])
+
+
+def start_leave(x: Tensor, groups: ParallelGroups, sequence_parallel: bool) -> Tensor | Pending:
+    """The ranks' partial sums added up, on their way: [tokens, ...] -> [tokens (/ tp), ...]."""
+    return x if groups.tp_size == 1 else _start(x, groups, *reversed(_entering(sequence_parallel)))
+
+
+def finish_leave(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
+    """What start_leave began."""
+    return x if groups.tp_size == 1 else _finish(x, groups, _entering(sequence_parallel)[0])
 
 
 def scatter_heads(tensors: Sequence[Tensor], num_sequences: int, groups: ParallelGroups) -> list[Tensor]:

@@ -14,10 +14,10 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
 from sagetrain.parallel.collectives import (
+    Pending,
     finish,
-    leave_region,
-    start_all_gather,
     start_all_reduce,
+    start_leave,
     start_reduce_scatter,
 )
 from sagetrain.parallel.topology import ParallelGroups
@@ -55,8 +55,8 @@ def _divide(total: int, groups: ParallelGroups, what: str) -> int:
 class ColumnParallelLinear(nn.Module):
     """Several y = x W^T of one x, with the rows of each W, that is its output features, spread over the group.
 
-    The counterpart of RowParallelLinear: it enters the region that the latter leaves. Matrices that read the same x
-    (q, k and v; gate and up) are one layer, because they share a collective forward and one backward.
+    x comes from `start_enter`. Matrices that read the same x (q, k and v; gate and up) are one
+    layer, because they share a collective forward and one backward.
 
     Args:
         out_features: name of each weight and its number of output features, in the order of the outputs.
@@ -81,44 +81,41 @@ class ColumnParallelLinear(nn.Module):
             weight = nn.Parameter(torch.empty(local, in_features, dtype=dtype, device=device))
             self.register_parameter(name, annotate(weight, groups, tp_dim=0))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[tokens (/ tp with sequence parallelism), in] -> [tokens, out / tp] for each weight."""
+    def forward(self, x: Tensor | Pending) -> tuple[Tensor, ...]:
+        """[tokens, in] -> [tokens, out / tp] for each weight."""
         weights = [getattr(self, name) for name in self.names]
         if self.groups.tp_size == 1:
             return tuple(F.linear(x, weight) for weight in weights)
-        return _ColumnParallel.apply(x, self.groups.tp_group, self.sequence_parallel, *weights)
+        return _ColumnParallel.apply(*x, self.groups.tp_group, self.sequence_parallel, *weights)
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """All-gather (or nothing) and matmuls; backward, the collectives run while the weights' gradients are computed."""
+    """finish_enter and matmuls; backward, the collective starts before the weights' gradients are computed."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, group: ProcessGroup, sequence_parallel: bool, *weights: Tensor
+        ctx: FunctionCtx, given: Tensor, x: Tensor, group: ProcessGroup, sequence_parallel: bool, *weights: Tensor
     ) -> tuple[Tensor, ...]:
+        x = finish(x)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        ctx.save_for_backward(x, *weights)  # this rank's tokens: they are gathered again rather than kept
-        every = finish(start_all_gather(x, group)) if sequence_parallel else x
-        return tuple(F.linear(every, weight) for weight in weights)
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        every = start_all_gather(x, ctx.group) if ctx.sequence_parallel else x
-        grad_x = grads[0] @ weights[0]
-        for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            grad_x = torch.addmm(grad_x, grad, weight)
-        summed = (start_reduce_scatter if ctx.sequence_parallel else start_all_reduce)(grad_x, ctx.group)
-        if ctx.sequence_parallel:
-            every = finish(every)
-        grad_weights = [grad.t() @ every for grad in grads]
-        return finish(summed), None, None, *grad_weights
+        grad = torch.cat(grads, 1)  # one matmul each for x and the weights: several thin ones take longer
+        start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
+        grad_x = start(grad @ torch.cat(weights), ctx.group)
+        grad_weights = (grad.t() @ x).split([len(weight) for weight in weights])
+        return grad_x, None, None, None, *grad_weights
 
 
 class RowParallelLinear(nn.Module):
     """y = x W^T with the columns of W, that is the input features, spread over the group.
 
-    The partial sums are added over the group: to all ranks, or to each rank its shard of the tokens.
+    The partial sums are added over the group: to all ranks, or to each rank its shard of the tokens. `finish_leave`
+    ends that.
     """
 
     def __init__(
@@ -138,13 +135,13 @@ class RowParallelLinear(nn.Module):
         weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
         self.weight = annotate(weight, groups, tp_dim=1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[tokens, in / tp] -> [tokens (/ tp with sequence parallelism), out]."""
-        return leave_region(F.linear(x, self.weight), self.groups, self.sequence_parallel)
+    def forward(self, x: Tensor) -> Tensor | Pending:
+        """[tokens, in / tp] -> [tokens (/ tp with sequence parallelism), out], on its way."""
+        return start_leave(F.linear(x, self.weight), self.groups, self.sequence_parallel)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding lookup with the rows of the table spread over the group."""
+    """Embedding lookup with the rows of the table spread over the group; finish_leave ends it."""
 
     def __init__(
         self,
@@ -163,13 +160,13 @@ class VocabParallelEmbedding(nn.Module):
         weight = nn.Parameter(torch.empty(local, hidden_size, dtype=dtype, device=device))
         self.weight = annotate(weight, groups, tp_dim=0)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """int64 [tokens] -> [tokens (/ tp with sequence parallelism), hidden]."""
+    def forward(self, tokens: Tensor) -> Tensor | Pending:
+        """int64 [tokens] -> [tokens (/ tp with sequence parallelism), hidden], on its way."""
         if self.groups.tp_size == 1:
             return F.embedding(tokens, self.weight)
         local, outside = local_ids(tokens, self.weight.shape[0], self.groups)
         rows = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0)
-        return leave_region(rows, self.groups, self.sequence_parallel)
+        return start_leave(rows, self.groups, self.sequence_parallel)
 
 
 def local_ids(ids: Tensor, local_size: int, groups: ParallelGroups) -> tuple[Tensor, Tensor]:
