@@ -7,9 +7,9 @@ attention works on single tokens, and because shards along the sequence are then
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,14 +44,9 @@ ORDERED = {
 """torch.compile's options under tensor parallelism."""
 
 
-class Half(NamedTuple):
-    """Half of a micro-batch's sequences (or all of them) on their way through the blocks."""
-
-    x: Tensor
-    """Residual stream [tokens (/ tp with sequence parallelism), hidden], without what y adds to it."""
-    y: Tensor | Pending
-    """What the last stage made."""
-    layout: TokenLayout
+Half = tuple[Tensor, Tensor | Pending]
+"""Half of a micro-batch's sequences, or all of them, on their way through the blocks: the residual stream
+[tokens (/ tp with sequence parallelism), hidden], and what the last stage made (to be added to it, or made of it)."""
 
 
 class Block(nn.Module):
@@ -87,35 +82,38 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.mlp = MLP(model, groups, **layer)
 
-    def forward(self, halves: list[Half], next_norm: RMSNorm) -> list[Half]:
+    def forward(self, halves: list[Half], layouts: Sequence[TokenLayout], next_norm: RMSNorm) -> list[Half]:
         """Two halves, or the whole as one."""
+        region = self.groups, self.sequence_parallel
         stages = (
-            lambda half: normalize(half, self.attention_norm, self.groups, self.sequence_parallel),
-            lambda half: half._replace(y=self.attention(half.y, half.layout)),
-            lambda half: half._replace(y=self.attention.out(half.y)),
-            lambda half: normalize(half, self.mlp_norm, self.groups, self.sequence_parallel),
-            lambda half: half._replace(y=self.mlp(half.y)),
-            lambda half: half._replace(y=self.mlp.down(half.y)),
-            lambda half: normalize(half, next_norm, self.groups, self.sequence_parallel),
+            lambda x, y, layout: normalize(x, y, self.attention_norm, *region),
+            lambda x, y, layout: (x, self.attention(y, layout)),
+            lambda x, y, layout: (x, self.attention.out(y)),
+            lambda x, y, layout: normalize(x, y, self.mlp_norm, *region),
+            lambda x, y, layout: (x, self.mlp(y)),
+            lambda x, y, layout: (x, self.mlp.down(y)),
+            lambda x, y, layout: normalize(x, y, next_norm, *region),
         )
         for number in range(1, len(stages)):
-            halves = [stages[number - behind](half) for behind, half in enumerate(halves)]
+            halves = [stages[number - i](*half, layouts[i]) for i, half in enumerate(halves)]
         return halves
 
 
-def normalize(half: Half, norm: RMSNorm, groups: ParallelGroups, sequence_parallel: bool) -> Half:
-    """Add y to the residual stream; y becomes what the next column-parallel layer reads."""
-    x = half.x + finish_leave(half.y, groups, sequence_parallel)
-    return half._replace(x=x, y=start_enter(norm(x), groups, sequence_parallel))
+def normalize(
+    x: Tensor, y: Tensor | Pending, norm: RMSNorm, groups: ParallelGroups, sequence_parallel: bool
+) -> tuple[Tensor, Tensor | Pending]:
+    """The residual stream x with y added, and what the next column-parallel layer reads of it."""
+    x = x + finish_leave(y, groups, sequence_parallel)
+    return x, start_enter(norm(x), groups, sequence_parallel)
 
 
-def _finished(block: Block) -> Callable[[list[Half], RMSNorm], list[Half]]:
+def _finished(block: Block) -> Callable[..., list[Half]]:
     """The block, with nothing on its way at its end."""
 
-    def run(halves: list[Half], next_norm: RMSNorm) -> list[Half]:
-        halves = block(halves, next_norm)
-        for half in halves if block.groups.tp_size > 1 else ():
-            finish(half.y.result)
+    def run(*inputs: Any) -> list[Half]:
+        halves = block(*inputs)
+        for _, y in halves if block.groups.tp_size > 1 else ():
+            finish(y[1])
         return halves
 
     return run
@@ -232,28 +230,28 @@ class Transformer(nn.Module):
             # One graph for any number of documents: torch.compile gives up after a few recompilations.
             for part in layouts:
                 torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 0)
-        halves = [self._embed(*part) for part in zip(flat.chunk(len(layouts)), layouts, strict=True)]
+        halves = [self._embed(part) for part in flat.chunk(len(layouts))]
         norms = [*(block.attention_norm for block in self.blocks), self.final_norm]
-        halves[0] = self._normalize(halves[0], norms[0], self.groups, self.sequence_parallel)
+        region = self.groups, self.sequence_parallel
+        halves[0] = self._normalize(*halves[0], norms[0], *region)
         for block, next_norm in zip(self.blocks, norms[1:], strict=True):
             if self.activation_checkpointing == "full" and torch.is_grad_enabled():
                 # To its end: a collective that is started once more has to be finished once more.
                 with set_checkpoint_early_stop(False):
-                    halves = checkpoint(_finished(block), halves, next_norm, use_reentrant=False)
+                    halves = checkpoint(_finished(block), halves, layouts, next_norm, use_reentrant=False)
             else:
-                halves = block(halves, next_norm)
-        if len(halves) == 2:
-            halves[1] = self._normalize(halves[1], norms[-1], self.groups, self.sequence_parallel)
+                halves = block(halves, layouts, next_norm)
+        halves[1:] = [self._normalize(*half, norms[-1], *region) for half in halves[1:]]
         if labels is None:
-            return torch.cat([self.head(half.y, None) for half in halves]).unflatten(0, tokens.shape)
+            return torch.cat([self.head(y, None) for _, y in halves]).unflatten(0, tokens.shape)
         parts = zip(halves, labels.flatten().chunk(len(halves)), strict=True)
-        return torch.stack([self.head(half.y, part) for half, part in parts]).mean()
+        return torch.stack([self.head(y, part) for (_, y), part in parts]).mean()
 
-    def _embed(self, tokens: Tensor, layout: TokenLayout) -> Half:
+    def _embed(self, tokens: Tensor) -> Half:
         y = self.embedding(tokens)
-        like = y.result if isinstance(y, Pending) else y
+        like = y if self.groups.tp_size == 1 else y[1]
         # Zeros that want a gradient, like every other residual stream: one graph serves all blocks.
-        return Half(torch.zeros_like(like).requires_grad_(torch.is_grad_enabled()), y, layout)
+        return torch.zeros_like(like).requires_grad_(torch.is_grad_enabled()), y
 
     def compile_blocks(self) -> None:
         """torch.compile every block (one graph, shared by all), the norms outside of them and the loss kernels."""

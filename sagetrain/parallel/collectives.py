@@ -27,7 +27,6 @@ operators because the names of the python functions around them change between t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,13 +73,9 @@ def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
 _Collective = Callable[[Tensor, ProcessGroup], Tensor] | None
 
 
-class Pending(NamedTuple):
-    """A collective that is under way."""
-
-    given: Tensor
-    """What it was given: carries the gradient, which has this shape, and is itself on its way backward."""
-    result: Tensor
-    """Not to be read before it is finished."""
+Pending = tuple[Tensor, Tensor]
+"""A collective that is under way: what it was given, and its result, not to be read before it is finished. The first
+one carries the gradient, which has its shape and is itself on its way backward."""
 
 
 class _EndBackward(torch.autograd.Function):
@@ -133,7 +128,7 @@ class _AllToAll(torch.autograd.Function):
 
 def _start(x: Tensor, groups: ParallelGroups, there: _Collective, back: _Collective) -> Pending:
     result = x.detach() if there is None else there(x.detach(), groups.tp_group)
-    return Pending(x if back is None else _EndBackward.apply(x), result)
+    return (x if back is None else _EndBackward.apply(x)), result
 
 
 def _finish(x: Pending, groups: ParallelGroups, back: _Collective) -> Tensor:
