@@ -24,7 +24,7 @@ from sagekernels.testing import Shape
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary
-from sagetrain.parallel.collectives import gather_heads, scatter_heads
+from sagetrain.parallel.collectives import Pending, gather_heads, scatter_heads
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -43,20 +43,6 @@ class TokenLayout(NamedTuple):
     """Tokens of the longest document."""
     mask: Tensor | None
     """bool [B, 1, S, S], True where a query sees a key; only for a backend that takes no cu_seqlens."""
-
-    def halves(self, num_tokens: int) -> tuple[TokenLayout, TokenLayout]:
-        """The first and the second half of the sequences, of `num_tokens` in all. The documents of the other half
-        become empty ones, so that the number of documents is not read from the device."""
-        half, cu_seqlens, mask = num_tokens // 2, (None, None), (None, None)
-        if self.cu_seqlens is not None:
-            cu_seqlens = self.cu_seqlens.clamp(max=half), (self.cu_seqlens - half).clamp(min=0)
-        if self.mask is not None:
-            mask = self.mask.chunk(2)
-        parts = zip(self.cos.chunk(2), self.sin.chunk(2), cu_seqlens, mask, strict=True)
-        first, second = (
-            TokenLayout(self.num_sequences // 2, cos, sin, cu, self.max_seqlen, part) for cos, sin, cu, part in parts
-        )
-        return first, second
 
 
 def document_mask(cu_seqlens: Tensor, num_sequences: int, num_tokens: int) -> Tensor:
@@ -311,7 +297,7 @@ class Attention(nn.Module):
     """Causal self-attention with grouped-query heads, spread over the tensor-parallel group, and over the
     context-parallel group while the sequences are whole: K-smoothing, masks and backends see nothing of it.
 
-    Called, it does all but the output projection `out`, which the block calls: see transformer.Block.
+    Called, it is attention proper; the block calls `project` before and `out` after it: see transformer.Block.
     """
 
     def __init__(
@@ -348,14 +334,23 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(model.head_dim, model.norm_eps, groups, **norm)
             self.k_norm = RMSNorm(model.head_dim, model.norm_eps, groups, **norm)
 
-    def forward(self, x_TD: Tensor, layout: TokenLayout) -> Tensor:
-        """[T, hidden], of start_enter -> [T, heads / tp * head_dim]."""
+    def open(self) -> tuple[Tensor, Tensor] | None:
+        """The gains of QK-norm for one later `project`: see RMSNorm.open."""
+        return None if self.qk_norm == "none" else (self.q_norm.open(), self.k_norm.open())
+
+    def project(
+        self, x_TD: Tensor | Pending, cos: Tensor, sin: Tensor, opened: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, normalized and rotated: [T, hidden], of start_enter -> [T, heads / tp, head_dim] each."""
         q_TNK, k_TMK, v_TMK = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x_TD))
         if self.qk_norm == "before_rope":
-            q_TNK, k_TMK = self.q_norm(q_TNK), self.k_norm(k_TMK)
-        q_TNK = apply_rotary(q_TNK, layout.cos, layout.sin)
-        k_TMK = apply_rotary(k_TMK, layout.cos, layout.sin)
+            q_TNK, k_TMK = self.q_norm(q_TNK, opened[0]), self.k_norm(k_TMK, opened[1])
+        q_TNK, k_TMK = apply_rotary(q_TNK, cos, sin), apply_rotary(k_TMK, cos, sin)
         if self.qk_norm == "after_rope":
-            q_TNK, k_TMK = self.q_norm(q_TNK), self.k_norm(k_TMK)
+            q_TNK, k_TMK = self.q_norm(q_TNK, opened[0]), self.k_norm(k_TMK, opened[1])
+        return q_TNK, k_TMK, v_TMK
+
+    def forward(self, q_TNK: Tensor, k_TMK: Tensor, v_TMK: Tensor, layout: TokenLayout) -> Tensor:
+        """Of all tokens -> [T, heads / tp * head_dim]."""
         heads = scatter_heads((q_TNK, k_TMK, v_TMK), layout.num_sequences, self.groups)
         return gather_heads(self.attend(*heads, layout), self.groups).flatten(1)

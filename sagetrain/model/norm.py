@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sagetrain.parallel.collectives import copy_to_region
+from sagetrain.parallel.collectives import begin_backward, end_backward
 from sagetrain.parallel.layers import annotate
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -34,8 +34,16 @@ class RMSNorm(nn.Module):
         gain = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
         self.gain = annotate(gain, groups, tp_dim=None, no_weight_decay=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gain = copy_to_region(self.gain, self.groups) if self.split_input else self.gain
+    def open(self) -> Tensor:
+        """The gain for one later call. Backward waits here, not in the call, for the sum of its gradient: other
+        collectives may be under way there."""
+        return end_backward(self.gain, self.groups) if self.split_input else self.gain
+
+    def forward(self, x: Tensor, opened: Tensor | None = None) -> Tensor:
+        """[..., size] -> same."""
+        gain = self.open() if opened is None else opened
+        if self.split_input:
+            gain = begin_backward(gain, self.groups)
         x_fp32 = x.float()
         scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.eps)
         return (x_fp32 * scale * gain.float()).to(x.dtype)

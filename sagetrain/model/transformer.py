@@ -7,7 +7,7 @@ attention works on single tokens, and because shards along the sequence are then
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -45,20 +45,22 @@ ORDERED = {
 
 
 Half = tuple[Tensor, Tensor | Pending]
-"""Half of a micro-batch's sequences, or all of them, on their way through the blocks: the residual stream
+"""Half of a micro-batch's tokens, or all of them, on their way through the blocks: the residual stream
 [tokens (/ tp with sequence parallelism), hidden], and what the last stage made (to be added to it, or made of it)."""
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), in stages, so that tensor parallelism costs little waiting.
 
-    Under tensor parallelism a micro-batch goes through the blocks in two halves, the second one stage behind the first:
-    the collectives of each run beside the matmuls and the attention of the other, forward and backward.
+    Under tensor parallelism the tokens go through all but attention in two halves, the second one stage behind the
+    first: the collectives of each run beside the matmuls of the other, forward and backward.
 
-        first   | attention      out, start sum   finish, norm, start gather   gate, up   down    next block's norm
-        second  | norm, gather   attention        out, start sum               norm       gate, up   down
+        first    q k v                          out   norm   gate, up   down       next block's norm
+        second           norm   q k v                 out    norm       gate, up   down
+        both                            attention
 
-    So the first half comes to a block normalized, the second with the sum of the block before still to be finished.
+    `out` and `down` start a sum, the norms finish it and start a gather. So the first half comes to a block normalized,
+    the second with the sum of the block before still to be finished.
     """
 
     def __init__(
@@ -82,29 +84,46 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.mlp = MLP(model, groups, **layer)
 
-    def forward(self, halves: list[Half], layouts: Sequence[TokenLayout], next_norm: RMSNorm) -> list[Half]:
+    def forward(self, halves: list[Half], layout: TokenLayout, next_norm: RMSNorm) -> list[Half]:
         """Two halves, or the whole as one."""
-        region = self.groups, self.sequence_parallel
+        region, parts = (self.groups, self.sequence_parallel), len(halves)
+        gain, next_gain = self.attention_norm.open(), next_norm.open()
+        mlp_gains, qk_gains = [self.mlp_norm.open() for _ in halves], [self.attention.open() for _ in halves]
+        tables = list(zip(layout.cos.chunk(parts), layout.sin.chunk(parts), strict=True))
+
+        (x, y), *second = halves
+        heads = [self.attention.project(y, *tables[0], qk_gains[0])]
+        halves = [(x, y)]
+        if second:
+            x, y = normalize(*second[0], self.attention_norm, gain, *region)
+            halves.append((x, y))
+            heads.append(self.attention.project(y, *tables[1], qk_gains[1]))
+        joined = (torch.cat(pieces) if second else pieces[0] for pieces in zip(*heads, strict=True))
+        o = self.attention(*joined, layout).chunk(parts)
+        halves = [(x, part) for (x, _), part in zip(halves, o, strict=True)]
         stages = (
-            lambda x, y, layout: normalize(x, y, self.attention_norm, *region),
-            lambda x, y, layout: (x, self.attention(y, layout)),
-            lambda x, y, layout: (x, self.attention.out(y)),
-            lambda x, y, layout: normalize(x, y, self.mlp_norm, *region),
-            lambda x, y, layout: (x, self.mlp(y)),
-            lambda x, y, layout: (x, self.mlp.down(y)),
-            lambda x, y, layout: normalize(x, y, next_norm, *region),
+            lambda i, x, y: (x, self.attention.out(y)),
+            lambda i, x, y: normalize(x, y, self.mlp_norm, mlp_gains[i], *region),
+            lambda i, x, y: (x, self.mlp(y)),
+            lambda i, x, y: (x, self.mlp.down(y)),
+            lambda i, x, y: normalize(x, y, next_norm, next_gain, *region),
         )
-        for number in range(1, len(stages)):
-            halves = [stages[number - i](*half, layouts[i]) for i, half in enumerate(halves)]
+        for number in range(len(stages)):
+            halves = [stages[number - i](i, *half) if number >= i else half for i, half in enumerate(halves)]
         return halves
 
 
 def normalize(
-    x: Tensor, y: Tensor | Pending, norm: RMSNorm, groups: ParallelGroups, sequence_parallel: bool
-) -> tuple[Tensor, Tensor | Pending]:
+    x: Tensor,
+    y: Tensor | Pending,
+    norm: RMSNorm,
+    gain: Tensor | None,
+    groups: ParallelGroups,
+    sequence_parallel: bool,
+) -> Half:
     """The residual stream x with y added, and what the next column-parallel layer reads of it."""
     x = x + finish_leave(y, groups, sequence_parallel)
-    return x, start_enter(norm(x), groups, sequence_parallel)
+    return x, start_enter(norm(x, gain), groups, sequence_parallel)
 
 
 def _finished(block: Block) -> Callable[..., list[Half]]:
@@ -223,29 +242,24 @@ class Transformer(nn.Module):
             fp32 scalar, or logits [B, S (/ cp), vocab] in the model's dtype; the same on all tensor-parallel ranks.
         """
         layout, flat = self._layout(tokens, positions, cu_seqlens, max_seqlen), tokens.flatten()
-        layouts = (layout,)
-        if self.groups.tp_size > 1 and len(tokens) % 2 == 0:
-            layouts = layout.halves(tokens.numel() * self.groups.cp_size)
-        if cu_seqlens is not None and self.head.compiled:
-            # One graph for any number of documents: torch.compile gives up after a few recompilations.
-            for part in layouts:
-                torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 0)
-        halves = [self._embed(part) for part in flat.chunk(len(layouts))]
+        # Only where each rank's shard of a half is whole.
+        parts = 2 if self.groups.tp_size > 1 and len(flat) % (2 * self.groups.tp_size) == 0 else 1
+        halves = [self._embed(part) for part in flat.chunk(parts)]
         norms = [*(block.attention_norm for block in self.blocks), self.final_norm]
         region = self.groups, self.sequence_parallel
-        halves[0] = self._normalize(*halves[0], norms[0], *region)
+        halves[0] = self._normalize(*halves[0], norms[0], None, *region)
         for block, next_norm in zip(self.blocks, norms[1:], strict=True):
             if self.activation_checkpointing == "full" and torch.is_grad_enabled():
                 # To its end: a collective that is started once more has to be finished once more.
                 with set_checkpoint_early_stop(False):
-                    halves = checkpoint(_finished(block), halves, layouts, next_norm, use_reentrant=False)
+                    halves = checkpoint(_finished(block), halves, layout, next_norm, use_reentrant=False)
             else:
-                halves = block(halves, layouts, next_norm)
-        halves[1:] = [self._normalize(*half, norms[-1], *region) for half in halves[1:]]
+                halves = block(halves, layout, next_norm)
+        halves[1:] = [self._normalize(*half, norms[-1], None, *region) for half in halves[1:]]
         if labels is None:
             return torch.cat([self.head(y, None) for _, y in halves]).unflatten(0, tokens.shape)
-        parts = zip(halves, labels.flatten().chunk(len(halves)), strict=True)
-        return torch.stack([self.head(y, part) for (_, y), part in parts]).mean()
+        pairs = zip(halves, labels.flatten().chunk(parts), strict=True)
+        return torch.stack([self.head(y, part) for (_, y), part in pairs]).mean()
 
     def _embed(self, tokens: Tensor) -> Half:
         y = self.embedding(tokens)
@@ -272,6 +286,9 @@ class Transformer(nn.Module):
         mask = None
         if cu_seqlens is not None and self.mask_documents:
             mask = document_mask(cu_seqlens, num_sequences, tokens.numel() * self.groups.cp_size)
+        if cu_seqlens is not None and self.head.compiled:
+            # One graph for any number of documents: torch.compile gives up after a few recompilations.
+            torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
         return TokenLayout(num_sequences, cos, sin, cu_seqlens, max_seqlen, mask)
 
     def _initialize(self, groups: ParallelGroups, seed: int) -> None:

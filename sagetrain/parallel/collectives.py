@@ -141,7 +141,17 @@ def _both(x: Tensor, groups: ParallelGroups, there: _Collective, back: _Collecti
 
 def copy_to_region(x: Tensor, groups: ParallelGroups) -> Tensor:
     """x unchanged; its gradient is summed over the group. For tensors that all ranks hold and use differently."""
-    return _both(x, groups, None, start_all_reduce)
+    return begin_backward(end_backward(x, groups), groups)
+
+
+def end_backward(x: Tensor, groups: ParallelGroups) -> Tensor:
+    """x, for begin_backward. Backward waits here for the sum that starts there: what is early on the tape is late."""
+    return x if groups.tp_size == 1 else _EndBackward.apply(x)
+
+
+def begin_backward(x: Tensor, groups: ParallelGroups) -> Tensor:
+    """x of end_backward, to be used once; its gradient is summed over the group."""
+    return x if groups.tp_size == 1 else _Finish.apply(x, x.detach(), start_all_reduce, groups.tp_group)
 
 
 def reduce_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
