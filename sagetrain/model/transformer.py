@@ -131,8 +131,9 @@ def _finished(block: Block) -> Callable[..., list[Half]]:
 
     def run(*inputs: Any) -> list[Half]:
         halves = block(*inputs)
-        for _, y in halves if block.groups.tp_size > 1 else ():
-            finish(y[1])
+        for _, y in halves:
+            if isinstance(y, tuple) and y[1] is not None:
+                finish(y[1])
         return halves
 
     return run

@@ -73,9 +73,9 @@ def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
 _Collective = Callable[[Tensor, ProcessGroup], Tensor] | None
 
 
-Pending = tuple[Tensor, Tensor]
-"""A collective that is under way: what it was given, and its result, not to be read before it is finished. The first
-one carries the gradient, which has its shape and is itself on its way backward."""
+Pending = tuple[Tensor, Tensor | None]
+"""A collective that is under way: what it was given, and its result, not to be read before it is finished (None: it is
+what was given). The first one carries the gradient, which has its shape and is itself on its way backward."""
 
 
 class _EndBackward(torch.autograd.Function):
@@ -94,9 +94,11 @@ class _Finish(torch.autograd.Function):
     """End the collective of the forward pass; begin that of the backward pass."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, given: Tensor, result: Tensor, back: _Collective, group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, given: Tensor, result: Tensor | None, back: _Collective, group: ProcessGroup
+    ) -> Tensor:
         ctx.back, ctx.group = back, group
-        return finish(result)
+        return given.view_as(given) if result is None else finish(result)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -127,7 +129,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _start(x: Tensor, groups: ParallelGroups, there: _Collective, back: _Collective) -> Pending:
-    result = x.detach() if there is None else there(x.detach(), groups.tp_group)
+    result = None if there is None else there(x.detach(), groups.tp_group)
     return (x if back is None else _EndBackward.apply(x)), result
 
 
@@ -151,7 +153,7 @@ def end_backward(x: Tensor, groups: ParallelGroups) -> Tensor:
 
 def begin_backward(x: Tensor, groups: ParallelGroups) -> Tensor:
     """x of end_backward, to be used once; its gradient is summed over the group."""
-    return x if groups.tp_size == 1 else _Finish.apply(x, x.detach(), start_all_reduce, groups.tp_group)
+    return x if groups.tp_size == 1 else _Finish.apply(x, None, start_all_reduce, groups.tp_group)
 
 
 def reduce_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:

@@ -94,9 +94,14 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, given: Tensor, x: Tensor, group: ProcessGroup, sequence_parallel: bool, *weights: Tensor
+        ctx: FunctionCtx,
+        given: Tensor,
+        result: Tensor | None,
+        group: ProcessGroup,
+        sequence_parallel: bool,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        x = finish(x)
+        x = given if result is None else finish(result)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.save_for_backward(x, *weights)
         return tuple(F.linear(x, weight) for weight in weights)
