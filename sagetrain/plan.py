@@ -144,7 +144,13 @@ def _layout_table(cfg: RunConfig, world_size: int) -> Table:
 
 
 def _memory_table(cfg: RunConfig, world_size: int, vocab_size: int) -> Table:
-    table = Table("memory per rank", "size", "what", title="Memory per rank, estimated", title_justify="left")
+    table = Table(
+        "memory per rank",
+        "size",
+        "what",
+        title="Memory per rank at its fullest moment, estimated",
+        title_justify="left",
+    )
     table.columns[1].justify = "right"
     items = memory_per_rank(cfg, world_size, vocab_size)
     for item in items:
@@ -225,7 +231,7 @@ def _step_table(prediction: StepPrediction, name: str, hardware: Hardware) -> Ta
         (
             "attention",
             prediction.attention,
-            "forward and backward; where documents are packed, 75 % of the causal square",
+            "forward and backward; packed documents at the rate of English text",
         ),
         (
             "elementwise",

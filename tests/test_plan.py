@@ -107,7 +107,7 @@ def test_step_time_communication_and_layouts():
         "Layouts proposed for NVIDIA H200, fastest first",
         " 1 1 no 2 none 16 ",
         " parallel.tensor_parallel_size=1 parallel.zero_stage=2 data.micro_batch_size=16 ",
-        " 18.77 GiB (configured)",
+        " 18.04 GiB (configured)",
     ):
         assert line in text, line
     _, text = plan(CONFIGS / "7b.yaml", 1024)

@@ -86,27 +86,27 @@ def runs_compiled(cfg: RunConfig) -> bool:
 def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
     """Estimate of one rank's peak memory, itemised, in bytes; `vocab_size` is padded.
 
-    Weights, gradients and optimizer state follow what DeepSpeed 0.19 allocates for our settings, activations what
-    autograd saves for our blocks (both are exact); the workspace is a guess. Not counted: CUDA's context and NCCL
-    (1 to 3 GB), and fragmentation of the allocator.
+    What the rank always holds, and the largest of three moments: the loss over the last logits, the last block's
+    backward, and the reduction of gradients. All follow what DeepSpeed 0.19 allocates for our settings and what
+    autograd saves for our blocks, but for the workspace, a guess. Not counted: CUDA's context and NCCL (1 to 3 GB),
+    and fragmentation of the allocator.
     """
     size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, cfg.parallel.tensor_parallel_size)
     ranks = world_size // cfg.parallel.tensor_parallel_size
-    block = _Block(cfg)
     tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
-    batch = [
-        block.activations(tokens),
-        *_loss(cfg, tokens, vocab_size, block),
-        MemoryItem("workspace", tokens * block.saved, "gradients inside one block: about what it saved (a guess)"),
-    ]
     accumulates = max(cfg.tokens_per_step.named_tokens.values()) > token_multiple(
         cfg, data_parallel_size(cfg, world_size)
     )
-    return [
-        *_model_state(cfg, size, ranks, vocab_size, accumulates),
-        *_reduction(cfg, size, batch, accumulates),
-        *batch,
+    block = _Block(cfg)
+    kept, running = block.activations(tokens), block.running(tokens)
+    bucket, copies, left = _reduction(cfg, size, accumulates)
+    moments = [
+        [kept, *_loss(cfg, tokens, vocab_size, block)],
+        [kept, *running, bucket],
+        [*(item._replace(bytes=int(left * item.bytes)) for item in (kept, *running)), bucket, copies],
     ]
+    largest = max(moments, key=lambda items: sum(item.bytes for item in items))
+    return [item for item in (*_model_state(cfg, size, ranks, vocab_size, accumulates), *largest) if item.bytes]
 
 
 def block_activation_bytes(cfg: RunConfig) -> int:
@@ -133,6 +133,7 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int, accumul
             MemoryItem("weights", element * share, f"{dtype}, 1/{ranks} of them"),
             MemoryItem("gathered weights", element * gathered, "kept from forward to backward, and what is prefetched"),
             MemoryItem("gradients", 4 * share, f"fp32, 1/{ranks} of them"),
+            MemoryItem("bucket", 4 * reduce_bucket_size(cfg, size), "fp32 gradients on their way, kept for good"),
             optimizer,
         ]
     if stage == 2:
@@ -144,13 +145,14 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int, accumul
     return [MemoryItem("weights", element * size, dtype), held, optimizer]
 
 
-def _reduction(cfg: RunConfig, size: int, batch: list[MemoryItem], accumulates: bool) -> list[MemoryItem]:
-    """Gradients on their way to other ranks, beyond the memory that `batch` (activations and the like) leaves again.
+def _reduction(cfg: RunConfig, size: int, accumulates: bool) -> tuple[MemoryItem, MemoryItem, float]:
+    """Gradients on their way to other ranks: the bucket held during backward, the copies made of a full one, and the
+    share of the activations that is left when the first one is full.
 
-    Stages 2 and 3 hold a bucket during backward and copy it each time it is full (stage 2 in bf16: flattened, then
-    converted to fp32), with most activations still there. A bucket that holds all gradients is reduced after backward,
-    as are those of stages 0 and 1; in bf16 that one flattens a copy only of what fits DeepSpeed's 5e8 elements, and
-    without accumulation its bf16 gradients are only there once the activations are gone.
+    Stage 3 keeps its bucket for good (see _model_state). Stage 2 in bf16 flattens it, then converts to fp32. A bucket
+    that holds all gradients is reduced after backward, as are those of stages 0 and 1; in bf16 that one flattens a copy
+    only of what fits DeepSpeed's 5e8 elements, and without accumulation its bf16 gradients are only there once the
+    activations are gone.
     """
     stage, sixteen_bit = resolved_zero_stage(cfg), cfg.training.dtype == "bf16"
     bucket = reduce_bucket_size(cfg, size)
@@ -163,11 +165,12 @@ def _reduction(cfg: RunConfig, size: int, batch: list[MemoryItem], accumulates: 
     elif stage == 2:
         held, copied = (2 * bucket, 6 * full) if sixteen_bit else (4 * bucket, 8 * full)
     else:
-        held, copied = 4 * bucket, 4 * full
-    if stage < 2 or full == size:
-        copied = max(0, copied - sum(item.bytes for item in batch))
-    what = "gradients between ranks: deepspeed.zero_optimization.reduce_bucket_size and copies"
-    return [MemoryItem("reduction", held + copied, what)] if held + copied else []
+        held, copied = 0, 4 * full
+    return (
+        MemoryItem("bucket", held, "gradients on their way: deepspeed.zero_optimization.reduce_bucket_size"),
+        MemoryItem("reduction", copied, "copies of the gradients that go to other ranks"),
+        0.0 if stage < 2 else 1 - full / size,
+    )
 
 
 def _element(cfg: RunConfig) -> int:
@@ -187,26 +190,38 @@ class _Block:
         self.heads = (model.num_attention_heads // split, model.num_key_value_heads // split)
         self.saved = self._norms() + self._qk_norm() + self._attention() + self._mlp(model.ffn_hidden_size // split)
 
+    @property
+    def recomputed(self) -> bool:
+        return self.cfg.training.activation_checkpointing == "full"
+
     def activations(self, tokens: int) -> MemoryItem:
-        """All blocks of a micro-batch of `tokens`."""
+        """What all blocks keep of a micro-batch of `tokens` until backward."""
         layers = self.cfg.model.num_layers
-        if self.cfg.training.activation_checkpointing == "full":
-            kept = layers * tokens * self.element * self.hidden // self.sequence_split
-            return MemoryItem(
-                "activations", kept + tokens * self.saved, "input of every block, and one block recomputed"
-            )
+        if self.recomputed:
+            kept = tokens * self.element * self.hidden // self.sequence_split
+            return MemoryItem("activations", layers * kept, "input of every block")
         what = "fused by torch.compile" if self.compiled else "not compiled: fp32 intermediates are kept"
         return MemoryItem(
             "activations", layers * tokens * self.saved, f"{self.saved:,} bytes per token and block, {what}"
         )
+
+    def running(self, tokens: int) -> list[MemoryItem]:
+        """What the block whose backward runs has beyond that."""
+        saved = tokens * self.saved
+        return [
+            MemoryItem("recomputed", saved * self.recomputed, "activations of one block"),
+            MemoryItem("workspace", saved, "gradients inside one block: about what it saved (a guess)"),
+        ]
 
     def norm(self, width: int, groups: int) -> int:
         """RMSNorm of a width (in `groups` rows): its statistics, and what its input costs beyond its output."""
         return 4 * groups + (width * self.element if self.compiled else 8 * width)
 
     def _norms(self) -> int:
-        """Two norms and their outputs, which the matmuls keep as sharded as the norms are and gather again."""
-        return 2 * (self.norm(self.hidden, 1) + self.element * self.hidden) // self.sequence_split
+        """Two norms and their outputs, which the matmuls read: under sequence parallelism they keep a shard and gather
+        again in backward, unless torch.compile merges the two gathers and keeps the whole."""
+        norm, output = self.norm(self.hidden, 1) // self.sequence_split, self.element * self.hidden
+        return 2 * (norm + (output if self.compiled else output // self.sequence_split))
 
     def _qk_norm(self) -> int:
         if self.cfg.attention.qk_norm == "none":
@@ -229,17 +244,20 @@ class _Block:
 
 
 def _loss(cfg: RunConfig, tokens: int, vocab_size: int, block: _Block) -> list[MemoryItem]:
-    """Final norm (never compiled), then the head's chunk of logits and the gradients it computes ahead of backward."""
-    columns = vocab_size // cfg.parallel.tensor_parallel_size
-    chunk = min(tokens * columns, _CHUNK_LOGITS)
-    per_logit = 2 * block.element if block.compiled else 2 * block.element + 8
-    norm = tokens * (8 * block.hidden + 4) // block.sequence_split
-    ahead = tokens * block.element * block.hidden + 4 * columns * block.hidden
+    """Final norm, then the head's chunk of logits and the gradients it computes ahead of backward."""
+    columns, stream = vocab_size // cfg.parallel.tensor_parallel_size, tokens * block.element * block.hidden
+    chunks = -(-tokens * columns // _CHUNK_LOGITS)
+    chunk = -(-tokens // chunks)
+    # A chunk's logits and their gradient; eager, the latter is made of three fp32 tensors and a mask. The gradient of
+    # the chunk before is still there.
+    per_logit = (2 * block.element if block.compiled else block.element + 13) + block.element * (chunks > 1)
+    norm = (tokens * block.norm(block.hidden, 1) + stream) // block.sequence_split
+    gathered = stream if block.sequence_split > 1 else 0
     return [
+        MemoryItem("logits", chunk * columns * per_logit, f"of {chunk:,} tokens at a time, and their gradients"),
         MemoryItem(
-            "logits",
-            chunk * per_logit,
-            f"of {min(tokens, -(-chunk // columns)):,} tokens at a time, and their gradient",
+            "loss",
+            norm + gathered + stream + 4 * columns * block.hidden,
+            "final norm, gradient of its output and (fp32) of the output projection",
         ),
-        MemoryItem("loss", norm + ahead, "final norm, gradient of its output and (fp32) of the output projection"),
     ]
