@@ -54,7 +54,8 @@ class Hardware:
     matmul_half_size: float
     """A matmul whose smallest dimension is this runs at half of matmul_flops."""
     attention: dict[str, AttentionRate]
-    """By attention.backend; sdpa over packed documents is another kernel."""
+    """By attention.backend, and by "BACKEND over documents" where documents are packed: that is another kernel for
+    sdpa, and masks for all. There a rate counts the whole causal square, as if all of it were computed."""
     memory_bandwidth: float
     """What kernels that only move data reach, reads and writes counted."""
     micro_step_seconds: float
@@ -105,24 +106,30 @@ H200 = Hardware(
     measured=True,
     peak_flops=PEAK_FLOPS["H200"],
     memory=143_771 * 2**20,  # nvidia-smi
-    # 788 TFLOP/s at 8192 x 8192 x 8192 on random data, and what is left for the matmuls of a step of
-    # launch/benchmark_step.py (24 layers, hidden 1024: 174.7 ms, of which attention 38): 615 with a least size of 1024.
+    # 788 TFLOP/s at 8192 x 8192 x 8192 on random data; summed over the matmuls of a step of 1B, profiled at 32K tokens:
+    # 745, 692 and 616 at TP 1, 2 and 4 (255, 137 and 77 ms a micro-step).
     matmul_flops=821e12,
-    matmul_half_size=343,
+    matmul_half_size=220,
     attention={
         # FlashAttention-4 inside the 24 x 1024 step: 380, 478, 525 (d 64) and 489, 578, 615 (d 128) TFLOP/s at 2K, 8K
         # and 32K; alone 472 and 583 at 4K, 524 and 617 at 16K.
         "flash": AttentionRate(535e12, 628e12, 750),
         # cuDNN: 304 at 2K inside the step (38 ms); alone 396 (d 64) and 493 (d 128) at 4K, 443 and 583 at 16K.
         "sdpa": AttentionRate(465e12, 610e12, 900),
-        # torch runs packed documents through FlashAttention-2: 255 and 282 at 4K, 278 and 312 at 16K.
-        "sdpa over documents": AttentionRate(300e12, 328e12, 750),
+        # Documents do not grow with the sequence, hence no half length. English text, 1,100 tokens a document, of which
+        # 59 % of the square is left at 4K. sdpa: torch's FlashAttention-2, 255 (d 64) and 282 (d 128) on whole
+        # sequences of 4K; what 325M (d 64) has left for it in the trainer, and d 128 in proportion.
+        "sdpa over documents": AttentionRate(320e12, 354e12, 0),
+        "flash over documents": AttentionRate(535e12, 628e12, 750),  # not measured: as without them
         # Recipe fine, portable Triton kernels, smoothing and quantizers included: 231 (d 64) and 208 (d 128) at 4K. The
         # other lengths are not measured; the half length is cuDNN's.
         "sage": AttentionRate(282e12, 254e12, 900),
+        # d 128: 1B, profiled (194, 95 and 51 ms a micro-step at TP 1, 2 and 4); d 64: what 325M has left for it.
+        "sage over documents": AttentionRate(262e12, 199e12, 0),
     },
-    # Copies reach 4.3 TB/s; fused kernels with reductions less (the step above again).
-    memory_bandwidth=3.8e12,
+    # Copies reach 4.3 TB/s. In the profile of 1B: 3.1 the fused kernels of the blocks and of the loss, 2.9 DeepSpeed's
+    # passes and Adam (0.9 where bf16 gradients become fp32).
+    memory_bandwidth=3.1e12,
     # Trainer, 325M: 183.7K tokens/s with 8 micro-steps a step, 175K with 2, 343K on two GPUs with 1.
     micro_step_seconds=1e-3,
     step_seconds=6e-3,
@@ -130,10 +137,11 @@ H200 = Hardware(
     block_launch_seconds=0.6e-3,
     eager_launch_seconds=2e-3,
     zero3_launch_seconds=2e-3,
-    # Assumed until measured: NVLink 4 through NCCL, without NVLink multicast.
-    nvlink_bandwidth=350e9,
-    nvlink_latency=25e-6,
-    network_latency=8e-6,
+    # NCCL over NVLink 4 without NVLink multicast: 4 GPUs gather 134 MB in 345 us, reduce and scatter them in 356; two
+    # gather them in 286. A few KB are added up in 26 to 50 us.
+    nvlink_bandwidth=290e9,
+    nvlink_latency=20e-6,
+    network_latency=8e-6,  # assumed
 )
 
 
