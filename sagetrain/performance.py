@@ -48,7 +48,7 @@ _ATTENTION_FORWARD = 2 / 7
 #   0 (fp32): gradients accumulate in place (12). Step: flatten, scale and copy back (24), norm, clipping, Adam.
 _STATE_BYTES = {0: (12, 64, 0), 1: (26, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
 
-OVERLAP = 0.4
+OVERLAP = 0.35
 """Of the shorter of a collective and the matmuls beside it, what running both at once saves: they slow each other down
 (TP 4, 1B, H200: a reduce-scatter of 356 us beside a matmul of 349 took 582, the matmul 484)."""
 

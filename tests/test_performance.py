@@ -92,11 +92,11 @@ def test_tensor_parallelism_splits_the_work_and_adds_two_sums_a_block_and_direct
     assert [c.count for c in two.collectives] == [8 * 41, 8 * 40, 8, 8 * 40]
     assert forward.payload == 8 * 4096 * 1024 * 2
     assert forward.wire_bytes == 8 * 41 * forward.payload  # 2 (n - 1) / n is 1
-    waited = forward.wire_bytes + head.wire_bytes + gains.wire_bytes + 0.6 * backward.wire_bytes
+    waited = forward.wire_bytes + head.wire_bytes + gains.wire_bytes + 0.65 * backward.wire_bytes
     assert two.exposed("tensor") == pytest.approx(waited / 1e11)
     # The weight gradients of q, k, v, gate and up take less than the collectives beside them where links are slow.
     slow = predict(config("325m", *layout_of(2)), 2, VOCAB, dataclasses.replace(SIMPLE, nvlink_bandwidth=1e10))
-    hidden = 0.4 * 20 * 2 * 32_768 * 1024 * (3 * 1024 + 2 * 3072) / 2 / 1e14
+    hidden = 0.35 * 20 * 2 * 32_768 * 1024 * (3 * 1024 + 2 * 3072) / 2 / 1e14
     assert slow.collectives[1].exposed == pytest.approx(backward.wire_bytes / 1e10 - 8 * hidden)
     for compiled, more in (("on", 0), ("off", backward.wire_bytes / 2)):  # eager, inputs are gathered once more
         cfg = config("325m", *layout_of(2, sequence=True), f"training.compile={compiled}")
@@ -122,7 +122,7 @@ def test_bytes_of_zero_by_stage(dtype, stage, per_step, per_micro_step):
     sent = sum(c.wire_bytes for c in step.collectives)
     assert sent == pytest.approx((per_step + 2 * per_micro_step) * size * 3 / 4, rel=1e-6)
     gathers = [c for c in step.collectives if c.purpose == "weights"]
-    waited = sum(c.seconds * (0.6 if c in gathers else 1) for c in step.collectives)  # all run beside compute here
+    waited = sum(c.seconds * (0.65 if c in gathers else 1) for c in step.collectives)  # all run beside compute here
     assert step.exposed("data") == pytest.approx(waited)
 
 
@@ -130,7 +130,7 @@ def test_gathering_weights_is_exposed_where_compute_is_too_short():
     slow = dataclasses.replace(SIMPLE, nvlink_bandwidth=1e8)
     step = predict(config("325m", *layout_of(1, 3)), 4, VOCAB, slow)
     gathers = step.collectives[0]
-    assert gathers.exposed == pytest.approx(gathers.seconds - 0.4 * sum(parts(step)))
+    assert gathers.exposed == pytest.approx(gathers.seconds - 0.35 * sum(parts(step)))
 
 
 def test_context_parallelism_by_hand():
