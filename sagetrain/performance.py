@@ -21,6 +21,7 @@ from sagetrain.model.accounting import (
     flops_per_token,
     kept_for_backward,
     parameters_per_rank,
+    parts_of_micro_batch,
     reduce_bucket_size,
     runs_compiled,
 )
@@ -130,7 +131,7 @@ def predict(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware
     touched = accumulation * per_micro + per_step + per_share / rank.replicas
     optimizer = scale * wide * touched * rank.parameters / hardware.memory_bandwidth
     collectives = (
-        *_tensor_parallel(rank, accumulation),
+        *_tensor_parallel(rank, accumulation, matmul + attention + elementwise),
         *_context_parallel(rank, accumulation),
         *_data_parallel(rank, accumulation, matmul + attention + elementwise),
     )
@@ -186,6 +187,7 @@ class _Rank:
         self.tokens = cfg.data.micro_batch_size * cfg.data.seq_length // self.context_size
         self.columns = vocab_size // self.tensor_size
         self.parameters = parameters_per_rank(cfg.model, cfg.attention, vocab_size, self.tensor_size)
+        self.parts = parts_of_micro_batch(cfg)
 
     def micro_step(self) -> tuple[float, float, float]:
         """Seconds of matmuls, attention and data movement."""
@@ -261,37 +263,40 @@ class _Rank:
         return self.element * self.tokens * ((5 + stream / 2) * self.cfg.model.hidden_size + logit * self.columns)
 
 
-def _tensor_parallel(rank: _Rank, accumulation: int) -> list[Collective]:
-    """What parallel/collectives.py and layers.py call around the two halves of a block, the embedding and the head."""
+def _tensor_parallel(rank: _Rank, accumulation: int, compute: float) -> list[Collective]:
+    """What parallel/collectives.py and layers.py call around the two halves of a block, the embedding and the head.
+
+    With a micro-batch in two parts, those of one run beside the `compute` of the other, a third of which is forward.
+    With one, only the sum of a column-parallel layer's input gradients has company: the gradients of its weights.
+    """
     if rank.tensor_size == 1:
         return []
-    cfg, layers = rank.cfg, rank.cfg.model.num_layers
-    payload = rank.tokens * cfg.model.hidden_size * rank.element
+    cfg, layers, calls = rank.cfg, rank.cfg.model.num_layers, accumulation * rank.parts
+    payload = rank.tokens * cfg.model.hidden_size * rank.element // rank.parts
     sharded = cfg.parallel.sequence_parallel
     entering, leaving = ("all-gather", "reduce-scatter") if sharded else (None, "all-reduce")
-    # Backward, the sum of a column-parallel layer's input gradients travels while its weight gradients are computed.
-    # Eager, its input is gathered again beside its input gradients; torch.compile keeps that of forward.
-    beside = layers * rank.column_matmuls() / rank.hardware.compute_scale
-    calls = [  # per micro-step: what for, which, how often, seconds of compute beside it
-        ("forward: into the layers", entering, 2 * layers + 1, 0.0),
-        ("forward: out of the layers", leaving, 2 * layers + 1, 0.0),
-        ("recomputed: into the layers", entering if rank.recomputes else None, 2 * layers, 0.0),
-        ("recomputed: out of the layers", leaving if rank.recomputes else None, 2 * layers, 0.0),
-        ("backward: out of the layers", entering, 2 * layers + 1, 0.0),
-        ("backward: inputs once more", None if rank.compiled else entering, 2 * layers, beside),
-        ("backward: into the layers", leaving, 2 * layers, beside),
-        ("backward: into the head", leaving, 1, 0.0),
+    forward, backward, into = compute / 6, compute / 3, compute / 3
+    if rank.parts == 1:
+        weights = layers * rank.column_matmuls() / rank.hardware.compute_scale
+        forward, backward, into = 0.0, 0.0, accumulation * weights
+    rows = [
+        _beside(rank.collective("tensor", purpose, kind, calls * count, payload), seconds)
+        for purpose, kind, count, seconds in (
+            ("forward: into the layers", entering, 2 * layers + 1, forward),
+            ("forward: out of the layers", leaving, 2 * layers + 1, forward),
+            ("recomputed: into the layers", entering if rank.recomputes else None, 2 * layers, forward),
+            ("recomputed: out of the layers", leaving if rank.recomputes else None, 2 * layers, forward),
+            ("backward: out of the layers", entering, 2 * layers + 1, backward),
+            ("backward: into the layers", leaving, 2 * layers, into),
+            ("backward: into the head", leaving, 1, 0.0),
+        )
+        if kind
     ]
-    rows = []
-    for purpose, kind, count, seconds in calls:
-        if kind:
-            row = rank.collective("tensor", purpose, kind, accumulation * count, payload)
-            rows.append(_beside(row, accumulation * seconds))
     # Gains are whole on every rank but see their rank's heads or tokens: those of q and k, and of the residual stream.
     gains = 2 * layers * (cfg.attention.qk_norm != "none") + (2 * layers + 1) * sharded
     if gains:
         payload = cfg.model.hidden_size * rank.element
-        rows.append(rank.collective("tensor", "backward: gains", "all-reduce", accumulation * gains, payload))
+        rows.append(rank.collective("tensor", "backward: gains", "all-reduce", calls * gains, payload))
     return rows
 
 

@@ -23,6 +23,7 @@ SHAPE_24 = "model={num_layers: 24, hidden_size: 1024, ffn_hidden_size: 2816, num
     ("1b", 1, 4, 1, False, 249_354, 51.3),
     ("1b", 1, 4, 2, False, 238_290, 46.5),
     ("1b", 1, 4, 3, False, 157_873, 83.2),
+    # Tensor parallelism: before a micro-batch went through the blocks in two parts.
     ("1b", 2, 1, 1, False, 102_608, 36.0),
     ("1b", 2, 1, 1, True, 102_552, 33.5),
     ("1b", 4, 1, 1, False, 154_719, 23.5),

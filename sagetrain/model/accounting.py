@@ -83,6 +83,11 @@ def runs_compiled(cfg: RunConfig) -> bool:
     return cfg.training.compile == "on" or (cfg.training.compile == "auto" and resolved_zero_stage(cfg) < 3)
 
 
+def parts_of_micro_batch(cfg: RunConfig) -> int:
+    """In how many parts a micro-batch goes through the blocks (model/transformer.py)."""
+    return 2 if cfg.parallel.tensor_parallel_size > 1 and cfg.data.micro_batch_size % 2 == 0 else 1
+
+
 def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
     """Estimate of one rank's peak memory, itemised, in bytes; `vocab_size` is padded.
 
@@ -218,10 +223,8 @@ class _Block:
         return 4 * groups + (width * self.element if self.compiled else 8 * width)
 
     def _norms(self) -> int:
-        """Two norms and their outputs, which the matmuls read: under sequence parallelism they keep a shard and gather
-        again in backward, unless torch.compile merges the two gathers and keeps the whole."""
-        norm, output = self.norm(self.hidden, 1) // self.sequence_split, self.element * self.hidden
-        return 2 * (norm + (output if self.compiled else output // self.sequence_split))
+        """Two norms and their outputs, which the matmuls keep as they read them: gathered."""
+        return 2 * (self.norm(self.hidden, 1) // self.sequence_split + self.element * self.hidden)
 
     def _qk_norm(self) -> int:
         if self.cfg.attention.qk_norm == "none":
@@ -246,8 +249,9 @@ class _Block:
 def _loss(cfg: RunConfig, tokens: int, vocab_size: int, block: _Block) -> list[MemoryItem]:
     """Final norm, then the head's chunk of logits and the gradients it computes ahead of backward."""
     columns, stream = vocab_size // cfg.parallel.tensor_parallel_size, tokens * block.element * block.hidden
-    chunks = -(-tokens * columns // _CHUNK_LOGITS)
-    chunk = -(-tokens // chunks)
+    parts = parts_of_micro_batch(cfg)
+    chunks = -(-tokens // parts * columns // _CHUNK_LOGITS)
+    chunk = -(-tokens // parts // chunks)
     # A chunk's logits and their gradient; eager, the latter is made of three fp32 tensors and a mask. The gradient of
     # the chunk before is still there.
     per_logit = (2 * block.element if block.compiled else block.element + 13) + block.element * (chunks > 1)
@@ -257,7 +261,7 @@ def _loss(cfg: RunConfig, tokens: int, vocab_size: int, block: _Block) -> list[M
         MemoryItem("logits", chunk * columns * per_logit, f"of {chunk:,} tokens at a time, and their gradients"),
         MemoryItem(
             "loss",
-            norm + gathered + stream + 4 * columns * block.hidden,
+            norm + gathered + stream + (4 + (parts - 1) * block.element) * columns * block.hidden,
             "final norm, gradient of its output and (fp32) of the output projection",
         ),
     ]
