@@ -131,7 +131,7 @@ def predict(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware
     touched = accumulation * per_micro + per_step + per_share / rank.replicas
     optimizer = scale * wide * touched * rank.parameters / hardware.memory_bandwidth
     collectives = (
-        *_tensor_parallel(rank, accumulation, matmul + attention + elementwise),
+        *_tensor_parallel(rank, accumulation, matmul + elementwise),
         *_context_parallel(rank, accumulation),
         *_data_parallel(rank, accumulation, matmul + attention + elementwise),
     )
@@ -266,8 +266,9 @@ class _Rank:
 def _tensor_parallel(rank: _Rank, accumulation: int, compute: float) -> list[Collective]:
     """What parallel/collectives.py and layers.py call around the two halves of a block, the embedding and the head.
 
-    With a micro-batch in two parts, those of one run beside the `compute` of the other, a third of which is forward.
-    With one, only the sum of a column-parallel layer's input gradients has company: the gradients of its weights.
+    With a micro-batch in two parts, those of one run beside the `compute` of the other (attention, which sees both, is
+    no part of it), a third of which is forward. With one, only the sum of a column-parallel layer's input gradients has
+    company: the gradients of its weights.
     """
     if rank.tensor_size == 1:
         return []

@@ -47,16 +47,16 @@ def engine(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Engine:
     return Engine(cfg, model, groups, 1)
 
 
-def global_step(engine: Engine, step: int, sequences: int = 4, micro_batch: int = 1) -> StepResult:
+def global_step(engine: Engine, step: int, sequences: int = 4) -> StepResult:
     """One optimizer step on `sequences` random sequences that depend on the step alone."""
     dp_rank, dp_size = engine.groups.dp_rank, engine.groups.dp_size
     draw = torch.Generator().manual_seed(step % 5)
     tokens = torch.randint(0, VOCAB, (sequences, SEQ + 1), generator=draw)
     batches = [
-        Batch(rows[:, :-1], rows[:, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
-        for rows in tokens[dp_rank::dp_size].split(micro_batch)
+        Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
+        for row in tokens[dp_rank::dp_size]
     ]
-    return engine.step(batches, len(batches), 1e-2, stop=False)
+    return engine.step(batches, sequences // dp_size, 1e-2, stop=False)
 
 
 def saver(root: Path, groups: ParallelGroups, keep_last: int = 100, seconds: float = 60.0) -> Saver:

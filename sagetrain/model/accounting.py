@@ -84,8 +84,14 @@ def runs_compiled(cfg: RunConfig) -> bool:
 
 
 def parts_of_micro_batch(cfg: RunConfig) -> int:
-    """In how many parts a micro-batch goes through the blocks (model/transformer.py)."""
-    return 2 if cfg.parallel.tensor_parallel_size > 1 and cfg.data.micro_batch_size % 2 == 0 else 1
+    """In how many parts the tokens of a micro-batch go through the blocks (model/transformer.py)."""
+    split = cfg.parallel.tensor_parallel_size
+    return 2 if split > 1 and _tokens(cfg) % (2 * split) == 0 else 1
+
+
+def _tokens(cfg: RunConfig) -> int:
+    """Of a micro-batch, on one rank."""
+    return cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
 
 
 def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
@@ -98,7 +104,7 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
     """
     size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, cfg.parallel.tensor_parallel_size)
     ranks = world_size // cfg.parallel.tensor_parallel_size
-    tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
+    tokens = _tokens(cfg)
     accumulates = max(cfg.tokens_per_step.named_tokens.values()) > token_multiple(
         cfg, data_parallel_size(cfg, world_size)
     )
@@ -250,8 +256,9 @@ def _loss(cfg: RunConfig, tokens: int, vocab_size: int, block: _Block) -> list[M
     """Final norm, then the head's chunk of logits and the gradients it computes ahead of backward."""
     columns, stream = vocab_size // cfg.parallel.tensor_parallel_size, tokens * block.element * block.hidden
     parts = parts_of_micro_batch(cfg)
-    chunks = -(-tokens // parts * columns // _CHUNK_LOGITS)
-    chunk = -(-tokens // parts // chunks)
+    part = tokens // parts
+    chunks = -(-part * columns // _CHUNK_LOGITS)
+    chunk = -(-part // chunks)
     # A chunk's logits and their gradient; eager, the latter is made of three fp32 tensors and a mask. The gradient of
     # the chunk before is still there.
     per_logit = (2 * block.element if block.compiled else block.element + 13) + block.element * (chunks > 1)
