@@ -49,9 +49,10 @@ _ATTENTION_FORWARD = 2 / 7
 #   0 (fp32): gradients accumulate in place (12). Step: flatten, scale and copy back (24), norm, clipping, Adam.
 _STATE_BYTES = {0: (12, 64, 0), 1: (26, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
 
-OVERLAP = 0.35
-"""Of the shorter of a collective and the matmuls beside it, what running both at once saves: they slow each other down
-(TP 4, 1B, H200: a reduce-scatter of 356 us beside a matmul of 349 took 582, the matmul 484)."""
+OVERLAP = 0.2
+"""Of the shorter of a collective and the matmuls beside it, what running both at once saves: NCCL takes multiprocessors
+that a matmul counted on, and both slow down (TP 4, 1B, H200: collectives of 128 ms alone take 195 beside kernels of
+about 290, which then take 313; RESULTS.md)."""
 
 _WIRE = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 
@@ -297,7 +298,8 @@ def _tensor_parallel(rank: _Rank, accumulation: int, compute: float) -> list[Col
     gains = 2 * layers * (cfg.attention.qk_norm != "none") + (2 * layers + 1) * sharded
     if gains:
         payload = cfg.model.hidden_size * rank.element
-        rows.append(rank.collective("tensor", "backward: gains", "all-reduce", calls * gains, payload))
+        sums = rank.collective("tensor", "backward: gains", "all-reduce", calls * gains, payload)
+        rows.append(dataclasses.replace(sums, exposed=0.0))  # waited for at the end of a block
     return rows
 
 

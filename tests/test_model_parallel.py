@@ -75,18 +75,21 @@ def _check_model(groups: ParallelGroups, packing: dict, **arguments: object) -> 
         torch.testing.assert_close(sharded(tokens, **packing), dense(tokens, **packing), rtol=1e-5, atol=1e-5)
 
 
-def _check_compiled(groups: ParallelGroups) -> None:
+def _check_compiled(groups: ParallelGroups, sequence_parallel: bool) -> None:
     """Collectives inside the compiled blocks break no graph and change no number."""
     results = []
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     for compiled in (False, True):
-        model = _model(groups, tied=True, sequence_parallel=True)
+        model = _model(groups, tied=True, sequence_parallel=sequence_parallel)
         if compiled:
-            for module in (*model.blocks, model.final_norm):  # compile_blocks, without the C++ compiler
-                module.compile(fullgraph=True, backend="aot_eager")
+            model.compile_blocks(backend="aot_eager")  # without the C++ compiler
         loss = model(*_batch(), **PACKED)
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # all blocks share one
+    assert (
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    )  # all blocks share one, and the norms outside of them
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
 
 
@@ -98,7 +101,8 @@ def _check_tensor_parallel(tp_size: int) -> None:
         _check_model(groups, PACKED, tied=True, qk_norm="after_rope")
         _check_model(groups, {}, tied=False, sequence_parallel=True, qk_norm="none")
         _check_model(groups, {}, tied=True, activation_checkpointing="full")
-        _check_compiled(groups)
+        for sequence_parallel in (True, False):
+            _check_compiled(groups, sequence_parallel)
     with pytest.raises(ValueError, match="not a multiple of tensor_parallel_size"):
         Transformer(SHAPE, AttentionConfig(backend="sdpa"), vocab_size=VOCAB + 1, groups=groups)
 

@@ -18,7 +18,7 @@ from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware
 from sagetrain.layouts import layout, memory_finding, overrides_to, propose, usable_memory
 from sagetrain.model.accounting import flops_per_token, parameters_per_rank
 from sagetrain.model.transformer import Transformer
-from sagetrain.performance import StepPrediction, calibrate, predict
+from sagetrain.performance import OVERLAP, StepPrediction, calibrate, predict
 from sagetrain.train.engine import Engine
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -88,16 +88,16 @@ def test_tensor_parallelism_splits_the_work_and_adds_two_sums_a_block_and_direct
     one, two = (predict(config("325m", *layout_of(n)), n, VOCAB, SIMPLE) for n in (1, 2))
     assert two.matmul == pytest.approx(one.matmul / 2)
     assert two.attention == pytest.approx(one.attention / 2)
-    forward, backward, head, gains = two.collectives
+    forward, backward, head, _ = two.collectives
     assert [c.count for c in two.collectives] == [8 * 2 * 41, 8 * 2 * 40, 8 * 2, 8 * 2 * 40]  # of half a micro-batch
     assert forward.payload == 4 * 4096 * 1024 * 2
     assert forward.wire_bytes == 8 * 2 * 41 * forward.payload  # 2 (n - 1) / n is 1
-    waited = 0.65 * forward.wire_bytes + 0.65 * backward.wire_bytes + head.wire_bytes + gains.wire_bytes
+    waited = (1 - OVERLAP) * forward.wire_bytes + (1 - OVERLAP) * backward.wire_bytes + head.wire_bytes
     assert two.exposed("tensor") == pytest.approx(waited / 1e11)
     slow = predict(config("325m", *layout_of(2)), 2, VOCAB, dataclasses.replace(SIMPLE, nvlink_bandwidth=1e9))
     compute = two.matmul + two.elementwise  # attention sees both halves
     for collective, beside in zip(slow.collectives, (compute / 6, compute / 3), strict=False):
-        assert collective.exposed == pytest.approx(collective.wire_bytes / 1e9 - 0.35 * beside)
+        assert collective.exposed == pytest.approx(collective.wire_bytes / 1e9 - OVERLAP * beside)
     sharded = predict(config("325m", *layout_of(2, sequence=True)), 2, VOCAB, SIMPLE)
     assert sum(c.wire_bytes for c in sharded.collectives) == pytest.approx(2 * forward.wire_bytes, rel=1e-3)
     assert sharded.elementwise < two.elementwise
@@ -109,10 +109,10 @@ def test_a_micro_batch_that_cannot_be_halved_waits_for_all_but_the_gradients_of_
     )
     forward, backward, *_ = predict(cfg, 2, VOCAB, SIMPLE).collectives
     assert forward.count == 64 * 41 and forward.exposed == forward.seconds
-    assert backward.exposed == pytest.approx(0.65 * backward.seconds)
+    assert backward.exposed == pytest.approx((1 - OVERLAP) * backward.seconds)
     slow = predict(cfg, 2, VOCAB, dataclasses.replace(SIMPLE, nvlink_bandwidth=1e9))
     weights = 20 * 2 * 262_080 * 1024 * (3 * 1024 + 2 * 3072) / 2 / 1e14
-    assert slow.collectives[1].exposed == pytest.approx(backward.wire_bytes / 1e9 - 0.35 * weights)
+    assert slow.collectives[1].exposed == pytest.approx(backward.wire_bytes / 1e9 - OVERLAP * weights)
 
 
 @pytest.mark.parametrize(("dtype", "stage", "per_step", "per_micro_step"), [
@@ -131,7 +131,7 @@ def test_bytes_of_zero_by_stage(dtype, stage, per_step, per_micro_step):
     sent = sum(c.wire_bytes for c in step.collectives)
     assert sent == pytest.approx((per_step + 2 * per_micro_step) * size * 3 / 4, rel=1e-6)
     gathers = [c for c in step.collectives if c.purpose == "weights"]
-    waited = sum(c.seconds * (0.65 if c in gathers else 1) for c in step.collectives)  # all run beside compute here
+    waited = sum(c.seconds * (1 - OVERLAP if c in gathers else 1) for c in step.collectives)
     assert step.exposed("data") == pytest.approx(waited)
 
 
@@ -139,7 +139,7 @@ def test_gathering_weights_is_exposed_where_compute_is_too_short():
     slow = dataclasses.replace(SIMPLE, nvlink_bandwidth=1e8)
     step = predict(config("325m", *layout_of(1, 3)), 4, VOCAB, slow)
     gathers = step.collectives[0]
-    assert gathers.exposed == pytest.approx(gathers.seconds - 0.35 * sum(parts(step)))
+    assert gathers.exposed == pytest.approx(gathers.seconds - OVERLAP * sum(parts(step)))
 
 
 def test_context_parallelism_by_hand():

@@ -268,13 +268,13 @@ class Transformer(nn.Module):
         # Zeros that want a gradient, like every other residual stream: one graph serves all blocks.
         return torch.zeros_like(like).requires_grad_(torch.is_grad_enabled()), y
 
-    def compile_blocks(self) -> None:
+    def compile_blocks(self, backend: str = "inductor") -> None:
         """torch.compile every block (one graph, shared by all), the norms outside of them and the loss kernels."""
-        options = ORDERED if self.groups.tp_size > 1 else None
+        options = ORDERED if self.groups.tp_size > 1 and backend == "inductor" else None
         for block in self.blocks:
-            block.compile(fullgraph=self.backend != "flash", options=options)
-        self._normalize = torch.compile(normalize, fullgraph=True, options=options)
-        self.head.compiled = True
+            block.compile(fullgraph=self.backend != "flash", backend=backend, options=options)
+        self._normalize = torch.compile(normalize, fullgraph=True, backend=backend, options=options)
+        self.head.compiled = backend == "inductor"
 
     def _layout(
         self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
