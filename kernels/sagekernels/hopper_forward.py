@@ -66,7 +66,7 @@ def _quantize_kernel(
             total += tl.load(sums, mask=(c < chunks)[:, None], other=0.0)
         x = tl.where(inside, x - (tl.sum(total, 0) / tokens)[None, :], 0.0)
     largest = max_or_nan(tl.abs(x), 1)
-    codes = as_codes(x * inverse_scale(largest)[:, None])
+    codes = tl.where((largest < float("inf"))[:, None], as_codes(x * inverse_scale(largest)[:, None]), 0)
     tl.store(CODES + (bh * tokens + t)[:, None] * HEAD_DIM + d[None, :], codes, mask=inside)
     tl.store(SCALE + bh * tokens + t, largest / 127.0, mask=t < tokens)
     position = (t // 16) * 16 + ((t % 8) // 2) * 4 + ((t % 16) // 8) * 2 + t % 2
