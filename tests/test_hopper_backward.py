@@ -270,6 +270,27 @@ def test_backend_leaves_other_calls_to_the_portable_kernels(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(ours, twin, strict=True))
 
 
+def test_without_nvrtc_the_default_is_portable_after_one_warning(monkeypatch):
+    monkeypatch.setattr(hopper, "_failures", [])
+    monkeypatch.setattr(nvrtc, "_libraries", lambda: ["libnvrtc_that_nobody_has.so"])
+    runs = []
+
+    def kernel(x, *, y):
+        runs.append((x, y))
+        nvrtc._nvrtc.__wrapped__()
+
+    default = hopper._or_portable(kernel, lambda x, *, y: x + y)
+    with pytest.raises(nvrtc.CompilationError, match="was not found"):
+        kernel(0, y=0)
+    with pytest.warns(RuntimeWarning, match="slower portable kernels: NVRTC was not found") as warned:
+        assert [default(1, y=2), default(3, y=4)] == [3, 7]
+    assert len(warned) == 1 and runs == [(0, 0), (1, 2)]
+    hopper._failures.clear()
+    default = hopper._or_portable(lambda: 1 / 0, lambda: 1)
+    with pytest.raises(ZeroDivisionError):  # any other error is one
+        default()
+
+
 @pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("half", [0, 1])

@@ -6,6 +6,8 @@ recomputes it. Results are the same bits from run to run, but for dQ of the back
 then too under torch.use_deterministic_algorithms(True).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -49,9 +51,10 @@ def sage_attention(
         documents are allowed. On a GPU the values are not checked (that would wait for the device).
     recipe: "fine" (scales per token, row and column), "paper" (one scale per tile), or "scores" (Q K^T alone in INT8,
         the gradients' products in 16 bits); reference.py specifies them.
-    backend: None takes "triton" on a GPU and "twin", the specification in torch, elsewhere. "hopper" has kernels of its
-        own for the H100 and H200, at head_dim 64 and 128 (forward of "fine" and "scores", backward of "scores"), and
-        takes those of "triton" for the rest.
+    backend: None takes "hopper" on an H100 or H200, "triton" on other GPUs, and "twin", the specification in torch,
+        elsewhere. "hopper" has kernels of its own at head_dim 64 and 128 (forward of "fine" and "scores", backward of
+        "scores") and takes those of "triton" for the rest. They are compiled at first use; if that fails, "hopper" by
+        name raises nvrtc.CompilationError, and None warns once and takes "triton".
 
     Under autocast the inputs are cast to its dtype. Non-finite inputs give NaN in what depends on them (with smoothing
     that is the whole head). Raises TypeError, ValueError or NotImplementedError, saying what is supported.
@@ -59,7 +62,7 @@ def sage_attention(
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    backend = _checked_backend(q, backend)
+    _check_backend(q, backend)
     _check(q, k, v, causal, cu_seqlens, recipe)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not 0 < scale < float("inf"):
@@ -67,14 +70,21 @@ def sage_attention(
     return _forward(q, k, v, cu_seqlens, causal, scale, smooth_k, smooth_q, recipe, backend)[0]
 
 
-def _checked_backend(q: Tensor, backend: str | None) -> str:
-    if backend is None:
-        backend = "triton" if q.is_cuda else "twin"
-    if backend not in BACKENDS:
+def _check_backend(q: Tensor, backend: str | None) -> None:
+    if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
-    if backend != "twin" and q.dtype == torch.float32:
-        raise TypeError(f"the {backend} backend takes bfloat16 or float16, got float32 (backend='twin' takes it)")
-    return backend
+    if q.dtype == torch.float32 and (q.is_cuda if backend is None else backend != "twin"):
+        name = backend or "GPU"
+        raise TypeError(f"the {name} backend takes bfloat16 or float16, got float32 (backend='twin' takes it)")
+
+
+def _functions(backend: str | None, device: torch.device) -> tuple[Callable, Callable]:
+    """Forward and backward. None is looked up here, inside the operators, where torch.compile does not look."""
+    if backend is not None:
+        return BACKENDS[backend]
+    if device.type != "cuda":
+        return BACKENDS["twin"]
+    return hopper.DEFAULT if torch.cuda.get_device_capability(device) == (9, 0) else BACKENDS["triton"]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, cu_seqlens: Tensor | None, recipe: str) -> None:
@@ -131,12 +141,12 @@ def _forward(
     smooth_k: bool,
     smooth_q: bool,
     recipe: str,
-    backend: str,
+    backend: str | None,
 ) -> list[Tensor]:
     """[o, lse, q codes, q scale, k codes, k scale, q mean, k mean], shapes as in reference.Saved."""
     if q.numel() == 0:
         return _forward_fake(q, k, v, cu_seqlens, causal, scale, smooth_k, smooth_q, recipe, backend)
-    o, saved = BACKENDS[backend][0](
+    o, saved = _functions(backend, q.device)[0](
         q, k, v, causal=causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q, cu_seqlens=cu_seqlens, recipe=recipe
     )
     means = [q.new_empty(0, dtype=torch.float32) if mean is None else mean for mean in (saved.q_mean, saved.k_mean)]
@@ -154,7 +164,7 @@ def _forward_fake(
     smooth_k: bool,
     smooth_q: bool,
     recipe: str,
-    backend: str,
+    backend: str | None,
 ) -> list[Tensor]:
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
@@ -185,7 +195,7 @@ def _backward(
     causal: bool,
     scale: float,
     recipe: str,
-    backend: str,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous. `k` is read (and kept for it) when Q was smoothed, otherwise None."""
     if do.numel() == 0:
@@ -199,7 +209,7 @@ def _backward(
         k_mean if k_mean.numel() else None,
     )
     options = {"causal": causal, "scale": scale, "cu_seqlens": cu_seqlens, "recipe": recipe}
-    grads = BACKENDS[backend][1](do, k, v, o, kept, **options)
+    grads = _functions(backend, do.device)[1](do, k, v, o, kept, **options)
     return tuple(grad.contiguous() for grad in grads)
 
 
@@ -214,7 +224,7 @@ def _backward_fake(
     causal: bool,
     scale: float,
     recipe: str,
-    backend: str,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     def empty(x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=v.dtype, device=v.device)

@@ -1,7 +1,12 @@
 """The backend `hopper`: CUDA kernels where they take a call, the portable kernels for everything else."""
 
+import functools
+import warnings
+from collections.abc import Callable
+
 from torch import Tensor
 
+from . import nvrtc
 from .backward import triton_backward
 from .forward import triton_forward
 from .reference import Saved
@@ -47,3 +52,26 @@ def backward(
     taken = supported(do, v, saved, recipe=recipe)
     run = hopper_backward if taken else triton_backward
     return run(do, k, v, o, saved, causal=causal, scale=scale, cu_seqlens=cu_seqlens, recipe=recipe)
+
+
+_failures: list[nvrtc.CompilationError] = []  # of this process, at most one
+
+
+def _or_portable(run: Callable, portable: Callable) -> Callable:
+    """`run` until NVRTC fails: from then on `portable`, after one warning."""
+
+    @functools.wraps(run)
+    def call(*arguments, **options):
+        if not _failures:
+            try:
+                return run(*arguments, **options)
+            except nvrtc.CompilationError as failure:
+                _failures.append(failure)
+                warnings.warn(f"sagekernels uses its slower portable kernels: {failure}", RuntimeWarning, stacklevel=2)
+        return portable(*arguments, **options)
+
+    return call
+
+
+# What runs on an H100 or H200 unless another backend is named.
+DEFAULT = (_or_portable(forward, triton_forward), _or_portable(backward, triton_backward))

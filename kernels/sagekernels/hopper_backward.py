@@ -115,7 +115,6 @@ def supported(do: Tensor, v: Tensor, saved: Saved, *, recipe: str) -> bool:
         and do.is_cuda
         and torch.cuda.get_device_capability(do.device) == (9, 0)
         and max(do.numel(), v.numel()) < 2**31
-        and nvrtc.available()
     )
 
 

@@ -193,7 +193,7 @@ struct Consumer {
             largest = most(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = most(largest, __shfl_xor_sync(~0u, largest, 2));
             float top = __int_as_float(largest), inverse = top > 0x1p-119f ? 127.0f / top : 0.0f;
-            if (top != top) inverse = top;
+            u32 finite = largest < 0x7F800000 ? ~0u : 0;  // otherwise codes are 0: times the scale, scores are NaN
             q_scale[r] = top / 127.0f;
             bool inside = row + 8 * r < problem.n_q;
             if (inside && c == 0) scales[base + row + 8 * r] = q_scale[r];
@@ -207,7 +207,7 @@ struct Consumer {
                 unpack(x[i].y, y[2], y[3]);
 #pragma unroll
                 for (int e = 0; e < 4; e++) z[e] = __float_as_int(__fmul_rn(y[e], inverse) + 12582912.0f);  // to even
-                u32 word = __byte_perm(__byte_perm(z[0], z[1], 0x40), __byte_perm(z[2], z[3], 0x40), 0x5410);
+                u32 word = __byte_perm(__byte_perm(z[0], z[1], 0x40), __byte_perm(z[2], z[3], 0x40), 0x5410) & finite;
                 q[i / 2 * 4 + i % 2 * 2 + r] = word;
                 if (inside) *(u32 *)(codes + (base + row + 8 * r) * D + 16 * i + 4 * c) = word;
             }

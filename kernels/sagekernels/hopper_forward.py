@@ -19,7 +19,7 @@ from .reference import RECIPES, Saved
 
 SOURCE = "hopper_forward.cu"
 # head dimension -> keys per tile, warpgroups of 64 queries, stages of the K and V pipeline
-SCHEDULES = {64: (96, 3, 5), 128: (128, 2, 3)}
+SCHEDULES = {64: (96, 3, 5), 128: (128, 2, 4)}
 PER_HEAD_CACHE = 24 << 20  # bytes of K and V of the heads that are worked on together: half of the L2 cache
 
 
@@ -66,7 +66,7 @@ def _quantize_kernel(
             total += tl.load(sums, mask=(c < chunks)[:, None], other=0.0)
         x = tl.where(inside, x - (tl.sum(total, 0) / tokens)[None, :], 0.0)
     largest = max_or_nan(tl.abs(x), 1)
-    codes = as_codes(x * inverse_scale(largest)[:, None])
+    codes = tl.where((largest < float("inf"))[:, None], as_codes(x * inverse_scale(largest)[:, None]), 0)
     tl.store(CODES + (bh * tokens + t)[:, None] * HEAD_DIM + d[None, :], codes, mask=inside)
     tl.store(SCALE + bh * tokens + t, largest / 127.0, mask=t < tokens)
     position = (t // 16) * 16 + ((t % 8) // 2) * 4 + ((t % 16) // 8) * 2 + t % 2

@@ -30,6 +30,10 @@ MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 L2_PROMOTION_256 = 3
 
 
+class CompilationError(RuntimeError):
+    """NVRTC was not found or does not compile a source file."""
+
+
 def _libraries() -> list[str]:
     """Where libnvrtc may lie, torch's own major version of CUDA first."""
     majors = sorted({"12", "13"}, key=lambda major: not (torch.version.cuda or "").startswith(major))
@@ -55,7 +59,10 @@ def _nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(path)
         except OSError:
             continue
-    raise RuntimeError(f"NVRTC was not found (tried {', '.join(tried)}); it comes with torch's CUDA wheels")
+    raise CompilationError(
+        f"NVRTC was not found (tried {', '.join(tried)}); it comes with torch's CUDA wheels: install them, set "
+        "CUDA_HOME or take the backend 'triton'"
+    )
 
 
 @functools.cache
@@ -70,7 +77,7 @@ def available() -> bool:
     """Whether kernels can be compiled here; running them needs a GPU as well."""
     try:
         _nvrtc()
-    except RuntimeError:
+    except CompilationError:
         return False
     return True
 
@@ -117,7 +124,10 @@ def compiled(source_file: str, defines: Mapping[str, int | str]) -> bytes:
         code = lib.nvrtcCompileProgram(program, len(options), arguments)
         if code:
             log = _text("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
-            raise RuntimeError(f"NVRTC {_version()} does not compile {source_file} with {options}:\n{log}")
+            raise CompilationError(
+                f"NVRTC {_version()} does not compile {source_file} with {options}; install newer CUDA wheels or take "
+                f"the backend 'triton':\n{log}"
+            )
         cubin = _text("CUBIN", program)
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))

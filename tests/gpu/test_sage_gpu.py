@@ -1,4 +1,4 @@
-"""The Triton kernels of sagekernels on a real GPU: `make test-gpu`.
+"""The backends of sagekernels on a real GPU: `make test-gpu`.
 
 Every case is judged twice: against the twin (the kernel computes what the specification says) and against float64 (what
 it says is attention). Uninitialized memory is poisoned, so an element that no kernel writes cannot pass.
@@ -7,7 +7,7 @@ it says is attention). Uninitialized memory is poisoned, so an element that no k
 import pytest
 import torch
 
-from sagekernels import sage_attention
+from sagekernels import hopper, nvrtc, sage_attention
 from sagekernels.testing import Shape, errors, exact_results, random_inputs, results_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -119,12 +119,34 @@ def test_same_bits_from_run_to_run(backend):
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recipe", ["fine", "scores"])
+def test_the_default_is_the_backend_of_this_gpu(recipe):
+    inputs = random_inputs(Shape(1, 300, 300, 2, 1, 64), device="cuda")
+    named, default = (results_of(sage_attention, *inputs, recipe=recipe, backend=x) for x in (BACKENDS[-1], None))
+    assert all(torch.equal(a, b) for a, b in zip(default, named, strict=True))
+
+
+@pytest.mark.skipif("hopper" not in BACKENDS, reason="needs an H100 or H200")
+def test_a_failure_to_compile_is_an_error_only_for_a_backend_by_name(monkeypatch):
+    def fails(*_):
+        raise nvrtc.CompilationError("does not compile")
+
+    monkeypatch.setattr("sagekernels.hopper_forward.load", fails)
+    monkeypatch.setattr(hopper, "_failures", [])
+    q, k, v, _ = random_inputs(Shape(1, 300, 300, 2, 1, 64), device="cuda")
+    with pytest.raises(nvrtc.CompilationError, match="does not compile"):
+        sage_attention(q, k, v, backend="hopper")
+    with pytest.warns(RuntimeWarning, match="portable kernels: does not compile") as warned:
+        outputs = [sage_attention(q, k, v, backend=x) for x in (None, None, "triton")]
+    assert len(warned) == 1 and all(torch.equal(o, outputs[-1]) for o in outputs)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, None])
 def test_compiles_into_one_graph(backend):
     q, k, v, do = random_inputs(Shape(2, 300, 300, 4, 2, 64), device="cuda")
 
     def block(q, k, v):
-        return sage_attention(q * 1.5, k, v, backend=backend) * 2
+        return sage_attention(q * 1.5, k, v, recipe="scores", backend=backend) * 2
 
     expected = results_of(block, q, k, v, do)
     got = results_of(torch.compile(block, fullgraph=True), q, k, v, do)
