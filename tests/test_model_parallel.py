@@ -64,6 +64,7 @@ def _check_model(groups: ParallelGroups, packing: dict, **arguments: object) -> 
     loss.backward()
     truth.backward()
     torch.testing.assert_close(loss, truth, rtol=1e-6, atol=0)
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0  # what was started was finished
     assert _equal_on_all_ranks(loss.detach(), groups)
     for (name, whole), part in pairs:
         expected = shard(whole.grad, part.tp_dim, groups)

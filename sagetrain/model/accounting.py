@@ -259,9 +259,8 @@ def _loss(cfg: RunConfig, tokens: int, vocab_size: int, block: _Block) -> list[M
     part = tokens // parts
     chunks = -(-part * columns // _CHUNK_LOGITS)
     chunk = -(-part // chunks)
-    # A chunk's logits and their gradient; eager, the latter is made of three fp32 tensors and a mask. The gradient of
-    # the chunk before is still there.
-    per_logit = (2 * block.element if block.compiled else block.element + 13) + block.element * (chunks > 1)
+    # A chunk's logits and their gradient; eager, the latter is made of three fp32 tensors and a mask.
+    per_logit = 2 * block.element if block.compiled else block.element + 13
     norm = (tokens * block.norm(block.hidden, 1) + stream) // block.sequence_split
     gathered = stream if block.sequence_split > 1 else 0
     return [

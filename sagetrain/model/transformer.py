@@ -89,16 +89,12 @@ class Block(nn.Module):
         region, parts = (self.groups, self.sequence_parallel), len(halves)
         gain, next_gain = self.attention_norm.open(), next_norm.open()
         mlp_gains, qk_gains = [self.mlp_norm.open() for _ in halves], [self.attention.open() for _ in halves]
-        tables = list(zip(layout.cos.chunk(parts), layout.sin.chunk(parts), strict=True))
-
-        (x, y), *second = halves
-        heads = [self.attention.project(y, *tables[0], qk_gains[0])]
-        halves = [(x, y)]
-        if second:
-            x, y = normalize(*second[0], self.attention_norm, gain, *region)
-            halves.append((x, y))
-            heads.append(self.attention.project(y, *tables[1], qk_gains[1]))
-        joined = (torch.cat(pieces) if second else pieces[0] for pieces in zip(*heads, strict=True))
+        halves, heads = list(halves), []
+        for i, tables in enumerate(zip(layout.cos.chunk(parts), layout.sin.chunk(parts), strict=True)):
+            if i:
+                halves[i] = normalize(*halves[i], self.attention_norm, gain, *region)
+            heads.append(self.attention.project(halves[i][1], *tables, qk_gains[i]))
+        joined = (torch.cat(pieces) if parts > 1 else pieces[0] for pieces in zip(*heads, strict=True))
         o = self.attention(*joined, layout).chunk(parts)
         halves = [(x, part) for (x, _), part in zip(halves, o, strict=True)]
         stages = (

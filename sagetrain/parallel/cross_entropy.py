@@ -97,6 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     torch.mm(grad, weight, out=hidden_grad[rows])
                 if weight_needs_grad:
                     _accumulate_mm(weight_grad, grad.t(), hidden[rows])
+                del grad
         ctx.tokens = hidden.shape[0]
         ctx.save_for_backward(hidden_grad, weight_grad.to(weight.dtype) if weight_needs_grad else None)
         return total / hidden.shape[0]
