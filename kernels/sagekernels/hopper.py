@@ -61,7 +61,7 @@ def _or_portable(run: Callable, portable: Callable) -> Callable:
     """`run` until NVRTC fails: from then on `portable`, after one warning."""
 
     @functools.wraps(run)
-    def call(*arguments, **options):
+    def _either(*arguments, **options):
         if not _failures:
             try:
                 return run(*arguments, **options)
@@ -70,7 +70,7 @@ def _or_portable(run: Callable, portable: Callable) -> Callable:
                 warnings.warn(f"sagekernels uses its slower portable kernels: {failure}", RuntimeWarning, stacklevel=2)
         return portable(*arguments, **options)
 
-    return call
+    return _either
 
 
 # What runs on an H100 or H200 unless another backend is named.
