@@ -34,16 +34,16 @@ class RMSNorm(nn.Module):
         gain = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
         self.gain = annotate(gain, groups, tp_dim=None, no_weight_decay=True)
 
-    def open(self) -> Tensor:
-        """The gain for one later call. Backward waits here, not in the call, for the sum of its gradient: other
-        collectives may be under way there."""
-        return end_backward(self.gain, self.groups) if self.split_input else self.gain
+    def open(self) -> Tensor | None:
+        """The gain for one later call, if its gradient is summed: backward waits for the sum here, not in the call,
+        where other collectives may be under way."""
+        split = self.split_input and self.groups.tp_size > 1
+        return end_backward(self.gain, self.groups) if split else None
 
     def forward(self, x: Tensor, opened: Tensor | None = None) -> Tensor:
         """[..., size] -> same."""
-        gain = self.open() if opened is None else opened
-        if self.split_input:
-            gain = begin_backward(gain, self.groups)
+        opened = self.open() if opened is None else opened
+        gain = self.gain if opened is None else begin_backward(opened, self.groups)
         x_fp32 = x.float()
         scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.eps)
         return (x_fp32 * scale * gain.float()).to(x.dtype)

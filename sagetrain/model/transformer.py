@@ -7,9 +7,8 @@ attention works on single tokens, and because shards along the sequence are then
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,7 @@ from sagetrain.model.attention import (
 from sagetrain.model.mlp import MLP
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import rotary_tables
-from sagetrain.parallel.collectives import Pending, finish, finish_enter, finish_leave, gather_from_region, start_enter
+from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, gather_from_region, start_enter
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
 from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, shard
 from sagetrain.parallel.rng import named_generator
@@ -44,9 +43,10 @@ ORDERED = {
 """torch.compile's options under tensor parallelism."""
 
 
-Half = tuple[Tensor, Tensor | Pending]
+Half = tuple[Tensor, Tensor | Pending | None]
 """Half of a micro-batch's tokens, or all of them, on their way through the blocks: the residual stream
-[tokens (/ tp with sequence parallelism), hidden], and what the last stage made (to be added to it, or made of it)."""
+[tokens (/ tp with sequence parallelism), hidden], and what the last stage made: to be added to it, made of it, or
+nothing."""
 
 
 class Block(nn.Module):
@@ -84,15 +84,18 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.mlp = MLP(model, groups, **layer)
 
-    def forward(self, halves: list[Half], layout: TokenLayout, next_norm: RMSNorm) -> list[Half]:
-        """Two halves, or the whole as one."""
-        region, parts = (self.groups, self.sequence_parallel), len(halves)
-        gain, next_gain = self.attention_norm.open(), next_norm.open()
-        mlp_gains, qk_gains = [self.mlp_norm.open() for _ in halves], [self.attention.open() for _ in halves]
+    def forward(self, halves: list[Half], layout: TokenLayout, next_norm: RMSNorm | None) -> list[Half]:
+        """Two halves, or the whole as one. Without next_norm only residual streams come in and go out, all summed up:
+        what activation checkpointing keeps should be little, and not be on its way."""
+        region, parts, alone = (self.groups, self.sequence_parallel), len(halves), next_norm is None
+        gains, mlp_gains = ([norm.open() for _ in halves] for norm in (self.attention_norm, self.mlp_norm))
+        qk_gains, next_gain = [self.attention.open() for _ in halves], None if alone else next_norm.open()
         halves, heads = list(halves), []
+        if alone:
+            halves[0] = normalize(*halves[0], self.attention_norm, gains[0], *region)
         for i, tables in enumerate(zip(layout.cos.chunk(parts), layout.sin.chunk(parts), strict=True)):
             if i:
-                halves[i] = normalize(*halves[i], self.attention_norm, gain, *region)
+                halves[i] = normalize(*halves[i], self.attention_norm, gains[i], *region)
             heads.append(self.attention.project(halves[i][1], *tables, qk_gains[i]))
         joined = (torch.cat(pieces) if parts > 1 else pieces[0] for pieces in zip(*heads, strict=True))
         o = self.attention(*joined, layout).chunk(parts)
@@ -102,37 +105,25 @@ class Block(nn.Module):
             lambda i, x, y: normalize(x, y, self.mlp_norm, mlp_gains[i], *region),
             lambda i, x, y: (x, self.mlp(y)),
             lambda i, x, y: (x, self.mlp.down(y)),
-            lambda i, x, y: normalize(x, y, next_norm, next_gain, *region),
+            lambda i, x, y: (x, y) if alone else normalize(x, y, next_norm, next_gain, *region),
         )
         for number in range(len(stages)):
             halves = [stages[number - i](i, *half) if number >= i else half for i, half in enumerate(halves)]
-        return halves
+        return [(x + finish_leave(y, *region), None) for x, y in halves] if alone else halves
 
 
 def normalize(
     x: Tensor,
-    y: Tensor | Pending,
+    y: Tensor | Pending | None,
     norm: RMSNorm,
     gain: Tensor | None,
     groups: ParallelGroups,
     sequence_parallel: bool,
 ) -> Half:
     """The residual stream x with y added, and what the next column-parallel layer reads of it."""
-    x = x + finish_leave(y, groups, sequence_parallel)
+    if y is not None:
+        x = x + finish_leave(y, groups, sequence_parallel)
     return x, start_enter(norm(x, gain), groups, sequence_parallel)
-
-
-def _finished(block: Block) -> Callable[..., list[Half]]:
-    """The block, with nothing on its way at its end."""
-
-    def run(*inputs: Any) -> list[Half]:
-        halves = block(*inputs)
-        for _, y in halves:
-            if isinstance(y, tuple) and y[1] is not None:
-                finish(y[1])
-        return halves
-
-    return run
 
 
 class Head(nn.Module):
@@ -244,15 +235,18 @@ class Transformer(nn.Module):
         halves = [self._embed(part) for part in flat.chunk(parts)]
         norms = [*(block.attention_norm for block in self.blocks), self.final_norm]
         region = self.groups, self.sequence_parallel
-        halves[0] = self._normalize(*halves[0], norms[0], None, *region)
-        for block, next_norm in zip(self.blocks, norms[1:], strict=True):
-            if self.activation_checkpointing == "full" and torch.is_grad_enabled():
-                # To its end: a collective that is started once more has to be finished once more.
-                with set_checkpoint_early_stop(False):
-                    halves = checkpoint(_finished(block), halves, layout, next_norm, use_reentrant=False)
-            else:
+        late = 1  # the half that still has to be normalized after the blocks, and those behind it
+        if self.activation_checkpointing == "full" and torch.is_grad_enabled():
+            late, halves = 0, [(x + finish_leave(y, *region), None) for x, y in halves]
+            # A collective that is started once more has to be finished once more: recomputed to the end.
+            with set_checkpoint_early_stop(self.groups.tp_size == 1):
+                for block in self.blocks:
+                    halves = checkpoint(block, halves, layout, None, use_reentrant=False)
+        else:
+            halves[0] = self._normalize(*halves[0], norms[0], None, *region)
+            for block, next_norm in zip(self.blocks, norms[1:], strict=True):
                 halves = block(halves, layout, next_norm)
-        halves[1:] = [self._normalize(*half, norms[-1], None, *region) for half in halves[1:]]
+        halves[late:] = [self._normalize(*half, norms[-1], None, *region) for half in halves[late:]]
         if labels is None:
             return torch.cat([self.head(y, None) for _, y in halves]).unflatten(0, tokens.shape)
         pairs = zip(halves, labels.flatten().chunk(parts), strict=True)

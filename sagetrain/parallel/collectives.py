@@ -5,12 +5,14 @@
 | copy_to_region        | identity              | all-reduce                      |
 | reduce_from_region    | all-reduce            | identity                        |
 | gather_from_region    | all-gather, last dim  | own slice, last dim             |
-| gather_tokens         | all-gather, dim 0     | reduce-scatter, dim 0           |
-| reduce_scatter_tokens | reduce-scatter, dim 0 | all-gather, dim 0               |
+| enter                 | identity              | all-reduce                      |
+| enter (sequence)      | all-gather, dim 0     | reduce-scatter, dim 0           |
+| leave                 | all-reduce            | identity                        |
+| leave (sequence)      | reduce-scatter, dim 0 | all-gather, dim 0               |
 
-The "region" is where tensors differ between the ranks of the group. The last two serve sequence parallelism:
-activations are [tokens, ...] with the sequences of the micro-batch flattened, so that a shard along the sequence is
-contiguous and travels without a copy. All are no-ops for a group of one.
+The "region" is where tensors differ between the ranks of the group. Under sequence parallelism activations outside of
+it are shards of [tokens, ...], with the sequences of the micro-batch flattened, so that a shard is contiguous and
+travels without a copy. All are no-ops for a group of one.
 
 Layers enter and leave the region in two steps, `start_*` and `finish_*`: what is computed between them runs beside the
 collective, and so does, backward, the part of autograd's tape that was recorded between them. What was started has to
@@ -137,10 +139,6 @@ def _finish(x: Pending, groups: ParallelGroups, back: _Collective) -> Tensor:
     return _Finish.apply(*x, back, groups.tp_group)
 
 
-def _both(x: Tensor, groups: ParallelGroups, there: _Collective, back: _Collective) -> Tensor:
-    return x if groups.tp_size == 1 else _finish(_start(x, groups, there, back), groups, back)
-
-
 def copy_to_region(x: Tensor, groups: ParallelGroups) -> Tensor:
     """x unchanged; its gradient is summed over the group. For tensors that all ranks hold and use differently."""
     return begin_backward(end_backward(x, groups), groups)
@@ -158,22 +156,12 @@ def begin_backward(x: Tensor, groups: ParallelGroups) -> Tensor:
 
 def reduce_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
     """Sum of x over the group."""
-    return _both(x, groups, start_all_reduce, None)
+    return x if groups.tp_size == 1 else _finish(_start(x, groups, start_all_reduce, None), groups, None)
 
 
 def gather_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
     """The ranks' x, concatenated along the last dim: [..., n] -> [..., n * tp]. Every rank must use it alike."""
     return x if groups.tp_size == 1 else _GatherFromRegion.apply(x, groups.tp_group, groups.tp_rank)
-
-
-def gather_tokens(x: Tensor, groups: ParallelGroups) -> Tensor:
-    """The ranks' shards along dim 0, concatenated: [tokens / tp, ...] -> [tokens, ...]."""
-    return _both(x, groups, start_all_gather, start_reduce_scatter)
-
-
-def reduce_scatter_tokens(x: Tensor, groups: ParallelGroups) -> Tensor:
-    """Own shard along dim 0 of the sum over the group: [tokens, ...] -> [tokens / tp, ...]."""
-    return _both(x, groups, start_reduce_scatter, start_all_gather)
 
 
 def _entering(sequence_parallel: bool) -> tuple[_Collective, _Collective]:
