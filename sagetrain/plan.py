@@ -72,6 +72,8 @@ def show_plan(
     if not refused & _NO_MODEL:
         proposed = propose(cfg, world_size, padded, hardware)
         console.print(_proposal_table(cfg, chosen, proposed, hardware))
+        for place, item in enumerate(proposed, 1):  # whole lines, to be pasted from a terminal of any width
+            console.print(f"{place}: {' '.join(overrides_to(cfg, item.cfg)) or 'as configured'}", soft_wrap=True)
         for priced, name in [(chosen, "as configured"), *((item, "layout 1") for item in proposed)]:
             if priced:
                 console.print(_step_table(priced.prediction, name, hardware))
@@ -275,16 +277,14 @@ def _communication_table(prediction: StepPrediction, name: str) -> Table:
 def _proposal_table(cfg: RunConfig, chosen: Layout | None, proposed: list[Layout], hardware: Hardware) -> Table:
     """The best layouts, and the configured one among them or below."""
     table = Table(title=f"Layouts proposed for {hardware.name}, fastest first", title_justify="left")
-    columns = ("", "TP", "CP", "sequence parallel", "ZeRO", "checkpointing", "micro-batch", "tokens/s", "MFU", "memory")
+    columns = ("", "TP", "CP", "SP", "ZeRO", "recom-\npute", "micro-\nbatch", "tokens/s", "MFU", "memory")
     for name in columns:
-        table.add_column(name, justify="right")
-    table.add_column("overrides to append")
+        table.add_column(name, justify="right", no_wrap=True)
     rows = [(str(place), item) for place, item in enumerate(proposed, 1)]
     if chosen and chosen.key not in [item.key for item in proposed]:
-        rows.append(("", chosen))
+        rows.append(("now", chosen))
     for place, item in rows:
         split, context, sharded, *rest = item.key
-        changes = overrides_to(cfg, item.cfg)
         fits = item.memory <= usable_memory(hardware)
         table.add_row(
             place,
@@ -294,15 +294,16 @@ def _proposal_table(cfg: RunConfig, chosen: Layout | None, proposed: list[Layout
             *map(str, rest),
             f"{item.prediction.tokens_per_second:,.0f}",
             f"{item.prediction.mfu:.3f}",
-            _size(item.memory) + ("" if fits else ", too much"),
-            "(configured)" if chosen and item.key == chosen.key else " ".join(changes),
+            _size(item.memory) + ("" if fits else " (!)"),
         )
     if not proposed:
-        table.add_row("", *["-"] * (len(columns) - 1), "none fits")
+        table.add_row("none", *["-"] * (len(columns) - 1))
     elif proposed[0].cfg.tokens_per_step != cfg.tokens_per_step:
         table.caption = (
             "No layout divides tokens_per_step over these ranks and fits: these raise it as little as can be."
         )
+    if any(item.memory > usable_memory(hardware) for _, item in rows):
+        table.caption = f"{table.caption or ''} (!): more than the GPU has.".strip()
     return table
 
 

@@ -106,8 +106,8 @@ def test_step_time_communication_and_layouts():
         " data gradients all-reduce 1 1.93 GiB 3.38 GiB ",
         "Layouts proposed for NVIDIA H200, fastest first",
         " 1 1 no 2 none 16 ",
-        " parallel.tensor_parallel_size=1 parallel.zero_stage=2 data.micro_batch_size=16 ",
-        " 17.60 GiB (configured)",
+        ": parallel.tensor_parallel_size=1 parallel.zero_stage=2 data.micro_batch_size=16\n",
+        " now 2 1 no 1 none 4 ",
     ):
         assert line in text, line
     _, text = plan(CONFIGS / "7b.yaml", 1024)
