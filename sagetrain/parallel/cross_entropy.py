@@ -48,7 +48,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Mean over the tokens of the cross-entropy of hidden @ weight^T.
 
-    Under tensor parallelism `hidden` must come out of `enter_region`: its gradient here is this rank's part.
+    Under tensor parallelism `hidden` must come out of `finish_enter`: its gradient here is this rank's part.
 
     Args:
         hidden: [tokens, hidden_size].
