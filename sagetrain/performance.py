@@ -21,7 +21,7 @@ from sagetrain.model.accounting import (
     flops_per_token,
     kept_for_backward,
     parameters_per_rank,
-    parts_of_micro_batch,
+    parts_of,
     reduce_bucket_size,
     runs_compiled,
 )
@@ -188,7 +188,7 @@ class _Rank:
         self.tokens = cfg.data.micro_batch_size * cfg.data.seq_length // self.context_size
         self.columns = vocab_size // self.tensor_size
         self.parameters = parameters_per_rank(cfg.model, cfg.attention, vocab_size, self.tensor_size)
-        self.parts = parts_of_micro_batch(cfg)
+        self.parts = parts_of(self.tokens, self.tensor_size)
 
     def micro_step(self) -> tuple[float, float, float]:
         """Seconds of matmuls, attention and data movement."""

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from distributed import run_distributed
 from sagetrain.parallel.collectives import (
-    copy_to_region,
     finish_enter,
     finish_leave,
     gather_from_region,
@@ -59,7 +58,7 @@ def _check_collectives() -> None:
     own = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
 
     x = _leaf(xs[0])
-    y = copy_to_region(x, groups)
+    y = finish_enter(start_enter(x, groups, False), groups, False)
     y.backward(gs[rank])
     _close(y, xs[0])
     _close(x.grad, sum(gs))
@@ -95,7 +94,7 @@ def _check_collectives() -> None:
     (y * gs[0].t()).sum().backward()
     _close(x.grad, gs[0].t())
     x = _leaf(xs[0])
-    y = copy_to_region(x, groups)
+    y = finish_enter(start_enter(x, groups, False), groups, False)
     y.sum().backward()  # the gradient is an expanded scalar
     _close(x.grad, torch.full_like(x, size))
 
@@ -164,10 +163,10 @@ def test_sharded_layers_equal_dense(world_size: int) -> None:
 
 def test_group_of_one_leaves_tensors_alone() -> None:
     groups, x = ParallelGroups.single(), torch.randn(4, 4)
-    for function in (copy_to_region, reduce_from_region, gather_from_region):
+    for function in (reduce_from_region, gather_from_region):
         assert function(x, groups) is x
     for function in (start_enter, finish_enter, start_leave, finish_leave):
-        assert function(x, groups, True) is x
+        assert function(x, groups, True) is x and function(x, groups, False) is x
 
 
 def test_annotations_describe_the_whole_tensor() -> None:

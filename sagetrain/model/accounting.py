@@ -83,15 +83,9 @@ def runs_compiled(cfg: RunConfig) -> bool:
     return cfg.training.compile == "on" or (cfg.training.compile == "auto" and resolved_zero_stage(cfg) < 3)
 
 
-def parts_of_micro_batch(cfg: RunConfig) -> int:
-    """In how many parts the tokens of a micro-batch go through the blocks (model/transformer.py)."""
-    split = cfg.parallel.tensor_parallel_size
-    return 2 if split > 1 and _tokens(cfg) % (2 * split) == 0 else 1
-
-
-def _tokens(cfg: RunConfig) -> int:
-    """Of a micro-batch, on one rank."""
-    return cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
+def parts_of(tokens: int, tensor_parallel_size: int) -> int:
+    """In how many parts a rank's tokens go through the blocks: halves where each rank's shard of one is whole."""
+    return 2 if tensor_parallel_size > 1 and tokens % (2 * tensor_parallel_size) == 0 else 1
 
 
 def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
@@ -104,7 +98,7 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
     """
     size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, cfg.parallel.tensor_parallel_size)
     ranks = world_size // cfg.parallel.tensor_parallel_size
-    tokens = _tokens(cfg)
+    tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
     accumulates = max(cfg.tokens_per_step.named_tokens.values()) > token_multiple(
         cfg, data_parallel_size(cfg, world_size)
     )
@@ -255,7 +249,7 @@ class _Block:
 def _loss(cfg: RunConfig, tokens: int, vocab_size: int, block: _Block) -> list[MemoryItem]:
     """Final norm, then the head's chunk of logits and the gradients it computes ahead of backward."""
     columns, stream = vocab_size // cfg.parallel.tensor_parallel_size, tokens * block.element * block.hidden
-    parts = parts_of_micro_batch(cfg)
+    parts = parts_of(tokens, cfg.parallel.tensor_parallel_size)
     part = tokens // parts
     chunks = -(-part * columns // _CHUNK_LOGITS)
     chunk = -(-part // chunks)

@@ -334,12 +334,12 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(model.head_dim, model.norm_eps, groups, **norm)
             self.k_norm = RMSNorm(model.head_dim, model.norm_eps, groups, **norm)
 
-    def open(self) -> tuple[Tensor | None, Tensor | None]:
+    def open(self) -> tuple[Pending | None, Pending | None]:
         """The gains of QK-norm for one later `project`: see RMSNorm.open."""
         return (None, None) if self.qk_norm == "none" else (self.q_norm.open(), self.k_norm.open())
 
     def project(
-        self, x_TD: Tensor | Pending, cos: Tensor, sin: Tensor, opened: tuple[Tensor | None, Tensor | None]
+        self, x_TD: Tensor | Pending, cos: Tensor, sin: Tensor, opened: tuple[Pending | None, Pending | None]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, normalized and rotated: [T, hidden], of start_enter -> [T, heads / tp, head_dim] each."""
         q_TNK, k_TMK, v_TMK = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x_TD))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sagetrain.parallel.collectives import begin_backward, end_backward
+from sagetrain.parallel.collectives import Pending, finish_enter, start_enter
 from sagetrain.parallel.layers import annotate
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -34,16 +34,16 @@ class RMSNorm(nn.Module):
         gain = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
         self.gain = annotate(gain, groups, tp_dim=None, no_weight_decay=True)
 
-    def open(self) -> Tensor | None:
+    def open(self) -> Pending | None:
         """The gain for one later call, if its gradient is summed: backward waits for the sum here, not in the call,
         where other collectives may be under way."""
         split = self.split_input and self.groups.tp_size > 1
-        return end_backward(self.gain, self.groups) if split else None
+        return start_enter(self.gain, self.groups, False) if split else None
 
-    def forward(self, x: Tensor, opened: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, opened: Pending | None = None) -> Tensor:
         """[..., size] -> same."""
         opened = self.open() if opened is None else opened
-        gain = self.gain if opened is None else begin_backward(opened, self.groups)
+        gain = self.gain if opened is None else finish_enter(opened, self.groups, False)
         x_fp32 = x.float()
         scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.eps)
         return (x_fp32 * scale * gain.float()).to(x.dtype)

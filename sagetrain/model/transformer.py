@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.accounting import parts_of
 from sagetrain.model.attention import (
     Attention,
     AttentionFunction,
@@ -91,10 +92,8 @@ class Block(nn.Module):
         gains, mlp_gains = ([norm.open() for _ in halves] for norm in (self.attention_norm, self.mlp_norm))
         qk_gains, next_gain = [self.attention.open() for _ in halves], None if alone else next_norm.open()
         halves, heads = list(halves), []
-        if alone:
-            halves[0] = normalize(*halves[0], self.attention_norm, gains[0], *region)
         for i, tables in enumerate(zip(layout.cos.chunk(parts), layout.sin.chunk(parts), strict=True)):
-            if i:
+            if i or alone:
                 halves[i] = normalize(*halves[i], self.attention_norm, gains[i], *region)
             heads.append(self.attention.project(halves[i][1], *tables, qk_gains[i]))
         joined = (torch.cat(pieces) if parts > 1 else pieces[0] for pieces in zip(*heads, strict=True))
@@ -116,7 +115,7 @@ def normalize(
     x: Tensor,
     y: Tensor | Pending | None,
     norm: RMSNorm,
-    gain: Tensor | None,
+    gain: Pending | None,
     groups: ParallelGroups,
     sequence_parallel: bool,
 ) -> Half:
@@ -230,8 +229,7 @@ class Transformer(nn.Module):
             fp32 scalar, or logits [B, S (/ cp), vocab] in the model's dtype; the same on all tensor-parallel ranks.
         """
         layout, flat = self._layout(tokens, positions, cu_seqlens, max_seqlen), tokens.flatten()
-        # Only where each rank's shard of a half is whole.
-        parts = 2 if self.groups.tp_size > 1 and len(flat) % (2 * self.groups.tp_size) == 0 else 1
+        parts = parts_of(len(flat), self.groups.tp_size)
         halves = [self._embed(part) for part in flat.chunk(parts)]
         norms = [*(block.attention_norm for block in self.blocks), self.final_norm]
         region = self.groups, self.sequence_parallel

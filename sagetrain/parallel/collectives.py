@@ -2,7 +2,6 @@
 
 | function              | forward               | backward                        |
 |-----------------------|-----------------------|---------------------------------|
-| copy_to_region        | identity              | all-reduce                      |
 | reduce_from_region    | all-reduce            | identity                        |
 | gather_from_region    | all-gather, last dim  | own slice, last dim             |
 | enter                 | identity              | all-reduce                      |
@@ -58,14 +57,6 @@ def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
 finish = _ops.wait_tensor
 
 
-def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    return finish(start_all_reduce(x, group))
-
-
-def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    return finish(start_all_gather(x, group))
-
-
 def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     """[size, ...] -> same: part i goes to rank i, and part i of the result comes from rank i."""
     parts = [1] * group.size()
@@ -112,7 +103,7 @@ class _GatherFromRegion(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup, rank: int) -> Tensor:
         ctx.rank, ctx.width = rank, x.shape[-1]
         # The collective concatenates along dim 0: gather there, then move the ranks next to the last dim.
-        return _all_gather(x.unsqueeze(0), group).movedim(0, -2).flatten(-2)
+        return finish(start_all_gather(x.unsqueeze(0), group)).movedim(0, -2).flatten(-2)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -139,24 +130,9 @@ def _finish(x: Pending, groups: ParallelGroups, back: _Collective) -> Tensor:
     return _Finish.apply(*x, back, groups.tp_group)
 
 
-def copy_to_region(x: Tensor, groups: ParallelGroups) -> Tensor:
-    """x unchanged; its gradient is summed over the group. For tensors that all ranks hold and use differently."""
-    return begin_backward(end_backward(x, groups), groups)
-
-
-def end_backward(x: Tensor, groups: ParallelGroups) -> Tensor:
-    """x, for begin_backward. Backward waits here for the sum that starts there: what is early on the tape is late."""
-    return x if groups.tp_size == 1 else _EndBackward.apply(x)
-
-
-def begin_backward(x: Tensor, groups: ParallelGroups) -> Tensor:
-    """x of end_backward, to be used once; its gradient is summed over the group."""
-    return x if groups.tp_size == 1 else _Finish.apply(x, None, start_all_reduce, groups.tp_group)
-
-
 def reduce_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
     """Sum of x over the group."""
-    return x if groups.tp_size == 1 else _finish(_start(x, groups, start_all_reduce, None), groups, None)
+    return finish_leave(start_leave(x, groups, False), groups, False)
 
 
 def gather_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
@@ -164,29 +140,31 @@ def gather_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
     return x if groups.tp_size == 1 else _GatherFromRegion.apply(x, groups.tp_group, groups.tp_rank)
 
 
-def _entering(sequence_parallel: bool) -> tuple[_Collective, _Collective]:
+def entering(sequence_parallel: bool) -> tuple[_Collective, _Collective]:
     """Collectives that enter the region, forward and backward; the other way round they leave it."""
     return (start_all_gather, start_reduce_scatter) if sequence_parallel else (None, start_all_reduce)
 
 
 def start_enter(x: Tensor, groups: ParallelGroups, sequence_parallel: bool) -> Tensor | Pending:
-    """What column-parallel layers read, on its way: all tokens, [tokens (/ tp), ...] -> [tokens, ...]."""
-    return x if groups.tp_size == 1 else _start(x, groups, *_entering(sequence_parallel))
+    """What column-parallel layers read, on its way: all tokens, [tokens (/ tp), ...] -> [tokens, ...]. Without
+    sequence parallelism x itself, for any tensor that all ranks hold and use differently: the sum of its gradient is
+    waited for where this was called."""
+    return x if groups.tp_size == 1 else _start(x, groups, *entering(sequence_parallel))
 
 
 def finish_enter(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
     """What start_enter began. (ColumnParallelLinear does this itself.)"""
-    return x if groups.tp_size == 1 else _finish(x, groups, _entering(sequence_parallel)[1])
+    return x if groups.tp_size == 1 else _finish(x, groups, entering(sequence_parallel)[1])
 
 
 def start_leave(x: Tensor, groups: ParallelGroups, sequence_parallel: bool) -> Tensor | Pending:
     """The ranks' partial sums added up, on their way: [tokens, ...] -> [tokens (/ tp), ...]."""
-    return x if groups.tp_size == 1 else _start(x, groups, *reversed(_entering(sequence_parallel)))
+    return x if groups.tp_size == 1 else _start(x, groups, *reversed(entering(sequence_parallel)))
 
 
 def finish_leave(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
     """What start_leave began."""
-    return x if groups.tp_size == 1 else _finish(x, groups, _entering(sequence_parallel)[0])
+    return x if groups.tp_size == 1 else _finish(x, groups, entering(sequence_parallel)[0])
 
 
 def scatter_heads(tensors: Sequence[Tensor], num_sequences: int, groups: ParallelGroups) -> list[Tensor]:

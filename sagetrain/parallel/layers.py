@@ -15,10 +15,9 @@ from torch.distributed import ProcessGroup
 
 from sagetrain.parallel.collectives import (
     Pending,
+    entering,
     finish,
-    start_all_reduce,
     start_leave,
-    start_reduce_scatter,
 )
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -55,8 +54,8 @@ def _divide(total: int, groups: ParallelGroups, what: str) -> int:
 class ColumnParallelLinear(nn.Module):
     """Several y = x W^T of one x, with the rows of each W, that is its output features, spread over the group.
 
-    x comes from `start_enter`. Matrices that read the same x (q, k and v; gate and up) are one
-    layer, because they share a collective forward and one backward.
+    x comes from `start_enter`. Matrices that read the same x (q, k and v; gate and up) are one layer, because they
+    share a collective forward and one backward.
 
     Args:
         out_features: name of each weight and its number of output features, in the order of the outputs.
@@ -110,7 +109,7 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         grad = torch.cat(grads, 1)  # one matmul each for x and the weights: several thin ones take longer
-        start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
+        _, start = entering(ctx.sequence_parallel)
         grad_x = start(grad @ torch.cat(weights), ctx.group)
         grad_weights = (grad.t() @ x).split([len(weight) for weight in weights])
         return grad_x, None, None, None, *grad_weights
