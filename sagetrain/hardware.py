@@ -54,8 +54,9 @@ class Hardware:
     matmul_half_size: float
     """A matmul whose smallest dimension is this runs at half of matmul_flops."""
     attention: dict[str, AttentionRate]
-    """By attention.backend, and by "BACKEND over documents" where documents are packed: that is another kernel for
-    sdpa, and masks for all. There a rate counts the whole causal square, as if all of it were computed."""
+    """By attention.backend ("sage scores" for that recipe), and by "BACKEND over documents" where documents are packed:
+    that is another kernel for sdpa, and masks for all. Such a rate counts what lies inside documents, and the length is
+    the mean of what a token's causal row holds, times two (performance.document_share)."""
     memory_bandwidth: float
     """What kernels that only move data reach, reads and writes counted."""
     micro_step_seconds: float
@@ -116,16 +117,18 @@ H200 = Hardware(
         "flash": AttentionRate(535e12, 628e12, 750),
         # cuDNN: 304 at 2K inside the step (38 ms); alone 396 (d 64) and 493 (d 128) at 4K, 443 and 583 at 16K.
         "sdpa": AttentionRate(465e12, 610e12, 900),
-        # Documents do not grow with the sequence, hence no half length. English text, 1,100 tokens a document, of which
-        # 59 % of the square is left at 4K. sdpa: torch's FlashAttention-2, 255 (d 64) and 282 (d 128) on whole
-        # sequences of 4K; what 325M (d 64) has left for it in the trainer, and d 128 in proportion.
-        "sdpa over documents": AttentionRate(320e12, 354e12, 0),
-        "flash over documents": AttentionRate(535e12, 628e12, 750),  # not measured: as without them
         # Recipe fine, portable Triton kernels, smoothing and quantizers included: 231 (d 64) and 208 (d 128) at 4K. The
         # other lengths are not measured; the half length is cuDNN's.
         "sage": AttentionRate(282e12, 254e12, 900),
-        # d 128: 1B, profiled (194, 95 and 51 ms a micro-step at TP 1, 2 and 4); d 64: what 325M has left for it.
-        "sage over documents": AttentionRate(262e12, 199e12, 0),
+        # Recipe scores, the kernels for Hopper: forward and backward of the table in RESULTS.md at 4K and 16K.
+        "sage scores": AttentionRate(480e12, 660e12, 1000),
+        # Over documents: half lengths lead from what whole steps had left for attention at 4K to the rates of whole
+        # sequences. sdpa (FlashAttention-2 there): 325M, and d 128 in proportion. sage: 1B, profiled (194, 95 and 51 ms
+        # a micro-step at TP 1, 2 and 4), and 325M at d 64. scores: 1B, and d 64 in proportion to the kernels.
+        "sdpa over documents": AttentionRate(272e12, 300e12, 1090),
+        "flash over documents": AttentionRate(535e12, 628e12, 750),  # not measured: as without them
+        "sage over documents": AttentionRate(326e12, 247e12, 2700),
+        "sage scores over documents": AttentionRate(443e12, 620e12, 2700),
     },
     # Copies reach 4.3 TB/s. In the profile of 1B: 3.1 the fused kernels of the blocks and of the loss, 2.9 DeepSpeed's
     # passes and Adam (0.9 where bf16 gradients become fp32).

@@ -10,6 +10,8 @@ the GPU waits for.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from dataclasses import dataclass
 
 from sagetrain.config.errors import ConfigError
@@ -39,6 +41,12 @@ _FUSED_LOGIT, _EAGER_LOGIT = 3, 35
 _ATTENTION_FORWARD = 2 / 7
 """Forward's share of attention (2 matmuls of 7)."""
 
+# Tokens of a sequence -> share of its causal square that lies inside documents: the text of the measured runs (English
+# documentation and books, 1,100 tokens a document on average, half of them below 320).
+_DOCUMENT_SHARES = {
+    128: 1.0, 1024: 0.79, 2048: 0.69, 4096: 0.58, 8192: 0.45, 16384: 0.32, 32768: 0.21, 65536: 0.145, 131072: 0.10
+}  # fmt: skip
+
 # ZeRO stage -> bytes moved per parameter of the rank in a micro-step, per parameter of the rank in a step, and per
 # parameter that the rank updates in a step: read off DeepSpeed 0.19 in bf16.
 #   1 (BF16_Optimizer): zeroes bf16 gradients (2), adds to them (6), converts (6) and adds (12) them to the fp32 sum.
@@ -55,6 +63,18 @@ that a matmul counted on, and both slow down (TP 4, 1B, H200: collectives of 128
 about 290, which then take 313; RESULTS.md)."""
 
 _WIRE = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+
+
+def document_share(seq_length: int) -> float:
+    """Share of the causal square of a packed sequence that attention inside documents computes, for text as measured
+    (_DOCUMENT_SHARES), linear in the logarithm of the length; past the table the pairs of a token stay the same."""
+    points = list(_DOCUMENT_SHARES.items())
+    if seq_length >= points[-1][0]:
+        return points[-1][1] * points[-1][0] / seq_length
+    for (low, before), (high, after) in itertools.pairwise(points):
+        if low <= seq_length < high:
+            return before + (after - before) * math.log(seq_length / low) / math.log(high / low)
+    return 1.0
 
 
 @dataclass(frozen=True)
@@ -237,13 +257,14 @@ class _Rank:
 
     def _attention(self) -> float:
         model, length = self.cfg.model, self.cfg.data.seq_length
-        backend, rates = self.cfg.attention.backend, self.hardware.attention
+        rates, backend = self.hardware.attention, self.cfg.attention.backend
+        if backend == "sage" and self.cfg.attention.recipe == "scores":
+            backend = "sage scores"
         backend = backend if backend in rates else "sdpa"
         if self.cfg.data.document_attention:
-            backend += " over documents"
+            backend, length = f"{backend} over documents", length * document_share(length)
         width = model.num_attention_heads * model.head_dim // self.tensor_size
-        rate = rates[backend].at(model.head_dim, length)
-        return 7 * self.tokens * length * width * (self.element / 2) / rate
+        return 7 * self.tokens * length * width * (self.element / 2) / rates[backend].at(model.head_dim, length)
 
     def _block_bytes(self) -> float:
         """The residual stream is whole on every rank unless sequence parallelism shards it; the rest is split."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware
 from sagetrain.layouts import layout, memory_finding, overrides_to, propose, usable_memory
 from sagetrain.model.accounting import flops_per_token, parameters_per_rank
 from sagetrain.model.transformer import Transformer
-from sagetrain.performance import OVERLAP, StepPrediction, calibrate, predict
+from sagetrain.performance import OVERLAP, StepPrediction, calibrate, document_share, predict
 from sagetrain.train.engine import Engine
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -170,8 +171,17 @@ def test_recomputing_adds_one_forward():
     assert again.matmul - plain.matmul == pytest.approx(262_144 * block / 2 / 1e14)
     assert again.attention == pytest.approx(plain.attention * 9 / 7)
     packed = predict(config("325m", "data.document_attention=true"), 1, VOCAB, SIMPLE)
-    assert packed.attention == pytest.approx(2 * plain.attention / 4)
+    assert packed.attention == pytest.approx(2 * plain.attention / 4 * document_share(4096))
     assert len(again.collectives) == len(plain.collectives) + 1
+
+
+def test_documents_share_less_of_longer_sequences():
+    lengths = [2**power for power in range(6, 21)]
+    shares = [document_share(length) for length in lengths]
+    assert shares[0] == 1 and all(a >= b for a, b in itertools.pairwise(shares))
+    pairs = [length * share for length, share in zip(lengths, shares, strict=True)]
+    assert all(a <= b + 1e-9 for a, b in itertools.pairwise(pairs)) and pairs[-1] == pytest.approx(pairs[-2])
+    assert document_share(4096) == 0.58 < document_share(3000) < document_share(2048)
 
 
 def test_links_inside_a_host_across_hosts_and_with_several_adapters():

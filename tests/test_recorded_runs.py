@@ -46,6 +46,19 @@ def test_layouts_are_met(name, tensor, data, stage, sequence, tokens_per_second,
     assert memory / 2**30 == pytest.approx(gib, rel=0.1)
 
 
+@pytest.mark.parametrize(("choice", "tokens_per_second", "gib"), [
+    ("recipe=fine", 64_732, 60.0),
+    ("recipe=scores", 84_181, 59.9),
+    ("backend=sdpa", 76_504, 65.1),
+])  # fmt: skip
+def test_attention_of_1b_on_one_gpu_is_met(choice, tokens_per_second, gib):
+    """launch/benchmark_layouts.py --layouts tp1, as above."""
+    settings = ["data.micro_batch_size=8", "tokens_per_step={schedule: constant, tokens: 131072}"]
+    cfg = load_config(CONFIGS / "1b.yaml", [*settings, f"attention.{choice}"])
+    assert predict(cfg, 1, VOCAB, H200).tokens_per_second == pytest.approx(tokens_per_second, rel=0.1)
+    assert sum(item.bytes for item in memory_per_rank(cfg, 1, VOCAB)) / 2**30 == pytest.approx(gib, rel=0.1)
+
+
 @pytest.mark.parametrize(("shape", "seq_length", "backend", "documents", "tokens", "ranks", "tokens_per_second"), [
     ("24 of 16", 2048, "sdpa", False, 32_768, 1, 187_500),
     ("325m", 4096, "sdpa", False, 32_768, 1, 186_800),
