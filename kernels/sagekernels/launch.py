@@ -42,7 +42,7 @@ TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
         "hopper": {
             32: Tiles(64, 64, 4, 3),
             64: Tiles(64, 64, 4, 3),
-            128: Tiles(64, 64, 8, 3),
+            128: Tiles(64, 128, 8, 3),
             256: Tiles(64, 64, 8, 1),
         },
         "portable": {
