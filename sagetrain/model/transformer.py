@@ -29,6 +29,7 @@ from sagetrain.model.attention import (
 from sagetrain.model.mlp import MLP
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import rotary_tables
+from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, gather_from_region, start_enter
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
 from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, shard
@@ -188,6 +189,8 @@ class Transformer(nn.Module):
         self.backend, _ = resolve_backend(attention, model, device=device, dtype=dtype)
         attend = attention_function(self.backend, attention, device)
         self.mask_documents = takes_mask(attend)
+        if sequence_parallel and groups.tp_size > 1 and device.type == "cuda":
+            copies.connect(groups.tp_group)  # before anything is compiled: that decides which operators are called
         self.embedding = VocabParallelEmbedding(
             vocab_size, model.hidden_size, groups, sequence_parallel=sequence_parallel, **place
         )

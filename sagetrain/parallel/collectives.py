@@ -22,7 +22,8 @@ Context parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): a rank holds a slice 
 `gather_heads` turns it back. Both are one all-to-all, forward and backward.
 
 The collectives are torch's functional ones, which torch.compile traces without a graph break; they are called as
-operators because the names of the python functions around them change between torch releases.
+operators because the names of the python functions around them change between torch releases. Sequence parallelism's
+go by the GPUs' copy engines instead where these reach all of the group (copies.py).
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
+from sagetrain.parallel.copies import connected
 from sagetrain.parallel.topology import ParallelGroups
 
-_ops = torch.ops._c10d_functional
+_ops, _copies = torch.ops._c10d_functional, torch.ops.sagetrain
 
 
 def start_all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -46,11 +48,14 @@ def start_all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def start_all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """The ranks' x along dim 0, on its way."""
-    return _ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+    gather = _copies.all_gather if group.group_name in connected else _ops.all_gather_into_tensor
+    return gather(x.contiguous(), group.size(), group.group_name)
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     """Own part along dim 0 of the sum over the group, on its way."""
+    if group.group_name in connected:
+        return _copies.reduce_scatter(x.contiguous(), group.size(), group.group_name)
     return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
 
 
@@ -103,7 +108,8 @@ class _GatherFromRegion(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup, rank: int) -> Tensor:
         ctx.rank, ctx.width = rank, x.shape[-1]
         # The collective concatenates along dim 0: gather there, then move the ranks next to the last dim.
-        return finish(start_all_gather(x.unsqueeze(0), group)).movedim(0, -2).flatten(-2)
+        parts = _ops.all_gather_into_tensor(x.contiguous().unsqueeze(0), group.size(), group.group_name)
+        return finish(parts).movedim(0, -2).flatten(-2)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -33,6 +33,7 @@ from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import flops_per_token, num_parameters
 from sagetrain.model.attention import choose_backend, resolve_backend
 from sagetrain.model.transformer import Transformer
+from sagetrain.parallel import copies
 from sagetrain.parallel.rng import rng_state, seed_everything, set_rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.train import checkpoint, roster
@@ -209,10 +210,12 @@ class Trainer:
         engine = Engine(cfg, model, self.groups, first // self.multiple)
         if self.main:
             size = num_parameters(cfg.model, cfg.attention, padded_vocab_size(self.vocab_size))
+            copied = self.groups.tp_size > 1 and self.groups.tp_group.group_name in copies.connected
+            how = " by copies" if copied else ""
             context = f" x context parallel {self.groups.cp_size}" if self.groups.cp_size > 1 else ""
             self._say(
                 f"sagetrain {__version__}: {size:,} parameters, "
-                f"{dist.get_world_size()} ranks (tensor parallel {self.groups.tp_size}{context} x data parallel"
+                f"{dist.get_world_size()} ranks (tensor parallel {self.groups.tp_size}{how}{context} x data parallel"
                 f" {self.groups.dp_size}), ZeRO {engine.stage}, {cfg.training.dtype}, torch.compile"
                 f" {'on' if compiled else 'off'}, attention {self.backend} ({self.backend_reason})"
             )

@@ -1,0 +1,336 @@
+"""All-gather and reduce-scatter inside a host by the GPUs' copy engines: they take no multiprocessors from the matmuls.
+
+NCCL's kernels hold multiprocessors that cuBLAS's persistent kernels count on. Here every rank maps the others' memory
+(torch's symmetric memory), copies on a stream of its own are all that travels, and ranks meet by values that the
+streams themselves write and wait for. What is left to kernels is local, on the stream of the caller, and short:
+
+| | start | beside | finish |
+|---|---|---|---|
+| all_gather | own shard into the slot and the result | the others' shards, out of their slots | |
+| reduce_scatter | own part into the slot | the others' parts, into their slots | the slot summed up |
+
+The sum runs over the ranks in fp32 and is rounded once: its order depends on shapes alone, so that it is deterministic.
+
+The memory has `SLOTS` slots, which collectives take in turn, so that several may be under way. They start in the same
+order on every rank (as all collectives must), each meets once before it copies, and so its meeting says that all ranks
+have ended the one before it. `finish` is wait_tensor, as for the functional collectives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+SLOTS = 3
+"""One for each half of a micro-batch, and one for what starts before they are finished."""
+_ALIGNMENT = 512  # bytes, of a slot
+_TRIAL_SECONDS = 20.0
+
+
+class Event(Protocol):
+    """What was ordered until it was recorded."""
+
+    def wait(self) -> None:
+        """Let the caller's stream wait for it."""
+
+
+class Memory(Protocol):
+    """One buffer of every rank in a group, and the stream on which they are copied."""
+
+    def allocate(self, nbytes: int) -> list[Tensor]:
+        """New buffers, uint8 [nbytes] of each rank. Collective."""
+
+    def beside(self, *works: Callable[[], None]) -> list[Event]:
+        """Do them after all that the caller's stream has been given, and all earlier work here; the end of each."""
+
+    def meet(self) -> None:
+        """As work: go on once all ranks are here."""
+
+
+class _Work(dist.Work):
+    """What wait_tensor finds under the result: `done`, then the sum of the slot if there is one."""
+
+    def __init__(self, done: Event, sent: Tensor | None = None, parts: Tensor | None = None, result=None) -> None:
+        super().__init__()
+        self.done, self.sent, self.parts, self.result = done, sent, parts, result
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self.done.wait()
+        if self.parts is not None:
+            torch.sum(self.parts, 0, out=self.result.view(-1))
+        self.sent = self.parts = self.result = None  # `sent` had to live until now: it was being copied
+        return True
+
+
+class Copies:
+    """The collectives of one group over a Memory."""
+
+    def __init__(self, rank: int, size: int, memory: Memory) -> None:
+        self.rank, self.size, self._memory = rank, size, memory
+        self._others = [(rank + step) % size for step in range(1, size)]  # no two ranks go to the same one at once
+        self._buffers: list[Tensor] = []
+        self._slot_bytes = self._count = 0
+        self._clear()
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The ranks' x (contiguous) along dim 0, on its way."""
+        slot = self._take(x.nbytes * self.size)
+        result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        parts, shards = result.view(self.size, -1).unbind(), self._views(slot, x.numel(), x.dtype)
+        parts[self.rank].copy_(x.view(-1))
+        shards[self.rank].copy_(x.view(-1))
+
+        def pull() -> None:
+            for other in self._others:
+                parts[other].copy_(shards[other], non_blocking=True)
+
+        self._met[slot], done = self._memory.beside(self._memory.meet, pull)
+        return self._under_way(result, _Work(done))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Own part along dim 0 of the sum of x (contiguous) over the group, on its way."""
+        if x.shape[0] % self.size:
+            raise ValueError(f"dim 0 ({x.shape[0]}) is not a multiple of the group's size ({self.size})")
+        slot = self._take(x.nbytes)
+        result, parts = x.new_empty((x.shape[0] // self.size, *x.shape[1:])), x.view(self.size, -1).unbind()
+        slots = [whole.view(self.size, -1) for whole in self._views(slot, x.numel(), x.dtype)]
+        slots[self.rank][self.rank].copy_(parts[self.rank])
+
+        def push() -> None:
+            for other in self._others:
+                slots[other][self.rank].copy_(parts[other], non_blocking=True)
+            self._memory.meet()
+
+        self._met[slot], done = self._memory.beside(self._memory.meet, push)
+        self._unread[slot] = _Work(done, x, slots[self.rank], result)
+        return self._under_way(result, self._unread[slot])
+
+    def _take(self, nbytes: int) -> int:
+        """The next slot, at least so large and nobody's: ready to be written by the caller's stream."""
+        if nbytes > self._slot_bytes:
+            self._grow(nbytes)
+        slot, self._count = self._count % SLOTS, self._count + 1
+        self._read(slot)
+        following = self._met[(slot + 1) % SLOTS]  # of the collective after the one that had the slot last
+        if following is not None:
+            following.wait()
+        return slot
+
+    def _read(self, slot: int) -> None:
+        """Sum up what waits in the slot, if its reduce_scatter has not been finished: its place is needed."""
+        work, self._unread[slot] = self._unread[slot], None
+        if work is not None and work.parts is not None:
+            work.wait()
+
+    def _grow(self, nbytes: int) -> None:
+        for slot in range(SLOTS):
+            self._read(slot)
+        for met in filter(None, self._met):
+            met.wait()
+        self._slot_bytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        # The others' mappings keep the old buffer alive for what they still copy out of it.
+        self._buffers = self._memory.allocate(SLOTS * self._slot_bytes)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._cache: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+        self._met: list[Event | None] = [None] * SLOTS
+        self._unread: list[_Work | None] = [None] * SLOTS
+
+    def _views(self, slot: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """The slot's first `numel` elements on each rank. (Kept: launching is what the host has little time for.)"""
+        key, start = (slot, numel, dtype), slot * self._slot_bytes
+        if key not in self._cache:
+            stop = start + numel * dtype.itemsize
+            self._cache[key] = [buffer[start:stop].view(dtype) for buffer in self._buffers]
+        return self._cache[key]
+
+    @staticmethod
+    def _under_way(result: Tensor, work: _Work) -> Tensor:
+        torch._C._distributed_c10d._register_work(result, work)
+        return result
+
+
+class DeviceMemory:
+    """Memory on the GPUs of a host that reach each other."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group, self._rank = group, group.rank()
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self._device)
+        driver = ctypes.CDLL("libcuda.so.1")
+        self._write, self._wait = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
+        for function in (self._write, self._wait):  # stream, address, value, flags
+            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        self._turn = 0
+
+    def allocate(self, nbytes: int) -> list[Tensor]:
+        """See Memory."""
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        # Nothing here multicasts, and setting multicast up can fail, or worse, on hosts that share their NVSwitches.
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        torch.cuda.synchronize(self._device)
+        name = self._group.group_name
+        self._own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self._device, name)
+        self._symmetric, self._turn = _SymmetricMemory.rendezvous(self._own), 0
+        # At [own rank] of another's pad we write, at [other's rank] of our own we wait. Pads start as zeros.
+        pads = self._symmetric.signal_pad_ptrs
+        others = [rank for rank in range(len(pads)) if rank != self._rank]
+        self._written = [pads[other] + 4 * self._rank for other in others]
+        self._awaited = [pads[self._rank] + 4 * other for other in others]
+        return [self._symmetric.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(len(pads))]
+
+    def beside(self, *works: Callable[[], None]) -> list[Event]:
+        """See Memory."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        ends = []
+        with torch.cuda.stream(self._stream):
+            for work in works:
+                work()
+                ends.append(self._stream.record_event())
+        return ends
+
+    def meet(self) -> None:
+        """See Memory. Each write comes after all that the stream was given before it, for every GPU to see."""
+        self._turn += 1
+        for address in self._written:
+            self._order(self._write, self._stream, address)
+        for address in self._awaited:
+            self._order(self._wait, self._stream, address)
+
+    def release(self) -> None:
+        """Let go on what waits for ranks that do not come."""
+        for address in self._awaited:
+            self._order(self._write, torch.cuda.current_stream(self._device), address)
+
+    def _order(self, function: Callable[..., int], stream: torch.cuda.Stream, address: int) -> None:
+        error = function(stream.cuda_stream, address, self._turn, 0)  # 0: a wait is for this value or a later one
+        if error:
+            raise RuntimeError(f"{function.__name__}: CUDA error {error}")
+
+
+connected: dict[str, Copies] = {}
+"""By the name of the group: those whose collectives go this way."""
+_refused: dict[str, str] = {}
+
+
+def connect(group: ProcessGroup) -> str:
+    """Let the gathers and scatters of a group go this way, between the current devices, if they can.
+
+    Collective: all ranks decide alike. Returns why not (empty: they do), and warns of it, once on every rank.
+    """
+    name = group.group_name
+    if name not in connected and name not in _refused:
+        copies: list[Copies] = []
+        for step in (_check, _connect, _try):
+            _refused[name] = _on_all_ranks(group, step, group, copies)
+            if _refused[name]:
+                warnings.warn(
+                    f"tensor-parallel collectives go through NCCL, which slows the matmuls beside them: "
+                    f"{_refused[name]}",
+                    stacklevel=2,
+                )
+                break
+        else:
+            connected[name] = copies[0]
+    return _refused[name]
+
+
+def _on_all_ranks(group: ProcessGroup, step: Callable[..., None], *arguments: object) -> str:
+    """Take a step; the first rank's complaint."""
+    try:
+        step(*arguments)
+        complaint = ""
+    except Exception as error:  # noqa: BLE001 - whatever it is, NCCL is left
+        complaint = f"rank {group.rank()}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    complaints = [""] * group.size()
+    dist.all_gather_object(complaints, complaint, group=group)
+    return next(filter(None, complaints), "")
+
+
+def _check(group: ProcessGroup, copies: list[Copies]) -> None:
+    """What would make the next step fail on some ranks, or wait for ever."""
+    boot, own = Path("/proc/sys/kernel/random/boot_id"), torch.cuda.current_device()
+    host = (socket.gethostname(), boot.read_text() if boot.exists() else "")
+    places: list = [None] * group.size()
+    dist.all_gather_object(places, (host, own), group=group)
+    from torch.distributed import _symmetric_memory
+
+    if len({host for host, _ in places}) > 1:
+        raise RuntimeError("the group spans several hosts")
+    if len(set(places)) < len(places):
+        raise RuntimeError("the ranks' GPUs have the same number, so each sees no other's")
+    for _, other in places:
+        if other != own and not torch.cuda.can_device_access_peer(own, other):
+            raise RuntimeError(f"GPU {own} cannot reach GPU {other}")
+    backend = _symmetric_memory.get_backend(torch.device("cuda", own))
+    if backend != "CUDA":
+        raise RuntimeError(f"torch's symmetric memory is set to {backend}, not CUDA")
+
+
+def _connect(group: ProcessGroup, copies: list[Copies]) -> None:
+    memory = DeviceMemory(group)
+    copies.append(Copies(group.rank(), group.size(), memory))
+    copies[0]._grow(_ALIGNMENT * group.size())
+    if memory._symmetric.multicast_ptr:
+        raise RuntimeError("symmetric memory came with multicast, which was switched off")
+
+
+def _try(group: ProcessGroup, copies: list[Copies]) -> None:
+    """Both collectives, more often than there are slots, within a time limit."""
+    size, rank, own = group.size(), group.rank(), copies[0]
+    each = torch.arange(size, device="cuda", dtype=torch.float32)
+    gathered = [own.all_gather(each[rank : rank + 1] + i) for i in range(2 * SLOTS)]
+    summed = [own.reduce_scatter(each + i) for i in range(2 * SLOTS)]
+    (done,), deadline = own._memory.beside(lambda: None), time.monotonic() + _TRIAL_SECONDS
+    while not done.query():
+        if time.monotonic() > deadline:
+            own._memory.release()
+            raise RuntimeError(f"a trial did not end in {_TRIAL_SECONDS:.0f} s")
+        time.sleep(0.001)
+    finish = torch.ops._c10d_functional.wait_tensor
+    right = [torch.equal(finish(x), each + i) for i, x in enumerate(gathered)]
+    right += [torch.equal(finish(x), size * (each[rank : rank + 1] + i)) for i, x in enumerate(summed)]
+    if not all(right):
+        raise RuntimeError("a trial gave wrong values")
+
+
+# As operators that torch.compile does not look into. Inputs are contiguous. What all_gather is given may be overwritten
+# at once; what reduce_scatter is given, only when it is finished. Inductor does not know that, but it writes a kernel's
+# result over what the kernel reads alone: no other kernel reads the matmul's result that reduce_scatter is given.
+_library = torch.library.Library("sagetrain", "DEF")
+for _name in ("all_gather", "reduce_scatter"):
+    _library.define(f"{_name}(Tensor x, int size, str group) -> Tensor")
+
+
+@torch.library.impl(_library, "all_gather", "CompositeExplicitAutograd")
+def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    return connected[group].all_gather(x)
+
+
+@torch.library.impl(_library, "reduce_scatter", "CompositeExplicitAutograd")
+def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
+    return connected[group].reduce_scatter(x)
+
+
+@torch.library.register_fake("sagetrain::all_gather", lib=_library)
+def _all_gather_fake(x: Tensor, size: int, group: str) -> Tensor:
+    return x.new_empty((size * x.shape[0], *x.shape[1:]))
+
+
+@torch.library.register_fake("sagetrain::reduce_scatter", lib=_library)
+def _reduce_scatter_fake(x: Tensor, size: int, group: str) -> Tensor:
+    return x.new_empty((x.shape[0] // size, *x.shape[1:]))
