@@ -73,6 +73,9 @@ class Hardware:
     """NCCL's bus bandwidth inside a host, large messages."""
     nvlink_latency: float
     """One collective inside a host, whatever its size."""
+    copy_bandwidth: float
+    """The same by copy engines (parallel/copies.py), which matmuls run beside undisturbed. 0: GPUs that do not reach
+    each other's memory."""
     network_latency: float
     """What a collective that leaves the host adds, for each further host in its ring."""
     network_bandwidth: float = 400e9 / 8
@@ -144,6 +147,8 @@ H200 = Hardware(
     # gather them in 286. A few KB are added up in 26 to 50 us.
     nvlink_bandwidth=290e9,
     nvlink_latency=20e-6,
+    # torch's own copies over symmetric memory, 134 MB between four GPUs; ours are not measured.
+    copy_bandwidth=435e9,
     network_latency=8e-6,  # assumed
 )
 
@@ -165,6 +170,7 @@ def _scaled(name: str, peak: str, memory: float, bandwidth: float, nvlink: float
         attention=rates,
         memory_bandwidth=H200.memory_bandwidth * bandwidth / 4.8e12,
         nvlink_bandwidth=H200.nvlink_bandwidth * nvlink,
+        copy_bandwidth=H200.copy_bandwidth * nvlink,
     )
 
 

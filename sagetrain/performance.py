@@ -60,7 +60,7 @@ _STATE_BYTES = {0: (12, 64, 0), 1: (26, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
 OVERLAP = 0.2
 """Of the shorter of a collective and the matmuls beside it, what running both at once saves: NCCL takes multiprocessors
 that a matmul counted on, and both slow down (TP 4, 1B, H200: collectives of 128 ms alone take 195 beside kernels of
-about 290, which then take 313; RESULTS.md)."""
+about 290, which then take 313; RESULTS.md). Copies save all of it (predicted)."""
 
 _WIRE = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 
@@ -209,6 +209,9 @@ class _Rank:
         self.columns = vocab_size // self.tensor_size
         self.parameters = parameters_per_rank(cfg.model, cfg.attention, vocab_size, self.tensor_size)
         self.parts = parts_of(self.tokens, self.tensor_size)
+        inside = 1 < self.tensor_size <= hardware.gpus_per_host
+        self.copies = bool(cfg.parallel.sequence_parallel and inside and hardware.copy_bandwidth)
+        """Whether gathers and scatters go by copy engines."""
 
     def micro_step(self) -> tuple[float, float, float]:
         """Seconds of matmuls, attention and data movement."""
@@ -224,6 +227,8 @@ class _Rank:
         """`count` calls over the ranks of an axis, all of them waited for."""
         size = {"tensor": self.tensor_size, "context": self.context_size, "data": self.replicas}[axis]
         bandwidth, latency = self.hardware.link(1 if axis == "tensor" else self.tensor_size, size)
+        if self.copies and axis == "tensor" and kind != "all-reduce":
+            bandwidth = self.hardware.copy_bandwidth
         wire = count * _WIRE[kind] * (size - 1) / size * payload
         seconds = wire / bandwidth + count * latency
         return Collective(axis, purpose, kind, count, payload, wire, seconds, exposed=seconds)
@@ -274,6 +279,8 @@ class _Rank:
         if self.context_size > 1:  # q, k, v and o are packed and unpacked around their all-to-alls
             rotated += 8
         shards = self.tensor_size if self.cfg.parallel.sequence_parallel else 1
+        if self.copies:  # four gathers store their shard twice; four scatters store their own part and sum up all parts
+            stream += 4 * (4 + 2 + shards + 1)
         columns = (
             stream * model.hidden_size / shards + (rotated * heads + inner * model.ffn_hidden_size) / self.tensor_size
         )
@@ -302,8 +309,9 @@ def _tensor_parallel(rank: _Rank, accumulation: int, compute: float) -> list[Col
     if rank.parts == 1:
         weights = layers * rank.column_matmuls() / rank.hardware.compute_scale
         forward, backward, into = 0.0, 0.0, accumulation * weights
+    overlap = 1 if rank.copies else OVERLAP
     rows = [
-        _beside(rank.collective("tensor", purpose, kind, calls * count, payload), seconds)
+        _beside(rank.collective("tensor", purpose, kind, calls * count, payload), seconds, overlap)
         for purpose, kind, count, seconds in (
             ("forward: into the layers", entering, 2 * layers + 1, forward),
             ("forward: out of the layers", leaving, 2 * layers + 1, forward),
@@ -361,6 +369,6 @@ def _data_parallel(rank: _Rank, accumulation: int, compute: float) -> list[Colle
     return [_beside(weights, compute), gradients]
 
 
-def _beside(collective: Collective, compute: float) -> Collective:
+def _beside(collective: Collective, compute: float, overlap: float = OVERLAP) -> Collective:
     """The same, while `compute` seconds of kernels run that do not wait for it."""
-    return dataclasses.replace(collective, exposed=collective.seconds - OVERLAP * min(collective.seconds, compute))
+    return dataclasses.replace(collective, exposed=collective.seconds - overlap * min(collective.seconds, compute))

@@ -38,6 +38,7 @@ SIMPLE = dataclasses.replace(
     zero3_launch_seconds=0,
     nvlink_bandwidth=1e11,
     nvlink_latency=0,
+    copy_bandwidth=0,
     network_latency=0,
     network_bandwidth=1e10,
     network_efficiency=1,
@@ -102,6 +103,27 @@ def test_tensor_parallelism_splits_the_work_and_adds_two_sums_a_block_and_direct
     sharded = predict(config("325m", *layout_of(2, sequence=True)), 2, VOCAB, SIMPLE)
     assert sum(c.wire_bytes for c in sharded.collectives) == pytest.approx(2 * forward.wire_bytes, rel=1e-3)
     assert sharded.elementwise < two.elementwise
+
+
+def test_copies_are_hidden_and_cost_memory_bandwidth():
+    cfg, card = config("325m", *layout_of(2, sequence=True)), dataclasses.replace(SIMPLE, copy_bandwidth=2e11)
+    nccl, copied = predict(cfg, 2, VOCAB, SIMPLE), predict(cfg, 2, VOCAB, card)
+    gather, *_, gains = copied.collectives
+    assert gather.kind == "all-gather" and gather.exposed == 0
+    assert gather.seconds == pytest.approx(gather.wire_bytes / 2e11)
+    assert gains.seconds == pytest.approx(gains.wire_bytes / 1e11)  # all-reduces stay with NCCL
+    # Of 2 ranks: a gather reads its shard twice and writes it twice, a scatter also sums up two parts into one.
+    shard = 8 * 4096 * 1024 * 2 / 2
+    assert copied.elementwise - nccl.elementwise == pytest.approx(8 * 20 * 4 * (4 + 2 + 3) * shard / 1e12)
+    slow = predict(cfg, 2, VOCAB, dataclasses.replace(card, copy_bandwidth=1e9))
+    beside = (slow.matmul + slow.elementwise) / 6
+    assert slow.collectives[0].exposed == pytest.approx(slow.collectives[0].seconds - beside)
+    for other in (config("325m", *layout_of(2)), config("325m", *layout_of(8, sequence=True))):
+        size = other.parallel.tensor_parallel_size
+        host = dataclasses.replace(card, gpus_per_host=4)
+        assert predict(other, size, VOCAB, host) == predict(
+            other, size, VOCAB, dataclasses.replace(host, copy_bandwidth=0)
+        )
 
 
 def test_a_micro_batch_that_cannot_be_halved_waits_for_all_but_the_gradients_of_inputs():
