@@ -323,12 +323,13 @@ def _tensor_parallel(rank: _Rank, accumulation: int, compute: float) -> list[Col
         )
         if kind
     ]
-    # Gains are whole on every rank but see their rank's heads or tokens: those of q and k, and of the residual stream.
-    gains = 2 * layers * (cfg.attention.qk_norm != "none") + (2 * layers + 1) * sharded
-    if gains:
-        payload = cfg.model.hidden_size * rank.element
-        sums = rank.collective("tensor", "backward: gains", "all-reduce", calls * gains, payload)
-        rows.append(dataclasses.replace(sums, exposed=0.0))  # waited for at the end of a block
+    # Gains are whole on every rank but see their rank's heads or tokens: of q and k, and of the residual stream, where
+    # a block has the next one's too unless it is recomputed. Nothing runs beside their sum, at the end of a block.
+    width = 2 * cfg.model.head_dim * (cfg.attention.qk_norm != "none")
+    width += (2 if rank.recomputes else 3) * cfg.model.hidden_size * sharded
+    if width:
+        count = accumulation * (layers + sharded * rank.parts)
+        rows.append(rank.collective("tensor", "backward: gains", "all-reduce", count, width * rank.element))
     return rows
 
 

@@ -90,11 +90,12 @@ def test_tensor_parallelism_splits_the_work_and_adds_two_sums_a_block_and_direct
     one, two = (predict(config("325m", *layout_of(n)), n, VOCAB, SIMPLE) for n in (1, 2))
     assert two.matmul == pytest.approx(one.matmul / 2)
     assert two.attention == pytest.approx(one.attention / 2)
-    forward, backward, head, _ = two.collectives
-    assert [c.count for c in two.collectives] == [8 * 2 * 41, 8 * 2 * 40, 8 * 2, 8 * 2 * 40]  # of half a micro-batch
+    forward, backward, head, gains = two.collectives
+    assert [c.count for c in two.collectives] == [8 * 2 * 41, 8 * 2 * 40, 8 * 2, 8 * 20]  # of half a micro-batch
     assert forward.payload == 4 * 4096 * 1024 * 2
     assert forward.wire_bytes == 8 * 2 * 41 * forward.payload  # 2 (n - 1) / n is 1
     waited = (1 - OVERLAP) * forward.wire_bytes + (1 - OVERLAP) * backward.wire_bytes + head.wire_bytes
+    waited += gains.wire_bytes
     assert two.exposed("tensor") == pytest.approx(waited / 1e11)
     slow = predict(config("325m", *layout_of(2)), 2, VOCAB, dataclasses.replace(SIMPLE, nvlink_bandwidth=1e9))
     compute = two.matmul + two.elementwise  # attention sees both halves

@@ -329,25 +329,22 @@ class Attention(nn.Module):
         sizes = {"q": query_size, "k": key_value_size, "v": key_value_size}
         self.qkv = ColumnParallelLinear(hidden, sizes, groups, **layer)
         self.out = RowParallelLinear(query_size, hidden, groups, **layer)
+        self.q_norm = self.k_norm = None
         if self.qk_norm != "none":
             norm = {"split_input": True, "dtype": dtype, "device": device}
             self.q_norm = RMSNorm(model.head_dim, model.norm_eps, groups, **norm)
             self.k_norm = RMSNorm(model.head_dim, model.norm_eps, groups, **norm)
 
-    def open(self) -> tuple[Pending | None, Pending | None]:
-        """The gains of QK-norm for one later `project`: see RMSNorm.open."""
-        return (None, None) if self.qk_norm == "none" else (self.q_norm.open(), self.k_norm.open())
-
     def project(
-        self, x_TD: Tensor | Pending, cos: Tensor, sin: Tensor, opened: tuple[Pending | None, Pending | None]
+        self, x_TD: Tensor | Pending, cos: Tensor, sin: Tensor, q_gain: Tensor | None, k_gain: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, normalized and rotated: [T, hidden], of start_enter -> [T, heads / tp, head_dim] each."""
         q_TNK, k_TMK, v_TMK = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x_TD))
         if self.qk_norm == "before_rope":
-            q_TNK, k_TMK = self.q_norm(q_TNK, opened[0]), self.k_norm(k_TMK, opened[1])
+            q_TNK, k_TMK = self.q_norm(q_TNK, q_gain), self.k_norm(k_TMK, k_gain)
         q_TNK, k_TMK = apply_rotary(q_TNK, cos, sin), apply_rotary(k_TMK, cos, sin)
         if self.qk_norm == "after_rope":
-            q_TNK, k_TMK = self.q_norm(q_TNK, opened[0]), self.k_norm(k_TMK, opened[1])
+            q_TNK, k_TMK = self.q_norm(q_TNK, q_gain), self.k_norm(k_TMK, k_gain)
         return q_TNK, k_TMK, v_TMK
 
     def forward(self, q_TNK: Tensor, k_TMK: Tensor, v_TMK: Tensor, layout: TokenLayout) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sagetrain.parallel.collectives import Pending, finish_enter, start_enter
+from sagetrain.parallel.collectives import finish_enter, start_enter
 from sagetrain.parallel.layers import annotate
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -34,16 +34,25 @@ class RMSNorm(nn.Module):
         gain = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
         self.gain = annotate(gain, groups, tp_dim=None, no_weight_decay=True)
 
-    def open(self) -> Pending | None:
-        """The gain for one later call, if its gradient is summed: backward waits for the sum here, not in the call,
-        where other collectives may be under way."""
-        split = self.split_input and self.groups.tp_size > 1
-        return start_enter(self.gain, self.groups, False) if split else None
-
-    def forward(self, x: Tensor, opened: Pending | None = None) -> Tensor:
-        """[..., size] -> same."""
-        opened = self.open() if opened is None else opened
-        gain = self.gain if opened is None else finish_enter(opened, self.groups, False)
+    def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+        """[..., size] -> same. gain: what enter_gains gave for this norm, if it was called."""
+        (entered,) = enter_gains(self) if gain is None else (gain,)
+        gain = self.gain if entered is None else entered
         x_fp32 = x.float()
         scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.eps)
         return (x_fp32 * scale * gain.float()).to(x.dtype)
+
+
+def enter_gains(*norms: RMSNorm | None) -> list[Tensor | None]:
+    """The gains for all calls of these norms in one pass, where their gradients are summed over the group; else None.
+
+    The sums travel together, in one collective, at the end of the backward pass of all these calls.
+    """
+    split = [norm for norm in norms if norm is not None and norm.split_input and norm.groups.tp_size > 1]
+    if not split:
+        return [None] * len(norms)
+    groups = split[0].groups
+    together = torch.cat([norm.gain for norm in split])
+    entered = finish_enter(start_enter(together, groups, False), groups, False)
+    pieces = dict(zip(split, entered.split([len(norm.gain) for norm in split]), strict=True))
+    return [pieces.get(norm) for norm in norms]

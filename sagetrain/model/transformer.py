@@ -27,7 +27,7 @@ from sagetrain.model.attention import (
     takes_mask,
 )
 from sagetrain.model.mlp import MLP
-from sagetrain.model.norm import RMSNorm
+from sagetrain.model.norm import RMSNorm, enter_gains
 from sagetrain.model.rotary import rotary_tables
 from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, gather_from_region, start_enter
@@ -90,19 +90,19 @@ class Block(nn.Module):
         """Two halves, or the whole as one. Without next_norm only residual streams come in and go out, all summed up:
         what activation checkpointing keeps should be little, and not be on its way."""
         region, parts, alone = (self.groups, self.sequence_parallel), len(halves), next_norm is None
-        gains, mlp_gains = ([norm.open() for _ in halves] for norm in (self.attention_norm, self.mlp_norm))
-        qk_gains, next_gain = [self.attention.open() for _ in halves], None if alone else next_norm.open()
+        norms = self.attention_norm, self.attention.q_norm, self.attention.k_norm, self.mlp_norm, next_norm
+        gain, q_gain, k_gain, mlp_gain, next_gain = enter_gains(*norms)
         halves, heads = list(halves), []
         for i, tables in enumerate(zip(layout.cos.chunk(parts), layout.sin.chunk(parts), strict=True)):
             if i or alone:
-                halves[i] = normalize(*halves[i], self.attention_norm, gains[i], *region)
-            heads.append(self.attention.project(halves[i][1], *tables, qk_gains[i]))
+                halves[i] = normalize(*halves[i], self.attention_norm, gain, *region)
+            heads.append(self.attention.project(halves[i][1], *tables, q_gain, k_gain))
         joined = (torch.cat(pieces) if parts > 1 else pieces[0] for pieces in zip(*heads, strict=True))
         o = self.attention(*joined, layout).chunk(parts)
         halves = [(x, part) for (x, _), part in zip(halves, o, strict=True)]
         stages = (
             lambda i, x, y: (x, self.attention.out(y)),
-            lambda i, x, y: normalize(x, y, self.mlp_norm, mlp_gains[i], *region),
+            lambda i, x, y: normalize(x, y, self.mlp_norm, mlp_gain, *region),
             lambda i, x, y: (x, self.mlp(y)),
             lambda i, x, y: (x, self.mlp.down(y)),
             lambda i, x, y: (x, y) if alone else normalize(x, y, next_norm, next_gain, *region),
@@ -116,7 +116,7 @@ def normalize(
     x: Tensor,
     y: Tensor | Pending | None,
     norm: RMSNorm,
-    gain: Pending | None,
+    gain: Tensor | None,
     groups: ParallelGroups,
     sequence_parallel: bool,
 ) -> Half:
