@@ -30,6 +30,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 struct Index { int x; };
 struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
 struct float4 { float x, y, z, w; };
 struct TensorMap { int64_t base, element, swizzle, size[4], stride[4], box[4]; };  // of hopper_emulator.tensor_map
 static Index threadIdx, blockIdx, gridDim;
@@ -221,6 +222,10 @@ static int load_relaxed(const int *from) {  // the same again: spinning
     return me->value = *from;
 }
 static void add_relaxed(int *to, int x) { *to += x; }
+static void add_release(int *to, int x) { *to += x; }
+static void wait_count(const int *from, int count) {
+    until([=] { return *from >= count; }, "a count in global memory");
+}
 
 static std::string name(const void *p) { return "the barrier at " + std::to_string(address(p)); }
 static Barrier &barrier_at(const void *p) {

@@ -105,6 +105,17 @@ DEVICE int load_relaxed(const int *from) {
 DEVICE void add_relaxed(int *to, int x) {
     asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
+// What was written before the addition, by threads that met this one at a barrier too, is seen after the wait.
+DEVICE void add_release(int *to, int x) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+DEVICE void wait_count(const int *from, int count) {
+    for (int x;;) {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+        if (x >= count) return;
+        __nanosleep(64);
+    }
+}
 
 // ---- Arithmetic
 

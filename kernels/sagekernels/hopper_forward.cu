@@ -8,6 +8,7 @@
 // Macros: HEAD_DIM (64, 128), BLOCK_N (keys a tile), CONSUMERS, STAGES, CAUSAL, PACKED, FP16 (values are float16).
 
 #include "hopper.cuh"
+#include "codes.cuh"
 
 constexpr int BLOCK_M = 64 * CONSUMERS, D = HEAD_DIM, HALVES = D / 64;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -31,8 +32,6 @@ struct Shared {
 
 // ---- Arithmetic
 
-DEVICE int least(int a, int b) { return a < b ? a : b; }
-DEVICE int most(int a, int b) { return a > b ? a : b; }
 DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 template <class F> DEVICE float row_reduce(float x, F f) {
     x = f(x, __shfl_xor_sync(~0u, x, 1));
@@ -188,13 +187,12 @@ struct Consumer {
                 unpack(x[i].x, y[0], y[1]);
                 unpack(x[i].y, y[2], y[3]);
 #pragma unroll
-                for (int e = 0; e < 4; e++) largest = most(largest, __float_as_int(y[e]) & 0x7FFFFFFF);  // keeps NaN
+                for (int e = 0; e < 4; e++) largest = most(largest, magnitude(y[e]));
             }
             largest = most(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = most(largest, __shfl_xor_sync(~0u, largest, 2));
-            float top = __int_as_float(largest), inverse = top > 0x1p-119f ? 127.0f / top : 0.0f;
-            u32 finite = largest < 0x7F800000 ? ~0u : 0;  // otherwise codes are 0: times the scale, scores are NaN
-            q_scale[r] = top / 127.0f;
+            float inverse = inverse_scale(largest);
+            q_scale[r] = __int_as_float(largest) / 127.0f;
             bool inside = row + 8 * r < problem.n_q;
             if (inside && c == 0) scales[base + row + 8 * r] = q_scale[r];
             q_scale[r] *= factor;
@@ -202,12 +200,9 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < D / 16; i++) {
                 float y[4];
-                u32 z[4];
                 unpack(x[i].x, y[0], y[1]);
                 unpack(x[i].y, y[2], y[3]);
-#pragma unroll
-                for (int e = 0; e < 4; e++) z[e] = __float_as_int(__fmul_rn(y[e], inverse) + 12582912.0f);  // to even
-                u32 word = __byte_perm(__byte_perm(z[0], z[1], 0x40), __byte_perm(z[2], z[3], 0x40), 0x5410) & finite;
+                u32 word = four_codes(y, inverse);
                 q[i / 2 * 4 + i % 2 * 2 + r] = word;
                 if (inside) *(u32 *)(codes + (base + row + 8 * r) * D + 16 * i + 4 * c) = word;
             }
@@ -401,7 +396,7 @@ struct Consumer {
 };
 
 // q, v, o [B, N, heads, D] in 16 bits (maps: D, heads, N, B; boxes of 64 dimensions and of 64 queries or BLOCK_N keys);
-// K's codes [B * kv_heads, n_k, D], its scales [B * kv_heads, nk_padded] in the order of _quantize_kernel. Written are
+// K's codes [B * kv_heads, n_k, D], its scales [B * kv_heads, nk_padded] in the order of hopper_quantize.cu. Written are
 // q_codes, q_scales and lse [B * heads, n_q (, D)]. factor: scale of the scores times log2 e. taken: zero; counts the
 // blocks of queries that are taken beyond the first of each block of threads.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(

@@ -1,19 +1,18 @@
 """Hopper forward of the recipes `fine` and `scores`: hopper_forward.cu and what launches it.
 
 Formulas and granularity are those of reference.twin_forward: INT8 Q K^T with one scale per token, P V in the 16 bits of
-V. K is quantized here, in Triton; Q by the kernel itself. The schedule, its limits and what was measured are in
+V. K is quantized by hopper_quantize.cu, Q by the kernel itself. The schedule, its limits and what was measured are in
 kernels/NOTES.md, section Forward.
 """
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from .forward import document_bounds_triton
 from .launch import on_device_of
 from .nvrtc import load, tensor_map
-from .pieces import LOG2E, as_codes, inverse_scale, max_or_nan
+from .pieces import LOG2E
 from .quantize import Codes
 from .reference import RECIPES, Saved
 
@@ -23,78 +22,35 @@ SCHEDULES = {64: (96, 3, 5), 128: (128, 2, 4)}
 PER_HEAD_CACHE = 24 << 20  # bytes of K and V of the heads that are worked on together: half of the L2 cache
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks", "per_chunk"])
-def _partial_sums_kernel(
-    X, SUMS, heads, tokens, chunks, per_chunk, stride_b, stride_n, stride_h, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr
-):
-    """Sums of one chunk of tokens of one head, for the mean of K. SUMS [B, heads, chunks, D]."""
-    chunk = tl.program_id(0) % chunks
-    bh = (tl.program_id(0) // chunks).to(tl.int64)
-    d = tl.arange(0, HEAD_DIM)
-    base = X + (bh // heads) * stride_b + (bh % heads) * stride_h + d[None, :]
-    first = chunk * per_chunk
-    end = tl.minimum(first + per_chunk, tokens)
-    total = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    for start in range(first, end, ROWS):
-        t = start + tl.arange(0, ROWS)
-        total += tl.load(base + t.to(tl.int64)[:, None] * stride_n, mask=(t < end)[:, None], other=0.0).to(tl.float32)
-    tl.store(SUMS + (bh * chunks + chunk) * HEAD_DIM + d, tl.sum(total, 0))
+def chunks_of(tokens: int, head_dim: int, processors: int) -> tuple[int, int]:
+    """How many chunks hopper_quantize.cu makes of so many tokens of a head, and tokens per chunk.
+
+    A chunk waits for the others of its head, which must fit the GPU, two to a multiprocessor. They take a quarter of
+    that, so that calls on four streams never wait for each other.
+    """
+    held = 32768 // head_dim
+    per_chunk = held * max(1, triton.cdiv(tokens, held * max(1, processors // 2)))
+    return triton.cdiv(tokens, per_chunk), per_chunk
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks", "tiles", "padded"])
-def _quantize_kernel(
-    X, SUMS, CODES, SCALE, ORDERED, COUNTER, heads, tokens, chunks, tiles, padded, stride_b, stride_n, stride_h,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_MEAN: tl.constexpr,
-):  # fmt: skip
-    """One program quantizes ROWS tokens of one head. ORDERED [B, heads, padded]: the scales as the consumers read them,
-    position 4c + 2b + a of every 16 from token 8b + 2c + a. COUNTER: set to zero for the kernel that follows."""
-    if tl.program_id(0) == 0:
-        tl.store(COUNTER, 0)
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # what was summed last is still in the L2 cache
-    tile = program % tiles
-    bh = (program // tiles).to(tl.int64)
-    d = tl.arange(0, HEAD_DIM)
-    t = tile * ROWS + tl.arange(0, ROWS)
-    inside = (t < tokens)[:, None]
-    base = X + (bh // heads) * stride_b + (bh % heads) * stride_h + d[None, :]
-    x = tl.load(base + t.to(tl.int64)[:, None] * stride_n, mask=inside, other=0.0).to(tl.float32)
-    if HAS_MEAN:
-        total = tl.zeros([16, HEAD_DIM], tl.float32)
-        for start in range(0, chunks, 16):
-            c = start + tl.arange(0, 16)
-            sums = SUMS + (bh * chunks + c)[:, None] * HEAD_DIM + d[None, :]
-            total += tl.load(sums, mask=(c < chunks)[:, None], other=0.0)
-        x = tl.where(inside, x - (tl.sum(total, 0) / tokens)[None, :], 0.0)
-    largest = max_or_nan(tl.abs(x), 1)
-    codes = tl.where((largest < float("inf"))[:, None], as_codes(x * inverse_scale(largest)[:, None]), 0)
-    tl.store(CODES + (bh * tokens + t)[:, None] * HEAD_DIM + d[None, :], codes, mask=inside)
-    tl.store(SCALE + bh * tokens + t, largest / 127.0, mask=t < tokens)
-    position = (t // 16) * 16 + ((t % 8) // 2) * 4 + ((t % 16) // 8) * 2 + t % 2
-    tl.store(ORDERED + bh * padded + position, largest / 127.0, mask=t < padded)
-
-
-def _quantize_keys(k: Tensor, smooth: bool, padded: int) -> tuple[Codes, Tensor, Tensor]:
+def _quantize_keys(k: Tensor, smooth: bool, padded: int, processors: int) -> tuple[Codes, Tensor, Tensor]:
     """quantize.quantize_twin of k [B, N, heads, D] per token, less its mean over tokens if `smooth`; the scales in the
     order of the consumers [B * heads * padded]; and an int32 zero."""
     batch, n, heads, head_dim = k.shape
+    k = mappable(k)
     codes = torch.empty((batch, heads, n, head_dim), dtype=torch.int8, device=k.device)
     scale = torch.empty((batch, heads, n), dtype=torch.float32, device=k.device)
     ordered = torch.empty(batch * heads * padded, dtype=torch.float32, device=k.device)
-    counter = torch.empty(1, dtype=torch.int32, device=k.device)
-    chunks, sums = 0, None
-    if smooth:
-        per_chunk = max(512, triton.cdiv(triton.cdiv(n, 32), 64) * 64)
-        chunks = triton.cdiv(n, per_chunk)
-        sums = torch.empty((batch, heads, chunks, head_dim), dtype=torch.float32, device=k.device)
-        _partial_sums_kernel[(batch * heads * chunks,)](
-            k, sums, heads, n, chunks, per_chunk, *k.stride()[:3], HEAD_DIM=head_dim, ROWS=64, num_warps=8
-        )
-    tiles = triton.cdiv(padded, 64)
-    _quantize_kernel[(batch * heads * tiles,)](
-        k, sums, codes, scale, ordered, counter, heads, n, chunks, tiles, padded, *k.stride()[:3],
-        HEAD_DIM=head_dim, ROWS=64, HAS_MEAN=smooth, num_warps=4,
+    chunks, per_chunk = chunks_of(padded, head_dim, processors)
+    sums = torch.empty(batch * heads * chunks * head_dim, dtype=torch.float32, device=k.device) if smooth else None
+    zeros = torch.zeros(2 + batch * heads, dtype=torch.int32, device=k.device)
+    strides = [s // 8 for s in k.stride()[:3]]
+    defines = {"HEAD_DIM": head_dim, "SMOOTH": int(smooth), "FP16": int(k.dtype == torch.float16)}
+    load("hopper_quantize.cu", "quantize", defines).launch(
+        (batch * heads * chunks,), (512,), 8192 + 4 * head_dim + 4,
+        k, codes, scale, ordered, sums, zeros[1:], heads, n, padded, chunks, per_chunk, *strides,
     )  # fmt: skip
-    return Codes(codes, scale), ordered, counter
+    return Codes(codes, scale), ordered, zeros[:1]
 
 
 def supported(q: Tensor, k: Tensor, v: Tensor, *, smooth_q: bool, cu_seqlens: Tensor | None, recipe: str) -> bool:
@@ -136,10 +92,10 @@ def hopper_forward(
     n_k, kv_heads = k.shape[1:3]
     block_n, consumers, stages = SCHEDULES[head_dim]
     q, v = mappable(q), mappable(v)
-    k = k if k.stride(3) == 1 else k.contiguous()
     with on_device_of(q):
         nk_padded = triton.cdiv(n_k, block_n) * block_n
-        k_codes, k_ordered, counter = _quantize_keys(k, smooth_k, nk_padded)
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        k_codes, k_ordered, counter = _quantize_keys(k, smooth_k, nk_padded, processors)
         q_codes = Codes(
             torch.empty((batch, heads, n_q, head_dim), dtype=torch.int8, device=q.device),
             torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device),
@@ -155,7 +111,6 @@ def hopper_forward(
             "CAUSAL": int(causal), "PACKED": int(cu_seqlens is not None), "FP16": int(q.dtype == torch.float16),
         }  # fmt: skip
         shared_bytes = 64 * consumers * head_dim * 2 + stages * block_n * (3 * head_dim + 4) + 1024  # and barriers
-        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         load(SOURCE, "forward", defines).launch(
             (min(processors, tiles),), (128 * (consumers + 1),), shared_bytes,
             tensor_map(q, (1, 64, 1, 64)),
