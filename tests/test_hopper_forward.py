@@ -53,7 +53,7 @@ MISTAKES = [
     {"next = mine.skip(next, problem.decode(following));\n            wait(shared.k_full[next.stage], next.parity);":
      "next = mine.skip(next, problem.decode(following));"},
     {"o[i] *= alpha[i / 2 % 2];": ";"},
-    {"highest > __float_as_int(HIGHEST)": "false"},
+    {"!(sum[0] + sum[1] <= LIMIT)": "false"},
 ]  # fmt: skip
 
 

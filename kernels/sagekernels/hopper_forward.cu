@@ -18,7 +18,7 @@ static_assert(128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 655
 static_assert(STAGES - 2 >= (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N);  // see last_tile
 constexpr int Q_BYTES = 64 * D * 2, K_BYTES = BLOCK_N * D, V_BYTES = BLOCK_N * D * 2, SCALE_BYTES = BLOCK_N * 4;
 constexpr float LOWEST = -1e30f;  // finite, so that a row that has seen no key yet needs no special case
-constexpr float HIGHEST = FP16 ? 14.0f : 64.0f;  // log2 of what a probability may be relative to an old maximum
+constexpr float LIMIT = FP16 ? 0x1p15f : 0x1p64f;  // of a thread's probabilities of a tile relative to an old maximum
 constexpr float LN2 = 0.6931471805599453f;
 
 struct Shared {
@@ -291,10 +291,9 @@ struct Consumer {
         }
     }
 
-    // Probabilities relative to an old maximum, which is as good while nothing overflows: otherwise they have to be
-    // computed again, and true is returned. Nothing waits for the maximum, and lanes do not meet.
+    // Probabilities relative to an old maximum, which is as good while nothing overflows, as their sum shows: otherwise
+    // they have to be computed again, and true is returned. Nothing waits for the maximum, and lanes do not meet.
     template <bool MASKED> DEVICE bool softmax(int key0) {
-        int highest = 0;  // the bits of positive floats order as integers do
         float sum[2] = {0.0f, 0.0f};
         int first[2], last[2];
         if (MASKED) bounds(key0, first, last);
@@ -303,13 +302,12 @@ struct Consumer {
             int r = i / 2 % 2;
             float x = scaled<MASKED>(i / 4, i % 4, first, last) * q_scale[r] - m[r];
             float y = scaled<MASKED>(i / 4, i % 4 + 1, first, last) * q_scale[r] - m[r];
-            highest = most(most(highest, __float_as_int(x)), __float_as_int(y));
             x = power2(x), y = power2(y);
             sum[r] += x;
             sum[r] += y;
             s[i] = __float_as_int(x), s[i + 1] = __float_as_int(y);
         }
-        bool again = __any_sync(~0u, highest > __float_as_int(HIGHEST));
+        bool again = __any_sync(~0u, !(sum[0] + sum[1] <= LIMIT));
         if (!again) l[0] += sum[0], l[1] += sum[1];
         return again;
     }
