@@ -359,8 +359,7 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < D / 2; i++) o[i] *= alpha[i / 2 % 2];
         }
-        // The sums are not negative; the condition keeps ptxas from waiting for P V before the exponentials.
-        if (threadIdx.x % 32 == 0 && !(l[0] + l[1] < 0.0f)) arrive(shared.k_free[next.stage]);
+        if (threadIdx.x % 32 == 0) arrive(shared.k_free[next.stage]);
         wgmma_wait<0>();
         pin(o);
         pin(p);
