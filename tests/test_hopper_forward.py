@@ -48,10 +48,11 @@ MISTAKES = [
     {"more_registers<CONSUMER_REGISTERS>();": "more_registers<CONSUMER_REGISTERS + 8>();"},
     {"atomicAdd(taken, 1)": "atomicAdd(taken, 2)"},
     {"wait(shared.k_full[at.stage], at.parity);\n            wait(shared.v_full[at.stage], at.parity);": ""},
-    {"problem.last_tile(w, wg)": "problem.last_tile(w, 0)"},
+    {"w.hi - 1 - last": "0"},
+    {"shared.part[free ^ 1][wg] = part;": "shared.part[0][wg] = part;"},
     {"operand(shared.v[stage], V_BYTES / HALVES)": "operand(shared.v[stage], V_BYTES)"},
-    {"next = mine.skip(next, problem.decode(following));\n            wait(shared.k_full[next.stage], next.parity);":
-     "next = mine.skip(next, problem.decode(following));"},
+    {"next = mine.skip(next, skipped);\n            wait(shared.k_full[next.stage], next.parity);":
+     "next = mine.skip(next, skipped);"},
     {"o[i] *= alpha[i / 2 % 2];": ";"},
     {"!(sum[0] + sum[1] <= LIMIT)": "false"},
 ]  # fmt: skip

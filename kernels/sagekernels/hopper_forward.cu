@@ -15,24 +15,31 @@ constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
 // A block has what it started with; more would be waited for in vain.
 static_assert(128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536 / THREADS / 8 * 8 * THREADS);
-static_assert(STAGES - 2 >= (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N);  // see last_tile
+static_assert(STAGES - 2 >= (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N);  // see part
 constexpr int Q_BYTES = 64 * D * 2, K_BYTES = BLOCK_N * D, V_BYTES = BLOCK_N * D * 2, SCALE_BYTES = BLOCK_N * 4;
 constexpr float LOWEST = -1e30f;  // finite, so that a row that has seen no key yet needs no special case
 constexpr float LIMIT = FP16 ? 0x1p15f : 0x1p64f;  // of a thread's probabilities of a tile relative to an old maximum
 constexpr float LN2 = 0.6931471805599453f;
+
+// A warpgroup's part of a block of queries, as the fetching warp works it out.
+struct alignas(16) Part {
+    int head, batch, row;  // first of 64 rows
+    int skipped, last, clear_to, clear_from, lo;  // key tiles: not looked at, then last .. lo, those between not masked
+};
 
 struct Shared {
     alignas(1024) unsigned char q[CONSUMERS][Q_BYTES];  // 16-bit queries of the next block
     alignas(1024) unsigned char k[STAGES][K_BYTES];
     alignas(1024) unsigned char v[STAGES][V_BYTES];
     alignas(16) float k_scale[STAGES][BLOCK_N];
-    int tile[CONSUMERS];  // block of queries that comes with q, or none
+    Part part[2][CONSUMERS];  // comes with q; the other one is of the block before
     u64 q_full[CONSUMERS], q_free[CONSUMERS], k_full[STAGES], k_free[STAGES], v_full[STAGES], v_free[STAGES];
 };
 
 // ---- Arithmetic
 
 DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }  // as the compiler sees too
 template <class F> DEVICE float row_reduce(float x, F f) {
     x = f(x, __shfl_xor_sync(~0u, x, 1));
     return f(x, __shfl_xor_sync(~0u, x, 2));
@@ -71,26 +78,20 @@ struct Problem {
         return w;
     }
 
-    // Of the key tiles, those that the 64 rows from row0 see whole: from .. to - 1.
-    DEVICE void clear(int row0, int &from, int &to) const {
-        from = 0;
-        int end = n_k;
+    DEVICE Part part(const Work &w, int wg) const {
+        int row = w.block * BLOCK_M + wg * 64, first, last, from = 0, end = n_k;  // seen whole: tiles from .. end
         if (PACKED) {
-            from = ceil_div(starts[least(row0 + 63, n_q - 1)], BLOCK_N);
-            end = ends[least(row0, n_q - 1)];
-            if (CAUSAL) end = least(end, row0 + 1);
+            from = ceil_div(starts[least(row + 63, n_q - 1)], BLOCK_N);
+            end = ends[least(row, n_q - 1)];
+            if (CAUSAL) end = least(end, row + 1);
         } else if (CAUSAL) {
-            end = least(n_k, row0 + n_k - n_q + 1);
+            end = least(n_k, row + n_k - n_q + 1);
         }
-        to = most(end / BLOCK_N, from);
-    }
-
-    // Last key tile of a block that a warpgroup has to look at: with documents all, since what it gives back before its
-    // last P V is done may not fill the pipeline.
-    DEVICE int last_tile(const Work &w, int wg) const {
-        int first, last;
-        bounds(w.block * BLOCK_M + wg * 64 + 63, first, last);
-        return PACKED ? w.hi - 1 : last / BLOCK_N;
+        bounds(row + 63, first, last);
+        // With documents all are looked at: what is given back before the last P V is done may not fill the pipeline.
+        last = PACKED ? w.hi - 1 : last / BLOCK_N;
+        int clear_to = most(most(end / BLOCK_N, from), w.lo);
+        return {w.head, w.batch, row, w.hi - 1 - last, last, clear_to, most(from, w.lo), w.lo};
     }
 
     // Keys that one row sees: first .. last.
@@ -122,8 +123,10 @@ DEVICE void produce(
     for (u32 free = 1;; free ^= 1) {
         Work w = problem.decode(least(tile, tiles - 1));
         for (int wg = 0; wg < CONSUMERS; wg++) {
+            Part part = problem.part(w, wg);
+            if (tile >= tiles) part.skipped = -1;
             wait(shared.q_free[wg], free);
-            shared.tile[wg] = tile;
+            shared.part[free ^ 1][wg] = part;
             arrive_expect(shared.q_full[wg], tile < tiles ? Q_BYTES : 0);
             for (int half = 0; half < HALVES && tile < tiles; half++)
                 copy_in(shared.q[wg] + half * Q_BYTES / HALVES, q_map, half * 64, w.head % problem.heads,
@@ -165,14 +168,15 @@ struct Consumer {
     float m[2], l[2];        // reference of the exponentials, log2 units; this thread's part of the row sum
     float4 k_scale[BLOCK_N / 16];
 
-    // Wait for the next block of queries; quantize this warpgroup's, keep the codes, write them out.
-    DEVICE int start(u32 parity, int tiles, signed char *codes, float *scales, float factor) {
+    // Wait for the next block of queries; quantize this warpgroup's, keep the codes, write them out. Returns how many key
+    // tiles are to be skipped, -1 if there are no more blocks.
+    DEVICE int start(u32 parity, signed char *codes, float *scales, float factor) {
         wait(shared.q_full[wg], parity);
-        int tile = __shfl_sync(~0u, shared.tile[wg], 0);
-        if (tile >= tiles) return tile;
-        Work w = problem.decode(tile);
-        row = w.block * BLOCK_M + wg * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-        long long base = (long long)w.head * problem.n_q;
+        const Part &part = shared.part[parity][wg];
+        int skipped = uniform(part.skipped);
+        if (skipped < 0) return skipped;
+        row = part.row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+        long long base = (long long)part.head * problem.n_q;
         const unsigned char *mine = shared.q[wg] + (threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) * 128;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -209,12 +213,13 @@ struct Consumer {
         }
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(shared.q_free[wg]);
-        return tile;
+        return skipped;
     }
 
     // Give back the first tiles of a block of queries if only the warpgroups after this one see them.
-    DEVICE Ring skip(Ring at, const Work &w) {
-        for (int j = w.hi - 1, last = problem.last_tile(w, wg); j > last; j--, at = at.next()) {
+    DEVICE Ring skip(Ring at, int tiles) {
+#pragma unroll 1
+        for (; tiles > 0; tiles--, at = at.next()) {
             wait(shared.k_full[at.stage], at.parity);
             wait(shared.v_full[at.stage], at.parity);
             __syncwarp();
@@ -369,11 +374,10 @@ struct Consumer {
     }
 
     // O and the log-sum-exp of this warpgroup's rows. Lanes exchange pairs of columns to store four.
-    DEVICE void store(const Work &w, u32 *out, float *lse) {
-        int first = w.block * BLOCK_M + wg * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    DEVICE void store(int head, int batch, int first, u32 *out, float *lse) {
         long long row_words = (long long)problem.heads * D / 2;
-        out += w.batch * problem.n_q * row_words + w.head % problem.heads * (D / 2) + c % 2 * 4 + c / 2 * 2;
-        lse += (long long)w.head * problem.n_q;
+        out += batch * problem.n_q * row_words + (head - batch * problem.heads) * (D / 2) + c % 2 * 4 + c / 2 * 2;
+        lse += (long long)head * problem.n_q;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float sum = row_reduce(l[r], [](float a, float b) { return a + b; }), inverse = 1.0f / sum;
@@ -393,9 +397,9 @@ struct Consumer {
 };
 
 // q, v, o [B, N, heads, D] in 16 bits (maps: D, heads, N, B; boxes of 64 dimensions and of 64 queries or BLOCK_N keys);
-// K's codes [B * kv_heads, n_k, D], its scales [B * kv_heads, nk_padded] in the order of hopper_quantize.cu. Written are
-// q_codes, q_scales and lse [B * heads, n_q (, D)]. factor: scale of the scores times log2 e. taken: zero; counts the
-// blocks of queries that are taken beyond the first of each block of threads.
+// K's codes [B * kv_heads, n_k, D], its scales [B * kv_heads, nk_padded] in the order of hopper_quantize.cu. Written
+// are q_codes, q_scales and lse [B * heads, n_q (, D)]. factor: scale of the scores times log2 e. taken: zero; counts
+// the blocks of queries that are taken beyond the first of each block of threads.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const float *k_scale, const int *starts, const int *ends,
@@ -423,21 +427,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     mine.wg = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);
     mine.c = threadIdx.x % 4;
     // One block of queries after the other; the first scores of the next stand behind the last P V of this one.
-    int tile = mine.start(0, tiles, q_codes, q_scales, factor), j, clear_from, clear_to, lo;
-    Ring at = mine.skip(Ring{0, 0}, problem.decode(tile));
+    Ring at = mine.skip(Ring{0, 0}, mine.start(0, q_codes, q_scales, factor));
     wait(shared.k_full[at.stage], at.parity);
     mine.issue_scores(at.stage);
     wgmma_wait<0>();
     pin(mine.s);
-    for (u32 full = 1;; full ^= 1) {
+    for (u32 now = 0;; now ^= 1) {
+        const Part &part = shared.part[now][mine.wg];
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(shared.k_free[at.stage]);
-        {
-            Work w = problem.decode(tile);
-            problem.clear(w.block * BLOCK_M + mine.wg * 64, clear_from, clear_to);
-            j = problem.last_tile(w, mine.wg), lo = w.lo;
-            clear_from = most(clear_from, lo), clear_to = most(clear_to, lo);
-        }
+        int j = uniform(part.last), clear_to = uniform(part.clear_to);
+        int clear_from = PACKED ? uniform(part.clear_from) : 0, lo = PACKED ? uniform(part.lo) : 0;
         mine.m[0] = mine.m[1] = LOWEST;
         mine.l[0] = mine.l[1] = 0.0f;
 #pragma unroll
@@ -450,23 +450,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
         if (PACKED)
             for (; j >= lo; j--) mine.step<true>(at, j * BLOCK_N);
 
+        int head = uniform(part.head), batch = uniform(part.batch), row = mine.row;  // before they are overwritten
         wait(shared.v_full[at.stage], at.parity);
         mine.issue_values(at.stage);
         Ring next = at.next();
-        int following = mine.start(full, tiles, q_codes, q_scales, factor);
-        if (following < tiles) {
-            next = mine.skip(next, problem.decode(following));
+        int skipped = mine.start(now ^ 1, q_codes, q_scales, factor);
+        if (skipped >= 0) {
+            next = mine.skip(next, skipped);
             wait(shared.k_full[next.stage], next.parity);
         }
         mine.issue_scores(next.stage);  // of anything, after the last block
         wgmma_wait<1>();
         pin(mine.o);
         if (threadIdx.x % 32 == 0) arrive(shared.v_free[at.stage]);
-        mine.store(problem.decode(tile), o, lse);
+        mine.store(head, batch, row, o, lse);
         wgmma_wait<0>();
         pin(mine.s);
-        if (following >= tiles) return;
-        tile = following;
+        if (skipped < 0) return;
         at = next;
     }
 }

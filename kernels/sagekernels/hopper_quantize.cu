@@ -1,10 +1,10 @@
 // K of the Hopper forward, in one pass over global memory: INT8 codes and one scale per token, less the mean of K over
 // the tokens of its head (SMOOTH).
 //
-// A block of threads takes a chunk of one head, adds it up, waits for the sums of that head's other chunks and quantizes
-// what it holds in registers; of a chunk that is longer, the rest is read again. Chunks are handed out in order, so all
-// that a block waits for have begun, or begin as soon as blocks of earlier heads end, if `chunks` blocks fit the GPU.
-// Sums are added in a fixed order.
+// A block of threads takes a chunk of one head, adds it up, waits for the sums of that head's other chunks and
+// quantizes what it holds in registers; of a chunk that is longer, the rest is read again. Chunks are handed out in
+// order, so all that a block waits for have begun, or begin as soon as blocks of earlier heads end, if `chunks` blocks
+// fit the GPU. Sums are added in a fixed order.
 //
 // Macros: HEAD_DIM (64, 128), SMOOTH, FP16 (K is float16).
 
@@ -34,11 +34,11 @@ DEVICE float total(const Shared &shared, int rows) {
 
 // k [B, tokens, heads, D], strides in units of eight values. Written are codes [B * heads, tokens, D], scales
 // [B * heads, tokens] and ordered [B * heads, padded]: the scales as the consumers of the forward read them, position
-// 4 c + 2 b + a of every 16 from token 8 b + 2 c + a, 0 in the padding. A chunk is per_chunk tokens, a multiple of HELD.
-// sums [B * heads, chunks, D] is scratch, counters [1 + B * heads] are zero: chunks handed out, and added up per head.
+// 4 c + 2 b + a of every 16 from token 8 b + 2 c + a, 0 in the padding. per_chunk is a multiple of HELD tokens. sums
+// [B * heads, chunks, D] is scratch, counters [1 + B * heads] are zero: chunks handed out, and added up per head.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(
-    const uint4 *k, signed char *codes, float *scales, float *ordered, float *sums, int *counters, int heads, int tokens,
-    int padded, int chunks, int per_chunk, int stride_b, int stride_n, int stride_h) {
+    const uint4 *k, signed char *codes, float *scales, float *ordered, float *sums, int *counters, int heads,
+    int tokens, int padded, int chunks, int per_chunk, int stride_b, int stride_n, int stride_h) {
     Shared &shared = shared_memory<Shared>();
     if (SMOOTH && threadIdx.x == 0) shared.item = atomicAdd(counters, 1);
     __syncthreads();
