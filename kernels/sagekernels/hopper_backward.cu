@@ -3,7 +3,8 @@
 // A CTA owns 128 keys of one key head, 64 for each of two consumer warpgroups, and walks over tiles of 64 queries, from
 // the last to the first. Rows of a thread are keys, columns queries: S^T = K8 Q8^T and dP^T = V dO^T leave P^T and dS^T
 // in registers, where they are the A operands of dV += P^T dO and dK += dS^T Q. dS^T also goes to shared memory; one
-// tile later each warpgroup multiplies it with its half of the columns of K, and a warp adds that dQ to global memory.
+// tile later each warpgroup multiplies it with its half of the columns of K, which it has widened to bfloat16 when it
+// began, and a warp adds that dQ to global memory.
 //
 // What one warpgroup has on the tensor cores in tile i, and what its warps do meanwhile:
 //     dP(i)                         P = exp2(S scale - lse), to 16 bits
@@ -43,8 +44,8 @@ DEVICE int parity(int i) { return i / STAGES & 1; }
 extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
     const __grid_constant__ TensorMap q8_map, const __grid_constant__ TensorMap q_map,
     const __grid_constant__ TensorMap do_map, const __grid_constant__ TensorMap k8_map,
-    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-    const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
+    const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dk_map,
+    const __grid_constant__ TensorMap dv_map,
     const float* vectors, const float* k_scale, const int* starts, const int* ends, float* dq_sum, int* turns,
     float scale, int kv_heads, int group, int n_q, int n_k, int q_tiles, int heads, int heads_at_once, int causal
 ) {
@@ -81,12 +82,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
         if (lane != 0) return;
         int i = 0;
         if (warp == 0) {  // codes of Q and vectors
-            arrive_expect(sm.keys_full, KEYS * D * 5);
+            arrive_expect(sm.keys_full, KEYS * D * 3);
             copy_in(sm.k8, k8_map, 0, first_key, kv_head, batch, sm.keys_full);
+#pragma unroll 1  // the fetching warps are short of registers
             for (int b = 0; b < BLOCKS_D; b++)
                 copy_in(sm.v + b * KEYS * 64, v_map, b * 64, first_key, kv_head, batch, sm.keys_full);
-            for (int b = 0; b < BLOCKS_D; b++)
-                copy_in(sm.k + b * KEYS * 64, k_map, b * 64, first_key, kv_head, batch, sm.keys_full);
             for (int g = 0; g < group; g++) {
                 int head = kv_head * group + g;
                 const float* row = vectors + (u64)(bh_kv * group + g) * q_tiles * VECTORS;
@@ -167,6 +167,27 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
     auto signal = [&](u64& bar) {
         __syncwarp();
         if (lane == 0) arrive(bar);
+    };
+    auto widen_k = [&] {  // to bfloat16, half of the columns: a row by each thread
+        const int row = warp * 32 + lane, key = first_key + row;
+        const float factor = key < n_k ? k_scale[bh_kv * n_k + key] : 0.f;
+#pragma unroll 1
+        for (int i = 0; i < D / 32; i++) {
+            int column = wg * (D / 2) + 16 * i;
+            float4 x = load_shared(address(sm.k8) + row * D + (column ^ (D == 128 ? row % 8 : row / 2 % 4) << 4));
+            const float words[4] = {x.x, x.y, x.z, x.w};
+            float y[16], packed[8];
+#pragma unroll
+            for (int j = 0; j < 16; j++) {  // code + 128 as the lowest byte of 2^23 + 128 + code
+                u32 bytes = __float_as_int(words[j / 4]) ^ 0x80808080;
+                y[j] = (__uint_as_float(__byte_perm(bytes, 0x4B000000, 0x7650 + j % 4)) - 8388736.f) * factor;
+            }
+#pragma unroll
+            for (int j = 0; j < 8; j++) packed[j] = __uint_as_float(pack_bf16(y[2 * j], y[2 * j + 1]));
+            u32 to = address(sm.k) + column / 64 * (KEYS * 128) + row * 128;
+            store_shared(to + (column % 64 * 2 ^ row % 8 << 4), packed);
+            store_shared(to + (column % 64 * 2 + 16 ^ row % 8 << 4), packed + 4);
+        }
     };
     auto issue_s = [&](int stage) {
 #pragma unroll
@@ -278,6 +299,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
     const int tiles = (last_tile - first_tile) * group;
     int m = last_tile - 1;
     wait(sm.keys_full, 0);
+    widen_k();  // fenced and announced with the first dS
     if (tiles) wait(sm.codes_full[0], 0);
     load_columns(0);
     issue_s(0);

@@ -1,4 +1,4 @@
-"""Hopper backward of the recipe `scores`: a CUDA kernel (hopper_backward.cu), two that prepare and one that narrows dQ.
+"""Hopper backward of the recipe `scores`: a CUDA kernel (hopper_backward.cu), one that prepares, one that narrows dQ.
 
 S is recomputed from the INT8 codes of Q and K, the other four products are 16-bit with float32 sums. On this chip the
 reductions, roundings and conversions that an INT8 P or dS costs take longer than the tensor time it saves; what was
@@ -19,7 +19,7 @@ from . import nvrtc
 from .forward import document_bounds_triton
 from .launch import on_device_of
 from .pieces import LOG2E
-from .quantize import TILE, dequantize_triton, tiles_of
+from .quantize import TILE, tiles_of
 from .reference import RECIPES, Saved
 
 KEYS = 128  # of a program
@@ -152,7 +152,6 @@ def hopper_backward(
             do, o, *saved.q, saved.lse, q16, vectors, dq_sum, turns, scale * LOG2E.value,
             heads, n_q, q_tiles, *do.stride()[:3], HEAD_DIM=head_dim, TILE=TILE, LOG2E=LOG2E.value, num_warps=4,
         )  # fmt: skip
-        k16 = dequantize_triton(saved.k)
         dq, dk, dv = new(do.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype)
         starts, ends = (None, None) if cu_seqlens is None else document_bounds_triton(cu_seqlens, n_q)
         blocks = -(-n_k // KEYS)
@@ -164,7 +163,7 @@ def hopper_backward(
         nvrtc.load("hopper_backward.cu", "hopper_backward", defines).launch(
             (blocks * batch * kv_heads,), (384,), shared,
             _map(saved.q.codes, TILE), _map(q16, TILE), _map(do.transpose(1, 2), TILE), _map(saved.k.codes, KEYS),
-            _map(k16, KEYS), _map(v.transpose(1, 2), KEYS), _map(dk.transpose(1, 2), 64), _map(dv.transpose(1, 2), 64),
+            _map(v.transpose(1, 2), KEYS), _map(dk.transpose(1, 2), 64), _map(dv.transpose(1, 2), 64),
             vectors, saved.k.scale, starts, ends, dq_sum, turns, scale,
             kv_heads, heads // kv_heads, n_q, n_k, q_tiles, batch * kv_heads, max(1, in_cache // bytes_per_head),
             int(causal),
