@@ -159,14 +159,14 @@ MISTAKES = [
     {"turn_of(work.block, m, problem)": "turn_of(work.block, m, problem) + 1"},
     {"copies_wait<1>(), add_relaxed(turns + before, 1);": "add_relaxed(turns + before, 1);"},
     {"copies_wait<1>(), add_relaxed(turns + before, 1);": "copies_wait_read(), add_relaxed(turns + before, 1);"},
-    {"copies_wait_read();": ""},
+    {"copies_wait_read();\n                    arrive(sm.dq_free[half]);": "arrive(sm.dq_free[half]);"},
     {"wait(sm.dq_full[half], i & 1);": ""},
     {
         "(wg * 64 + warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4)":
             "(wg * 64 + warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 4) << 4)"
     },
     {"arrive_expect(bar, QUERIES * D * 4);": "arrive_expect(bar, QUERIES * D * 2);"},
-    {"copies_commit();\n        copies_wait<0>();": "copies_commit();"},
+    {"copies_commit();\n        copies_wait_read();": "copies_commit();"},
     {"if (tiles) wait(sm.dq_free[wg], tiles - 1 & 1);": ""},
     {"barrier_init(sm.dq_full[i], 4);": "barrier_init(sm.dq_full[i], 3);"},
     {"operand(sm.q[stage], QUERIES * 128)": "operand(sm.q[stage], QUERIES * 64)"},

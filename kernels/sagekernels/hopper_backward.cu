@@ -132,7 +132,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
                 }
             }
             if (turns && part >= 0) copies_wait<0>(), add_relaxed(turns + part, 1);
-            copies_wait<0>();
         }
         return;
     }
@@ -370,6 +369,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
             copy_out(dk_map, b * 64, first_key + wg * 64, kv_head, batch, (char*)sm.dq[wg] + b * 64 * 128);
         }
         copies_commit();
-        copies_wait<0>();
+        copies_wait_read();  // the next block need not wait for what is written
     }
 }
