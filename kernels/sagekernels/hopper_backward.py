@@ -102,6 +102,12 @@ def _shared_bytes(head_dim: int) -> int:
     return -(-(tiles + 8 * (9 + 4 * stages)) // 1024) * 1024
 
 
+def _equal_groups(items: int, largest: int) -> int:
+    """Size of the fewest equal groups: a small last one would leave multiprocessors idle behind its long blocks."""
+    groups = -(-items // largest)
+    return -(-items // groups)
+
+
 def supported(do: Tensor, v: Tensor, saved: Saved, *, recipe: str) -> bool:
     """Whether hopper_backward takes this call; the portable kernels take every other."""
     rules = RECIPES[recipe]
@@ -157,6 +163,7 @@ def hopper_backward(
         blocks = -(-n_k // KEYS)
         bytes_per_head = n_q * heads // kv_heads * head_dim * 9
         in_cache = L2_BYTES_IN_ORDER if deterministic and causal else L2_BYTES
+        heads_at_once = _equal_groups(batch * kv_heads, max(1, in_cache // bytes_per_head))
         shared = _shared_bytes(head_dim)
         half = int(v.dtype == torch.float16)
         defines = {"HEAD_DIM": head_dim, "FP16": half, "SHARED_BYTES": shared}
@@ -165,7 +172,7 @@ def hopper_backward(
             _map(saved.q.codes, TILE), _map(q16, TILE), _map(do.transpose(1, 2), TILE), _map(saved.k.codes, KEYS),
             _map(v.transpose(1, 2), KEYS), _map(dk.transpose(1, 2), 64), _map(dv.transpose(1, 2), 64),
             vectors, saved.k.scale, starts, ends, dq_sum, turns, scale,
-            kv_heads, heads // kv_heads, n_q, n_k, q_tiles, batch * kv_heads, max(1, in_cache // bytes_per_head),
+            kv_heads, heads // kv_heads, n_q, n_k, q_tiles, batch * kv_heads, heads_at_once,
             int(causal),
         )  # fmt: skip
         _finish_dq_kernel[(q_tiles * batch * heads,)](dq_sum, dq, scale, heads, n_q, q_tiles, HEAD_DIM=head_dim)
