@@ -12,13 +12,20 @@ from sagekernels.hopper_forward import chunks_of
 from sagekernels.quantize import quantize_twin, token_mean
 
 SOURCE = "hopper_quantize.cu"
+MISTAKES = [
+    {"wait_count(counters + 1 + head, chunks);": ""},
+    {"wait_count(counters + 1 + head, chunks);": "wait_count(counters + 1 + head, chunks + 1);"},
+    {"add_release(counters + 1 + head, 1);": "add_release(counters + 1, 1);"},
+    {"column & half ? largest[i] : largest[i + half]": "largest[i]"},
+    {"token < padded": "token < tokens"},
+]
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     """(head_dim, smooth, half) -> the kernel."""
     folder = tmp_path_factory.mktemp("quantize")
-    return functools.cache(lambda *key: Emulated(folder, SOURCE, "quantize", defines(*key)))
+    return functools.cache(lambda *key: Emulated(folder, SOURCE, "quantize", defines(*key), MISTAKES))
 
 
 def defines(head_dim, smooth, half):
@@ -87,6 +94,18 @@ def test_non_finite_values_propagate(kernels, bad, smooth):
 def test_more_chunks_than_fit_are_found(kernels):
     with pytest.raises(AssertionError, match="deadlock"):
         quantized(kernels, torch.zeros(1, 2000, 1, 128).bfloat16(), True, 132, resident=3)
+
+
+@pytest.mark.parametrize("mistake", range(1, len(MISTAKES) + 1))
+def test_mistakes_are_found(kernels, mistake):
+    """By a message or other bits than without it."""
+    k = torch.randn(1, 700, 2, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    right = quantized(kernels, k, True, 6)
+    try:
+        found = quantized(kernels, k, True, 6, mistake=mistake)
+    except AssertionError:
+        return
+    assert not all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
 
 
 @pytest.mark.parametrize("tokens", [1, 96, 16384, 33000, 1 << 20])
