@@ -1,12 +1,12 @@
 """Collectives by copies over memory that processes share: the schedule of GPUs, with a thread as the stream."""
 
+import ctypes
 import gc
 import queue
 import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -33,10 +33,12 @@ class ThreadMemory:
         self._meeting, self._telling = (dist.new_group(timeout=timedelta(seconds=60)) for _ in range(2))
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._delays = random.Random(rank)
+        self._events: set[threading.Event] = set()  # that nobody has waited for yet
         threading.Thread(target=self._run, daemon=True).start()
 
     def allocate(self, nbytes: int) -> list[Tensor]:
         self.allocations += 1
+        self.wait(self.record())
         folder: list = [tempfile.mkdtemp() if self.rank == 0 else None]
         dist.broadcast_object_list(folder, group=self._telling)
         files = [f"{folder[0]}/{rank}" for rank in range(self.size)]
@@ -44,22 +46,31 @@ class ThreadMemory:
         dist.barrier(self._telling)
         return [torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8) for file in files]
 
-    def beside(self, *works: Callable[[], None]) -> list[threading.Event]:
-        ends = [threading.Event() for _ in works]
-        for item in zip(works, ends, strict=True):
-            self._queue.put(item)
-        return ends
+    def start(self, *copies: tuple[int, int, int]) -> None:
+        for copy in copies:
+            ctypes.memmove(*copy)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        self._queue.put(lambda: ctypes.memmove(target, source, nbytes))
 
     def meet(self) -> None:
-        time.sleep(self._delays.uniform(0, DELAY))
-        dist.barrier(self._meeting)
+        self._queue.put(lambda: dist.barrier(self._meeting))
+
+    def record(self) -> threading.Event:
+        event = threading.Event()
+        self._events.add(event)
+        self._queue.put(event.set)
+        return event
+
+    def wait(self, event: threading.Event) -> None:
+        self._events.remove(event)
+        event.wait()
 
     def _run(self) -> None:
         while True:
-            work, done = self._queue.get()
+            work = self._queue.get()
             time.sleep(self._delays.uniform(0, DELAY))
             work()
-            done.set()
 
 
 def _connect() -> tuple[ParallelGroups, ThreadMemory]:

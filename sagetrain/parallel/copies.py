@@ -39,38 +39,52 @@ _ALIGNMENT = 512  # bytes, of a slot
 _TRIAL_SECONDS = 20.0
 
 
-class Event(Protocol):
-    """What was ordered until it was recorded."""
-
-    def wait(self) -> None:
-        """Let the caller's stream wait for it."""
+Event = object
+"""All that the stream beside had been given when it was recorded."""
 
 
 class Memory(Protocol):
-    """One buffer of every rank in a group, and the stream on which they are copied."""
+    """One buffer of every rank in a group, and the stream beside the caller's on which they are copied.
+
+    What is copied is given by target, source (addresses) and bytes; it has to live until its copy has ended.
+    """
 
     def allocate(self, nbytes: int) -> list[Tensor]:
-        """New buffers, uint8 [nbytes] of each rank. Collective."""
+        """New buffers, uint8 [nbytes] of each rank, once the streams have ended all they were given. Collective."""
 
-    def beside(self, *works: Callable[[], None]) -> list[Event]:
-        """Do them after all that the caller's stream has been given, and all earlier work here; the end of each."""
+    def start(self, *copies: tuple[int, int, int]) -> None:
+        """Copy on the caller's stream. What is given beside from now on comes after all that the caller's has."""
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy beside."""
 
     def meet(self) -> None:
-        """As work: go on once all ranks are here."""
+        """Beside: go on once all ranks are here."""
+
+    def record(self) -> Event:
+        """All that the stream beside has been given."""
+
+    def wait(self, event: Event) -> None:
+        """Let the caller's stream wait for it. Once: it is used again."""
 
 
 class _Work(dist.Work):
     """What wait_tensor finds under the result: `done`, then the sum of the slot if there is one."""
 
-    def __init__(self, done: Event, sent: Tensor | None = None, parts: Tensor | None = None, result=None) -> None:
-        super().__init__()
-        self.done, self.sent, self.parts, self.result = done, sent, parts, result
+    __slots__ = ("_done", "_memory", "_parts", "_result", "_sent")
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self.done.wait()
-        if self.parts is not None:
-            torch.sum(self.parts, 0, out=self.result.view(-1))
-        self.sent = self.parts = self.result = None  # `sent` had to live until now: it was being copied
+    def __init__(self, memory: Memory, sent: Tensor | None = None, parts: Tensor | None = None, result=None) -> None:
+        super().__init__()
+        self._memory, self._done = memory, memory.record()
+        self._sent, self._parts, self._result = sent, parts, result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._done is not None:
+            self._memory.wait(self._done)
+            if self._parts is not None:
+                torch.sum(self._parts, 0, out=self._result)
+            # `sent` had to live until now: it was being copied.
+            self._done = self._sent = self._parts = self._result = None
         return True
 
 
@@ -80,41 +94,38 @@ class Copies:
     def __init__(self, rank: int, size: int, memory: Memory) -> None:
         self.rank, self.size, self._memory = rank, size, memory
         self._others = [(rank + step) % size for step in range(1, size)]  # no two ranks go to the same one at once
-        self._buffers: list[Tensor] = []
         self._slot_bytes = self._count = 0
-        self._clear()
+        self._clear([])
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' x (contiguous) along dim 0, on its way."""
-        slot = self._take(x.nbytes * self.size)
+        nbytes, memory = x.nbytes, self._memory
+        slot = self._take(nbytes * self.size)
         result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        parts, shards = result.view(self.size, -1).unbind(), self._views(slot, x.numel(), x.dtype)
-        parts[self.rank].copy_(x.view(-1))
-        shards[self.rank].copy_(x.view(-1))
-
-        def pull() -> None:
-            for other in self._others:
-                parts[other].copy_(shards[other], non_blocking=True)
-
-        self._met[slot], done = self._memory.beside(self._memory.meet, pull)
-        return self._under_way(result, _Work(done))
+        source, target, place = x.data_ptr(), result.data_ptr(), slot * self._slot_bytes
+        own = self._addresses[self.rank] + place
+        memory.start((own, source, nbytes), (target + self.rank * nbytes, source, nbytes))
+        memory.meet()
+        self._met[slot] = memory.record()
+        for other in self._others:
+            memory.copy(target + other * nbytes, self._addresses[other] + place, nbytes)
+        return self._under_way(result, _Work(memory))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Own part along dim 0 of the sum of x (contiguous) over the group, on its way."""
         if x.shape[0] % self.size:
             raise ValueError(f"dim 0 ({x.shape[0]}) is not a multiple of the group's size ({self.size})")
+        nbytes, memory = x.nbytes // self.size, self._memory
         slot = self._take(x.nbytes)
-        result, parts = x.new_empty((x.shape[0] // self.size, *x.shape[1:])), x.view(self.size, -1).unbind()
-        slots = [whole.view(self.size, -1) for whole in self._views(slot, x.numel(), x.dtype)]
-        slots[self.rank][self.rank].copy_(parts[self.rank])
-
-        def push() -> None:
-            for other in self._others:
-                slots[other][self.rank].copy_(parts[other], non_blocking=True)
-            self._memory.meet()
-
-        self._met[slot], done = self._memory.beside(self._memory.meet, push)
-        self._unread[slot] = _Work(done, x, slots[self.rank], result)
+        result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        source, place = x.data_ptr(), slot * self._slot_bytes + self.rank * nbytes
+        memory.start((self._addresses[self.rank] + place, source + self.rank * nbytes, nbytes))
+        memory.meet()
+        self._met[slot] = memory.record()
+        for other in self._others:
+            memory.copy(self._addresses[other] + place, source + other * nbytes, nbytes)
+        memory.meet()
+        self._unread[slot] = _Work(memory, x, self._parts(slot, x), result)
         return self._under_way(result, self._unread[slot])
 
     def _take(self, nbytes: int) -> int:
@@ -123,39 +134,40 @@ class Copies:
             self._grow(nbytes)
         slot, self._count = self._count % SLOTS, self._count + 1
         self._read(slot)
-        following = self._met[(slot + 1) % SLOTS]  # of the collective after the one that had the slot last
-        if following is not None:
-            following.wait()
+        following = (slot + 1) % SLOTS  # where the collective went that came after the one that had the slot last
+        if self._met[following] is not None:
+            self._memory.wait(self._met[following])
+            self._met[following] = None
         return slot
 
     def _read(self, slot: int) -> None:
         """Sum up what waits in the slot, if its reduce_scatter has not been finished: its place is needed."""
         work, self._unread[slot] = self._unread[slot], None
-        if work is not None and work.parts is not None:
+        if work is not None:
             work.wait()
 
     def _grow(self, nbytes: int) -> None:
         for slot in range(SLOTS):
             self._read(slot)
         for met in filter(None, self._met):
-            met.wait()
+            self._memory.wait(met)
         self._slot_bytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         # The others' mappings keep the old buffer alive for what they still copy out of it.
-        self._buffers = self._memory.allocate(SLOTS * self._slot_bytes)
-        self._clear()
+        self._clear(self._memory.allocate(SLOTS * self._slot_bytes))
 
-    def _clear(self) -> None:
-        self._cache: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+    def _clear(self, buffers: list[Tensor]) -> None:
+        self._buffers, self._addresses = buffers, [buffer.data_ptr() for buffer in buffers]
+        self._views: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
         self._met: list[Event | None] = [None] * SLOTS
         self._unread: list[_Work | None] = [None] * SLOTS
 
-    def _views(self, slot: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """The slot's first `numel` elements on each rank. (Kept: launching is what the host has little time for.)"""
-        key, start = (slot, numel, dtype), slot * self._slot_bytes
-        if key not in self._cache:
-            stop = start + numel * dtype.itemsize
-            self._cache[key] = [buffer[start:stop].view(dtype) for buffer in self._buffers]
-        return self._cache[key]
+    def _parts(self, slot: int, x: Tensor) -> Tensor:
+        """The ranks' parts in own slot: [size, dim 0 / size, ...]. (Kept: the host has little time for launching.)"""
+        key, start = (slot, x.shape, x.dtype), slot * self._slot_bytes
+        if key not in self._views:
+            whole = self._buffers[self.rank][start : start + x.nbytes].view(x.dtype)
+            self._views[key] = whole.view(self.size, x.shape[0] // self.size, *x.shape[1:])
+        return self._views[key]
 
     @staticmethod
     def _under_way(result: Tensor, work: _Work) -> Tensor:
@@ -164,16 +176,28 @@ class Copies:
 
 
 class DeviceMemory:
-    """Memory on the GPUs of a host that reach each other."""
+    """Memory on the GPUs of a host that reach each other.
+
+    CUDA's driver is called directly: torch's copies, streams and events take the host several times as long.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self._rank = group, group.rank()
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
-        driver = ctypes.CDLL("libcuda.so.1")
-        self._write, self._wait = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
-        for function in (self._write, self._wait):  # stream, address, value, flags
-            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        self._beside = self._stream.cuda_stream
+        library, handle, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p, ctypes.c_uint64
+        self._copy = _checked(library.cuMemcpyDtoDAsync_v2, address, address, ctypes.c_size_t, handle)
+        self._create = _checked(library.cuEventCreate, ctypes.POINTER(handle), ctypes.c_uint)
+        self._record = _checked(library.cuEventRecord, handle, handle)
+        self._wait = _checked(library.cuStreamWaitEvent, handle, handle, ctypes.c_uint)
+        self._write_value = _checked(library.cuStreamWriteValue32_v2, handle, address, ctypes.c_uint32, ctypes.c_uint)
+        self._wait_value = _checked(library.cuStreamWaitValue32_v2, handle, address, ctypes.c_uint32, ctypes.c_uint)
+        self._enter = _checked(library.cuCtxSetCurrent, handle)
+        self._context = handle()
+        _checked(library.cuCtxGetCurrent, ctypes.POINTER(handle))(self._context)
+        self._events: list[int] = []
+        self._started = self._event()
         self._turn = 0
 
     def allocate(self, nbytes: int) -> list[Tensor]:
@@ -193,33 +217,63 @@ class DeviceMemory:
         self._awaited = [pads[self._rank] + 4 * other for other in others]
         return [self._symmetric.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(len(pads))]
 
-    def beside(self, *works: Callable[[], None]) -> list[Event]:
+    def start(self, *copies: tuple[int, int, int]) -> None:
         """See Memory."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        ends = []
-        with torch.cuda.stream(self._stream):
-            for work in works:
-                work()
-                ends.append(self._stream.record_event())
-        return ends
+        stream = self._caller()
+        for copy in copies:
+            self._copy(*copy, stream)
+        self._record(self._started, stream)
+        self._wait(self._beside, self._started, 0)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """See Memory."""
+        self._copy(target, source, nbytes, self._beside)
 
     def meet(self) -> None:
         """See Memory. Each write comes after all that the stream was given before it, for every GPU to see."""
         self._turn += 1
         for address in self._written:
-            self._order(self._write, self._stream, address)
+            self._write_value(self._beside, address, self._turn, 0)
         for address in self._awaited:
-            self._order(self._wait, self._stream, address)
+            self._wait_value(self._beside, address, self._turn, 0)  # 0: for this value or a later one
+
+    def record(self) -> int:
+        """See Memory."""
+        event = self._events.pop() if self._events else self._event()
+        self._record(event, self._beside)
+        return event
+
+    def wait(self, event: int) -> None:
+        """See Memory. (A stream waits for what was recorded when it was told to.)"""
+        self._wait(self._caller(), event, 0)
+        self._events.append(event)
 
     def release(self) -> None:
         """Let go on what waits for ranks that do not come."""
         for address in self._awaited:
-            self._order(self._write, torch.cuda.current_stream(self._device), address)
+            self._write_value(self._caller(), address, self._turn, 0)
 
-    def _order(self, function: Callable[..., int], stream: torch.cuda.Stream, address: int) -> None:
-        error = function(stream.cuda_stream, address, self._turn, 0)  # 0: a wait is for this value or a later one
-        if error:
-            raise RuntimeError(f"{function.__name__}: CUDA error {error}")
+    def _event(self) -> int:
+        event = ctypes.c_void_p()
+        self._create(event, 2)  # CU_EVENT_DISABLE_TIMING
+        return event.value
+
+    def _caller(self) -> int:
+        """The caller's stream. Its thread may be one of autograd's, which has launched nothing yet: no context then."""
+        self._enter(self._context)
+        return torch._C._cuda_getCurrentRawStream(self._device.index)
+
+
+def _checked(function: Callable[..., int], *types: type) -> Callable[..., int]:
+    """A function of CUDA's driver that raises its errors."""
+    function.argtypes, function.errcheck = types, _raise
+    return function
+
+
+def _raise(error: int, function: Callable[..., int], arguments: tuple) -> int:
+    if error:
+        raise RuntimeError(f"{function.__name__}: CUDA error {error}")
+    return error
 
 
 connected: dict[str, Copies] = {}
@@ -295,8 +349,8 @@ def _try(group: ProcessGroup, copies: list[Copies]) -> None:
     each = torch.arange(size, device="cuda", dtype=torch.float32)
     gathered = [own.all_gather(each[rank : rank + 1] + i) for i in range(2 * SLOTS)]
     summed = [own.reduce_scatter(each + i) for i in range(2 * SLOTS)]
-    (done,), deadline = own._memory.beside(lambda: None), time.monotonic() + _TRIAL_SECONDS
-    while not done.query():
+    deadline = time.monotonic() + _TRIAL_SECONDS
+    while not own._memory._stream.query():
         if time.monotonic() > deadline:
             own._memory.release()
             raise RuntimeError(f"a trial did not end in {_TRIAL_SECONDS:.0f} s")
