@@ -175,6 +175,19 @@ class Copies:
         return result
 
 
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams: a stream writes 32 bits, or waits for them or a later value (flags of 0)."""
+
+    WAIT, WRITE = 1, 2
+    _fields_ = [
+        ("kind", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("unused", ctypes.c_uint64 * 2),
+    ]
+
+
 class DeviceMemory:
     """Memory on the GPUs of a host that reach each other.
 
@@ -191,8 +204,8 @@ class DeviceMemory:
         self._create = _checked(library.cuEventCreate, ctypes.POINTER(handle), ctypes.c_uint)
         self._record = _checked(library.cuEventRecord, handle, handle)
         self._wait = _checked(library.cuStreamWaitEvent, handle, handle, ctypes.c_uint)
-        self._write_value = _checked(library.cuStreamWriteValue32_v2, handle, address, ctypes.c_uint32, ctypes.c_uint)
-        self._wait_value = _checked(library.cuStreamWaitValue32_v2, handle, address, ctypes.c_uint32, ctypes.c_uint)
+        operations = ctypes.POINTER(_Operation)
+        self._operate = _checked(library.cuStreamBatchMemOp_v2, handle, ctypes.c_uint, operations, ctypes.c_uint)
         self._enter = _checked(library.cuCtxSetCurrent, handle)
         self._context = handle()
         _checked(library.cuCtxGetCurrent, ctypes.POINTER(handle))(self._context)
@@ -213,8 +226,11 @@ class DeviceMemory:
         # At [own rank] of another's pad we write, at [other's rank] of our own we wait. Pads start as zeros.
         pads = self._symmetric.signal_pad_ptrs
         others = [rank for rank in range(len(pads)) if rank != self._rank]
-        self._written = [pads[other] + 4 * self._rank for other in others]
-        self._awaited = [pads[self._rank] + 4 * other for other in others]
+        awaited = [pads[self._rank] + 4 * other for other in others]
+        meeting = [(_Operation.WRITE, pads[other] + 4 * self._rank) for other in others]
+        meeting += [(_Operation.WAIT, address) for address in awaited]
+        self._meeting = (_Operation * len(meeting))(*meeting)
+        self._release = (_Operation * len(awaited))(*[(_Operation.WRITE, address) for address in awaited])
         return [self._symmetric.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(len(pads))]
 
     def start(self, *copies: tuple[int, int, int]) -> None:
@@ -232,10 +248,7 @@ class DeviceMemory:
     def meet(self) -> None:
         """See Memory. Each write comes after all that the stream was given before it, for every GPU to see."""
         self._turn += 1
-        for address in self._written:
-            self._write_value(self._beside, address, self._turn, 0)
-        for address in self._awaited:
-            self._wait_value(self._beside, address, self._turn, 0)  # 0: for this value or a later one
+        self._order(self._beside, self._meeting)
 
     def record(self) -> int:
         """See Memory."""
@@ -250,8 +263,12 @@ class DeviceMemory:
 
     def release(self) -> None:
         """Let go on what waits for ranks that do not come."""
-        for address in self._awaited:
-            self._write_value(self._caller(), address, self._turn, 0)
+        self._order(self._caller(), self._release)
+
+    def _order(self, stream: int, operations: ctypes.Array[_Operation]) -> None:
+        for operation in operations:
+            operation.value = self._turn
+        self._operate(stream, len(operations), operations, 0)
 
     def _event(self) -> int:
         event = ctypes.c_void_p()
