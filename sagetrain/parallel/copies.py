@@ -262,8 +262,8 @@ class DeviceMemory:
         self._events.append(event)
 
     def release(self) -> None:
-        """Let go on what waits for ranks that do not come."""
-        self._order(self._caller(), self._release)
+        """Let go on what waits for ranks that do not come: the caller's stream too, by its events."""
+        self._order(torch.cuda.Stream(self._device).cuda_stream, self._release)
 
     def _order(self, stream: int, operations: ctypes.Array[_Operation]) -> None:
         for operation in operations:
