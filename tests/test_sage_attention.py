@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sagekernels import attention_reference, sage_attention
@@ -177,6 +178,22 @@ def test_no_tokens():
     assert o.shape == (2, 0, 4, 32)
     o.sum().backward()
     assert q.grad.shape == q.shape
+
+
+def test_no_zeros_stand_for_gradients_of_what_is_kept():
+    class Int8Zeros(TorchDispatchMode):
+        found = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            self.found += function is torch.ops.aten.zeros.default and out.dtype == torch.int8
+            return out
+
+    q, k, v, do = random_inputs(Shape(1, 64, 64, 2, 2, 32))
+    o = sage_attention(q.requires_grad_(), k, v)
+    with Int8Zeros() as zeros:
+        o.backward(do)
+    assert q.grad.abs().sum() > 0 and zeros.found == 0
 
 
 def test_no_second_derivative():

@@ -236,11 +236,14 @@ def _setup_forward(ctx, inputs: tuple, output: list[Tensor]) -> None:
     _, k, v, cu_seqlens, causal, scale, _, smooth_q, recipe, backend = inputs
     o, *saved = output
     ctx.mark_non_differentiable(*saved)
+    ctx.set_materialize_grads(False)  # they would be zeros as large as `saved`
     ctx.save_for_backward(k if smooth_q else None, v, cu_seqlens, o, *saved)
     ctx.options = (causal, scale, recipe, backend)
 
 
 def _differentiate_forward(ctx, grads: list[Tensor]) -> tuple:
+    if grads[0] is None:
+        return (None,) * 10
     k, v, cu_seqlens, o, *saved = ctx.saved_tensors
     dq, dk, dv = _backward(grads[0], k, v, o, saved, cu_seqlens, *ctx.options)
     return dq, dk, dv, None, None, None, None, None, None, None
