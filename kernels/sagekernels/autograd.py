@@ -67,7 +67,7 @@ def sage_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not 0 < scale < float("inf"):
         raise ValueError(f"scale must be positive and finite, got {scale}")
-    return _forward(q, k, v, cu_seqlens, causal, scale, smooth_k, smooth_q, recipe, backend)[0]
+    return FORWARD(q, k, v, cu_seqlens, causal, scale, smooth_k, smooth_q, recipe, backend)[0]
 
 
 def _check_backend(q: Tensor, backend: str | None) -> None:
@@ -129,8 +129,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, cu_seqlens: Tensor | N
             raise ValueError(f"cu_seqlens must rise from 0 to {n_q}, got {cu_seqlens.tolist()}")
 
 
-# The operators take and return flat lists of tensors; an optional tensor that a call does not use is empty.
-@torch.library.custom_op("sagekernels::forward", mutates_args=())
+# The operators are registered by hand and have no list of tensors in their schemas: torch.library.custom_op and such
+# lists cost the host more per call than all launches. An optional tensor that a call does not use is empty.
+Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Three = tuple[Tensor, Tensor, Tensor]
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -142,18 +146,17 @@ def _forward(
     smooth_q: bool,
     recipe: str,
     backend: str | None,
-) -> list[Tensor]:
-    """[o, lse, q codes, q scale, k codes, k scale, q mean, k mean], shapes as in reference.Saved."""
+) -> Eight:
+    """(o, lse, q codes, q scale, k codes, k scale, q mean, k mean), shapes as in reference.Saved."""
     if q.numel() == 0:
         return _forward_fake(q, k, v, cu_seqlens, causal, scale, smooth_k, smooth_q, recipe, backend)
     o, saved = _functions(backend, q.device)[0](
         q, k, v, causal=causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q, cu_seqlens=cu_seqlens, recipe=recipe
     )
     means = [q.new_empty(0, dtype=torch.float32) if mean is None else mean for mean in (saved.q_mean, saved.k_mean)]
-    return [o, saved.lse, *saved.q, *saved.k, *means]
+    return o, saved.lse, *saved.q, *saved.k, *means
 
 
-@_forward.register_fake
 def _forward_fake(
     q: Tensor,
     k: Tensor,
@@ -165,14 +168,14 @@ def _forward_fake(
     smooth_q: bool,
     recipe: str,
     backend: str | None,
-) -> list[Tensor]:
+) -> Eight:
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    return [
+    return (
         empty(*q.shape, dtype=q.dtype),
         empty(batch, heads, n_q),
         empty(batch, heads, n_q, head_dim, dtype=torch.int8),
@@ -181,26 +184,30 @@ def _forward_fake(
         empty(batch, kv_heads, n_k),
         empty(batch, heads, tiles_of(n_q), head_dim) if smooth_q else empty(0),
         empty(batch, kv_heads, 1, head_dim) if smooth_q and smooth_k else empty(0),
-    ]
+    )
 
 
-@torch.library.custom_op("sagekernels::backward", mutates_args=())
 def _backward(
     do: Tensor,
     k: Tensor | None,
     v: Tensor,
     o: Tensor,
-    saved: list[Tensor],
+    lse: Tensor,
+    q_codes: Tensor,
+    q_scale: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    q_mean: Tensor,
+    k_mean: Tensor,
     cu_seqlens: Tensor | None,
     causal: bool,
     scale: float,
     recipe: str,
     backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Three:
     """dq, dk, dv, contiguous. `k` is read (and kept for it) when Q was smoothed, otherwise None."""
     if do.numel() == 0:
-        return _backward_fake(do, k, v, o, saved, cu_seqlens, causal, scale, recipe, backend)
-    lse, q_codes, q_scale, k_codes, k_scale, q_mean, k_mean = saved
+        return _backward_fake(do, k, v)
     kept = Saved(
         lse,
         Codes(q_codes, q_scale),
@@ -213,51 +220,60 @@ def _backward(
     return tuple(grad.contiguous() for grad in grads)
 
 
-@_backward.register_fake
-def _backward_fake(
-    do: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    o: Tensor,
-    saved: list[Tensor],
-    cu_seqlens: Tensor | None,
-    causal: bool,
-    scale: float,
-    recipe: str,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    def empty(x: Tensor) -> Tensor:
-        return torch.empty(x.shape, dtype=v.dtype, device=v.device)
-
-    return empty(do), empty(v), empty(v)
+def _backward_fake(do: Tensor, k: Tensor | None, v: Tensor, *_) -> Three:
+    return tuple(torch.empty(x.shape, dtype=v.dtype, device=v.device) for x in (do, v, v))
 
 
-def _setup_forward(ctx, inputs: tuple, output: list[Tensor]) -> None:
-    _, k, v, cu_seqlens, causal, scale, _, smooth_q, recipe, backend = inputs
-    o, *saved = output
-    ctx.mark_non_differentiable(*saved)
-    ctx.set_materialize_grads(False)  # they would be zeros as large as `saved`
-    ctx.save_for_backward(k if smooth_q else None, v, cu_seqlens, o, *saved)
-    ctx.options = (causal, scale, recipe, backend)
+LIBRARY = torch.library.Library("sagekernels", "DEF")
 
 
-def _differentiate_forward(ctx, grads: list[Tensor]) -> tuple:
-    if grads[0] is None:
-        return (None,) * 10
-    k, v, cu_seqlens, o, *saved = ctx.saved_tensors
-    dq, dk, dv = _backward(grads[0], k, v, o, saved, cu_seqlens, *ctx.options)
-    return dq, dk, dv, None, None, None, None, None, None, None
+def _operator(function: Callable, fake: Callable) -> torch._ops.OpOverload:
+    """Register torch.ops.sagekernels.<name of the function>, with its types as the schema."""
+    name = function.__name__.strip("_")
+    schema = torch.library.infer_schema(function, mutates_args=())
+    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sagekernels::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.sagekernels, name).default
 
 
-def _setup_backward(ctx, inputs: tuple, output: tuple) -> None:
-    """Nothing is kept: there is no second derivative."""
+FORWARD = _operator(_forward, _forward_fake)
+BACKWARD = _operator(_backward, _backward_fake)
 
 
-def _differentiate_backward(ctx, *grads: Tensor) -> tuple:
+class _Attention(torch.autograd.Function):
+    """FORWARD with its derivative."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            outputs = FORWARD(*inputs)
+        _, k, v, cu_seqlens, causal, scale, _, smooth_q, recipe, backend = inputs
+        o, *saved = outputs
+        ctx.mark_non_differentiable(*saved)
+        ctx.set_materialize_grads(False)  # they would be zeros as large as `saved`
+        ctx.save_for_backward(k if smooth_q else None, v, cu_seqlens, o, *saved)
+        ctx.options = (causal, scale, recipe, backend)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, do, *_):
+        if do is None:
+            return (None,) * 10
+        k, v, cu_seqlens, *saved = ctx.saved_tensors
+        return *BACKWARD(do, k, v, *saved, cu_seqlens, *ctx.options), *(None,) * 7
+
+
+@torch._disable_dynamo
+def _differentiable_forward(*inputs) -> Eight:
+    return _Attention.apply(*inputs)
+
+
+def _no_second_derivative(ctx, *grads: Tensor) -> tuple:
     raise NotImplementedError(
         "sage_attention has no second derivative; use attention_reference where gradients of gradients are needed"
     )
 
 
-_forward.register_autograd(_differentiate_forward, setup_context=_setup_forward)
-_backward.register_autograd(_differentiate_backward, setup_context=_setup_backward)
+LIBRARY.impl("forward", _differentiable_forward, "Autograd")
+torch.library.register_autograd("sagekernels::backward", _no_second_derivative, lib=LIBRARY)
