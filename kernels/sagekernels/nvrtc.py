@@ -155,19 +155,26 @@ def tensor_map(x: Tensor, box: Sequence[int], swizzle: int = 128) -> TensorMap:
     The last dimension of x is contiguous, the other strides are multiples of 16 bytes, and so is the address. In the
     kernel coordinates are given last dimension first; outside of x zeros are read and nothing is written.
     """
-    size = x.element_size()
-    rank = x.dim()
-    steps_in_bytes = [s * size if extent > 1 else 16 for s, extent in zip(x.stride(), x.shape, strict=True)][-2::-1]
-    if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s % 16 or s == 0 for s in steps_in_bytes):
-        raise ValueError(f"no tensor map of strides {x.stride()} at address {x.data_ptr():#x}")
-    dims = (ctypes.c_uint64 * rank)(*x.shape[::-1])
+    return _tensor_map(x.data_ptr(), x.shape, x.stride(), x.dtype, tuple(box), swizzle)
+
+
+@functools.lru_cache(4096)  # a step of training comes back to the same addresses: 8 maps per layer, a KiB each
+def _tensor_map(
+    address: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...], swizzle: int
+) -> TensorMap:
+    size = dtype.itemsize
+    rank = len(shape)
+    steps_in_bytes = [s * size if extent > 1 else 16 for s, extent in zip(stride, shape, strict=True)][-2::-1]
+    if stride[-1] != 1 or address % 16 or any(s % 16 or s == 0 for s in steps_in_bytes):
+        raise ValueError(f"no tensor map of strides {stride} at address {address:#x}")
+    dims = (ctypes.c_uint64 * rank)(*shape[::-1])
     strides = (ctypes.c_uint64 * rank)(*steps_in_bytes)
     extents = (ctypes.c_uint32 * rank)(*box[::-1])
     steps = (ctypes.c_uint32 * rank)(*[1] * rank)
     result = TensorMap()
     _call(
-        "cuTensorMapEncodeTiled", ctypes.c_void_p(result.address), MAP_TYPES[x.dtype], rank,
-        ctypes.c_void_p(x.data_ptr()), dims, strides, extents, steps, 0, MAP_SWIZZLES[swizzle], L2_PROMOTION_256, 0,
+        "cuTensorMapEncodeTiled", ctypes.c_void_p(result.address), MAP_TYPES[dtype], rank,
+        ctypes.c_void_p(address), dims, strides, extents, steps, 0, MAP_SWIZZLES[swizzle], L2_PROMOTION_256, 0,
     )  # fmt: skip
     return result
 
