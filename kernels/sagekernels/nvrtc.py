@@ -186,8 +186,7 @@ class Kernel:
         self.cubin, self.name = compiled(source_file, defines), name
         self.functions: dict[int, ctypes.c_void_p] = {}
 
-    def _function(self, shared_bytes: int) -> ctypes.c_void_p:
-        device = torch.cuda.current_device()
+    def _function(self, device: int, shared_bytes: int) -> ctypes.c_void_p:
         context = ctypes.c_void_p()
         _call("cuCtxGetCurrent", ctypes.byref(context))
         if not context:  # a thread of autograd that has called nothing of CUDA yet
@@ -203,18 +202,21 @@ class Kernel:
 
     def launch(self, grid: Sequence[int], block: Sequence[int], shared_bytes: int, *arguments) -> None:
         """Launch on torch's current stream and device. shared_bytes of dynamic memory: the same at every launch."""
-        values, pointers = [], (ctypes.c_void_p * len(arguments))()
+        values = (ctypes.c_uint64 * len(arguments))()
+        first = ctypes.addressof(values)
+        pointers = (ctypes.c_void_p * len(arguments))(*range(first, first + ctypes.sizeof(values), 8))
         for i, x in enumerate(arguments):
-            if isinstance(x, TensorMap):
+            if isinstance(x, int):
+                values[i] = x  # of a negative one the low half is the int32 too
+            elif isinstance(x, TensorMap):
                 pointers[i] = x.address
-                continue
-            if isinstance(x, Tensor) or x is None:
-                values.append(ctypes.c_void_p(None if x is None else x.data_ptr()))
-            else:
-                values.append(ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int32(x))
-            pointers[i] = ctypes.addressof(values[-1])
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        function = self._function(shared_bytes)
+            elif isinstance(x, float):
+                ctypes.c_float.from_buffer(values, 8 * i).value = x
+            elif x is not None:
+                values[i] = x.data_ptr()
+        device = torch.cuda.current_device()
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
+        function = self._function(device, shared_bytes)
         sizes = [*grid, *[1] * (3 - len(grid)), *block, *[1] * (3 - len(block))]
         _call("cuLaunchKernel", function, *sizes, shared_bytes, stream, pointers, None)
 
