@@ -14,6 +14,7 @@ from torch import Tensor
 from . import hopper
 from .backward import triton_backward
 from .forward import triton_forward
+from .launch import is_hopper
 from .quantize import Codes, tiles_of
 from .reference import RECIPES, Saved, twin_backward, twin_forward
 
@@ -84,7 +85,7 @@ def _functions(backend: str | None, device: torch.device) -> tuple[Callable, Cal
         return BACKENDS[backend]
     if device.type != "cuda":
         return BACKENDS["twin"]
-    return hopper.DEFAULT if torch.cuda.get_device_capability(device) == (9, 0) else BACKENDS["triton"]
+    return hopper.DEFAULT if is_hopper(device) else BACKENDS["triton"]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, cu_seqlens: Tensor | None, recipe: str) -> None:

@@ -40,7 +40,7 @@ def document_bounds_triton(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Ten
     """reference.document_bounds in one launch: each token finds its document on the device."""
     starts, ends = torch.empty((2, length), dtype=torch.int32, device=cu_seqlens.device)
     documents = cu_seqlens.numel() - 1
-    grid = (triton.cdiv(length, 256),)
+    grid = (-(-length // 256),)
     halvings = documents.bit_length() + 1
     _documents_kernel[grid](cu_seqlens.contiguous(), starts, ends, documents, length, halvings, BLOCK=256)
     return starts, ends

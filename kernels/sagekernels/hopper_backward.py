@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import nvrtc
 from .forward import document_bounds_triton
-from .launch import on_device_of
+from .launch import is_hopper, on_device_of
 from .pieces import LOG2E
 from .quantize import TILE, tiles_of
 from .reference import RECIPES, Saved
@@ -119,7 +119,7 @@ def supported(do: Tensor, v: Tensor, saved: Saved, *, recipe: str) -> bool:
         and do.dtype == v.dtype
         and v.dtype in (torch.bfloat16, torch.float16)
         and do.is_cuda
-        and torch.cuda.get_device_capability(do.device) == (9, 0)
+        and is_hopper(do.device)
         and max(do.numel(), v.numel()) < 2**31
     )
 

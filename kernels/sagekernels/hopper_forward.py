@@ -6,11 +6,10 @@ kernels/NOTES.md, section Forward.
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from .forward import document_bounds_triton
-from .launch import on_device_of
+from .launch import is_hopper, multiprocessors, on_device_of
 from .nvrtc import load, tensor_map
 from .pieces import LOG2E
 from .quantize import Codes
@@ -29,8 +28,8 @@ def chunks_of(tokens: int, head_dim: int, processors: int) -> tuple[int, int]:
     that, so that calls on four streams never wait for each other.
     """
     held = 32768 // head_dim
-    per_chunk = held * max(1, triton.cdiv(tokens, held * max(1, processors // 2)))
-    return triton.cdiv(tokens, per_chunk), per_chunk
+    per_chunk = held * max(1, -(-tokens // (held * max(1, processors // 2))))
+    return -(-tokens // per_chunk), per_chunk
 
 
 def _quantize_keys(k: Tensor, smooth: bool, padded: int, processors: int) -> tuple[Codes, Tensor, Tensor]:
@@ -63,7 +62,7 @@ def supported(q: Tensor, k: Tensor, v: Tensor, *, smooth_q: bool, cu_seqlens: Te
         and q.shape[3] in SCHEDULES
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.is_cuda
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and is_hopper(q.device)
         and max(q.numel(), k.numel()) < 2**31
     )
 
@@ -93,8 +92,8 @@ def hopper_forward(
     block_n, consumers, stages = SCHEDULES[head_dim]
     q, v = mappable(q), mappable(v)
     with on_device_of(q):
-        nk_padded = triton.cdiv(n_k, block_n) * block_n
-        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        nk_padded = -(-n_k // block_n) * block_n
+        processors = multiprocessors(q.device)
         k_codes, k_ordered, counter = _quantize_keys(k, smooth_k, nk_padded, processors)
         q_codes = Codes(
             torch.empty((batch, heads, n_q, head_dim), dtype=torch.int8, device=q.device),
@@ -103,7 +102,7 @@ def hopper_forward(
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
         starts, ends = (None, None) if cu_seqlens is None else document_bounds_triton(cu_seqlens, n_q)
-        m_blocks = triton.cdiv(n_q, 64 * consumers)
+        m_blocks = -(-n_q // (64 * consumers))
         tiles = m_blocks * batch * heads
         per_group = max(1, PER_HEAD_CACHE // (n_k * head_dim * 3)) * (heads // kv_heads)
         defines = {

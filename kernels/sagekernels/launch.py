@@ -1,6 +1,7 @@
 """How the portable kernels are launched: tile sizes by architecture and head dimension, and the current device."""
 
 import contextlib
+import functools
 from typing import NamedTuple
 
 import torch
@@ -83,6 +84,18 @@ def launch_tiles(kernel: str, device: torch.device, held_head_dim: int, exact: b
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
     tiles = TABLE[kernel][family(capability)][held_head_dim]
     return tiles._replace(block_m=TILE, block_n=TILE) if exact else tiles
+
+
+# Of a device with its index, as tensors have it; kept because torch takes a microsecond to look a property up.
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """An H100 or H200."""
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:
