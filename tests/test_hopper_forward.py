@@ -1,5 +1,6 @@
 """The Hopper forward on a machine without a GPU: hopper_forward.cu run by hopper_emulator, and compiled for sm_90a."""
 
+import ctypes
 import functools
 import math
 
@@ -191,6 +192,28 @@ def test_tensor_maps_of_odd_strides_are_refused():
     for odd in (torch.zeros(8, 12, dtype=torch.int8), torch.zeros(8, 64).mT, torch.zeros(1, 64).expand(8, 64)):
         with pytest.raises(ValueError, match="no tensor map"):
             nvrtc.tensor_map(odd, (8, 8))
+
+
+def test_a_launch_passes_every_type_of_argument_and_keeps_tensor_maps(monkeypatch):
+    launched, encoded = [], []
+
+    def call(function, *arguments):
+        if function == "cuTensorMapEncodeTiled":
+            encoded.append(arguments)
+        if function == "cuLaunchKernel":
+            read = [kind.from_address(p).value for kind, p in zip(kinds, arguments[-2][1:], strict=True)]
+            launched.append((arguments[-2][0], read, arguments[1:7], arguments[8].value))
+
+    monkeypatch.setattr(nvrtc, "_call", call)
+    monkeypatch.setattr(nvrtc, "compiled", lambda *_: b"")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    x = torch.zeros(3, 8, 64)
+    maps = [nvrtc.tensor_map(y, (1, 8, 32)) for y in (x, x.clone(), x[:2], x)]
+    assert len(encoded) == 3 and maps[3] is maps[0] and len({m.address for m in maps}) == 3
+    kinds = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_float]
+    nvrtc.Kernel("any.cu", "any", {}).launch((5,), (384,), 1024, maps[0], x, None, 2**31 - 1, -3, 0.25)
+    assert launched == [(maps[0].address, [x.data_ptr(), None, 2**31 - 1, -3, 0.25], (5, 1, 1, 384, 1, 1), 7)]
 
 
 @pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC, which comes with torch's CUDA wheels")
