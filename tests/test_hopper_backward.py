@@ -40,17 +40,17 @@ class Work(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("bh", "block", "first", "last", "clear", "blurred")]
 
 
-@pytest.fixture(scope="module")
-def schedule(tmp_path_factory):
-    """hopper_backward_schedule.cuh for this machine's processor."""
+@pytest.fixture(scope="module", params=hopper_backward.KEYS)
+def schedule(request, tmp_path_factory):
+    """hopper_backward_schedule.cuh of one head_dim for this machine's processor; keys of a block."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("schedule")
     (folder / "schedule.cpp").write_text(INTERFACE)
-    options = ["-std=c++17", "-shared", "-fPIC", f"-I{nvrtc.HERE}", "-o", str(folder / "schedule.so")]
-    subprocess.run([compiler, *options, str(folder / "schedule.cpp")], check=True)
-    return ctypes.CDLL(str(folder / "schedule.so"))
+    options = ["-std=c++17", "-shared", "-fPIC", f"-DHEAD_DIM={request.param}", f"-I{nvrtc.HERE}"]
+    subprocess.run([compiler, *options, str(folder / "schedule.cpp"), "-o", str(folder / "schedule.so")], check=True)
+    return ctypes.CDLL(str(folder / "schedule.so")), hopper_backward.KEYS[request.param]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,7 @@ def schedule(tmp_path_factory):
 def test_schedule(schedule, n_q, n_k, causal, documents, heads, heads_at_once):
     """Each block is taken once; every visible pair is in a tile that is taken and unmasked where no mask is applied;
     the blocks that add to a tile of queries have turns 0, 1, 2, ..., the earlier ones in programs launched earlier."""
+    schedule, keys = schedule
     cu_seqlens = torch.tensor((0, *documents)).cumsum(0).int() if documents else None
     bounds = [x.numpy() for x in document_bounds(cu_seqlens, n_k)] if documents else [None, None]
     pointers = [x if x is None else x.ctypes.data for x in bounds]
@@ -83,19 +84,19 @@ def test_schedule(schedule, n_q, n_k, causal, documents, heads, heads_at_once):
         expected = sees[:, key] if key < n_k else np.zeros(n_q, bool)
         queries = np.arange(n_q)
         assert np.array_equal((queries >= lower.value) & (queries < upper.value), expected)
-    blocks, tiles = -(-n_k // 128), -(-n_q // 64)
+    blocks, tiles = -(-n_k // keys), -(-n_q // 64)
     taken, turns = set(), {}
     for program in range(blocks * heads):
         w = Work()
         schedule.work(program, ctypes.byref(problem), ctypes.byref(w))
         taken.add((w.bh, w.block))
-        part = sees[:, w.block * 128 : (w.block + 1) * 128]
+        part = sees[:, w.block * keys : (w.block + 1) * keys]
         for m in range(tiles):
             seen = part[m * 64 : (m + 1) * 64]
             inside = w.first <= m < w.last
             assert inside or not seen.any()
             if inside and w.clear <= m < w.blurred:
-                assert seen.all() and part.shape[1] == 128
+                assert seen.all() and part.shape[1] == keys
             if inside:
                 turns.setdefault((w.bh, m), []).append(schedule.turn(w.block, m, ctypes.byref(problem)))
     assert taken == {(bh, block) for bh in range(heads) for block in range(blocks)}
@@ -118,7 +119,8 @@ def columns(x, value=0.0):
 MISTAKES = [
     {
         "signal(sm.codes_free[now]);": "if (t == 0) signal(sm.codes_free[now]);",
-        "issue_s(next);": "issue_s(next); if (t + 1 < tiles) signal(sm.codes_free[next]);",
+        "if (t + 1 < tiles) wait(sm.codes_full[next], parity(t + 1));":
+            "if (t + 1 < tiles) { wait(sm.codes_full[next ], parity(t + 1)); signal(sm.codes_free[next]); }",
     },
     {
         "signal(sm.wide_free[now]);": "",
@@ -133,11 +135,14 @@ MISTAKES = [
     {"fence_async();\n        warpgroup_barrier(wg);": "warpgroup_barrier(wg);"},
     {"fence_async();\n        warpgroup_barrier(wg);": "fence_async();"},
     {"fence_async();\n        signal(sm.dq_full[wg]);": "signal(sm.dq_full[wg]);"},
-    {"fence_async();\n        if (tiles > 1) signal(sm.dq_full[wg]);": "if (tiles > 1) signal(sm.dq_full[wg] );"},
+    {
+        "fence_async();\n    if (tiles > 1 && mine(tiles - 2)) signal(sm.dq_full[wg]);":
+            "if (tiles > 1 && mine(tiles - 2 )) signal(sm.dq_full[wg] );"
+    },
     {"wait(sm.ds_full[t & 1], t >> 1 & 1);": ""},
     {"wait(sm.ds_free[t & 1], t >> 1 & 1 ^ 1);": ""},
     {"wait(sm.ds_free[t & 1], t >> 1 & 1 ^ 1);": "wait(sm.ds_free[t & 1], t >> 1 & 1);"},
-    {"wait(sm.dq_free[wg], t & 1 ^ 1);": ""},
+    {"wait(sm.dq_free[wg], t / ROUND & 1 ^ 1);": ""},
     {"wait(sm.wide_full[now], parity(t));": ""},
     {"if (t + 1 < tiles) wait(sm.codes_full[next], parity(t + 1));": ""},
     {"wait(sm.codes_free[place(i)], parity(i) ^ 1);": ""},
@@ -145,31 +150,43 @@ MISTAKES = [
     {"wait(sm.keys_full, 0);": ""},
     {"row / 2 % 4": "row % 4"},
     {"column % 64 * 2 + 16 ^ row % 8 << 4": "column % 64 * 2 + 16 ^ row % 4 << 4"},
-    {"wg * (D / 2) + 16 * i": "16 * i"},
+    {"thread / KEYS * (D / 2) + 16 * i": "16 * i"},
     {"0x7650 + j % 4": "0x7653 - j % 4"},
     {"wgmma_wait<1>();\n        pin(dp);": "pin(dp);"},
-    {"wgmma_wait<1>();\n        pin(p16);": "pin(p16);"},
-    {"wgmma_wait<1>();\n        pin(dq);": "pin(dq);"},
+    {"wgmma_wait<1>();\n            pin(p16);": "pin(p16);"},
+    {"wgmma_wait<1>();\n            pin(dq);": "pin(dq);"},
+    {"wgmma_wait<0>();\n        pin(dq);": "pin(dq);"},
     {"wgmma_wait<0>();\n        pin(s);": "wgmma_wait<1>();"},
     {"(u32)(upper - lower)": "(u32)(upper - lower + 1)"},
     {"m * QUERIES + 2 * (thread % 4) - lower": "m * QUERIES + 2 * (thread % 4) - lower + 1"},
-    {"(bh * q_tiles + m) * 2 + half": "(bh * q_tiles + m) * 2 + 1 - half"},
-    {"sm.k + wg * 32": "sm.k + (1 - wg) * 32"},
+    {"(bh * q_tiles + m) * BLOCKS_D + block": "(bh * q_tiles + m) * BLOCKS_D + BLOCKS_D - 1 - block"},
+    {"wg / ROUND * KEYS * 64": "0"},
     {"load_relaxed(turns + part) != turn": "load_relaxed(turns + part) < 0"},
     {"turn_of(work.block, m, problem)": "turn_of(work.block, m, problem) + 1"},
     {"copies_wait<1>(), add_relaxed(turns + before, 1);": "add_relaxed(turns + before, 1);"},
     {"copies_wait<1>(), add_relaxed(turns + before, 1);": "copies_wait_read(), add_relaxed(turns + before, 1);"},
-    {"copies_wait_read();\n                    arrive(sm.dq_free[half]);": "arrive(sm.dq_free[half]);"},
-    {"wait(sm.dq_full[half], i & 1);": ""},
+    {"copies_wait_read();\n                    arrive(sm.dq_free[from]);": "arrive(sm.dq_free[from]);"},
+    {"wait(sm.dq_full[from], i / ROUND & 1);": ""},
     {
         "(wg * 64 + warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4)":
             "(wg * 64 + warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 4) << 4)"
     },
     {"arrive_expect(bar, QUERIES * D * 4);": "arrive_expect(bar, QUERIES * D * 2);"},
     {"copies_commit();\n        copies_wait_read();": "copies_commit();"},
-    {"if (tiles) wait(sm.dq_free[wg], tiles - 1 & 1);": ""},
+    {"if (rounds) wait(sm.dq_free[wg], rounds - 1 & 1);": ""},
     {"barrier_init(sm.dq_full[i], 4);": "barrier_init(sm.dq_full[i], 3);"},
     {"operand(sm.q[stage], QUERIES * 128)": "operand(sm.q[stage], QUERIES * 64)"},
+    {"barrier_init(sm.codes_free[i], 4 * CONSUMERS);": "barrier_init(sm.codes_free[i], 8);"},
+    {"barrier_init(sm.wide_free[i], 4 * CONSUMERS);": "barrier_init(sm.wide_free[i], 8);"},
+    {"barrier_init(sm.ds_full[i], 4 * CONSUMERS);": "barrier_init(sm.ds_full[i], 8);"},
+    {"barrier_init(sm.ds_free[i], 4 * BLOCKS_D);": "barrier_init(sm.ds_free[i], 8);"},
+    {"mine(t - 1)": "mine(t)"},
+    {"t > 1 && mine(t - 2)": "t > 1 && mine(t - 1)"},
+    {"tiles > 1 && mine(tiles - 2)": "tiles > 1 && mine(tiles - 1)"},
+    {"block * ROUND + i % ROUND": "block * ROUND"},
+    {"t / ROUND & 1 ^ 1": "t & 1 ^ 1"},
+    {"tiles + ROUND - 1 - wg % ROUND": "tiles + ROUND - 1"},
+    {"thread % KEYS": "thread % 128"},
 ]  # fmt: skip
 
 
@@ -206,20 +223,21 @@ def emulated(kernels, shape, half=False, in_order=False, **options):
     dk, dv = torch.full_like(v, math.nan), torch.full_like(v, math.nan)
     tiles = -(-n_q // 64)
     sums = torch.zeros(batch, heads, tiles, 64 * head_dim)
-    turns = torch.zeros(batch * heads * tiles * 2, dtype=torch.int32) if in_order else None
+    turns = torch.zeros(batch * heads * tiles * (head_dim // 64), dtype=torch.int32) if in_order else None
     bounds = document_bounds(cu_seqlens, n_k) if cu_seqlens is not None else (None, None)
-    boxes = [(saved.q.codes, 64), (q16, 64), (do.transpose(1, 2), 64), (saved.k.codes, 128)]
-    boxes += [(v.transpose(1, 2), 128), (dk.transpose(1, 2), 64), (dv.transpose(1, 2), 64)]
+    keys, parts = hopper_backward.KEYS[head_dim], head_dim // 64
+    boxes = [(saved.q.codes, 64), (q16, 64), (do.transpose(1, 2), 64), (saved.k.codes, keys)]
+    boxes += [(v.transpose(1, 2), keys), (dk.transpose(1, 2), 64), (dv.transpose(1, 2), 64)]
     maps = [host_map(x, rows) for x, rows in boxes]
     wrong = kernels(head_dim, half)(
-        -(-n_k // 128) * batch * kv_heads, 384, *maps, vectors, saved.k.scale, *bounds, sums, turns, scale,
+        -(-n_k // keys) * batch * kv_heads, 2 * keys + 128, *maps, vectors, saved.k.scale, *bounds, sums, turns, scale,
         kv_heads, heads // kv_heads, n_q, n_k, tiles, batch * kv_heads, 1, int(shape.causal), **options,
     )  # fmt: skip
     assert not wrong, wrong
     # the permutation of _finish_dq_kernel
     text = (nvrtc.HERE / "hopper_backward.py").read_text()
-    assert "tl.reshape(x, [2, 4, HEAD_DIM // 16, 8, 4, 2, 2]), (1, 5, 3, 0, 2, 4, 6)" in text
-    dq = sums.view(batch, heads, tiles, 2, 4, head_dim // 16, 8, 4, 2, 2).permute(0, 1, 2, 4, 8, 6, 3, 5, 7, 9)
+    assert "tl.reshape(x, [HEAD_DIM // 64, 4, 8, 8, 4, 2, 2]), (1, 5, 3, 0, 2, 4, 6)" in text
+    dq = sums.view(batch, heads, tiles, parts, 4, 8, 8, 4, 2, 2).permute(0, 1, 2, 4, 8, 6, 3, 5, 7, 9)
     dq = dq.reshape(batch, heads, tiles * 64, head_dim)[:, :, :n_q].transpose(1, 2) * scale
     return (dq, dk, dv), expected, sums
 
@@ -236,6 +254,8 @@ def assert_close(ours, expected, sums):
         (Shape(1, 200, 200, 2, 1, 128, True, ()), False, False),
         (Shape(2, 100, 150, 1, 1, 128, False, ()), False, True),
         (Shape(1, 260, 260, 1, 1, 64, False, (100, 0, 1, 63, 96)), True, True),
+        (Shape(1, 300, 420, 2, 1, 64, True, ()), True, False),
+        (Shape(2, 70, 40, 1, 1, 64, False, ()), False, False),
     ],
 )
 def test_kernel(kernels, shape, half, in_order):
@@ -309,13 +329,23 @@ def test_compiles(head_dim, half, tmp_path, monkeypatch):
         nvrtc.compiled("hopper_backward.cu", {**defines, "SHARED_BYTES": shared - 1024})
 
 
+def triton_compiled(kernel, types, constants):
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+    return compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("turns", ["*i32", "constexpr"])
-def test_preparation_compiles(turns):
-    kernel = hopper_backward._prepare_queries_kernel
+def test_preparation_compiles(turns, head_dim):
     types = {"DO": "*bf16", "O": "*bf16", "Q8": "*i8", "Q16": "*bf16", "TURNS": turns, "scale_log2": "fp32"}
     types |= dict.fromkeys(("Q_SCALE", "LSE", "VECTORS", "SUM"), "*fp32")
-    constants = {"HEAD_DIM": 128, "TILE": 64, "LOG2E": math.log2(math.e)}
+    constants = {"HEAD_DIM": head_dim, "TILE": 64, "LOG2E": math.log2(math.e)}
     constants |= {"TURNS": None} if turns == "constexpr" else {}
-    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
-    ptx = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    ptx = triton_compiled(hopper_backward._prepare_queries_kernel, types, constants)
     assert len(re.findall(r"st\.global\.\w+(\.\w+)? ", ptx)) > 4
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_narrowing_compiles(head_dim):
+    types = {"SUM": "*fp32", "DQ": "*bf16", "scale": "fp32"}
+    assert "st.global" in triton_compiled(hopper_backward._finish_dq_kernel, types, {"HEAD_DIM": head_dim})

@@ -241,11 +241,6 @@ template <int ACCUMULATE> DEVICE void multiply_columns(float (&sum)[32], u64 a, 
                  : LIST32("+f", sum, 0)
                  : "l"(a), "l"(b), "n"(ACCUMULATE));
 }
-template <int ACCUMULATE> DEVICE void multiply_columns(float (&sum)[16], u64 a, u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" NAMES16 "}, %16, %17, %18, 1, 1, 1, 1;"
-                 : LIST16("+f", sum, 0)
-                 : "l"(a), "l"(b), "n"(ACCUMULATE));
-}
 // sum += a b^T by one warp: a 16 x 32 INT8, b 8 x 32, both in registers.
 DEVICE void multiply_in_warp(u32 *sum, const u32 *a, u32 b0, u32 b1) {
     asm volatile(

@@ -1,39 +1,51 @@
 // Backward of the recipe `scores` on Hopper in one pass: dQ, dK and dV. See hopper_backward.py.
 //
-// A CTA owns 128 keys of one key head, 64 for each of two consumer warpgroups, and walks over tiles of 64 queries, from
-// the last to the first. Rows of a thread are keys, columns queries: S^T = K8 Q8^T and dP^T = V dO^T leave P^T and dS^T
-// in registers, where they are the A operands of dV += P^T dO and dK += dS^T Q. dS^T also goes to shared memory; one
-// tile later each warpgroup multiplies it with its half of the columns of K, which it has widened to bfloat16 when it
-// began, and a warp adds that dQ to global memory.
+// A CTA owns 64 keys of one key head for each of its consumer warpgroups and walks over tiles of 64 queries, from the
+// last to the first. Rows of a thread are keys, columns queries: S^T = K8 Q8^T and dP^T = V dO^T leave P^T and dS^T in
+// registers, where they are the A operands of dV += P^T dO and dK += dS^T Q. dS^T also goes to shared memory; one tile
+// later it is multiplied with K, which the warpgroups have widened to bfloat16 when they began, and a warp adds that dQ
+// to global memory. dQ is computed in parts of 64 columns, part j of the walk by warpgroup j % CONSUMERS: of two
+// warpgroups at head_dim 128 each has its columns, of three at head_dim 64 each has every third tile.
 //
 // What one warpgroup has on the tensor cores in tile i, and what its warps do meanwhile:
-//     dP(i)                         P = exp2(S scale - lse), to 16 bits
-//     dV(i)                         dS = P (dP - delta), to bfloat16 and to shared memory
-//     dK(i), dQ(i-1)                wait; the vectors of the columns of i + 1
-//     S(i+1)                        dQ(i-1) to shared memory, -delta to where dP(i+1) is summed
-// Nothing may be in flight where the loop closes: ptxas would wait after every product. At head_dim 128 three sums of
-// 64 x 64 beside dK and dV are too many registers: dQ and dP share theirs.
+//     head_dim 128                                            head_dim 64
+//     dP(i)         P = exp2(S scale - lse), to 16 bits                    P
+//     dV(i)         dS = P (dP - delta), to bfloat16          dP(i)
+//                   and to shared memory                      dV(i)        dS
+//     dK(i), dQ(i-1)                                          dK(i), dQ(i-1) in its turn
+//                   wait; vectors of the columns of i + 1                  wait; dQ(i-1) to shared memory
+//     S(i+1)        dQ(i-1) to shared memory, -delta to       S(i+1)       vectors of the columns of i + 1
+//                   where dP(i+1) is summed
+// Two warpgroups have 240 registers, three 160: those do without dP under the exponentials and dQ beside S. What a
+// warpgroup waits for there the two others hide. Nothing may be in flight where the loop closes: ptxas would wait after
+// every product. At head_dim 128 three sums of 64 x 64 beside dK and dV are too many registers: dQ and dP share theirs.
 //
 // Defines: HEAD_DIM (64, 128), FP16 (of v and dO, see hopper.cuh), SHARED_BYTES.
 
 #include "hopper.cuh"
 #include "hopper_backward_schedule.cuh"
 
-constexpr int D = HEAD_DIM, STAGES = D == 128 ? 2 : 4;
-constexpr int BLOCKS_D = D / 64;        // a 16-bit tile is stored as so many blocks of 64 columns, 128 bytes a row
-constexpr int VECTORS = 3 * QUERIES;    // scale of Q, lse and -delta of a tile of queries
-constexpr int DQ_HALF = QUERIES * D / 2;  // floats of dQ that one warpgroup computes
+constexpr int D = HEAD_DIM, STAGES = D == 128 ? 2 : 3;
+constexpr int THREADS = 128 * (CONSUMERS + 1);
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
+// A CTA has what it started with; more would be waited for in vain.
+static_assert(128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536 / THREADS / 8 * 8 * THREADS);
+constexpr int BLOCKS_D = D / 64;         // a 16-bit tile is stored as so many blocks of 64 columns, 128 bytes a row
+constexpr int VECTORS = 3 * QUERIES;     // scale of Q, lse and -delta of a tile of queries
+constexpr int DQ_PART = QUERIES * 64;    // floats of dQ that a warpgroup computes at one time
+constexpr int ROUND = CONSUMERS / BLOCKS_D;  // it does so once in so many tiles
+constexpr bool AHEAD = CONSUMERS == 2;   // registers suffice for what is needed early: see above
 
 struct alignas(1024) Shared {
     signed char k8[KEYS * D];
     unsigned short v[KEYS * D], k[KEYS * D];
     unsigned short ds[2][KEYS * QUERIES];
-    float dq[2][DQ_HALF];
+    float dq[CONSUMERS][DQ_PART];
     signed char q8[STAGES][QUERIES * D];
     unsigned short dO[STAGES][QUERIES * D], q[STAGES][QUERIES * D];
     float vectors[STAGES][VECTORS];
     u64 keys_full, codes_full[STAGES], codes_free[STAGES], wide_full[STAGES], wide_free[STAGES];
-    u64 ds_full[2], ds_free[2], dq_full[2], dq_free[2];
+    u64 ds_full[2], ds_free[2], dq_full[CONSUMERS], dq_free[CONSUMERS];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES);
 
@@ -41,7 +53,7 @@ static_assert(sizeof(Shared) == SHARED_BYTES);
 DEVICE int place(int i) { return i % STAGES; }
 DEVICE int parity(int i) { return i / STAGES & 1; }
 
-extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
     const __grid_constant__ TensorMap q8_map, const __grid_constant__ TensorMap q_map,
     const __grid_constant__ TensorMap do_map, const __grid_constant__ TensorMap k8_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dk_map,
@@ -58,13 +70,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
         barrier_init(sm.keys_full, 1);
         for (int i = 0; i < STAGES; i++) {
             barrier_init(sm.codes_full[i], 1);
-            barrier_init(sm.codes_free[i], 8);
+            barrier_init(sm.codes_free[i], 4 * CONSUMERS);
             barrier_init(sm.wide_full[i], 1);
-            barrier_init(sm.wide_free[i], 8);
+            barrier_init(sm.wide_free[i], 4 * CONSUMERS);
         }
         for (int i = 0; i < 2; i++) {
-            barrier_init(sm.ds_full[i], 8);
-            barrier_init(sm.ds_free[i], 8);
+            barrier_init(sm.ds_full[i], 4 * CONSUMERS);
+            barrier_init(sm.ds_free[i], 4 * BLOCKS_D);
+        }
+        for (int i = 0; i < CONSUMERS; i++) {
             barrier_init(sm.dq_full[i], 4);
             barrier_init(sm.dq_free[i], 1);
         }
@@ -78,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
     const int first_key = work.block * KEYS, first_tile = work.first, last_tile = work.last;
 
     if (warpgroup == 0) {
-        fewer_registers<24>();
+        fewer_registers<PRODUCER_REGISTERS>();
         if (lane != 0) return;
         int i = 0;
         if (warp == 0) {  // codes of Q and vectors
@@ -111,23 +125,23 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
                         copy_in(sm.q[place(i)] + b * 4096, q_map, b * 64, m * QUERIES, head, batch, bar);
                 }
             }
-        } else {  // dQ of one warpgroup to global memory
-            const int half = warp - 2;
+        } else if (warp - 2 < BLOCKS_D) {  // 64 columns of dQ to global memory
+            const int block = warp - 2;
             int part = -1;
             for (int g = 0; g < group; g++) {
                 int bh = bh_kv * group + g;
                 for (int m = last_tile - 1; m >= first_tile; m--, i++) {
-                    int before = part;
-                    part = (bh * q_tiles + m) * 2 + half;
+                    int before = part, from = block * ROUND + i % ROUND;
+                    part = (bh * q_tiles + m) * BLOCKS_D + block;
                     if (turns) {
                         int turn = turn_of(work.block, m, problem);
                         while (load_relaxed(turns + part) != turn) continue;
                     }
-                    wait(sm.dq_full[half], i & 1);
-                    add_out(dq_sum + (u64)part * DQ_HALF, sm.dq[half], DQ_HALF * 4);
+                    wait(sm.dq_full[from], i / ROUND & 1);
+                    add_out(dq_sum + (u64)part * DQ_PART, sm.dq[from], DQ_PART * 4);
                     copies_commit();
                     copies_wait_read();
-                    arrive(sm.dq_free[half]);
+                    arrive(sm.dq_free[from]);
                     if (turns && before >= 0) copies_wait<1>(), add_relaxed(turns + before, 1);
                 }
             }
@@ -136,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
         return;
     }
 
-    more_registers<240>();
+    more_registers<CONSUMER_REGISTERS>();
     const int wg = warpgroup - 1;
 
     // int -> float: accumulators begin at MAGIC's bits, the scale has 22 bits so that MAGIC times it is exact
@@ -151,13 +165,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
 
     // operands in shared memory, and where this thread writes
     const u64 k8_op = operand<D == 128 ? 128 : 64>(sm.k8 + wg * 64 * D), v_op = operand(sm.v + wg * 64 * 64);
-    const u64 k_op = operand(D == 128 ? sm.k + wg * KEYS * 64 : sm.k + wg * 32);
+    const u64 k_op = operand(sm.k + wg / ROUND * KEYS * 64);
     u32 ds_row = address(sm.ds[0]) + (wg * 64 + warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
     u32 columns = address(sm.vectors) + lane % 4 * 16;
-    u32 dq_at = address(sm.dq[wg]) + (warp * (D / 16) * 32 + lane) * 16;
+    u32 dq_at = address(sm.dq[wg]) + (warp * 8 * 32 + lane) * 16;
     hold(ds_row), hold(columns), hold(dq_at);  // or they are computed again in every tile
 
-    float dk[D / 2], dv[D / 2], p[32], dp[32], dq[D / 4];
+    float dk[D / 2], dv[D / 2], p[32], dp[32];
     float q_scale_lse[32];  // of 16 columns each
     u32 s[32], p16[16], ds16[16];
 #pragma unroll
@@ -168,11 +182,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
         if (lane == 0) arrive(bar);
     };
     auto widen_k = [&] {  // to bfloat16, half of the columns: a row by each thread
-        const int row = warp * 32 + lane, key = first_key + row;
+        const int thread = wg * 128 + warp * 32 + lane, row = thread % KEYS, key = first_key + row;
         const float factor = key < n_k ? k_scale[bh_kv * n_k + key] : 0.f;
 #pragma unroll 1
         for (int i = 0; i < D / 32; i++) {
-            int column = wg * (D / 2) + 16 * i;
+            int column = thread / KEYS * (D / 2) + 16 * i;
             float4 x = load_shared(address(sm.k8) + row * D + (column ^ (D == 128 ? row % 8 : row / 2 % 4) << 4));
             const float words[4] = {x.x, x.y, x.z, x.w};
             float y[16], packed[8];
@@ -188,6 +202,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
             store_shared(to + (column % 64 * 2 + 16 ^ row % 8 << 4), packed + 4);
         }
     };
+    auto mine = [&](int t) { return ROUND == 1 || t % ROUND == wg; };  // whether dQ of this tile is computed here
     auto issue_s = [&](int stage) {
 #pragma unroll
         for (int i = 0; i < 32; i++) s[i] = 0x4B400000;
@@ -268,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
         __syncwarp();
         if (lane == 0) {
             arrive(sm.ds_full[buffer]);
-            if (t > 1) arrive(sm.dq_full[wg]);  // of tile t - 2
+            if (t > 1 && mine(t - 2)) arrive(sm.dq_full[wg]);
         }
     };
     auto issue_dk = [&](int stage) {
@@ -278,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
         for (int i = 0; i < 4; i++) multiply_bf16(dk, ds16 + 4 * i, b + 128 * i);
         wgmma_commit();
     };
-    auto issue_dq = [&](int t) {  // at -1 of nothing
+    auto issue_dq = [&](float (&dq)[32], int t) {  // at -1 of nothing
         wait(sm.ds_full[t & 1], t >> 1 & 1);
         u64 ds_op = operand(sm.ds[t & 1]);
         wgmma_fence();
@@ -287,12 +302,19 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
         for (int i = 1; i < KEYS / 16; i++) multiply_columns<1>(dq, ds_op + 128 * i, k_op + 128 * i);
         wgmma_commit();
     };
-    auto send_dq = [&](int t) {  // to shared memory; the next compute_ds says that it is there
+    auto send_dq = [&](float (&dq)[32], int t) {  // to shared memory; the next compute_ds says that it is there
         if (t < 0) return;
         if (lane == 0) arrive(sm.ds_free[t & 1]);
-        wait(sm.dq_free[wg], t & 1 ^ 1);
+        wait(sm.dq_free[wg], t / ROUND & 1 ^ 1);
 #pragma unroll
-        for (int j = 0; j < D / 16; j++) store_shared(dq_at + 512 * j, dq + 4 * j);
+        for (int j = 0; j < 8; j++) store_shared(dq_at + 512 * j, dq + 4 * j);
+    };
+    auto compute_dq = [&](int t) {
+        float dq[32];
+        issue_dq(dq, t);
+        wgmma_wait<0>();
+        pin(dq);
+        send_dq(dq, t);
     };
 
     const int tiles = (last_tile - first_tile) * group;
@@ -304,31 +326,50 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
     issue_s(0);
     wgmma_wait<0>();
     pin(s);
-    begin_dp(0);
+    if (AHEAD) begin_dp(0);
     for (int t = 0; t < tiles; t++) {
         const int now = place(t), next = place(t + 1);
-        wait(sm.wide_full[now], parity(t));
-        issue_dp(now);
-        wait(sm.ds_free[t & 1], t >> 1 & 1 ^ 1);
+        auto multiply_dp = [&] {
+            wait(sm.wide_full[now], parity(t));
+            issue_dp(now);
+            wait(sm.ds_free[t & 1], t >> 1 & 1 ^ 1);
+        };
+        auto await_codes = [&] {
+            if (t + 1 < tiles) wait(sm.codes_full[next], parity(t + 1));
+        };
+        auto end_dk = [&] {
+            wgmma_wait<1>();
+            pin(p16);
+            pin(ds16);
+            signal(sm.wide_free[now]);
+        };
+        if (AHEAD) multiply_dp();
         compute_p(m);
+        if (!AHEAD) begin_dp(now), multiply_dp();
         issue_dv(now);
         signal(sm.codes_free[now]);  // not before: loads may be on their way until their values are used
         wgmma_wait<1>();
         pin(dp);
         compute_ds(t);
         issue_dk(now);
-        issue_dq(t - 1);
-        wgmma_wait<1>();
-        pin(p16);
-        pin(ds16);
-        signal(sm.wide_free[now]);
-        if (t + 1 < tiles) wait(sm.codes_full[next], parity(t + 1));
-        load_columns(next);
-        issue_s(next);
-        wgmma_wait<1>();
-        pin(dq);
-        send_dq(t - 1);
-        begin_dp(next);
+        if (AHEAD) {
+            float dq[32];
+            issue_dq(dq, t - 1);
+            end_dk();
+            await_codes();
+            load_columns(next);
+            issue_s(next);
+            wgmma_wait<1>();
+            pin(dq);
+            send_dq(dq, t - 1);
+            begin_dp(next);
+        } else {
+            if (mine(t - 1)) compute_dq(t - 1);
+            await_codes();
+            issue_s(next);
+            end_dk();
+            load_columns(next);
+        }
         wgmma_wait<0>();
         pin(s);
         if (--m < first_tile) m = last_tile - 1;
@@ -336,13 +377,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
     wgmma_wait<0>();
     pin(dk);
     pin(dv);
-    if (tiles) {
-        issue_dq(tiles - 1);
-        wgmma_wait<0>();
-        pin(dq);
-        fence_async();
-        if (tiles > 1) signal(sm.dq_full[wg]);
-        send_dq(tiles - 1);
+    fence_async();
+    if (tiles > 1 && mine(tiles - 2)) signal(sm.dq_full[wg]);
+    if (tiles && mine(tiles - 1)) {
+        compute_dq(tiles - 1);
         fence_async();
         signal(sm.dq_full[wg]);
     }
@@ -361,7 +399,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_backward(
         warpgroup_barrier(wg);
     };
     send(dv, 1.f, address(sm.v + wg * 64 * 64), KEYS * 128);
-    if (tiles) wait(sm.dq_free[wg], tiles - 1 & 1);
+    const int rounds = (tiles + ROUND - 1 - wg % ROUND) / ROUND;  // tiles that were `mine`
+    if (rounds) wait(sm.dq_free[wg], rounds - 1 & 1);
     send(dk, scale, address(sm.dq[wg]), 64 * 128);
     if (warp == 0 && lane == 0) {
         for (int b = 0; b < BLOCKS_D; b++) {

@@ -22,8 +22,7 @@ from .pieces import LOG2E
 from .quantize import TILE, tiles_of
 from .reference import RECIPES, Saved
 
-KEYS = 128  # of a program
-HEAD_DIMS = (64, 128)
+KEYS = {64: 192, 128: 128}  # head dimension -> keys of a program, 64 for each of its consumer warpgroups
 # Operands and sums of the heads that run at one time should stay in the L2 cache. In order of key blocks a causal block
 # starts late if many blocks of one head run at one time, which costs more than the cache saves.
 L2_BYTES = 40 << 20
@@ -65,17 +64,18 @@ def _prepare_queries_kernel(
     sums = SUM + (bh * tiles + tile) * (TILE * HEAD_DIM) + tl.arange(0, TILE * HEAD_DIM)
     tl.store(sums, tl.zeros([TILE * HEAD_DIM], tl.float32))
     if TURNS is not None:
-        tl.store(TURNS + (bh * tiles + tile) * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
+        PARTS: tl.constexpr = HEAD_DIM // 64
+        tl.store(TURNS + (bh * tiles + tile) * PARTS + tl.arange(0, PARTS), tl.zeros([PARTS], tl.int32))
 
 
 @triton.jit
 def _finish_dq_kernel(SUM, DQ, scale, heads, tokens, tiles, HEAD_DIM: tl.constexpr):
-    """Sums of dQ [heads, tiles, half of D, warp, 8 columns, lane / 4, lane % 4, 8 rows, 2 columns] -> dQ, in rows."""
+    """Sums of dQ [heads, tiles, 64 columns, warp, 8 columns, lane / 4, lane % 4, 8 rows, 2 columns] -> dQ, in rows."""
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     t = tile * 64 + tl.arange(0, 64)
     x = tl.load(SUM + (bh * tiles + tile) * (64 * HEAD_DIM) + tl.arange(0, 64 * HEAD_DIM))
-    x = tl.permute(tl.reshape(x, [2, 4, HEAD_DIM // 16, 8, 4, 2, 2]), (1, 5, 3, 0, 2, 4, 6))
+    x = tl.permute(tl.reshape(x, [HEAD_DIM // 64, 4, 8, 8, 4, 2, 2]), (1, 5, 3, 0, 2, 4, 6))
     rows = DQ + ((bh // heads * tokens + t) * heads + bh % heads) * HEAD_DIM
     x = tl.reshape(x, [64, HEAD_DIM]) * scale
     tl.store(rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], x, mask=(t < tokens)[:, None])
@@ -97,9 +97,9 @@ def _mappable(x: Tensor) -> Tensor:
 @functools.cache
 def _shared_bytes(head_dim: int) -> int:
     """Of struct Shared in hopper_backward.cu."""
-    stages = 2 if head_dim == 128 else 4
-    tiles = KEYS * head_dim * 5 + 2 * KEYS * TILE * 2 + TILE * head_dim * 4 + stages * TILE * (head_dim * 5 + 12)
-    return -(-(tiles + 8 * (9 + 4 * stages)) // 1024) * 1024
+    keys, stages = KEYS[head_dim], 2 if head_dim == 128 else 3
+    tiles = keys * head_dim * 5 + 2 * keys * TILE * 2 + keys * TILE * 4 + stages * TILE * (head_dim * 5 + 12)
+    return -(-(tiles + 8 * (5 + keys // 32 + 4 * stages)) // 1024) * 1024
 
 
 def _equal_groups(items: int, largest: int) -> int:
@@ -115,7 +115,7 @@ def supported(do: Tensor, v: Tensor, saved: Saved, *, recipe: str) -> bool:
         not rules.per_tile
         and not rules.int8_gradients
         and saved.q_mean is None
-        and do.shape[3] in HEAD_DIMS
+        and do.shape[3] in KEYS
         and do.dtype == v.dtype
         and v.dtype in (torch.bfloat16, torch.float16)
         and do.is_cuda
@@ -153,14 +153,15 @@ def hopper_backward(
         q16 = new(saved.q.codes.shape, dtype=torch.bfloat16)
         vectors = new((batch * heads * q_tiles, 3, TILE), dtype=torch.float32)
         dq_sum = new(batch * heads * q_tiles * TILE * head_dim, dtype=torch.float32)
-        turns = new(batch * heads * q_tiles * 2, dtype=torch.int32) if deterministic else None
+        turns = new(batch * heads * q_tiles * (head_dim // 64), dtype=torch.int32) if deterministic else None
         _prepare_queries_kernel[(q_tiles * batch * heads,)](
             do, o, *saved.q, saved.lse, q16, vectors, dq_sum, turns, scale * LOG2E.value,
             heads, n_q, q_tiles, *do.stride()[:3], HEAD_DIM=head_dim, TILE=TILE, LOG2E=LOG2E.value, num_warps=4,
         )  # fmt: skip
         dq, dk, dv = new(do.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype)
         starts, ends = (None, None) if cu_seqlens is None else document_bounds_triton(cu_seqlens, n_q)
-        blocks = -(-n_k // KEYS)
+        keys = KEYS[head_dim]
+        blocks = -(-n_k // keys)
         bytes_per_head = n_q * heads // kv_heads * head_dim * 9
         in_cache = L2_BYTES_IN_ORDER if deterministic and causal else L2_BYTES
         heads_at_once = _equal_groups(batch * kv_heads, max(1, in_cache // bytes_per_head))
@@ -168,9 +169,9 @@ def hopper_backward(
         half = int(v.dtype == torch.float16)
         defines = {"HEAD_DIM": head_dim, "FP16": half, "SHARED_BYTES": shared}
         nvrtc.load("hopper_backward.cu", "hopper_backward", defines).launch(
-            (blocks * batch * kv_heads,), (384,), shared,
-            _map(saved.q.codes, TILE), _map(q16, TILE), _map(do.transpose(1, 2), TILE), _map(saved.k.codes, KEYS),
-            _map(v.transpose(1, 2), KEYS), _map(dk.transpose(1, 2), 64), _map(dv.transpose(1, 2), 64),
+            (blocks * batch * kv_heads,), (keys * 2 + 128,), shared,
+            _map(saved.q.codes, TILE), _map(q16, TILE), _map(do.transpose(1, 2), TILE), _map(saved.k.codes, keys),
+            _map(v.transpose(1, 2), keys), _map(dk.transpose(1, 2), 64), _map(dv.transpose(1, 2), 64),
             vectors, saved.k.scale, starts, ends, dq_sum, turns, scale,
             kv_heads, heads // kv_heads, n_q, n_k, q_tiles, batch * kv_heads, heads_at_once,
             int(causal),

@@ -1,6 +1,7 @@
 // Who does what in hopper_backward.cu: plain integer functions, which the host's C++ compiler takes as well (DEVICE).
 
-constexpr int KEYS = 128, QUERIES = 64;  // of a program, of a step
+constexpr int CONSUMERS = HEAD_DIM == 128 ? 2 : 3;      // warpgroups of 64 keys
+constexpr int KEYS = 64 * CONSUMERS, QUERIES = 64;  // of a program, of a step
 
 struct Problem {
     int kv_heads, n_q, n_k, causal;
