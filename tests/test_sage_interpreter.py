@@ -77,6 +77,15 @@ else:
         for name, a, b in zip(("dq", "dk", "dv"), grads, expected_grads, strict=True):
             assert rel_l2(a, b) < tolerance, name
 
+    @pytest.mark.parametrize("shape", [
+        Shape(1, 300, 300, 2, 1, 128, documents=(5, 0, 70, 1, 124, 100)),
+        Shape(1, 140, 270, 1, 1, 128),
+    ], ids=str)  # fmt: skip
+    def test_tiles_of_hopper_agree_with_the_twin(shape, monkeypatch):
+        """Programs of other sizes than TILE on the side that they own."""
+        monkeypatch.setattr("sagekernels.launch.family", lambda capability: "hopper")
+        test_agrees_with_the_twin(shape, "fine", False, torch.float16)
+
     @pytest.mark.parametrize("per_tile", [False, True])
     def test_quantizers(per_tile):
         x = torch.randn(2, 100, 3, 48).half().mT.contiguous().mT  # strided
