@@ -178,6 +178,13 @@ def test_no_tokens():
     assert o.shape == (2, 0, 4, 32)
     o.sum().backward()
     assert q.grad.shape == q.shape
+    k, v = torch.randn(2, 2, 5, 2, 32).requires_grad_().unbind()
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
+    try:
+        grads = torch.autograd.grad(sage_attention(q, k, v).sum(), (q, k, v))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert grads[0].shape == q.shape and not grads[1].any() and not grads[2].any()
 
 
 def test_no_zeros_stand_for_gradients_of_what_is_kept():

@@ -207,8 +207,8 @@ def _backward(
     backend: str | None,
 ) -> Three:
     """dq, dk, dv, contiguous. `k` is read (and kept for it) when Q was smoothed, otherwise None."""
-    if do.numel() == 0:
-        return _backward_fake(do, k, v)
+    if do.numel() == 0:  # no query: keys and values, if there are any, get nothing
+        return tuple(grad.zero_() for grad in _backward_fake(do, k, v))
     kept = Saved(
         lse,
         Codes(q_codes, q_scale),
