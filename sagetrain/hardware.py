@@ -76,6 +76,8 @@ class Hardware:
     copy_bandwidth: float
     """The same by copy engines (parallel/copies.py), which matmuls run beside undisturbed. 0: GPUs that do not reach
     each other's memory."""
+    copy_latency: float
+    """One collective by copy engines, whatever its size and whatever runs beside it."""
     network_latency: float
     """What a collective that leaves the host adds, for each further host in its ring."""
     network_bandwidth: float = 400e9 / 8
@@ -147,8 +149,10 @@ H200 = Hardware(
     # gather them in 286. A few KB are added up in 26 to 50 us.
     nvlink_bandwidth=290e9,
     nvlink_latency=20e-6,
-    # torch's own copies over symmetric memory, 134 MB between four GPUs; ours are not measured.
-    copy_bandwidth=435e9,
+    # Two GPUs gather 134 MB in 268 us, of which 86 are local copies.
+    copy_bandwidth=370e9,
+    # What 1B and 7B at TP 2 take beyond the sum of their parts: 27, 29 and 61 ms a micro-step of 320, 320 and 512.
+    copy_latency=90e-6,
     network_latency=8e-6,  # assumed
 )
 

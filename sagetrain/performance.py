@@ -228,7 +228,7 @@ class _Rank:
         size = {"tensor": self.tensor_size, "context": self.context_size, "data": self.replicas}[axis]
         bandwidth, latency = self.hardware.link(1 if axis == "tensor" else self.tensor_size, size)
         if self.copies and axis == "tensor" and kind != "all-reduce":
-            bandwidth = self.hardware.copy_bandwidth
+            bandwidth, latency = self.hardware.copy_bandwidth, self.hardware.copy_latency
         wire = count * _WIRE[kind] * (size - 1) / size * payload
         seconds = wire / bandwidth + count * latency
         return Collective(axis, purpose, kind, count, payload, wire, seconds, exposed=seconds)
@@ -309,9 +309,9 @@ def _tensor_parallel(rank: _Rank, accumulation: int, compute: float) -> list[Col
     if rank.parts == 1:
         weights = layers * rank.column_matmuls() / rank.hardware.compute_scale
         forward, backward, into = 0.0, 0.0, accumulation * weights
-    overlap = 1 if rank.copies else OVERLAP
+    overlap, waited = (1, rank.hardware.copy_latency) if rank.copies else (OVERLAP, 0.0)
     rows = [
-        _beside(rank.collective("tensor", purpose, kind, calls * count, payload), seconds, overlap)
+        _beside(rank.collective("tensor", purpose, kind, calls * count, payload), seconds, overlap, waited)
         for purpose, kind, count, seconds in (
             ("forward: into the layers", entering, 2 * layers + 1, forward),
             ("forward: out of the layers", leaving, 2 * layers + 1, forward),
@@ -370,6 +370,7 @@ def _data_parallel(rank: _Rank, accumulation: int, compute: float) -> list[Colle
     return [_beside(weights, compute), gradients]
 
 
-def _beside(collective: Collective, compute: float, overlap: float = OVERLAP) -> Collective:
-    """The same, while `compute` seconds of kernels run that do not wait for it."""
-    return dataclasses.replace(collective, exposed=collective.seconds - overlap * min(collective.seconds, compute))
+def _beside(collective: Collective, compute: float, overlap: float = OVERLAP, waited: float = 0.0) -> Collective:
+    """The same, while `compute` seconds of kernels run that do not wait for it but for `waited` of every call."""
+    hidden = overlap * min(collective.seconds - waited * collective.count, compute)
+    return dataclasses.replace(collective, exposed=collective.seconds - hidden)

@@ -39,6 +39,7 @@ SIMPLE = dataclasses.replace(
     nvlink_bandwidth=1e11,
     nvlink_latency=0,
     copy_bandwidth=0,
+    copy_latency=0,
     network_latency=0,
     network_bandwidth=1e10,
     network_efficiency=1,
@@ -119,6 +120,8 @@ def test_copies_are_hidden_and_cost_memory_bandwidth():
     slow = predict(cfg, 2, VOCAB, dataclasses.replace(card, copy_bandwidth=1e9))
     beside = (slow.matmul + slow.elementwise) / 6
     assert slow.collectives[0].exposed == pytest.approx(slow.collectives[0].seconds - beside)
+    late = predict(cfg, 2, VOCAB, dataclasses.replace(card, copy_latency=1e-4)).collectives[0]
+    assert late.exposed == pytest.approx(late.count * 1e-4) == late.seconds - gather.seconds
     for other in (config("325m", *layout_of(2)), config("325m", *layout_of(8, sequence=True))):
         size = other.parallel.tensor_parallel_size
         host = dataclasses.replace(card, gpus_per_host=4)

@@ -15,8 +15,9 @@ from sagetrain.performance import predict
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 NCCL = replace(H200, copy_bandwidth=0.0)
-"""All rows with sequence parallelism are from before its collectives went by copy engines."""
+"""Before sequence parallelism's collectives went by copy engines."""
 VOCAB = padded_vocab_size(32_000)
+EVEN = "tokens_per_step={schedule: constant, tokens: %d}"
 SHAPE_24 = "model={num_layers: 24, hidden_size: 1024, ffn_hidden_size: 2816, num_attention_heads: %d}"
 
 
@@ -27,8 +28,8 @@ SHAPE_24 = "model={num_layers: 24, hidden_size: 1024, ffn_hidden_size: 2816, num
     ("1b", 1, 4, 2, False, 238_290, 46.5),
     ("1b", 1, 4, 3, False, 157_873, 83.2),
     ("1b", 4, 1, 1, True, 161_601, 19.3),
+    ("1b", 2, 1, 1, False, 104_796, 35.9),
     # Before a micro-batch's tokens went through the blocks in two halves.
-    ("1b", 2, 1, 1, False, 102_608, 36.0),
     ("1b", 2, 1, 1, True, 102_552, 33.5),
     ("1b", 4, 1, 1, False, 154_719, 23.5),
     ("325m", 1, 1, 1, False, 166_131, 30.2),
@@ -38,7 +39,7 @@ def test_layouts_are_met(name, tensor, data, stage, sequence, tokens_per_second,
     """launch/benchmark_layouts.py: four micro-batches of 8 x 4096 tokens, packed documents, sage."""
     cfg = load_config(CONFIGS / f"{name}.yaml", [
         "data.micro_batch_size=8",
-        f"tokens_per_step={{schedule: constant, tokens: {4 * data * 8 * 4096}}}",
+        EVEN % (4 * data * 8 * 4096),
         f"parallel.tensor_parallel_size={tensor}",
         f"parallel.zero_stage={stage}",
         f"parallel.sequence_parallel={str(sequence).lower()}",
@@ -49,6 +50,29 @@ def test_layouts_are_met(name, tensor, data, stage, sequence, tokens_per_second,
     assert memory / 2**30 == pytest.approx(gib, rel=0.1)
 
 
+@pytest.mark.parametrize(("name", "overrides", "tokens_per_second", "gib"), [
+    ("1b", ["data.micro_batch_size=8", EVEN % 131_072], 106_526, 33.3),
+    ("1b", ["data.micro_batch_size=8", EVEN % 131_072, "attention.recipe=scores"], 132_489, 33.3),
+    ("7b", [EVEN % 16_384], 16_546, 88.1),
+])  # fmt: skip
+def test_tensor_parallelism_by_copies_is_met(name, overrides, tokens_per_second, gib):
+    """launch/benchmark_layouts.py --layouts tp2-sp."""
+    layout = ["parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true"]
+    cfg = load_config(CONFIGS / f"{name}.yaml", [*layout, *overrides])
+    assert predict(cfg, 2, VOCAB, H200).tokens_per_second == pytest.approx(tokens_per_second, rel=0.15)
+    assert sum(item.bytes for item in memory_per_rank(cfg, 2, VOCAB)) / 2**30 == pytest.approx(gib, rel=0.1)
+
+
+def test_long_sequences_over_two_gpus_are_met():
+    """launch/benchmark_layouts.py --layouts cp2, 1B, one sequence of 128K tokens."""
+    cfg = load_config(CONFIGS / "1b.yaml", [
+        "data.seq_length=131072", "data.micro_batch_size=1", EVEN % 131_072,
+        "parallel.context_parallel_size=2", "attention.recipe=scores", "data.document_attention=false",
+    ])  # fmt: skip
+    assert predict(cfg, 2, VOCAB, H200).tokens_per_second == pytest.approx(27_439, rel=0.15)
+    assert sum(item.bytes for item in memory_per_rank(cfg, 2, VOCAB)) / 2**30 == pytest.approx(96.0, rel=0.1)
+
+
 @pytest.mark.parametrize(("choice", "tokens_per_second", "gib"), [
     ("recipe=fine", 64_732, 60.0),
     ("recipe=scores", 84_181, 59.9),
@@ -56,7 +80,7 @@ def test_layouts_are_met(name, tensor, data, stage, sequence, tokens_per_second,
 ])  # fmt: skip
 def test_attention_of_1b_on_one_gpu_is_met(choice, tokens_per_second, gib):
     """launch/benchmark_layouts.py --layouts tp1, as above."""
-    settings = ["data.micro_batch_size=8", "tokens_per_step={schedule: constant, tokens: 131072}"]
+    settings = ["data.micro_batch_size=8", EVEN % 131_072]
     cfg = load_config(CONFIGS / "1b.yaml", [*settings, f"attention.{choice}"])
     assert predict(cfg, 1, VOCAB, H200).tokens_per_second == pytest.approx(tokens_per_second, rel=0.1)
     assert sum(item.bytes for item in memory_per_rank(cfg, 1, VOCAB)) / 2**30 == pytest.approx(gib, rel=0.1)
