@@ -31,6 +31,7 @@ typedef unsigned long long u64;
 struct Index { int x; };
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct TensorMap { int64_t base, element, swizzle, size[4], stride[4], box[4]; };  // of hopper_emulator.tensor_map
 static Index threadIdx, blockIdx, gridDim;
@@ -207,6 +208,7 @@ static bool visible(u32 from, u32 bytes) {
     return true;
 }
 static float4 load_shared(u32 from) { return *(float4 *)(block->memory + from); }
+static float2 load_shared_pair(u32 from) { return *(float2 *)(block->memory + from); }
 static void store_shared(u32 to, const float *x) { store(to, x, 16); }
 static void store_matrices(u32 to, const u32 *x) {
     struct { u32 to; const u32 *x; u32 at[4]; } mine{to, x};
@@ -325,15 +327,16 @@ struct Factor {  // in shared memory if `registers` is null
     u32 start() const { return (descriptor & 0x3FFF) << 4; }
     u32 leading() const { return (descriptor >> 16 & 0x3FFF) << 4; }
     u32 stride() const { return (descriptor >> 32 & 0x3FFF) << 4; }
-    int span() const { return descriptor >> 62 == 1 ? 128 : 64; }
+    int span() const { return descriptor >> 62 == 1 ? 128 : descriptor >> 62 == 2 ? 64 : 16; }
     u32 along(int row, int byte) const {  // rows contiguous, contracted along the row
-        return swizzled(start() + row / 8 * stride() + row % 8 * span() + byte, span());
+        u32 block = byte / span() * leading();
+        return swizzled(start() + row / 8 * stride() + row % 8 * span() + block + byte % span(), span());
     }
     u32 across(int k, int column) const {  // rows contracted
         return swizzled(start() + column / 64 * leading() + k / 8 * stride() + k % 8 * 128 + column % 64 * 2, 128);
     }
 };
-enum Kind { CODES, ROWS, VALUES, VALUES_BF16, COLUMNS };
+enum Kind { CODES, ROWS, TF32, VALUES, VALUES_BF16, COLUMNS };
 struct Product {
     Kind kind;
     int n, more;
@@ -343,8 +346,9 @@ struct Product {
     const u32 *a_lanes[32];  // registers of each, where A is there
     u32 a_values[32][4];
     bool seen = true, done = false;
-    int depth() const { return kind == CODES ? 32 : 16; }
+    int depth() const { return kind == CODES ? 32 : kind == TF32 ? 8 : 16; }
 };
+static float tf32(u32 x) { return bits<float>(x & 0xFFFFE000); }
 static u32 word16(u32 at) { return *(uint16_t *)(block->memory + at); }
 template <class T> static void multiply_warp(const Product &p, int warp, T *sum, T (*element)(const Product &, u32)) {
     int depth = p.depth(), columns = p.n * 2;
@@ -357,6 +361,7 @@ template <class T> static void multiply_warp(const Product &p, int warp, T *sum,
             int byte = k * size;  // of 32: lanes own 4 of each 16
             u32 word = p.a_values[r % 8 * 4 + byte % 16 / 4][byte / 16 * 2 + r / 8];
             a[r][k] = size == 1 ? (T)(int8_t)(word >> 8 * (byte % 4))
+                    : size == 4 ? (T)tf32(word)
                                 : (T)(p.kind == VALUES ? from_16 : from_bf16)(word >> 8 * (byte % 4) & 0xFFFF);
         }
     }
@@ -379,6 +384,7 @@ static void perform(Product &p, int index) {
                            [](const Product &, u32 at) -> int { return (int8_t)block->memory[at]; });
     else
         multiply_warp<float>(p, index, (float *)sum, [](const Product &p, u32 at) {
+            if (p.kind == TF32) return tf32(*(u32 *)(block->memory + at));
             return p.kind == ROWS || p.kind == VALUES ? from_16(word16(at)) : from_bf16(word16(at));
         });
 }
@@ -446,7 +452,7 @@ template <int PENDING> static void wgmma_wait() {
     });
 }
 template <int ROW_BYTES = 128> static u64 operand(const void *tile, u32 block_bytes = 16) {
-    u64 mode = ROW_BYTES == 128 ? 1 : 2, group = 8 * ROW_BYTES >> 4, block = block_bytes >> 4;
+    u64 mode = ROW_BYTES == 128 ? 1 : ROW_BYTES == 64 ? 2 : 0, group = 8 * ROW_BYTES >> 4, block = block_bytes >> 4;
     return mode << 62 | group << 32 | block << 16 | (address(tile) & 0x3FFFF) >> 4;
 }
 template <class T> static void issue(Kind kind, int n, T *sum, Factor a, u64 b, int more = 1) {
@@ -456,6 +462,7 @@ template <int N> static void multiply_codes(u32 (&sum)[N], const u32 *a, u64 b, 
     issue(CODES, N, sum, {0, a}, b, accumulate);
 }
 static void multiply_codes(u32 (&sum)[32], u64 a, u64 b) { issue(CODES, 32, sum, {a, nullptr}, b); }
+static void multiply_tf32(float (&sum)[32], const u32 *a, u64 b) { issue(TF32, 32, sum, {0, a}, b, 0); }
 static void multiply_rows(float (&sum)[32], u64 a, u64 b) { issue(ROWS, 32, sum, {a, nullptr}, b); }
 template <int N> static void multiply(float (&sum)[N], const u32 *a, u64 b) { issue(VALUES, N, sum, {0, a}, b); }
 template <int N> static void multiply_bf16(float (&sum)[N], const u32 *a, u64 b) {

@@ -110,10 +110,18 @@ def host_map(x, rows):
     return tensor_map(x, (1, 1, rows, columns), columns * x.element_size())
 
 
-def columns(x, value=0.0):
-    """[B, heads, N] -> [B, heads, tiles, 64] in the order of column vectors."""
+def prepared(q_scale, lse, delta, head_dim):
+    """What _prepare_queries_kernel makes of three [B, heads, N]: [B, heads, tiles, 256 or 192]."""
+
+    def tiles(x, value=0.0):
+        return torch.nn.functional.pad(x, (0, -x.shape[-1] % 64), value=value).unflatten(-1, (-1, 64))
+
+    q_scale, lse, delta = tiles(q_scale), tiles(lse, math.inf), tiles(-delta)
+    if hopper_backward.FLOATS[head_dim] == 4:
+        upper = (delta.view(torch.int32) & ~8191).view(torch.float32)
+        return torch.stack((upper, delta - upper, q_scale, lse.clamp(max=1e30)), -1).flatten(-2)
     order = [16 * (p // 16) + 8 * (p // 2 % 2) + 2 * (p // 4 % 4) + p % 2 for p in range(64)]
-    return torch.nn.functional.pad(x, (0, -x.shape[-1] % 64), value=value).unflatten(-1, (-1, 64))[..., order]
+    return torch.cat([x[..., order] for x in (q_scale, lse, delta)], -1)
 
 
 MISTAKES = [
@@ -187,6 +195,8 @@ MISTAKES = [
     {"t / ROUND & 1 ^ 1": "t & 1 ^ 1"},
     {"tiles + ROUND - 1 - wg % ROUND": "tiles + ROUND - 1"},
     {"thread % KEYS": "thread % 128"},
+    {"same % 4 < 2": "same % 4 < 1"},
+    {"operand<16>(sm.vectors[stage], 0)": "operand<16>(sm.vectors[stage] + 4, 0)"},
 ]  # fmt: skip
 
 
@@ -217,8 +227,7 @@ def emulated(kernels, shape, half=False, in_order=False, **options):
     expected = twin_backward(do, None, v, o, saved, **twin)
     delta = (do.float() * o.float()).sum(-1).transpose(1, 2)
     log2e = math.log2(math.e)
-    parts = (columns(saved.q.scale * (scale * log2e)), columns(saved.lse * log2e, math.inf), columns(-delta))
-    vectors = torch.stack(parts, 3).contiguous()
+    vectors = prepared(saved.q.scale * (scale * log2e), saved.lse * log2e, delta, head_dim)
     q16 = saved.q.dequantized().bfloat16()
     dk, dv = torch.full_like(v, math.nan), torch.full_like(v, math.nan)
     tiles = -(-n_q // 64)
@@ -340,6 +349,7 @@ def test_preparation_compiles(turns, head_dim):
     types = {"DO": "*bf16", "O": "*bf16", "Q8": "*i8", "Q16": "*bf16", "TURNS": turns, "scale_log2": "fp32"}
     types |= dict.fromkeys(("Q_SCALE", "LSE", "VECTORS", "SUM"), "*fp32")
     constants = {"HEAD_DIM": head_dim, "TILE": 64, "LOG2E": math.log2(math.e)}
+    constants["FLOATS"] = hopper_backward.FLOATS[head_dim]
     constants |= {"TURNS": None} if turns == "constexpr" else {}
     ptx = triton_compiled(hopper_backward._prepare_queries_kernel, types, constants)
     assert len(re.findall(r"st\.global\.\w+(\.\w+)? ", ptx)) > 4

@@ -88,6 +88,11 @@ DEVICE float4 load_shared(u32 from) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from));
     return x;
 }
+DEVICE float2 load_shared_pair(u32 from) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from));
+    return x;
+}
 DEVICE void store_shared(u32 to, const float *x) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
                  : "memory");
@@ -173,9 +178,10 @@ template <int N> DEVICE void pin(u32 (&x)[N]) {
 }
 
 // Descriptor of an operand in shared memory. Rows of ROW_BYTES are swizzled over all of their bytes; groups of eight
-// rows follow one another. block_bytes: between blocks of 64 columns, for an operand whose rows are contracted.
+// rows follow one another. block_bytes: between blocks of 64 columns, for an operand whose rows are contracted, or
+// between blocks of 16 bytes, for rows of 16.
 template <int ROW_BYTES = 128> DEVICE u64 operand(const void *tile, u32 block_bytes = 16) {
-    u64 mode = ROW_BYTES == 128 ? 1 : 2, group = 8 * ROW_BYTES >> 4, block = block_bytes >> 4;
+    u64 mode = ROW_BYTES == 128 ? 1 : ROW_BYTES == 64 ? 2 : 0, group = 8 * ROW_BYTES >> 4, block = block_bytes >> 4;
     return mode << 62 | group << 32 | block << 16 | (address(tile) & 0x3FFFF) >> 4;
 }
 
@@ -218,6 +224,13 @@ DEVICE void multiply_rows(float (&sum)[32], u64 a, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16." TYPES " {" NAMES32 "}, %32, %33, 1, 1, 1, 0, 0;"
                  : LIST32("+f", sum, 0)
                  : "l"(a), "l"(b));
+}
+// sum = a b^T in TF32, 8 contracted, a in registers.
+DEVICE void multiply_tf32(float (&sum)[32], const u32 *a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 {" NAMES32 "}, {%32, %33, %34, %35}, %36, 0, 1, 1;"
+        : LIST32("=f", sum, 0)
+        : FOUR(a), "l"(b));
 }
 // sum += a b, a in registers.
 #define MULTIPLY(name, types)                                                                                         \

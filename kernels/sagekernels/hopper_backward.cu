@@ -14,8 +14,8 @@
 //                   and to shared memory                      dV(i)        dS
 //     dK(i), dQ(i-1)                                          dK(i), dQ(i-1) in its turn
 //                   wait; vectors of the columns of i + 1                  wait; dQ(i-1) to shared memory
-//     S(i+1)        dQ(i-1) to shared memory, -delta to       S(i+1)       vectors of the columns of i + 1
-//                   where dP(i+1) is summed
+//     S(i+1)        dQ(i-1) to shared memory                  S(i+1)       vectors of the columns of i + 1
+//     -delta(i+1), where dP is summed
 // Two warpgroups have 240 registers, three 160: those do without dP under the exponentials and dQ beside S. What a
 // warpgroup waits for there the two others hide. Nothing may be in flight where the loop closes: ptxas would wait after
 // every product. At head_dim 128 three sums of 64 x 64 beside dK and dV are too many registers: dQ and dP share theirs.
@@ -31,10 +31,12 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240, PRODUCER_REGISTER
 // A CTA has what it started with; more would be waited for in vain.
 static_assert(128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536 / THREADS / 8 * 8 * THREADS);
 constexpr int BLOCKS_D = D / 64;         // a 16-bit tile is stored as so many blocks of 64 columns, 128 bytes a row
-constexpr int VECTORS = 3 * QUERIES;     // scale of Q, lse and -delta of a tile of queries
 constexpr int DQ_PART = QUERIES * 64;    // floats of dQ that a warpgroup computes at one time
 constexpr int ROUND = CONSUMERS / BLOCKS_D;  // it does so once in so many tiles
 constexpr bool AHEAD = CONSUMERS == 2;   // registers suffice for what is needed early: see above
+// Of a tile of queries: rows of -delta in two TF32 parts, scale of Q and lse, for a product that adds -delta to dP;
+// as that is slower beside three consumers, there vectors of scale, lse and -delta.
+constexpr int VECTORS = (AHEAD ? 4 : 3) * QUERIES;
 
 struct alignas(1024) Shared {
     signed char k8[KEYS * D];
@@ -167,13 +169,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
     const u64 k8_op = operand<D == 128 ? 128 : 64>(sm.k8 + wg * 64 * D), v_op = operand(sm.v + wg * 64 * 64);
     const u64 k_op = operand(sm.k + wg / ROUND * KEYS * 64);
     u32 ds_row = address(sm.ds[0]) + (wg * 64 + warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
-    u32 columns = address(sm.vectors) + lane % 4 * 16;
+    u32 columns = address(sm.vectors) + (AHEAD ? lane % 4 * 32 + 8 : lane % 4 * 16);
     u32 dq_at = address(sm.dq[wg]) + (warp * 8 * 32 + lane) * 16;
     hold(ds_row), hold(columns), hold(dq_at);  // or they are computed again in every tile
 
     float dk[D / 2], dv[D / 2], p[32], dp[32];
-    float q_scale_lse[32];  // of 16 columns each
-    u32 s[32], p16[16], ds16[16];
+    float q_scale[16], lse[16];  // of the columns
+    u32 s[32], p16[16], ds16[16], ones[4];
 #pragma unroll
     for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0.f;
 
@@ -214,15 +216,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
         wgmma_commit();
     };
     auto begin_dp = [&](int stage) {  // dP - delta: the sums begin at -delta
+        if (AHEAD) {  // ones times its parts, a product of another shape, hence with a fence
+            int same = lane;
+            hold(same);  // or the operand is held throughout
+            ones[0] = ones[1] = same % 4 < 2 ? 0x3F800000 : 0;  // rows 1 1 0 0 0 0 0 0 of A
+            ones[2] = ones[3] = 0;
+            wgmma_fence();
+            multiply_tf32(dp, ones, operand<16>(sm.vectors[stage], 0));
+            wgmma_commit();
+        } else {
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            float4 x = load_shared(columns + stage * (VECTORS * 4) + 2 * QUERIES * 4 + 64 * j);
-            dp[8 * j] = dp[8 * j + 2] = x.x;
-            dp[8 * j + 1] = dp[8 * j + 3] = x.y;
-            dp[8 * j + 4] = dp[8 * j + 6] = x.z;
-            dp[8 * j + 5] = dp[8 * j + 7] = x.w;
+            for (int j = 0; j < 4; j++) {
+                float4 x = load_shared(columns + stage * (VECTORS * 4) + 2 * QUERIES * 4 + 64 * j);
+                dp[8 * j] = dp[8 * j + 2] = x.x;
+                dp[8 * j + 1] = dp[8 * j + 3] = x.y;
+                dp[8 * j + 4] = dp[8 * j + 6] = x.z;
+                dp[8 * j + 5] = dp[8 * j + 7] = x.w;
+            }
+            pin(dp);
         }
-        pin(dp);
     };
     auto issue_dp = [&](int stage) {
         u64 do_op = operand(sm.dO[stage]);
@@ -233,20 +245,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
         wgmma_commit();
     };
     auto load_columns = [&](int stage) {
+        const u32 from = columns + stage * (VECTORS * 4);
+        if (AHEAD) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            float4 x = load_shared(columns + stage * (VECTORS * 4) + 64 * i);
-            float* y = q_scale_lse + 4 * i;
-            y[0] = x.x, y[1] = x.y, y[2] = x.z, y[3] = x.w;
+            for (int i = 0; i < 16; i++) {
+                float2 x = load_shared_pair(from + i / 2 * 128 + i % 2 * 16);
+                q_scale[i] = x.x, lse[i] = x.y;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                float4 x = load_shared(from + 64 * i);
+                float* y = (i < 4 ? q_scale : lse) + i % 4 * 4;
+                y[0] = x.x, y[1] = x.y, y[2] = x.z, y[3] = x.w;
+            }
         }
-        pin(q_scale_lse);
+        pin(q_scale);
+        pin(lse);
     };
     auto compute_p = [&](int m) {
 #pragma unroll
         for (int i = 0; i < 32; i++) {
-            int c = i / 8 * 4 + i / 4 % 2 * 2 + i % 2, r = i / 2 % 2;
+            int c = i / 4 * 2 + i % 2, r = i / 2 % 2;
             float x = __fmaf_rn(__uint_as_float(s[i]), ks[r], -MAGIC * ks[r]);
-            p[i] = power2(__fmaf_rn(x, q_scale_lse[c], -q_scale_lse[16 + c]));
+            p[i] = power2(__fmaf_rn(x, q_scale[c], -lse[c]));
         }
         if (m < work.clear || m >= work.blurred) {
             int thread = thread_index();
@@ -324,9 +346,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
     if (tiles) wait(sm.codes_full[0], 0);
     load_columns(0);
     issue_s(0);
+    if (AHEAD) begin_dp(0);
     wgmma_wait<0>();
     pin(s);
-    if (AHEAD) begin_dp(0);
     for (int t = 0; t < tiles; t++) {
         const int now = place(t), next = place(t + 1);
         auto multiply_dp = [&] {
@@ -347,9 +369,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
         compute_p(m);
         if (!AHEAD) begin_dp(now), multiply_dp();
         issue_dv(now);
-        signal(sm.codes_free[now]);  // not before: loads may be on their way until their values are used
         wgmma_wait<1>();
         pin(dp);
+        signal(sm.codes_free[now]);  // not before: loads may be on their way until their values are used
         compute_ds(t);
         issue_dk(now);
         if (AHEAD) {
@@ -372,6 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
         }
         wgmma_wait<0>();
         pin(s);
+        if (AHEAD) pin(ones);
         if (--m < first_tile) m = last_tile - 1;
     }
     wgmma_wait<0>();

@@ -4,8 +4,10 @@ S is recomputed from the INT8 codes of Q and K, the other four products are 16-b
 reductions, roundings and conversions that an INT8 P or dS costs take longer than the tensor time it saves; what was
 measured, `fine` included, is in kernels/NOTES.md, section Backward.
 
-Vectors that belong to columns are stored so that a thread finds its values in 16-byte words: inside 16 tokens,
-position 4c + 2b + d (c < 4, b < 2, d < 2) holds token 8b + 2c + d. Sums of dQ lie as the accumulators do.
+Of each query the kernel gets -delta, the scale of Q and lse. At head_dim 128 they are a row of 16 bytes, -delta as a
+sum of two TF32 numbers, which a product with ones adds to dP. At 64 they are vectors, stored so that a thread finds its
+values in 16-byte words: inside 16 tokens, position 4c + 2b + d (c < 4, b < 2, d < 2) holds token 8b + 2c + d. Sums of
+dQ lie as the accumulators do.
 """
 
 import functools
@@ -23,6 +25,7 @@ from .quantize import TILE, tiles_of
 from .reference import RECIPES, Saved
 
 KEYS = {64: 192, 128: 128}  # head dimension -> keys of a program, 64 for each of its consumer warpgroups
+FLOATS = {64: 3, 128: 4}  # head dimension -> values of each query, in vectors or a row: module docstring
 # Operands and sums of the heads that run at one time should stay in the L2 cache. In order of key blocks a causal block
 # starts late if many blocks of one head run at one time, which costs more than the cache saves.
 L2_BYTES = 40 << 20
@@ -40,12 +43,13 @@ def _in_column_order(TILE: tl.constexpr):
 def _prepare_queries_kernel(
     DO, O, Q8, Q_SCALE, LSE, Q16, VECTORS, SUM, TURNS, scale_log2, heads, tokens, tiles,
     stride_b, stride_n, stride_h, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, LOG2E: tl.constexpr,
+    FLOATS: tl.constexpr,
 ):  # fmt: skip
-    """Q in 16 bits as its codes say, column vectors s_Q, lse (in log 2) and -delta = -rowsum(dO o O), empty sums."""
+    """Q in 16 bits as its codes say; of each query s_Q, lse (in log 2) and -delta = -rowsum(dO o O); empty sums."""
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = bh // heads, bh % heads
-    t = tile * TILE + _in_column_order(TILE)
+    t = tile * TILE + (_in_column_order(TILE) if FLOATS == 3 else tl.arange(0, TILE))
     d = tl.arange(0, HEAD_DIM)
     inside = t < tokens
     rows = DO + batch * stride_b + head * stride_h + t.to(tl.int64)[:, None] * stride_n + d[None, :]
@@ -56,11 +60,19 @@ def _prepare_queries_kernel(
     q_scale = tl.load(Q_SCALE + bh * tokens + t, mask=inside, other=0.0)
     q = tl.load(Q8 + rows, mask=inside[:, None], other=0).to(tl.float32) * q_scale[:, None]
     tl.store(Q16 + rows, q, mask=inside[:, None])
-    lse = tl.load(LSE + bh * tokens + t, mask=inside, other=float("inf"))
-    vectors = VECTORS + (bh * tiles + tile) * (3 * TILE) + tl.arange(0, TILE)
-    tl.store(vectors, q_scale * scale_log2)
-    tl.store(vectors + TILE, lse * LOG2E)
-    tl.store(vectors + 2 * TILE, -tl.sum(do * o, 1))
+    q_scale *= scale_log2
+    lse = tl.load(LSE + bh * tokens + t, mask=inside, other=float("inf")) * LOG2E
+    delta = -tl.sum(do * o, 1)
+    vectors = VECTORS + (bh * tiles + tile) * (FLOATS * TILE)
+    if FLOATS == 3:
+        tl.store(vectors + tl.arange(0, TILE), q_scale)
+        tl.store(vectors + TILE + tl.arange(0, TILE), lse)
+        tl.store(vectors + 2 * TILE + tl.arange(0, TILE), delta)
+    else:
+        lse = tl.where(tl.abs(lse) == float("inf"), 1e30, lse)  # still probabilities of zero; the product meets it too
+        upper = (delta.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        rows = tl.join(tl.join(upper, q_scale), tl.join(delta - upper, lse))  # upper, the rest, q_scale, lse
+        tl.store(vectors + tl.arange(0, 4 * TILE), tl.reshape(rows, [4 * TILE]))
     sums = SUM + (bh * tiles + tile) * (TILE * HEAD_DIM) + tl.arange(0, TILE * HEAD_DIM)
     tl.store(sums, tl.zeros([TILE * HEAD_DIM], tl.float32))
     if TURNS is not None:
@@ -98,7 +110,8 @@ def _mappable(x: Tensor) -> Tensor:
 def _shared_bytes(head_dim: int) -> int:
     """Of struct Shared in hopper_backward.cu."""
     keys, stages = KEYS[head_dim], 2 if head_dim == 128 else 3
-    tiles = keys * head_dim * 5 + 2 * keys * TILE * 2 + keys * TILE * 4 + stages * TILE * (head_dim * 5 + 12)
+    stage = TILE * (head_dim * 5 + FLOATS[head_dim] * 4)
+    tiles = keys * head_dim * 5 + 2 * keys * TILE * 2 + keys * TILE * 4 + stages * stage
     return -(-(tiles + 8 * (5 + keys // 32 + 4 * stages)) // 1024) * 1024
 
 
@@ -151,12 +164,13 @@ def hopper_backward(
         new = functools.partial(torch.empty, device=do.device)
         # bfloat16 whatever the inputs are: float16 has no room for dS, and both operands of a product have one type.
         q16 = new(saved.q.codes.shape, dtype=torch.bfloat16)
-        vectors = new((batch * heads * q_tiles, 3, TILE), dtype=torch.float32)
+        vectors = new(batch * heads * q_tiles * TILE * FLOATS[head_dim], dtype=torch.float32)
         dq_sum = new(batch * heads * q_tiles * TILE * head_dim, dtype=torch.float32)
         turns = new(batch * heads * q_tiles * (head_dim // 64), dtype=torch.int32) if deterministic else None
         _prepare_queries_kernel[(q_tiles * batch * heads,)](
             do, o, *saved.q, saved.lse, q16, vectors, dq_sum, turns, scale * LOG2E.value,
-            heads, n_q, q_tiles, *do.stride()[:3], HEAD_DIM=head_dim, TILE=TILE, LOG2E=LOG2E.value, num_warps=4,
+            heads, n_q, q_tiles, *do.stride()[:3], HEAD_DIM=head_dim, TILE=TILE, LOG2E=LOG2E.value,
+            FLOATS=FLOATS[head_dim], num_warps=4,
         )  # fmt: skip
         dq, dk, dv = new(do.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype)
         starts, ends = (None, None) if cu_seqlens is None else document_bounds_triton(cu_seqlens, n_q)
