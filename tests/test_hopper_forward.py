@@ -9,7 +9,7 @@ import torch
 
 from hopper_emulator import Emulated, tensor_map, wrong_results
 from sagekernels import nvrtc
-from sagekernels.hopper_forward import SCHEDULES, SOURCE, mappable
+from sagekernels.hopper_forward import SCHEDULES, SOURCE
 from sagekernels.reference import document_bounds, twin_forward
 
 ARRIVE = "if (threadIdx.x % 32 == 0) arrive(shared.v_free[at.stage]);\n        at = next;"
@@ -183,9 +183,9 @@ def mistaken(kernels, case, **options):
 def test_mappable_copies_what_a_tensor_map_cannot_describe():
     x = torch.zeros(2, 5, 3, 64, dtype=torch.bfloat16)
     packed = torch.zeros(2, 5, 3, 3, 64, dtype=torch.bfloat16).unbind(2)[1]
-    assert mappable(x) is x and mappable(packed) is packed and mappable(x[:1, :1]) is not None
+    assert nvrtc.mappable(x) is x and nvrtc.mappable(packed) is packed and nvrtc.mappable(x[:1, :1]) is not None
     for odd in (x.mT.contiguous().mT, x[:1, :1].expand_as(x), torch.zeros(2, 5, 3, 68, dtype=x.dtype)[..., 2:66]):
-        assert mappable(odd).is_contiguous()
+        assert nvrtc.mappable(odd).is_contiguous()
 
 
 def test_tensor_maps_of_odd_strides_are_refused():

@@ -99,13 +99,6 @@ def _map(x: Tensor, rows: int) -> nvrtc.TensorMap:
     return nvrtc.tensor_map(x, (1, 1, rows, columns), columns * x.element_size())
 
 
-def _mappable(x: Tensor) -> Tensor:
-    """x [B, N, heads, D], copied if its strides are not those of a tensor map."""
-    unit = 16 // x.element_size()
-    fits = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in x.stride()[:3])
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
-
-
 @functools.cache
 def _shared_bytes(head_dim: int) -> int:
     """Of struct Shared in hopper_backward.cu."""
@@ -158,7 +151,7 @@ def hopper_backward(
     batch, n_q, heads, head_dim = do.shape
     n_k, kv_heads = v.shape[1:3]
     q_tiles = tiles_of(n_q)
-    do, v = _mappable(do), _mappable(v)
+    do, v = nvrtc.mappable(do), nvrtc.mappable(v)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     with on_device_of(do):
         new = functools.partial(torch.empty, device=do.device)

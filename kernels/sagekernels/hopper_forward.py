@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .forward import document_bounds_triton
 from .launch import is_hopper, multiprocessors, on_device_of
-from .nvrtc import load, tensor_map
+from .nvrtc import load, mappable, tensor_map
 from .pieces import LOG2E
 from .quantize import Codes
 from .reference import RECIPES, Saved
@@ -65,13 +65,6 @@ def supported(q: Tensor, k: Tensor, v: Tensor, *, smooth_q: bool, cu_seqlens: Te
         and is_hopper(q.device)
         and max(q.numel(), k.numel()) < 2**31
     )
-
-
-def mappable(x: Tensor) -> Tensor:
-    """x [B, N, H, D], copied if a tensor map cannot describe its strides."""
-    strides = [x.stride(i) for i in range(3) if x.shape[i] > 1]
-    odd = x.stride(3) != 1 or x.data_ptr() % 16 or any(s % 8 or s == 0 for s in strides)
-    return x.clone(memory_format=torch.contiguous_format) if odd else x
 
 
 def hopper_forward(

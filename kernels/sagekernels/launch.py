@@ -1,4 +1,4 @@
-"""How the portable kernels are launched: tile sizes by architecture and head dimension, and the current device."""
+"""How the portable kernels are launched: tile sizes by architecture and head dimension; and what a device is."""
 
 import contextlib
 import functools

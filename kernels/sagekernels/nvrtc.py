@@ -179,6 +179,13 @@ def _tensor_map(
     return result
 
 
+def mappable(x: Tensor) -> Tensor:
+    """x [B, N, H, D] in 16 bits, copied if tensor_map cannot describe its strides."""
+    strides = [x.stride(i) for i in range(3) if x.shape[i] > 1]
+    odd = x.stride(3) != 1 or x.data_ptr() % 16 or any(s % 8 or s == 0 for s in strides)
+    return x.clone(memory_format=torch.contiguous_format) if odd else x
+
+
 class Kernel:
     """One kernel of one compiled source; it is loaded on each GPU at its first launch there."""
 
