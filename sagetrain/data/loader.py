@@ -65,14 +65,20 @@ class Batch:
         """
         length = self.tokens.shape[1] // cp_size
 
+        def there(x: torch.Tensor | None) -> torch.Tensor | None:
+            if x is None or torch.device(device).type == "cpu":
+                return x
+            # Only from pinned memory does a copy not wait for all that the GPU still has to do.
+            return x.pin_memory().to(device, non_blocking=True)
+
         def own(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else x.narrow(1, cp_rank * length, length).to(device, non_blocking=True)
+            return None if x is None else there(x.narrow(1, cp_rank * length, length))
 
         return {
             "tokens": own(self.tokens),
             "labels": own(self.labels),
             "positions": own(self.positions),
-            "cu_seqlens": None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True),
+            "cu_seqlens": there(self.cu_seqlens),
             "max_seqlen": self.max_seqlen,
         }
 

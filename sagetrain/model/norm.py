@@ -36,23 +36,27 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """[..., size] -> same. gain: what enter_gains gave for this norm, if it was called."""
-        (entered,) = enter_gains(self) if gain is None else (gain,)
+        ((entered,),) = enter_gains(self) if gain is None else ((gain,),)
         gain = self.gain if entered is None else entered
         x_fp32 = x.float()
         scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.eps)
         return (x_fp32 * scale * gain.float()).to(x.dtype)
 
 
-def enter_gains(*norms: RMSNorm | None) -> list[Tensor | None]:
+def enter_gains(*norms: RMSNorm | None, parts: int = 1) -> list[list[Tensor | None]]:
     """The gains for all calls of these norms in one pass, where their gradients are summed over the group; else None.
+    One list for each of the parts in which tokens come: their gradients have nothing in common before the sum.
 
     The sums travel together, in one collective, at the end of the backward pass of all these calls.
     """
     split = [norm for norm in norms if norm is not None and norm.split_input and norm.groups.tp_size > 1]
     if not split:
-        return [None] * len(norms)
+        return [[None] * len(norms)] * parts
     groups = split[0].groups
-    together = torch.cat([norm.gain for norm in split])
+    together = torch.cat([norm.gain for norm in split] * parts)
     entered = finish_enter(start_enter(together, groups, False), groups, False)
-    pieces = dict(zip(split, entered.split([len(norm.gain) for norm in split]), strict=True))
-    return [pieces.get(norm) for norm in norms]
+    gains = []
+    for part in entered.chunk(parts):
+        pieces = dict(zip(split, part.split([len(norm.gain) for norm in split]), strict=True))
+        gains.append([pieces.get(norm) for norm in norms])
+    return gains

@@ -7,6 +7,7 @@ attention works on single tokens, and because shards along the sequence are then
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -40,7 +41,9 @@ from sagetrain.parallel.topology import ParallelGroups
 ORDERED = {
     "reorder_for_peak_memory": False,
     "score_fusion_memory_threshold": 2**16,  # bytes: a gain that both halves read is no reason to fuse their norms
-    "allow_buffer_reuse": False,  # what a collective reads may not be written before the next graph finishes it
+    # What a collective reads may not be written before it is finished, in the next graph maybe.
+    "allow_buffer_reuse": False,
+    "inplace_buffers": False,
 }
 """torch.compile's options under tensor parallelism."""
 
@@ -54,15 +57,16 @@ nothing."""
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), in stages, so that tensor parallelism costs little waiting.
 
-    Under tensor parallelism the tokens go through all but attention in two halves, the second one stage behind the
-    first: the collectives of each run beside the matmuls of the other, forward and backward.
+    Under tensor parallelism the tokens go through in two halves, the second one stage behind the first: the collectives
+    of each run beside the stages of the other, forward and backward.
 
-        first    q k v                          out   norm   gate, up   down       next block's norm
-        second           norm   q k v                 out    norm       gate, up   down
-        both                            attention
+        first    q k v        attention, out          norm                  gate, up        down       next norm
+        second          norm                  q k v        attention, out            norm       gate, up        down
 
     `out` and `down` start a sum, the norms finish it and start a gather. So the first half comes to a block normalized,
     the second with the sum of the block before still to be finished.
+
+    Halves are whole sequences. Where a micro-batch has no half of them (one sequence), attention is one stage of both.
     """
 
     def __init__(
@@ -86,30 +90,43 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.mlp = MLP(model, groups, **layer)
 
-    def forward(self, halves: list[Half], layout: TokenLayout, next_norm: RMSNorm | None) -> list[Half]:
-        """Two halves, or the whole as one. Without next_norm only residual streams come in and go out, all summed up:
-        what activation checkpointing keeps should be little, and not be on its way."""
-        region, parts, alone = (self.groups, self.sequence_parallel), len(halves), next_norm is None
+    def forward(self, halves: list[Half], layouts: list[TokenLayout], next_norm: RMSNorm | None) -> list[Half]:
+        """Two halves, or the whole as one, with the layout of each, or of all. Without next_norm only residual streams
+        come in and go out, all summed up: what activation checkpointing keeps should be little, and not be on its way.
+        """
+        region, alone = (self.groups, self.sequence_parallel), next_norm is None
         norms = self.attention_norm, self.attention.q_norm, self.attention.k_norm, self.mlp_norm, next_norm
-        gain, q_gain, k_gain, mlp_gain, next_gain = enter_gains(*norms)
-        halves, heads = list(halves), []
-        for i, tables in enumerate(zip(layout.cos.chunk(parts), layout.sin.chunk(parts), strict=True)):
-            if i or alone:
-                halves[i] = normalize(*halves[i], self.attention_norm, gain, *region)
-            heads.append(self.attention.project(halves[i][1], *tables, q_gain, k_gain))
-        joined = (torch.cat(pieces) if parts > 1 else pieces[0] for pieces in zip(*heads, strict=True))
-        o = self.attention(*joined, layout).chunk(parts)
-        halves = [(x, part) for (x, _), part in zip(halves, o, strict=True)]
-        stages = (
-            lambda i, x, y: (x, self.attention.out(y)),
-            lambda i, x, y: normalize(x, y, self.mlp_norm, mlp_gain, *region),
+        gain, q_gain, k_gain, mlp_gain, next_gain = zip(*enter_gains(*norms, parts=len(halves)), strict=True)
+        parts = len(halves) // len(layouts)  # of each layout
+        tables = [pair for x in layouts for pair in zip(x.cos.chunk(parts), x.sin.chunk(parts), strict=True)]
+        before = (
+            lambda i, x, y: normalize(x, y, self.attention_norm, gain[i], *region) if i or alone else (x, y),
+            lambda i, x, y: (x, self.attention.project(y, *tables[i], q_gain[i], k_gain[i])),
+        )
+        after = (
+            lambda i, x, y: normalize(x, y, self.mlp_norm, mlp_gain[i], *region),
             lambda i, x, y: (x, self.mlp(y)),
             lambda i, x, y: (x, self.mlp.down(y)),
-            lambda i, x, y: (x, y) if alone else normalize(x, y, next_norm, next_gain, *region),
+            lambda i, x, y: (x, y) if alone else normalize(x, y, next_norm, next_gain[i], *region),
         )
-        for number in range(len(stages)):
-            halves = [stages[number - i](i, *half) if number >= i else half for i, half in enumerate(halves)]
+        if parts == 1:
+            attention = (lambda i, x, y: (x, self.attention.out(self.attention(*y, layouts[i]))),)
+            halves = _staggered((*before, *attention, *after), halves)
+        else:
+            for stage in before:
+                halves = [stage(i, *half) for i, half in enumerate(halves)]
+            joined = (torch.cat(pieces) for pieces in zip(*(heads for _, heads in halves), strict=True))
+            o = self.attention(*joined, *layouts).chunk(parts)
+            halves = [(x, part) for (x, _), part in zip(halves, o, strict=True)]
+            halves = _staggered((lambda i, x, y: (x, self.attention.out(y)), *after), halves)
         return [(x + finish_leave(y, *region), None) for x, y in halves] if alone else halves
+
+
+def _staggered(stages: Sequence[Callable[..., Half]], halves: list[Half]) -> list[Half]:
+    """The first half through all stages, the second through all but the last, one stage behind."""
+    for number in range(len(stages)):
+        halves = [stages[number - i](i, *half) if number >= i else half for i, half in enumerate(halves)]
+    return halves
 
 
 def normalize(
@@ -231,8 +248,9 @@ class Transformer(nn.Module):
         Returns:
             fp32 scalar, or logits [B, S (/ cp), vocab] in the model's dtype; the same on all tensor-parallel ranks.
         """
-        layout, flat = self._layout(tokens, positions, cu_seqlens, max_seqlen), tokens.flatten()
+        flat = tokens.flatten()
         parts = parts_of(len(flat), self.groups.tp_size)
+        layouts = self._layouts(tokens, positions, cu_seqlens, max_seqlen, parts)
         halves = [self._embed(part) for part in flat.chunk(parts)]
         norms = [*(block.attention_norm for block in self.blocks), self.final_norm]
         region = self.groups, self.sequence_parallel
@@ -242,11 +260,11 @@ class Transformer(nn.Module):
             # A collective that is started once more has to be finished once more: recomputed to the end.
             with set_checkpoint_early_stop(self.groups.tp_size == 1):
                 for block in self.blocks:
-                    halves = checkpoint(block, halves, layout, None, use_reentrant=False)
+                    halves = checkpoint(block, halves, layouts, None, use_reentrant=False)
         else:
             halves[0] = self._normalize(*halves[0], norms[0], None, *region)
             for block, next_norm in zip(self.blocks, norms[1:], strict=True):
-                halves = block(halves, layout, next_norm)
+                halves = block(halves, layouts, next_norm)
         halves[late:] = [self._normalize(*half, norms[-1], None, *region) for half in halves[late:]]
         if labels is None:
             return torch.cat([self.head(y, None) for _, y in halves]).unflatten(0, tokens.shape)
@@ -267,21 +285,30 @@ class Transformer(nn.Module):
         self._normalize = torch.compile(normalize, fullgraph=True, backend=backend, options=options)
         self.head.compiled = backend == "inductor"
 
-    def _layout(
-        self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
-    ) -> TokenLayout:
+    def _layouts(
+        self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None, parts: int
+    ) -> list[TokenLayout]:
+        """Of each part, if its sequences are whole, or one of all."""
         num_sequences, length = tokens.shape
         if positions is None:
             first = self.groups.cp_rank * length
             positions = torch.arange(first, first + length, device=tokens.device).expand(num_sequences, -1)
-        cos, sin = rotary_tables(positions.flatten(), self.config.head_dim, self.config.rope_theta)
-        mask = None
-        if cu_seqlens is not None and self.mask_documents:
-            mask = document_mask(cu_seqlens, num_sequences, tokens.numel() * self.groups.cp_size)
-        if cu_seqlens is not None and self.head.compiled:
-            # One graph for any number of documents: torch.compile gives up after a few recompilations.
-            torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
-        return TokenLayout(num_sequences, cos, sin, cu_seqlens, max_seqlen, mask)
+        parts = parts if num_sequences % parts == 0 else 1
+        num_sequences //= parts
+        num_tokens = num_sequences * length * self.groups.cp_size
+        layouts = []
+        for part, own_positions in enumerate(positions.chunk(parts)):
+            cos, sin = rotary_tables(own_positions.flatten(), self.config.head_dim, self.config.rope_theta)
+            documents = mask = None
+            if cu_seqlens is not None:  # documents of other parts have length zero
+                documents = (cu_seqlens - part * num_tokens).clamp(0, num_tokens)
+                if self.mask_documents:
+                    mask = document_mask(documents, num_sequences, num_tokens)
+                if self.head.compiled:
+                    # One graph for any number of documents: torch.compile gives up after a few recompilations.
+                    torch._dynamo.maybe_mark_dynamic(documents, 0)
+            layouts.append(TokenLayout(num_sequences, cos, sin, documents, max_seqlen, mask))
+        return layouts
 
     def _initialize(self, groups: ParallelGroups, seed: int) -> None:
         """Gains are 1; weights are normal with init_std, over sqrt(2 num_layers) into the residual stream.

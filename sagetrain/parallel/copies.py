@@ -2,12 +2,12 @@
 
 NCCL's kernels hold multiprocessors that cuBLAS's persistent kernels count on. Here every rank maps the others' memory
 (torch's symmetric memory), copies on a stream of its own are all that travels, and ranks meet by values that the
-streams themselves write and wait for. What is left to kernels is local, on the stream of the caller, and short:
+streams themselves write and wait for. What is left to a kernel, on the stream of the caller, is a sum:
 
-| | start | beside | finish |
-|---|---|---|---|
-| all_gather | own shard into the slot and the result | the others' shards, out of their slots | |
-| reduce_scatter | own part into the slot | the others' parts, into their slots | the slot summed up |
+| | beside | finish |
+|---|---|---|
+| all_gather | own shard into the slot and the result; the others' shards, out of their slots | |
+| reduce_scatter | own part into the slot; the others' parts, into their slots | the slot summed up |
 
 The sum runs over the ranks in fp32 and is rounded once: its order depends on shapes alone, so that it is deterministic.
 
@@ -52,8 +52,8 @@ class Memory(Protocol):
     def allocate(self, nbytes: int) -> list[Tensor]:
         """New buffers, uint8 [nbytes] of each rank, once the streams have ended all they were given. Collective."""
 
-    def start(self, *copies: tuple[int, int, int]) -> None:
-        """Copy on the caller's stream. What is given beside from now on comes after all that the caller's has."""
+    def start(self) -> None:
+        """What is given beside from now on comes after all that the caller's stream has."""
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy beside."""
@@ -73,7 +73,7 @@ class _Work(dist.Work):
 
     __slots__ = ("_done", "_memory", "_parts", "_result", "_sent")
 
-    def __init__(self, memory: Memory, sent: Tensor | None = None, parts: Tensor | None = None, result=None) -> None:
+    def __init__(self, memory: Memory, sent: Tensor, parts: Tensor | None = None, result=None) -> None:
         super().__init__()
         self._memory, self._done = memory, memory.record()
         self._sent, self._parts, self._result = sent, parts, result
@@ -82,7 +82,10 @@ class _Work(dist.Work):
         if self._done is not None:
             self._memory.wait(self._done)
             if self._parts is not None:
-                torch.sum(self._parts, 0, out=self._result)
+                if len(self._parts) == 2:  # where torch.sum reaches half the memory's rate
+                    torch.add(*self._parts, out=self._result)
+                else:
+                    torch.sum(self._parts, 0, out=self._result)
             # `sent` had to live until now: it was being copied.
             self._done = self._sent = self._parts = self._result = None
         return True
@@ -103,13 +106,13 @@ class Copies:
         slot = self._take(nbytes * self.size)
         result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         source, target, place = x.data_ptr(), result.data_ptr(), slot * self._slot_bytes
-        own = self._addresses[self.rank] + place
-        memory.start((own, source, nbytes), (target + self.rank * nbytes, source, nbytes))
+        memory.start()
+        memory.copy(self._addresses[self.rank] + place, source, nbytes)
         memory.meet()
-        self._met[slot] = memory.record()
         for other in self._others:
             memory.copy(target + other * nbytes, self._addresses[other] + place, nbytes)
-        return self._under_way(result, _Work(memory))
+        memory.copy(target + self.rank * nbytes, source, nbytes)
+        return self._under_way(result, _Work(memory, x))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Own part along dim 0 of the sum of x (contiguous) over the group, on its way."""
@@ -119,9 +122,9 @@ class Copies:
         slot = self._take(x.nbytes)
         result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         source, place = x.data_ptr(), slot * self._slot_bytes + self.rank * nbytes
-        memory.start((self._addresses[self.rank] + place, source + self.rank * nbytes, nbytes))
+        memory.start()
         memory.meet()
-        self._met[slot] = memory.record()
+        memory.copy(self._addresses[self.rank] + place, source + self.rank * nbytes, nbytes)
         for other in self._others:
             memory.copy(self._addresses[other] + place, source + other * nbytes, nbytes)
         memory.meet()
@@ -129,15 +132,11 @@ class Copies:
         return self._under_way(result, self._unread[slot])
 
     def _take(self, nbytes: int) -> int:
-        """The next slot, at least so large and nobody's: ready to be written by the caller's stream."""
+        """The next slot, at least so large. What it held has been read, or will have been by the caller's stream."""
         if nbytes > self._slot_bytes:
             self._grow(nbytes)
         slot, self._count = self._count % SLOTS, self._count + 1
         self._read(slot)
-        following = (slot + 1) % SLOTS  # where the collective went that came after the one that had the slot last
-        if self._met[following] is not None:
-            self._memory.wait(self._met[following])
-            self._met[following] = None
         return slot
 
     def _read(self, slot: int) -> None:
@@ -149,8 +148,6 @@ class Copies:
     def _grow(self, nbytes: int) -> None:
         for slot in range(SLOTS):
             self._read(slot)
-        for met in filter(None, self._met):
-            self._memory.wait(met)
         self._slot_bytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         # The others' mappings keep the old buffer alive for what they still copy out of it.
         self._clear(self._memory.allocate(SLOTS * self._slot_bytes))
@@ -158,7 +155,6 @@ class Copies:
     def _clear(self, buffers: list[Tensor]) -> None:
         self._buffers, self._addresses = buffers, [buffer.data_ptr() for buffer in buffers]
         self._views: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
-        self._met: list[Event | None] = [None] * SLOTS
         self._unread: list[_Work | None] = [None] * SLOTS
 
     def _parts(self, slot: int, x: Tensor) -> Tensor:
@@ -233,12 +229,9 @@ class DeviceMemory:
         self._release = (_Operation * len(awaited))(*[(_Operation.WRITE, address) for address in awaited])
         return [self._symmetric.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(len(pads))]
 
-    def start(self, *copies: tuple[int, int, int]) -> None:
+    def start(self) -> None:
         """See Memory."""
-        stream = self._caller()
-        for copy in copies:
-            self._copy(*copy, stream)
-        self._record(self._started, stream)
+        self._record(self._started, self._caller())
         self._wait(self._beside, self._started, 0)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
@@ -379,9 +372,8 @@ def _try(group: ProcessGroup, copies: list[Copies]) -> None:
         raise RuntimeError("a trial gave wrong values")
 
 
-# As operators that torch.compile does not look into. Inputs are contiguous. What all_gather is given may be overwritten
-# at once; what reduce_scatter is given, only when it is finished. Inductor does not know that, but it writes a kernel's
-# result over what the kernel reads alone: no other kernel reads the matmul's result that reduce_scatter is given.
+# As operators that torch.compile does not look into. Inputs are contiguous, and may be written only when the collective
+# is finished. Inductor does not know that: transformer.ORDERED keeps it from writing over what it has read.
 _library = torch.library.Library("sagetrain", "DEF")
 for _name in ("all_gather", "reduce_scatter"):
     _library.define(f"{_name}(Tensor x, int size, str group) -> Tensor")

@@ -100,7 +100,8 @@ def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int, param
         # Without these two DeepSpeed rounds gradients to bf16 between ranks (and, at stage 1, on one rank as well).
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
         generated["communication_data_type"] = "fp32"
-    return {**cfg.deepspeed, **generated}
+    # DeepSpeed's own measure of throughput waits for the GPU before every micro-batch.
+    return {"timers": {"throughput": {"enabled": False}}, **cfg.deepspeed, **generated}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -331,7 +332,7 @@ class Trainer:
             MetricsWriter(self.run_dir, state.step, state.tokens, total, cfg.logging.tensorboard) if self.main else None
         )
         self.clock = Throughput()
-        stopped, trained = False, state.tokens < total
+        first, stopped, trained = state.step, False, state.tokens < total
         while state.tokens < total and not stopped:
             self.watchdog.begin(f"step {state.step + 1}")
             size = tokens_per_step(cfg.tokens_per_step, state.tokens, self.multiple)
@@ -342,6 +343,9 @@ class Trainer:
             # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
             stop = self.stop.name is not None or self.saver.failed
             result = self.engine.step(batches, size // self.multiple, lr, stop)
+            if state.step == first:  # what compiling left is no garbage: the collector takes .3 s to look through it
+                gc.collect()
+                gc.freeze()
             samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
             check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
             state.advance(size, cfg.data.seq_length)

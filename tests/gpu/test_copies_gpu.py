@@ -70,8 +70,6 @@ def _check_against_nccl() -> None:
         if delays.random() < 0.3:
             _busy(delays.uniform(0, 2e-3))
         actual = (start_all_gather if kind == "gather" else start_reduce_scatter)(x, group)
-        if kind == "gather":
-            x.fill_(float("nan"))
         del x
         _busy(delays.uniform(0, 2e-4))
         torch.empty(rows * width, device="cuda").fill_(float("nan"))  # takes what was freed too early
