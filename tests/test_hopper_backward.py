@@ -15,7 +15,7 @@ from triton.compiler import ASTSource, compile
 
 from hopper_emulator import Emulated, tensor_map, wrong_results
 from sagekernels import hopper, hopper_backward, nvrtc, sage_attention
-from sagekernels.reference import RECIPES, document_bounds, twin_backward, twin_forward, visible
+from sagekernels.reference import RECIPES, twin_backward, twin_forward, visible
 from sagekernels.testing import Shape, random_inputs, results_of
 
 SHARED_MEMORY = 227 * 1024
@@ -72,11 +72,10 @@ def test_schedule(schedule, n_q, n_k, causal, documents, heads, heads_at_once):
     """Each block is taken once; every visible pair is in a tile that is taken and unmasked where no mask is applied;
     the blocks that add to a tile of queries have turns 0, 1, 2, ..., the earlier ones in programs launched earlier."""
     schedule, keys = schedule
-    cu_seqlens = torch.tensor((0, *documents)).cumsum(0).int() if documents else None
-    bounds = [x.numpy() for x in document_bounds(cu_seqlens, n_k)] if documents else [None, None]
-    pointers = [x if x is None else x.ctypes.data for x in bounds]
+    bounds = Shape(n_q=n_q, documents=documents).bounds()
+    pointers = [None, None] if bounds is None else [x.data_ptr() for x in bounds]
     problem = Problem(1, n_q, n_k, causal, *pointers, heads, heads_at_once)
-    mask = visible(range(n_q), n_k, n_k - n_q, causal, cu_seqlens, torch.device("cpu"))
+    mask = visible(range(n_q), n_k, n_k - n_q, causal, bounds, torch.device("cpu"))
     sees = np.ones((n_q, n_k), bool) if mask is None else mask.numpy()
     lower, upper = ctypes.c_int(), ctypes.c_int()
     for key in range(n_k + 5):
@@ -220,9 +219,9 @@ def emulated(kernels, shape, half=False, in_order=False, **options):
     dtype = torch.float16 if half else torch.bfloat16
     batch, n_q, n_k, heads, kv_heads = shape.batch, shape.n_q, shape.n_k, shape.heads, shape.kv_heads
     q, k, v, do = random_inputs(shape, dtype=dtype)
-    head_dim, cu_seqlens = q.shape[3], shape.cu_seqlens()
+    head_dim, bounds = q.shape[3], shape.bounds()
     scale = head_dim**-0.5
-    twin = {"causal": shape.causal, "scale": scale, "cu_seqlens": cu_seqlens, "recipe": "scores"}
+    twin = {"causal": shape.causal, "scale": scale, "bounds": bounds, "recipe": "scores"}
     o, saved = twin_forward(q, k, v, smooth_k=True, smooth_q=False, **twin)
     expected = twin_backward(do, None, v, o, saved, **twin)
     delta = (do.float() * o.float()).sum(-1).transpose(1, 2)
@@ -233,13 +232,13 @@ def emulated(kernels, shape, half=False, in_order=False, **options):
     tiles = -(-n_q // 64)
     sums = torch.zeros(batch, heads, tiles, 64 * head_dim)
     turns = torch.zeros(batch * heads * tiles * (head_dim // 64), dtype=torch.int32) if in_order else None
-    bounds = document_bounds(cu_seqlens, n_k) if cu_seqlens is not None else (None, None)
     keys, parts = hopper_backward.KEYS[head_dim], head_dim // 64
     boxes = [(saved.q.codes, 64), (q16, 64), (do.transpose(1, 2), 64), (saved.k.codes, keys)]
     boxes += [(v.transpose(1, 2), keys), (dk.transpose(1, 2), 64), (dv.transpose(1, 2), 64)]
     maps = [host_map(x, rows) for x, rows in boxes]
     wrong = kernels(head_dim, half)(
-        -(-n_k // keys) * batch * kv_heads, 2 * keys + 128, *maps, vectors, saved.k.scale, *bounds, sums, turns, scale,
+        -(-n_k // keys) * batch * kv_heads, 2 * keys + 128, *maps, vectors, saved.k.scale,
+        *((None, None) if bounds is None else bounds), sums, turns, scale,
         kv_heads, heads // kv_heads, n_q, n_k, tiles, batch * kv_heads, 1, int(shape.causal), **options,
     )  # fmt: skip
     assert not wrong, wrong

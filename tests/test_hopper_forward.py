@@ -10,7 +10,8 @@ import torch
 from hopper_emulator import Emulated, tensor_map, wrong_results
 from sagekernels import nvrtc
 from sagekernels.hopper_forward import SCHEDULES, SOURCE
-from sagekernels.reference import document_bounds, twin_forward
+from sagekernels.reference import twin_forward
+from sagekernels.testing import Shape
 
 ARRIVE = "if (threadIdx.x % 32 == 0) arrive(shared.v_free[at.stage]);\n        at = next;"
 ISSUE = """wait(shared.v_full[at.stage], at.parity);
@@ -75,13 +76,13 @@ def kernels(tmp_path_factory):
 
 
 def emulated(
-    kernels, q, k, v, causal, *, grid=2, heads_per_group=2, cu_seqlens=None, smooth=True, scale=0.125, **options
+    kernels, q, k, v, causal, *, grid=2, heads_per_group=2, bounds=None, smooth=True, scale=0.125, **options
 ):  # fmt: skip
     """o, lse and Q's codes of the kernel with the twin's codes of K; the twin's o, lse and codes."""
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
     twin = {"causal": causal, "scale": scale, "smooth_k": smooth, "smooth_q": False, "recipe": "fine"}
-    o_twin, saved = twin_forward(q, k, v, cu_seqlens=cu_seqlens, **twin)
+    o_twin, saved = twin_forward(q, k, v, bounds=bounds, **twin)
     block_n, consumers, _ = SCHEDULES[head_dim]
     padded = -(-n_k // block_n) * block_n
     ordered = torch.zeros(batch * kv_heads, padded)
@@ -89,11 +90,11 @@ def emulated(
     ordered[:, position] = saved.k.scale.flatten(0, 1)
     o, lse = torch.full_like(o_twin, math.nan), torch.full_like(saved.lse, math.nan)
     codes, scales = torch.full_like(saved.q.codes, 77), torch.full_like(saved.q.scale, math.nan)
-    starts, ends = (None, None) if cu_seqlens is None else document_bounds(cu_seqlens, n_q)
+    starts, ends = (None, None) if bounds is None else bounds
     k_codes, taken = saved.k.codes.contiguous(), torch.zeros(1, dtype=torch.int32)
     blocks = -(-n_q // (64 * consumers))
     tiles = blocks * batch * heads
-    kernel = kernels(head_dim, causal, cu_seqlens is not None, q.dtype == torch.float16)
+    kernel = kernels(head_dim, causal, bounds is not None, q.dtype == torch.float16)
     wrong = kernel(
         min(grid, tiles), 128 * (consumers + 1),
         tensor_map(q, (1, 64, 1, 64)), tensor_map(k_codes.view(-1, n_k, head_dim), (1, block_n, head_dim), head_dim),
@@ -138,8 +139,8 @@ def test_schedule(kernels, batch, n_q, n_k, heads, kv_heads, head_dim, causal, g
 def test_documents(kernels, documents, causal):
     n = sum(documents)
     q, k, v = inputs(n, [(1, n, 2, 64), (1, n, 1, 64), (1, n, 1, 64)])
-    cu_seqlens = torch.tensor([0, *documents]).cumsum(0).to(torch.int32)
-    assert_close(*emulated(kernels, q, k, v, causal, grid=3, cu_seqlens=cu_seqlens))
+    bounds = Shape(n_q=n, documents=documents).bounds()
+    assert_close(*emulated(kernels, q, k, v, causal, grid=3, bounds=bounds))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -173,8 +174,8 @@ def right(kernels):
 def mistaken(kernels, case, **options):
     if case == "documents":
         q, k, v = inputs(0, [(1, 500, heads, 64) for heads in (2, 1, 1)])
-        cu_seqlens = torch.tensor([0, 129, 319, 500], dtype=torch.int32)
-        return emulated(kernels, q, k, v, True, cu_seqlens=cu_seqlens, **options)[:2]
+        bounds = Shape(n_q=500, documents=(129, 190, 181)).bounds()
+        return emulated(kernels, q, k, v, True, bounds=bounds, **options)[:2]
     q, k, v = inputs(1, [(1, 436, 2, 128), (1, 500, 1, 128), (1, 500, 1, 128)])  # offset 64: warpgroups skip tiles
     k = k * torch.linspace(16, 1, 500)[None, :, None, None].bfloat16()  # outgrow the old maximum
     return emulated(kernels, q * 4, k, v, True, smooth=False, scale=0.25, **options)[:2]

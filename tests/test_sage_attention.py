@@ -224,9 +224,10 @@ def test_autocast_and_activation_checkpointing():
 def test_the_operators_keep_torchs_rules():
     q, k, v, _ = random_inputs(Shape(1, 70, 70, 2, 1, 32))
     cu_seqlens = torch.tensor([0, 30, 70], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.sagekernels.document_bounds, (cu_seqlens, 70))
     for smooth_q in (False, True):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        arguments = (*leaves, cu_seqlens, True, 0.2, True, smooth_q, "fine", "twin")
+        arguments = (*leaves, document_bounds(cu_seqlens, 70), True, 0.2, True, smooth_q, "fine", "twin")
         torch.library.opcheck(torch.ops.sagekernels.forward, arguments)
 
 
@@ -263,6 +264,8 @@ MISTAKES = [
     ((x(1, 4, 2, 32), x(1, 0, 2, 32), x(1, 0, 2, 32)), {"causal": False}, ValueError, "hold no token"),
     ((x(2, 4, 2, 32),) * 3, {"cu_seqlens": x(3, dtype=INT32)}, ValueError, "cu_seqlens needs batch 1"),
     ((x(1, 4, 2, 32),) * 3, {"cu_seqlens": x(3)}, ValueError, "must be int32"),
+    ((x(1, 4, 2, 32),) * 3, {"bounds": x(2, 5, dtype=INT32)}, ValueError, r"bounds must be int32 \[2, 4\]"),
+    ((x(1, 4, 2, 32),) * 3, {"bounds": x(2, 4, dtype=INT32), "cu_seqlens": x(3, dtype=INT32)}, ValueError, "not both"),
     ((x(1, 4, 2, 32),) * 3, {"cu_seqlens": x(3, dtype=INT32)}, ValueError, "must rise from 0 to 4"),
     ((x(1, 4, 2, 32), x(1, 4, 2, 32).to("meta"), x(1, 4, 2, 32)), {}, ValueError, "must be on one device"),
 ]

@@ -1,6 +1,6 @@
 """SageBwd attention: INT8 in both directions, trainable, a drop-in for flash_attn_func. See kernels/README.md."""
 
-from .autograd import sage_attention
+from .autograd import document_bounds, sage_attention
 from .reference import attention_reference
 
-__all__ = ["attention_reference", "sage_attention"]
+__all__ = ["attention_reference", "document_bounds", "sage_attention"]

@@ -71,7 +71,7 @@ def trained_inputs(seed: int, n: int = 4096) -> tuple[Tensor, Tensor, Tensor, Te
 def intermediates(q: Tensor, k: Tensor, v: Tensor, do: Tensor, recipe: str | None) -> dict[str, Tensor]:
     """delta, P, dP and dS of one causal head, as the backward of `recipe` sees them; exact when it is None."""
     n, scale = q.shape[1], q.shape[-1] ** -0.5
-    options = {"causal": True, "scale": scale, "cu_seqlens": None}
+    options = {"causal": True, "scale": scale, "bounds": None}
     wide = [x[0, :, 0].double() for x in (q, k, v, do)]
     if recipe is None:
         mask = visible(range(n), n, 0, True, None, q.device)

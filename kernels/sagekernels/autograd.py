@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import hopper
+from . import hopper, reference
 from .backward import triton_backward
-from .forward import triton_forward
+from .forward import document_bounds_triton, triton_forward
 from .launch import is_hopper
 from .quantize import Codes, tiles_of
 from .reference import RECIPES, Saved, twin_backward, twin_forward
@@ -37,6 +37,7 @@ def sage_attention(
     smooth_k: bool = True,
     smooth_q: bool = False,
     cu_seqlens: Tensor | None = None,
+    bounds: Tensor | None = None,
     recipe: str = "fine",
     backend: str | None = None,
 ) -> Tensor:
@@ -50,6 +51,7 @@ def sage_attention(
     smooth_k, smooth_q: subtract the mean of K over the row, of Q over tiles of 64 tokens, before quantizing.
     cu_seqlens: int32 [documents + 1] from 0 to N over a batch of one: attention stays inside documents. Zero-length
         documents are allowed. On a GPU the values are not checked (that would wait for the device).
+    bounds: document_bounds(cu_seqlens, N) in its place, where many calls share them.
     recipe: "fine" (scales per token, row and column), "paper" (one scale per tile), or "scores" (Q K^T alone in INT8,
         the gradients' products in 16 bits); reference.py specifies them.
     backend: None takes "hopper" on an H100 or H200, "triton" on other GPUs, and "twin", the specification in torch,
@@ -64,11 +66,26 @@ def sage_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     _check_backend(q, backend)
-    _check(q, k, v, causal, cu_seqlens, recipe)
+    _check(q, k, v, causal, cu_seqlens, bounds, recipe)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not 0 < scale < float("inf"):
         raise ValueError(f"scale must be positive and finite, got {scale}")
-    return FORWARD(q, k, v, cu_seqlens, causal, scale, smooth_k, smooth_q, recipe, backend)[0]
+    if cu_seqlens is not None:
+        bounds = document_bounds(cu_seqlens, q.shape[1])
+    return FORWARD(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend)[0]
+
+
+def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
+    """First token and one past the last token of each token's document, as sage_attention takes them: int32
+    [2, length] from int32 [documents + 1], which rises from 0 to length. On a GPU the host does not wait."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype != torch.int32:
+        raise ValueError(
+            f"cu_seqlens must be int32 [documents + 1], got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        if cu_seqlens[0] != 0 or cu_seqlens[-1] != length or (cu_seqlens.diff() < 0).any():
+            raise ValueError(f"cu_seqlens must rise from 0 to {length}, got {cu_seqlens.tolist()}")
+    return DOCUMENT_BOUNDS(cu_seqlens, length)
 
 
 def _check_backend(q: Tensor, backend: str | None) -> None:
@@ -88,7 +105,15 @@ def _functions(backend: str | None, device: torch.device) -> tuple[Callable, Cal
     return hopper.DEFAULT if is_hopper(device) else BACKENDS["triton"]
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, cu_seqlens: Tensor | None, recipe: str) -> None:
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    cu_seqlens: Tensor | None,
+    bounds: Tensor | None,
+    recipe: str,
+) -> None:
     """Raise on what no backend supports."""
     if recipe not in RECIPES:
         raise ValueError(f"recipe {recipe!r} is not one of {', '.join(RECIPES)}")
@@ -115,19 +140,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, cu_seqlens: Tensor | N
         raise ValueError("k and v hold no token: softmax over nothing is undefined")
     if causal and n_k < n_q:
         raise ValueError(f"causal attention needs at least as many keys as queries, got {n_k} keys, {n_q} queries")
-    if cu_seqlens is None:
+    if cu_seqlens is None and bounds is None:
         return
     if batch != 1 or n_q != n_k:
         raise ValueError(f"cu_seqlens needs batch 1 and as many keys as queries, got batch {batch}, {n_q} and {n_k}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype != torch.int32:
-        raise ValueError(
-            f"cu_seqlens must be int32 [documents + 1], got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
-        )
-    if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens must be on {q.device}, got {cu_seqlens.device}")
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        if cu_seqlens[0] != 0 or cu_seqlens[-1] != n_q or (cu_seqlens.diff() < 0).any():
-            raise ValueError(f"cu_seqlens must rise from 0 to {n_q}, got {cu_seqlens.tolist()}")
+    if cu_seqlens is not None and bounds is not None:
+        raise ValueError("give cu_seqlens or bounds, not both: bounds are document_bounds(cu_seqlens, N)")
+    if bounds is not None and (bounds.shape != (2, n_q) or bounds.dtype != torch.int32):
+        raise ValueError(f"bounds must be int32 [2, {n_q}], got {bounds.dtype} of shape {tuple(bounds.shape)}")
+    given = cu_seqlens if bounds is None else bounds
+    if given.device != q.device:
+        raise ValueError(f"{'cu_seqlens' if bounds is None else 'bounds'} must be on {q.device}, got {given.device}")
 
 
 # The operators are registered by hand and have no list of tensors in their schemas: torch.library.custom_op and such
@@ -140,7 +163,7 @@ def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor | None,
+    bounds: Tensor | None,
     causal: bool,
     scale: float,
     smooth_k: bool,
@@ -150,9 +173,9 @@ def _forward(
 ) -> Eight:
     """(o, lse, q codes, q scale, k codes, k scale, q mean, k mean), shapes as in reference.Saved."""
     if q.numel() == 0:
-        return _forward_fake(q, k, v, cu_seqlens, causal, scale, smooth_k, smooth_q, recipe, backend)
+        return _forward_fake(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend)
     o, saved = _functions(backend, q.device)[0](
-        q, k, v, causal=causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q, cu_seqlens=cu_seqlens, recipe=recipe
+        q, k, v, causal=causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q, bounds=bounds, recipe=recipe
     )
     means = [q.new_empty(0, dtype=torch.float32) if mean is None else mean for mean in (saved.q_mean, saved.k_mean)]
     return o, saved.lse, *saved.q, *saved.k, *means
@@ -162,7 +185,7 @@ def _forward_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor | None,
+    bounds: Tensor | None,
     causal: bool,
     scale: float,
     smooth_k: bool,
@@ -200,7 +223,7 @@ def _backward(
     k_scale: Tensor,
     q_mean: Tensor,
     k_mean: Tensor,
-    cu_seqlens: Tensor | None,
+    bounds: Tensor | None,
     causal: bool,
     scale: float,
     recipe: str,
@@ -216,13 +239,22 @@ def _backward(
         q_mean if q_mean.numel() else None,
         k_mean if k_mean.numel() else None,
     )
-    options = {"causal": causal, "scale": scale, "cu_seqlens": cu_seqlens, "recipe": recipe}
+    options = {"causal": causal, "scale": scale, "bounds": bounds, "recipe": recipe}
     grads = _functions(backend, do.device)[1](do, k, v, o, kept, **options)
     return tuple(grad.contiguous() for grad in grads)
 
 
 def _backward_fake(do: Tensor, k: Tensor | None, v: Tensor, *_) -> Three:
     return tuple(torch.empty(x.shape, dtype=v.dtype, device=v.device) for x in (do, v, v))
+
+
+def _document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
+    on_gpu = cu_seqlens.is_cuda and length > 0
+    return (document_bounds_triton if on_gpu else reference.document_bounds)(cu_seqlens, length)
+
+
+def _document_bounds_fake(cu_seqlens: Tensor, length: int) -> Tensor:
+    return cu_seqlens.new_empty(2, length)
 
 
 LIBRARY = torch.library.Library("sagekernels", "DEF")
@@ -238,6 +270,7 @@ def _operator(function: Callable, fake: Callable) -> torch._ops.OpOverload:
     return getattr(torch.ops.sagekernels, name).default
 
 
+DOCUMENT_BOUNDS = _operator(_document_bounds, _document_bounds_fake)
 FORWARD = _operator(_forward, _forward_fake)
 BACKWARD = _operator(_backward, _backward_fake)
 
@@ -249,11 +282,11 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
             outputs = FORWARD(*inputs)
-        _, k, v, cu_seqlens, causal, scale, _, smooth_q, recipe, backend = inputs
+        _, k, v, bounds, causal, scale, _, smooth_q, recipe, backend = inputs
         o, *saved = outputs
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)  # they would be zeros as large as `saved`
-        ctx.save_for_backward(k if smooth_q else None, v, cu_seqlens, o, *saved)
+        ctx.save_for_backward(k if smooth_q else None, v, bounds, o, *saved)
         ctx.options = (causal, scale, recipe, backend)
         return outputs
 
@@ -261,8 +294,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, do, *_):
         if do is None:
             return (None,) * 10
-        k, v, cu_seqlens, *saved = ctx.saved_tensors
-        return *BACKWARD(do, k, v, *saved, cu_seqlens, *ctx.options), *(None,) * 7
+        k, v, bounds, *saved = ctx.saved_tensors
+        return *BACKWARD(do, k, v, *saved, bounds, *ctx.options), *(None,) * 7
 
 
 @torch._disable_dynamo

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .forward import document_bounds_triton, mean_bias
+from .forward import mean_bias
 from .launch import launch_tiles, on_device_of
 from .pieces import (
     LOG2E,
@@ -359,7 +359,7 @@ def triton_backward(
     *,
     causal: bool,
     scale: float,
-    cu_seqlens: Tensor | None,
+    bounds: Tensor | None,
     recipe: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """reference.twin_backward on a GPU: same arguments, same results up to the order of float32 sums."""
@@ -387,7 +387,7 @@ def triton_backward(
         k_mean = saved.k_mean
         if smooth_q and k_mean is None:
             k_mean = torch.zeros((batch, kv_heads, 1, head_dim), dtype=torch.float32, device=do.device)
-        starts, ends = (None, None) if cu_seqlens is None else document_bounds_triton(cu_seqlens, n_q)
+        starts, ends = (None, None) if bounds is None else bounds.unbind()
         dq = torch.empty(do.shape, dtype=v.dtype, device=do.device)
         dk, dv = (torch.empty(v.shape, dtype=v.dtype, device=do.device) for _ in range(2))
         strides = (*k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
@@ -399,7 +399,7 @@ def triton_backward(
             shift, factor, delta, starts, ends, dk, dv,
             scale, kv_heads, group, n_q, n_k, tiles_of(n_q) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            IS_CAUSAL=causal, PACKED=cu_seqlens is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,
+            IS_CAUSAL=causal, PACKED=bounds is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,
             INT8_GRADIENTS=rules.int8_gradients,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
         )  # fmt: skip
@@ -409,7 +409,7 @@ def triton_backward(
             *saved.q, saved.q_mean, saved.k.codes, k8t, k16, saved.k.scale, k, k_mean, v, do, saved.lse, delta,
             starts, ends, dq, scale, heads, group, n_q, n_k, tiles_of(n_k) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            IS_CAUSAL=causal, PACKED=cu_seqlens is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,
+            IS_CAUSAL=causal, PACKED=bounds is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,
             INT8_GRADIENTS=rules.int8_gradients,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
         )  # fmt: skip

@@ -36,14 +36,15 @@ def _documents_kernel(CU_SEQLENS, STARTS, ENDS, documents, tokens, halvings, BLO
     tl.store(ENDS + t, tl.load(CU_SEQLENS + high), mask=t < tokens)
 
 
-def document_bounds_triton(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def document_bounds_triton(cu_seqlens: Tensor, length: int) -> Tensor:
     """reference.document_bounds in one launch: each token finds its document on the device."""
-    starts, ends = torch.empty((2, length), dtype=torch.int32, device=cu_seqlens.device)
+    bounds = torch.empty((2, length), dtype=torch.int32, device=cu_seqlens.device)
     documents = cu_seqlens.numel() - 1
-    grid = (-(-length // 256),)
     halvings = documents.bit_length() + 1
-    _documents_kernel[grid](cu_seqlens.contiguous(), starts, ends, documents, length, halvings, BLOCK=256)
-    return starts, ends
+    with on_device_of(cu_seqlens):
+        grid = (-(-length // 256),)
+        _documents_kernel[grid](cu_seqlens.contiguous(), *bounds.unbind(), documents, length, halvings, BLOCK=256)
+    return bounds
 
 
 @triton.jit
@@ -203,7 +204,7 @@ def triton_forward(
     scale: float,
     smooth_k: bool,
     smooth_q: bool,
-    cu_seqlens: Tensor | None,
+    bounds: Tensor | None,
     recipe: str,
 ) -> tuple[Tensor, Saved]:
     """reference.twin_forward on a GPU: same arguments, same results up to the order of float32 sums."""
@@ -220,7 +221,7 @@ def triton_forward(
         bias_mean = k_mean
         if smooth_q and k_mean is None:
             bias_mean = torch.zeros((batch, kv_heads, 1, head_dim), dtype=torch.float32, device=q.device)
-        starts, ends = (None, None) if cu_seqlens is None else document_bounds_triton(cu_seqlens, n_q)
+        starts, ends = (None, None) if bounds is None else bounds.unbind()
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
         tiles = launch_tiles("forward", q.device, block_d(head_dim), exact=rules.int8_pv or smooth_q)
@@ -230,7 +231,7 @@ def triton_forward(
             o, lse, scale, heads, heads // kv_heads, n_q, n_k, triton.cdiv(n_k, TILE) * TILE, blocks,
             *k.stride()[:3], *v.stride()[:3],
             HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            IS_CAUSAL=causal, PACKED=cu_seqlens is not None, INT8_PV=rules.int8_pv, SMOOTH_Q=smooth_q,
+            IS_CAUSAL=causal, PACKED=bounds is not None, INT8_PV=rules.int8_pv, SMOOTH_Q=smooth_q,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return o, Saved(lse, q_codes, k_codes, q_mean, k_mean if smooth_q else None)

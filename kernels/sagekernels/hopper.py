@@ -21,17 +21,15 @@ def forward(
     scale: float,
     smooth_k: bool,
     smooth_q: bool,
-    cu_seqlens: Tensor | None,
+    bounds: Tensor | None,
     recipe: str,
 ) -> tuple[Tensor, Saved]:
     """reference.twin_forward: same arguments, same results up to the order of float32 sums."""
     from .hopper_forward import hopper_forward, supported
 
-    taken = supported(q, k, v, smooth_q=smooth_q, cu_seqlens=cu_seqlens, recipe=recipe)
+    taken = supported(q, k, v, smooth_q=smooth_q, recipe=recipe)
     run = hopper_forward if taken else triton_forward
-    return run(
-        q, k, v, causal=causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q, cu_seqlens=cu_seqlens, recipe=recipe
-    )
+    return run(q, k, v, causal=causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q, bounds=bounds, recipe=recipe)
 
 
 def backward(
@@ -43,7 +41,7 @@ def backward(
     *,
     causal: bool,
     scale: float,
-    cu_seqlens: Tensor | None,
+    bounds: Tensor | None,
     recipe: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """reference.twin_backward: same arguments, same results up to the order of float32 sums."""
@@ -51,7 +49,7 @@ def backward(
 
     taken = supported(do, v, saved, recipe=recipe)
     run = hopper_backward if taken else triton_backward
-    return run(do, k, v, o, saved, causal=causal, scale=scale, cu_seqlens=cu_seqlens, recipe=recipe)
+    return run(do, k, v, o, saved, causal=causal, scale=scale, bounds=bounds, recipe=recipe)
 
 
 _failures: list[nvrtc.CompilationError] = []  # of this process, at most one

@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from . import nvrtc
-from .forward import document_bounds_triton
 from .launch import is_hopper, on_device_of
 from .pieces import LOG2E
 from .quantize import TILE, tiles_of
@@ -139,7 +138,7 @@ def hopper_backward(
     *,
     causal: bool,
     scale: float,
-    cu_seqlens: Tensor | None,
+    bounds: Tensor | None,
     recipe: str,
     deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,7 +165,7 @@ def hopper_backward(
             FLOATS=FLOATS[head_dim], num_warps=4,
         )  # fmt: skip
         dq, dk, dv = new(do.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype)
-        starts, ends = (None, None) if cu_seqlens is None else document_bounds_triton(cu_seqlens, n_q)
+        starts, ends = (None, None) if bounds is None else bounds.unbind()
         keys = KEYS[head_dim]
         blocks = -(-n_k // keys)
         bytes_per_head = n_q * heads // kv_heads * head_dim * 9

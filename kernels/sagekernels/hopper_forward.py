@@ -8,7 +8,6 @@ kernels/NOTES.md, section Forward.
 import torch
 from torch import Tensor
 
-from .forward import document_bounds_triton
 from .launch import is_hopper, multiprocessors, on_device_of
 from .nvrtc import load, mappable, tensor_map
 from .pieces import LOG2E
@@ -52,7 +51,7 @@ def _quantize_keys(k: Tensor, smooth: bool, padded: int, processors: int) -> tup
     return Codes(codes, scale), ordered, zeros[:1]
 
 
-def supported(q: Tensor, k: Tensor, v: Tensor, *, smooth_q: bool, cu_seqlens: Tensor | None, recipe: str) -> bool:
+def supported(q: Tensor, k: Tensor, v: Tensor, *, smooth_q: bool, recipe: str) -> bool:
     """Whether hopper_forward takes this call; the portable kernels take every other."""
     rules = RECIPES[recipe]
     return (
@@ -76,7 +75,7 @@ def hopper_forward(
     scale: float,
     smooth_k: bool,
     smooth_q: bool,
-    cu_seqlens: Tensor | None,
+    bounds: Tensor | None,
     recipe: str,
 ) -> tuple[Tensor, Saved]:
     """reference.twin_forward on Hopper where `supported` says so: same arguments, same results up to float32 sums."""
@@ -94,13 +93,13 @@ def hopper_forward(
         )
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
-        starts, ends = (None, None) if cu_seqlens is None else document_bounds_triton(cu_seqlens, n_q)
+        starts, ends = (None, None) if bounds is None else bounds.unbind()
         m_blocks = -(-n_q // (64 * consumers))
         tiles = m_blocks * batch * heads
         per_group = max(1, PER_HEAD_CACHE // (n_k * head_dim * 3)) * (heads // kv_heads)
         defines = {
             "HEAD_DIM": head_dim, "BLOCK_N": block_n, "CONSUMERS": consumers, "STAGES": stages,
-            "CAUSAL": int(causal), "PACKED": int(cu_seqlens is not None), "FP16": int(q.dtype == torch.float16),
+            "CAUSAL": int(causal), "PACKED": int(bounds is not None), "FP16": int(q.dtype == torch.float16),
         }  # fmt: skip
         shared_bytes = 64 * consumers * head_dim * 2 + stages * block_n * (3 * head_dim + 4) + 1024  # and barriers
         load(SOURCE, "forward", defines).launch(

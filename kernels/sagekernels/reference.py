@@ -56,26 +56,26 @@ class Saved(NamedTuple):
     k_mean: Tensor | None  # float32 [B, H_kv, 1, D], when Q and K are both smoothed
 
 
-def document_bounds(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """First token and one past the last token of each token's document: two int32 [length], without a host sync.
+def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
+    """First token and one past the last token of each token's document: int32 [2, length], without a host sync.
 
     Zero-length documents (repeated values in cu_seqlens) own no token, wherever they stand.
     """
     positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     following = torch.searchsorted(cu_seqlens, positions, right=True).clamp_(1, cu_seqlens.numel() - 1)
-    return cu_seqlens[following - 1].int(), cu_seqlens[following].int()
+    return torch.stack((cu_seqlens[following - 1], cu_seqlens[following])).int()
 
 
 def visible(
-    rows: range, columns: int, offset: int, causal: bool, cu_seqlens: Tensor | None, device: torch.device
+    rows: range, columns: int, offset: int, causal: bool, bounds: Tensor | None, device: torch.device
 ) -> Tensor | None:
     """Boolean [len(rows), columns]: which keys each query sees; None when it sees them all. offset = N_k - N_q."""
     i = torch.arange(rows.start, rows.stop, device=device)[:, None]
     j = torch.arange(columns, device=device)[None, :]
     mask = (j <= i + offset) if causal else None
-    if cu_seqlens is not None:
-        starts, ends = document_bounds(cu_seqlens, rows.stop)
-        same = (j >= starts[rows.start :, None]) & (j < ends[rows.start :, None])
+    if bounds is not None:
+        starts, ends = bounds[:, rows.start : rows.stop, None]
+        same = (j >= starts) & (j < ends)
         mask = same if mask is None else mask & same
     return mask
 
@@ -118,11 +118,12 @@ def attention_reference(
 
     qg = _grouped(q.transpose(1, 2), h_kv)
     kg, vg = k.transpose(1, 2).unsqueeze(2), v.transpose(1, 2).unsqueeze(2)
+    bounds = None if cu_seqlens is None else document_bounds(cu_seqlens, n_q)
     outputs = []
     chunks = _chunks(n_q, n_k, q.shape[0] * q.shape[2])
     for rows in chunks:
         seen = min(n_k, rows.stop + n_k - n_q) if causal else n_k
-        mask = visible(rows, seen, n_k - n_q, causal, cu_seqlens, q.device)
+        mask = visible(rows, seen, n_k - n_q, causal, bounds, q.device)
         arguments = (qg[..., rows.start : rows.stop, :], kg[..., :seen, :], vg[..., :seen, :], mask)
         if len(chunks) > 1:
             outputs.append(checkpoint(attend, *arguments, use_reentrant=False))
@@ -152,9 +153,9 @@ def pad_to_tile(x: Tensor, dim: int, value: float = 0.0) -> Tensor:
 class ScoresOfCodes:
     """Scores of a chunk of queries against the keys it can see, from the codes, in both directions alike."""
 
-    def __init__(self, k: Tensor | None, saved: Saved, causal: bool, scale: float, cu_seqlens: Tensor | None) -> None:
+    def __init__(self, k: Tensor | None, saved: Saved, causal: bool, scale: float, bounds: Tensor | None) -> None:
         self.n_q, (self.h_kv, self.n_k) = saved.q.scale.shape[2], saved.k.scale.shape[1:]
-        self.causal, self.scale, self.cu_seqlens = causal, scale, cu_seqlens
+        self.causal, self.scale, self.bounds = causal, scale, bounds
         self.q8, self.q_scale = _grouped(saved.q.codes, self.h_kv), _grouped(saved.q.scale, self.h_kv)
         self.k8, self.k_scale = saved.k.codes.unsqueeze(2), saved.k.scale.unsqueeze(2)
         self.keys = None  # the keys themselves are read for the means of a smoothed Q alone
@@ -175,7 +176,7 @@ class ScoresOfCodes:
         if self.keys is not None:
             bias = self.q_mean[..., rows.start // TILE : (rows.stop - 1) // TILE + 1, :] @ self.keys[..., :seen, :].mT
             s = s + bias.repeat_interleave(TILE, -2)[..., : len(rows), :] * self.scale
-        mask = visible(rows, seen, self.n_k - self.n_q, self.causal, self.cu_seqlens, s.device)
+        mask = visible(rows, seen, self.n_k - self.n_q, self.causal, self.bounds, s.device)
         return s if mask is None else s.masked_fill(~mask, float("-inf"))
 
 
@@ -188,10 +189,13 @@ def twin_forward(
     scale: float,
     smooth_k: bool,
     smooth_q: bool,
-    cu_seqlens: Tensor | None,
+    bounds: Tensor | None,
     recipe: str,
 ) -> tuple[Tensor, Saved]:
-    """INT8 attention forward (A, Algorithm 1). Returns o [B, N_q, H, D] in q's dtype and what the backward needs."""
+    """INT8 attention forward (A, Algorithm 1). Returns o [B, N_q, H, D] in q's dtype and what the backward needs.
+
+    bounds: of document_bounds, where attention stays inside documents.
+    """
     rules = RECIPES[recipe]
     k_mean = token_mean(k) if smooth_k else None
     q_mean = tile_means(q) if smooth_q else None
@@ -199,7 +203,7 @@ def twin_forward(
     k_codes = quantize_twin(k, mean=k_mean, per_tile=rules.per_tile)
     lse = torch.empty(q_codes.scale.shape, dtype=torch.float32, device=q.device)
     saved = Saved(lse, q_codes, k_codes, q_mean, k_mean if smooth_q else None)
-    scores = ScoresOfCodes(k, saved, causal, scale, cu_seqlens)
+    scores = ScoresOfCodes(k, saved, causal, scale, bounds)
 
     values = v.transpose(1, 2)
     values = quantize_twin(v, per_tile=True).dequantized() if rules.int8_pv else values.float()
@@ -234,7 +238,7 @@ def twin_backward(
     *,
     causal: bool,
     scale: float,
-    cu_seqlens: Tensor | None,
+    bounds: Tensor | None,
     recipe: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """INT8 attention backward (A, Algorithm 2). Returns dq, dk, dv in the dtype of v.
@@ -254,7 +258,7 @@ def twin_backward(
     """
     rules = RECIPES[recipe]
     h_kv, n_q, n_k = v.shape[2], do.shape[1], v.shape[1]
-    scores = ScoresOfCodes(k, saved, causal, scale, cu_seqlens)
+    scores = ScoresOfCodes(k, saved, causal, scale, bounds)
     along_queries, along_keys = rules.scale_axes
 
     if rules.int8_gradients:

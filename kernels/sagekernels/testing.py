@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .reference import attention_reference
+from .reference import attention_reference, document_bounds
 
 
 class Shape(NamedTuple):
@@ -31,6 +31,10 @@ class Shape(NamedTuple):
         if not self.documents:
             return None
         return torch.tensor([0, *self.documents], device=device).cumsum(0).to(torch.int32)
+
+    def bounds(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """document_bounds of cu_seqlens."""
+        return document_bounds(self.cu_seqlens(device), self.n_q) if self.documents else None
 
 
 class Results(NamedTuple):

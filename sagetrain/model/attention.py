@@ -43,6 +43,8 @@ class TokenLayout(NamedTuple):
     """Tokens of the longest document."""
     mask: Tensor | None
     """bool [B, 1, S, S], True where a query sees a key; only for a backend that takes no cu_seqlens."""
+    bounds: Tensor | None = None
+    """What sage makes of cu_seqlens (sagekernels.document_bounds), once for all blocks; None: it does so in each."""
 
 
 def document_mask(cu_seqlens: Tensor, num_sequences: int, num_tokens: int) -> Tensor:
@@ -182,7 +184,9 @@ def _sage_function(attention: AttentionConfig) -> AttentionFunction:
 
     def sage(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         q, k, v = _as_rows(q, layout), _as_rows(k, layout), _as_rows(v, layout)
-        return _as_sequences(sage_attention(q, k, v, causal=True, cu_seqlens=layout.cu_seqlens, **options), layout)
+        cu_seqlens = layout.cu_seqlens if layout.bounds is None else None
+        o = sage_attention(q, k, v, causal=True, cu_seqlens=cu_seqlens, bounds=layout.bounds, **options)
+        return _as_sequences(o, layout)
 
     return sage
 
