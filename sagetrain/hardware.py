@@ -65,6 +65,8 @@ class Hardware:
     """Fixed cost of an optimizer step: the synchronization that reads loss and norm, the optimizer's launches."""
     block_launch_seconds: float
     """Host time to launch one block's forward and backward, compiled: a floor under small micro-batches."""
+    collective_launch_seconds: float
+    """Host time to start and finish one collective of tensor parallelism."""
     eager_launch_seconds: float
     """The same for a block that torch.compile does not fuse."""
     zero3_launch_seconds: float
@@ -141,9 +143,12 @@ H200 = Hardware(
     # Trainer, 325M: 183.7K tokens/s with 8 micro-steps a step, 175K with 2, 343K on two GPUs with 1.
     micro_step_seconds=1e-3,
     step_seconds=6e-3,
+    # Host, 20 blocks of 1B: 26 ms forward on one GPU; 58 forward and 106 backward at TP 2 with sequence parallelism,
+    # where two halves launch as much each, and 16 collectives.
+    block_launch_seconds=3.6e-3,
+    collective_launch_seconds=75e-6,
     # Not measured: floors that only small micro-batches touch.
-    block_launch_seconds=0.6e-3,
-    eager_launch_seconds=2e-3,
+    eager_launch_seconds=5e-3,
     zero3_launch_seconds=2e-3,
     # NCCL over NVLink 4 without NVLink multicast: 4 GPUs gather 134 MB in 345 us, reduce and scatter them in 356; two
     # gather them in 286. A few KB are added up in 26 to 50 us.
@@ -151,8 +156,8 @@ H200 = Hardware(
     nvlink_latency=20e-6,
     # Two GPUs gather 134 MB in 268 us, of which 86 are local copies.
     copy_bandwidth=370e9,
-    # What 1B and 7B at TP 2 take beyond the sum of their parts: 27, 29 and 61 ms a micro-step of 320, 320 and 512.
-    copy_latency=90e-6,
+    # What 1B and 7B at TP 2 take beyond the sum of their parts, between `fine` and `scores`.
+    copy_latency=100e-6,
     network_latency=8e-6,  # assumed
 )
 

@@ -152,7 +152,7 @@ def predict(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware
     touched = accumulation * per_micro + per_step + per_share / rank.replicas
     optimizer = scale * wide * touched * rank.parameters / hardware.memory_bandwidth
     collectives = (
-        *_tensor_parallel(rank, accumulation, matmul + elementwise),
+        *_tensor_parallel(rank, accumulation, matmul + elementwise + (attention if rank.in_halves else 0.0)),
         *_context_parallel(rank, accumulation),
         *_data_parallel(rank, accumulation, matmul + attention + elementwise),
     )
@@ -209,6 +209,8 @@ class _Rank:
         self.columns = vocab_size // self.tensor_size
         self.parameters = parameters_per_rank(cfg.model, cfg.attention, vocab_size, self.tensor_size)
         self.parts = parts_of(self.tokens, self.tensor_size)
+        self.in_halves = self.parts > 1 and cfg.data.micro_batch_size % self.parts == 0
+        """Whether each part is whole sequences, with an attention of its own."""
         inside = 1 < self.tensor_size <= hardware.gpus_per_host
         self.copies = bool(cfg.parallel.sequence_parallel and inside and hardware.copy_bandwidth)
         """Whether gathers and scatters go by copy engines."""
@@ -237,6 +239,8 @@ class _Rank:
         """The host's time to launch a micro-step."""
         hardware = self.hardware
         block = hardware.block_launch_seconds if self.compiled else hardware.eager_launch_seconds
+        if self.tensor_size > 1:  # four collectives forward and four backward, for each part
+            block = self.parts * (block + 8 * hardware.collective_launch_seconds)
         if self.zero_stage == 3:
             block += hardware.zero3_launch_seconds
         return self.cfg.model.num_layers * block
@@ -279,8 +283,8 @@ class _Rank:
         if self.context_size > 1:  # q, k, v and o are packed and unpacked around their all-to-alls
             rotated += 8
         shards = self.tensor_size if self.cfg.parallel.sequence_parallel else 1
-        if self.copies:  # four gathers store their shard twice; four scatters store their own part and sum up all parts
-            stream += 4 * (4 + 2 + shards + 1)
+        if self.copies:  # four scatters sum up all parts of a shard
+            stream += 4 * (shards + 1)
         columns = (
             stream * model.hidden_size / shards + (rotated * heads + inner * model.ffn_hidden_size) / self.tensor_size
         )
@@ -295,8 +299,8 @@ class _Rank:
 def _tensor_parallel(rank: _Rank, accumulation: int, compute: float) -> list[Collective]:
     """What parallel/collectives.py and layers.py call around the two halves of a block, the embedding and the head.
 
-    With a micro-batch in two parts, those of one run beside the `compute` of the other (attention, which sees both, is
-    no part of it), a third of which is forward. With one, only the sum of a column-parallel layer's input gradients has
+    With a micro-batch in two parts, those of one run beside the `compute` of the other (attention is no part of it where
+    it sees both), a third of which is forward. With one, only the sum of a column-parallel layer's input gradients has
     company: the gradients of its weights.
     """
     if rank.tensor_size == 1:
@@ -327,9 +331,12 @@ def _tensor_parallel(rank: _Rank, accumulation: int, compute: float) -> list[Col
     # a block has the next one's too unless it is recomputed. Nothing runs beside their sum, at the end of a block.
     width = 2 * cfg.model.head_dim * (cfg.attention.qk_norm != "none")
     width += (2 if rank.recomputes else 3) * cfg.model.hidden_size * sharded
-    if width:
-        count = accumulation * (layers + sharded * rank.parts)
-        rows.append(rank.collective("tensor", "backward: gains", "all-reduce", count, width * rank.element))
+    for purpose, count, size in (
+        ("backward: gains outside of blocks", calls, cfg.model.hidden_size * sharded),
+        ("backward: gains", accumulation * layers, rank.parts * width),
+    ):
+        if size:
+            rows.append(rank.collective("tensor", purpose, "all-reduce", count, size * rank.element))
     return rows
 
 
