@@ -110,7 +110,9 @@ class StepPrediction:
     optimizer: float
     """DeepSpeed's passes over gradients, Adam, new weights."""
     overhead: float
-    """Fixed costs, and the launching of kernels where it takes longer than the kernels."""
+    """Fixed costs."""
+    launching: float
+    """By how much the host takes longer to launch kernels than they run."""
     collectives: tuple[Collective, ...]
     flops_per_token: int
     peak_flops: float
@@ -122,7 +124,7 @@ class StepPrediction:
     @property
     def seconds(self) -> float:
         """The whole step."""
-        parts = self.matmul + self.attention + self.elementwise + self.optimizer + self.overhead
+        parts = self.matmul + self.attention + self.elementwise + self.optimizer + self.overhead + self.launching
         return parts + sum(c.exposed for c in self.collectives)
 
     @property
@@ -166,7 +168,8 @@ def predict(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware
         attention=attention,
         elementwise=elementwise,
         optimizer=optimizer,
-        overhead=accumulation * hardware.micro_step_seconds + hardware.step_seconds + max(0.0, launching),
+        overhead=accumulation * hardware.micro_step_seconds + hardware.step_seconds,
+        launching=max(0.0, launching),
         collectives=collectives,
         flops_per_token=flops_per_token(cfg.model, vocab_size, cfg.data.seq_length),
         peak_flops=hardware.peak_flops,
@@ -299,9 +302,9 @@ class _Rank:
 def _tensor_parallel(rank: _Rank, accumulation: int, compute: float) -> list[Collective]:
     """What parallel/collectives.py and layers.py call around the two halves of a block, the embedding and the head.
 
-    With a micro-batch in two parts, those of one run beside the `compute` of the other (attention is no part of it where
-    it sees both), a third of which is forward. With one, only the sum of a column-parallel layer's input gradients has
-    company: the gradients of its weights.
+    With a micro-batch in two parts, those of one run beside the `compute` of the other (attention is no part of it
+    where it sees both), a third of which is forward. With one, only the sum of a column-parallel layer's input
+    gradients has company: the gradients of its weights.
     """
     if rank.tensor_size == 1:
         return []

@@ -244,7 +244,8 @@ def _step_table(prediction: StepPrediction, name: str, hardware: Hardware) -> Ta
         ("CP exposed", prediction.exposed("context"), "all-to-alls around attention"),
         ("DP exposed", prediction.exposed("data"), "gradients and weights between data-parallel ranks, the same"),
         ("optimizer", prediction.optimizer, "DeepSpeed's passes over gradients, Adam, new weights"),
-        ("overhead", prediction.overhead, "fixed costs of micro-steps and steps, launching"),
+        ("overhead", prediction.overhead, "fixed costs of micro-steps and steps"),
+        ("launching", prediction.launching, "kernels wait for the host: a larger data.micro_batch_size helps"),
     ):
         table.add_row(part, _milliseconds(seconds), f"{seconds / prediction.seconds:.0%}", what)
     table.add_section()
