@@ -269,7 +269,9 @@ def test_every_key_of_the_generated_dict_is_refused_in_the_yaml():
     """Asked of the engine itself, so that a key added there cannot be forgotten here."""
     generated = deepspeed_config(run_config(), 1, 4, parameters=10**6)
     zero = generated.pop("zero_optimization")
-    assert zero.pop("reduce_bucket_size") == 10**6  # a default that the YAML may replace
+    assert zero.pop("reduce_bucket_size") == 10**6  # a default that the YAML may replace, as the next one
+    timers = {"throughput": {"enabled": not generated.pop("timers")["throughput"]["enabled"]}}
+    assert deepspeed_config(run_config(deepspeed={"timers": timers}), 1, 4, parameters=10**6)["timers"] == timers
     findings = fit(run_config(deepspeed={**generated, "zero_optimization": zero}), 1)
     refused = {f.key.removeprefix("deepspeed.") for f in findings if f.rule == "deepspeed_duplicate"}
     assert refused == {*generated, *(f"zero_optimization.{key}" for key in zero)}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sagekernels import attention_reference, sage_attention
+from sagekernels import attention_reference, document_bounds, sage_attention
 from sagekernels.admission import LIMITS, choose
 from sagekernels.testing import Shape
 from sagetrain.config.schema import AttentionConfig, ModelConfig
@@ -169,6 +169,27 @@ def attention_function(backend: str, attention: AttentionConfig, device: torch.d
         case "reference":
             return _reference
     raise ValueError(f"unknown attention backend {backend!r}")
+
+
+def token_layout(
+    backend: str,
+    num_sequences: int,
+    num_tokens: int,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    *,
+    masked: bool,
+) -> TokenLayout:
+    """The layout of whole sequences of so many tokens together, with what the backend wants to know of documents.
+
+    masked: what takes_mask says.
+    """
+    known = cu_seqlens is not None
+    mask = document_mask(cu_seqlens, num_sequences, num_tokens) if known and masked else None
+    bounds = document_bounds(cu_seqlens, num_tokens) if known and backend == "sage" else None
+    return TokenLayout(num_sequences, cos, sin, cu_seqlens, max_seqlen, mask, bounds)
 
 
 def takes_mask(attend: AttentionFunction) -> bool:

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from sagekernels import document_bounds
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.accounting import parts_of
 from sagetrain.model.attention import (
@@ -24,9 +23,9 @@ from sagetrain.model.attention import (
     AttentionFunction,
     TokenLayout,
     attention_function,
-    document_mask,
     resolve_backend,
     takes_mask,
+    token_layout,
 )
 from sagetrain.model.mlp import MLP
 from sagetrain.model.norm import RMSNorm, enter_gains
@@ -300,17 +299,14 @@ class Transformer(nn.Module):
         layouts = []
         for part, own_positions in enumerate(positions.chunk(parts)):
             cos, sin = rotary_tables(own_positions.flatten(), self.config.head_dim, self.config.rope_theta)
-            documents = mask = bounds = None
+            own = cu_seqlens
             if cu_seqlens is not None:  # documents of other parts have length zero
-                documents = (cu_seqlens - part * num_tokens).clamp(0, num_tokens)
-                if self.mask_documents:
-                    mask = document_mask(documents, num_sequences, num_tokens)
-                if self.backend == "sage":
-                    bounds = document_bounds(documents, num_tokens)
+                own = (cu_seqlens - part * num_tokens).clamp(0, num_tokens)
                 if self.head.compiled:
                     # One graph for any number of documents: torch.compile gives up after a few recompilations.
-                    torch._dynamo.maybe_mark_dynamic(documents, 0)
-            layouts.append(TokenLayout(num_sequences, cos, sin, documents, max_seqlen, mask, bounds))
+                    torch._dynamo.maybe_mark_dynamic(own, 0)
+            what = self.backend, num_sequences, num_tokens, cos, sin, own, max_seqlen
+            layouts.append(token_layout(*what, masked=self.mask_documents))
         return layouts
 
     def _initialize(self, groups: ParallelGroups, seed: int) -> None:

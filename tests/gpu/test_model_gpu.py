@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.data.loader import Batch
 from sagetrain.model.attention import TokenLayout, attention_function, document_mask, resolve_backend, takes_mask
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
@@ -23,7 +24,7 @@ SHAPE = ModelConfig(
     num_key_value_heads=2,
     tie_embeddings=True,
 )
-CU_SEQLENS = [0, 1, 200, 512, 812, 1024, 1024, 1024]
+CU_SEQLENS = [0, 0, 0, 1, 200, 512, 812, 1024, 1024, 1024]  # as halves have them: no tokens at either end
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -79,6 +80,20 @@ def test_compiled_model_equals_eager(backend: str, packed: bool) -> None:
     assert fused == pytest.approx(eager, rel=1e-3)
     for name, gradient in eager_gradients.items():
         assert (fused_gradients[name] - gradient).norm() < 0.1 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "sage"])
+def test_a_micro_batch_never_waits_for_the_gpu(backend: str) -> None:
+    tokens, cu_seqlens = torch.zeros(2, 512, dtype=torch.long), torch.tensor(CU_SEQLENS, dtype=torch.int32)
+    batch = Batch(tokens, tokens, positions=None, cu_seqlens=cu_seqlens, max_seqlen=312, sample_ids=[0, 1])
+    place = {"groups": SINGLE, "dtype": torch.bfloat16, "device": torch.device("cuda")}
+    model = Transformer(SHAPE, AttentionConfig(backend=backend), vocab_size=1024, **place)
+    for mode in ("default", "error"):  # the first pass compiles kernels
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            model(**batch.inputs(place["device"])).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
