@@ -41,6 +41,19 @@ def test_resolution(backend: str, device: torch.device, resolved: str, reason: s
 
 
 @pytest.mark.parametrize(
+    ("recipe", "head_dim", "named"), [("fine", 128, True), ("scores", 128, False), ("fine", 96, False)]
+)
+def test_where_another_recipe_is_faster_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, head_dim: int, named: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("sagetrain.model.attention.is_hopper", lambda device: True)
+    model, attention = SHAPE.model_copy(update={"head_dim": head_dim}), AttentionConfig(recipe=recipe)
+    _, why = resolve_backend(attention, model, device=GPU, dtype=torch.bfloat16)
+    assert ("scores is much faster" in why) == named
+
+
+@pytest.mark.parametrize(
     ("backend", "device", "dtype", "shape", "message"),
     [
         ("sage", GPU, torch.float32, {}, "needs training.dtype bf16"),

@@ -72,6 +72,7 @@ def sage_attention(
         raise ValueError(f"scale must be positive and finite, got {scale}")
     if cu_seqlens is not None:
         bounds = document_bounds(cu_seqlens, q.shape[1])
+    bounds = None if bounds is None else bounds.contiguous()
     return FORWARD(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend)[0]
 
 

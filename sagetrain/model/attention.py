@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagekernels import attention_reference, document_bounds, sage_attention
 from sagekernels.admission import LIMITS, choose
+from sagekernels.launch import is_hopper
 from sagekernels.testing import Shape
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.norm import RMSNorm
@@ -77,7 +78,11 @@ def resolve_backend(
         case "sage" if not sixteen_bit:
             raise ValueError("attention.backend sage needs training.dtype bf16 on a GPU; use bf16, or backend sdpa")
         case "sage":
-            return "sage", f"INT8 recipe {attention.recipe}: sagekernels"
+            faster = ""
+            tuned = model.head_dim in (64, 128) and torch.cuda.is_available() and is_hopper(device)
+            if tuned and attention.recipe != "scores":
+                faster = "; on this GPU recipe scores is much faster (README.md)"
+            return "sage", f"INT8 recipe {attention.recipe}: sagekernels{faster}"
         case "flash":
             if not (on_gpu and sixteen_bit):
                 raise ValueError("attention.backend flash needs a GPU and training.dtype bf16; use backend sdpa")
