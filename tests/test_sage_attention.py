@@ -231,15 +231,22 @@ def test_the_operators_keep_torchs_rules():
         torch.library.opcheck(torch.ops.sagekernels.forward, arguments)
 
 
-def test_compiles_into_one_graph():
-    q, k, v, do = random_inputs(Shape(1, 70, 70, 2, 1, 32))
+@pytest.mark.parametrize("documents", [(), (30, 40), (1, 9, 60)])
+def test_compiles_into_one_graph(documents):
+    shape = Shape(1, 70, 70, 2, 1, 32, documents=documents)
+    q, k, v, do = random_inputs(shape)
 
-    def block(q, k, v):
-        return sage_attention(q * 1.5, k, v) * 2
+    def block(q, k, v, cu_seqlens):
+        return sage_attention(q * 1.5, k, v, cu_seqlens=cu_seqlens) * 2
 
-    expected = results_of(block, q, k, v, do)
-    got = results_of(torch.compile(block, fullgraph=True, backend="aot_eager"), q, k, v, do)
+    options = {"cu_seqlens": shape.cu_seqlens()}
+    expected = results_of(block, q, k, v, do, **options)
+    got = results_of(torch.compile(block, fullgraph=True, backend="aot_eager"), q, k, v, do, **options)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    shared = results_of(sage_attention, q, k, v, do, bounds=shape.bounds())
+    assert all(
+        torch.equal(a, b) for a, b in zip(shared, results_of(sage_attention, q, k, v, do, **options), strict=True)
+    )
 
 
 def x(*shape, dtype=torch.float32):
