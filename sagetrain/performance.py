@@ -20,6 +20,7 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import (
     PREFETCH_BUCKET,
+    attention_calls,
     flops_per_token,
     kept_for_backward,
     parameters_per_rank,
@@ -212,8 +213,8 @@ class _Rank:
         self.columns = vocab_size // self.tensor_size
         self.parameters = parameters_per_rank(cfg.model, cfg.attention, vocab_size, self.tensor_size)
         self.parts = parts_of(self.tokens, self.tensor_size)
-        self.in_halves = self.parts > 1 and cfg.data.micro_batch_size % self.parts == 0
-        """Whether each part is whole sequences, with an attention of its own."""
+        self.in_halves = attention_calls(cfg.data.micro_batch_size, self.tokens, self.tensor_size) > 1
+        """Whether each part has an attention of its own."""
         inside = 1 < self.tensor_size <= hardware.gpus_per_host
         self.copies = bool(cfg.parallel.sequence_parallel and inside and hardware.copy_bandwidth)
         """Whether gathers and scatters go by copy engines."""

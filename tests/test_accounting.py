@@ -18,7 +18,6 @@ from sagetrain.model.accounting import (
     memory_per_rank,
     num_parameters,
     parameters_per_rank,
-    parts_of,
     reduce_bucket_size,
 )
 from sagetrain.model.transformer import Block, Transformer
@@ -125,7 +124,7 @@ def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups
     if compiled:  # the partition of forward and backward is that of inductor; no compiler needed
         network.blocks[1].compile(fullgraph=True, backend="aot_eager_decomp_partition")
     tokens = torch.zeros(cfg.data.micro_batch_size, cfg.data.seq_length // groups.cp_size, dtype=torch.long)
-    layouts = network._layouts(tokens, None, None, None, parts_of(tokens.numel(), groups.tp_size))
+    layouts = network._layouts(tokens, None, None, None)
     network._layouts = lambda *_: layouts
     if compiled:
         network(tokens)

@@ -195,9 +195,12 @@ def test_documents_on_a_gpu_under_each_torch(monkeypatch: pytest.MonkeyPatch, va
     torch.testing.assert_close(o.double(), _truth(True), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_auto_takes_what_is_admitted_and_remembers(monkeypatch: pytest.MonkeyPatch, tmp_path, packed: bool) -> None:
-    """A backend that drops a gradient is never chosen, however fast; a second start does not time again."""
+@pytest.mark.parametrize(("packed", "ranks"), [(False, 1), (True, 1), (True, 2)])
+def test_auto_takes_what_is_admitted_and_remembers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path, packed: bool, ranks: int
+) -> None:
+    """A backend that drops a gradient is never chosen, however fast; a second start does not time again. Timed are one
+    rank's calls: of tensor parallelism, half of the sequences and its heads."""
 
     def broken(name: str, attention: AttentionConfig, device: torch.device):
         attend = attention_function(name, attention, device)
@@ -207,7 +210,7 @@ def test_auto_takes_what_is_admitted_and_remembers(monkeypatch: pytest.MonkeyPat
         return attention_module.choose_backend(
             AttentionConfig(backend="auto"),
             SHAPE,
-            tensor_parallel_size=1,
+            tensor_parallel_size=ranks,
             context_parallel_size=1,
             num_sequences=2,
             seq_length=64,
@@ -222,5 +225,6 @@ def test_auto_takes_what_is_admitted_and_remembers(monkeypatch: pytest.MonkeyPat
     said: list[str] = []
     assert choose(said) == "sage"
     assert "not used: dk is zero in some head" in said[0]
+    assert f"N{64 * 2 // ranks if packed else 64} H{SHAPE.num_attention_heads // ranks}/" in said[0]
     assert choose(said) == "sage"
     assert "chosen before" in said[1]

@@ -88,6 +88,12 @@ def parts_of(tokens: int, tensor_parallel_size: int) -> int:
     return 2 if tensor_parallel_size > 1 and tokens % (2 * tensor_parallel_size) == 0 else 1
 
 
+def attention_calls(num_sequences: int, tokens: int, tensor_parallel_size: int) -> int:
+    """In how many parts they go through attention: the same where these are whole sequences, else all together."""
+    parts = parts_of(tokens, tensor_parallel_size)
+    return parts if num_sequences % parts == 0 else 1
+
+
 def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
     """Estimate of one rank's peak memory, itemised, in bytes; `vocab_size` is padded.
 

@@ -23,6 +23,7 @@ from sagekernels.admission import LIMITS, choose
 from sagekernels.launch import is_hopper
 from sagekernels.testing import Shape
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.accounting import attention_calls
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary
 from sagetrain.parallel.collectives import Pending, gather_heads, scatter_heads
@@ -120,7 +121,7 @@ def choose_backend(
     say: Callable[[str], None],
 ) -> str:
     """What backend `auto` stands for: the fastest of sage, flash and sdpa, forward and backward together, at the shape
-    of one rank's micro-batch, among those whose output and gradients pass sagekernels' admission test on this device.
+    of one rank's calls, among those whose output and gradients pass sagekernels' admission test on this device.
 
     The table goes to `say`; the choice is kept in the file `cache`, so that a run which continues keeps its backend.
 
@@ -128,6 +129,8 @@ def choose_backend(
         RuntimeError: none is admitted; the message holds every candidate's reason.
     """
     heads_split, candidates = tensor_parallel_size * context_parallel_size, {}
+    own_tokens = num_sequences * seq_length // context_parallel_size
+    num_sequences //= attention_calls(num_sequences, own_tokens, tensor_parallel_size)
     for name in ("sage", "flash", "sdpa"):
         named = attention.model_copy(update={"backend": name})
         try:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.model.accounting import parts_of
+from sagetrain.model.accounting import attention_calls, parts_of
 from sagetrain.model.attention import (
     Attention,
     AttentionFunction,
@@ -250,7 +250,7 @@ class Transformer(nn.Module):
         """
         flat = tokens.flatten()
         parts = parts_of(len(flat), self.groups.tp_size)
-        layouts = self._layouts(tokens, positions, cu_seqlens, max_seqlen, parts)
+        layouts = self._layouts(tokens, positions, cu_seqlens, max_seqlen)
         halves = [self._embed(part) for part in flat.chunk(parts)]
         norms = [*(block.attention_norm for block in self.blocks), self.final_norm]
         region = self.groups, self.sequence_parallel
@@ -286,14 +286,14 @@ class Transformer(nn.Module):
         self.head.compiled = backend == "inductor"
 
     def _layouts(
-        self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None, parts: int
+        self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> list[TokenLayout]:
-        """Of each part, if its sequences are whole, or one of all."""
+        """One for each call of attention."""
         num_sequences, length = tokens.shape
         if positions is None:
             first = self.groups.cp_rank * length
             positions = torch.arange(first, first + length, device=tokens.device).expand(num_sequences, -1)
-        parts = parts if num_sequences % parts == 0 else 1
+        parts = attention_calls(num_sequences, tokens.numel(), self.groups.tp_size)
         num_sequences //= parts
         num_tokens = num_sequences * length * self.groups.cp_size
         layouts = []
