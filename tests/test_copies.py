@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ class ThreadMemory:
 
     def allocate(self, nbytes: int) -> list[Tensor]:
         self.allocations += 1
-        self.wait(self.record())
+        self.wait(self.send([]))
         folder: list = [tempfile.mkdtemp() if self.rank == 0 else None]
         dist.broadcast_object_list(folder, group=self._telling)
         files = [f"{folder[0]}/{rank}" for rank in range(self.size)]
@@ -46,16 +47,9 @@ class ThreadMemory:
         dist.barrier(self._telling)
         return [torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8) for file in files]
 
-    def start(self) -> None:
-        """The caller's stream is the caller: it has done all it was given."""
-
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        self._queue.put(lambda: ctypes.memmove(target, source, nbytes))
-
-    def meet(self) -> None:
-        self._queue.put(lambda: dist.barrier(self._meeting))
-
-    def record(self) -> threading.Event:
+    def send(self, steps: list[tuple[int, int, int] | None]) -> threading.Event:
+        for step in steps:
+            self._queue.put(partial(dist.barrier, self._meeting) if step is None else partial(ctypes.memmove, *step))
         event = threading.Event()
         self._events.add(event)
         self._queue.put(event.set)

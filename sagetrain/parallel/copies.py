@@ -23,7 +23,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -40,7 +40,7 @@ _TRIAL_SECONDS = 20.0
 
 
 Event = object
-"""All that the stream beside had been given when it was recorded."""
+"""The end of all that had been sent."""
 
 
 class Memory(Protocol):
@@ -52,20 +52,12 @@ class Memory(Protocol):
     def allocate(self, nbytes: int) -> list[Tensor]:
         """New buffers, uint8 [nbytes] of each rank, once the streams have ended all they were given. Collective."""
 
-    def start(self) -> None:
-        """What is given beside from now on comes after all that the caller's stream has."""
-
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Copy beside."""
-
-    def meet(self) -> None:
-        """Beside: go on once all ranks are here."""
-
-    def record(self) -> Event:
-        """All that the stream beside has been given."""
+    def send(self, steps: Sequence[tuple[int, int, int] | None]) -> Event:
+        """Beside, after all that the caller's stream has: copies, and meetings (None), where a rank goes on once all
+        are there."""
 
     def wait(self, event: Event) -> None:
-        """Let the caller's stream wait for it. Once: it is used again."""
+        """Let the caller's stream wait for all that was sent until then. Once: it is used again."""
 
 
 class _Work(dist.Work):
@@ -73,9 +65,9 @@ class _Work(dist.Work):
 
     __slots__ = ("_done", "_memory", "_parts", "_result", "_sent")
 
-    def __init__(self, memory: Memory, sent: Tensor, parts: Tensor | None = None, result=None) -> None:
+    def __init__(self, memory: Memory, done: Event, sent: Tensor, parts: Tensor | None = None, result=None) -> None:
         super().__init__()
-        self._memory, self._done = memory, memory.record()
+        self._memory, self._done = memory, done
         self._sent, self._parts, self._result = sent, parts, result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -106,13 +98,10 @@ class Copies:
         slot = self._take(nbytes * self.size)
         result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         source, target, place = x.data_ptr(), result.data_ptr(), slot * self._slot_bytes
-        memory.start()
-        memory.copy(self._addresses[self.rank] + place, source, nbytes)
-        memory.meet()
-        for other in self._others:
-            memory.copy(target + other * nbytes, self._addresses[other] + place, nbytes)
-        memory.copy(target + self.rank * nbytes, source, nbytes)
-        return self._under_way(result, _Work(memory, x))
+        steps = [(self._addresses[self.rank] + place, source, nbytes), None]
+        steps += [(target + other * nbytes, self._addresses[other] + place, nbytes) for other in self._others]
+        steps.append((target + self.rank * nbytes, source, nbytes))
+        return self._under_way(result, _Work(memory, memory.send(steps), x))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Own part along dim 0 of the sum of x (contiguous) over the group, on its way."""
@@ -122,13 +111,9 @@ class Copies:
         slot = self._take(x.nbytes)
         result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         source, place = x.data_ptr(), slot * self._slot_bytes + self.rank * nbytes
-        memory.start()
-        memory.meet()
-        memory.copy(self._addresses[self.rank] + place, source + self.rank * nbytes, nbytes)
-        for other in self._others:
-            memory.copy(self._addresses[other] + place, source + other * nbytes, nbytes)
-        memory.meet()
-        self._unread[slot] = _Work(memory, x, self._parts(slot, x), result)
+        steps = [(self._addresses[rank] + place, source + rank * nbytes, nbytes) for rank in (self.rank, *self._others)]
+        done = memory.send([None, *steps, None])
+        self._unread[slot] = _Work(memory, done, x, self._parts(slot, x), result)
         return self._under_way(result, self._unread[slot])
 
     def _take(self, nbytes: int) -> int:
@@ -229,24 +214,19 @@ class DeviceMemory:
         self._release = (_Operation * len(awaited))(*[(_Operation.WRITE, address) for address in awaited])
         return [self._symmetric.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(len(pads))]
 
-    def start(self) -> None:
-        """See Memory."""
+    def send(self, steps: Sequence[tuple[int, int, int] | None]) -> int:
+        """See Memory. A meeting's writes come after all that the stream was given before it, for every GPU to see."""
+        beside = self._beside
         self._record(self._started, self._caller())
-        self._wait(self._beside, self._started, 0)
-
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        """See Memory."""
-        self._copy(target, source, nbytes, self._beside)
-
-    def meet(self) -> None:
-        """See Memory. Each write comes after all that the stream was given before it, for every GPU to see."""
-        self._turn += 1
-        self._order(self._beside, self._meeting)
-
-    def record(self) -> int:
-        """See Memory."""
+        self._wait(beside, self._started, 0)
+        for step in steps:
+            if step is None:
+                self._turn += 1
+                self._order(beside, self._meeting)
+            else:
+                self._copy(*step, beside)
         event = self._events.pop() if self._events else self._event()
-        self._record(event, self._beside)
+        self._record(event, beside)
         return event
 
     def wait(self, event: int) -> None:
