@@ -12,8 +12,9 @@ streams themselves write and wait for. What is left to a kernel, on the stream o
 The sum runs over the ranks in fp32 and is rounded once: its order depends on shapes alone, so that it is deterministic.
 
 The memory has `SLOTS` slots, which collectives take in turn, so that several may be under way. They start in the same
-order on every rank (as all collectives must), each meets once before it copies, and so its meeting says that all ranks
-have ended the one before it. `finish` is wait_tensor, as for the functional collectives.
+order on every rank (as all collectives must), each meets once before it copies from or to others, and so its meeting
+says that all ranks have ended the one before it: a slot that comes round again is nobody's. `finish` is wait_tensor, as
+for the functional collectives.
 """
 
 from __future__ import annotations
