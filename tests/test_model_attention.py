@@ -11,7 +11,7 @@ from torch import Tensor
 from sagekernels import attention_reference
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model import attention as attention_module
-from sagetrain.model.attention import TokenLayout, attention_function, document_mask, resolve_backend, takes_mask
+from sagetrain.model.attention import TokenLayout, attention_function, resolve_backend, takes_mask, token_layout
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
@@ -73,10 +73,8 @@ def _inputs(heads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes)
 
 
-def _layout(packed: bool, mask: bool) -> TokenLayout:
-    cu_seqlens = CU_SEQLENS if packed else None
-    unused = torch.empty(0)
-    return TokenLayout(2, unused, unused, cu_seqlens, 17, document_mask(CU_SEQLENS, 2, 40) if packed and mask else None)
+def _layout(backend: str, packed: bool, mask: bool) -> TokenLayout:
+    return token_layout(backend, 2, 40, None, None, CU_SEQLENS if packed else None, 17, masked=mask)
 
 
 def _truth(packed: bool) -> Tensor:
@@ -96,7 +94,7 @@ def _truth(packed: bool) -> Tensor:
 @pytest.mark.parametrize(("backend", "tolerance"), [("sdpa", 1e-6), ("reference", 1e-6), ("sage", 0.03)])
 def test_backends_compute_attention(backend: str, tolerance: float, packed: bool) -> None:
     attend = attention_function(backend, AttentionConfig(backend=backend), CPU)
-    o = attend(*_inputs(), _layout(packed, takes_mask(attend)))
+    o = attend(*_inputs(), _layout(backend, packed, takes_mask(attend)))
     truth = _truth(packed)
     assert o.shape == truth.shape
     assert (o.double() - truth).norm() <= tolerance * truth.norm()
@@ -155,7 +153,7 @@ def test_flash_packages_are_called_by_their_signatures(
     assert _resolve("flash", GPU) == ("flash", f"flash-attn {FLASH[name][0]}")
     attend = attention_function("flash", AttentionConfig(backend="flash"), GPU)
     assert not takes_mask(attend)
-    o = attend(*_inputs(), _layout(packed, mask=False))
+    o = attend(*_inputs(), _layout("flash", packed, mask=False))
     torch.testing.assert_close(o.double(), _truth(packed), rtol=1e-4, atol=1e-5)
 
 
@@ -191,7 +189,7 @@ def test_documents_on_a_gpu_under_each_torch(monkeypatch: pytest.MonkeyPatch, va
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", stand_in)
     assert ("a mask" in _resolve("sdpa", GPU)[1]) == (varlen_attn is None)
     attend = attention_function("sdpa", AttentionConfig(backend="sdpa"), GPU)
-    o = attend(*_inputs(), _layout(True, takes_mask(attend)))
+    o = attend(*_inputs(), _layout("sdpa", True, takes_mask(attend)))
     torch.testing.assert_close(o.double(), _truth(True), rtol=1e-4, atol=1e-5)
 
 

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagekernels import attention_reference, document_bounds, sage_attention
 from sagekernels.admission import LIMITS, choose
+from sagekernels.hopper_backward import KEYS
 from sagekernels.launch import is_hopper
 from sagekernels.testing import Shape
 from sagetrain.config.schema import AttentionConfig, ModelConfig
@@ -45,8 +46,8 @@ class TokenLayout(NamedTuple):
     """Tokens of the longest document."""
     mask: Tensor | None
     """bool [B, 1, S, S], True where a query sees a key; only for a backend that takes no cu_seqlens."""
-    bounds: Tensor | None = None
-    """What sage makes of cu_seqlens (sagekernels.document_bounds), once for all blocks; None: it does so in each."""
+    bounds: Tensor | None
+    """int32 [2, B * S], of sagekernels.document_bounds; only for sage, which takes them instead of cu_seqlens."""
 
 
 def document_mask(cu_seqlens: Tensor, num_sequences: int, num_tokens: int) -> Tensor:
@@ -80,7 +81,7 @@ def resolve_backend(
             raise ValueError("attention.backend sage needs training.dtype bf16 on a GPU; use bf16, or backend sdpa")
         case "sage":
             faster = ""
-            tuned = model.head_dim in (64, 128) and torch.cuda.is_available() and is_hopper(device)
+            tuned = model.head_dim in KEYS and torch.cuda.is_available() and is_hopper(device)
             if tuned and attention.recipe != "scores":
                 faster = "; on this GPU recipe scores is much faster (README.md)"
             return "sage", f"INT8 recipe {attention.recipe}: sagekernels{faster}"
@@ -137,7 +138,7 @@ def choose_backend(
             resolve_backend(named, model, device=device, dtype=dtype)
         except ValueError:  # not installed here
             continue
-        candidates[name] = _plain(attention_function(name, named, device))
+        candidates[name] = _plain(name, attention_function(name, named, device))
     shape = Shape(
         batch=1 if packed else num_sequences,
         n_q=num_sequences * seq_length if packed else seq_length,
@@ -151,14 +152,13 @@ def choose_backend(
     return choose(candidates, shape, dtype=dtype, device=device, cache=cache, limits=limits, say=say)
 
 
-def _plain(attend: AttentionFunction) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+def _plain(backend: str, attend: AttentionFunction) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     """A backend as sagekernels' admission calls it: documents by cu_seqlens alone."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         num_sequences, seq_length = q.shape[:2]
-        masked = cu_seqlens is not None and takes_mask(attend)
-        mask = document_mask(cu_seqlens, num_sequences, seq_length) if masked else None
-        return attend(q, k, v, TokenLayout(num_sequences, None, None, cu_seqlens, seq_length, mask))
+        what = backend, num_sequences, num_sequences * seq_length, None, None, cu_seqlens, seq_length
+        return attend(q, k, v, token_layout(*what, masked=takes_mask(attend)))
 
     return call
 
@@ -183,8 +183,8 @@ def token_layout(
     backend: str,
     num_sequences: int,
     num_tokens: int,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
     *,
@@ -213,9 +213,7 @@ def _sage_function(attention: AttentionConfig) -> AttentionFunction:
 
     def sage(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         q, k, v = _as_rows(q, layout), _as_rows(k, layout), _as_rows(v, layout)
-        cu_seqlens = layout.cu_seqlens if layout.bounds is None else None
-        o = sage_attention(q, k, v, causal=True, cu_seqlens=cu_seqlens, bounds=layout.bounds, **options)
-        return _as_sequences(o, layout)
+        return _as_sequences(sage_attention(q, k, v, causal=True, bounds=layout.bounds, **options), layout)
 
     return sage
 

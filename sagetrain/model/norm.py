@@ -36,8 +36,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """[..., size] -> same. gain: what enter_gains gave for this norm, if it was called."""
-        ((entered,),) = enter_gains(self) if gain is None else ((gain,),)
-        gain = self.gain if entered is None else entered
+        if gain is None:
+            gain = enter_gains(self)[0][0]
+        gain = self.gain if gain is None else gain
         x_fp32 = x.float()
         scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.eps)
         return (x_fp32 * scale * gain.float()).to(x.dtype)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.loader import Batch
-from sagetrain.model.attention import TokenLayout, attention_function, document_mask, resolve_backend, takes_mask
+from sagetrain.model.attention import attention_function, resolve_backend, takes_mask, token_layout
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
 from sagetrain.parallel.topology import ParallelGroups
@@ -37,8 +37,8 @@ def test_backend_against_exact_attention(backend: str, tolerance: float, packed:
     attend = attention_function(name, config, device)
     exact = attention_function("reference", config, device)
     cu_seqlens = torch.tensor(CU_SEQLENS, dtype=torch.int32, device=device) if packed else None
-    mask = document_mask(cu_seqlens, 2, 1024) if packed and takes_mask(attend) else None
-    layout = TokenLayout(2, torch.empty(0), torch.empty(0), cu_seqlens, 312 if packed else None, mask)
+    what = backend, 2, 1024, None, None, cu_seqlens, 312 if packed else None
+    layout = token_layout(*what, masked=takes_mask(attend))
     torch.manual_seed(0)
     q, k, v, do = (torch.randn(2, 512, heads, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
     results = []
