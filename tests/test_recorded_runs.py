@@ -52,7 +52,11 @@ def test_layouts_are_met(name, tensor, data, stage, sequence, tokens_per_second,
 
 @pytest.mark.parametrize(("name", "overrides", "tokens_per_second", "gib"), [
     ("1b", ["data.micro_batch_size=8", EVEN % 131_072], 103_974, 33.3),
-    ("1b", ["data.micro_batch_size=8", EVEN % 131_072, "attention.recipe=scores"], 138_479, 33.3),
+    ("1b", ["data.micro_batch_size=16", EVEN % 131_072], 113_049, 55.6),
+    ("1b", ["data.micro_batch_size=32", EVEN % 131_072], 115_502, 98.9),
+    ("1b", ["data.micro_batch_size=8", EVEN % 131_072, "attention.recipe=scores"], 135_434, 33.3),
+    ("1b", ["data.micro_batch_size=16", EVEN % 131_072, "attention.recipe=scores"], 141_844, 55.6),
+    ("1b", ["data.micro_batch_size=32", EVEN % 131_072, "attention.recipe=scores"], 144_486, 98.9),
     ("7b", [EVEN % 16_384], 16_546, 88.1),
 ])  # fmt: skip
 def test_tensor_parallelism_by_copies_is_met(name, overrides, tokens_per_second, gib):
