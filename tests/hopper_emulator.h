@@ -52,6 +52,9 @@ static u32 __byte_perm(u32 a, u32 b, u32 s) {
     return y;
 }
 static int atomicAdd(int *p, int x) { return std::exchange(*p, *p + x); }
+static u32 larger_halves(u32 x, u32 y) {
+    return std::max(x >> 16, y >> 16) << 16 | std::max(x & 0xFFFF, y & 0xFFFF);
+}
 static float power2(float x) { return exp2f(x); }
 static float logarithm2(float x) { return log2f(x); }
 static float from_bf16(u32 x) { return bits<float>(x << 16); }
@@ -170,6 +173,7 @@ static bool __any_sync(u32, bool x) {
 static int thread_index() { return threadIdx.x; }
 template <class T> static void hold(T &) {}
 template <class T> static void pin(T &) {}
+static void hold_back(float) {}
 template <int N> static void fewer_registers() {
     block->spare += 65536 / block->threads / 8 * 8 - N;
 }
@@ -217,6 +221,15 @@ static void store_matrices(u32 to, const u32 *x) {
             for (int i = 0; i < 4; i++) all[lane]->at[i] = all[8 * i + lane / 4]->to + lane % 4 * 4;
     });
     for (int i = 0; i < 4; i++) store(mine.at[i], x + i, 4);
+}
+static void load_matrices(u32 *x, u32 from) {
+    struct { u32 from, x[4]; } mine{from};
+    together("ldmatrix", mine, [](auto **all) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++)
+                memcpy(all[lane]->x + i, block->memory + all[8 * i + lane / 4]->from + lane % 4 * 4, 4);
+    });
+    memcpy(x, mine.x, 16);
 }
 static int load_relaxed(const int *from) {  // the same again: spinning
     if (me->loaded == from) until([from, old = me->value] { return *from != old; }, "a turn in global memory");
@@ -294,7 +307,7 @@ static void send(const void *from, u32 bytes, std::function<void(const unsigned 
     if (!visible(address(from), bytes)) fail("a copy overtakes what was stored where it reads");
     if (!me->copying) me->copying = std::make_shared<int>(0);
     *me->copying += 0x10001;
-    events.push_back({soon(), [=, left = me->copying] {
+    events.push_back({soon(12), [=, left = me->copying] {
         std::vector<unsigned char> content((char *)from, (char *)from + bytes);
         *left -= 1;
         events.push_back({soon(13), [=] { write(content.data()), *left -= 0x10000; }, true});

@@ -9,11 +9,11 @@ import torch
 
 from hopper_emulator import Emulated, tensor_map, wrong_results
 from sagekernels import nvrtc
-from sagekernels.hopper_forward import SCHEDULES, SOURCE
+from sagekernels.hopper_forward import SCHEDULES, SOURCE, defines_of
 from sagekernels.reference import twin_forward
 from sagekernels.testing import Shape
 
-ARRIVE = "if (threadIdx.x % 32 == 0) arrive(shared.v_free[at.stage]);\n        at = next;"
+ARRIVE = "if (threadIdx.x % 32 == 0) arrive(shared.free[at.stage]);\n        at = next;"
 ISSUE = """wait(shared.v_full[at.stage], at.parity);
         wait(shared.k_full[next.stage], next.parity);
         issue_scores(next.stage);
@@ -23,30 +23,35 @@ MISTAKES = [
     {ISSUE: "wait(shared.k_full[next.stage], next.parity); issue_scores(next.stage); issue_values(at.stage );"},
     {ISSUE: "wait(shared.v_full[at.stage], at.parity); issue_scores(next.stage); issue_values(at.stage );"},
     {
-        ISSUE: ISSUE.replace("\n", " ") + "if (threadIdx.x % 32 == 0) arrive(shared.v_free[at.stage ]);",
+        ISSUE: ISSUE.replace("\n", " ") + "if (threadIdx.x % 32 == 0) arrive(shared.free[at.stage ]);",
         ARRIVE: "at = next;",
     },
     {"wgmma_wait<1>();\n        pin(s);": "pin(s);"},
     {LAST_WAIT: "wgmma_wait<1>(); pin(o); pin(p);"},
     {LAST_WAIT: "narrow(); wgmma_wait<0>(); pin(o); pin(p);"},
-    {"wait(shared.k_free[stage], at.parity ^ 1);": "wait(shared.k_free[stage], at.parity);"},
-    {"wait(shared.k_free[stage], at.parity ^ 1);": ""},
-    {"wait(shared.v_free[stage], at.parity ^ 1);": ""},
+    {"wait(shared.free[stage], at.parity ^ 1);": "wait(shared.free[stage], at.parity);"},
+    {"wait(shared.free[stage], at.parity ^ 1);": ""},
     {"K_BYTES + SCALE_BYTES": "K_BYTES"},
     {"operand<D>(shared.k[stage])": "operand<192 - D>(shared.k[stage])"},
     {"key <= last[r]": "key < last[r]"},
     {"key >= first[r]": "key > first[r]"},
     {"Ring{0, parity ^ 1}": "Ring{0, parity}"},
-    {"barrier_init(shared.v_full[i], 1), barrier_init(shared.v_free[i], 4 * CONSUMERS);":
-     "barrier_init(shared.v_full[i], 1), barrier_init(shared.v_free[i], 3 * CONSUMERS);"},
-    {"wait(shared.q_full[wg], parity);": ""},
+    {"barrier_init(shared.free[i], 4 * CONSUMERS);": "barrier_init(shared.free[i], 3 * CONSUMERS);"},
+    {"wait(shared.q_coded[wg], parity);": ""},
+    {"wait(shared.q_full[wg], now);": ""},
+    {"fence_async();": ""},
+    {"copies_wait_read(), arrive(shared.q_free[wg]);": "arrive(shared.q_free[wg ]);"},
+    {"barrier_init(shared.q_free[i], 4 + 1);": "barrier_init(shared.q_free[i], 4 );"},
+    {"D == 128 ? row % 8 : row / 2 % 4": "D == 64 ? row % 8 : row / 2 % 4"},
+    {"part.skipped >= 0": "part.skipped > 0"},
     {"wait(shared.q_free[wg], free);": ""},
     {"l[r] *= alpha[r];": ""},
-    {"wait(shared.v_full[at.stage], at.parity);\n        mine.issue_values(at.stage);": "mine.issue_values(at.stage);"},
+    {"wait(shared.v_full[at.stage], at.parity);\n        mine.issue_scores(next.stage);":
+     "mine.issue_scores(next.stage );"},
     {"fence_barriers();": ""},
     {"pin(o);\n        wgmma_fence();": "pin(o);"},
-    {"wgmma_wait<1>();\n        pin(mine.o);": "pin(mine.o);"},
-    {"wgmma_wait<0>();\n        pin(mine.s);": "pin(mine.s);"},
+    {"wgmma_wait<1>();\n        pin(mine.s);": "pin(mine.s);"},
+    {"wgmma_wait<0>();\n        pin(mine.o);": "pin(mine.o);"},
     {"more_registers<CONSUMER_REGISTERS>();": "more_registers<CONSUMER_REGISTERS + 8>();"},
     {"atomicAdd(taken, 1)": "atomicAdd(taken, 2)"},
     {"wait(shared.k_full[at.stage], at.parity);\n            wait(shared.v_full[at.stage], at.parity);": ""},
@@ -60,19 +65,11 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-def defines(head_dim, causal, packed, half=False):
-    block_n, consumers, stages = SCHEDULES[head_dim]
-    return {
-        "HEAD_DIM": head_dim, "BLOCK_N": block_n, "CONSUMERS": consumers, "STAGES": stages, "CAUSAL": int(causal),
-        "PACKED": int(packed), "FP16": int(half),
-    }  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     """(head_dim, causal, packed, half) -> the kernel, which can make MISTAKES."""
     folder = tmp_path_factory.mktemp("forward")
-    return functools.cache(lambda *key: Emulated(folder, SOURCE, "forward", defines(*key), MISTAKES))
+    return functools.cache(lambda *key: Emulated(folder, SOURCE, "forward", defines_of(*key), MISTAKES))
 
 
 def emulated(
@@ -98,7 +95,8 @@ def emulated(
     wrong = kernel(
         min(grid, tiles), 128 * (consumers + 1),
         tensor_map(q, (1, 64, 1, 64)), tensor_map(k_codes.view(-1, n_k, head_dim), (1, block_n, head_dim), head_dim),
-        tensor_map(v, (1, block_n, 1, 64)), ordered, starts, ends, codes, scales, o, lse, scale * math.log2(math.e),
+        tensor_map(v, (1, block_n, 1, 64)), tensor_map(codes, (1, 1, 64, head_dim), head_dim),
+        ordered, starts, ends, scales, o, lse, scale * math.log2(math.e),
         heads, kv_heads, batch * heads, n_q, n_k, padded, blocks, heads_per_group, tiles, taken, **options,
     )  # fmt: skip
     assert not wrong, wrong
@@ -173,11 +171,11 @@ def right(kernels):
 
 def mistaken(kernels, case, **options):
     if case == "documents":
-        q, k, v = inputs(0, [(1, 500, heads, 64) for heads in (2, 1, 1)])
-        bounds = Shape(n_q=500, documents=(129, 190, 181)).bounds()
+        q, k, v = inputs(0, [(1, 800, heads, 64) for heads in (2, 1, 1)])
+        bounds = Shape(n_q=800, documents=(129, 620, 51)).bounds()
         return emulated(kernels, q, k, v, True, bounds=bounds, **options)[:2]
-    q, k, v = inputs(1, [(1, 436, 2, 128), (1, 500, 1, 128), (1, 500, 1, 128)])  # offset 64: warpgroups skip tiles
-    k = k * torch.linspace(16, 1, 500)[None, :, None, None].bfloat16()  # outgrow the old maximum
+    q, k, v = inputs(1, [(1, 820, 2, 128), (1, 884, 1, 128), (1, 884, 1, 128)])  # offset 64: warpgroups skip tiles
+    k = k * torch.linspace(16, 1, 884)[None, :, None, None].bfloat16()  # outgrow the old maximum
     return emulated(kernels, q * 4, k, v, True, smooth=False, scale=0.25, **options)[:2]
 
 
@@ -221,8 +219,8 @@ def test_a_launch_passes_every_type_of_argument_and_keeps_tensor_maps(monkeypatc
 @pytest.mark.parametrize(("head_dim", "causal", "packed", "half"), [(64, True, True, True), (128, True, False, False)])
 def test_compiles(head_dim, causal, packed, half, tmp_path, monkeypatch):
     monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
-    cubin = nvrtc.compiled(SOURCE, defines(head_dim, causal, packed, half))
+    cubin = nvrtc.compiled(SOURCE, defines_of(head_dim, causal, packed, half))
     assert cubin[:4] == b"\x7fELF" and len(list(tmp_path.iterdir())) == 1
-    assert nvrtc.compiled(SOURCE, defines(head_dim, causal, packed, half)) == cubin
+    assert nvrtc.compiled(SOURCE, defines_of(head_dim, causal, packed, half)) == cubin
     with pytest.raises(RuntimeError, match="HEAD_DIM"):
         nvrtc.compiled(SOURCE, {})

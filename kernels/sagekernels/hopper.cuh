@@ -102,6 +102,13 @@ DEVICE void store_matrices(u32 to, const u32 *x) {
                  "r"(x[2]), "r"(x[3])
                  : "memory");
 }
+// Four matrices of 8 rows of 16 bytes, one lane's address each; a lane gets bytes 4 (lane % 4) of row lane / 4 of each.
+DEVICE void load_matrices(u32 *x, u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from)
+                 : "memory");
+}
 DEVICE int load_relaxed(const int *from) {
     int x;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
@@ -133,6 +140,12 @@ DEVICE float logarithm2(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+// The larger one of the low and of the high 16 bits, unsigned.
+DEVICE u32 larger_halves(u32 x, u32 y) {
+    u32 z;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
 }
 // Two floats to 16 bits, the first in the low half; and back.
 DEVICE u32 pack_bf16(float low, float high) {
@@ -166,6 +179,10 @@ DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// A wait that follows stays behind the arithmetic that x comes from: a compiler moves it up to the last branch. x >= 0.
+DEVICE void hold_back(float x) {
+    if (__any_sync(~0u, x < 0.0f)) asm volatile("nanosleep.u32 0;");
 }
 // The compiler does not know that a wait writes registers: arithmetic on them stays on its side of this line.
 template <int N> DEVICE void pin(float (&x)[N]) {

@@ -1,21 +1,24 @@
 // Hopper forward of the recipes `fine` and `scores`: INT8 Q K^T with one scale per token, P V in 16 bits.
 //
-// A block of threads is persistent: one warp fetches (TMA), CONSUMERS warpgroups own 64 queries each. Keys are visited
-// from the last to the first. A consumer issues the scores of its next tile of keys and P V of this one, and runs the
+// A block of threads is persistent: one warp fetches (TMA), CONSUMERS warpgroups own 64 queries each, and for each of
+// them a warp quantizes the queries of its next block meanwhile. Keys are visited from the last to the first. A consumer issues the scores of its next tile of keys and P V of this one, and runs the
 // softmax of the next tile under P V. The exponentials do not wait for the maximum of their tile: they are relative to
 // an old one, and taken once more in the rare case that something would overflow. Exponents are in log2 units.
 //
-// Macros: HEAD_DIM (64, 128), BLOCK_N (keys a tile), CONSUMERS, STAGES, CAUSAL, PACKED, FP16 (values are float16).
+// Macros: HEAD_DIM (64, 128), BLOCK_N (keys a tile), CONSUMERS, STAGES, CAUSAL, PACKED, FP16 (values are float16),
+// SHARED_BYTES.
 
 #include "hopper.cuh"
 #include "codes.cuh"
 
 constexpr int BLOCK_M = 64 * CONSUMERS, D = HEAD_DIM, HALVES = D / 64;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
 // A block has what it started with; more would be waited for in vain.
 static_assert(128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536 / THREADS / 8 * 8 * THREADS);
 static_assert(STAGES - 2 >= (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N);  // see part
+// Codes of queries: at 128 dimensions those of a row take the place of its first half.
+constexpr int CODES_AT = D == 128 ? 0 : 64 * D * 2, Q_ROOM = D == 128 ? 64 * D * 2 : 64 * D * 3;
 constexpr int Q_BYTES = 64 * D * 2, K_BYTES = BLOCK_N * D, V_BYTES = BLOCK_N * D * 2, SCALE_BYTES = BLOCK_N * 4;
 constexpr float LOWEST = -1e30f;  // finite, so that a row that has seen no key yet needs no special case
 constexpr float LIMIT = FP16 ? 0x1p15f : 0x1p64f;  // of a thread's probabilities of a tile relative to an old maximum
@@ -28,13 +31,16 @@ struct alignas(16) Part {
 };
 
 struct Shared {
-    alignas(1024) unsigned char q[CONSUMERS][Q_BYTES];  // 16-bit queries of the next block
+    alignas(1024) unsigned char q[CONSUMERS][Q_ROOM];  // queries of the next block, and their codes
     alignas(1024) unsigned char k[STAGES][K_BYTES];
     alignas(1024) unsigned char v[STAGES][V_BYTES];
     alignas(16) float k_scale[STAGES][BLOCK_N];
+    float q_scale[CONSUMERS][64];  // log2 units of a score
     Part part[2][CONSUMERS];  // comes with q; the other one is of the block before
-    u64 q_full[CONSUMERS], q_free[CONSUMERS], k_full[STAGES], k_free[STAGES], v_full[STAGES], v_free[STAGES];
+    u64 q_full[CONSUMERS], q_coded[CONSUMERS], q_free[CONSUMERS];
+    u64 k_full[STAGES], v_full[STAGES], free[STAGES];
 };
+static_assert(sizeof(Shared) == SHARED_BYTES);
 
 // ---- Arithmetic
 
@@ -118,10 +124,10 @@ struct Ring {
 DEVICE void produce(
     Shared &shared, const TensorMap &q_map, const TensorMap &k_map, const TensorMap &v_map, const float *k_scale,
     const Problem &problem, int nk_padded, int tiles, int *taken) {
-    Ring at{0, 0};
-    int tile = blockIdx.x;
-    for (u32 free = 1;; free ^= 1) {
+    u32 free = 1;
+    auto fetch_queries = [&](int tile) {
         Work w = problem.decode(least(tile, tiles - 1));
+#pragma unroll 1
         for (int wg = 0; wg < CONSUMERS; wg++) {
             Part part = problem.part(w, wg);
             if (tile >= tiles) part.skipped = -1;
@@ -132,22 +138,97 @@ DEVICE void produce(
                 copy_in(shared.q[wg] + half * Q_BYTES / HALVES, q_map, half * 64, w.head % problem.heads,
                      w.block * BLOCK_M + wg * 64, w.batch, shared.q_full[wg]);
         }
-        if (tile >= tiles) return;
+        free ^= 1;
+    };
+    Ring at{0, 0};
+    int tile = blockIdx.x;
+    fetch_queries(tile);
+    while (tile < tiles) {
+        Work w = problem.decode(tile);
+        tile = gridDim.x + atomicAdd(taken, 1);
+        // The next block's queries behind as many tiles of keys as there is room for: they have to be quantized in time.
+        const int behind = most(w.hi - STAGES, w.lo);
 #pragma unroll 1
         for (int j = w.hi - 1; j >= w.lo; j--, at = at.next()) {
             int stage = at.stage;
-            wait(shared.k_free[stage], at.parity ^ 1);
+            // Of K that was here the scores are done, since a consumer gives back a tile behind the scores of its next one,
+            // and its queries behind its first ones.
             arrive_expect(shared.k_full[stage], K_BYTES + SCALE_BYTES);
             copy_in(shared.k[stage], k_map, 0, j * BLOCK_N, w.kv, shared.k_full[stage]);
             copy_in(shared.k_scale[stage], k_scale + (long long)w.kv * nk_padded + j * BLOCK_N, SCALE_BYTES,
                  shared.k_full[stage]);
-            wait(shared.v_free[stage], at.parity ^ 1);
+            wait(shared.free[stage], at.parity ^ 1);
             arrive_expect(shared.v_full[stage], V_BYTES);
             for (int half = 0; half < HALVES; half++)
                 copy_in(shared.v[stage] + half * V_BYTES / HALVES, v_map, half * 64, w.kv_head, j * BLOCK_N, w.batch,
                      shared.v_full[stage]);
+            if (j == behind) fetch_queries(tile);
         }
-        tile = gridDim.x + atomicAdd(taken, 1);
+    }
+}
+
+// ---- The quantizing warp of a consumer: a lane takes a row
+
+DEVICE void quantize(
+    Shared &shared, const TensorMap &codes_map, float *scales, const Problem &problem, float factor, int wg) {
+    const int lane = threadIdx.x % 32;
+    for (u32 now = 0;; now ^= 1) {
+        wait(shared.q_full[wg], now);
+        const Part &part = shared.part[now][wg];
+        bool more = part.skipped >= 0;
+#pragma unroll 1
+        for (int row = lane; row < 64 && more; row += 32) {
+            // 16-byte pieces, 8 values or 16 codes, lie as the copies of boxes swizzle them. Beside products a load takes
+            // 300 cycles and more, so several are on their way at any time; unrolled, the compiler has one after the other.
+            u32 from = address(shared.q[wg]) + row * 128 ^ row % 8 << 4;
+            u32 to = address(shared.q[wg]) + CODES_AT + row * D ^ (D == 128 ? row % 8 : row / 2 % 4) << 4;
+            auto piece = [&](int i) { return load_shared((from ^ i % 8 << 4) + i / 8 * (Q_BYTES / HALVES)); };
+            u32 pair = 0;  // of the largest magnitudes
+#pragma unroll 1
+            for (int i = 0; i < D / 8; i += 4) {
+                float4 x[4] = {piece(i), piece(i + 1), piece(i + 2), piece(i + 3)};
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const float words[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+#pragma unroll
+                    for (int e = 0; e < 4; e++) pair = larger_halves(pair, __float_as_int(words[e]) & 0x7FFF7FFF);
+                }
+            }
+            float4 next[2] = {piece(0), piece(1)};
+            float low, high;
+            unpack(pair, low, high);
+            int largest = most(magnitude(low), magnitude(high));
+            float scale = __int_as_float(largest) / 127.0f, inverse = inverse_scale(largest);
+            if (part.row + row < problem.n_q) scales[(long long)part.head * problem.n_q + part.row + row] = scale;
+            scale *= factor;
+            shared.q_scale[wg][row] = scale == 0.0f ? 1.0f : scale;  // zero times a masked -inf would be NaN
+#pragma unroll 1
+            for (int i = 0; i < D / 16; i++) {
+                const float words[8] = {next[0].x, next[0].y, next[0].z, next[0].w,
+                                        next[1].x, next[1].y, next[1].z, next[1].w};
+                const int ahead = least(2 * i + 2, D / 8 - 2);
+                next[0] = piece(ahead), next[1] = piece(ahead + 1);
+                float codes[4];
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    float y[4];
+                    unpack(__float_as_int(words[2 * e]), y[0], y[1]);
+                    unpack(__float_as_int(words[2 * e + 1]), y[2], y[3]);
+                    codes[e] = __int_as_float(four_codes(y, inverse));
+                }
+                store_shared(to ^ i << 4, codes);
+            }
+        }
+        fence_async();
+        __syncwarp();
+        if (lane == 0 && more) {
+            copy_out(codes_map, 0, part.row, part.head - part.batch * problem.heads, part.batch,
+                     shared.q[wg] + CODES_AT);
+            copies_commit();
+        }
+        if (lane == 0) arrive(shared.q_coded[wg]);
+        if (!more) return;
+        if (lane == 0) copies_wait_read(), arrive(shared.q_free[wg]);
     }
 }
 
@@ -155,6 +236,12 @@ DEVICE void produce(
 //
 // A thread owns rows lane / 4 and lane / 4 + 8 of its warp's 16; of every 8 keys, or dimensions of O, columns 2 c and
 // 2 c + 1 with c = lane % 4: x[4 i + 2 r + b] is row r, column 8 i + 2 c + b.
+
+struct Rows {  // of a block that is done
+    u32 *out;
+    int words, left;  // from row to row; rows from the first one on
+    float inverse[2];
+};
 
 struct Consumer {
     Shared &shared;
@@ -168,51 +255,20 @@ struct Consumer {
     float m[2], l[2];        // reference of the exponentials, log2 units; this thread's part of the row sum
     float4 k_scale[BLOCK_N / 16];
 
-    // Wait for the next block of queries; quantize this warpgroup's, keep the codes, write them out. Returns how many key
-    // tiles are to be skipped, -1 if there are no more blocks.
-    DEVICE int start(u32 parity, signed char *codes, float *scales, float factor) {
-        wait(shared.q_full[wg], parity);
+    // Wait for the next block of queries and load its codes. Returns how many key tiles are to be skipped, -1 if there are
+    // no more blocks.
+    DEVICE int start(u32 parity) {
+        wait(shared.q_coded[wg], parity);
         const Part &part = shared.part[parity][wg];
-        int skipped = uniform(part.skipped);
+        int skipped = uniform(part.skipped), lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
         if (skipped < 0) return skipped;
-        row = part.row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-        long long base = (long long)part.head * problem.n_q;
-        const unsigned char *mine = shared.q[wg] + (threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) * 128;
+        row = part.row + first + lane / 4;
+        q_scale[0] = shared.q_scale[wg][first + lane / 4];
+        q_scale[1] = shared.q_scale[wg][first + lane / 4 + 8];
+        int at = first + lane % 16, swizzle = D == 128 ? at % 8 : at / 2 % 4;
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            uint2 x[D / 16];
-            int largest = 0;
-#pragma unroll
-            for (int i = 0; i < D / 16; i++) {  // columns 16 i + 4 c .. + 3
-                int chunk = i % 4 * 2 + c / 2;
-                x[i] = *(const uint2 *)(mine + i / 4 * (Q_BYTES / HALVES) + r * 1024 +
-                                        ((chunk ^ (threadIdx.x % 32 / 4)) * 16 + c % 2 * 8));
-                float y[4];
-                unpack(x[i].x, y[0], y[1]);
-                unpack(x[i].y, y[2], y[3]);
-#pragma unroll
-                for (int e = 0; e < 4; e++) largest = most(largest, magnitude(y[e]));
-            }
-            largest = most(largest, __shfl_xor_sync(~0u, largest, 1));
-            largest = most(largest, __shfl_xor_sync(~0u, largest, 2));
-            float inverse = inverse_scale(largest);
-            q_scale[r] = __int_as_float(largest) / 127.0f;
-            bool inside = row + 8 * r < problem.n_q;
-            if (inside && c == 0) scales[base + row + 8 * r] = q_scale[r];
-            q_scale[r] *= factor;
-            if (q_scale[r] == 0.0f) q_scale[r] = 1.0f;  // zero times a masked -inf would be NaN
-#pragma unroll
-            for (int i = 0; i < D / 16; i++) {
-                float y[4];
-                unpack(x[i].x, y[0], y[1]);
-                unpack(x[i].y, y[2], y[3]);
-                u32 word = four_codes(y, inverse);
-                q[i / 2 * 4 + i % 2 * 2 + r] = word;
-                if (inside) *(u32 *)(codes + (base + row + 8 * r) * D + 16 * i + 4 * c) = word;
-            }
-        }
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(shared.q_free[wg]);
+        for (int i = 0; i < D / 32; i++)
+            load_matrices(q + 4 * i, address(shared.q[wg]) + CODES_AT + at * D + ((2 * i + lane / 16 ^ swizzle) << 4));
         return skipped;
     }
 
@@ -223,7 +279,7 @@ struct Consumer {
             wait(shared.k_full[at.stage], at.parity);
             wait(shared.v_full[at.stage], at.parity);
             __syncwarp();
-            if (threadIdx.x % 32 == 0) arrive(shared.k_free[at.stage]), arrive(shared.v_free[at.stage]);
+            if (threadIdx.x % 32 == 0) arrive(shared.free[at.stage]);
         }
         return at;
     }
@@ -277,13 +333,13 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; i++) {
             float t = scaled<true>(i / 4, i % 4, first, last);
-            top[i / 2 % 2] = fmaxf(top[i / 2 % 2], t * q_scale[i / 2 % 2]);
+            top[i / 2 % 2] = fmaxf(top[i / 2 % 2], t);
             s[i] = __float_as_int(t);
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float old = m[r];
-            m[r] = fmaxf(old, row_reduce(top[r], [](float a, float b) { return fmaxf(a, b); }));
+            m[r] = fmaxf(old, row_reduce(top[r], [](float a, float b) { return fmaxf(a, b); }) * q_scale[r]);
             alpha[r] = power2(old - m[r]);
             l[r] *= alpha[r];
         }
@@ -294,6 +350,7 @@ struct Consumer {
             l[r] += x;
             s[i] = __float_as_int(x);
         }
+        hold_back(l[0] + l[1]);
     }
 
     // Probabilities relative to an old maximum, which is as good while nothing overflows, as their sum shows: otherwise
@@ -345,8 +402,9 @@ struct Consumer {
         for (int i = 0; i < BLOCK_N / 4; i++) p[i] = pack(__int_as_float(s[2 * i]), __int_as_float(s[2 * i + 1]));
     }
 
-    // P V of the tile in `stage`, under it scores and softmax of the next one, whose first key is key0.
-    template <bool MASKED> DEVICE void step(Ring &at, int key0) {
+    // P V of the tile in `stage`, under it scores and softmax of the next one, whose first key is key0. EXACT where rows
+    // may have seen no key yet.
+    template <bool MASKED, bool EXACT> DEVICE void step(Ring &at, int key0) {
         Ring next = at.next();
         wait(shared.v_full[at.stage], at.parity);
         wait(shared.k_full[next.stage], next.parity);
@@ -354,64 +412,91 @@ struct Consumer {
         issue_values(at.stage);
         wgmma_wait<1>();
         pin(s);
-        bool again = softmax<MASKED>(key0);
-        if (__builtin_expect(again, 0)) {
+        if (__builtin_expect(EXACT || softmax<MASKED>(key0), EXACT)) {
             float alpha[2];
-            scores_again(next.stage);
+            if (!EXACT) scores_again(next.stage);
             exact_softmax(key0, alpha);
             wgmma_wait<0>();
             pin(o);
 #pragma unroll
             for (int i = 0; i < D / 2; i++) o[i] *= alpha[i / 2 % 2];
         }
-        if (threadIdx.x % 32 == 0) arrive(shared.k_free[next.stage]);
         wgmma_wait<0>();
         pin(o);
         pin(p);
-        if (threadIdx.x % 32 == 0) arrive(shared.v_free[at.stage]);
+        if (threadIdx.x % 32 == 0) arrive(shared.free[at.stage]);
         at = next;
         narrow();
     }
 
-    // O and the log-sum-exp of this warpgroup's rows. Lanes exchange pairs of columns to store four.
-    DEVICE void store(int head, int batch, int first, u32 *out, float *lse) {
-        long long row_words = (long long)problem.heads * D / 2;
-        out += batch * problem.n_q * row_words + (head - batch * problem.heads) * (D / 2) + c % 2 * 4 + c / 2 * 2;
-        lse += (long long)head * problem.n_q;
+    // Log-sum-exp of this thread's rows of a block; where their O goes and what it is multiplied with.
+    DEVICE Rows finish(const Part &part, u32 *out, float *lse) {
+        int head = uniform(part.head), batch = uniform(part.batch);
+        int row = part.row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+        Rows rows;
+        rows.words = problem.heads * D / 2, rows.left = problem.n_q - row;
+        rows.out = out + ((long long)batch * problem.n_q + row) * rows.words + (head - batch * problem.heads) * (D / 2) +
+                   c % 2 * 4 + c / 2 * 2;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float sum = row_reduce(l[r], [](float a, float b) { return a + b; }), inverse = 1.0f / sum;
-            bool inside = first + 8 * r < problem.n_q;
-            if (inside && c == 0) lse[first + 8 * r] = (m[r] + logarithm2(sum)) * LN2;
-            u32 *to = out + (first + 8 * r) * row_words;
+            float sum = row_reduce(l[r], [](float a, float b) { return a + b; });
+            rows.inverse[r] = 1.0f / sum;
+            if (8 * r < rows.left && c == 0)
+                lse[(long long)head * problem.n_q + row + 8 * r] = (m[r] + logarithm2(sum)) * LN2;
+        }
+        return rows;
+    }
+
+    // Lanes exchange pairs of columns to store four.
+    DEVICE void store(const Rows &rows) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            u32 *to = rows.out + 8 * r * rows.words;
 #pragma unroll
             for (int i = 0; i < D / 8; i += 2) {
-                u32 even = pack(o[4 * i + 2 * r] * inverse, o[4 * i + 2 * r + 1] * inverse);
-                u32 odd = pack(o[4 * i + 4 + 2 * r] * inverse, o[4 * i + 5 + 2 * r] * inverse);
+                u32 even = pack(o[4 * i + 2 * r] * rows.inverse[r], o[4 * i + 2 * r + 1] * rows.inverse[r]);
+                u32 odd = pack(o[4 * i + 4 + 2 * r] * rows.inverse[r], o[4 * i + 5 + 2 * r] * rows.inverse[r]);
                 u32 other = __shfl_xor_sync(~0u, c % 2 ? even : odd, 1);
                 uint2 four = c % 2 ? make_uint2(other, odd) : make_uint2(even, other);
-                if (inside) *(uint2 *)(to + 4 * i) = four;
+                if (8 * r < rows.left) *(uint2 *)(to + 4 * i) = four;
             }
         }
+    }
+
+    // The first tile of a block of queries: nothing is known of it.
+    DEVICE void first_softmax(const Part &part) {
+        float alpha[2];
+        m[0] = m[1] = LOWEST;
+        l[0] = l[1] = 0.0f;
+        exact_softmax(uniform(part.last) * BLOCK_N, alpha);
+    }
+
+    DEVICE void begin() {
+        narrow();
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) o[i] = 0.0f;
     }
 };
 
 // q, v, o [B, N, heads, D] in 16 bits (maps: D, heads, N, B; boxes of 64 dimensions and of 64 queries or BLOCK_N keys);
 // K's codes [B * kv_heads, n_k, D], its scales [B * kv_heads, nk_padded] in the order of hopper_quantize.cu. Written
-// are q_codes, q_scales and lse [B * heads, n_q (, D)]. factor: scale of the scores times log2 e. taken: zero; counts
+// are Q's codes [B, heads, n_q, D] (a map too), q_scales and lse [B * heads, n_q]. factor: scale of the scores times log2 e. taken: zero; counts
 // the blocks of queries that are taken beyond the first of each block of threads.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-    const __grid_constant__ TensorMap v_map, const float *k_scale, const int *starts, const int *ends,
-    signed char *q_codes, float *q_scales, u32 *o, float *lse, float factor, int heads, int kv_heads, int all_heads,
+    const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap codes_map, const float *k_scale,
+    const int *starts, const int *ends, float *q_scales, u32 *o, float *lse, float factor, int heads, int kv_heads, int all_heads,
     int n_q, int n_k, int nk_padded, int m_blocks, int heads_per_group, int tiles, int *taken) {
     Shared &shared = shared_memory<Shared>();
     Problem problem{starts, ends, heads, kv_heads, all_heads, n_q, n_k, m_blocks, heads_per_group};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < CONSUMERS; i++) barrier_init(shared.q_full[i], 1), barrier_init(shared.q_free[i], 4);
+        for (int i = 0; i < CONSUMERS; i++) {
+            barrier_init(shared.q_full[i], 1), barrier_init(shared.q_coded[i], 1);
+            barrier_init(shared.q_free[i], 4 + 1);
+        }
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(shared.k_full[i], 1), barrier_init(shared.k_free[i], 4 * CONSUMERS);
-            barrier_init(shared.v_full[i], 1), barrier_init(shared.v_free[i], 4 * CONSUMERS);
+            barrier_init(shared.k_full[i], 1), barrier_init(shared.v_full[i], 1);
+            barrier_init(shared.free[i], 4 * CONSUMERS);
         }
         fence_barriers();
     }
@@ -419,54 +504,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
 
     if (threadIdx.x < 128) {
         fewer_registers<PRODUCER_REGISTERS>();
+        const int warp = uniform(threadIdx.x / 32);
         if (threadIdx.x == 0) produce(shared, q_map, k_map, v_map, k_scale, problem, nk_padded, tiles, taken);
+        if (1 <= warp && warp <= CONSUMERS) quantize(shared, codes_map, q_scales, problem, factor, warp - 1);
         return;
     }
     more_registers<CONSUMER_REGISTERS>();
     Consumer mine{shared, problem};
     mine.wg = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);
     mine.c = threadIdx.x % 4;
-    // One block of queries after the other; the first scores of the next stand behind the last P V of this one.
-    Ring at = mine.skip(Ring{0, 0}, mine.start(0, q_codes, q_scales, factor));
+    // One block of queries after the other: scores and softmax of the first tile of the next one as those of any tile,
+    // beside P V of the one before.
+    Ring at = mine.skip(Ring{0, 0}, mine.start(0));
     wait(shared.k_full[at.stage], at.parity);
     mine.issue_scores(at.stage);
     wgmma_wait<0>();
     pin(mine.s);
+    if (threadIdx.x % 32 == 0) arrive(shared.q_free[mine.wg]);
+    mine.first_softmax(shared.part[0][mine.wg]);
+    mine.begin();
     for (u32 now = 0;; now ^= 1) {
         const Part &part = shared.part[now][mine.wg];
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(shared.k_free[at.stage]);
-        int j = uniform(part.last), clear_to = uniform(part.clear_to);
+        int j = uniform(part.last) - 1, clear_to = uniform(part.clear_to);
         int clear_from = PACKED ? uniform(part.clear_from) : 0, lo = PACKED ? uniform(part.lo) : 0;
-        mine.m[0] = mine.m[1] = LOWEST;
-        mine.l[0] = mine.l[1] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < D / 2; i++) mine.o[i] = 0.0f;
-        float alpha[2];
-        mine.exact_softmax(j * BLOCK_N, alpha);
-        mine.narrow();
-        for (j--; j >= clear_to; j--) mine.step<true>(at, j * BLOCK_N);
-        for (; j >= clear_from; j--) mine.step<false>(at, j * BLOCK_N);
+        for (; j >= clear_to; j--) mine.step<true, true>(at, j * BLOCK_N);
+        for (; j >= clear_from; j--) mine.step<false, false>(at, j * BLOCK_N);
         if (PACKED)
-            for (; j >= lo; j--) mine.step<true>(at, j * BLOCK_N);
+            for (; j >= lo; j--) mine.step<true, false>(at, j * BLOCK_N);
 
-        int head = uniform(part.head), batch = uniform(part.batch), row = mine.row;  // before they are overwritten
-        wait(shared.v_full[at.stage], at.parity);
-        mine.issue_values(at.stage);
+        const int skipped = mine.start(now ^ 1);
         Ring next = at.next();
-        int skipped = mine.start(now ^ 1, q_codes, q_scales, factor);
         if (skipped >= 0) {
             next = mine.skip(next, skipped);
             wait(shared.k_full[next.stage], next.parity);
         }
+        wait(shared.v_full[at.stage], at.parity);
         mine.issue_scores(next.stage);  // of anything, after the last block
+        mine.issue_values(at.stage);
+        const Rows rows = mine.finish(part, o, lse);
         wgmma_wait<1>();
-        pin(mine.o);
-        if (threadIdx.x % 32 == 0) arrive(shared.v_free[at.stage]);
-        mine.store(head, batch, row, o, lse);
-        wgmma_wait<0>();
         pin(mine.s);
+        // Queries are not given back before the product: an arrival may overtake loads whose values nobody has used.
+        if (threadIdx.x % 32 == 0 && skipped >= 0) arrive(shared.q_free[mine.wg]);
+        mine.first_softmax(shared.part[now ^ 1][mine.wg]);
+        wgmma_wait<0>();
+        pin(mine.o);
+        pin(mine.p);
+        if (threadIdx.x % 32 == 0) arrive(shared.free[at.stage]);
+        mine.store(rows);
         if (skipped < 0) return;
+        mine.begin();
         at = next;
     }
 }

@@ -20,6 +20,18 @@ SCHEDULES = {64: (96, 3, 5), 128: (128, 2, 4)}
 PER_HEAD_CACHE = 24 << 20  # bytes of K and V of the heads that are worked on together: half of the L2 cache
 
 
+def defines_of(head_dim: int, causal: bool, packed: bool, half: bool) -> dict[str, int]:
+    """Macros of hopper_forward.cu."""
+    block_n, consumers, stages = SCHEDULES[head_dim]
+    queries = 64 * (head_dim * (2 if head_dim == 128 else 3) + 4) + 2 * 32 + 3 * 8  # Part, barriers
+    keys = block_n * (head_dim * 3 + 4) + 3 * 8
+    shared = -(-(consumers * queries + stages * keys) // 1024) * 1024
+    return {
+        "HEAD_DIM": head_dim, "BLOCK_N": block_n, "CONSUMERS": consumers, "STAGES": stages, "CAUSAL": int(causal),
+        "PACKED": int(packed), "FP16": int(half), "SHARED_BYTES": shared,
+    }  # fmt: skip
+
+
 def chunks_of(tokens: int, head_dim: int, processors: int) -> tuple[int, int]:
     """How many chunks hopper_quantize.cu makes of so many tokens of a head, and tokens per chunk.
 
@@ -81,7 +93,7 @@ def hopper_forward(
     """reference.twin_forward on Hopper where `supported` says so: same arguments, same results up to float32 sums."""
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
-    block_n, consumers, stages = SCHEDULES[head_dim]
+    block_n, consumers, _ = SCHEDULES[head_dim]
     q, v = mappable(q), mappable(v)
     with on_device_of(q):
         nk_padded = -(-n_k // block_n) * block_n
@@ -97,17 +109,13 @@ def hopper_forward(
         m_blocks = -(-n_q // (64 * consumers))
         tiles = m_blocks * batch * heads
         per_group = max(1, PER_HEAD_CACHE // (n_k * head_dim * 3)) * (heads // kv_heads)
-        defines = {
-            "HEAD_DIM": head_dim, "BLOCK_N": block_n, "CONSUMERS": consumers, "STAGES": stages,
-            "CAUSAL": int(causal), "PACKED": int(bounds is not None), "FP16": int(q.dtype == torch.float16),
-        }  # fmt: skip
-        shared_bytes = 64 * consumers * head_dim * 2 + stages * block_n * (3 * head_dim + 4) + 1024  # and barriers
+        defines = defines_of(head_dim, causal, bounds is not None, q.dtype == torch.float16)
         load(SOURCE, "forward", defines).launch(
-            (min(processors, tiles),), (128 * (consumers + 1),), shared_bytes,
+            (min(processors, tiles),), (128 * (consumers + 1),), defines["SHARED_BYTES"],
             tensor_map(q, (1, 64, 1, 64)),
             tensor_map(k_codes.codes.view(-1, n_k, head_dim), (1, block_n, head_dim), head_dim),
-            tensor_map(v, (1, block_n, 1, 64)),
-            k_ordered, starts, ends, *q_codes, o, lse, scale * LOG2E.value,
+            tensor_map(v, (1, block_n, 1, 64)), tensor_map(q_codes.codes, (1, 1, 64, head_dim), head_dim),
+            k_ordered, starts, ends, q_codes.scale, o, lse, scale * LOG2E.value,
             heads, kv_heads, batch * heads, n_q, n_k, nk_padded, m_blocks, per_group, tiles, counter,
         )  # fmt: skip
     return o, Saved(lse, q_codes, k_codes, None, None)
