@@ -173,7 +173,6 @@ static bool __any_sync(u32, bool x) {
 static int thread_index() { return threadIdx.x; }
 template <class T> static void hold(T &) {}
 template <class T> static void pin(T &) {}
-static void hold_back(float) {}
 template <int N> static void fewer_registers() {
     block->spare += 65536 / block->threads / 8 * 8 - N;
 }

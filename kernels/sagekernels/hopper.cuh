@@ -180,10 +180,6 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int PENDING> DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// A wait that follows stays behind the arithmetic that x comes from: a compiler moves it up to the last branch. x >= 0.
-DEVICE void hold_back(float x) {
-    if (__any_sync(~0u, x < 0.0f)) asm volatile("nanosleep.u32 0;");
-}
 // The compiler does not know that a wait writes registers: arithmetic on them stays on its side of this line.
 template <int N> DEVICE void pin(float (&x)[N]) {
 #pragma unroll

@@ -350,7 +350,6 @@ struct Consumer {
             l[r] += x;
             s[i] = __float_as_int(x);
         }
-        hold_back(l[0] + l[1]);
     }
 
     // Probabilities relative to an old maximum, which is as good while nothing overflows, as their sum shows: otherwise
@@ -429,10 +428,9 @@ struct Consumer {
         narrow();
     }
 
-    // Log-sum-exp of this thread's rows of a block; where their O goes and what it is multiplied with.
+    // Log-sum-exp of this thread's rows; where their O goes and what it is multiplied with.
     DEVICE Rows finish(const Part &part, u32 *out, float *lse) {
         int head = uniform(part.head), batch = uniform(part.batch);
-        int row = part.row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
         Rows rows;
         rows.words = problem.heads * D / 2, rows.left = problem.n_q - row;
         rows.out = out + ((long long)batch * problem.n_q + row) * rows.words + (head - batch * problem.heads) * (D / 2) +
@@ -532,6 +530,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
         if (PACKED)
             for (; j >= lo; j--) mine.step<true, false>(at, j * BLOCK_N);
 
+        const Rows rows = mine.finish(part, o, lse);
         const int skipped = mine.start(now ^ 1);
         Ring next = at.next();
         if (skipped >= 0) {
@@ -541,7 +540,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
         wait(shared.v_full[at.stage], at.parity);
         mine.issue_scores(next.stage);  // of anything, after the last block
         mine.issue_values(at.stage);
-        const Rows rows = mine.finish(part, o, lse);
         wgmma_wait<1>();
         pin(mine.s);
         // Queries are not given back before the product: an arrival may overtake loads whose values nobody has used.
