@@ -151,8 +151,8 @@ DEVICE void produce(
 #pragma unroll 1
         for (int j = w.hi - 1; j >= w.lo; j--, at = at.next()) {
             int stage = at.stage;
-            // Of K that was here the scores are done, since a consumer gives back a tile behind the scores of its next one,
-            // and its queries behind its first ones.
+            // No barrier for K: of what was here the scores are done. A consumer gives back a tile behind the scores of its
+            // next one, and a block's queries, which fetch_queries waited for, behind the scores of its first.
             arrive_expect(shared.k_full[stage], K_BYTES + SCALE_BYTES);
             copy_in(shared.k[stage], k_map, 0, j * BLOCK_N, w.kv, shared.k_full[stage]);
             copy_in(shared.k_scale[stage], k_scale + (long long)w.kv * nk_padded + j * BLOCK_N, SCALE_BYTES,
@@ -478,13 +478,13 @@ struct Consumer {
 
 // q, v, o [B, N, heads, D] in 16 bits (maps: D, heads, N, B; boxes of 64 dimensions and of 64 queries or BLOCK_N keys);
 // K's codes [B * kv_heads, n_k, D], its scales [B * kv_heads, nk_padded] in the order of hopper_quantize.cu. Written
-// are Q's codes [B, heads, n_q, D] (a map too), q_scales and lse [B * heads, n_q]. factor: scale of the scores times log2 e. taken: zero; counts
-// the blocks of queries that are taken beyond the first of each block of threads.
+// are Q's codes [B, heads, n_q, D] (a map too), q_scales and lse [B * heads, n_q]. factor: scale of the scores times
+// log2 e. taken: zero; counts the blocks of queries that are taken beyond the first of each block of threads.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap codes_map, const float *k_scale,
-    const int *starts, const int *ends, float *q_scales, u32 *o, float *lse, float factor, int heads, int kv_heads, int all_heads,
-    int n_q, int n_k, int nk_padded, int m_blocks, int heads_per_group, int tiles, int *taken) {
+    const int *starts, const int *ends, float *q_scales, u32 *o, float *lse, float factor, int heads, int kv_heads,
+    int all_heads, int n_q, int n_k, int nk_padded, int m_blocks, int heads_per_group, int tiles, int *taken) {
     Shared &shared = shared_memory<Shared>();
     Problem problem{starts, ends, heads, kv_heads, all_heads, n_q, n_k, m_blocks, heads_per_group};
     if (threadIdx.x == 0) {
