@@ -1,9 +1,11 @@
 // Hopper forward of the recipes `fine` and `scores`: INT8 Q K^T with one scale per token, P V in 16 bits.
 //
 // A block of threads is persistent: one warp fetches (TMA), CONSUMERS warpgroups own 64 queries each, and for each of
-// them a warp quantizes the queries of its next block meanwhile. Keys are visited from the last to the first. A consumer issues the scores of its next tile of keys and P V of this one, and runs the
-// softmax of the next tile under P V. The exponentials do not wait for the maximum of their tile: they are relative to
-// an old one, and taken once more in the rare case that something would overflow. Exponents are in log2 units.
+// them a warp quantizes the queries of its next block meanwhile. Keys are visited from the last to the first. A consumer
+// issues the scores of its next tile of keys and P V of this one, and runs the softmax of the next tile under P V, at a
+// block's end with the next block's first tile. The exponentials do not wait for the maximum of their tile: they are
+// relative to an old one, and taken once more in the rare case that something would overflow. Exponents are in log2
+// units.
 //
 // Macros: HEAD_DIM (64, 128), BLOCK_N (keys a tile), CONSUMERS, STAGES, CAUSAL, PACKED, FP16 (values are float16),
 // SHARED_BYTES.
@@ -151,8 +153,8 @@ DEVICE void produce(
 #pragma unroll 1
         for (int j = w.hi - 1; j >= w.lo; j--, at = at.next()) {
             int stage = at.stage;
-            // No barrier for K: of what was here the scores are done. A consumer gives back a tile behind the scores of its
-            // next one, and a block's queries, which fetch_queries waited for, behind the scores of its first.
+            // No barrier for K: of what was here the scores are done. A consumer gives back a tile behind the scores of
+            // its next one, and a block's queries, which fetch_queries waited for, behind the scores of its first.
             arrive_expect(shared.k_full[stage], K_BYTES + SCALE_BYTES);
             copy_in(shared.k[stage], k_map, 0, j * BLOCK_N, w.kv, shared.k_full[stage]);
             copy_in(shared.k_scale[stage], k_scale + (long long)w.kv * nk_padded + j * BLOCK_N, SCALE_BYTES,
@@ -178,8 +180,8 @@ DEVICE void quantize(
         bool more = part.skipped >= 0;
 #pragma unroll 1
         for (int row = lane; row < 64 && more; row += 32) {
-            // 16-byte pieces, 8 values or 16 codes, lie as the copies of boxes swizzle them. Beside products a load takes
-            // 300 cycles and more, so several are on their way at any time; unrolled, the compiler has one after the other.
+            // 16-byte pieces, 8 values or 16 codes, lie as the copies of boxes swizzle them. Beside products a load
+            // takes 300 cycles and more, so several are on their way; unrolled, the compiler has one after the other.
             u32 from = address(shared.q[wg]) + row * 128 ^ row % 8 << 4;
             u32 to = address(shared.q[wg]) + CODES_AT + row * D ^ (D == 128 ? row % 8 : row / 2 % 4) << 4;
             auto piece = [&](int i) { return load_shared((from ^ i % 8 << 4) + i / 8 * (Q_BYTES / HALVES)); };
@@ -255,8 +257,8 @@ struct Consumer {
     float m[2], l[2];        // reference of the exponentials, log2 units; this thread's part of the row sum
     float4 k_scale[BLOCK_N / 16];
 
-    // Wait for the next block of queries and load its codes. Returns how many key tiles are to be skipped, -1 if there are
-    // no more blocks.
+    // Wait for the next block of queries and load its codes. Returns how many key tiles are to be skipped, -1 if there
+    // are no more blocks.
     DEVICE int start(u32 parity) {
         wait(shared.q_coded[wg], parity);
         const Part &part = shared.part[parity][wg];
