@@ -49,7 +49,7 @@ class Layout:
 
     name: str
     sizes: dict[str, int] = field(default_factory=lambda: {"tp": 1, "dp": 1, "cp": 1, "z": 1, "sp": 0})
-    gpus: list[int] = field(default_factory=list)
+    gpus: list[str] = field(default_factory=list)
     process: subprocess.Popen | None = None
     error: str = ""
     rate: float = 0.0
@@ -83,17 +83,19 @@ class Layout:
             "logging.every_steps=1",
         ]
 
-    def start(self, gpus: list[int], config: str, settings: list[str], folder: Path) -> None:
+    def start(self, gpus: list[str], config: str, settings: list[str], folder: Path) -> None:
         """Start its run on these GPUs."""
         self.gpus = gpus
         folder.mkdir(parents=True, exist_ok=True)
-        where = ["--include", f"localhost:{','.join(map(str, gpus))}"]
+        # Not by --include: that counts the host's GPUs, also those that CUDA_VISIBLE_DEVICES leaves to others. A hostfile
+        # of the cluster (/job/hostfile is read unless another one is named) is not for this.
+        where, environment = ["--hostfile", os.devnull], {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         if not torch.cuda.is_available():
-            where = ["--num_accelerators", str(len(gpus))]
+            where, environment = ["--num_accelerators", str(len(gpus))], None
         command = ["deepspeed", *where, "--master_port", str(free_port()), "launch/train.py", "--config", config]
         with (folder / "log.txt").open("w") as log:
             self.process = subprocess.Popen(
-                [*command, *settings], cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+                [*command, *settings], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
             )
 
     def finished(self, folder: Path, steps: int) -> bool:
@@ -125,9 +127,11 @@ def parse_layouts(text: str) -> list[Layout]:
     return [Layout.parse(name) for name in text.split(",")]
 
 
-def devices() -> int:
-    """GPUs of this host, or cores where there is none (to try the script out)."""
-    return torch.cuda.device_count() or os.cpu_count() or 1
+def devices() -> list[str]:
+    """GPUs that are left to us, as CUDA_VISIBLE_DEVICES names them, or cores where there is none (to try it out)."""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[:count] if count else []
+    return named if named and named[0] else [str(i) for i in range(count or os.cpu_count() or 1)]
 
 
 def rows(folder: Path) -> list[dict]:
@@ -139,7 +143,7 @@ def rows(folder: Path) -> list[dict]:
 
 def measure(layouts: list[Layout], settings: dict[str, list[str]], arguments: argparse.Namespace) -> None:
     """Run all of them, as many at a time as there are GPUs for, in the order given."""
-    free, waiting, running = list(range(devices())), list(layouts), []
+    free, waiting, running = devices(), list(layouts), []
     folder = Path(arguments.output)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # through `finally`, not past it
     try:
@@ -151,7 +155,7 @@ def measure(layouts: list[Layout], settings: dict[str, list[str]], arguments: ar
                 running.append(layout)
             for layout in [x for x in running if x.finished(folder / x.name, arguments.steps)]:
                 running.remove(layout)
-                free = sorted(free + layout.gpus)
+                free += layout.gpus
                 print(f"{layout.name}: {layout.error or f'{layout.rate:,.0f} tokens/s'}", flush=True)
             time.sleep(0.5)
     finally:
@@ -199,8 +203,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every run")
     arguments = parser.parse_args()
     largest = max(layout.world_size for layout in arguments.layouts)
-    if devices() < largest:
-        parser.error(f"the largest layout needs {largest} GPUs, here are {devices()}")
+    if len(devices()) < largest:
+        parser.error(f"the largest layout needs {largest} GPUs, here are {len(devices())}")
     settings, configs, findings = {}, {}, []
     try:
         cfg = load_config(arguments.config, arguments.overrides)

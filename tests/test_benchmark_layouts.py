@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from test_resume import BIN, ROOT, write_config
 
@@ -70,3 +72,24 @@ def test_sigterm_ends_the_runs_too(corpus: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30)
     assert not runs_left(tmp_path)
+
+
+def test_runs_stay_on_the_gpus_that_are_left_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host that is shared, GPU 0 of this process may be GPU 5 of the host."""
+    benchmark = runpy.run_path(str(ROOT / "launch/benchmark_layouts.py"))
+    launcher = tmp_path / "bin" / "deepspeed"
+    launcher.parent.mkdir()
+    launcher.write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES: $*"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{launcher.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2,7")
+    assert benchmark["devices"]() == ["5", "2", "7"]
+    layout = benchmark["Layout"].parse("tp2")
+    layout.start(["5", "7"], "run.yaml", [], tmp_path / "tp2")
+    layout.process.wait()
+    said = (tmp_path / "tp2" / "log.txt").read_text()
+    assert said.startswith("5,7: --hostfile /dev/null ") and "--include" not in said
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert benchmark["devices"]() == ["0", "1", "2"]
