@@ -87,8 +87,8 @@ class Layout:
         """Start its run on these GPUs."""
         self.gpus = gpus
         folder.mkdir(parents=True, exist_ok=True)
-        # Not by --include: that counts the host's GPUs, also those that CUDA_VISIBLE_DEVICES leaves to others. A hostfile
-        # of the cluster (/job/hostfile is read unless another one is named) is not for this.
+        # Not by --include: that counts the host's GPUs, also those that CUDA_VISIBLE_DEVICES leaves to others. A
+        # hostfile of the cluster (/job/hostfile is read unless another one is named) is not for this.
         where, environment = ["--hostfile", os.devnull], {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         if not torch.cuda.is_available():
             where, environment = ["--num_accelerators", str(len(gpus))], None

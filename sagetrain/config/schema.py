@@ -237,7 +237,8 @@ class TrainingConfig(Section):
     activation_checkpointing: Literal["none", "full"] = "none"
     """Recompute every block in the backward pass (full) instead of keeping its activations."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile of the blocks; auto: on with a GPU and zero_stage below 3."""
+    """torch.compile of the blocks; auto: on with a GPU and zero_stage below 3. At 3, a compiled block's weights are
+    gathered at one time."""
     timeout_minutes: PositiveFloat = 30.0
     """How long a step, evaluation or save may be without progress before the run is ended as hung."""
     network_interface: str | None = None

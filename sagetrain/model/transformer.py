@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Literal
 
 import torch
@@ -90,11 +91,16 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.mlp = MLP(model, groups, **layer)
 
-    def forward(self, halves: list[Half], layouts: list[TokenLayout], next_norm: RMSNorm | None) -> list[Half]:
+    def forward(
+        self, layouts: list[TokenLayout], next_norm: RMSNorm | None, *halves: Half | Tensor
+    ) -> list[Half] | tuple[Tensor, ...]:
         """Two halves, or the whole as one, with the layout of each, or of all. Without next_norm only residual streams
-        come in and go out, all summed up: what activation checkpointing keeps should be little, and not be on its way.
+        come in and go out, all summed up: what activation checkpointing keeps should be little, and not be on its way,
+        and ZeRO-3's hooks see when backward comes and goes by arguments and results that are tensors.
         """
         region, alone = (self.groups, self.sequence_parallel), next_norm is None
+        if alone:
+            halves = [(x, None) for x in halves]
         norms = self.attention_norm, self.attention.q_norm, self.attention.k_norm, self.mlp_norm, next_norm
         gain, q_gain, k_gain, mlp_gain, next_gain = zip(*enter_gains(*norms, parts=len(halves)), strict=True)
         parts = len(halves) // len(layouts)  # of each layout
@@ -119,7 +125,7 @@ class Block(nn.Module):
             o = self.attention(*joined, *layouts).chunk(parts)
             halves = [(x, part) for (x, _), part in zip(halves, o, strict=True)]
             halves = _staggered((lambda i, x, y: (x, self.attention.out(y)), *after), halves)
-        return [(x + finish_leave(y, *region), None) for x, y in halves] if alone else halves
+        return tuple(x + finish_leave(y, *region) for x, y in halves) if alone else halves
 
 
 def _staggered(stages: Sequence[Callable[..., Half]], halves: list[Half]) -> list[Half]:
@@ -220,6 +226,8 @@ class Transformer(nn.Module):
         if not model.tie_embeddings:
             head_weight = annotate(nn.Parameter(torch.empty_like(head_weight)), groups, tp_dim=0)
         self.head = Head(head_weight, groups, sequence_parallel=sequence_parallel)
+        self.whole_blocks = False
+        """Whether a block computes with its own parameters alone, as a compiled one has to under ZeRO-3."""
         self._normalize = normalize
         self._initialize(groups, seed)
 
@@ -255,16 +263,19 @@ class Transformer(nn.Module):
         norms = [*(block.attention_norm for block in self.blocks), self.final_norm]
         region = self.groups, self.sequence_parallel
         late = 1  # the half that still has to be normalized after the blocks, and those behind it
-        if self.activation_checkpointing == "full" and torch.is_grad_enabled():
-            late, halves = 0, [(x + finish_leave(y, *region), None) for x, y in halves]
+        recompute = self.activation_checkpointing == "full" and torch.is_grad_enabled()
+        if recompute or self.whole_blocks:
+            late, streams = 0, tuple(x + finish_leave(y, *region) for x, y in halves)
+            run = partial(checkpoint, use_reentrant=False) if recompute else Block.__call__
             # A collective that is started once more has to be finished once more: recomputed to the end.
             with set_checkpoint_early_stop(self.groups.tp_size == 1):
                 for block in self.blocks:
-                    halves = checkpoint(block, halves, layouts, None, use_reentrant=False)
+                    streams = run(block, layouts, None, *streams)
+            halves = [(x, None) for x in streams]
         else:
             halves[0] = self._normalize(*halves[0], norms[0], None, *region)
             for block, next_norm in zip(self.blocks, norms[1:], strict=True):
-                halves = block(halves, layouts, next_norm)
+                halves = block(layouts, next_norm, *halves)
         halves[late:] = [self._normalize(*half, norms[-1], None, *region) for half in halves[late:]]
         if labels is None:
             return torch.cat([self.head(y, None) for _, y in halves]).unflatten(0, tokens.shape)
@@ -277,12 +288,22 @@ class Transformer(nn.Module):
         # Zeros that want a gradient, like every other residual stream: one graph serves all blocks.
         return torch.zeros_like(like).requires_grad_(torch.is_grad_enabled()), y
 
-    def compile_blocks(self, backend: str = "inductor") -> None:
-        """torch.compile every block (one graph, shared by all), the norms outside of them and the loss kernels."""
+    def compile_blocks(self, backend: str = "inductor", *, whole: bool = False) -> None:
+        """torch.compile every block (one graph, shared by all), the norms outside of them and the loss kernels.
+
+        whole: leave the hooks of modules outside of the graphs. ZeRO-3 gathers weights in them, then (Engine) those of
+        a block together, so blocks run alone (`whole_blocks`) and the final norm is not compiled.
+        """
         options = ORDERED if self.groups.tp_size > 1 and backend == "inductor" else None
+        how = {"fullgraph": self.backend != "flash", "backend": backend, "options": options}
+        self.whole_blocks = whole
         for block in self.blocks:
-            block.compile(fullgraph=self.backend != "flash", backend=backend, options=options)
-        self._normalize = torch.compile(normalize, fullgraph=True, backend=backend, options=options)
+            if whole:
+                block.forward = torch.compile(block.forward, **how)
+            else:
+                block.compile(**how)
+        if not whole:
+            self._normalize = torch.compile(normalize, fullgraph=True, backend=backend, options=options)
         self.head.compiled = backend == "inductor"
 
     def _layouts(

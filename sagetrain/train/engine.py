@@ -152,6 +152,8 @@ class Engine:
         parameters = sum(torch.Size(shape).numel() for shape in self._shapes.values())
         self.config = deepspeed_config(cfg, groups.num_replicas, accumulation, parameters)
         self._base = build_optimizer(model, cfg.optimizer)
+        if self.stage == 3 and getattr(model, "whole_blocks", False):
+            deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])  # hooks before and behind a block alone
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory tables at every stage of this
             self._ds, *_ = deepspeed.initialize(
                 model=model, optimizer=self._base, config=self.config, mpu=Mpu(groups), dist_init_required=False

@@ -202,11 +202,12 @@ class Trainer:
             dtype=self.dtype,
             device=self.device,
         )
+        stage = resolved_zero_stage(cfg)
         compiled = cfg.training.compile == "on" or (
-            cfg.training.compile == "auto" and self.device.type == "cuda" and resolved_zero_stage(cfg) < 3
+            cfg.training.compile == "auto" and self.device.type == "cuda" and stage < 3
         )
         if compiled:
-            model.compile_blocks()
+            model.compile_blocks(whole=stage == 3)
         first = tokens_per_step(cfg.tokens_per_step, 0, self.multiple)
         engine = Engine(cfg, model, self.groups, first // self.multiple)
         if self.main:
