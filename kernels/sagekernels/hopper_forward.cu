@@ -19,9 +19,9 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232, PRODUCER_REGISTER
 // A block has what it started with; more would be waited for in vain.
 static_assert(128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536 / THREADS / 8 * 8 * THREADS);
 static_assert(STAGES - 2 >= (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N);  // see part
-// Codes of queries: at 128 dimensions those of a row take the place of its first half.
-constexpr int CODES_AT = D == 128 ? 0 : 64 * D * 2, Q_ROOM = D == 128 ? 64 * D * 2 : 64 * D * 3;
 constexpr int Q_BYTES = 64 * D * 2, K_BYTES = BLOCK_N * D, V_BYTES = BLOCK_N * D * 2, SCALE_BYTES = BLOCK_N * 4;
+// Codes of queries: at 128 dimensions those of a row take the place of its first half.
+constexpr int CODES_AT = D == 128 ? 0 : Q_BYTES, Q_ROOM = Q_BYTES + (D == 128 ? 0 : 64 * D);
 constexpr float LOWEST = -1e30f;  // finite, so that a row that has seen no key yet needs no special case
 constexpr float LIMIT = FP16 ? 0x1p15f : 0x1p64f;  // of a thread's probabilities of a tile relative to an old maximum
 constexpr float LN2 = 0.6931471805599453f;

@@ -31,7 +31,7 @@ from sagetrain.config.load import dump_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
-from sagetrain.model.accounting import flops_per_token, num_parameters
+from sagetrain.model.accounting import flops_per_token, num_parameters, runs_compiled
 from sagetrain.model.attention import choose_backend, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
@@ -202,12 +202,9 @@ class Trainer:
             dtype=self.dtype,
             device=self.device,
         )
-        stage = resolved_zero_stage(cfg)
-        compiled = cfg.training.compile == "on" or (
-            cfg.training.compile == "auto" and self.device.type == "cuda" and stage < 3
-        )
+        compiled = runs_compiled(cfg) and (self.device.type == "cuda" or cfg.training.compile == "on")
         if compiled:
-            model.compile_blocks(whole=stage == 3)
+            model.compile_blocks(whole=resolved_zero_stage(cfg) == 3)
         first = tokens_per_step(cfg.tokens_per_step, 0, self.multiple)
         engine = Engine(cfg, model, self.groups, first // self.multiple)
         if self.main:
