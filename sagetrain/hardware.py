@@ -64,13 +64,16 @@ class Hardware:
     step_seconds: float
     """Fixed cost of an optimizer step: the synchronization that reads loss and norm, the optimizer's launches."""
     block_launch_seconds: float
-    """Host time to launch one block's forward and backward, compiled: a floor under small micro-batches."""
+    """Host time that one block's forward and backward take, however little they launch: a floor under small
+    micro-batches, with the following."""
+    part_launch_seconds: float
+    """Host time to launch the kernels of one block's forward and backward, compiled: again for each half."""
+    eager_launch_seconds: float
+    """The same where torch.compile does not fuse them."""
     collective_launch_seconds: float
     """Host time to start and finish one collective of tensor parallelism."""
-    eager_launch_seconds: float
-    """The same for a block that torch.compile does not fuse."""
-    zero3_launch_seconds: float
-    """What ZeRO-3's hooks add to a block."""
+    zero3_block_seconds: float
+    """What a block waits for at ZeRO-3 beyond the gathers themselves: DeepSpeed's hooks, forward and backward."""
     nvlink_bandwidth: float
     """NCCL's bus bandwidth inside a host, large messages."""
     nvlink_latency: float
@@ -143,13 +146,14 @@ H200 = Hardware(
     # Trainer, 325M: 183.7K tokens/s with 8 micro-steps a step, 175K with 2, 343K on two GPUs with 1.
     micro_step_seconds=1e-3,
     step_seconds=6e-3,
-    # Host, 20 blocks of 1B: 26 ms forward on one GPU; 58 forward and 106 backward at TP 2 with sequence parallelism,
-    # where two halves launch as much each, and 16 collectives.
-    block_launch_seconds=3.6e-3,
-    collective_launch_seconds=75e-6,
-    # Not measured: floors that only small micro-batches touch.
-    eager_launch_seconds=5e-3,
-    zero3_launch_seconds=2e-3,
+    # What is left of runs whose host is the limit, 20 blocks, micro-batches of 32,768 tokens: 325M at TP 4 (whole 6.5 ms
+    # a block, in halves 9.9) and TP 2 (in halves 11.6, without sequence parallelism 9.0), 1B at TP 4 in halves 11.
+    block_launch_seconds=2e-3,
+    part_launch_seconds=2.5e-3,
+    collective_launch_seconds=250e-6,
+    eager_launch_seconds=5e-3,  # not measured: a floor that only small micro-batches touch
+    # 325M and 1B at DP 2 and 4, compiled: 20 to 50 ms a micro-step of 20 blocks beyond the sum of its parts.
+    zero3_block_seconds=2e-3,
     # NCCL over NVLink 4 without NVLink multicast: 4 GPUs gather 134 MB in 345 us, reduce and scatter them in 356; two
     # gather them in 286. A few KB are added up in 26 to 50 us.
     nvlink_bandwidth=290e9,

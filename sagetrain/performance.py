@@ -23,10 +23,10 @@ from sagetrain.model.accounting import (
     attention_calls,
     flops_per_token,
     kept_for_backward,
+    overlaps,
     parameters_per_rank,
     parts_of,
     reduce_bucket_size,
-    runs_compiled,
 )
 
 # Bytes moved per token and block, forward and backward, in units of the element size, per column of (the residual
@@ -169,7 +169,7 @@ def predict(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware
         attention=attention,
         elementwise=elementwise,
         optimizer=optimizer,
-        overhead=accumulation * hardware.micro_step_seconds + hardware.step_seconds,
+        overhead=accumulation * rank.overhead() + hardware.step_seconds,
         launching=max(0.0, launching),
         collectives=collectives,
         flops_per_token=flops_per_token(cfg.model, vocab_size, cfg.data.seq_length),
@@ -206,14 +206,15 @@ class _Rank:
         self.replicas = world_size // self.tensor_size
         """Ranks that ZeRO spreads over, data-parallel and context-parallel."""
         self.zero_stage = resolved_zero_stage(cfg)
-        self.compiled = runs_compiled(cfg)
+        self.compiled = cfg.training.compile != "off"
         self.recomputes = cfg.training.activation_checkpointing == "full"
         self.element = 4 if cfg.training.dtype == "fp32" else 2
         self.tokens = cfg.data.micro_batch_size * cfg.data.seq_length // self.context_size
         self.columns = vocab_size // self.tensor_size
         self.parameters = parameters_per_rank(cfg.model, cfg.attention, vocab_size, self.tensor_size)
-        self.parts = parts_of(self.tokens, self.tensor_size)
-        self.in_halves = attention_calls(cfg.data.micro_batch_size, self.tokens, self.tensor_size) > 1
+        overlap = overlaps(cfg)
+        self.parts = parts_of(self.tokens, self.tensor_size, overlap)
+        self.in_halves = attention_calls(cfg.data.micro_batch_size, self.tokens, self.tensor_size, overlap) > 1
         """Whether each part has an attention of its own."""
         inside = 1 < self.tensor_size <= hardware.gpus_per_host
         self.copies = bool(cfg.parallel.sequence_parallel and inside and hardware.copy_bandwidth)
@@ -242,12 +243,15 @@ class _Rank:
     def launch_seconds(self) -> float:
         """The host's time to launch a micro-step."""
         hardware = self.hardware
-        block = hardware.block_launch_seconds if self.compiled else hardware.eager_launch_seconds
-        if self.tensor_size > 1:  # four collectives forward and four backward, for each part
-            block = self.parts * (block + 8 * hardware.collective_launch_seconds)
-        if self.zero_stage == 3:
-            block += hardware.zero3_launch_seconds
-        return self.cfg.model.num_layers * block
+        part = hardware.part_launch_seconds if self.compiled else hardware.eager_launch_seconds
+        if self.tensor_size > 1:  # forward and backward each two all-reduces, or four gathers and scatters
+            part += (8 if self.cfg.parallel.sequence_parallel else 4) * hardware.collective_launch_seconds
+        return self.cfg.model.num_layers * (hardware.block_launch_seconds + self.parts * part)
+
+    def overhead(self) -> float:
+        """Fixed costs of a micro-step."""
+        blocks = self.cfg.model.num_layers * (self.zero_stage == 3)
+        return self.hardware.micro_step_seconds + blocks * self.hardware.zero3_block_seconds
 
     def _matmul(self, outputs: int, inputs: int) -> float:
         """Seconds of [tokens, inputs] x [inputs, outputs]; the two matmuls of its backward take as long each."""

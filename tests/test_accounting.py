@@ -17,6 +17,7 @@ from sagetrain.model.accounting import (
     kept_for_backward,
     memory_per_rank,
     num_parameters,
+    overlaps,
     parameters_per_rank,
     reduce_bucket_size,
 )
@@ -346,10 +347,29 @@ def test_logits_exist_in_chunks():
     assert items(large, 1, 32_000)["logits"] == 8192 * 32_000 * 4
 
 
+@pytest.mark.parametrize(("tensor", "sequences", "choice", "expected"), [
+    (2, 1, "auto", False), (2, 32, "auto", True), (4, 32, "auto", False), (2, 1, "on", True), (2, 32, "off", False),
+])  # fmt: skip
+def test_halves_where_a_block_has_work_enough(tensor, sequences, choice, expected):
+    """Three TFLOP on each rank: 2.6M weights in a block, 16,384 tokens a sequence."""
+    sizes = {"hidden_size": 512, "ffn_hidden_size": 1024}
+    cfg = run_config(
+        model=sizes,
+        data={"seq_length": 16384, "micro_batch_size": sequences},
+        parallel={"tensor_parallel_size": tensor, "tensor_parallel_overlap": choice},
+    )
+    assert overlaps(cfg) == expected
+
+
 def test_a_micro_batch_in_two_parts_halves_the_logits():
     even, odd = (
         items(
-            run_config(parallel={"tensor_parallel_size": 2}, data={"micro_batch_size": 1, "seq_length": n}), 2, 32_000
+            run_config(
+                parallel={"tensor_parallel_size": 2, "tensor_parallel_overlap": "on"},
+                data={"micro_batch_size": 1, "seq_length": n},
+            ),
+            2,
+            32_000,
         )
         for n in (4096, 4095)
     )

@@ -76,13 +76,13 @@ def _check_model(groups: ParallelGroups, packing: dict, **arguments: object) -> 
         torch.testing.assert_close(sharded(tokens, **packing), dense(tokens, **packing), rtol=1e-5, atol=1e-5)
 
 
-def _check_compiled(groups: ParallelGroups, sequence_parallel: bool) -> None:
+def _check_compiled(groups: ParallelGroups, sequence_parallel: bool, overlap: bool) -> None:
     """Collectives inside the compiled blocks break no graph and change no number."""
     results = []
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for compiled in (False, True):
-        model = _model(groups, tied=True, sequence_parallel=sequence_parallel)
+        model = _model(groups, tied=True, sequence_parallel=sequence_parallel, overlap=overlap)
         if compiled:
             model.compile_blocks(backend="aot_eager")  # without the C++ compiler
         loss = model(*_batch(), **PACKED)
@@ -102,8 +102,10 @@ def _check_tensor_parallel(tp_size: int) -> None:
         _check_model(groups, PACKED, tied=True, qk_norm="after_rope")
         _check_model(groups, {}, tied=False, sequence_parallel=True, qk_norm="none")
         _check_model(groups, {}, tied=True, activation_checkpointing="full")
-        for sequence_parallel in (True, False):
-            _check_compiled(groups, sequence_parallel)
+        _check_model(groups, PACKED, tied=True, overlap=False)
+        _check_model(groups, PACKED, tied=False, overlap=False, sequence_parallel=True)
+        for sequence_parallel, overlap in ((True, True), (False, True), (True, False)):
+            _check_compiled(groups, sequence_parallel, overlap)
     with pytest.raises(ValueError, match="not a multiple of tensor_parallel_size"):
         Transformer(SHAPE, AttentionConfig(backend="sdpa"), vocab_size=VOCAB + 1, groups=groups)
 

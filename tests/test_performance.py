@@ -17,7 +17,7 @@ from sagetrain.config import ConfigError, RunConfig, load_config
 from sagetrain.config.fit import fit
 from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware
 from sagetrain.layouts import layout, memory_finding, overrides_to, propose, usable_memory
-from sagetrain.model.accounting import flops_per_token, parameters_per_rank
+from sagetrain.model.accounting import flops_per_token, overlaps, parameters_per_rank
 from sagetrain.model.transformer import Transformer
 from sagetrain.performance import OVERLAP, StepPrediction, calibrate, document_share, predict
 from sagetrain.train.engine import Engine
@@ -34,9 +34,10 @@ SIMPLE = dataclasses.replace(
     micro_step_seconds=0,
     step_seconds=0,
     block_launch_seconds=0,
-    collective_launch_seconds=0,
+    part_launch_seconds=0,
     eager_launch_seconds=0,
-    zero3_launch_seconds=0,
+    collective_launch_seconds=0,
+    zero3_block_seconds=0,
     nvlink_bandwidth=1e11,
     nvlink_latency=0,
     copy_bandwidth=0,
@@ -59,6 +60,7 @@ def layout_of(tensor: int = 1, stage: int = 1, sequence: bool = False) -> tuple[
         f"parallel.tensor_parallel_size={tensor}",
         f"parallel.zero_stage={stage}",
         f"parallel.sequence_parallel={str(sequence).lower()}",
+        f"parallel.tensor_parallel_overlap={'on' if tensor > 1 else 'auto'}",
     )
 
 
@@ -221,16 +223,21 @@ def test_links_inside_a_host_across_hosts_and_with_several_adapters():
 
 
 def test_small_micro_batches_wait_for_the_host():
-    card = dataclasses.replace(H200, block_launch_seconds=1.0)
+    card = dataclasses.replace(H200, block_launch_seconds=0.25, part_launch_seconds=0.75)
     step = predict(config(), 1, VOCAB, card)
     assert step.seconds == pytest.approx(8 * 20 + step.optimizer + 8 * 1e-3 + 6e-3)
 
 
 def test_under_tensor_parallelism_halves_and_collectives_are_launched_too():
-    card = dataclasses.replace(SIMPLE, block_launch_seconds=1.0, collective_launch_seconds=0.25)
-    cfg = config("325m", *layout_of(2))  # 8 micro-steps of 20 blocks
-    hidden = predict(cfg, 2, VOCAB, SIMPLE).seconds
-    assert predict(cfg, 2, VOCAB, card).seconds == pytest.approx(8 * 20 * 2 * (1.0 + 8 * 0.25), abs=hidden)
+    card = dataclasses.replace(
+        SIMPLE, block_launch_seconds=0.5, part_launch_seconds=1.0, collective_launch_seconds=0.25
+    )
+    for sequence, calls in ((False, 4), (True, 8)):
+        for overlap, parts in (("on", 2), ("off", 1)):
+            cfg = config("325m", *layout_of(2, sequence=sequence), f"parallel.tensor_parallel_overlap={overlap}")
+            step, hidden = predict(cfg, 2, VOCAB, card), predict(cfg, 2, VOCAB, SIMPLE).seconds
+            # 8 micro-steps of 20 blocks
+            assert step.seconds == pytest.approx(8 * 20 * (0.5 + parts * (1.0 + calls * 0.25)), abs=hidden)
 
 
 def test_rates_fall_with_thin_matmuls_and_short_sequences():
@@ -256,7 +263,9 @@ def test_slower_networks_and_smaller_hosts_are_slower():
 
 
 def test_tensor_parallelism_across_hosts_is_terrible():
-    fast_host = dataclasses.replace(H200, block_launch_seconds=0.0, collective_launch_seconds=0.0)
+    fast_host = dataclasses.replace(
+        H200, block_launch_seconds=0.0, part_launch_seconds=0.0, collective_launch_seconds=0.0
+    )
     inside, across = (
         predict(config("7b", *layout_of(8)), 8, VOCAB, dataclasses.replace(fast_host, gpus_per_host=n)) for n in (8, 1)
     )
@@ -306,21 +315,28 @@ class Calls(TorchDispatchMode):
         return result
 
 
-LAYOUTS = [(2, 1, False, 1), (2, 1, True, 1), (1, 2, False, 1), (1, 1, False, 1), (1, 1, False, 2), (1, 1, False, 3)]
-"""Tensor and context parallel size, sequence parallel, ZeRO stage."""
+LAYOUTS = [
+    (2, 1, False, "on", 1),
+    (2, 1, True, "on", 1),
+    (2, 1, True, "off", 1),
+    (1, 2, False, "auto", 1),
+    *((1, 1, False, "auto", stage) for stage in (1, 2, 3)),
+]
+"""Tensor and context parallel size, sequence parallel, overlap, ZeRO stage."""
 
 
 def real_collectives() -> list[tuple[dict, dict]]:
     """Of a step of two micro-steps on two ranks, in every layout: as called, and as predicted."""
     result = []
-    for tensor, context, sequence, stage in LAYOUTS:
+    for tensor, context, sequence, overlap, stage in LAYOUTS:
         groups = tiny.join(tensor, context)
         parallel = {"zero_stage": stage, "tensor_parallel_size": tensor, "sequence_parallel": sequence}
-        parallel["context_parallel_size"] = context
+        parallel |= {"context_parallel_size": context, "tensor_parallel_overlap": overlap}
         zero = {"stage3_param_persistence_threshold": 0}
         cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step={"tokens": 2 * 16 * groups.dp_size})
         cfg = cfg.model_copy(update={"deepspeed": {"zero_optimization": zero}})
         place = {"vocab_size": tiny.VOCAB, "groups": groups, "sequence_parallel": sequence, "dtype": torch.bfloat16}
+        place["overlap"] = overlaps(cfg)
         engine = Engine(cfg, Transformer(cfg.model, cfg.attention, **place), groups, 2)
         # DeepSpeed reduces gradients over a group of one as well; activations alone travel in bf16.
         dtypes = (torch.bfloat16,) if tensor > 1 else (torch.bfloat16, torch.float32)

@@ -372,6 +372,8 @@ def _without_effect(cfg: RunConfig) -> Iterator[Finding]:
         yield _no_effect("lr_schedule.reference_tokens_per_step", schedule.reference_tokens_per_step, "batch_rule none")
     if cfg.parallel.sequence_parallel and cfg.parallel.tensor_parallel_size == 1:
         yield _no_effect("parallel.sequence_parallel", True, "tensor_parallel_size 1")
+    if cfg.parallel.tensor_parallel_overlap == "on" and cfg.parallel.tensor_parallel_size == 1:
+        yield _no_effect("parallel.tensor_parallel_overlap", "on", "tensor_parallel_size 1")
     if cfg.evaluation.every_tokens is not None and not cfg.data.valid:
         yield _no_effect("evaluation.every_tokens", cfg.evaluation.every_tokens, "no data.valid to evaluate on")
     if cfg.attention.smooth_q and cfg.attention.backend != "sage":

@@ -95,6 +95,9 @@ class ParallelConfig(Section):
     and in attention whole sequences with a share of the heads."""
     sequence_parallel: bool = False
     """Shard norms and residual stream along the sequence inside a tensor-parallel group."""
+    tensor_parallel_overlap: Literal["auto", "on", "off"] = "auto"
+    """Take the tokens of a micro-batch in two halves, so that the tensor-parallel collectives of each run beside the
+    matmuls of the other. That launches twice as many kernels; auto: on where a block has work enough to hide it."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """DeepSpeed ZeRO stage over data- and context-parallel ranks. bf16 runs 0 as 1: DeepSpeed's bf16 stage 0 is wrong.
     """
@@ -237,8 +240,7 @@ class TrainingConfig(Section):
     activation_checkpointing: Literal["none", "full"] = "none"
     """Recompute every block in the backward pass (full) instead of keeping its activations."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile of the blocks; auto: on with a GPU and zero_stage below 3. At 3, a compiled block's weights are
-    gathered at one time."""
+    """torch.compile of the blocks; auto: on with a GPU. At ZeRO 3 a compiled block's weights are gathered together."""
     timeout_minutes: PositiveFloat = 30.0
     """How long a step, evaluation or save may be without progress before the run is ended as hung."""
     network_interface: str | None = None

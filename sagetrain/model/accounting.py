@@ -13,6 +13,8 @@ PREFETCH_BUCKET = 50_000_000
 _REUSE_DISTANCE = 1_000_000_000
 # Logits that exist at once; see parallel/cross_entropy.py.
 _CHUNK_LOGITS = 2**28
+# FLOPs of a block's matmuls from which two halves gain: below, a host launches slower than a GPU computes (RESULTS.md).
+_OVERLAP_FLOPS = 3e12
 
 
 class MemoryItem(NamedTuple):
@@ -78,19 +80,22 @@ def kept_for_backward(cfg: RunConfig, parameters: int) -> int:
     return min(parameters, int(distance) // 2)
 
 
-def runs_compiled(cfg: RunConfig) -> bool:
-    """Whether torch.compile fuses the blocks on a GPU."""
-    return cfg.training.compile == "on" or (cfg.training.compile == "auto" and resolved_zero_stage(cfg) < 3)
+def overlaps(cfg: RunConfig) -> bool:
+    """What parallel.tensor_parallel_overlap says, `auto` decided: whether micro-batches are taken in halves."""
+    if cfg.parallel.tensor_parallel_overlap != "auto":
+        return cfg.parallel.tensor_parallel_overlap == "on"
+    tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
+    return 6 * tokens * _block_matrices(cfg.model) >= _OVERLAP_FLOPS * cfg.parallel.tensor_parallel_size
 
 
-def parts_of(tokens: int, tensor_parallel_size: int) -> int:
+def parts_of(tokens: int, tensor_parallel_size: int, overlap: bool) -> int:
     """In how many parts a rank's tokens go through the blocks: halves where each rank's shard of one is whole."""
-    return 2 if tensor_parallel_size > 1 and tokens % (2 * tensor_parallel_size) == 0 else 1
+    return 2 if overlap and tensor_parallel_size > 1 and tokens % (2 * tensor_parallel_size) == 0 else 1
 
 
-def attention_calls(num_sequences: int, tokens: int, tensor_parallel_size: int) -> int:
+def attention_calls(num_sequences: int, tokens: int, tensor_parallel_size: int, overlap: bool) -> int:
     """In how many parts they go through attention: the same where these are whole sequences, else all together."""
-    parts = parts_of(tokens, tensor_parallel_size)
+    parts = parts_of(tokens, tensor_parallel_size, overlap)
     return parts if num_sequences % parts == 0 else 1
 
 
@@ -197,7 +202,7 @@ class _Block:
         self.element = _element(cfg)
         self.hidden = model.hidden_size
         self.sequence_split = split if cfg.parallel.sequence_parallel else 1
-        self.compiled = runs_compiled(cfg)
+        self.compiled = cfg.training.compile != "off"
         self.heads = (model.num_attention_heads // split, model.num_key_value_heads // split)
         self.saved = self._norms() + self._qk_norm() + self._attention() + self._mlp(model.ffn_hidden_size // split)
 
@@ -255,7 +260,7 @@ class _Block:
 def _loss(cfg: RunConfig, tokens: int, vocab_size: int, block: _Block) -> list[MemoryItem]:
     """Final norm, then the head's chunk of logits and the gradients it computes ahead of backward."""
     columns, stream = vocab_size // cfg.parallel.tensor_parallel_size, tokens * block.element * block.hidden
-    parts = parts_of(tokens, cfg.parallel.tensor_parallel_size)
+    parts = parts_of(tokens, cfg.parallel.tensor_parallel_size, overlaps(cfg))
     part = tokens // parts
     chunks = -(-part * columns // _CHUNK_LOGITS)
     chunk = -(-part // chunks)

@@ -180,6 +180,7 @@ class Transformer(nn.Module):
         vocab_size: rows of the embedding, padded so that the tensor-parallel size divides it.
         groups: this rank's place in the layout.
         sequence_parallel: shard residual stream and norms along the sequence.
+        overlap: under tensor parallelism, take the tokens in two halves.
         activation_checkpointing: "full" recomputes every block in the backward pass.
         seed: of the initialization, which depends on nothing else: no layout, no device.
         dtype: of parameters and residual stream.
@@ -197,6 +198,7 @@ class Transformer(nn.Module):
         vocab_size: int,
         groups: ParallelGroups,
         sequence_parallel: bool = False,
+        overlap: bool = True,
         activation_checkpointing: Literal["none", "full"] = "none",
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -206,6 +208,7 @@ class Transformer(nn.Module):
         self.config = model
         self.groups = groups
         self.sequence_parallel = sequence_parallel
+        self.overlap = overlap
         self.activation_checkpointing = activation_checkpointing
         device = torch.device("cpu" if device is None else device)
         place = {"dtype": dtype, "device": device}
@@ -257,7 +260,7 @@ class Transformer(nn.Module):
             fp32 scalar, or logits [B, S (/ cp), vocab] in the model's dtype; the same on all tensor-parallel ranks.
         """
         flat = tokens.flatten()
-        parts = parts_of(len(flat), self.groups.tp_size)
+        parts = parts_of(len(flat), self.groups.tp_size, self.overlap)
         layouts = self._layouts(tokens, positions, cu_seqlens, max_seqlen)
         halves = [self._embed(part) for part in flat.chunk(parts)]
         norms = [*(block.attention_norm for block in self.blocks), self.final_norm]
@@ -314,7 +317,7 @@ class Transformer(nn.Module):
         if positions is None:
             first = self.groups.cp_rank * length
             positions = torch.arange(first, first + length, device=tokens.device).expand(num_sequences, -1)
-        parts = attention_calls(num_sequences, tokens.numel(), self.groups.tp_size)
+        parts = attention_calls(num_sequences, tokens.numel(), self.groups.tp_size, self.overlap)
         num_sequences //= parts
         num_tokens = num_sequences * length * self.groups.cp_size
         layouts = []

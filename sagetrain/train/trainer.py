@@ -31,7 +31,7 @@ from sagetrain.config.load import dump_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
-from sagetrain.model.accounting import flops_per_token, num_parameters, runs_compiled
+from sagetrain.model.accounting import attention_calls, flops_per_token, num_parameters, overlaps
 from sagetrain.model.attention import choose_backend, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
@@ -158,15 +158,16 @@ class Trainer:
 
     def _choose_backend(self) -> str:
         """Rank 0 times and all ranks take its choice: layers of one model must not differ."""
-        chosen = [None]
+        chosen, sequences, length = [None], self.cfg.data.micro_batch_size, self.cfg.data.seq_length
+        own_tokens = sequences * length // self.groups.cp_size
+        calls = attention_calls(sequences, own_tokens, self.groups.tp_size, overlaps(self.cfg))
         if self.main:
             chosen[0] = choose_backend(
                 self.cfg.attention,
                 self.cfg.model,
-                tensor_parallel_size=self.groups.tp_size,
-                context_parallel_size=self.groups.cp_size,
-                num_sequences=self.cfg.data.micro_batch_size,
-                seq_length=self.cfg.data.seq_length,
+                heads_split=self.groups.tp_size * self.groups.cp_size,
+                num_sequences=sequences // calls,
+                seq_length=length,
                 packed=self.cfg.data.document_attention,
                 device=self.device,
                 dtype=self.dtype,
@@ -197,12 +198,13 @@ class Trainer:
             vocab_size=padded_vocab_size(self.vocab_size),
             groups=self.groups,
             sequence_parallel=cfg.parallel.sequence_parallel,
+            overlap=overlaps(cfg),
             activation_checkpointing=cfg.training.activation_checkpointing,
             seed=cfg.training.seed,
             dtype=self.dtype,
             device=self.device,
         )
-        compiled = runs_compiled(cfg) and (self.device.type == "cuda" or cfg.training.compile == "on")
+        compiled = cfg.training.compile == "on" or (cfg.training.compile == "auto" and self.device.type == "cuda")
         if compiled:
             model.compile_blocks(whole=resolved_zero_stage(cfg) == 3)
         first = tokens_per_step(cfg.tokens_per_step, 0, self.multiple)
