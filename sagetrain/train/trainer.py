@@ -212,7 +212,7 @@ class Trainer:
         if self.main:
             size = num_parameters(cfg.model, cfg.attention, padded_vocab_size(self.vocab_size))
             copied = self.groups.tp_size > 1 and self.groups.tp_group.group_name in copies.connected
-            how = " by copies" if copied else ""
+            how = (" by copies" if copied else "") + (" in halves" if self.groups.tp_size > 1 and model.overlap else "")
             context = f" x context parallel {self.groups.cp_size}" if self.groups.cp_size > 1 else ""
             self._say(
                 f"sagetrain {__version__}: {size:,} parameters, "
