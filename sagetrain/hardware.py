@@ -146,8 +146,8 @@ H200 = Hardware(
     # Trainer, 325M: 183.7K tokens/s with 8 micro-steps a step, 175K with 2, 343K on two GPUs with 1.
     micro_step_seconds=1e-3,
     step_seconds=6e-3,
-    # What is left of runs whose host is the limit, 20 blocks, micro-batches of 32,768 tokens: 325M at TP 4 (whole 6.5 ms
-    # a block, in halves 9.9) and TP 2 (in halves 11.6, without sequence parallelism 9.0), 1B at TP 4 in halves 11.
+    # What is left of runs whose host is the limit, 20 blocks, micro-batches of 32,768 tokens: 325M at TP 4 (whole 6.5
+    # ms a block, in halves 9.9) and TP 2 (in halves 11.6, without sequence parallelism 9.0), 1B at TP 4 in halves 11.
     block_launch_seconds=2e-3,
     part_launch_seconds=2.5e-3,
     collective_launch_seconds=250e-6,

@@ -96,6 +96,29 @@ def test_groups_and_mpu_in_four_processes() -> None:
         assert {v for name, v in answers.items() if name.endswith("world_size")} == {2}
 
 
+def _many_in_flight() -> None:
+    """Of two threads that end collectives one would soon abort here, or hang."""
+    group, rank = ParallelGroups.create(Topology(2, 2)).tp_group, dist.get_rank()
+    assert group._get_backend(torch.device("cpu")).options._threads == 1
+    ops, x = torch.ops._c10d_functional, torch.arange(64.0) + 100 * rank
+    gathered, scattered = torch.cat([x - 100 * rank, x - 100 * rank + 100]), (2 * x + 100 - 200 * rank).chunk(2)[rank]
+    for _ in range(200):
+        flying = [
+            start
+            for _ in range(4)
+            for start in (
+                ops.all_gather_into_tensor(x, 2, group.group_name),
+                ops.reduce_scatter_tensor(x, "sum", 2, group.group_name),
+            )
+        ]
+        for i, result in enumerate(map(ops.wait_tensor, flying)):
+            assert torch.equal(result, scattered if i % 2 else gathered)
+
+
+def test_many_collectives_in_flight() -> None:
+    run_distributed(_many_in_flight, 2)
+
+
 def test_mpu_promises_no_other_axis() -> None:
     mpu = Mpu(ParallelGroups.single())
     for name in ("get_pipe_parallel_world_size", "get_sequence_parallel_world_size", "get_expert_parallel_group"):

@@ -7,11 +7,28 @@ Copies of both kinds are replicas: gradients are averaged over all of them, and 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+
+IN_ORDER = "gloo_in_order"
+"""gloo, one collective of a group after the other. Two of its threads that end collectives at the same time write one
+string (torch 2.13: the name of the last one), which now and then aborts the process or hangs the group."""
+
+
+def _gloo_in_order(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    options, interfaces = dist.ProcessGroupGloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "")
+    options._threads, options._timeout = 1, timeout
+    options._devices = [
+        dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",") if name
+    ] or [dist.ProcessGroupGloo.create_default_device()]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+dist.Backend.register_backend(IN_ORDER, _gloo_in_order, devices=["cpu"])
 
 
 @dataclass(frozen=True)
@@ -130,12 +147,12 @@ class ParallelGroups:
         """
         if dist.get_world_size() != topology.world_size:
             raise ValueError(f"topology is for {topology.world_size} ranks, the job has {dist.get_world_size()}")
-        rank = dist.get_rank()
+        rank, backend = dist.get_rank(), IN_ORDER if dist.get_backend() == "gloo" else None
 
         def own_group(ranks_of: Callable[[int], list[int]]) -> dist.ProcessGroup:
             # Every rank creates every group, in the same order: new_group is collective over the world.
             every = dict.fromkeys(tuple(ranks_of(member)) for member in range(topology.world_size))
-            groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in every}
+            groups = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in every}
             return groups[tuple(ranks_of(rank))]
 
         return cls(
