@@ -126,9 +126,11 @@ def test_int8_attention_does_not_depend_on_the_layout() -> None:
         assert difference.max() < 0.05, f"{case}: {difference}"
 
 
-def compiled_losses(tp_size: int, stage: int, again: str, backend: str | None) -> tuple[list[tuple[float, float]], int]:
+def compiled_losses(
+    tp_size: int, stage: int, again: str, backend: str | None, cp_size: int = 1
+) -> tuple[list[tuple[float, float]], int]:
     """(loss, gradient norm) of 3 steps, and how many graphs were compiled."""
-    groups = tiny.join(tp_size)
+    groups, sequence = tiny.join(tp_size, cp_size), tp_size > 1
     # No weight but the norms' gains stays gathered from one use to the next.
     zero = {"stage3_param_persistence_threshold": 100, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
     # More blocks than torch compiles graphs for one function (8): all have to share one.
@@ -136,7 +138,13 @@ def compiled_losses(tp_size: int, stage: int, again: str, backend: str | None) -
         stage, optimizer={"eps": 1e-6}, training={"activation_checkpointing": again}, model={"num_layers": 10}
     ).model_copy(update={"deepspeed": {"zero_optimization": zero}})
     model = Transformer(
-        cfg.model, cfg.attention, vocab_size=tiny.VOCAB, groups=groups, seed=3, activation_checkpointing=again
+        cfg.model,
+        cfg.attention,
+        vocab_size=tiny.VOCAB,
+        groups=groups,
+        seed=3,
+        activation_checkpointing=again,
+        sequence_parallel=sequence,
     )
     if backend:
         model.compile_blocks(backend, whole=stage == 3)
@@ -147,10 +155,13 @@ def compiled_losses(tp_size: int, stage: int, again: str, backend: str | None) -
     return [(r.loss, r.grad_norm) for r in results], torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(("world", "tp_size", "again"), [(2, 1, "full"), (4, 2, "none")])
-def test_zero_3_runs_compiled_blocks(world, tp_size, again):
+@pytest.mark.parametrize(
+    ("world", "tp_size", "again", "cp_size"),
+    [(2, 1, "full", 1), (4, 2, "none", 1), (4, 2, "full", 1), (2, 1, "none", 2)],
+)
+def test_zero_3_runs_compiled_blocks(world, tp_size, again, cp_size):
     """DeepSpeed's hooks cannot be compiled: weights are gathered before a block is entered, whose graph has none."""
-    plain, _ = run_distributed(compiled_losses, world, tp_size, 1, again, None)[0]
-    for compiled, graphs in run_distributed(compiled_losses, world, tp_size, 3, again, "aot_eager"):
+    plain, _ = run_distributed(compiled_losses, world, tp_size, 1, again, None, cp_size)[0]
+    for compiled, graphs in run_distributed(compiled_losses, world, tp_size, 3, again, "aot_eager", cp_size):
         assert torch.allclose(torch.tensor(compiled), torch.tensor(plain), rtol=2e-5)
         assert graphs == 1

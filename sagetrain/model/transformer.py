@@ -270,8 +270,9 @@ class Transformer(nn.Module):
         if recompute or self.whole_blocks:
             late, streams = 0, tuple(x + finish_leave(y, *region) for x, y in halves)
             run = partial(checkpoint, use_reentrant=False) if recompute else Block.__call__
-            # A collective that is started once more has to be finished once more: recomputed to the end.
-            with set_checkpoint_early_stop(self.groups.tp_size == 1):
+            # A collective that is started once more has to be finished once more: recomputed to the end, as a compiled
+            # block is anyway. (Its ZeRO-3 hook, at the very end, would give the weights back too early.)
+            with set_checkpoint_early_stop(self.groups.tp_size == 1 or self.whole_blocks):
                 for block in self.blocks:
                     streams = run(block, layouts, None, *streams)
             halves = [(x, None) for x in streams]
