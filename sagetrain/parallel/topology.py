@@ -14,9 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-IN_ORDER = "gloo_in_order"
-"""gloo, one collective of a group after the other. Two of its threads that end collectives at the same time write one
-string (torch 2.13: the name of the last one), which now and then aborts the process or hangs the group."""
+_IN_ORDER = "gloo_in_order"
 
 
 def _gloo_in_order(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
@@ -28,7 +26,14 @@ def _gloo_in_order(store: dist.Store, rank: int, size: int, timeout: timedelta) 
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-dist.Backend.register_backend(IN_ORDER, _gloo_in_order, devices=["cpu"])
+def _backend() -> str | None:
+    """The default one, but gloo with one thread a group: of two that end collectives at the same time both write one
+    string (torch 2.13: the name of the last one), which now and then aborts the process or hangs the group."""
+    if dist.get_backend() != "gloo":
+        return None
+    if _IN_ORDER not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_IN_ORDER, _gloo_in_order, devices=["cpu"])
+    return _IN_ORDER
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class ParallelGroups:
         """
         if dist.get_world_size() != topology.world_size:
             raise ValueError(f"topology is for {topology.world_size} ranks, the job has {dist.get_world_size()}")
-        rank, backend = dist.get_rank(), IN_ORDER if dist.get_backend() == "gloo" else None
+        rank, backend = dist.get_rank(), _backend()
 
         def own_group(ranks_of: Callable[[int], list[int]]) -> dist.ProcessGroup:
             # Every rank creates every group, in the same order: new_group is collective over the world.
