@@ -273,6 +273,26 @@ def test_tensor_parallelism_across_hosts_is_terrible():
     assert across.seconds > 2 * inside.seconds
 
 
+@pytest.mark.parametrize("recipe", ["fine", "scores"])
+@pytest.mark.parametrize(("name", "tensor", "sequences"), [
+    ("325m", 2, 8), ("325m", 4, 8), ("1b", 2, 8), ("1b", 2, 16), ("1b", 4, 8), ("1b", 4, 16), ("1b", 4, 32),
+    ("7b", 2, 2), ("7b", 8, 2),
+])  # fmt: skip
+def test_overlap_auto_is_the_faster_of_both(name, tensor, sequences, recipe):
+    """Within 3 %, of what is predicted for an H200."""
+    rates = {}
+    for overlap in ("auto", "on", "off"):
+        cfg = config(
+            name,
+            *layout_of(tensor, sequence=True),
+            f"parallel.tensor_parallel_overlap={overlap}",
+            f"data.micro_batch_size={sequences}",
+            f"attention.recipe={recipe}",
+        )
+        rates[overlap] = predict(cfg, tensor, VOCAB, H200).tokens_per_second
+    assert rates["auto"] > 0.97 * max(rates.values()), rates
+
+
 def test_zero_2_pays_in_every_micro_step():
     assert predict(config("1b", *layout_of(1, 2)), 4, VOCAB, H200).exposed("data") > 4 * predict(
         config("1b", *layout_of(1, 1)), 4, VOCAB, H200
