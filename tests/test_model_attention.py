@@ -197,8 +197,8 @@ def test_documents_on_a_gpu_under_each_torch(monkeypatch: pytest.MonkeyPatch, va
 def test_auto_takes_what_is_admitted_and_remembers(
     monkeypatch: pytest.MonkeyPatch, tmp_path, packed: bool, ranks: int
 ) -> None:
-    """A backend that drops a gradient is never chosen, however fast; a second start does not time again. Timed are the
-    heads of one rank."""
+    """A backend that drops a gradient is never chosen, however fast; a second start does not time again. Timed are one
+    rank's calls: of tensor parallelism, half of the sequences and its heads."""
 
     def broken(name: str, attention: AttentionConfig, device: torch.device):
         attend = attention_function(name, attention, device)
@@ -208,7 +208,9 @@ def test_auto_takes_what_is_admitted_and_remembers(
         return attention_module.choose_backend(
             AttentionConfig(backend="auto"),
             SHAPE,
-            heads_split=ranks,
+            tensor_parallel_size=ranks,
+            context_parallel_size=1,
+            overlap=True,
             num_sequences=2,
             seq_length=64,
             packed=packed,
@@ -222,6 +224,6 @@ def test_auto_takes_what_is_admitted_and_remembers(
     said: list[str] = []
     assert choose(said) == "sage"
     assert "not used: dk is zero in some head" in said[0]
-    assert f"N{64 * 2 if packed else 64} H{SHAPE.num_attention_heads // ranks}/" in said[0]
+    assert f"N{64 * 2 // ranks if packed else 64} H{SHAPE.num_attention_heads // ranks}/" in said[0]
     assert choose(said) == "sage"
     assert "chosen before" in said[1]

@@ -24,6 +24,7 @@ from sagekernels.hopper_backward import KEYS
 from sagekernels.launch import is_hopper
 from sagekernels.testing import Shape
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.accounting import attention_calls
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary
 from sagetrain.parallel.collectives import Pending, gather_heads, scatter_heads
@@ -110,7 +111,9 @@ def choose_backend(
     attention: AttentionConfig,
     model: ModelConfig,
     *,
-    heads_split: int,
+    tensor_parallel_size: int,
+    context_parallel_size: int,
+    overlap: bool,
     num_sequences: int,
     seq_length: int,
     packed: bool,
@@ -120,15 +123,16 @@ def choose_backend(
     say: Callable[[str], None],
 ) -> str:
     """What backend `auto` stands for: the fastest of sage, flash and sdpa, forward and backward together, at the shape
-    of one rank's calls (whole sequences; heads over `heads_split` ranks), among those whose output and gradients pass
-    sagekernels' admission test on this device.
+    of one rank's calls, among those whose output and gradients pass sagekernels' admission test on this device.
 
     The table goes to `say`; the choice is kept in the file `cache`, so that a run which continues keeps its backend.
 
     Raises:
         RuntimeError: none is admitted; the message holds every candidate's reason.
     """
-    candidates = {}
+    heads_split, candidates = tensor_parallel_size * context_parallel_size, {}
+    own_tokens = num_sequences * seq_length // context_parallel_size
+    num_sequences //= attention_calls(num_sequences, own_tokens, tensor_parallel_size, overlap)
     for name in ("sage", "flash", "sdpa"):
         named = attention.model_copy(update={"backend": name})
         try:

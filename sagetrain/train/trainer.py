@@ -31,7 +31,7 @@ from sagetrain.config.load import dump_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
-from sagetrain.model.accounting import attention_calls, flops_per_token, num_parameters, overlaps
+from sagetrain.model.accounting import flops_per_token, num_parameters, overlaps
 from sagetrain.model.attention import choose_backend, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
@@ -158,16 +158,16 @@ class Trainer:
 
     def _choose_backend(self) -> str:
         """Rank 0 times and all ranks take its choice: layers of one model must not differ."""
-        chosen, sequences, length = [None], self.cfg.data.micro_batch_size, self.cfg.data.seq_length
-        own_tokens = sequences * length // self.groups.cp_size
-        calls = attention_calls(sequences, own_tokens, self.groups.tp_size, overlaps(self.cfg))
+        chosen = [None]
         if self.main:
             chosen[0] = choose_backend(
                 self.cfg.attention,
                 self.cfg.model,
-                heads_split=self.groups.tp_size * self.groups.cp_size,
-                num_sequences=sequences // calls,
-                seq_length=length,
+                tensor_parallel_size=self.groups.tp_size,
+                context_parallel_size=self.groups.cp_size,
+                overlap=overlaps(self.cfg),
+                num_sequences=self.cfg.data.micro_batch_size,
+                seq_length=self.cfg.data.seq_length,
                 packed=self.cfg.data.document_attention,
                 device=self.device,
                 dtype=self.dtype,
