@@ -245,7 +245,8 @@ class _Rank:
         hardware = self.hardware
         part = hardware.part_launch_seconds if self.compiled else hardware.eager_launch_seconds
         if self.tensor_size > 1:  # forward and backward each two all-reduces, or four gathers and scatters
-            part += (8 if self.cfg.parallel.sequence_parallel else 4) * hardware.collective_launch_seconds
+            call = hardware.copy_launch_seconds if self.copies else hardware.collective_launch_seconds
+            part += (8 if self.cfg.parallel.sequence_parallel else 4) * call
         return self.cfg.model.num_layers * (hardware.block_launch_seconds + self.parts * part)
 
     def overhead(self) -> float:

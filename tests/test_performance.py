@@ -37,6 +37,7 @@ SIMPLE = dataclasses.replace(
     part_launch_seconds=0,
     eager_launch_seconds=0,
     collective_launch_seconds=0,
+    copy_launch_seconds=0,
     zero3_block_seconds=0,
     nvlink_bandwidth=1e11,
     nvlink_latency=0,
@@ -228,16 +229,23 @@ def test_small_micro_batches_wait_for_the_host():
     assert step.seconds == pytest.approx(8 * 20 + step.optimizer + 8 * 1e-3 + 6e-3)
 
 
-def test_under_tensor_parallelism_halves_and_collectives_are_launched_too():
+@pytest.mark.parametrize(("sequence", "copy_bandwidth", "calls", "each"), [
+    (False, 1e11, 4, 0.25), (True, 0, 8, 0.25), (True, 1e11, 8, 0.5),
+])  # fmt: skip
+def test_under_tensor_parallelism_halves_and_collectives_are_launched_too(sequence, copy_bandwidth, calls, each):
+    free = dataclasses.replace(SIMPLE, copy_bandwidth=copy_bandwidth)
     card = dataclasses.replace(
-        SIMPLE, block_launch_seconds=0.5, part_launch_seconds=1.0, collective_launch_seconds=0.25
+        free,
+        block_launch_seconds=0.5,
+        part_launch_seconds=1.0,
+        collective_launch_seconds=0.25,
+        copy_launch_seconds=0.5,
     )
-    for sequence, calls in ((False, 4), (True, 8)):
-        for overlap, parts in (("on", 2), ("off", 1)):
-            cfg = config("325m", *layout_of(2, sequence=sequence), f"parallel.tensor_parallel_overlap={overlap}")
-            step, hidden = predict(cfg, 2, VOCAB, card), predict(cfg, 2, VOCAB, SIMPLE).seconds
-            # 8 micro-steps of 20 blocks
-            assert step.seconds == pytest.approx(8 * 20 * (0.5 + parts * (1.0 + calls * 0.25)), abs=hidden)
+    for overlap, parts in (("on", 2), ("off", 1)):
+        cfg = config("325m", *layout_of(2, sequence=sequence), f"parallel.tensor_parallel_overlap={overlap}")
+        step, hidden = predict(cfg, 2, VOCAB, card), predict(cfg, 2, VOCAB, free).seconds
+        # 8 micro-steps of 20 blocks
+        assert step.seconds == pytest.approx(8 * 20 * (0.5 + parts * (1.0 + calls * each)), abs=hidden)
 
 
 def test_rates_fall_with_thin_matmuls_and_short_sequences():
