@@ -1,4 +1,4 @@
-"""Predictions against what runs on H200s reached (RESULTS.md): tokens/s of all ranks, and the fullest rank's memory."""
+"""Predictions against what H200s and an H100 reached (RESULTS.md): tokens/s of all ranks, the fullest rank's memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from sagetrain.config import load_config
 from sagetrain.config.fit import padded_vocab_size
-from sagetrain.hardware import H200
+from sagetrain.hardware import H200, HARDWARE
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.performance import predict
 
@@ -108,6 +108,18 @@ def test_layouts_are_met(name, layout, batch, overrides, tokens_per_second, gib)
 def test_tensor_parallelism_without_copies_is_met(layout, overrides, tokens_per_second, gib):
     """1B, collectives by NCCL."""
     meets("1b", layout, (8, 4), overrides, tokens_per_second, gib, NCCL)
+
+
+@pytest.mark.parametrize(("name", "overrides", "tokens_per_second", "gib"), [
+    ("1b", [], 61_725, 59.9),
+    ("1b", [SCORES], 79_807, 59.9),
+    ("1b", ["attention.backend=sdpa"], 71_969, 65.1),
+    ("325m", [], 163_550, 29.9),
+    ("325m", [SCORES], 194_245, 29.9),
+    ("325m", ["attention.backend=sdpa"], 172_571, 31.1),
+])  # fmt: skip
+def test_one_h100_is_met(name, overrides, tokens_per_second, gib):
+    meets(name, "tp1", (8, 4), overrides, tokens_per_second, gib, HARDWARE["h100"])
 
 
 def meets(name, layout, batch, overrides, tokens_per_second, gib, hardware):
