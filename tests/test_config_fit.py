@@ -282,6 +282,11 @@ def test_harmless_deepspeed_keys_pass():
     assert fit(run_config(deepspeed=extra), 1) == []
 
 
+@pytest.mark.parametrize("backend", ["sage", "auto"])
+def test_smooth_q_has_an_effect_wherever_sage_may_run(backend):
+    assert fit(run_config(attention={"backend": backend, "smooth_q": True}), 1) == []
+
+
 def test_vocabulary_smaller_than_the_tokenizers():
     finding = only(fit(run_config(model={"vocab_size": 1000}), 1, vocab_size=32000))
     assert "1000: is less than the 32000 tokens of the tokenizer" in str(finding)

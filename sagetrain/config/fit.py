@@ -376,7 +376,7 @@ def _without_effect(cfg: RunConfig) -> Iterator[Finding]:
         yield _no_effect("parallel.tensor_parallel_overlap", "on", "tensor_parallel_size 1")
     if cfg.evaluation.every_tokens is not None and not cfg.data.valid:
         yield _no_effect("evaluation.every_tokens", cfg.evaluation.every_tokens, "no data.valid to evaluate on")
-    if cfg.attention.smooth_q and cfg.attention.backend != "sage":
+    if cfg.attention.smooth_q and cfg.attention.backend not in ("sage", "auto"):
         yield _no_effect("attention.smooth_q", True, f"backend {cfg.attention.backend}, which does not quantize")
     shared = sorted({source.path for source in cfg.data.train} & {source.path for source in cfg.data.valid})
     if shared:
