@@ -79,6 +79,12 @@ def test_words_that_older_yaml_turns_into_something_else(tmp_path, text):
     assert config.training.run_dir == text
 
 
+@pytest.mark.parametrize("text", ["2024_", "1__0", "1_.5", "1._5", ".5_"])
+def test_digits_that_python_does_not_take_for_a_number_are_text(tmp_path, text):
+    assert load_config(write(tmp_path, GOOD), [f"training.run_dir={text}"]).training.run_dir == text
+    assert f'training.seed = "{text}": must be a whole number' in problems(tmp_path, "", "", f"training.seed={text}")
+
+
 def test_overrides(tmp_path):
     config = load_config(
         write(tmp_path, GOOD),
@@ -207,6 +213,18 @@ def test_messages(tmp_path, old, new, expected):
 )  # fmt: skip
 def test_override_messages(tmp_path, override, expected):
     assert expected in problems(tmp_path, "", "", override)
+
+
+@pytest.mark.parametrize(
+    "number", ["1e99999999999999999999", "1e-99999999999999999999", "1e1000000", "9" * 5000, "!!int x"]
+)
+def test_a_number_that_python_cannot_read_is_the_one_problem_of_its_key(tmp_path, number):
+    rule = r": \"\S+ cannot be read as a number; numbers are written 262144, 262_144, 2\.1e6 or 3e-4"
+    text = problems(tmp_path, "lr: 3e-4", f"lr: {number}")
+    assert re.fullmatch(r"1 problem in .*\n  run\.yaml:18: optimizer\.lr" + rule, text)
+    for override in (f"optimizer.lr={number}", f"optimizer={{lr: {number}}}"):
+        text = problems(tmp_path, "", "", override)
+        assert re.fullmatch(r"1 problem in .*\n  override " + re.escape(override) + rule, text)
 
 
 def test_a_derived_default_adds_no_second_message(tmp_path):

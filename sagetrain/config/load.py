@@ -132,6 +132,7 @@ class _Source:
                 for below in [other for other in known if other[: len(path)] == path]:
                     del known[below]
             self.origins[path] = text
+            self.unusable |= {(*path, *problem.path) for problem in problems}
 
     def _child(self, target: Any, part: str, path: tuple, text: str) -> str | int | None:
         """Key of `part` inside `target`, made to exist; None (and a problem) where there can be no such key."""

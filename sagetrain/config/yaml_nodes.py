@@ -14,16 +14,20 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from sagetrain.config.errors import shown
+
 Path = tuple  # of keys (str) and list indices (int)
 
 _LARGEST_WHOLE = 10**18
+_DIGITS = "[0-9](?:_?[0-9])*"  # as Python's int takes them: 2024_ and 1__0 are text
 _RESOLVERS = [
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN"),
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("tag:yaml.org,2002:int", r"[-+]?[0-9][0-9_]*", "-+0123456789"),
+    ("tag:yaml.org,2002:int", rf"[-+]?{_DIGITS}", "-+0123456789"),
     (
         "tag:yaml.org,2002:float",
-        r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        rf"[-+]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
         "-+0123456789.",
     ),
 ]
@@ -110,7 +114,12 @@ def _value(node: yaml.Node, path: Path, lines: dict, problems: list, parents: fr
                 result[key] = _value(value_node, here, lines, problems, inside)
         return result
     if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
-        return _SCALARS[kind](node.value)
+        try:
+            return _SCALARS[kind](node.value)
+        except (ArithmeticError, ValueError):  # an exponent or a number of digits beyond Python's, or !!int in front
+            rule = "cannot be read as a number; numbers are written 262144, 262_144, 2.1e6 or 3e-4"
+            problems.append(YamlProblem(f"{shown(node.value)} {rule}", line, path))
+            return None
     problems.append(YamlProblem(f"the tag {kind!r} is not taken here", line, path))
     return None
 
