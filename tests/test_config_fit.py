@@ -277,6 +277,21 @@ def test_every_key_of_the_generated_dict_is_refused_in_the_yaml():
     assert refused == {*generated, *(f"zero_optimization.{key}" for key in zero)}
 
 
+@pytest.mark.parametrize(
+    ("key", "least"),
+    [("reduce_bucket_size", 1), ("stage3_max_reuse_distance", 0), ("stage3_prefetch_bucket_size", 0)],
+)
+def test_deepspeed_keys_that_are_counted_with_are_whole_numbers(key, least):
+    for value in ("auto", "2e8", None, True, 1.5, float("inf"), float("nan"), least - 1, [1]):
+        finding = only(fit(run_config(deepspeed={"zero_optimization": {key: value}}), 1))
+        assert (finding.rule, finding.level) == ("deepspeed_type", "error")
+        assert (finding.key, finding.value) == (f"deepspeed.zero_optimization.{key}", value)
+        assert finding.message == f"must be a whole number of elements, {least} or more"
+        assert finding.fix == "write a number such as 2e8, or leave it out for the default"
+    for value in (2e8, 10**6, least):
+        assert fit(run_config(deepspeed={"zero_optimization": {key: value}}), 1) == []
+
+
 def test_harmless_deepspeed_keys_pass():
     extra = {"comms_logger": {"enabled": True}, "zero_optimization": {"allgather_bucket_size": 10**6}}
     assert fit(run_config(deepspeed=extra), 1) == []

@@ -47,6 +47,8 @@ _GENERATED = {
 }
 # Others that change how the optimizer state lies in memory, which our checkpoints read and write in place.
 _UNSUPPORTED_ZERO = ("offload_optimizer", "offload_param", "cpu_offload", "zenflow", "mics_shard_size", "super_offload")
+# Elements, which the memory estimate and the engine count with -> the least that DeepSpeed takes.
+_ELEMENTS = {"reduce_bucket_size": 1, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
 # What may be added. DeepSpeed itself says nothing about a top-level key that it does not know.
 _EXTRA = (
     "aio",
@@ -349,6 +351,18 @@ def _deepspeed(cfg: RunConfig) -> Iterator[Finding]:
                 value,
                 "moves the optimizer state to where checkpoints do not find it",
                 "remove it; raise parallel.zero_stage or tensor_parallel_size to save memory",
+            )
+        elif (
+            nested != key
+            and nested in _ELEMENTS
+            and not (type(value) in (int, float) and value % 1 == 0 and value >= _ELEMENTS[nested])
+        ):
+            yield _error(
+                "deepspeed_type",
+                f"deepspeed.{key}",
+                value,
+                f"must be a whole number of elements, {_ELEMENTS[nested]} or more",
+                "write a number such as 2e8, or leave it out for the default",
             )
         elif nested == key and key not in _EXTRA:
             near = difflib.get_close_matches(key, [*_EXTRA, *_GENERATED], 1)
