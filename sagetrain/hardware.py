@@ -136,7 +136,7 @@ H200 = Hardware(
         "sage scores": AttentionRate(560e12, 660e12, 1000),
         # Over documents: half lengths lead from what whole steps had left for attention at 4K to the rates of whole
         # sequences. sdpa (FlashAttention-2 there): 325M, and d 128 in proportion. sage: 1B, profiled (194, 95 and 51 ms
-        # a micro-step at TP 1, 2 and 4), and 325M at d 64. scores: 1B, and 325M on an H100, whose arithmetic is the same.
+        # a micro-step at TP 1, 2 and 4), and 325M at d 64. scores: 1B, and 325M on an H100 (the same arithmetic).
         "sdpa over documents": AttentionRate(272e12, 300e12, 1090),
         "flash over documents": AttentionRate(535e12, 628e12, 750),  # not measured: as without them
         "sage over documents": AttentionRate(326e12, 247e12, 2700),

@@ -14,7 +14,8 @@ from sagetrain.config.fit import padded_vocab_size
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Loader, SampleStream
-from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.data.tokenizer import TOKENIZER_NAME, Tokenizer, find_tokenizer
+from sagetrain.model.attention import resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train import checkpoint
@@ -47,15 +48,23 @@ def load_run(run_dir: Path, report) -> TrainedRun:
     reader = Reader(folder)
     state = reader.manifest["state"]
     cfg = load_config(folder / "config.yaml")
-    tokenizer = Tokenizer.load(find_tokenizer(cfg.data))
+    file = run_dir / TOKENIZER_NAME  # training leaves it there
+    tokenizer = Tokenizer.load(file if file.is_file() else find_tokenizer(cfg.data))
     trained_with = state["identity"]["tokenizer (SHA-256)"]
     if tokenizer.sha256 != trained_with:
         raise CheckpointError(
-            f"{folder} was trained with another tokenizer (SHA-256 {trained_with[:12]}) than {cfg.data.tokenizer_path} "
+            f"{folder} was trained with another tokenizer (SHA-256 {trained_with[:12]}) than {file} "
             f"({tokenizer.sha256[:12]}); put that file back"
         )
+    dtype = torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32
     attention = cfg.attention
-    if attention.backend == "auto":  # which timed the training step; here any exact backend will do
+    try:
+        resolve_backend(attention, cfg.model, device=device, dtype=dtype)
+        other = attention.backend == "auto"  # which timed the training step; here any exact backend will do
+    except ValueError as error:  # trained on other hardware
+        report(f"{error}; sdpa is used here")
+        other = True
+    if other:
         attention = attention.model_copy(update={"backend": "sdpa"})
     vocab_size = state["identity"]["vocab_size"]
     model = Transformer(
@@ -64,7 +73,7 @@ def load_run(run_dir: Path, report) -> TrainedRun:
         vocab_size=padded_vocab_size(vocab_size),
         groups=groups,
         seed=cfg.training.seed,
-        dtype=torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32,
+        dtype=dtype,
         device=device,
     )
     checkpoint.load_weights(reader, model, groups)
@@ -112,14 +121,14 @@ def generate(run: TrainedRun, prompt: str, max_tokens: int, temperature: float, 
     if not tokens:
         tokens = [run.tokenizer.eos_id]  # what precedes every document in the token file
     start = shown = len(tokens)
-    said = ""
+    said, known = "", min(run.vocab_size, run.tokenizer.vocab_size)
     for _ in range(max_tokens):
         context = torch.tensor([tokens[-run.cfg.data.seq_length :]], device=run.device)
-        logits = run.model(context)[0, -1, : run.vocab_size].float().cpu()
+        logits = run.model(context)[0, -1, :known].float().cpu()
         if temperature > 0:
             logits /= temperature
             if top_k:
-                logits[logits < logits.topk(min(top_k, run.vocab_size)).values[-1]] = -math.inf
+                logits[logits < logits.topk(min(top_k, known)).values[-1]] = -math.inf
             token = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
         else:
             token = int(logits.argmax())

@@ -200,6 +200,24 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path) -> None:
     assert (tmp_path / "latest").read_text() == "step-00000008\n"
 
 
+def test_a_checkpoint_that_somebody_protects_stays(tmp_path) -> None:
+    """And stops nothing: as a user, for whom write protection holds."""
+    for step in range(1, 5):
+        write_plain(tmp_path, step, step)
+    (tmp_path / "step-00000001").chmod(0o555)
+    for folder in (tmp_path, *tmp_path.iterdir(), *tmp_path.glob("*/*")):
+        os.chown(folder, 65534, 65534)
+    for folder in (tmp_path.parent.parent, tmp_path.parent):
+        folder.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        with pytest.warns(UserWarning, match="an old checkpoint stays.*step-00000001"):
+            checkpoint.prune(tmp_path, keep_last=2, keep_every_tokens=None)
+    finally:
+        os.seteuid(0)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["latest", *(f"step-0000000{n}" for n in (1, 3, 4))]
+
+
 def test_set_aside_never_overwrites(tmp_path) -> None:
     for _ in range(2):
         write_plain(tmp_path, 1, 10)

@@ -44,9 +44,22 @@ def test_generate_continues_the_prompt_and_repeats_itself(run: Path) -> None:
     assert first == again != other
 
 
+def test_generate_needs_the_run_folder_alone(run: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(run, tmp_path / "moved")
+    for data in (moved / "config.yaml", *moved.glob("checkpoints/*/config.yaml")):
+        assert str(run.parent / "corpus") in data.read_text()
+    (run.parent / "corpus").rename(run.parent / "away")
+    try:
+        assert sagetrain("generate", moved, "def get(", "--max-tokens", 3).stdout.startswith("def get(")
+        assert "corpus/valid" in sagetrain("eval", moved).stderr
+    finally:
+        (run.parent / "away").rename(run.parent / "corpus")
+
+
 def test_a_tokenizer_that_was_replaced_is_refused(run: Path) -> None:
-    tokenizer = run.parent / "corpus/tokenizer.model"
+    tokenizer = run / "tokenizer.model"
     kept = tokenizer.read_bytes()
+    assert kept == (run.parent / "corpus/tokenizer.model").read_bytes()
     text = [str(Path(json.__file__).parent)]
     prepare(text, run.parent / "other/train", glob="*.py", vocab_size=400, valid_fraction=0.2, say=lambda text: None)
     try:

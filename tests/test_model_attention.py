@@ -204,9 +204,9 @@ def test_auto_takes_what_is_admitted_and_remembers(
         attend = attention_function(name, attention, device)
         return attend if name == "sage" else lambda q, k, v, layout: attend(q, k.detach(), v, layout) + 0 * k.sum()
 
-    def choose(said: list[str]) -> str:
+    def choose(said: list[str], **changed: str) -> str:
         return attention_module.choose_backend(
-            AttentionConfig(backend="auto"),
+            AttentionConfig(backend="auto", **changed),
             SHAPE,
             tensor_parallel_size=ranks,
             context_parallel_size=1,
@@ -227,3 +227,5 @@ def test_auto_takes_what_is_admitted_and_remembers(
     assert f"N{64 * 2 // ranks if packed else 64} H{SHAPE.num_attention_heads // ranks}/" in said[0]
     assert choose(said) == "sage"
     assert "chosen before" in said[1]
+    assert choose(said, recipe="paper") == "sage"
+    assert "not used: dk is zero" in said[2]  # tested again: what was chosen was another function

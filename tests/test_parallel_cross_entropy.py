@@ -54,6 +54,16 @@ def test_loss_and_gradients_are_as_good_as_plain_torch(chunk: int | None, scale:
         assert ours <= 1.25 * torchs + (rounding if dtype == torch.float32 else 1e-3)
 
 
+@pytest.mark.parametrize("scale", [1 / 3, 1 / 7])
+def test_16_bits_do_not_scale_gradients_by_another_factor(scale: float) -> None:
+    """A factor that is rounded to 16 bits makes every gradient of a step wrong by up to 1 / 256."""
+    hidden, weight, labels = (x.bfloat16() if x.is_floating_point() else x for x in _inputs())
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    (linear_cross_entropy(hidden, weight, labels, SINGLE) * scale).backward()
+    for x, truth in zip((hidden, weight), _dense(hidden, weight, labels, scale=scale)[1:], strict=True):
+        assert (x.grad.double() * truth).sum() / truth.square().sum() == pytest.approx(1.0, abs=5e-4)
+
+
 def test_only_requested_gradients() -> None:
     hidden, weight, labels = _inputs()
     frozen = linear_cross_entropy(hidden.requires_grad_(), weight, labels, SINGLE)

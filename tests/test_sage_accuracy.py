@@ -112,6 +112,8 @@ def test_the_choice_is_made_once(tmp_path):
     assert choose(candidates, SMALL, **options) == first and "chosen before" in said[1]
     assert list(json.loads(cache.read_text()).values()) == [first]
     choose(candidates, SMALL._replace(head_dim=64), **options)
-    assert len(json.loads(cache.read_text())) == 2
+    choose(candidates, SMALL, options="another recipe", **options)
+    choose(candidates, SMALL, limits=LIMITS["paper"], **options)
+    assert len(json.loads(cache.read_text())) == 4
     with pytest.raises(RuntimeError, match="no attention backend is admitted"):
         choose({"wrong": refuses}, SMALL, **options)

@@ -5,6 +5,7 @@ nothing is chosen before it has computed the output and all gradients of the sam
 and they were compared with float64.
 """
 
+import hashlib
 import json
 import os
 import statistics
@@ -100,16 +101,19 @@ def choose(
     device: torch.device | str,
     cache: Path | None = None,
     limits: Mapping[str, float] = LIMITS["fine"],
+    options: str = "",
     say: Callable[[str], None] = print,
 ) -> str:
     """Name of the fastest candidate that is admitted; prints its table, and keeps the choice in the file `cache`.
 
-    The choice is made once per device, software, shape, dtype and set of candidates. Raises RuntimeError, with every
-    candidate's reason, when none is admitted.
+    The choice is made once per device, software (this package's sources included), shape, dtype, limits, set of
+    candidates and `options`: what else makes a candidate another one, such as its recipe. Raises RuntimeError, with
+    every candidate's reason, when none is admitted.
     """
     place = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
-    software = f"torch {torch.__version__} triton {triton.__version__}"
-    key = " | ".join((place, software, str(shape), str(dtype), " ".join(sorted(candidates))))
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*")) if path.is_file())
+    software = f"torch {torch.__version__} triton {triton.__version__} {hashlib.sha256(sources).hexdigest()[:12]}"
+    key = " | ".join((place, software, str(shape), str(dtype), str(limits), " ".join(sorted(candidates)), options))
     kept = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
     if key in kept:
         say(f"attention: {kept[key]} (chosen before, {cache})")

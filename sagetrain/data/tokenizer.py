@@ -30,6 +30,7 @@ class Tokenizer:
         """From the bytes of a SentencePiece model file; RuntimeError if they are none."""
         self._processor = sentencepiece.SentencePieceProcessor()
         self._processor.load_from_serialized_proto(model)
+        self.model = model
         self.sha256 = hashlib.sha256(model).hexdigest()
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id: int = self._processor.bos_id()

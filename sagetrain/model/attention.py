@@ -149,8 +149,8 @@ def choose_backend(
         head_dim=model.head_dim,
         documents=(seq_length,) * num_sequences if packed else (),
     )
-    limits = LIMITS[attention.recipe]
-    return choose(candidates, shape, dtype=dtype, device=device, cache=cache, limits=limits, say=say)
+    limits, options = LIMITS[attention.recipe], repr(attention.model_copy(update={"backend": "sage"}))
+    return choose(candidates, shape, dtype=dtype, device=device, cache=cache, limits=limits, options=options, say=say)
 
 
 def _plain(backend: str, attend: AttentionFunction) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:

@@ -79,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         compiled: bool,
     ) -> Tensor:
-        statistics, logits_gradient = _compiled_kernels() if compiled else (_statistics, _logits_gradient)
+        statistics, logits_gradient, _ = _compiled_kernels() if compiled else _KERNELS
         hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
         total = hidden.new_zeros((), dtype=torch.float32)
         hidden_grad = torch.empty_like(hidden) if hidden_needs_grad else None
@@ -98,7 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if weight_needs_grad:
                     _accumulate_mm(weight_grad, grad.t(), hidden[rows])
                 del grad
-        ctx.tokens = hidden.shape[0]
+        ctx.tokens, ctx.compiled = hidden.shape[0], compiled
         ctx.save_for_backward(hidden_grad, weight_grad.to(weight.dtype) if weight_needs_grad else None)
         return total / hidden.shape[0]
 
@@ -106,10 +106,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
+        scaled = (_compiled_kernels() if ctx.compiled else _KERNELS)[2]
         scale = grad / ctx.tokens
         return (
-            None if hidden_grad is None else hidden_grad * scale.to(hidden_grad.dtype),
-            None if weight_grad is None else weight_grad * scale.to(weight_grad.dtype),
+            None if hidden_grad is None else scaled(hidden_grad, scale),
+            None if weight_grad is None else scaled(weight_grad, scale),
             None,
             None,
             None,
@@ -136,9 +137,17 @@ def _logits_gradient(logits: Tensor, lse: Tensor, local: Tensor, outside: Tensor
     return (torch.exp(logits.float() - lse.unsqueeze(-1)) - is_label.float()).to(logits.dtype)
 
 
+def _scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """x times an fp32 scalar, which in 16 bits would make all gradients wrong by one factor."""
+    return (x.float() * scale).to(x.dtype)
+
+
+_KERNELS = _statistics, _logits_gradient, _scaled
+
+
 @functools.cache
-def _compiled_kernels() -> tuple[Callable, Callable]:
-    return torch.compile(_statistics), torch.compile(_logits_gradient)
+def _compiled_kernels() -> tuple[Callable, ...]:
+    return tuple(map(torch.compile, _KERNELS))
 
 
 def _accumulate_mm(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -18,12 +18,14 @@ manifest, or with files that do not match it, is never loaded.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,11 +69,16 @@ def prune(root: Path, keep_last: int, keep_every_tokens: int | None) -> None:
             kept.add(folder)
     for _, folder in found:
         if folder not in kept:
-            remove(folder)
+            try:
+                remove(folder)
+            except OSError as error:  # no reason to stop a run whose new checkpoint is safe
+                warnings.warn(f"an old checkpoint stays, delete it yourself: {error}", stacklevel=2)
 
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint so that an interrupted deletion never looks like a checkpoint."""
+    if not os.access(folder, os.W_OK, effective_ids=True):  # somebody keeps it
+        raise PermissionError(errno.EACCES, "the folder is write-protected", str(folder))
     doomed = folder.with_name(f".writing-{folder.name}.old")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(folder, doomed)

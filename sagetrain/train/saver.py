@@ -259,7 +259,7 @@ class Saver:
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
         self._sync(temporary / "manifest.json")
         self._sync(temporary)
-        if final.exists():  # the same step saved twice, after a resume that walked back past a damaged folder
+        if final.exists():  # without a manifest: all others have been set aside
             remove(final)
         os.rename(temporary, final)
         latest = self._root / "latest.tmp"

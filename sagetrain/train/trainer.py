@@ -30,7 +30,8 @@ from sagetrain.config.fit import padded_vocab_size, resolved_zero_stage, token_m
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Loader, SampleStream
-from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.data.token_file import write_atomic
+from sagetrain.data.tokenizer import TOKENIZER_NAME, Tokenizer, find_tokenizer
 from sagetrain.model.accounting import flops_per_token, num_parameters, overlaps
 from sagetrain.model.attention import choose_backend, resolve_backend
 from sagetrain.model.transformer import Transformer
@@ -127,6 +128,8 @@ class Trainer:
         self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
         self.engine = self._build_engine()
         self._resume()
+        if self.main:  # `sagetrain generate` needs nothing but the run folder
+            write_atomic(self.run_dir / TOKENIZER_NAME, tokenizer.model)
         self.saver = Saver(
             self.checkpoints,
             self.groups,
@@ -287,7 +290,7 @@ class Trainer:
         """
         self.watchdog.begin("saving")
         running = self.state.tokens < self.cfg.training.total_tokens and not self.stop.name
-        if self.saver.busy and running and not self._waited:
+        if self.main and self.saver.busy and running and not self._waited:
             self._waited = True
             self._say(f"step {self.state.step}: training waits for the checkpoint before this one (said once): the disk"
                       " takes longer than checkpoint.every_tokens")  # fmt: skip
