@@ -162,6 +162,10 @@ CASES = [
         "decay_after_warmup", "error", "lr_schedule.decay_tokens", "with a warm-up of 1000000 it is more than", "use at most 99000000",
     ),
     (
+        {"lr_schedule": {"shape": "wsd", "warmup_tokens": 95_000_000}}, 1,
+        "decay_after_warmup", "error", "lr_schedule.decay_tokens", "with a warm-up of 95000000 the default of 10000000 is more than training.total_tokens 100000000", "use at most 5000000, or shorten the warm-up",
+    ),
+    (
         {"lr_schedule": {"min_lr": 2e-3}}, 1,
         "min_lr", "error", "lr_schedule.min_lr", "0.002: is above the peak, optimizer.lr 0.001", "smaller",
     ),

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.schema import RampTokens, RunConfig, StagedTokens
+from sagetrain.config.schema import LrScheduleConfig, RampTokens, RunConfig, StagedTokens
 
 VOCAB_MULTIPLE = 128
 
@@ -85,6 +85,11 @@ def token_multiple(cfg: RunConfig, data_parallel_size: int) -> int:
 def resolved_zero_stage(cfg: RunConfig) -> int:
     """ZeRO stage that really runs: bf16 at stage 0 runs as stage 1."""
     return 1 if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0 else cfg.parallel.zero_stage
+
+
+def decay_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:
+    """Tokens of the final decay of wsd: as configured, else a tenth of the run."""
+    return lr_schedule.decay_tokens or max(1, total_tokens // 10)
 
 
 def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[Finding]:
@@ -274,6 +279,7 @@ def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
 
 def _lr_schedule(cfg: RunConfig) -> Iterator[Finding]:
     schedule, total = cfg.lr_schedule, cfg.training.total_tokens
+    decay = decay_tokens(schedule, total)
     if schedule.warmup_tokens >= total:
         yield _error(
             "warmup_before_end",
@@ -282,13 +288,14 @@ def _lr_schedule(cfg: RunConfig) -> Iterator[Finding]:
             f"is not less than training.total_tokens {total}: the peak would never be reached",
             "shorten the warm-up or train longer",
         )
-    elif schedule.shape == "wsd" and schedule.decay_tokens and schedule.warmup_tokens + schedule.decay_tokens > total:
+    elif schedule.shape == "wsd" and schedule.warmup_tokens + decay > total:
+        it = "it" if schedule.decay_tokens else f"the default of {decay}"
         yield _error(
             "decay_after_warmup",
             "lr_schedule.decay_tokens",
             schedule.decay_tokens,
-            f"with a warm-up of {schedule.warmup_tokens} it is more than training.total_tokens {total}",
-            f"use at most {total - schedule.warmup_tokens}",
+            f"with a warm-up of {schedule.warmup_tokens} {it} is more than training.total_tokens {total}",
+            f"use at most {total - schedule.warmup_tokens}, or shorten the warm-up",
         )
     if schedule.min_lr > cfg.optimizer.lr:
         yield _error(

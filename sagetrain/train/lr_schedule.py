@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from sagetrain.config.fit import decay_tokens
 from sagetrain.config.schema import LrScheduleConfig, OptimizerConfig
 from sagetrain.train.tokens_per_step import Schedule
 
@@ -44,11 +45,6 @@ def curve(peak: float, lr_schedule: LrScheduleConfig, tokens: float, total_token
     progress = min(1.0, max(0.0, (tokens - start) / max(1, total_tokens - start)))
     remaining = (1 + math.cos(math.pi * progress)) / 2 if lr_schedule.shape == "cosine" else 1 - progress
     return lr_schedule.min_lr + (peak - lr_schedule.min_lr) * remaining
-
-
-def decay_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:
-    """Tokens of the final decay of wsd: as configured, else a tenth of the run."""
-    return lr_schedule.decay_tokens or max(1, total_tokens // 10)
 
 
 def reference_tokens_per_step(lr_schedule: LrScheduleConfig, schedule: Schedule) -> int:
