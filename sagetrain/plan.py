@@ -46,6 +46,8 @@ def show_plan(
     known = known_vocab_size(cfg.data)
     vocab_size = cfg.model.vocab_size or known or ASSUMED_VOCAB_SIZE
     assumed = not (cfg.model.vocab_size or known)
+    if measured_tokens_per_second:
+        hardware = calibrate(cfg, padded_vocab_size(vocab_size), hardware, measured_tokens_per_second)
     findings = check(
         cfg,
         world_size,
@@ -56,8 +58,6 @@ def show_plan(
     )
     refused = {finding.rule for finding in findings if finding.level == "error"}
     padded = padded_vocab_size(vocab_size)
-    if measured_tokens_per_second and not refused & _NO_MODEL:
-        hardware = calibrate(cfg, padded, hardware, measured_tokens_per_second)
     console.print(_model_table(cfg, padded, assumed, path))
     chosen = None
     if not refused & _NO_LAYOUT:
