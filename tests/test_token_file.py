@@ -1,5 +1,7 @@
 """Token files have Megatron-LM's exact format, are written as a stream, and damage to them is noticed."""
 
+import fcntl
+import os
 import resource
 import struct
 import subprocess
@@ -118,6 +120,46 @@ def test_two_writers_of_one_file(tmp_path):
         TokenFileWriter(tmp_path / "x", 100)
     writer.abort()
     TokenFileWriter(tmp_path / "x", 100).abort()
+
+
+def test_a_file_published_between_opening_and_locking_stays_whole(tmp_path, monkeypatch):
+    first = TokenFileWriter(tmp_path / "x", 100)
+    first.add(np.array([1, 2]), np.array([2]))
+    first.finish()
+    flock = fcntl.flock
+
+    def publish_and_lock(*args):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.publish({})
+        flock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", publish_and_lock)
+    second = TokenFileWriter(tmp_path / "x", 100)
+    assert TokenFile(tmp_path / "x").tokens(0, 2).tolist() == [1, 2]
+    second.add(np.array([3]), np.array([1]))
+    second.finish()
+    second.publish({})
+    assert TokenFile(tmp_path / "x").tokens(0, 1).tolist() == [3]
+
+
+@pytest.mark.parametrize("end", [lambda writer: writer.publish({}), TokenFileWriter.abort], ids=["publish", "abort"])
+def test_the_lock_holds_until_the_last_file_has_its_name(tmp_path, monkeypatch, end):
+    writer = TokenFileWriter(tmp_path / "x", 100)
+    writer.add(np.array([1]), np.array([1]))
+    writer.finish()
+    calls = []
+    for call in (os.replace, os.unlink):
+
+        def refused_before(*args, call=call):
+            calls.append(args)
+            with pytest.raises(ConfigError, match="another process is writing"):
+                TokenFileWriter(tmp_path / "x", 100)
+            call(*args)
+
+        monkeypatch.setattr(os, call.__name__, refused_before)
+    end(writer)
+    assert len(calls) > 1
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_unwritable_folder(tmp_path):

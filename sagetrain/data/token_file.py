@@ -59,8 +59,9 @@ class TokenFileWriter:
         self._open_length = 0  # tokens of the last document, which more may follow
         self._hash = hashlib.sha256()
         self.sha256 = ""
-        self._bin = _open_locked(token_path(path, ".bin.partial"))
-        self._idx = open(token_path(path, ".idx.partial"), "w+b", buffering=_BLOCK)  # noqa: SIM115
+        # The lock is on the one that is renamed or removed last: until then nobody else opens either.
+        self._idx = _open_locked(token_path(path, ".idx.partial"))
+        self._bin = open(token_path(path, ".bin.partial"), "wb", buffering=_BLOCK)  # noqa: SIM115
         self._idx.write(bytes(_HEADER.size))  # the header comes last: no magic yet
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, continues: bool = False) -> None:
@@ -283,15 +284,19 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def _open_locked(path: Path):
     """Open for writing from scratch, unless another process has it open this way."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "ab", buffering=_BLOCK)  # noqa: SIM115
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise ConfigError(f"another process is writing {path}: wait for it, or choose another output") from error
-    file.truncate(0)
-    return file
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=_BLOCK)  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise ConfigError(f"another process is writing {path}: wait for it, or choose another output") from error
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                file.truncate(0)
+                return file
+        file.close()  # between opening and locking its writer has published or removed it: not ours to empty
