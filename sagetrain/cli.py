@@ -64,7 +64,9 @@ def prepare(
         float, typer.Option(min=0.0, max=0.5, help="Share of the documents that goes to `valid` beside the output.")
     ] = 0.0,
     workers: Annotated[int, typer.Option(min=1, help="Processes that turn text into tokens.")] = os.cpu_count() or 1,
-    overwrite: Annotated[bool, typer.Option(help="Replace files that were made from something else.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option(help="Replace files made from something else, and tokenizer.model, which checkpoints need.")
+    ] = False,
 ) -> None:
     """Turn text into token files (.bin and .idx, which Megatron-LM reads too), and train a tokenizer when asked.
 

@@ -336,6 +336,37 @@ def test_second_file_takes_the_tokenizer_of_its_folder(tmp_path):
         quiet([str(path)], tmp_path / "d" / "train", vocab_size=340, overwrite=True)
 
 
+@pytest.mark.parametrize("how", ["trained", "given"])
+def test_a_tokenizer_in_use_is_replaced_only_when_asked(tmp_path, model, how):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    out, file = tmp_path / "d" / "train", tmp_path / "d" / "tokenizer.model"
+    first = train_tokenizer(TEXTS, 340)
+    file.parent.mkdir()
+    file.write_bytes(first)  # its token file has gone; a checkpoint may still name it
+    options = {"vocab_size": 350} if how == "trained" else {"tokenizer": model}
+    message = r"d/tokenizer\.model exists and would be replaced.*-o\), keep it with --tokenizer .*d/tokenizer\.model .*"
+    said = []
+    with pytest.raises(ConfigError, match=message + "--overwrite"):
+        prepare([str(path)], out, say=said.append, **options)
+    assert said == []
+    assert [each.name for each in out.parent.iterdir()] == ["tokenizer.model"]
+    assert file.read_bytes() == first
+    (tmp_path / "copy.model").write_bytes(first)
+    quiet([str(path)], out, tokenizer=tmp_path / "copy.model")  # the same content replaces nothing
+    assert file.read_bytes() == first
+    quiet([str(path)], out, overwrite=True, **options)
+    assert file.read_bytes() != first
+
+
+def test_a_call_cut_short_after_its_tokenizer_starts_over(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    first = quiet([str(path)], tmp_path / "d" / "train", vocab_size=350, valid_fraction=0.2)
+    token_file.token_path(first.train, ".idx").unlink()
+    again = quiet([str(path)], tmp_path / "d" / "train", vocab_size=350, valid_fraction=0.2)
+    assert not again.already_there
+    assert again.counts == first.counts
+
+
 def test_tokenizer_sample_takes_from_every_file(tmp_path):
     for number in range(4):
         write_jsonl(tmp_path / f"{number}.jsonl", [f"{'abcd'[number]} " * 300_000])

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ def prepare(
         valid_fraction: share of the documents, chosen by a hash of their text, that goes to the token file `valid` in
             the output's folder instead.
         num_workers: processes that turn text into tokens; 1 does it in this process.
-        overwrite: replace existing files that were made from something else.
+        overwrite: replace existing files that were made from something else, the folder's tokenizer.model too.
         say: gets messages for people.
 
     Raises:
@@ -123,6 +123,8 @@ def prepare(
     if _already_there(outputs, model_path, request, overwrite):
         say(f"{output}: already prepared from the same inputs")
         return _result(outputs, model_path, begin, True)
+    if not overwrite:
+        _check_model(outputs, model_path, request)
 
     for note in corpus.notes:
         say(note)
@@ -203,6 +205,21 @@ def _already_there(outputs: dict[str, Path], model_path: Path, request: dict[str
             )
         TokenFile(path)  # raises if it is damaged
     return len(existing) == len(outputs) and model_path.is_file()
+
+
+def _check_model(outputs: dict[str, Path], model_path: Path, request: dict[str, Any]) -> None:
+    """ConfigError if the folder's tokenizer.model would be replaced by another one: checkpoints need the old one."""
+    if not model_path.is_file():
+        return
+    theirs = sha256(model_path.read_bytes()).hexdigest()
+    # An interrupted call with this request may have left the tokenizer that it trained, and one of two token files.
+    records = [record for path in outputs.values() if (record := read_provenance(path)).get("request") == request]
+    if request["tokenizer"] != theirs and all(record["tokenizer_sha256"] != theirs for record in records):
+        raise ConfigError(
+            f"{model_path} exists and would be replaced by another tokenizer; models trained with it could not be used "
+            f"any more. Write to another folder (-o), keep it with --tokenizer {model_path} and no --vocab-size, or "
+            "replace it with --overwrite"
+        )
 
 
 def _check_siblings(folder: Path, outputs: dict[str, Path], tokenizer: Tokenizer) -> None:
