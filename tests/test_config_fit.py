@@ -6,7 +6,7 @@ import re
 import pytest
 
 from sagetrain.config import Finding, RunConfig
-from sagetrain.config.check import check
+from sagetrain.config.check import check, data_repeats
 from sagetrain.config.fit import fit, padded_vocab_size, token_multiple
 from sagetrain.config.load import load_config
 from sagetrain.train.engine import deepspeed_config
@@ -384,3 +384,15 @@ def test_a_default_is_placed_at_its_nearest_parent(tmp_path):
     )
     findings = check(load_config(path), 1, path=path, files=False)
     assert {f.rule: f.where for f in findings}["no_warmup"] == str(path)
+
+
+@pytest.mark.parametrize(("total", "level", "passes"), [(100, None, ""), (300, "info", "3.0"), (500, "warning", "5.0")])
+def test_passes_over_the_data_are_told(tmp_path, total: int, level: str | None, passes: str):
+    index = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([8])
+    for name, tokens in (("few", 25), ("many", 10**6)):
+        (tmp_path / f"{name}.bin").write_bytes(bytes(2 * tokens))
+        (tmp_path / f"{name}.idx").write_bytes(index)
+    data = {"train": [{"path": f"{tmp_path}/few", "weight": 1}, {"path": f"{tmp_path}/many", "weight": 3}]}
+    found = list(data_repeats(run_config(data=data, training={"total_tokens": total})))
+    assert [(f.level, f.key) for f in found] == ([(level, "data.train.0.path")] if level else [])
+    assert not level or f"holds 25 tokens, which training.total_tokens passes over {passes} times" in found[0].message

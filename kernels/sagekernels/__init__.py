@@ -1,4 +1,4 @@
-"""SageBwd attention: INT8 in both directions, trainable, a drop-in for flash_attn_func. See kernels/README.md."""
+"""SageBwd attention: INT8 in both directions, trainable, in the place of flash_attn_func. See kernels/README.md."""
 
 from .autograd import document_bounds, sage_attention
 from .reference import attention_reference

@@ -46,7 +46,8 @@ def sage_attention(
     q [B, N_q, H, D], k and v [B, N_k, H_kv, D] with any strides, H a multiple of H_kv, D from 16 to 256, one dtype
     (bfloat16 or float16; float32 too on the twin). Returns o [B, N_q, H, D], contiguous.
 
-    causal: query i sees keys up to i + N_k - N_q (aligned to the end; N_k >= N_q).
+    causal: query i sees keys up to i + N_k - N_q (aligned to the end; N_k >= N_q). Unlike flash_attn_func's it is True
+        by default.
     scale: factor on the scores, D ** -0.5 by default.
     smooth_k, smooth_q: subtract the mean of K over the row, of Q over tiles of 64 tokens, before quantizing.
     cu_seqlens: int32 [documents + 1] from 0 to N over a batch of one: attention stays inside documents. Zero-length

@@ -30,6 +30,7 @@ def check(
     line. files: whether missing data files are errors (to train) or warnings (to plan on another machine).
     """
     findings = [*fit(cfg, world_size, vocab_size), *guidance(cfg, world_size), *data_files(cfg, required=files)]
+    findings += data_repeats(cfg)
     if path is not None:
         places = locations(path, overrides)
         findings = [dataclasses.replace(finding, where=_place(finding.key, places, path)) for finding in findings]
@@ -52,6 +53,33 @@ def data_files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         fix = "name the tokenizer.model that `sagetrain prepare` wrote"
         message = "no such file" if cfg.data.tokenizer else f"no {cfg.data.tokenizer_path}"
         yield _missing(required, "data.tokenizer", cfg.data.tokenizer, message, fix)
+
+
+def data_repeats(cfg: RunConfig) -> Iterator[Finding]:
+    """Training sources that the run reads more than once; a warning past four passes, up to which repeated text is
+    nearly as good as new (arXiv 2305.16264)."""
+    weights = sum(source.weight for source in cfg.data.train)
+    for i, source in enumerate(cfg.data.train):
+        held, read = _tokens(source.path), cfg.training.total_tokens * source.weight / weights
+        if held and read > held:
+            yield Finding(
+                "data_repeats",
+                "info" if read <= 4 * held else "warning",
+                f"data.train.{i}.path",
+                source.path,
+                f"holds {held:,} tokens, which training.total_tokens passes over {read / held:.1f} times",
+                "more text, or fewer tokens; up to about four passes are nearly as good as new text",
+            )
+
+
+def _tokens(prefix: str) -> int:
+    """Tokens of a token file by its size, 0 if it is not readable: sagetrain.data reads it later, and says why."""
+    try:
+        with Path(f"{prefix}.idx").open("rb") as index:
+            code = index.read(18)[17]
+        return Path(f"{prefix}.bin").stat().st_size // {3: 2, 4: 4, 5: 8, 8: 2}[code]
+    except (OSError, IndexError, KeyError):
+        return 0
 
 
 def _missing(required: bool, key: str, value: str | None, message: str, fix: str) -> Finding:

@@ -79,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         compiled: bool,
     ) -> Tensor:
-        statistics, logits_gradient, _ = _compiled_kernels() if compiled else _KERNELS
+        statistics, logits_gradient = _compiled_kernels() if compiled else (_statistics, _logits_gradient)
         hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
         total = hidden.new_zeros((), dtype=torch.float32)
         hidden_grad = torch.empty_like(hidden) if hidden_needs_grad else None
@@ -98,7 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if weight_needs_grad:
                     _accumulate_mm(weight_grad, grad.t(), hidden[rows])
                 del grad
-        ctx.tokens, ctx.compiled = hidden.shape[0], compiled
+        ctx.tokens = hidden.shape[0]
         ctx.save_for_backward(hidden_grad, weight_grad.to(weight.dtype) if weight_needs_grad else None)
         return total / hidden.shape[0]
 
@@ -106,11 +106,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        scaled = (_compiled_kernels() if ctx.compiled else _KERNELS)[2]
         scale = grad / ctx.tokens
         return (
-            None if hidden_grad is None else scaled(hidden_grad, scale),
-            None if weight_grad is None else scaled(weight_grad, scale),
+            None if hidden_grad is None else _scaled(hidden_grad, scale),
+            None if weight_grad is None else _scaled(weight_grad, scale),
             None,
             None,
             None,
@@ -137,17 +136,21 @@ def _logits_gradient(logits: Tensor, lse: Tensor, local: Tensor, outside: Tensor
     return (torch.exp(logits.float() - lse.unsqueeze(-1)) - is_label.float()).to(logits.dtype)
 
 
-def _scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """x times an fp32 scalar, which in 16 bits would make all gradients wrong by one factor."""
-    return (x.float() * scale).to(x.dtype)
-
-
-_KERNELS = _statistics, _logits_gradient, _scaled
-
-
 @functools.cache
-def _compiled_kernels() -> tuple[Callable, ...]:
-    return tuple(map(torch.compile, _KERNELS))
+def _compiled_kernels() -> tuple[Callable, Callable]:
+    return torch.compile(_statistics), torch.compile(_logits_gradient)
+
+
+def _scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """x [rows, hidden_size] times an fp32 scalar, by parts: a scalar that torch rounds to 16 bits to multiply with such
+    an x makes all gradients of a step wrong by one factor."""
+    if x.dtype == scale.dtype:
+        return x * scale
+    result = torch.empty_like(x)
+    rows = max(1, _CHUNK_LOGITS // 16 // x.shape[1])
+    for part, scaled in zip(x.split(rows), result.split(rows), strict=True):
+        scaled.copy_(part.float() * scale)
+    return result
 
 
 def _accumulate_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
