@@ -6,7 +6,7 @@
 A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context parallel), z (ZeRO stage, 1 unless
 said) and sp (sequence parallel); what is left out is 1. Each is a real run of launch/train.py through the deepspeed
 launcher with `--accumulation` micro-steps a step; those that leave GPUs free run side by side. Nothing is saved: a run
-is killed when it has enough steps. Scaling is tokens/s per GPU against the first layout.
+is killed when it has enough steps. Scaling is tokens/s per GPU against the first layout. Exit code 1: a layout failed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -86,16 +87,17 @@ class Layout:
     def start(self, gpus: list[str], config: str, settings: list[str], folder: Path) -> None:
         """Start its run on these GPUs."""
         self.gpus = gpus
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True)
         # Not by --include: that counts the host's GPUs, also those that CUDA_VISIBLE_DEVICES leaves to others. A
         # hostfile of the cluster (/job/hostfile is read unless another one is named) is not for this.
         where, environment = ["--hostfile", os.devnull], {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         if not torch.cuda.is_available():
             where, environment = ["--num_accelerators", str(len(gpus))], None
-        command = ["deepspeed", *where, "--master_port", str(free_port()), "launch/train.py", "--config", config]
+        program = [str(ROOT / "launch/train.py"), "--config", config]
+        command = ["deepspeed", *where, "--master_port", str(free_port()), *program]
         with (folder / "log.txt").open("w") as log:
             self.process = subprocess.Popen(
-                [*command, *settings], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+                [*command, *settings], env=environment, stdout=log, stderr=log, start_new_session=True
             )
 
     def finished(self, folder: Path, steps: int) -> bool:
@@ -124,7 +126,10 @@ class Layout:
 
 def parse_layouts(text: str) -> list[Layout]:
     """`tp1,dp4-z3`."""
-    return [Layout.parse(name) for name in text.split(",")]
+    names = text.split(",")
+    if len({*names}) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} names a layout twice; name each once")
+    return [Layout.parse(name) for name in names]
 
 
 def devices() -> list[str]:
@@ -199,9 +204,18 @@ def main() -> None:
     parser.add_argument("--layouts", type=parse_layouts, required=True, help="such as tp1,dp4-z3,tp2-dp2-sp")
     parser.add_argument("--steps", type=int, default=6, help=f"steps to time, after {WARM_UP} that are not")
     parser.add_argument("--accumulation", type=int, default=4, help="micro-steps of a step")
-    parser.add_argument("--output", default="runs/layouts", help="folder for the runs' logs and metrics")
+    parser.add_argument(
+        "--output",
+        default=f"runs/layouts/{datetime.now():%Y%m%d-%H%M%S}",
+        help="folder for the runs' logs and metrics, one that holds none yet (default: runs/layouts/DATE-TIME)",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every run")
     arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: at least 1 is timed")
+    for folder in (Path(arguments.output) / layout.name for layout in arguments.layouts):
+        if folder.exists():
+            parser.error(f"{folder} holds an earlier measurement; name another --output or remove it")
     largest = max(layout.world_size for layout in arguments.layouts)
     if len(devices()) < largest:
         parser.error(f"the largest layout needs {largest} GPUs, here are {len(devices())}")
@@ -222,6 +236,8 @@ def main() -> None:
     measure(arguments.layouts, settings, arguments)
     title = f"{arguments.config}, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}"
     Console(width=120).print(table(arguments.layouts, configs, padded_vocab_size(vocab_size), title))
+    if any(layout.error for layout in arguments.layouts):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -45,16 +45,36 @@ def test_table_of_two_layouts(corpus: Path, tmp_path: Path) -> None:
     assert rows["tp2-sp"][2].strip() == "2" and 0 < float(rows["tp2-sp"][6]) < 5
     assert not runs_left(tmp_path)
     assert not list(tmp_path.glob("out/*/checkpoints"))
+    kept = (tmp_path / "out/tp2-sp/metrics.jsonl").read_bytes()
+    process = start(config, "tp1-dp2,tp2-sp", 1)  # would give the first one's figures as its own
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and f"{tmp_path}/out/tp2-sp holds an earlier measurement; name another" in text
+    assert not (tmp_path / "out/tp1-dp2").exists() and (tmp_path / "out/tp2-sp/metrics.jsonl").read_bytes() == kept
+
+
+def test_relative_config_fresh_folder_and_exit_code_of_a_failure(corpus: Path, tmp_path: Path) -> None:
+    """From another folder, where paths are as the caller means them; the run reads its configuration, then fails."""
+    write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused")
+    program = [sys.executable, str(ROOT / "launch/benchmark_layouts.py"), "--config", "run.yaml", "--layouts", "tp1"]
+    env = {**os.environ, **ENVIRONMENT, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    overrides = ["--steps", "100", "training.total_tokens=2048"]  # too few tokens for the steps
+    done = subprocess.run([*program, *overrides], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (log,) = (tmp_path / "runs/layouts").glob("????????-??????/tp1/log.txt")
+    assert "cannot be read" not in log.read_text()
+    assert (log.parent / "metrics.jsonl").exists()
 
 
 def test_bad_layouts_are_refused_before_anything_starts(corpus: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused")
-    for layouts, said in (
-        ("tp1,xp2", "'xp2' is not one of tpN"),
-        ("tp1,tp4096", "needs 4096 GPUs"),
-        ("z9", "zero_stage"),
+    for layouts, steps, said in (
+        ("tp1,xp2", 1, "'xp2' is not one of tpN"),
+        ("tp1,tp4096", 1, "needs 4096 GPUs"),
+        ("z9", 1, "zero_stage"),
+        ("tp1,dp2,tp1", 1, "names a layout twice"),
+        ("tp1", 0, "--steps 0: at least 1"),
     ):
-        process = start(config, layouts, 1)
+        process = start(config, layouts, steps)
         text, _ = process.communicate(timeout=60)
         assert process.returncode and said in text
         assert not (tmp_path / "out").exists()
