@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -30,7 +31,8 @@ def meet(minutes: float) -> Store | None:
     Returns what keeps the meeting place open: the caller holds it until the process group exists.
 
     Raises:
-        RanksMissing: on every rank that came, if others have not after so many `minutes`.
+        RanksMissing: on every rank that came, if others have not so many `minutes` after rank 0 did; without rank 0,
+            three times as many after the rank itself.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -49,23 +51,34 @@ def meet(minutes: float) -> Store | None:
     store = PrefixStore(f"meet/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
     store.set(f"host/{rank}", host)
     if rank == 0:
-        deadline = time.monotonic() + patience.total_seconds()
-        present = dict.fromkeys(range(world_size), "")
-        for other in present:
-            left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-            try:
-                store.wait([f"host/{other}"], left)
-            except DistStoreError:
-                continue
-            present[other] = store.get(f"host/{other}").decode()
-        store.set("problem", _problem(present, f"{address}:{port}", minutes))
-    problem = store.get("problem").decode()
+        present = _present(store, world_size, patience)
+        problem = _problem(present, f"{address}:{port}", minutes)
+        store.set("problem", problem)
+    else:
+        try:  # rank 0 may come later than this one, and only then begins to wait
+            store.wait(["problem"], 3 * patience)
+            problem = store.get("problem").decode()
+        except DistStoreError:
+            problem = _problem(_present(store, world_size, timedelta(0)), f"{address}:{port}", 3 * minutes)
     if problem:
         store.set(f"read/{rank}", "")
         if rank == 0:  # the store may live in this process: it leaves last
-            store.wait([f"read/{other}" for other, host in present.items() if host])
+            with suppress(DistStoreError):  # one that came may have ended since
+                store.wait([f"read/{other}" for other, host in present.items() if host], patience)
         raise RanksMissing(problem)
     return server
+
+
+def _present(store: Store, world_size: int, patience: timedelta) -> dict[int, str]:
+    """Host of every rank that has come once all have, or the patience is over; nothing for the others."""
+    deadline, present = time.monotonic() + patience.total_seconds(), {}
+    for rank in range(world_size):
+        key, left = [f"host/{rank}"], deadline - time.monotonic()
+        with suppress(DistStoreError):
+            if left >= 0.001:  # less would round to 0, which a store takes for no limit
+                store.wait(key, timedelta(seconds=left))
+        present[rank] = store.get(*key).decode() if store.check(key) else ""
+    return present
 
 
 def _problem(present: dict[int, str], address: str, minutes: float) -> str:
