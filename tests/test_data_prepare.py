@@ -319,6 +319,37 @@ def test_split_goes_by_the_document(tmp_path, model, tokenizer):
     assert sides["a"] == sides["b"]
 
 
+@pytest.mark.parametrize("change", ["nothing", "more text", "train deleted"])
+def test_held_out_documents_do_not_get_into_train(tmp_path, model, change):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    out = tmp_path / "d" / "train"
+    quiet([str(path)], out, tokenizer=model, valid_fraction=0.2)
+    if change == "more text":
+        write_jsonl(path, TEXTS + ["new"])
+    elif change == "train deleted":
+        for suffix in (".bin", ".idx", ".json"):
+            token_file.token_path(out, suffix).unlink()
+    overwrite = change != "train deleted"
+    before = {file: file.read_bytes() for file in out.parent.iterdir()}
+    message = r"d/valid\.idx was .*same inputs.* --valid-fraction \(it was 0\.2\) .*, or delete .*d/valid"
+    with pytest.raises(ConfigError, match=message):
+        quiet([str(path)], out, overwrite=overwrite)
+    assert {file: file.read_bytes() for file in out.parent.iterdir()} == before
+    quiet([str(path)], out, valid_fraction=0.2, overwrite=True)
+    for suffix in (".bin", ".idx", ".json"):
+        token_file.token_path(out.with_name("valid"), suffix).unlink()
+    assert quiet([str(path)], out, overwrite=True).counts["train"].documents >= len(TEXTS)
+
+
+def test_a_valid_file_of_other_documents_stays(tmp_path, model):
+    train, valid = write_jsonl(tmp_path / "a.jsonl", TEXTS[:200]), write_jsonl(tmp_path / "b.jsonl", TEXTS[200:])
+    quiet([str(valid)], tmp_path / "d" / "valid", tokenizer=model)
+    for _ in range(2):
+        quiet([str(train)], tmp_path / "d" / "train", overwrite=True)
+    quiet([str(valid)], tmp_path / "d" / "valid", overwrite=True)
+    assert len(documents(tmp_path / "d" / "valid")) == len(TEXTS) - 200
+
+
 def test_a_split_with_nothing_on_one_side(tmp_path, model):
     path = write_jsonl(tmp_path / "a.jsonl", ["only one"])
     with pytest.raises(ConfigError, match="no document with text went into this file"):

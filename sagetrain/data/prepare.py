@@ -125,6 +125,8 @@ def prepare(
         return _result(outputs, model_path, begin, True)
     if not overwrite:
         _check_model(outputs, model_path, request)
+    if "valid" not in outputs and output.name != "valid":
+        _check_held_out(output, sources, request)
 
     for note in corpus.notes:
         say(note)
@@ -219,6 +221,24 @@ def _check_model(outputs: dict[str, Path], model_path: Path, request: dict[str, 
             f"{model_path} exists and would be replaced by another tokenizer; models trained with it could not be used "
             f"any more. Write to another folder (-o), keep it with --tokenizer {model_path} and no --vocab-size, or "
             "replace it with --overwrite"
+        )
+
+
+def _check_held_out(output: Path, sources: list[str], request: dict[str, Any]) -> None:
+    """ConfigError if a `valid` beside the output holds documents that would now be in the output as well."""
+    valid = output.with_name("valid")
+    idx = token_path(valid, ".idx")
+    if not idx.exists():
+        return
+    record = read_provenance(valid)
+    theirs = record.get("request", {})
+    # Its own train file replaced from a source that has changed since: most documents are the same.
+    same_split = read_provenance(output).get("request") == theirs and set(sources) & set(record.get("sources", ()))
+    if theirs.get("inputs_sha256") == request["inputs_sha256"] or same_split:
+        raise ConfigError(
+            f"{idx} was prepared from the same inputs, and its documents would now be in {output} too: a validation "
+            f"loss on it would mean nothing. Give --valid-fraction (it was {theirs['valid_fraction']}) and --overwrite "
+            f"to write both again, or delete {valid}.bin, .idx and .json"
         )
 
 
