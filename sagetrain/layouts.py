@@ -70,8 +70,8 @@ def memory_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: H
     )
 
 
-def propose(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, count: int = 5) -> list[Layout]:
-    """The fastest layouts for `world_size` ranks that fit memory and raise no finding in config/fit.py, best first.
+def propose(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> list[Layout]:
+    """The five fastest layouts for `world_size` ranks that fit memory and raise no finding in config/fit.py, best first.
 
     Each differs from the others in more than the micro-batch. If tokens_per_step lets none run, they are raised to
     what the fewest tokens per step need (micro-batches of one sequence).
@@ -91,7 +91,7 @@ def propose(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware
     best: dict[tuple, Layout] = {}
     for item in sorted(found, key=lambda item: -item.prediction.tokens_per_second):
         best.setdefault(item.key[:-1], item)
-    return list(best.values())[:count]
+    return list(best.values())[:5]
 
 
 def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:

@@ -27,7 +27,7 @@ def run_config(tokens: dict | int = SAFE, override: tuple[str, ...] = (), **sect
 
 
 def found(cfg: RunConfig) -> list[tuple[str, str]]:
-    return [(f.rule, f.level) for f in guidance(cfg, 1)]
+    return [(f.rule, f.level) for f in guidance(cfg)]
 
 
 def test_a_run_as_the_papers_advise():
@@ -55,7 +55,7 @@ def test_a_run_as_the_papers_advise():
     ],
 )
 def test_large_steps_without_qk_norm_are_refused_in_any_stage(tokens, key, value):
-    (finding,) = guidance(run_config(tokens, attention={"qk_norm": "none"}), 1)
+    (finding,) = guidance(run_config(tokens, attention={"qk_norm": "none"}))
     assert (finding.rule, finding.level) == ("qk_norm_for_large_steps", "error")
     assert (finding.key, finding.value) == (key, value)
     for part in ("without QK-norm diverges", "262144", "2.1M", "dS"):
@@ -84,7 +84,7 @@ def test_the_ways_out_are_ways_out(cfg):
     ("tokens", "warned"), [(1_998_848, False), (2_000_896, True), (512 * 4096, True), (2**22, True)]
 )
 def test_two_million_tokens_per_step_are_warned_about(tokens, warned):
-    findings = guidance(run_config(tokens), 1)
+    findings = guidance(run_config(tokens))
     assert [(f.rule, f.level) for f in findings] == [("int8_at_2m_tokens_per_step", "warning")] * warned
     for finding in findings:
         assert "2.640 against 2.586" in finding.message
@@ -112,7 +112,7 @@ def test_without_qk_norm_the_error_says_it_all():
     ],
 )
 def test_the_other_rules(sections, rule, level, key, message):
-    (finding,) = guidance(run_config(**sections), 1)
+    (finding,) = guidance(run_config(**sections))
     assert (finding.rule, finding.level, finding.key) == (rule, level, key)
     assert message in finding.message
     assert finding.fix
@@ -122,7 +122,7 @@ def test_the_other_rules(sections, rule, level, key, message):
 
 def test_an_override_keeps_the_finding_on_record():
     cfg = run_config(2**20, ("qk_norm_for_large_steps", "smooth_q_on"), attention={"qk_norm": "none", "smooth_q": True})
-    findings = guidance(cfg, 1)
+    findings = guidance(cfg)
     assert [(f.rule, f.level) for f in findings] == [("qk_norm_for_large_steps", "info"), ("smooth_q_on", "info")]
     assert findings[0].message.startswith("overridden (error): INT8 attention without QK-norm diverges")
     assert findings[1].message.startswith("overridden (warning): Q-smoothing")
@@ -134,7 +134,7 @@ def test_an_override_accepts_its_own_rule_only():
 
 
 def test_unknown_rules_are_errors_with_the_nearest_name():
-    first, second = guidance(run_config(override=("qk_norm_for_large_step", "xyzzy")), 1)
+    first, second = guidance(run_config(override=("qk_norm_for_large_step", "xyzzy")))
     assert (first.level, first.key, first.value) == ("error", "guidance.override.0", "qk_norm_for_large_step")
     assert first.fix == "did you mean qk_norm_for_large_steps?"
     assert second.key == "guidance.override.1"

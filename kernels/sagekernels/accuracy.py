@@ -1,4 +1,4 @@
-"""Accuracy of both recipes beside the papers' tables: `python -m sagekernels.accuracy` (CPU, about a minute).
+"""Accuracy of the recipes beside the papers' tables: `python -m sagekernels.accuracy` (CPU, about a minute).
 
 Everything is the twin's error against float64 on fresh random inputs; the seed is printed and can be given. The kernels
 agree with the twin (tests), so these are their numbers too.

@@ -27,7 +27,7 @@ def forward(
     """reference.twin_forward: same arguments, same results up to the order of float32 sums."""
     from .hopper_forward import hopper_forward, supported
 
-    taken = supported(q, k, v, smooth_q=smooth_q, recipe=recipe)
+    taken = supported(q, k, smooth_q=smooth_q, recipe=recipe)
     run = hopper_forward if taken else triton_forward
     return run(q, k, v, causal=causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q, bounds=bounds, recipe=recipe)
 

@@ -63,7 +63,7 @@ def _quantize_keys(k: Tensor, smooth: bool, padded: int, processors: int) -> tup
     return Codes(codes, scale), ordered, zeros[:1]
 
 
-def supported(q: Tensor, k: Tensor, v: Tensor, *, smooth_q: bool, recipe: str) -> bool:
+def supported(q: Tensor, k: Tensor, *, smooth_q: bool, recipe: str) -> bool:
     """Whether hopper_forward takes this call; the portable kernels take every other."""
     rules = RECIPES[recipe]
     return (

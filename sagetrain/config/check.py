@@ -29,7 +29,7 @@ def check(
     vocab_size: of the tokenizer, when known. path, overrides: what `cfg` was loaded from; findings then name file and
     line. files: whether missing data files are errors (to train) or warnings (to plan on another machine).
     """
-    findings = [*fit(cfg, world_size, vocab_size), *guidance(cfg, world_size), *data_files(cfg, required=files)]
+    findings = [*fit(cfg, world_size, vocab_size), *guidance(cfg), *data_files(cfg, required=files)]
     findings += data_repeats(cfg)
     if path is not None:
         places = locations(path, overrides)

@@ -30,10 +30,10 @@ RULES = {
 }
 
 
-def guidance(cfg: RunConfig, world_size: int) -> list[Finding]:
+def guidance(cfg: RunConfig) -> list[Finding]:
     """What the papers would say about this run; overridden findings come back as information.
 
-    Unknown names in guidance.override are errors. The world size changes nothing so far: tokens per step are global.
+    Unknown names in guidance.override are errors. Tokens per step are global, so the number of ranks changes nothing.
     """
     may_be_int8 = cfg.attention.backend in ("sage", "auto")
     findings = list(_findings(cfg)) if may_be_int8 else []

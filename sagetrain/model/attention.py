@@ -43,7 +43,7 @@ class TokenLayout(NamedTuple):
     cu_seqlens: Tensor | None
     """int32 [documents + 1] over all B * S tokens; None: attention within each sequence, whatever the documents."""
     max_seqlen: int | None
-    """Tokens of the longest document."""
+    """No document has more tokens."""
     mask: Tensor | None
     """bool [B, 1, S, S], True where a query sees a key; only for a backend that takes no cu_seqlens."""
     bounds: Tensor | None

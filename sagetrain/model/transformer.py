@@ -254,7 +254,7 @@ class Transformer(nn.Module):
             positions: int64 [B, S (/ cp)] for the rotary embedding (default: 0..S-1 in each sequence).
             cu_seqlens: int32 [documents + 1] over the flattened [B * S] tokens: attention stays within a document.
                 Documents do not span sequences; zero-length ones may pad the end. None: within each sequence.
-            max_seqlen: tokens of the longest document, if known.
+            max_seqlen: no document has more tokens, if known.
 
         Returns:
             fp32 scalar, or logits [B, S (/ cp), vocab] in the model's dtype; the same on all tensor-parallel ranks.
