@@ -181,19 +181,28 @@ def calibrate(cfg: RunConfig, vocab_size: int, hardware: Hardware, tokens_per_se
     """`hardware` with all that runs on the GPU scaled, so that one data-parallel rank reaches `tokens_per_second`.
 
     Raises:
-        ConfigError: fixed costs and communication alone take longer.
+        ConfigError: fixed costs, launching and communication alone take longer.
     """
     gpus = cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size
-    guess = predict(cfg, gpus, vocab_size, hardware)
-    scaled = guess.matmul + guess.attention + guess.elementwise + guess.optimizer
-    fixed = guess.seconds - scaled
-    left = guess.tokens_per_step / tokens_per_second - fixed
-    if left <= 0:
+
+    def rate(exponent: float) -> float:
+        scaled = dataclasses.replace(hardware, compute_scale=10**exponent)
+        return predict(cfg, gpus, vocab_size, scaled).tokens_per_second
+
+    # The time that hosts and links take depends on the scale too, so look for it. A faster GPU hides less of its
+    # communication and may even be slower in all: the lowest scale that reaches the figure is meant.
+    exponents = [n / 4 for n in range(-36, 13)]
+    high = next((n for n in exponents if rate(n) >= tokens_per_second), None)
+    if high is None:
         raise ConfigError(
             f"--measured-tokens-per-second {tokens_per_second:,.0f}: fixed costs and links alone allow "
-            f"{guess.tokens_per_step / fixed:,.0f}; give the figure of {gpus} GPU(s)"
+            f"{max(map(rate, exponents)):,.0f}; give the figure of {gpus} GPU(s)"
         )
-    return dataclasses.replace(hardware, compute_scale=hardware.compute_scale * scaled / left)
+    low = high - 1 / 4
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (low, middle) if rate(middle) >= tokens_per_second else (middle, high)
+    return dataclasses.replace(hardware, compute_scale=10**high)
 
 
 class _Rank:

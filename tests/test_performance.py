@@ -316,6 +316,30 @@ def test_calibration_meets_the_measured_figure_and_refuses_the_impossible():
         calibrate(cfg, VOCAB, H200, 9e8)
 
 
+@pytest.mark.parametrize(("gpus", "overrides", "measured"), [
+    (1, ["data.micro_batch_size=1"], 30_000),  # the host is the limit as predicted
+    (1, ["data.micro_batch_size=1"], 50_000),  # and here of what can be met
+    (1, [], 100),
+    (4, ["parallel.tensor_parallel_size=4"], 100_000),
+    (4, ["parallel.tensor_parallel_size=4", "parallel.sequence_parallel=true"], 60_000),
+    (4, ["parallel.context_parallel_size=4", "parallel.zero_stage=3"], 100_000),
+])  # fmt: skip
+def test_calibration_meets_figures_that_hosts_and_links_limit_too(gpus, overrides, measured):
+    cfg = config("1b", *overrides)
+    hardware = calibrate(cfg, VOCAB, H200, measured)
+    assert predict(cfg, gpus, VOCAB, hardware).tokens_per_second == pytest.approx(measured, rel=1e-4)
+
+
+def test_the_figure_that_calibration_calls_the_largest_can_be_met():
+    cfg = config("1b", *layout_of(4))
+    with pytest.raises(ConfigError, match=r"links alone allow [\d,]+; give the figure of 4 GPU") as refused:
+        calibrate(cfg, VOCAB, H200, 1e7)
+    largest = float(str(refused.value).split("allow ")[1].split(";")[0].replace(",", ""))
+    calibrate(cfg, VOCAB, H200, largest - 1)
+    with pytest.raises(ConfigError):
+        calibrate(cfg, VOCAB, H200, largest + 1)
+
+
 # -- against what torch and DeepSpeed really call ----------------------------------------------------------------
 
 
