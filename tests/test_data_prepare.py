@@ -357,6 +357,20 @@ def test_a_split_with_nothing_on_one_side(tmp_path, model):
     assert not list(tmp_path.glob("*.bin")) + list(tmp_path.glob("*.idx")) + list(tmp_path.glob("*.partial"))
 
 
+def test_one_plain_text_file_cannot_be_split(tmp_path, model):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "book.txt").write_text("\n\n".join(TEXTS))
+    for source in ("in", "in/book.txt"):
+        said = []
+        with pytest.raises(ConfigError, match=r"book\.txt: --valid-fraction 0\.2 needs several documents.*\.jsonl"):
+            prepare([str(tmp_path / source)], tmp_path / "train", vocab_size=350, valid_fraction=0.2, say=said.append)
+        assert said == []  # before the tokenizer is trained
+    for number in range(9):
+        (tmp_path / "in" / f"{number}.txt").write_text(TEXTS[number])
+    result = quiet([str(tmp_path / "in")], tmp_path / "train", tokenizer=model, valid_fraction=0.5)
+    assert result.counts["train"].documents + result.counts["valid"].documents == 10
+
+
 def test_second_file_takes_the_tokenizer_of_its_folder(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     first = quiet([str(path)], tmp_path / "d" / "train", vocab_size=350)

@@ -111,6 +111,12 @@ def prepare(
     output = Path(output)
     _check_arguments(output, tokenizer, vocab_size, valid_fraction, num_workers)
     corpus = Corpus(sources, text_key, glob, dataset_config, dataset_split)
+    if valid_fraction and len(corpus.inputs) == 1 and corpus.inputs[0].one_document:
+        raise ConfigError(
+            f"{corpus.inputs[0].name}: --valid-fraction {valid_fraction} needs several documents, and a plain text "
+            "file is one document: split it into several files, or write it as .jsonl, where each line is a document "
+            '({"text": "..."}), or leave out --valid-fraction'
+        )
     outputs = {"train": output} | ({"valid": output.with_name("valid")} if valid_fraction else {})
     model_path = output.parent / TOKENIZER_NAME
     request = {

@@ -111,6 +111,8 @@ class Input:
     size: int | None
     """Bytes on disk, for the progress bar; None: unknown."""
     identity: list[Any]
+    one_document: bool = False
+    """A plain text file."""
 
 
 class Corpus:
@@ -206,14 +208,16 @@ class Corpus:
         return structured
 
     def _file(self, path: Path) -> Input:
+        structured = path.name.endswith(_STRUCTURED)
         if path.name.endswith(".parquet"):
             read = lambda: _read_parquet(path, self.text_key)  # noqa: E731
-        elif path.name.endswith(_STRUCTURED):
+        elif structured:
             read = lambda: _read_lines(path)  # noqa: E731
         else:
             read = lambda: _read_text(path)  # noqa: E731
         stat = path.stat()
-        return Input(str(path), read, stat.st_size, [str(path.absolute()), stat.st_size, stat.st_mtime_ns])
+        identity = [str(path.absolute()), stat.st_size, stat.st_mtime_ns]
+        return Input(str(path), read, stat.st_size, identity, one_document=not structured)
 
     def _dataset(self, name: str, load: Callable[[], Any], identity: list[Any]) -> Input:
         return Input(name, lambda: _read_dataset(name, load(), self.text_key), None, identity)
