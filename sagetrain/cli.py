@@ -44,7 +44,7 @@ def prepare(
     sources: Annotated[
         list[str],
         typer.Argument(
-            help="Files (.jsonl, .parquet, text; .gz and .zst too), folders, Hugging Face datasets, "
+            help="Files (.jsonl or .ndjson, .parquet, text; .gz and .zst too), folders, Hugging Face datasets, "
             "or python-stdlib: the standard library's own sources."
         ),
     ],

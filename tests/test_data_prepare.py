@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -103,6 +104,26 @@ def as_zstd(folder):
     return folder / "a.jsonl.zst"
 
 
+def as_ndjson(folder):
+    return as_jsonl(folder).rename(folder / "a.ndjson")
+
+
+def as_jsonl_in_capitals(folder):
+    return as_jsonl(folder).rename(folder / "A.JSONL")
+
+
+def as_ndjson_gzip_in_capitals(folder):
+    return as_gzip(folder).rename(folder / "A.NDJSON.GZ")
+
+
+def as_zstd_in_capitals(folder):
+    return as_zstd(folder).rename(folder / "a.Jsonl.ZST")
+
+
+def as_parquet_in_capitals(folder):
+    return as_parquet(folder).rename(folder / "A.PARQUET")
+
+
 def as_parquet(folder):
     table = pyarrow.table({"n": range(len(TEXTS)), "text": TEXTS})
     pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=70)
@@ -138,10 +159,17 @@ def as_two_shards_beside_a_readme(folder):
     return shards
 
 
+def as_shards_in_capitals_beside_a_readme(folder):
+    shards = as_two_shards_beside_a_readme(folder)
+    (shards / "1.jsonl").rename(shards / "1.NDJSON")
+    return shards
+
+
 @pytest.mark.parametrize(
     "write",
     [as_jsonl, as_jsonl_with_blank_lines_and_a_byte_order_mark, as_gzip, as_zstd, as_parquet, as_text_folder,
-     as_saved_dataset, as_saved_dataset_dict, as_two_shards_beside_a_readme],
+     as_saved_dataset, as_saved_dataset_dict, as_two_shards_beside_a_readme, as_ndjson, as_jsonl_in_capitals,
+     as_ndjson_gzip_in_capitals, as_zstd_in_capitals, as_parquet_in_capitals, as_shards_in_capitals_beside_a_readme],
 )  # fmt: skip
 def test_every_kind_of_source_gives_the_same_tokens(tmp_path, model, tokenizer, write):
     result = quiet([str(write(tmp_path))], tmp_path / "out" / "train", tokenizer=model)
@@ -587,6 +615,28 @@ def test_bad_files_are_named_with_the_place(tmp_path, model, name):
         quiet([str(tmp_path / name)], tmp_path / "x", tokenizer=model)
     assert name in str(raised.value)
     assert not list(tmp_path.glob("x*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "better"),
+    [("a.txt", ".jsonl"), ("a.jsonlines", ".jsonl"), ("a.txt.gz", ".jsonl.gz"), ("a.ZST", ".jsonl.ZST")],
+)
+def test_json_lines_are_no_plain_text(tmp_path, model, name, better):
+    pack = {".gz": gzip.compress, ".ZST": zstandard.compress}.get(Path(name).suffix, bytes)
+    path = tmp_path / name
+    for record in (GOOD, json.dumps({"text": "x" * 2 * CHUNK_BYTES}).encode()):
+        path.write_bytes(pack(lines(b"\xef\xbb\xbf", b" ", record, record)))
+        message = rf"{re.escape(name)}: its first line is a JSON object.*rename it to end in {re.escape(better)}, or"
+        with pytest.raises(ConfigError, match=message):
+            quiet([str(path)], tmp_path / "x", tokenizer=model)
+        assert not list(tmp_path.glob("x*"))
+
+
+@pytest.mark.parametrize("text", ["{\n  open\n}\n", "{x} and y", '["a"]\n', "12\n", '{"a": 1} is JSON'])
+def test_text_that_only_looks_like_json_is_text(tmp_path, model, tokenizer, text):
+    (tmp_path / "a.txt").write_text(text)
+    quiet([str(tmp_path / "a.txt")], tmp_path / "x", tokenizer=model)
+    assert documents(tmp_path / "x") == [[*tokenizer.encode(text), tokenizer.eos_id]]
 
 
 def test_an_error_in_a_worker_arrives_whole(tmp_path, model):

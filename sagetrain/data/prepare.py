@@ -86,8 +86,8 @@ def prepare(
     """Turn text into a token file at `output` (.bin, .idx, .json), with tokenizer.model in the same folder.
 
     Args:
-        sources: files (.jsonl, .parquet, text; .gz and .zst too), folders, Hugging Face datasets (hub name, or a folder
-            written by save_to_disk), or "python-stdlib". Read in this order.
+        sources: files (.jsonl or .ndjson, .parquet, text; .gz and .zst too), folders, Hugging Face datasets (hub name,
+            or a folder written by save_to_disk), or "python-stdlib". Read in this order.
         output: path of the token file without suffix, e.g. data/train.
         tokenizer: an existing SentencePiece model. Default: the tokenizer.model in the output's folder.
         vocab_size: train a new tokenizer of this size first.

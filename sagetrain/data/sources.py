@@ -29,7 +29,8 @@ CHUNK_BYTES = 1 << 19
 CHUNK_RECORDS = 4096
 _BLOCK = 1 << 18
 _HASHED_BYTES = 1 << 16
-_STRUCTURED = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
+_STRUCTURED = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".jsonl.zst", ".ndjson.zst",
+               ".json.zst", ".parquet")  # fmt: skip
 _STDLIB_LEFT_OUT = {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests",
                     "turtledemo"}  # fmt: skip
 
@@ -182,7 +183,7 @@ class Corpus:
             return [self._dataset(source, lambda: _load_saved(source, split), [source, split])]
         if path.is_dir():
             return [self._file(file) for file in self._files(path, glob)]
-        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not source.endswith((*_STRUCTURED, ".txt", ".gz", ".zst")):
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not _ends(source, *_STRUCTURED, ".txt", ".gz", ".zst"):
             identity = [source, config_name, split]
             return [self._dataset(source, lambda: _load_from_hub(source, config_name, split), identity)]
         raise ConfigError(f"{source}: no such file or folder, and not the name of a Hugging Face dataset")
@@ -198,7 +199,7 @@ class Corpus:
         )
         if not found:
             raise ConfigError(f"{folder}: no files{f' that match {glob!r}' if glob else ''}")
-        structured = [path for path in found if path.name.endswith(_STRUCTURED)]
+        structured = [path for path in found if _ends(path, *_STRUCTURED)]
         if glob or not structured or len(structured) == len(found):
             return found
         self.notes.append(
@@ -208,8 +209,8 @@ class Corpus:
         return structured
 
     def _file(self, path: Path) -> Input:
-        structured = path.name.endswith(_STRUCTURED)
-        if path.name.endswith(".parquet"):
+        structured = _ends(path, *_STRUCTURED)
+        if _ends(path, ".parquet"):
             read = lambda: _read_parquet(path, self.text_key)  # noqa: E731
         elif structured:
             read = lambda: _read_lines(path)  # noqa: E731
@@ -223,6 +224,11 @@ class Corpus:
         return Input(name, lambda: _read_dataset(name, load(), self.text_key), None, identity)
 
 
+def _ends(path: str | Path, *suffixes: str) -> bool:
+    """Whether a name ends so, in whatever case."""
+    return str(path).lower().endswith(suffixes)
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -230,10 +236,10 @@ def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
     """Decompressed blocks of a file, and how many bytes of it had been read. ConfigError if it cannot be read."""
     try:
         with open(path, "rb") as raw:
-            if path.name.endswith(".gz"):
+            if _ends(path, ".gz"):
                 file = gzip.GzipFile(fileobj=raw)
                 blocks: Iterable[bytes] = iter(lambda: file.read(_BLOCK), b"")
-            elif path.name.endswith(".zst"):
+            elif _ends(path, ".zst"):
                 blocks = _zstd_blocks(path, raw)
             else:
                 blocks = iter(lambda: raw.read(_BLOCK), b"")
@@ -295,9 +301,13 @@ def _read_text(path: Path) -> Iterator[Chunk]:
 
     Newlines are tokens of their own in our tokenizers, so the parts give the tokens that the whole would give.
     """
-    rest, split_key, pending = b"", None, None
+    rest, split_key, pending, started = b"", None, None, False
     for block, consumed in _blocks(path):
         rest += block
+        if not started and (beginning := rest.lstrip()):
+            started = True
+            if beginning.startswith(b"{"):
+                _refuse_json_lines(path)
         if len(rest) < CHUNK_BYTES:
             continue
         cut = rest.rfind(b"\n") + 1 or _character_boundary(rest)
@@ -313,6 +323,20 @@ def _read_text(path: Path) -> Iterator[Chunk]:
     if pending:
         yield pending
     yield Chunk(str(path), "file", 1, [rest], path.stat().st_size, split_key, pending is not None)
+
+
+def _refuse_json_lines(path: Path) -> None:
+    """ConfigError if the first line with text is a JSON object."""
+    line = next(line for line, _ in _lines(_blocks(path)) if line.strip())
+    try:
+        json.loads(line)
+    except ValueError:
+        return
+    suffix = ".jsonl" + (path.suffix if _ends(path, ".gz", ".zst") else "")
+    raise ConfigError(
+        f"{path}: its first line is a JSON object, and a file with this suffix would be one document of plain text: "
+        f"rename it to end in {suffix}, or leave it out with a glob"
+    )
 
 
 def _character_boundary(data: bytes) -> int:
