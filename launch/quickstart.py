@@ -7,6 +7,7 @@ with SIGTERM, and continue; then the model is evaluated and writes a few tokens.
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
@@ -114,6 +115,7 @@ def loss_table() -> Table:
 
 def main() -> None:
     """All of it."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sys.path.insert(0, str(ROOT))
     from sagetrain.config.load import load_config
 

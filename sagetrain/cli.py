@@ -1,10 +1,10 @@
 """The `sagetrain` command: the only place that reads the command line and turns errors into exit codes.
 
 Heavy imports sit inside the commands, so that `--help` and `plan` answer at once and without torch.
-Exit codes: 0 done (or stopped by a signal with a checkpoint), 2 a mistake in the configuration or the arguments,
-3 a checkpoint that cannot be written or used (a full disk, say), 4 training that cannot go on, 5 a hang: no progress
-for training.timeout_minutes (run_dir/stacks shows where each rank stood). The deepspeed launcher passes them on,
-torchrun makes each failure a 1.
+Exit codes: 0 done (or stopped by a signal with a checkpoint), 2 a mistake in the configuration or the arguments (a
+run_dir that cannot be used, say), 3 a checkpoint that cannot be written or used (a full disk, say), 4 training that
+cannot go on, 5 a hang: no progress for training.timeout_minutes (run_dir/stacks shows where each rank stood). The
+deepspeed launcher passes them on, torchrun makes each failure a 1.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def prepare(
             "or python-stdlib: the standard library's own sources."
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Token file to write, without suffix: data/train.")],
+    output: Annotated[  # no Path, which would drop the slash of a folder
+        str, typer.Option("--output", "-o", metavar="PATH", help="Token file to write, without suffix: data/train.")
+    ],
     tokenizer: Annotated[
         Path | None, typer.Option(help="SentencePiece model to use. Default: tokenizer.model beside the output.")
     ] = None,
@@ -99,7 +101,8 @@ def plan(
     gpu: Annotated[
         Gpu,
         typer.Option(
-            help="What memory and step time are predicted for: h200 is measured, the others are scaled by datasheet."
+            help="What memory and step time are predicted for: h200 is measured, h100 on one GPU; the others are "
+            "scaled by datasheet."
         ),
     ] = Gpu.h200,
     gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs that share NVLink; beyond is the network.")] = 8,
@@ -152,9 +155,10 @@ def train(
     """
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    with _Errors(rank):
+    with _Errors(rank) as errors:
         try:
             cfg, findings = _checked(config, overrides, world_size, show=rank == 0)
+            errors.run_dir = Path(cfg.training.run_dir)
             from sagetrain.train.trainer import Trainer
 
             trainer = Trainer(cfg, findings)
@@ -170,10 +174,12 @@ def train(
 @app.command("eval")
 def evaluate(
     run_dir: Annotated[Path, typer.Argument(help="Folder of a run (its training.run_dir).")],
-    num_sequences: Annotated[int | None, typer.Option(help="Held-out sequences. Default: the run's own.")] = None,
+    num_sequences: Annotated[
+        int | None, typer.Option(min=1, help="Held-out sequences. Default: the run's own.")
+    ] = None,
 ) -> None:
     """Loss and perplexity of a run's newest checkpoint on its held-out data."""
-    with _Errors():
+    with _Errors(run_dir=run_dir):
         from sagetrain import inference
 
         run = inference.load_run(run_dir, _warn)
@@ -192,14 +198,22 @@ def generate(
     run_dir: Annotated[Path, typer.Argument(help="Folder of a run (its training.run_dir).")],
     prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the likeliest token each time; else at least 1e-6.")
+    ] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")] = 50,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
 ) -> None:
     """Continue a text with a run's newest checkpoint."""
-    with _Errors():
+    with _Errors(run_dir=run_dir):
         from sagetrain import inference
 
+        if not (temperature == 0 or temperature >= 1e-6):  # logits over it would not be finite; nor is nan
+            raise ConfigError(f"--temperature {temperature}: neither 0 nor at least 1e-6; 0 takes the likeliest token")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the prompt {prompt!r} is not UTF-8 ({error.reason}); convert it") from error
         run = inference.load_run(run_dir, _warn)
         typer.echo(prompt, nl=False)
         for piece in inference.generate(run, prompt, max_tokens, temperature, top_k, seed):
@@ -231,19 +245,33 @@ class _Errors:
     that fails alone speaks for itself.
     """
 
-    def __init__(self, rank: int = 0):
-        self.rank = rank
+    def __init__(self, rank: int = 0, run_dir: Path | None = None):
+        self.rank, self.run_dir = rank, run_dir
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> _Errors:
+        return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        if self.run_dir and _is_unusable(self.run_dir, error):
+            error = ConfigError(
+                f"training.run_dir {self.run_dir} cannot be used: {error.filename}: {error.strerror}; "
+                "choose another folder, or free this one"
+            )
         code = None if error is None else _exit_code(error)
         if code is not None:
             if self.rank:
                 time.sleep(5 + 3 * int(os.environ.get("LOCAL_RANK", "0")))
             _warn(f"rank {self.rank}: error: {error}" if self.rank else f"error: {error}")
             _exit(code)
+
+
+def _is_unusable(run_dir: Path, error: BaseException | None) -> bool:
+    """Whether the error is that this folder, one above it or something in it cannot be made, read or written."""
+    numbers = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
+    if not (isinstance(error, OSError) and error.errno in numbers and isinstance(error.filename, str | os.PathLike)):
+        return False
+    folder, path = run_dir.absolute(), Path(error.filename).absolute()
+    return folder.is_relative_to(path) or path.is_relative_to(folder)
 
 
 def _exit_code(error: BaseException) -> int | None:
@@ -283,3 +311,7 @@ def _exit(code: int) -> NoReturn:
 def main() -> None:
     """Entry point of the console script and of launch/train.py."""
     app()
+
+
+if __name__ == "__main__":
+    main()
