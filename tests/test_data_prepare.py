@@ -680,6 +680,14 @@ def test_wrong_saved_datasets(tmp_path, model):
         (["a.txt"], {"tokenizer": "a.txt"}, "is not a SentencePiece model"),
         (["a.txt"], {"tokenizer": "none.model"}, r"tokenizer none\.model: No such file"),
         (["a.txt"], {"tokenizer": None, "vocab_size": 10_000}, "10,000 tokens cannot be trained"),
+        (["a.txt"], {"tokenizer": None, "vocab_size": 0}, "vocab_size 0 is below 260 .*: give a larger one"),
+        (["a.txt"], {"tokenizer": None, "vocab_size": -5}, "vocab_size -5 is below 260"),
+        (["a.txt"], {"tokenizer": None, "vocab_size": 259}, "vocab_size 259 is below 260"),
+        (["a.txt"], {"vocab_size": 0}, "vocab_size 0 is below 260"),
+        (["a.txt"], {"output": "out/"}, "output out/ is a folder: name the token file in it, e.g. -o out/train"),
+        (["a.txt"], {"output": "empty"}, "output empty is a folder: .* -o empty/train"),
+        (["a.txt"], {"output": Path("empty")}, "output empty is a folder: .* -o empty/train"),
+        (["a.txt"], {"output": "."}, r"output \. is a folder: .* -o train"),
         (["a.txt"], {"valid_fraction": 1.0}, r"valid_fraction 1\.0 is not in"),
         (["a.txt"], {"num_workers": 0}, "num_workers 0 is not positive"),
         (["a.txt"], {"output": "out/train.bin"}, r"without \.bin/\.idx"),
@@ -697,6 +705,20 @@ def test_wrong_arguments(tmp_path, monkeypatch, model, sources, options, message
     with pytest.raises(ConfigError, match=message):
         quiet(sources, arguments.pop("output"), **arguments)
     assert not list(tmp_path.glob("out/*.bin")) + list(tmp_path.glob("out/*.partial"))
+
+
+def test_the_smallest_vocabulary(tmp_path):
+    (tmp_path / "a.txt").write_text("aaaa")
+    assert quiet([str(tmp_path / "a.txt")], tmp_path / "x", vocab_size=260).vocab_size == 260
+
+
+def test_the_command_sees_that_the_output_is_a_folder(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    command = [sys.executable, "-c", "from sagetrain.cli import main; main()", "prepare", tmp_path / "a.txt"]
+    run = subprocess.run([*command, "-o", f"{tmp_path}/new/", "--vocab-size", "300"], capture_output=True, text=True)
+    assert run.returncode == 2
+    assert f"output {tmp_path}/new/ is a folder" in run.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_prepare_needs_no_torch():

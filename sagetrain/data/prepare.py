@@ -36,6 +36,7 @@ from sagetrain.data.token_file import (
 from sagetrain.data.tokenizer import TOKENIZER_NAME, Tokenizer, train_tokenizer
 
 _HASHED_BYTES = 1 << 16
+_MIN_VOCAB_SIZE = 256 + 3 + 1
 
 
 @dataclass
@@ -108,6 +109,8 @@ def prepare(
     from the same inputs, returns at once.
     """
     begin = time.perf_counter()
+    if os.fspath(output).endswith("/") or Path(output).is_dir():
+        raise ConfigError(f"output {output} is a folder: name the token file in it, e.g. -o {Path(output) / 'train'}")
     output = Path(output)
     _check_arguments(output, tokenizer, vocab_size, valid_fraction, num_workers)
     corpus = Corpus(sources, text_key, glob, dataset_config, dataset_split)
@@ -184,6 +187,11 @@ def _check_arguments(
 ) -> None:
     if output.suffix in (".bin", ".idx") or not output.name:
         raise ConfigError(f"output {output}: give a path without .bin/.idx, e.g. data/train")
+    if vocab_size is not None and vocab_size < _MIN_VOCAB_SIZE:
+        raise ConfigError(
+            f"vocab_size {vocab_size} is below {_MIN_VOCAB_SIZE} (256 bytes, 3 control tokens, one character): "
+            "give a larger one, e.g. 32000"
+        )
     if tokenizer and vocab_size:
         raise ConfigError("give either a tokenizer or a vocab_size to train one, not both")
     if not tokenizer and not vocab_size and not (output.parent / TOKENIZER_NAME).is_file():
