@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from prepare_inputs import TEXTS
 from sagetrain.data.prepare import prepare
+from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +25,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         say=lambda text: None,
     )
     return folder
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SentencePiece model file of 350 tokens, trained on prepare_inputs.TEXTS."""
+    path = tmp_path_factory.mktemp("tokenizer") / "my.model"
+    path.write_bytes(train_tokenizer(TEXTS, 350))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model: Path) -> Tokenizer:
+    return Tokenizer.load(model)

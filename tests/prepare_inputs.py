@@ -1,0 +1,40 @@
+"""Texts, and `prepare` on them, for the tests of preparation."""
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+
+from sagetrain.data.prepare import Prepared, prepare
+from sagetrain.data.token_file import TokenFile
+
+WORDS = ["the", "of", "and", "model", "token", "data", "12", "3.5", "naïve", "Zürich", "東京", "🙂", "def", "return"]
+
+
+def make_texts(count: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    join = [" ", "  ", "\n", "\n    "]
+    return [
+        f"{number}: " + "".join(rng.choice(WORDS) + rng.choice(join) for _ in range(rng.randrange(1, 60)))
+        for number in range(count)
+    ]
+
+
+TEXTS = make_texts(300)
+
+
+def write_jsonl(path: Path, texts: list, key: str = "text") -> Path:
+    path.write_text("".join(json.dumps({"id": n, key: text}) + "\n" for n, text in enumerate(texts)))
+    return path
+
+
+def documents(path: Path) -> list[list[int]]:
+    file = TokenFile(path)
+    file.validate(deep=True)
+    starts = [file.document_start(number) for number in range(file.num_documents)] + [file.num_tokens]
+    stream = file.tokens(0, file.num_tokens).tolist()
+    return [stream[a:b] for a, b in pairwise(starts)]
+
+
+def quiet(*args, **options) -> Prepared:
+    return prepare(*args, say=lambda text: None, **options)
