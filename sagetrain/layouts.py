@@ -71,7 +71,7 @@ def memory_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: H
 
 
 def propose(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> list[Layout]:
-    """The five fastest layouts for `world_size` ranks that fit memory and raise no finding in config/fit.py, best first.
+    """The five fastest layouts for `world_size` ranks that fit memory and raise no finding in config/fit.py, in order.
 
     Each differs from the others in more than the micro-batch. If tokens_per_step lets none run, they are raised to
     what the fewest tokens per step need (micro-batches of one sequence).
