@@ -48,8 +48,9 @@ def load_run(run_dir: Path, report) -> TrainedRun:
     reader = Reader(folder)
     state = reader.manifest["state"]
     cfg = load_config(folder / "config.yaml")
-    file = run_dir / TOKENIZER_NAME  # training leaves it there
-    tokenizer = Tokenizer.load(file if file.is_file() else find_tokenizer(cfg.data))
+    kept = run_dir / TOKENIZER_NAME  # by training
+    file = kept if kept.is_file() else find_tokenizer(cfg.data)
+    tokenizer = Tokenizer.load(file)
     trained_with = state["identity"]["tokenizer (SHA-256)"]
     if tokenizer.sha256 != trained_with:
         raise CheckpointError(

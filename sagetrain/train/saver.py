@@ -259,7 +259,7 @@ class Saver:
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
         self._sync(temporary / "manifest.json")
         self._sync(temporary)
-        if final.exists():  # without a manifest: all others have been set aside
+        if final.exists():  # and holds no manifest: a damaged checkpoint was set aside before this step came again
             remove(final)
         os.rename(temporary, final)
         latest = self._root / "latest.tmp"
