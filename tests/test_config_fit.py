@@ -69,6 +69,10 @@ CASES = [
         "grouped_query_heads", "error", "model.num_key_value_heads", "does not divide num_attention_heads 4", "one of 1, 2, 4",
     ),
     (
+        {"model": {"hidden_size": 258}}, 1,
+        "default_head_dim", "error", "model.hidden_size", "258: is not a multiple of num_attention_heads 4", "use 256 or 260, or give",
+    ),
+    (
         {"model": {"head_dim": 63}}, 1,
         "even_head_dim", "error", "model.head_dim", "63: is odd", "even head_dim",
     ),

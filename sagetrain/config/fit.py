@@ -127,7 +127,17 @@ def _model(cfg: RunConfig) -> Iterator[Finding]:
             "every key/value head serves equally many query heads",
             f"use one of {_divisors(model.num_attention_heads)}",
         )
-    if head_dim % 2:
+    rest = model.hidden_size % model.num_attention_heads
+    if rest and "head_dim" not in model.model_fields_set:
+        lower = model.hidden_size - rest
+        yield _error(
+            "default_head_dim",
+            "model.hidden_size",
+            model.hidden_size,
+            f"is not a multiple of num_attention_heads {model.num_attention_heads}, and no head_dim is given",
+            f"use {lower} or {lower + model.num_attention_heads}, or give model.head_dim",
+        )
+    elif head_dim % 2:
         yield _error(
             "even_head_dim",
             "model.head_dim",
