@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from sagetrain import inference
 from sagetrain.data.prepare import prepare
 from test_resume import BIN, finish, write_config
 
@@ -70,3 +72,28 @@ def test_a_tokenizer_that_was_replaced_is_refused(run: Path) -> None:
             assert "was trained with another tokenizer" in result.stderr and "put that file back" in result.stderr
     finally:
         tokenizer.write_bytes(kept)
+
+
+def test_what_was_trained_elsewhere_runs_on_sdpa(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose backend this machine does not have (flash, or sage in fp32 on a GPU)."""
+
+    def elsewhere(*_: object, **__: object) -> None:
+        raise ValueError("attention.backend flash needs a GPU")
+
+    monkeypatch.setattr(inference, "resolve_backend", elsewhere)
+    said: list[str] = []
+    loaded = inference.load_run(run, said.append)
+    assert said == ["attention.backend flash needs a GPU; sdpa is used here"]
+    assert loaded.model.backend == "sdpa" and math.isfinite(inference.evaluate(loaded, 1).loss)
+
+
+def test_no_token_is_sampled_that_the_tokenizer_does_not_have(run: Path) -> None:
+    """model.vocab_size may be larger than the tokenizer's."""
+    loaded = inference.load_run(run, print)
+    loaded.tokenizer.vocab_size = 3 + 256  # bytes alone
+    for options in ((5.0, 0), (5.0, 500), (0.0, 0)):
+        asked: list[int] = []
+        decode = loaded.tokenizer.decode
+        loaded.tokenizer.decode = lambda ids, asked=asked, decode=decode: (asked.extend(ids), decode(ids))[1]
+        list(inference.generate(loaded, "def ", 20, *options, seed=0))
+        assert asked and max(asked) < 259
