@@ -58,15 +58,14 @@ def load_run(run_dir: Path, report) -> TrainedRun:
             f"({tokenizer.sha256[:12]}); put that file back"
         )
     dtype = torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32
-    attention = cfg.attention
     try:
-        resolve_backend(attention, cfg.model, device=device, dtype=dtype)
-        other = attention.backend == "auto"  # which timed the training step; here any exact backend will do
+        backend, _ = resolve_backend(cfg.attention, cfg.model, device=device, dtype=dtype)
     except ValueError as error:  # trained on other hardware
         report(f"{error}; sdpa is used here")
-        other = True
-    if other:
-        attention = attention.model_copy(update={"backend": "sdpa"})
+        backend = "sdpa"
+    if backend == "auto":  # which timed the training step; here any exact backend will do
+        backend = "sdpa"
+    attention = cfg.attention.model_copy(update={"backend": backend})
     vocab_size = state["identity"]["vocab_size"]
     model = Transformer(
         cfg.model,

@@ -29,8 +29,8 @@ def check(
     vocab_size: of the tokenizer, when known. path, overrides: what `cfg` was loaded from; findings then name file and
     line. files: whether missing data files are errors (to train) or warnings (to plan on another machine).
     """
-    findings = [*fit(cfg, world_size, vocab_size), *guidance(cfg), *data_files(cfg, required=files)]
-    findings += data_repeats(cfg)
+    about_data = [*data_files(cfg, required=files), *data_repeats(cfg)]
+    findings = [*fit(cfg, world_size, vocab_size), *guidance(cfg), *about_data]
     if path is not None:
         places = locations(path, overrides)
         findings = [dataclasses.replace(finding, where=_place(finding.key, places, path)) for finding in findings]
@@ -73,7 +73,8 @@ def data_repeats(cfg: RunConfig) -> Iterator[Finding]:
 
 
 def _tokens(prefix: str) -> int:
-    """Tokens of a token file by its size, 0 if it is not readable: sagetrain.data reads it later, and says why."""
+    """Tokens of a token file by its size and its index's type code, 0 if that cannot be read: data.token_file.TokenFile
+    opens it before training and says why. (That needs numpy, which `sagetrain plan` does without.)"""
     try:
         with Path(f"{prefix}.idx").open("rb") as index:
             code = index.read(18)[17]
