@@ -28,15 +28,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.fit import padded_vocab_size
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.hardware import of_device
 from sagetrain.model.accounting import memory_per_rank
-from sagetrain.performance import predict
+from sagetrain.planning.performance import predict
 from sagetrain.train.engine import free_port
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.fit import padded_vocab_size
 from sagetrain.config.load import dump_config, load_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch

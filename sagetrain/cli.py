@@ -126,7 +126,7 @@ def plan(
 
     from rich.console import Console
 
-    from sagetrain.plan import show_key_reference, show_plan
+    from sagetrain.planning.plan import show_key_reference, show_plan
 
     with _Errors():
         if show_keys:
@@ -180,12 +180,13 @@ def evaluate(
 ) -> None:
     """Loss and perplexity of a run's newest checkpoint on its held-out data."""
     with _Errors(run_dir=run_dir):
-        from sagetrain import inference
+        from sagetrain.inference.evaluate import evaluate as loss_of
+        from sagetrain.inference.load import load_run
 
-        run = inference.load_run(run_dir, _warn)
+        run = load_run(run_dir, _warn)
         if not run.cfg.data.valid:
             raise ConfigError("data.valid is empty: the run has no held-out data to evaluate on")
-        result = inference.evaluate(run, num_sequences or run.cfg.evaluation.num_sequences)
+        result = loss_of(run, num_sequences or run.cfg.evaluation.num_sequences)
     typer.echo(f"step {run.step}, {run.tokens:,} tokens seen; {result.tokens:,} held-out tokens")
     typer.echo(f"validation loss   {result.loss:.4f} nats per token (perplexity {result.perplexity:.1f})")
     typer.echo(
@@ -206,7 +207,8 @@ def generate(
 ) -> None:
     """Continue a text with a run's newest checkpoint."""
     with _Errors(run_dir=run_dir):
-        from sagetrain import inference
+        from sagetrain.inference.generate import generate as text_after
+        from sagetrain.inference.load import load_run
 
         if not (temperature == 0 or temperature >= 1e-6):  # logits over it would not be finite; nor is nan
             raise ConfigError(f"--temperature {temperature}: neither 0 nor at least 1e-6; 0 takes the likeliest token")
@@ -214,9 +216,9 @@ def generate(
             prompt.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"the prompt {prompt!r} is not UTF-8 ({error.reason}); convert it") from error
-        run = inference.load_run(run_dir, _warn)
+        run = load_run(run_dir, _warn)
         typer.echo(prompt, nl=False)
-        for piece in inference.generate(run, prompt, max_tokens, temperature, top_k, seed):
+        for piece in text_after(run, prompt, max_tokens, temperature, top_k, seed):
             typer.echo(piece, nl=False)
     typer.echo()
 

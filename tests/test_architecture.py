@@ -73,6 +73,8 @@ MAY_IMPORT = {
     "model": {"model", "parallel", "config"},
     "data": {"data", "config"},
     "train": {"train", "model", "parallel", "data", "config", "hardware", "__version__"},
+    "inference": {"inference", "train", "model", "parallel", "data", "config"},
+    "planning": {"planning", "train", "model", "data", "config", "hardware"},
 }
 
 
@@ -83,18 +85,17 @@ def test_layers_import_downwards_only(package):
 
 
 def test_every_package_has_a_rule():
-    folders = {path.parent.name for path in below("sagetrain") if path.name == "__init__.py"}
-    assert folders == {"sagetrain", *MAY_IMPORT}
+    folders = {path.parent.name for path in (ROOT / "sagetrain").glob("*/__init__.py")}
+    assert folders == set(MAY_IMPORT)
 
 
 def test_config_and_planning_need_no_torch():
     light = {"yaml", "pydantic", "pydantic_core", "annotated_types", "sagetrain"}
     for path in below("sagetrain/config"):
         assert roots(imports(path)) <= STDLIB | light, name_of(path)
-    planning = ("plan", "hardware", "performance", "layouts", "model/accounting")
-    for name in (*planning, "data/tokenizer", "train/tokens_per_step", "train/lr_schedule"):
-        used = roots(imports(ROOT / f"sagetrain/{name}.py"))
-        assert used <= STDLIB | {"sagetrain", "rich", "sentencepiece"}, name
+    names = ("hardware", "model/accounting", "data/tokenizer", "train/tokens_per_step", "train/lr_schedule")
+    for path in [*below("sagetrain/planning"), *(ROOT / f"sagetrain/{name}.py" for name in names)]:
+        assert roots(imports(path)) <= STDLIB | {"sagetrain", "rich", "sentencepiece"}, name_of(path)
 
 
 def test_kernels_stand_alone():
@@ -120,19 +121,20 @@ def test_the_command_line_loads_nothing_heavy():
 
 
 def test_few_see_the_whole_configuration():
-    """Trainer, engine, and the roster that compares it between hosts; everything else gets its section. Tools that
-    look at a run from outside (plan, eval) are not part of it."""
+    """Trainer, engine, the run folder that keeps it, and the roster that compares it between hosts; everything else
+    gets its section. Tools that look at a run from outside (plan, eval) are not part of it."""
     whole = {name_of(path) for path in SOURCES if "sagetrain.config.schema.RunConfig" in imports(path)}
     inside = {path for path in whole if not path.startswith("sagetrain/config/")}
     assert inside <= {
         "sagetrain/train/trainer.py",
         "sagetrain/train/engine.py",
         "sagetrain/train/roster.py",
+        "sagetrain/train/run_folder.py",
         "sagetrain/model/accounting.py",
-        "sagetrain/inference.py",
-        "sagetrain/performance.py",
-        "sagetrain/layouts.py",
-        "sagetrain/plan.py",
+        "sagetrain/inference/load.py",
+        "sagetrain/planning/performance.py",
+        "sagetrain/planning/layouts.py",
+        "sagetrain/planning/plan.py",
         "launch/benchmark_layouts.py",
         "launch/benchmark_save.py",
     }

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from sagetrain import inference
 from sagetrain.data.prepare import prepare
+from sagetrain.inference import load
+from sagetrain.inference.evaluate import evaluate
+from sagetrain.inference.generate import generate
+from sagetrain.inference.load import load_run
 from test_resume import BIN, finish, write_config
 
 
@@ -80,20 +83,20 @@ def test_what_was_trained_elsewhere_runs_on_sdpa(run: Path, monkeypatch: pytest.
     def elsewhere(*_: object, **__: object) -> None:
         raise ValueError("attention.backend flash needs a GPU")
 
-    monkeypatch.setattr(inference, "resolve_backend", elsewhere)
+    monkeypatch.setattr(load, "resolve_backend", elsewhere)
     said: list[str] = []
-    loaded = inference.load_run(run, said.append)
+    loaded = load_run(run, said.append)
     assert said == ["attention.backend flash needs a GPU; sdpa is used here"]
-    assert loaded.model.backend == "sdpa" and math.isfinite(inference.evaluate(loaded, 1).loss)
+    assert loaded.model.backend == "sdpa" and math.isfinite(evaluate(loaded, 1).loss)
 
 
 def test_no_token_is_sampled_that_the_tokenizer_does_not_have(run: Path) -> None:
     """model.vocab_size may be larger than the tokenizer's."""
-    loaded = inference.load_run(run, print)
+    loaded = load_run(run, print)
     loaded.tokenizer.vocab_size = 3 + 256  # bytes alone
     for options in ((5.0, 0), (5.0, 500), (0.0, 0)):
         asked: list[int] = []
         decode = loaded.tokenizer.decode
         loaded.tokenizer.decode = lambda ids, asked=asked, decode=decode: (asked.extend(ids), decode(ids))[1]
-        list(inference.generate(loaded, "def ", 20, *options, seed=0))
+        list(generate(loaded, "def ", 20, *options, seed=0))
         assert asked and max(asked) < 259

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from distributed import run_distributed
 from sagetrain.config import ConfigError, RunConfig, load_config
-from sagetrain.config.fit import fit
+from sagetrain.config.rules import fit
 from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware
-from sagetrain.layouts import layout, memory_finding, overrides_to, propose, usable_memory
 from sagetrain.model.accounting import flops_per_token, overlaps, parameters_per_rank
 from sagetrain.model.transformer import Transformer
-from sagetrain.performance import OVERLAP, StepPrediction, calibrate, document_share, predict
+from sagetrain.planning.layouts import layout, memory_finding, overrides_to, propose, usable_memory
+from sagetrain.planning.performance import OVERLAP, StepPrediction, calibrate, document_share, predict
 from sagetrain.train.engine import Engine
 
 CONFIGS = Path(__file__).parent.parent / "configs"

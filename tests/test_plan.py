@@ -16,7 +16,7 @@ from rich.console import Console
 from sagetrain.config import ConfigError, dump_config, load_config
 from sagetrain.config.reference import keys, markdown
 from sagetrain.model.accounting import memory_per_rank, num_parameters
-from sagetrain.plan import ASSUMED_VOCAB_SIZE, show_key_reference, show_plan
+from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, show_key_reference, show_plan
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 # Each with a world size that it is made for, and its parameters with a vocabulary of 32,768 (2,048 for quickstart).
@@ -186,7 +186,7 @@ def test_a_broken_file_raises_all_its_problems():
 
 def test_it_needs_no_torch_and_little_time():
     code = (
-        "import sys, io; from rich.console import Console; from sagetrain.plan import show_plan\n"
+        "import sys, io; from rich.console import Console; from sagetrain.planning.plan import show_plan\n"
         f"show_plan({str(CONFIGS / '7b.yaml')!r}, [], 64, Console(file=io.StringIO()))\n"
         "print(sorted({'torch', 'deepspeed', 'triton', 'numpy', 'sagekernels'} & set(sys.modules)))"
     )

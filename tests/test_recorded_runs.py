@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from sagetrain.config import load_config
-from sagetrain.config.fit import padded_vocab_size
+from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.hardware import H200, HARDWARE
 from sagetrain.model.accounting import memory_per_rank
-from sagetrain.performance import predict
+from sagetrain.planning.performance import predict
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 NCCL = replace(H200, copy_bandwidth=0.0)

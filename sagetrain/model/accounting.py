@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sagetrain.config.fit import data_parallel_size, resolved_zero_stage, token_multiple
+from sagetrain.config.arithmetic import data_parallel_size, resolved_zero_stage, token_multiple
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
 
 # DeepSpeed's defaults for deepspeed.zero_optimization, in elements; the first also bounds what stage 1 flattens.

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sagetrain.config.fit import resolved_zero_stage
+from sagetrain.config.arithmetic import resolved_zero_stage
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.accounting import reduce_bucket_size

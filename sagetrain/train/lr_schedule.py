@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sagetrain.config.fit import decay_tokens
+from sagetrain.config.arithmetic import decay_tokens
 from sagetrain.config.schema import LrScheduleConfig, OptimizerConfig
 from sagetrain.train.tokens_per_step import Schedule
 

@@ -4,7 +4,7 @@ Progress is counted in tokens: a step taken at `tokens_seen` moves the run to `t
 run ends with the first step that reaches total_tokens. Nothing here depends on a step counter, so a resumed run, or
 one on another number of ranks, finds its place from the tokens alone.
 
-`multiple` is the number of tokens of one micro-step over all ranks (`sagetrain.config.fit.token_multiple`); every
+`multiple` is the number of tokens of one micro-step over all ranks (config/arithmetic.py, `token_multiple`); every
 result is a whole number of them, which is the gradient accumulation.
 """
 

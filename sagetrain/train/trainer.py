@@ -7,9 +7,7 @@ every decision that one rank could take differently (stop, damaged checkpoint, n
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
-import json
 import logging
 import os
 import signal
@@ -22,16 +20,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 
 from sagetrain import __version__
+from sagetrain.config.arithmetic import padded_vocab_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import ConfigError, Finding
-from sagetrain.config.fit import padded_vocab_size, resolved_zero_stage, token_multiple
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
-from sagetrain.data.tokenizer import TOKENIZER_NAME, Tokenizer, find_tokenizer
+from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import flops_per_token, num_parameters, overlaps
 from sagetrain.model.attention import choose_backend, resolve_backend
 from sagetrain.model.transformer import Transformer
@@ -44,6 +41,7 @@ from sagetrain.train.engine import Engine, StepResult, init_distributed
 from sagetrain.train.guard import Ledger, TrainingError, Watchdog, check_consumed
 from sagetrain.train.lr_schedule import learning_rate, reference_tokens_per_step
 from sagetrain.train.metrics import MetricsWriter, Throughput, memory_gib, peak_flops
+from sagetrain.train.run_folder import RunFolder, changed_settings, flat
 from sagetrain.train.saver import Saver
 from sagetrain.train.tokens_per_step import tokens_per_step
 
@@ -90,7 +88,7 @@ class Trainer:
 
     def __init__(self, cfg: RunConfig, findings: list[Finding]):
         self.cfg, self.findings = cfg, findings
-        self.run_dir = Path(cfg.training.run_dir)
+        self.folder = RunFolder(Path(cfg.training.run_dir))
         # Everything that can be wrong with files and settings comes before ranks begin to wait for each other.
         tokenizer = Tokenizer.load(find_tokenizer(cfg.data))
         self.vocab_size = cfg.model.vocab_size or tokenizer.vocab_size
@@ -98,7 +96,7 @@ class Trainer:
         self.stream = self._stream(cfg.data.train)
         valid = self._stream(cfg.data.valid) if cfg.data.valid else None
         # One rank reads all tokens, once in the life of a run: later starts have the fingerprint in the checkpoint.
-        first = os.environ.get("RANK", "0") == "0" and not self.checkpoints.exists()
+        first = os.environ.get("RANK", "0") == "0" and not self.folder.checkpoints.exists()
         for stream in filter(None, (self.stream, valid)):
             stream.validate(deep=first and stream.num_windows * cfg.data.seq_length < DEEP_CHECK_TOKENS)
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
@@ -111,7 +109,7 @@ class Trainer:
         roster.use_interface(cfg.training.network_interface)
         self.stop = StopSignal()
         patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
-        self.watchdog = Watchdog(self.run_dir / "stacks", rank, 60 * patience)
+        self.watchdog = Watchdog(self.folder.stacks, rank, 60 * patience)
         self.device = init_distributed(2 * patience)  # the watchdog comes first: it can say more than a collective
         parallel = cfg.parallel
         topology = Topology(dist.get_world_size(), parallel.tensor_parallel_size, parallel.context_parallel_size)
@@ -119,7 +117,9 @@ class Trainer:
         roster.check_in(cfg, topology, self.device, {**files, "data.valid": valid.fingerprint} if valid else files)
         self.groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
         self.main = dist.get_rank() == 0
-        self._lock = self._claim_run_dir()
+        if self.main:
+            self.folder.claim()
+            self.watchdog.forget()
         seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
         if self.backend == "auto":
             self.backend, self.backend_reason = self._choose_backend(), "auto: the fastest that was admitted"
@@ -129,9 +129,9 @@ class Trainer:
         self.engine = self._build_engine()
         self._resume()
         if self.main:  # `sagetrain generate` needs nothing but the run folder
-            write_atomic(self.run_dir / TOKENIZER_NAME, tokenizer.model)
+            write_atomic(self.folder.tokenizer, tokenizer.model)
         self.saver = Saver(
-            self.checkpoints,
+            self.folder.checkpoints,
             self.groups,
             cfg.checkpoint.keep_last,
             cfg.checkpoint.keep_every_tokens,
@@ -143,21 +143,6 @@ class Trainer:
         self.valid = self._loader(valid) if valid else None
 
     # -- construction --------------------------------------------------------------------------------------------
-
-    def _claim_run_dir(self):
-        """Lock the run folder for the life of this process: two runs in one folder would destroy each other."""
-        if not self.main:
-            return None
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (self.run_dir / ".lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise CheckpointError(
-                f"training.run_dir {self.run_dir} is in use by another run; wait for it or choose another folder"
-            ) from error
-        self.watchdog.forget()
-        return lock
 
     def _choose_backend(self) -> str:
         """Rank 0 times and all ranks take its choice: layers of one model must not differ."""
@@ -174,7 +159,7 @@ class Trainer:
                 packed=self.cfg.data.document_attention,
                 device=self.device,
                 dtype=self.dtype,
-                cache=self.run_dir / "attention.json",
+                cache=self.folder.attention,
                 say=self._say,
             )
         dist.broadcast_object_list(chosen, src=0, device=self.device)
@@ -231,10 +216,6 @@ class Trainer:
 
     # -- resume and save -----------------------------------------------------------------------------------------
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.run_dir / "checkpoints"
-
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that continues it."""
         return {
@@ -248,17 +229,17 @@ class Trainer:
         }
 
     def _resume(self) -> None:
-        folder, damaged = checkpoint.newest_whole(self.checkpoints, self._warn)
+        folder, damaged = checkpoint.newest_whole(self.folder.checkpoints, self._warn)
         if folder is None:
             return
         if self.cfg.checkpoint.resume == "never":
             raise CheckpointError(
-                f"{self.run_dir} holds checkpoint {folder.name} and checkpoint.resume is never; "
+                f"{self.folder.path} holds checkpoint {folder.name} and checkpoint.resume is never; "
                 "set it to auto to continue, or choose another training.run_dir"
             )
         reader = Reader(folder)
         state = reader.manifest["state"]
-        theirs, ours = _flat(state["identity"]), _flat(self._identity())
+        theirs, ours = flat(state["identity"]), flat(self._identity())
         changed = [f"{k}: checkpoint {theirs.get(k)!r}, this run {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]]
         if changed:
             raise CheckpointError(
@@ -276,7 +257,7 @@ class Trainer:
             for bad in damaged:
                 checkpoint.set_aside(bad)
             self._say(f"resumed from {folder.name} ({self.state.tokens:,} tokens seen)")
-            for line in _config_changes((folder / "config.yaml").read_text(), dump_config(self.cfg)):
+            for line in changed_settings((folder / "config.yaml").read_text(), dump_config(self.cfg)):
                 self._say(f"changed since that checkpoint: {line}")
 
     def _shards(self):
@@ -327,12 +308,15 @@ class Trainer:
 
     def _train(self) -> bool:
         cfg, state, total = self.cfg, self.state, self.cfg.training.total_tokens
-        self._write_run_files()
+        if self.main:
+            self.folder.describe(cfg, self.engine.config, self.findings)
         every_eval = cfg.evaluation.every_tokens or max(1, total // 10)
         every_save = cfg.checkpoint.every_tokens or max(1, total // 10)
         self._saved_step, self._waited = state.step, False
         self.metrics = (
-            MetricsWriter(self.run_dir, state.step, state.tokens, total, cfg.logging.tensorboard) if self.main else None
+            MetricsWriter(self.folder.path, state.step, state.tokens, total, cfg.logging.tensorboard)
+            if self.main
+            else None
         )
         self.clock = Throughput()
         first, stopped, trained = state.step, False, state.tokens < total
@@ -426,22 +410,7 @@ class Trainer:
             self.metrics.write(self.state.step, self.state.tokens, {"valid/loss": loss})
             self._say(f"step {self.state.step}: validation loss {loss:.4f}")
 
-    # -- run folder and messages ---------------------------------------------------------------------------------
-
-    def _write_run_files(self) -> None:
-        """The resolved configuration, the generated DeepSpeed dict and the guidance findings, for people to read."""
-        if not self.main:
-            return
-        for name, text in {
-            "config.yaml": dump_config(self.cfg),
-            "deepspeed.json": json.dumps(self.engine.config, indent=2) + "\n",
-            "findings.json": json.dumps([asdict(finding) for finding in self.findings], indent=2) + "\n",
-        }.items():
-            path = self.run_dir / name
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(text)
-            temporary.chmod(0o444)
-            os.replace(temporary, path)
+    # -- messages ----------------------------------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
         metrics = getattr(self, "metrics", None)
@@ -458,17 +427,3 @@ class Trainer:
 def _crossed(before: int, after: int, every: int) -> bool:
     """Whether a multiple of `every` lies in (before, after]."""
     return before // every != after // every
-
-
-def _config_changes(old_text: str, new_text: str) -> list[str]:
-    """Lines `key: old -> new` for every setting that differs between two dumped configurations."""
-    old, new = _flat(yaml.safe_load(old_text)), _flat(yaml.safe_load(new_text))
-    return [
-        f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in sorted({*old, *new}) if old.get(key) != new.get(key)
-    ]
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(tree, dict):
-        return {k: v for key, sub in tree.items() for k, v in _flat(sub, f"{prefix}{key}.").items()}
-    return {prefix[:-1]: tree}

@@ -9,17 +9,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sagetrain.config.arithmetic import data_parallel_size, decay_tokens, padded_vocab_size, token_multiple
 from sagetrain.config.check import check
 from sagetrain.config.errors import Finding
-from sagetrain.config.fit import data_parallel_size, decay_tokens, padded_vocab_size, token_multiple
 from sagetrain.config.load import load_config
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.tokenizer import known_vocab_size
 from sagetrain.hardware import H200, Hardware
-from sagetrain.layouts import Layout, layout, memory_finding, overrides_to, propose, usable_memory
 from sagetrain.model.accounting import flops_per_token, memory_per_rank, num_parameters, save_host_bytes
-from sagetrain.performance import StepPrediction, calibrate
+from sagetrain.planning.layouts import Layout, layout, memory_finding, overrides_to, propose, usable_memory
+from sagetrain.planning.performance import StepPrediction, calibrate
 from sagetrain.train.lr_schedule import learning_rate, reference_tokens_per_step
 from sagetrain.train.tokens_per_step import ScheduleStage, stages
 

@@ -14,8 +14,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from sagetrain.config.arithmetic import data_parallel_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.fit import data_parallel_size, resolved_zero_stage, token_multiple
 from sagetrain.config.schema import RunConfig
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import (
@@ -142,7 +142,7 @@ class StepPrediction:
 def predict(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> StepPrediction:
     """One step at the largest tokens per step of the schedule; `vocab_size` is padded.
 
-    `cfg` must fit `world_size` (config/fit.py). Backends `auto` and `reference` are priced as sdpa.
+    `cfg` must fit `world_size` (config/rules). Backends `auto` and `reference` are priced as sdpa.
     """
     rank = _Rank(cfg, world_size, vocab_size, hardware)
     tokens = max(cfg.tokens_per_step.named_tokens.values())

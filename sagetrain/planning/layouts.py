@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sagetrain.config.arithmetic import data_parallel_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import Finding
-from sagetrain.config.fit import data_parallel_size, fit, resolved_zero_stage, token_multiple
+from sagetrain.config.rules import fit
 from sagetrain.config.schema import RunConfig
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import memory_per_rank
-from sagetrain.performance import StepPrediction, predict
+from sagetrain.planning.performance import StepPrediction, predict
 
 RESERVED_BYTES = 3 * 2**30
 """Of a GPU's memory: CUDA's context and NCCL's buffers, which the estimate leaves out."""
@@ -71,7 +72,7 @@ def memory_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: H
 
 
 def propose(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> list[Layout]:
-    """The five fastest layouts for `world_size` ranks that fit memory and raise no finding in config/fit.py, in order.
+    """The five fastest layouts for `world_size` ranks that fit memory and raise no finding in config/rules, in order.
 
     Each differs from the others in more than the micro-batch. If tokens_per_step lets none run, they are raised to
     what the fewest tokens per step need (micro-batches of one sequence).
@@ -114,7 +115,7 @@ def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
 
 
 def _candidates(cfg: RunConfig, world_size: int) -> Iterator[RunConfig]:
-    """Every combination worth a look; which of them can run is for config/fit.py to say."""
+    """Every combination worth a look; which of them can run is for config/rules to say."""
     heads = cfg.model.num_key_value_heads
     splits = [size for size in range(1, heads + 1) if heads % size == 0 and world_size % size == 0]
     stages = (1, 2, 3) if cfg.training.dtype == "bf16" else (0, 1, 2, 3)

@@ -6,9 +6,11 @@ import re
 import pytest
 
 from sagetrain.config import Finding, RunConfig
-from sagetrain.config.check import check, data_repeats
-from sagetrain.config.fit import fit, padded_vocab_size, token_multiple
+from sagetrain.config.arithmetic import padded_vocab_size, token_multiple
+from sagetrain.config.check import check
 from sagetrain.config.load import load_config
+from sagetrain.config.rules import fit
+from sagetrain.config.rules.data import repeats
 from sagetrain.train.engine import deepspeed_config
 
 
@@ -234,7 +236,8 @@ CASES = [
 
 @pytest.mark.parametrize(("sections", "world_size", "rule", "level", "key", "says", "fix"), CASES)
 def test_findings(sections, world_size, rule, level, key, says, fix):
-    finding = only([f for f in fit(run_config(**sections), world_size) if (f.rule, f.key) == (rule, key)])
+    found = check(run_config(**sections), world_size, files=False)
+    finding = only([f for f in found if (f.rule, f.key) == (rule, key)])
     assert finding.level == level
     assert says in str(finding)
     assert fix in finding.fix
@@ -338,8 +341,8 @@ def test_check_puts_errors_first_and_names_file_and_line(tmp_path):
         "run.yaml:8",
         "run.yaml:3",
         "run.yaml:2",
-        "run.yaml:10",
         "override parallel.sequence_parallel=true",
+        "run.yaml:10",
     ]
     assert str(findings[0]).startswith(f"{path}:8: tokens_per_step.tokens = 65000: is not a multiple of")
 
@@ -397,6 +400,6 @@ def test_passes_over_the_data_are_told(tmp_path, total: int, level: str | None, 
         (tmp_path / f"{name}.bin").write_bytes(bytes(2 * tokens))
         (tmp_path / f"{name}.idx").write_bytes(index)
     data = {"train": [{"path": f"{tmp_path}/few", "weight": 1}, {"path": f"{tmp_path}/many", "weight": 3}]}
-    found = list(data_repeats(run_config(data=data, training={"total_tokens": total})))
+    found = list(repeats(run_config(data=data, training={"total_tokens": total})))
     assert [(f.level, f.key) for f in found] == ([(level, "data.train.0.path")] if level else [])
     assert not level or f"holds 25 tokens, which training.total_tokens passes over {passes} times" in found[0].message

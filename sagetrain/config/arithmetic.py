@@ -1,0 +1,35 @@
+"""The arithmetic that everything else agrees on, in one place: ranks, tokens of a micro-step, padded vocabulary.
+
+tokens per step = micro_batch_size x seq_length x data-parallel ranks x accumulation.
+"""
+
+from __future__ import annotations
+
+from sagetrain.config.schema import LrScheduleConfig, RunConfig
+
+VOCAB_MULTIPLE = 128
+
+
+def padded_vocab_size(vocab_size: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up to a multiple of 128, for matmuls and tensor parallelism."""
+    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def data_parallel_size(cfg: RunConfig, world_size: int) -> int:
+    """Ranks, or groups of tensor- and context-parallel ranks, that work on sequences of their own."""
+    return world_size // (cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size)
+
+
+def token_multiple(cfg: RunConfig, data_parallel_size: int) -> int:
+    """Tokens of one micro-step over all ranks. Tokens per step are a whole number of them: the accumulation."""
+    return cfg.data.micro_batch_size * cfg.data.seq_length * data_parallel_size
+
+
+def resolved_zero_stage(cfg: RunConfig) -> int:
+    """ZeRO stage that really runs: bf16 at stage 0 runs as stage 1."""
+    return 1 if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0 else cfg.parallel.zero_stage
+
+
+def decay_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:
+    """Tokens of the final decay of wsd: as configured, else a tenth of the run."""
+    return lr_schedule.decay_tokens or max(1, total_tokens // 10)

@@ -1,0 +1,20 @@
+"""Which configurations run on how many ranks: the rules, room by room, each a generator of findings."""
+
+from __future__ import annotations
+
+from sagetrain.config.errors import Finding
+from sagetrain.config.rules import engine, layout, model, schedule
+from sagetrain.config.schema import RunConfig
+
+
+def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[Finding]:
+    """What cannot run on `world_size` ranks (errors), and settings without effect (warnings).
+
+    vocab_size: of the tokenizer, when it is known.
+    """
+    return [
+        *model.findings(cfg),
+        *layout.findings(cfg, world_size, vocab_size),
+        *schedule.findings(cfg, world_size),
+        *engine.findings(cfg),
+    ]

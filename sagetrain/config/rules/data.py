@@ -1,0 +1,78 @@
+"""The token files and the tokenizer that a run reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from sagetrain.config.errors import Finding
+from sagetrain.config.rules.findings import no_effect, warning
+from sagetrain.config.schema import RunConfig
+
+
+def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
+    """Files that are not there (errors if they are `required`, else warnings), read more than once, or held out of
+    nothing."""
+    yield from _files(cfg, required)
+    yield from repeats(cfg)
+    if cfg.evaluation.every_tokens is not None and not cfg.data.valid:
+        yield no_effect("evaluation.every_tokens", cfg.evaluation.every_tokens, "no data.valid to evaluate on")
+    shared = sorted({source.path for source in cfg.data.train} & {source.path for source in cfg.data.valid})
+    if shared:
+        yield warning(
+            "held_out_data",
+            "data.valid",
+            shared[0],
+            "is also a training source: its loss will look better than on unseen text",
+            "evaluate on data that is not trained on",
+        )
+
+
+def _files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
+    """Token files and tokenizer that do not exist; errors if they are required, else warnings."""
+    sources = [
+        (f"data.{name}.{i}.path", source.path)
+        for name in ("train", "valid")
+        for i, source in enumerate(getattr(cfg.data, name))
+    ]
+    for key, prefix in sources:
+        missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
+        if missing:
+            fix = "write it with `sagetrain prepare`; the path goes without .bin and .idx"
+            yield _missing(required, key, prefix, f"no {' and no '.join(missing)}", fix)
+    if not Path(cfg.data.tokenizer_path).is_file():
+        fix = "name the tokenizer.model that `sagetrain prepare` wrote"
+        message = "no such file" if cfg.data.tokenizer else f"no {cfg.data.tokenizer_path}"
+        yield _missing(required, "data.tokenizer", cfg.data.tokenizer, message, fix)
+
+
+def repeats(cfg: RunConfig) -> Iterator[Finding]:
+    """Training sources that the run reads more than once; a warning past four passes, up to which repeated text is
+    nearly as good as new (arXiv 2305.16264)."""
+    weights = sum(source.weight for source in cfg.data.train)
+    for i, source in enumerate(cfg.data.train):
+        held, read = _tokens(source.path), cfg.training.total_tokens * source.weight / weights
+        if held and read > held:
+            yield Finding(
+                "data_repeats",
+                "info" if read <= 4 * held else "warning",
+                f"data.train.{i}.path",
+                source.path,
+                f"holds {held:,} tokens, which training.total_tokens passes over {read / held:.1f} times",
+                "more text, or fewer tokens; up to about four passes are nearly as good as new text",
+            )
+
+
+def _tokens(prefix: str) -> int:
+    """Tokens of a token file by its size and its index's type code, 0 if that cannot be read: data.token_file.TokenFile
+    opens it before training and says why. (That needs numpy, which `sagetrain plan` does without.)"""
+    try:
+        with Path(f"{prefix}.idx").open("rb") as index:
+            code = index.read(18)[17]
+        return Path(f"{prefix}.bin").stat().st_size // {3: 2, 4: 4, 5: 8, 8: 2}[code]
+    except (OSError, IndexError, KeyError):
+        return 0
+
+
+def _missing(required: bool, key: str, value: str | None, message: str, fix: str) -> Finding:
+    return Finding("data_files", "error" if required else "warning", key, value, message, fix)

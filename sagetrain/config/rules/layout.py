@@ -1,0 +1,85 @@
+"""How a model spreads over ranks: equal shares, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sagetrain.config.arithmetic import VOCAB_MULTIPLE, padded_vocab_size
+from sagetrain.config.errors import Finding
+from sagetrain.config.rules.findings import divisors, error, neighbours, no_effect
+from sagetrain.config.schema import RunConfig
+
+
+def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterator[Finding]:
+    """What the tensor- and context-parallel sizes have to divide. vocab_size: of the tokenizer, when it is known."""
+    tensor, context = cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size
+    both = f"parallel.tensor_parallel_size {tensor}" + (f" x context_parallel_size {context}" if context > 1 else "")
+    if world_size % tensor:
+        yield error(
+            "world_size",
+            "parallel.tensor_parallel_size",
+            tensor,
+            f"does not divide the {world_size} ranks of this launch",
+            f"use one of {divisors(world_size)}, or start a multiple of {tensor} ranks",
+        )
+    elif world_size % (tensor * context):
+        yield error(
+            "world_size",
+            "parallel.context_parallel_size",
+            context,
+            f"times tensor_parallel_size {tensor} does not divide the {world_size} ranks of this launch",
+            f"use one of {divisors(world_size // tensor)}, or start a multiple of {tensor * context} ranks",
+        )
+    for name, by_context in (("num_attention_heads", True), ("num_key_value_heads", True), ("ffn_hidden_size", False)):
+        value = getattr(cfg.model, name)
+        if value % tensor:
+            yield error(
+                "tensor_parallel_split",
+                f"model.{name}",
+                value,
+                f"is not a multiple of parallel.tensor_parallel_size {tensor}: every rank holds an equal share",
+                f"use {neighbours(value, tensor)}, or another tensor_parallel_size",
+            )
+        elif by_context and value % (tensor * context):
+            sizes = divisors(value // tensor)
+            yield error(
+                "context_parallel_split",
+                f"model.{name}",
+                value,
+                f"is not a multiple of {both}: in attention every rank works on an equal share of the heads",
+                f"use {neighbours(value, tensor * context)}, or a context_parallel_size of {sizes}",
+            )
+    length, slices = cfg.data.seq_length, context * (tensor if cfg.parallel.sequence_parallel else 1)
+    if length % slices:
+        rule, over = "context_parallel_split", f"parallel.context_parallel_size {context}"
+        if length % context == 0:
+            rule, over = "sequence_parallel_split", f"{both}, over which sequence_parallel spreads it"
+        yield error(
+            rule,
+            "data.seq_length",
+            length,
+            f"is not a multiple of {over}: every rank holds an equal slice",
+            f"use {neighbours(length, slices)}, or change the parallel section",
+        )
+    known = cfg.model.vocab_size
+    if vocab_size and known and known < vocab_size:
+        yield error(
+            "vocab_size",
+            "model.vocab_size",
+            known,
+            f"is less than the {vocab_size} tokens of the tokenizer",
+            f"use {vocab_size} or more, or leave it out",
+        )
+    vocab_size = known or vocab_size
+    if vocab_size and padded_vocab_size(vocab_size) % tensor:
+        yield error(
+            "tensor_parallel_vocab",
+            "parallel.tensor_parallel_size",
+            tensor,
+            f"does not divide the padded vocabulary {padded_vocab_size(vocab_size)}",
+            f"use a divisor of {VOCAB_MULTIPLE}, which always does",
+        )
+    if cfg.parallel.sequence_parallel and tensor == 1:
+        yield no_effect("parallel.sequence_parallel", True, "tensor_parallel_size 1")
+    if cfg.parallel.tensor_parallel_overlap == "on" and tensor == 1:
+        yield no_effect("parallel.tensor_parallel_overlap", "on", "tensor_parallel_size 1")

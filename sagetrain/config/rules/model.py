@@ -1,0 +1,69 @@
+"""Shapes that no model can have, and attention that cannot run on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sagetrain.config.errors import Finding
+from sagetrain.config.rules.findings import divisors, error, no_effect
+from sagetrain.config.schema import RunConfig
+
+
+def findings(cfg: RunConfig) -> Iterator[Finding]:
+    """Head arithmetic, and what each attention backend takes."""
+    model, head_dim = cfg.model, cfg.model.head_dim
+    if model.num_attention_heads % model.num_key_value_heads:
+        yield error(
+            "grouped_query_heads",
+            "model.num_key_value_heads",
+            model.num_key_value_heads,
+            f"does not divide num_attention_heads {model.num_attention_heads}: "
+            "every key/value head serves equally many query heads",
+            f"use one of {divisors(model.num_attention_heads)}",
+        )
+    rest = model.hidden_size % model.num_attention_heads
+    if rest and "head_dim" not in model.model_fields_set:
+        lower = model.hidden_size - rest
+        yield error(
+            "default_head_dim",
+            "model.hidden_size",
+            model.hidden_size,
+            f"is not a multiple of num_attention_heads {model.num_attention_heads}, and no head_dim is given",
+            f"use {lower} or {lower + model.num_attention_heads}, or give model.head_dim",
+        )
+    elif head_dim % 2:
+        yield error(
+            "even_head_dim",
+            "model.head_dim",
+            head_dim,
+            "is odd: the rotary embedding turns pairs",
+            "use an even head_dim; by default it is hidden_size / num_attention_heads",
+        )
+    limits = {"sage": (16, 256), "flash": (8, 256)}.get(cfg.attention.backend)
+    if limits and not limits[0] <= head_dim <= limits[1]:
+        yield error(
+            "head_dim_of_backend",
+            "model.head_dim",
+            head_dim,
+            f"attention.backend {cfg.attention.backend} takes {limits[0]} to {limits[1]}",
+            "change the number of heads or head_dim, or use attention.backend sdpa",
+        )
+    if cfg.training.dtype == "fp32" and cfg.attention.backend == "flash":
+        yield error(
+            "flash_needs_16_bits",
+            "attention.backend",
+            "flash",
+            "flash-attn takes bf16 only, training.dtype is fp32",
+            "use training.dtype bf16, or attention.backend sdpa",
+        )
+    if cfg.training.dtype == "fp32" and cfg.attention.backend == "sage":
+        yield Finding(
+            "sage_in_fp32",
+            "info",
+            "training.dtype",
+            "fp32",
+            "sage takes fp32 on a machine without a GPU only, where its torch twin runs; its kernels take bf16",
+            "use training.dtype bf16, or attention.backend sdpa, on a GPU",
+        )
+    if cfg.attention.smooth_q and cfg.attention.backend not in ("sage", "auto"):
+        yield no_effect("attention.smooth_q", True, f"backend {cfg.attention.backend}, which does not quantize")

@@ -1,0 +1,113 @@
+"""What changes while a run goes on: tokens per step and learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sagetrain.config.arithmetic import data_parallel_size, decay_tokens, token_multiple
+from sagetrain.config.errors import Finding
+from sagetrain.config.rules.findings import error, neighbours, no_effect, warning
+from sagetrain.config.schema import RampTokens, RunConfig, StagedTokens
+
+
+def findings(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
+    """Steps of whole micro-steps, stages in order, a warm-up that ends."""
+    yield from _tokens_per_step(cfg, world_size)
+    yield from _lr_schedule(cfg)
+
+
+def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
+    schedule, total = cfg.tokens_per_step, cfg.training.total_tokens
+    if world_size % (cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size) == 0:
+        ranks = data_parallel_size(cfg, world_size)
+        multiple = token_multiple(cfg, ranks)
+        for key, tokens in schedule.named_tokens.items():
+            if tokens % multiple:
+                yield error(
+                    "whole_micro_steps",
+                    key,
+                    tokens,
+                    f"is not a multiple of micro_batch_size {cfg.data.micro_batch_size} x seq_length "
+                    f"{cfg.data.seq_length} x {ranks} data-parallel ranks = {multiple}",
+                    f"use {neighbours(tokens, multiple)}, or another micro_batch_size",
+                )
+    if isinstance(schedule, StagedTokens):
+        starts = [stage.from_tokens for stage in schedule.stages]
+        if starts[0] != 0:
+            yield error(
+                "first_stage",
+                "tokens_per_step.stages.0.from_tokens",
+                starts[0],
+                "the first stage must begin at 0",
+                "set it to 0",
+            )
+        for i in range(1, len(starts)):
+            if starts[i] <= starts[i - 1]:
+                yield error(
+                    "stages_in_order",
+                    f"tokens_per_step.stages.{i}.from_tokens",
+                    starts[i],
+                    f"is not after the stage before it, which begins at {starts[i - 1]}",
+                    "list the stages in increasing order of from_tokens",
+                )
+            elif starts[i] >= total:
+                yield warning(
+                    "stage_never_reached",
+                    f"tokens_per_step.stages.{i}.from_tokens",
+                    starts[i],
+                    f"the run ends before, at training.total_tokens {total}",
+                    "begin the stage earlier, drop it, or train longer",
+                )
+    if isinstance(schedule, RampTokens) and schedule.ramp_tokens > total:
+        yield warning(
+            "ramp_never_ends",
+            "tokens_per_step.ramp_tokens",
+            schedule.ramp_tokens,
+            f"the run ends before, at training.total_tokens {total}: {schedule.end} tokens per step are never reached",
+            "shorten the ramp or train longer",
+        )
+    first = next(iter(schedule.named_tokens.values()))
+    if total < first:
+        yield error(
+            "total_tokens",
+            "training.total_tokens",
+            total,
+            f"is less than the first optimizer step of {first} tokens",
+            "train longer, or begin with fewer tokens per step",
+        )
+
+
+def _lr_schedule(cfg: RunConfig) -> Iterator[Finding]:
+    schedule, total = cfg.lr_schedule, cfg.training.total_tokens
+    decay = decay_tokens(schedule, total)
+    if schedule.warmup_tokens >= total:
+        yield error(
+            "warmup_before_end",
+            "lr_schedule.warmup_tokens",
+            schedule.warmup_tokens,
+            f"is not less than training.total_tokens {total}: the peak would never be reached",
+            "shorten the warm-up or train longer",
+        )
+    elif schedule.shape == "wsd" and schedule.warmup_tokens + decay > total:
+        it = "it" if schedule.decay_tokens else f"the default of {decay}"
+        yield error(
+            "decay_after_warmup",
+            "lr_schedule.decay_tokens",
+            schedule.decay_tokens,
+            f"with a warm-up of {schedule.warmup_tokens} {it} is more than training.total_tokens {total}",
+            f"use at most {total - schedule.warmup_tokens}, or shorten the warm-up",
+        )
+    if schedule.min_lr > cfg.optimizer.lr:
+        yield error(
+            "min_lr",
+            "lr_schedule.min_lr",
+            schedule.min_lr,
+            f"is above the peak, optimizer.lr {cfg.optimizer.lr}",
+            "use a smaller min_lr",
+        )
+    if schedule.decay_tokens is not None and schedule.shape != "wsd":
+        yield no_effect("lr_schedule.decay_tokens", schedule.decay_tokens, f"shape {schedule.shape}; only wsd uses it")
+    if schedule.min_lr and schedule.shape == "constant":
+        yield no_effect("lr_schedule.min_lr", schedule.min_lr, "shape constant, which does not decay")
+    if schedule.reference_tokens_per_step is not None and schedule.batch_rule == "none":
+        yield no_effect("lr_schedule.reference_tokens_per_step", schedule.reference_tokens_per_step, "batch_rule none")

@@ -1,0 +1,1 @@
+"""What a trained run is used for: held-out loss and text."""

@@ -1,0 +1,44 @@
+"""Text from what a run has trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from sagetrain.inference.load import TrainedRun
+
+
+@torch.no_grad()
+def generate(run: TrainedRun, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[str]:
+    """Continue `prompt`, yielding the text piece by piece until `max_tokens` or the end-of-document token.
+
+    temperature 0 takes the likeliest token; top_k 0 samples from all. The whole context is recomputed for every
+    token: right for a look at a model, not for serving it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = run.tokenizer.encode(prompt)
+    if not tokens:
+        tokens = [run.tokenizer.eos_id]  # what precedes every document in the token file
+    start = shown = len(tokens)
+    said, known = "", min(run.vocab_size, run.tokenizer.vocab_size)
+    for _ in range(max_tokens):
+        context = torch.tensor([tokens[-run.cfg.data.seq_length :]], device=run.device)
+        logits = run.model(context)[0, -1, :known].float().cpu()
+        if temperature > 0:
+            logits /= temperature
+            if top_k:
+                logits[logits < logits.topk(min(top_k, known)).values[-1]] = -math.inf
+            token = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+        else:
+            token = int(logits.argmax())
+        if token == run.tokenizer.eos_id:
+            break
+        tokens.append(token)
+        text = run.tokenizer.decode(tokens[start:])
+        if not text.endswith("�"):  # a character may span several byte tokens
+            yield text[len(said) :]
+            said, shown = text, len(tokens)
+    if shown < len(tokens):
+        yield run.tokenizer.decode(tokens[start:])[len(said) :]

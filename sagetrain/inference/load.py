@@ -1,0 +1,77 @@
+"""A run's checkpoint as a model, in one process, on a GPU or without one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sagetrain.config.arithmetic import padded_vocab_size
+from sagetrain.config.load import load_config
+from sagetrain.config.schema import RunConfig
+from sagetrain.data.tokenizer import TOKENIZER_NAME, Tokenizer, find_tokenizer
+from sagetrain.model.attention import resolve_backend
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.train import checkpoint
+from sagetrain.train.checkpoint import CheckpointError, Reader
+
+
+@dataclass
+class TrainedRun:
+    """A model with the weights of a checkpoint, and what it was trained with."""
+
+    cfg: RunConfig
+    model: Transformer
+    tokenizer: Tokenizer
+    vocab_size: int
+    step: int
+    tokens: int
+    device: torch.device
+
+
+def load_run(run_dir: Path, report) -> TrainedRun:
+    """The newest whole checkpoint of a run folder as a model. Damaged checkpoints passed over go to `report`.
+
+    Raises CheckpointError if there is none.
+    """
+    folder, _ = checkpoint.newest_whole(run_dir / "checkpoints", report)
+    if folder is None:
+        raise CheckpointError(f"{run_dir} has no checkpoint; train it first: sagetrain train --config ...")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    groups = ParallelGroups.single()
+    reader = Reader(folder)
+    state = reader.manifest["state"]
+    cfg = load_config(folder / "config.yaml")
+    kept = run_dir / TOKENIZER_NAME  # by training
+    file = kept if kept.is_file() else find_tokenizer(cfg.data)
+    tokenizer = Tokenizer.load(file)
+    trained_with = state["identity"]["tokenizer (SHA-256)"]
+    if tokenizer.sha256 != trained_with:
+        raise CheckpointError(
+            f"{folder} was trained with another tokenizer (SHA-256 {trained_with[:12]}) than {file} "
+            f"({tokenizer.sha256[:12]}); put that file back"
+        )
+    dtype = torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32
+    try:
+        backend, _ = resolve_backend(cfg.attention, cfg.model, device=device, dtype=dtype)
+    except ValueError as error:  # trained on other hardware
+        report(f"{error}; sdpa is used here")
+        backend = "sdpa"
+    if backend == "auto":  # which timed the training step; here any exact backend will do
+        backend = "sdpa"
+    attention = cfg.attention.model_copy(update={"backend": backend})
+    vocab_size = state["identity"]["vocab_size"]
+    model = Transformer(
+        cfg.model,
+        attention,
+        vocab_size=padded_vocab_size(vocab_size),
+        groups=groups,
+        seed=cfg.training.seed,
+        dtype=dtype,
+        device=device,
+    )
+    checkpoint.load_weights(reader, model, groups)
+    model.eval()
+    return TrainedRun(cfg, model, tokenizer, vocab_size, state["step"], state["tokens"], device)

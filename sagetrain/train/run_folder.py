@@ -1,0 +1,77 @@
+"""The folder of a run: what it is called inside, who may write there, and what it says for people to read.
+
+Checkpoints are checkpoint.py's, metrics metrics.py's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from sagetrain.config.errors import Finding
+from sagetrain.config.load import dump_config
+from sagetrain.config.schema import TOKENIZER_NAME, RunConfig
+from sagetrain.train.checkpoint import CheckpointError
+
+
+class RunFolder:
+    """training.run_dir."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.stacks = path / "stacks"
+        """Where each rank stood when the run hung."""
+        self.tokenizer = path / TOKENIZER_NAME
+        self.attention = path / "attention.json"
+        """What attention.backend auto chose."""
+        self._lock: IO[str] | None = None
+
+    def claim(self) -> None:
+        """Make the folder and lock it for the life of this process: two runs in one folder would destroy each other.
+
+        Raises:
+            CheckpointError: another run has it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CheckpointError(
+                f"training.run_dir {self.path} is in use by another run; wait for it or choose another folder"
+            ) from error
+
+    def describe(self, cfg: RunConfig, deepspeed: dict, findings: list[Finding]) -> None:
+        """Write the resolved configuration, the generated DeepSpeed dict and the findings, read-only."""
+        for name, text in {
+            "config.yaml": dump_config(cfg),
+            "deepspeed.json": json.dumps(deepspeed, indent=2) + "\n",
+            "findings.json": json.dumps([asdict(finding) for finding in findings], indent=2) + "\n",
+        }.items():
+            path = self.path / name
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(text)
+            temporary.chmod(0o444)
+            os.replace(temporary, path)
+
+
+def changed_settings(old_text: str, new_text: str) -> list[str]:
+    """Lines `key: old -> new` for every setting that differs between two dumped configurations."""
+    old, new = flat(yaml.safe_load(old_text)), flat(yaml.safe_load(new_text))
+    return [
+        f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in sorted({*old, *new}) if old.get(key) != new.get(key)
+    ]
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, by dotted key."""
+    if isinstance(tree, dict):
+        return {k: v for key, sub in tree.items() for k, v in flat(sub, f"{prefix}{key}.").items()}
+    return {prefix[:-1]: tree}
