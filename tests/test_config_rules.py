@@ -212,6 +212,10 @@ CASES = [
         "no_effect", "warning", "attention.smooth_q", "has no effect with backend sdpa", "remove it",
     ),
     (
+        {"data": {"document_attention": False}}, 1,
+        "positions_across_documents", "error", "data.document_positions", "restart at every document, while attention crosses", "set data.document_positions: false",
+    ),
+    (
         {"data": {"valid": [{"path": "x"}]}}, 1,
         "held_out_data", "warning", "data.valid", '"x": is also a training source', "not trained on",
     ),
@@ -232,6 +236,12 @@ CASES = [
         "deepspeed_unknown", "warning", "deepspeed.qwertz", "DeepSpeed ignores misspelt ones", "documentation",
     ),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("attention", "positions"), [(True, True), (True, False), (False, False)])
+def test_documents_may_share_positions_but_not_the_other_way_round(attention, positions):
+    cfg = run_config(data={"document_attention": attention, "document_positions": positions})
+    assert check(cfg, 1, files=False) == check(run_config(), 1, files=False)
 
 
 @pytest.mark.parametrize(("sections", "world_size", "rule", "level", "key", "says", "fix"), CASES)

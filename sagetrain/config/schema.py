@@ -128,7 +128,7 @@ class DataConfig(Section):
     document_attention: bool = True
     """Attention does not cross document boundaries inside a packed sequence."""
     document_positions: bool = True
-    """Rotary positions restart at every document boundary."""
+    """Rotary positions restart at every document boundary. Needs document_attention."""
     num_workers: NonNegativeInt = 1
     """Threads that prepare batches ahead of the step; 0 prepares them in the training thread."""
 

@@ -1,4 +1,4 @@
-"""The token files and the tokenizer that a run reads."""
+"""The token files and the tokenizer that a run reads, and how documents share a sequence."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import no_effect, warning
+from sagetrain.config.rules.findings import error, no_effect, warning
 from sagetrain.config.schema import RunConfig
 
 
 def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     """Files that are not there (errors if they are `required`, else warnings), read more than once, or held out of
-    nothing."""
+    nothing; documents that attend to each other from positions of their own."""
     yield from _files(cfg, required)
     yield from repeats(cfg)
+    if cfg.data.document_positions and not cfg.data.document_attention:
+        yield error(
+            "positions_across_documents",
+            "data.document_positions",
+            True,
+            "positions restart at every document, while attention crosses documents (data.document_attention false): "
+            "tokens of different documents would stand at the same positions",
+            "set data.document_positions: false, or data.document_attention: true",
+        )
     if cfg.evaluation.every_tokens is not None and not cfg.data.valid:
         yield no_effect("evaluation.every_tokens", cfg.evaluation.every_tokens, "no data.valid to evaluate on")
     shared = sorted({source.path for source in cfg.data.train} & {source.path for source in cfg.data.valid})
