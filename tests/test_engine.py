@@ -15,9 +15,9 @@ from sagetrain.train import engine as engine_module
 ACCUMULATIONS = [1, 4, 3, 4, 8, 4, 1, 2]
 
 
-def plain_batch(value: float) -> Batch:
+def plain_batch(value: float, weight: int = 1) -> Batch:
     tokens = torch.full((1, 4), value)
-    return Batch(tokens=tokens, labels=tokens, positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
+    return Batch(tokens, tokens, positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[], weight=weight)
 
 
 class Linear(nn.Module):
@@ -54,6 +54,9 @@ def exact_sgd(stage: int, dtype_name: str) -> list[tuple[int, float, float]]:
                 weight = shard.tensors["weight"][0].item()
                 seen.append((accumulation, weight - before, asked))
                 before = weight
+    weighted = [[(1.0, 2), (3.0, 1)], [(5.0, 1), (7.0, 0)]][groups.dp_rank]
+    mean = engine.evaluate([plain_batch(value, weight) for value, weight in weighted])
+    assert mean == pytest.approx(2.5 * engine.evaluate([plain_batch(1.0)]))
     return seen
 
 

@@ -189,24 +189,31 @@ def test_step_of_a_wrong_size(stream):
             loader.step_batches(0, tokens)
 
 
-def test_evaluation_is_the_same_for_every_seed_and_layout(source):
-    def ids(seed, dp_size, micro_batch_size, count):
-        stream = SampleStream([source], S, seed)
-        return sorted(
-            tuple(row)
-            for rank in range(dp_size)
-            for batch in Loader(stream, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro_batch_size).eval_batches(
-                count
-            )
-            for row in batch.tokens.tolist()
-        )
+@pytest.mark.parametrize(("dp_size", "micro_batch_size"), [(1, 1), (2, 3), (4, 2), (1, 8), (8, 5)])
+@pytest.mark.parametrize("count", [1, 3, 24, 104, 10**6])
+def test_evaluation_takes_exactly_the_sequences_asked_for(source, dp_size, micro_batch_size, count):
+    """The same ones in every layout and for every seed; each counts once; the ranks stay in step."""
 
-    reference = ids(0, 1, 1, 24)
-    assert len(set(reference)) == 24
-    assert ids(5, 2, 3, 24) == ids(6, 4, 2, 24) == reference
-    assert len(ids(0, 2, 4, 23)) == 16
-    assert len(ids(0, 2, 4, 3)) == 8
-    assert len(ids(0, 1, 8, 10**6)) == (5000 - 1) // S // 8 * 8
+    def loaders(seed, dp_size, micro_batch_size):
+        stream = SampleStream([source], S, seed)
+        return [Loader(stream, dp_rank=r, dp_size=dp_size, micro_batch_size=micro_batch_size) for r in range(dp_size)]
+
+    there = min(count, (5000 - 1) // S)
+    (reference,) = loaders(0, 1, 1)
+    expected = {i: batch.tokens[0].tolist() for i, batch in enumerate(reference.eval_batches(count))}
+    assert len({tuple(tokens) for tokens in expected.values()}) == there
+
+    counted = []
+    ranks = [list(loader.eval_batches(count)) for loader in loaders(5, dp_size, micro_batch_size)]
+    assert len({len(batches) for batches in ranks}) == 1
+    for batch in (batch for batches in ranks for batch in batches):
+        assert batch.tokens.shape == (micro_batch_size, S)
+        assert [expected[i] for i in batch.sample_ids] == batch.tokens.tolist()
+        different = sorted(set(batch.sample_ids))
+        assert batch.weight == len(different) or (batch.weight == 0 and len(different) == 1)
+        counted += different if batch.weight else []
+    assert sorted(counted) == list(range(there))
+    assert reference.eval_size(count) == there
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +57,9 @@ class Batch:
     """At least the tokens of the longest document: a power of two, or S. None with cu_seqlens None."""
     sample_ids: list[int]
     """Global indices of the sequences."""
+    weight: int = 1
+    """Sequences that the mean loss stands for in an evaluation: B, and at its end 1 (the batch is one sequence, B
+    times) or 0 (it only keeps this rank in step with the others)."""
 
     def inputs(self, device: torch.device, cp_rank: int = 0, cp_size: int = 1) -> dict[str, Any]:
         """Arguments of Transformer.forward on `device`: all tokens, or slice `cp_rank` of `cp_size` of each sequence.
@@ -190,6 +193,7 @@ class Loader:
     ):
         """`num_workers` threads work ahead, by twice as many batches; 0 prepares a batch when it is asked for."""
         self.stream = stream
+        self._dp_rank, self._dp_size = dp_rank, dp_size
         self._first = dp_rank * micro_batch_size
         self._stride = dp_size * micro_batch_size
         self._micro_batch_size = micro_batch_size
@@ -212,15 +216,25 @@ class Loader:
         ahead = self._keys(after, next_tokens_per_step) if next_tokens_per_step else range(0)
         return self._batches(keys, ahead)
 
+    def eval_size(self, num_sequences: int) -> int:
+        """Sequences that eval_batches evaluates on: as many as are asked for, or all that the sources hold."""
+        return min(num_sequences, self.stream.num_windows)
+
     def eval_batches(self, num_sequences: int) -> Iterator[Batch]:
         """Micro-batches of this rank over a fixed choice of sequences: the same ones each time and for every seed.
 
-        At most as many as the sources hold, and a multiple of micro_batch_size x dp_size: the next lower one, or one.
+        Over all ranks they are exactly eval_size(num_sequences), equally many batches on each rank. The mean loss is
+        sum(weight x loss) / sum(weight). What does not fill a micro-batch on every rank is dealt out one by one, each
+        sequence B times in a batch: no new shapes to compile for, and no losses to mask.
         """
-        count = min(num_sequences, self.stream.num_windows)
-        count = max(count // self._stride, 1) * self._stride
-        for key in range(self._first, count, self._stride):
-            yield self._batch(key, _EVALUATION_SEED)
+        count = self.eval_size(num_sequences)
+        filled = count // self._stride * self._stride
+        for key in range(self._first, filled, self._stride):
+            yield self._batch(range(key, key + self._micro_batch_size), _EVALUATION_SEED)
+        for first in range(filled, count, self._dp_size):
+            mine = first + self._dp_rank
+            ids = [mine if mine < count else first] * self._micro_batch_size
+            yield self._batch(ids, _EVALUATION_SEED, weight=int(mine < count))
 
     def close(self) -> None:
         """Stop the threads; the loader is of no use afterwards."""
@@ -241,14 +255,14 @@ class Loader:
     def _batches(self, keys: range, next_keys: range) -> Iterator[Batch]:
         if self._pool is None:
             for key in keys:
-                yield self._batch(key)
+                yield self._step_batch(key)
             return
         due = [*keys, *next_keys[: self._ahead]]
         self._discard(set(due))
         for number, key in enumerate(keys):
             for later in due[number : number + 1 + self._ahead]:
                 if later not in self._pending:
-                    self._pending[later] = self._pool.submit(self._batch, later)
+                    self._pending[later] = self._pool.submit(self._step_batch, later)
             yield self._pending.pop(key).result()
 
     def _discard(self, keep: set[int]) -> None:
@@ -256,9 +270,12 @@ class Loader:
         for key in self._pending.keys() - keep:
             self._pending.pop(key).cancel()
 
-    def _batch(self, key: int, seed: int | None = None) -> Batch:
-        ids = list(range(key, key + self._micro_batch_size))
-        samples = [self.stream.sample(index, seed) for index in ids]
+    def _step_batch(self, key: int) -> Batch:
+        return self._batch(range(key, key + self._micro_batch_size))
+
+    def _batch(self, ids: Sequence[int], seed: int | None = None, weight: int | None = None) -> Batch:
+        read = {index: self.stream.sample(index, seed) for index in ids}
+        samples = [read[index] for index in ids]
         rows = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
         seq_length = self.stream.seq_length
         starts = [
@@ -274,7 +291,9 @@ class Loader:
             padded[: len(bounds)] = bounds
             cu_seqlens = torch.from_numpy(padded)
             max_seqlen = min(_power_of_two(int(np.diff(bounds).max())), seq_length)
-        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), positions, cu_seqlens, max_seqlen, ids)
+        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        weight = len(ids) if weight is None else weight
+        return Batch(tokens, labels, positions, cu_seqlens, max_seqlen, list(ids), weight)
 
 
 # -- order and mix -----------------------------------------------------------------------------------------------------

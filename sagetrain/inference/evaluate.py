@@ -32,9 +32,10 @@ def evaluate(run: TrainedRun, num_sequences: int) -> Evaluation:
     data = run.cfg.data
     stream = SampleStream.configured(data, data.valid, run.cfg.training.seed, run.vocab_size, run.tokenizer.sha256)
     loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=data.micro_batch_size, num_workers=0)
-    total, batches, counts = 0.0, 0, np.zeros(run.vocab_size, np.int64)
+    total, sequences, counts = 0.0, 0, np.zeros(run.vocab_size, np.int64)
     for batch in loader.eval_batches(num_sequences):
-        total, batches = total + run.model(**batch.inputs(run.device)).item(), batches + 1
-        counts += np.bincount(batch.labels.flatten().numpy(), minlength=run.vocab_size)
+        total += batch.weight * run.model(**batch.inputs(run.device)).item()
+        sequences += batch.weight
+        counts += np.bincount(batch.labels[: batch.weight].flatten().numpy(), minlength=run.vocab_size)
     shares = counts[counts > 0] / counts.sum()
-    return Evaluation(total / batches, float(-(shares * np.log(shares)).sum()), int(counts.sum()))
+    return Evaluation(total / sequences, float(-(shares * np.log(shares)).sum()), int(counts.sum()))

@@ -207,11 +207,11 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss over all ranks' micro-batches (which must be equally many on every rank)."""
+        """Mean loss over all ranks' micro-batches by their weights (equally many batches on every rank)."""
         self._ds.eval()
         total = torch.zeros(2, device=self.device, dtype=torch.float64)
         for batch in batches:
-            total += torch.stack([self.forward(batch).double(), torch.ones_like(total[0])])
+            total += batch.weight * torch.stack([self.forward(batch).double(), torch.ones_like(total[0])])
         dist.all_reduce(total)
         return (total[0] / total[1]).item()
 
