@@ -200,6 +200,14 @@ CASES = [
         "no_effect", "warning", "lr_schedule.reference_tokens_per_step", "has no effect with batch_rule none", "remove it",
     ),
     (
+        {"lr_schedule": {"batch_rule": "sqrt"}, "tokens_per_step": staged((0, 8192), (10**6, 65536))}, 1,
+        "batch_rule_reference", "error", "lr_schedule.reference_tokens_per_step", "null: batch_rule sqrt needs it", "8192 if optimizer.lr is meant for the first steps",
+    ),
+    (
+        {"lr_schedule": {"batch_rule": "linear"}, "tokens_per_step": ramp(8192, 65536, 10**6)}, 1,
+        "batch_rule_reference", "error", "lr_schedule.reference_tokens_per_step", "made adding a stage change the learning rates before it", "goes on exactly as before with the largest of its schedule, 65536",
+    ),
+    (
         {"parallel": {"sequence_parallel": True}}, 1,
         "no_effect", "warning", "parallel.sequence_parallel", "has no effect with tensor_parallel_size 1", "remove it",
     ),

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sagetrain.config.schema import ConstantTokens, LrScheduleConfig, OptimizerConfig, RampTokens
-from sagetrain.train.lr_schedule import curve, learning_rate, reference_tokens_per_step
+from sagetrain.config.schema import ConstantTokens, LrScheduleConfig, OptimizerConfig, RampTokens, Stage, StagedTokens
+from sagetrain.train.lr_schedule import curve, learning_rate
 from sagetrain.train.tokens_per_step import stages, tokens_per_step
 
 TOTAL = 1000
@@ -38,43 +38,49 @@ def test_wsd_decays_over_the_last_tenth_by_default():
 
 
 def test_without_warmup_the_first_step_has_nearly_the_peak():
-    assert learning_rate(OPTIMIZER, LrScheduleConfig(shape="linear"), 0, 10, TOTAL, 10) == 2.0 * (1 - 5 / TOTAL)
+    assert learning_rate(OPTIMIZER, LrScheduleConfig(shape="linear"), 0, 10, TOTAL) == 2.0 * (1 - 5 / TOTAL)
 
 
 def test_a_step_takes_the_value_at_the_middle_of_its_tokens():
     config = LrScheduleConfig(shape="linear", warmup_tokens=100)
-    assert learning_rate(OPTIMIZER, config, 0, 100, TOTAL, 100) == 1.0
-    assert learning_rate(OPTIMIZER, config, 900, 100, TOTAL, 100) == pytest.approx(2.0 * 50 / 900)
+    assert learning_rate(OPTIMIZER, config, 0, 100, TOTAL) == 1.0
+    assert learning_rate(OPTIMIZER, config, 900, 100, TOTAL) == pytest.approx(2.0 * 50 / 900)
 
 
 def test_the_last_step_counts_up_to_the_end_of_the_run_only():
     """So that a last step that passes the end still has a learning rate when min_lr is 0."""
     config = LrScheduleConfig(shape="linear")
-    assert learning_rate(OPTIMIZER, config, 900, 400, TOTAL, 400) == pytest.approx(2.0 * 50 / 1000)
+    assert learning_rate(OPTIMIZER, config, 900, 400, TOTAL) == pytest.approx(2.0 * 50 / 1000)
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 0.5), ("linear", 0.25)])
 def test_batch_rule(rule, factor):
-    config = LrScheduleConfig(shape="constant", batch_rule=rule)
-    assert learning_rate(OPTIMIZER, config, 500, 64, TOTAL, 64) == 2.0
-    assert learning_rate(OPTIMIZER, config, 500, 16, TOTAL, 64) == pytest.approx(2.0 * factor)
-    assert learning_rate(OPTIMIZER, config, 500, 256, TOTAL, 64) == pytest.approx(2.0 / factor)
+    config = LrScheduleConfig(shape="constant", batch_rule=rule, reference_tokens_per_step=64)
+    assert learning_rate(OPTIMIZER, config, 500, 64, TOTAL) == 2.0
+    assert learning_rate(OPTIMIZER, config, 500, 16, TOTAL) == pytest.approx(2.0 * factor)
+    assert learning_rate(OPTIMIZER, config, 500, 256, TOTAL) == pytest.approx(2.0 / factor)
 
 
-def test_the_reference_is_the_largest_of_the_schedule_unless_named():
-    down = RampTokens(schedule="ramp", start=64, end=16, ramp_tokens=500)
-    assert reference_tokens_per_step(LrScheduleConfig(), down) == 64
-    assert reference_tokens_per_step(LrScheduleConfig(), ConstantTokens(schedule="constant", tokens=7)) == 7
-    assert reference_tokens_per_step(LrScheduleConfig(reference_tokens_per_step=32), down) == 32
+def test_a_stage_added_later_changes_no_earlier_learning_rate():
+    cfg = LrScheduleConfig(shape="constant", batch_rule="sqrt", reference_tokens_per_step=64)
+    stages = [Stage(from_tokens=0, tokens=16), Stage(from_tokens=250, tokens=64), Stage(from_tokens=500, tokens=128)]
+    for some in (stages[:2], stages):
+        schedule = StagedTokens(schedule="stages", stages=some)
+        rates = [
+            learning_rate(OPTIMIZER, cfg, seen, tokens_per_step(schedule, seen, 1), TOTAL) for seen in (0, 200, 300)
+        ]
+        assert rates == [1.0, 1.0, 2.0]
 
 
 def test_continuity_across_a_change_of_tokens_per_step():
     """With rule none the change leaves no jump; with sqrt and linear the jump is exactly the rule's factor."""
     before, after, at, total = 1000, 4000, 500_000, 1_000_000
     for rule, jump in (("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)):
-        config = LrScheduleConfig(shape="cosine", warmup_tokens=10_000, batch_rule=rule)
-        first = learning_rate(OPTIMIZER, config, at - before // 2, before, total, after)
-        second = learning_rate(OPTIMIZER, config, at - after // 2, after, total, after)
+        config = LrScheduleConfig(
+            shape="cosine", warmup_tokens=10_000, batch_rule=rule, reference_tokens_per_step=after
+        )
+        first = learning_rate(OPTIMIZER, config, at - before // 2, before, total)
+        second = learning_rate(OPTIMIZER, config, at - after // 2, after, total)
         assert second / first == pytest.approx(jump, rel=1e-12)
 
 
@@ -112,7 +118,7 @@ def test_a_ramp_of_tokens_per_step_keeps_the_area_under_the_curve(shape):
         seen, result = 0, 0.0
         while seen < total:
             tokens = tokens_per_step(plan, seen, multiple)
-            result += min(tokens, total - seen) * learning_rate(OPTIMIZER, config, seen, tokens, total, tokens)
+            result += min(tokens, total - seen) * learning_rate(OPTIMIZER, config, seen, tokens, total)
             seen += tokens
         return result
 

@@ -163,8 +163,8 @@ def test_a_long_ramp_is_shown_by_its_ends():
     ("override", "line"),
     [
         ("lr_schedule.shape=wsd", "wsd, peak 3e-05, warm-up over 1,966,080,000 tokens (7,500 steps), decay from token 70,778,880,000"),
-        ("lr_schedule={shape: constant, batch_rule: sqrt}", "constant, peak 3e-05, times (tokens per step / 262,144)^0.5"),
-        ("lr_schedule={shape: linear, batch_rule: linear, warmup_tokens: 1}", "times (tokens per step / 262,144)"),
+        ("lr_schedule={shape: constant, batch_rule: sqrt, reference_tokens_per_step: 131_072}", "constant, peak 3e-05, times (tokens per step / 131,072)^0.5"),
+        ("lr_schedule={shape: linear, batch_rule: linear, warmup_tokens: 1, reference_tokens_per_step: 262_144}", "times (tokens per step / 262,144)"),
         ("data.valid=[]", "evaluation none: data.valid is empty"),
     ],
 )  # fmt: skip

@@ -223,7 +223,7 @@ class LrScheduleConfig(Section):
     batch_rule: Literal["none", "sqrt", "linear"] = "none"
     """What a change of tokens per step does to the learning rate: none, or times (tokens / reference)^0.5 or ^1."""
     reference_tokens_per_step: PositiveInt | None = None
-    """Tokens per step at which optimizer.lr holds unscaled. Default: the largest of the schedule."""
+    """Tokens per step at which optimizer.lr holds unscaled. Required unless batch_rule is none."""
 
 
 class TrainingConfig(Section):

@@ -20,7 +20,7 @@ from sagetrain.hardware import H200, Hardware
 from sagetrain.model.accounting import flops_per_token, memory_per_rank, num_parameters, save_host_bytes
 from sagetrain.planning.layouts import Layout, layout, memory_finding, overrides_to, propose, usable_memory
 from sagetrain.planning.performance import StepPrediction, calibrate
-from sagetrain.train.lr_schedule import learning_rate, reference_tokens_per_step
+from sagetrain.train.lr_schedule import learning_rate
 from sagetrain.train.tokens_per_step import ScheduleStage, stages
 
 ASSUMED_VOCAB_SIZE = 32_768
@@ -215,8 +215,8 @@ def _lr_text(cfg: RunConfig, rows: list[ScheduleStage]) -> str:
         parts.append(f"decay from token {total - decay_tokens(schedule, total):,}")
     if schedule.shape != "constant":
         parts.append(f"down to {schedule.min_lr:g} at {total:,} tokens")
-    if schedule.batch_rule != "none":
-        reference = reference_tokens_per_step(schedule, cfg.tokens_per_step)
+    reference = schedule.reference_tokens_per_step
+    if schedule.batch_rule != "none" and reference:
         parts.append(f"times (tokens per step / {reference:,}){'^0.5' if schedule.batch_rule == 'sqrt' else ''}")
     return ", ".join(parts)
 
@@ -323,9 +323,7 @@ def _multiple(cfg: RunConfig, world_size: int) -> int:
 
 
 def _lr(cfg: RunConfig, tokens_seen: int, tokens_per_step: int) -> float:
-    reference = reference_tokens_per_step(cfg.lr_schedule, cfg.tokens_per_step)
-    total = cfg.training.total_tokens
-    return learning_rate(cfg.optimizer, cfg.lr_schedule, tokens_seen, tokens_per_step, total, reference)
+    return learning_rate(cfg.optimizer, cfg.lr_schedule, tokens_seen, tokens_per_step, cfg.training.total_tokens)
 
 
 def _size(size: int) -> str:

@@ -6,7 +6,6 @@ import math
 
 from sagetrain.config.arithmetic import decay_tokens
 from sagetrain.config.schema import LrScheduleConfig, OptimizerConfig
-from sagetrain.train.tokens_per_step import Schedule
 
 _BATCH_RULE_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
@@ -17,16 +16,17 @@ def learning_rate(
     tokens_seen: int,
     tokens_per_step: int,
     total_tokens: int,
-    reference: int,
 ) -> float:
     """Learning rate of the step that takes the run from `tokens_seen` to `tokens_seen + tokens_per_step`.
 
     The curve is read at the middle of the step's tokens: neither the first step (warm-up from 0) nor the last one
     (decay to 0) is wasted, and changing the tokens per step leaves the area under the curve, learning rate x tokens,
-    as it was. batch_rule then multiplies by (tokens_per_step / reference) ** 0, 0.5 or 1.
+    as it was. batch_rule then multiplies by (tokens_per_step / reference_tokens_per_step) ** 0, 0.5 or 1; without a
+    reference, which config/rules does not let train, by 1.
     """
     middle = (tokens_seen + min(tokens_seen + tokens_per_step, total_tokens)) / 2  # the last step may pass the end
     value = curve(optimizer.lr, lr_schedule, middle, total_tokens)
+    reference = lr_schedule.reference_tokens_per_step or tokens_per_step
     return value * (tokens_per_step / reference) ** _BATCH_RULE_POWER[lr_schedule.batch_rule]
 
 
@@ -45,8 +45,3 @@ def curve(peak: float, lr_schedule: LrScheduleConfig, tokens: float, total_token
     progress = min(1.0, max(0.0, (tokens - start) / max(1, total_tokens - start)))
     remaining = (1 + math.cos(math.pi * progress)) / 2 if lr_schedule.shape == "cosine" else 1 - progress
     return lr_schedule.min_lr + (peak - lr_schedule.min_lr) * remaining
-
-
-def reference_tokens_per_step(lr_schedule: LrScheduleConfig, schedule: Schedule) -> int:
-    """Tokens per step at which optimizer.lr holds unscaled: as configured, else the largest of the schedule."""
-    return lr_schedule.reference_tokens_per_step or max(schedule.named_tokens.values())

@@ -39,7 +39,7 @@ from sagetrain.train import checkpoint, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine, StepResult, init_distributed
 from sagetrain.train.guard import Ledger, TrainingError, Watchdog, check_consumed
-from sagetrain.train.lr_schedule import learning_rate, reference_tokens_per_step
+from sagetrain.train.lr_schedule import learning_rate
 from sagetrain.train.metrics import MetricsWriter, Throughput, memory_gib, peak_flops
 from sagetrain.train.run_folder import RunFolder, changed_settings, flat
 from sagetrain.train.saver import Saver
@@ -124,7 +124,6 @@ class Trainer:
         if self.backend == "auto":
             self.backend, self.backend_reason = self._choose_backend(), "auto: the fastest that was admitted"
         self.multiple = token_multiple(cfg, self.groups.dp_size)
-        self.reference = reference_tokens_per_step(cfg.lr_schedule, cfg.tokens_per_step)
         self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
         self.engine = self._build_engine()
         self._resume()
@@ -323,7 +322,7 @@ class Trainer:
         while state.tokens < total and not stopped:
             self.watchdog.begin(f"step {state.step + 1}")
             size = tokens_per_step(cfg.tokens_per_step, state.tokens, self.multiple)
-            lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, total, self.reference)
+            lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, total)
             before, after = state.tokens, state.tokens + size
             following = tokens_per_step(cfg.tokens_per_step, after, self.multiple) if after < total else None
             batches = self.watchdog.over(self.loader.step_batches(state.sequences, size, following))

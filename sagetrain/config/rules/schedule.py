@@ -14,6 +14,7 @@ def findings(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
     """Steps of whole micro-steps, stages in order, a warm-up that ends."""
     yield from _tokens_per_step(cfg, world_size)
     yield from _lr_schedule(cfg)
+    yield from _batch_rule(cfg)
 
 
 def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
@@ -109,5 +110,21 @@ def _lr_schedule(cfg: RunConfig) -> Iterator[Finding]:
         yield no_effect("lr_schedule.decay_tokens", schedule.decay_tokens, f"shape {schedule.shape}; only wsd uses it")
     if schedule.min_lr and schedule.shape == "constant":
         yield no_effect("lr_schedule.min_lr", schedule.min_lr, "shape constant, which does not decay")
-    if schedule.reference_tokens_per_step is not None and schedule.batch_rule == "none":
-        yield no_effect("lr_schedule.reference_tokens_per_step", schedule.reference_tokens_per_step, "batch_rule none")
+
+
+def _batch_rule(cfg: RunConfig) -> Iterator[Finding]:
+    key, schedule = "lr_schedule.reference_tokens_per_step", cfg.lr_schedule
+    if schedule.batch_rule == "none" and schedule.reference_tokens_per_step is not None:
+        yield no_effect(key, schedule.reference_tokens_per_step, "batch_rule none")
+    if schedule.batch_rule != "none" and schedule.reference_tokens_per_step is None:
+        sizes = list(cfg.tokens_per_step.named_tokens.values())
+        yield error(
+            "batch_rule_reference",
+            key,
+            None,
+            f"batch_rule {schedule.batch_rule} needs it: the tokens per step at which optimizer.lr holds unscaled. A "
+            "default taken from the schedule made adding a stage change the learning rates before it",
+            f"name the tokens per step for which optimizer.lr was chosen: {sizes[0]} if optimizer.lr is meant for the "
+            "first steps. A run begun before this was required goes on exactly as before with the largest of its "
+            f"schedule, {max(sizes)}",
+        )
