@@ -297,10 +297,11 @@ def _warn(text: str) -> None:
 
 def _leave_together() -> NoReturn:
     """End all ranks at once and skip interpreter shutdown, where gloo's threads sometimes abort the process."""
+    import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(device_ids=[torch.cuda.current_device()] if torch.cuda.is_available() else None)
     _exit(0)
 
 
