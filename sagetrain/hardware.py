@@ -32,7 +32,7 @@ class AttentionRate:
     wide: float
     half_length: float
 
-    def at(self, head_dim: int, seq_length: int) -> float:
+    def at(self, head_dim: int, seq_length: float) -> float:
         """Rate at a shape: linear in head_dim between 64 and 128, proportional below, constant above."""
         share = min(1.0, (head_dim - 64) / 64)
         rate = self.narrow + share * (self.wide - self.narrow) if head_dim >= 64 else self.narrow * head_dim / 64
@@ -50,13 +50,15 @@ class Hardware:
     memory: float
     """Bytes of the GPU."""
     matmul_flops: float
-    """16-bit matmul of huge matrices; fp32 (TF32) is taken as half of it."""
+    """16-bit matmul of huge matrices."""
+    precisions: dict[str, float]
+    """Speed of matmuls and attention by the arithmetic of a matmul (model/operations.py), over that in 16 bits."""
     matmul_half_size: float
     """A matmul whose smallest dimension is this runs at half of matmul_flops."""
     attention: dict[str, AttentionRate]
     """By attention.backend ("sage scores" for that recipe), and by "BACKEND over documents" where documents are packed:
     that is another kernel for sdpa, and masks for all. Such a rate counts what lies inside documents, and the length is
-    the mean of what a token's causal row holds, times two (performance.document_share)."""
+    the mean of what a token's causal row holds, times two (operations.document_share)."""
     memory_bandwidth: float
     """What kernels that only move data reach, reads and writes counted."""
     micro_step_seconds: float
@@ -95,10 +97,10 @@ class Hardware:
     compute_scale: float = 1.0
     """Divides the time of everything that runs on the GPU: from --measured-tokens-per-second."""
 
-    def matmul_rate(self, *dims: int) -> float:
-        """FLOP/s of a 16-bit matmul with these dimensions."""
+    def matmul_rate(self, precision: str, *dims: int) -> float:
+        """FLOP/s of a matmul with these dimensions."""
         smallest = min(dims)
-        return self.matmul_flops * smallest / (smallest + self.matmul_half_size)
+        return self.matmul_flops * self.precisions[precision] * smallest / (smallest + self.matmul_half_size)
 
     def link(self, stride: int, size: int) -> tuple[float, float]:
         """(bus bandwidth, latency) of a collective over `size` ranks, `stride` apart.
@@ -122,6 +124,7 @@ H200 = Hardware(
     # 788 TFLOP/s at 8192 x 8192 x 8192 on random data; summed over the matmuls of a step of 1B, profiled at 32K tokens:
     # 745, 692 and 616 at TP 1, 2 and 4 (255, 137 and 77 ms a micro-step).
     matmul_flops=821e12,
+    precisions={"bf16": 1.0, "fp32": 0.5},  # TF32 by the datasheet
     matmul_half_size=220,
     attention={
         # FlashAttention-4 inside the 24 x 1024 step: 380, 478, 525 (d 64) and 489, 578, 615 (d 128) TFLOP/s at 2K, 8K

@@ -16,10 +16,12 @@ from distributed import run_distributed
 from sagetrain.config import ConfigError, RunConfig, load_config
 from sagetrain.config.rules import fit
 from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware
+from sagetrain.model import operations
 from sagetrain.model.accounting import flops_per_token, overlaps, parameters_per_rank
+from sagetrain.model.operations import Precision, Rank, document_share
 from sagetrain.model.transformer import Transformer
 from sagetrain.planning.layouts import layout, memory_finding, overrides_to, propose, usable_memory
-from sagetrain.planning.performance import OVERLAP, StepPrediction, calibrate, document_share, predict
+from sagetrain.planning.performance import OVERLAP, StepPrediction, calibrate, predict
 from sagetrain.train.engine import Engine
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -249,10 +251,29 @@ def test_under_tensor_parallelism_halves_and_collectives_are_launched_too(sequen
 
 
 def test_rates_fall_with_thin_matmuls_and_short_sequences():
-    assert H200.matmul_rate(32768, 8192, 8192) == pytest.approx(788e12, rel=0.02)
-    assert H200.matmul_rate(32768, 220, 3072) == H200.matmul_flops / 2
+    assert H200.matmul_rate("bf16", 32768, 8192, 8192) == pytest.approx(788e12, rel=0.02)
+    assert H200.matmul_rate("bf16", 32768, 220, 3072) == H200.matmul_flops / 2
+    assert H200.matmul_rate("fp32", 512, 512, 512) == H200.matmul_rate("bf16", 512, 512, 512) / 2
     rate = AttentionRate(100, 300, 1000)
     assert (rate.at(64, 1000), rate.at(128, 1000), rate.at(96, 1000), rate.at(32, 1000)) == (50, 150, 100, 25)
+
+
+def test_a_linear_layer_in_other_arithmetic_is_one_change(monkeypatch):
+    """Forward and the gradient of the input in an arithmetic twice as fast; each of three matmuls is a third."""
+    card = dataclasses.replace(SIMPLE, precisions={**SIMPLE.precisions, "int8": 2.0})
+    before, listed = predict(config(), 1, VOCAB, card), Rank.matmul
+
+    def low_bit(self: Rank, name: str, *sizes: int, **options) -> operations.Matmul:
+        matmul = listed(self, name, *sizes, **options)
+        return matmul if name == "head" else dataclasses.replace(matmul, precision=Precision("int8", "int8", "bf16"))
+
+    monkeypatch.setattr(Rank, "matmul", low_bit)
+    after, cfg = predict(config(), 1, VOCAB, card), config()
+    head = 262_144 * (flops_per_token(cfg.model, VOCAB, 0) - flops_per_token(cfg.model, 0, 0)) / 1e14
+    assert after.matmul - head == pytest.approx((before.matmul - head) * 2 / 3)
+    recomputed = predict(config("325m", "training.activation_checkpointing=full"), 1, VOCAB, card)
+    assert recomputed.matmul - head == pytest.approx((before.matmul - head) * (2 / 3 + 1 / 6))
+    assert (after.attention, after.elementwise) == (before.attention, before.elementwise)
 
 
 # -- what moves the prediction -----------------------------------------------------------------------------------

@@ -1,11 +1,24 @@
-"""Parameters, FLOPs and memory of a model as plain integers: no torch, so that planning runs anywhere."""
+"""Parameters, FLOPs and memory of a model as plain integers, counted of the list in model/operations.py: no torch, so
+that planning runs anywhere."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from sagetrain.config.arithmetic import data_parallel_size, resolved_zero_stage, token_multiple
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
+from sagetrain.model.operations import (
+    Attention,
+    Ends,
+    Matmul,
+    Operation,
+    Pass,
+    Rank,
+    block_operations,
+    end_operations,
+    of_kind,
+)
 
 # DeepSpeed's defaults for deepspeed.zero_optimization, in elements; the first also bounds what stage 1 flattens.
 _REDUCE_BUCKET = 500_000_000
@@ -25,13 +38,30 @@ class MemoryItem(NamedTuple):
     why: str
 
 
+def rank_of(cfg: RunConfig, copies: bool = False) -> Rank:
+    """What a rank of this run has of a micro-step; copies: sequence parallelism's collectives go by copy engines."""
+    return Rank(
+        tokens=cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size,
+        seq_length=cfg.data.seq_length,
+        documents=cfg.data.document_attention,
+        dtype=cfg.training.dtype,
+        fused=cfg.training.compile != "off",
+        recomputes=cfg.training.activation_checkpointing == "full",
+        tensor=cfg.parallel.tensor_parallel_size,
+        context=cfg.parallel.context_parallel_size,
+        sequence_parallel=cfg.parallel.sequence_parallel,
+        copies=copies,
+    )
+
+
 def num_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> int:
     """Exact number of parameters of Transformer with `vocab_size` (padded) rows in the embedding."""
-    embeddings = (1 if model.tie_embeddings else 2) * vocab_size * model.hidden_size
-    gains = (2 * model.num_layers + 1) * model.hidden_size
-    if attention.qk_norm != "none":
-        gains += 2 * model.num_layers * model.head_dim
-    return embeddings + model.num_layers * _block_matrices(model) + gains
+    return _matrices(model, vocab_size) + _gains(model, attention)
+
+
+def parameters_per_rank(model: ModelConfig, attention: AttentionConfig, vocab_size: int, tensor_parallel: int) -> int:
+    """Parameters that one tensor-parallel rank holds: matrices are split, gains are on every rank."""
+    return _matrices(model, vocab_size) // tensor_parallel + _gains(model, attention)
 
 
 def flops_per_token(model: ModelConfig, vocab_size: int, seq_length: int) -> int:
@@ -41,22 +71,29 @@ def flops_per_token(model: ModelConfig, vocab_size: int, seq_length: int) -> int
     6 x layers x attention width x seq_length for causal attention: half the square, forward 1 and backward 2 parts.
     Recomputation is not counted, nor are the shorter spans of packed documents.
     """
-    matmul_weights = model.num_layers * _block_matrices(model) + vocab_size * model.hidden_size
-    return 6 * matmul_weights + 6 * model.num_layers * model.num_attention_heads * model.head_dim * seq_length
+    one = Rank(seq_length=seq_length)
+    block = block_operations(model, AttentionConfig(), one)
+    matmuls = model.num_layers * _matmul_flops(block) + end_operations(model, vocab_size, one).head.flops
+    attention = model.num_layers * sum(2 * part.flops for part in of_kind(Attention, block))
+    return 3 * (matmuls + int(attention))
 
 
-def _block_matrices(model: ModelConfig) -> int:
-    """Weights of one block's matmuls: q and out, k and v, and the three of the MLP."""
-    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
-    return model.hidden_size * (heads * model.head_dim + 3 * model.ffn_hidden_size)
+def _matmul_flops(operations: Iterable[Operation]) -> int:
+    """Forward."""
+    return sum(matmul.flops for matmul in of_kind(Matmul, operations))
 
 
-def parameters_per_rank(model: ModelConfig, attention: AttentionConfig, vocab_size: int, tensor_parallel: int) -> int:
-    """Parameters that one tensor-parallel rank holds: matrices are split, gains are on every rank."""
-    total = num_parameters(model, attention, vocab_size)
-    embeddings = (1 if model.tie_embeddings else 2) * vocab_size * model.hidden_size
-    matrices = embeddings + model.num_layers * _block_matrices(model)
-    return total - matrices + matrices // tensor_parallel
+def _matrices(model: ModelConfig, vocab_size: int) -> int:
+    """Parameters of embedding, head and all linear layers."""
+    block = of_kind(Matmul, block_operations(model, AttentionConfig(), Rank()))
+    embeddings = (1 if model.tie_embeddings else 2) * end_operations(model, vocab_size, Rank()).head.weights
+    return embeddings + model.num_layers * sum(matmul.weights for matmul in block)
+
+
+def _gains(model: ModelConfig, attention: AttentionConfig) -> int:
+    """Parameters of all norms."""
+    block = of_kind(Pass, block_operations(model, attention, Rank()))
+    return model.num_layers * sum(part.gains for part in block) + end_operations(model, 0, Rank()).norm.gains
 
 
 def save_host_bytes(cfg: RunConfig, world_size: int, vocab_size: int) -> int:
@@ -84,8 +121,9 @@ def overlaps(cfg: RunConfig) -> bool:
     """What parallel.tensor_parallel_overlap says, `auto` decided: whether micro-batches are taken in halves."""
     if cfg.parallel.tensor_parallel_overlap != "auto":
         return cfg.parallel.tensor_parallel_overlap == "on"
-    tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
-    return 6 * tokens * _block_matrices(cfg.model) >= _OVERLAP_FLOPS * cfg.parallel.tensor_parallel_size
+    whole = Rank(tokens=rank_of(cfg).tokens)
+    flops = 3 * _matmul_flops(block_operations(cfg.model, cfg.attention, whole))
+    return flops >= _OVERLAP_FLOPS * cfg.parallel.tensor_parallel_size
 
 
 def parts_of(tokens: int, tensor_parallel_size: int, overlap: bool) -> int:
@@ -109,15 +147,13 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
     """
     size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, cfg.parallel.tensor_parallel_size)
     ranks = world_size // cfg.parallel.tensor_parallel_size
-    tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
-    accumulates = max(cfg.tokens_per_step.named_tokens.values()) > token_multiple(
-        cfg, data_parallel_size(cfg, world_size)
-    )
-    block = _Block(cfg)
-    kept, running = block.activations(tokens), block.running(tokens)
+    multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
+    accumulates = max(cfg.tokens_per_step.named_tokens.values()) > multiple
+    rank = rank_of(cfg)
+    kept, running = _activations(cfg, rank)
     bucket, copies, left = _reduction(cfg, size, accumulates)
     moments = [
-        [kept, *_loss(cfg, tokens, vocab_size, block)],
+        [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank))],
         [kept, *running, bucket],
         [*(item._replace(bytes=int(left * item.bytes)) for item in (kept, *running)), bucket, copies],
     ]
@@ -127,13 +163,13 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
 
 def block_activation_bytes(cfg: RunConfig) -> int:
     """Bytes per token that autograd saves of one block, on one rank, without activation checkpointing."""
-    return _Block(cfg).saved
+    return sum(part.saved // part.shards for part in block_operations(cfg.model, cfg.attention, rank_of(cfg)))
 
 
 def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int, accumulates: bool) -> list[MemoryItem]:
     """Weights, gradients and optimizer state of a rank with `size` parameters, while it holds all activations."""
     zero, dtype, stage = cfg.deepspeed.get("zero_optimization", {}), cfg.training.dtype, resolved_zero_stage(cfg)
-    share, element = -(-size // ranks), _element(cfg)
+    share, element = -(-size // ranks), rank_of(cfg).element
     if stage == 0:
         return [
             MemoryItem("weights", 4 * size, "fp32"),
@@ -189,90 +225,36 @@ def _reduction(cfg: RunConfig, size: int, accumulates: bool) -> tuple[MemoryItem
     )
 
 
-def _element(cfg: RunConfig) -> int:
-    return 4 if cfg.training.dtype == "fp32" else 2
+def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryItem]]:
+    """What all blocks keep of a micro-batch until backward; what the block whose backward runs has beyond that."""
+    layers, saved = cfg.model.num_layers, block_activation_bytes(cfg)
+    if rank.recomputes:
+        inputs = rank.tokens * rank.element * cfg.model.hidden_size // rank.shards
+        kept = MemoryItem("activations", layers * inputs, "input of every block")
+    else:
+        what = "fused by torch.compile" if rank.fused else "not compiled: fp32 intermediates are kept"
+        what = f"{saved:,} bytes per token and block, {what}"
+        kept = MemoryItem("activations", layers * rank.tokens * saved, what)
+    return kept, [
+        MemoryItem("recomputed", rank.tokens * saved * rank.recomputes, "activations of one block"),
+        MemoryItem("workspace", rank.tokens * saved, "gradients inside one block: about what it saved (a guess)"),
+    ]
 
 
-class _Block:
-    """What autograd saves of one block, in bytes per token on one rank."""
-
-    def __init__(self, cfg: RunConfig):
-        model, split = cfg.model, cfg.parallel.tensor_parallel_size
-        self.cfg = cfg
-        self.element = _element(cfg)
-        self.hidden = model.hidden_size
-        self.sequence_split = split if cfg.parallel.sequence_parallel else 1
-        self.compiled = cfg.training.compile != "off"
-        self.heads = (model.num_attention_heads // split, model.num_key_value_heads // split)
-        self.saved = self._norms() + self._qk_norm() + self._attention() + self._mlp(model.ffn_hidden_size // split)
-
-    @property
-    def recomputed(self) -> bool:
-        return self.cfg.training.activation_checkpointing == "full"
-
-    def activations(self, tokens: int) -> MemoryItem:
-        """What all blocks keep of a micro-batch of `tokens` until backward."""
-        layers = self.cfg.model.num_layers
-        if self.recomputed:
-            kept = tokens * self.element * self.hidden // self.sequence_split
-            return MemoryItem("activations", layers * kept, "input of every block")
-        what = "fused by torch.compile" if self.compiled else "not compiled: fp32 intermediates are kept"
-        return MemoryItem(
-            "activations", layers * tokens * self.saved, f"{self.saved:,} bytes per token and block, {what}"
-        )
-
-    def running(self, tokens: int) -> list[MemoryItem]:
-        """What the block whose backward runs has beyond that."""
-        saved = tokens * self.saved
-        return [
-            MemoryItem("recomputed", saved * self.recomputed, "activations of one block"),
-            MemoryItem("workspace", saved, "gradients inside one block: about what it saved (a guess)"),
-        ]
-
-    def norm(self, width: int, groups: int) -> int:
-        """RMSNorm of a width (in `groups` rows): its statistics, and what its input costs beyond its output."""
-        return 4 * groups + (width * self.element if self.compiled else 8 * width)
-
-    def _norms(self) -> int:
-        """Two norms and their outputs, which the matmuls keep as they read them: gathered."""
-        return 2 * (self.norm(self.hidden, 1) // self.sequence_split + self.element * self.hidden)
-
-    def _qk_norm(self) -> int:
-        if self.cfg.attention.qk_norm == "none":
-            return 0
-        return sum(self.norm(heads * self.cfg.model.head_dim, heads) for heads in self.heads)
-
-    def _attention(self) -> int:
-        """sage saves q and k as INT8 with a scale per token, v and o in 16 bits; the others all four in 16 bits."""
-        query, key = (heads * self.cfg.model.head_dim for heads in self.heads)
-        other = 4 * self.heads[0]  # log-sum-exp
-        if self.cfg.parallel.context_parallel_size > 1:
-            other += self.element * query  # the output a second time, behind the all-to-all
-        if self.cfg.attention.backend == "sage":
-            return query + key + 4 * sum(self.heads) + self.element * (key + query) + other
-        return self.element * (2 * query + 2 * key) + other
-
-    def _mlp(self, width: int) -> int:
-        """gate, up and their product; silu(gate) as well when nothing recomputes it."""
-        return (3 if self.compiled else 4) * self.element * width
-
-
-def _loss(cfg: RunConfig, tokens: int, vocab_size: int, block: _Block) -> list[MemoryItem]:
+def _loss(cfg: RunConfig, rank: Rank, ends: Ends) -> list[MemoryItem]:
     """Final norm, then the head's chunk of logits and the gradients it computes ahead of backward."""
-    columns, stream = vocab_size // cfg.parallel.tensor_parallel_size, tokens * block.element * block.hidden
-    parts = parts_of(tokens, cfg.parallel.tensor_parallel_size, overlaps(cfg))
-    part = tokens // parts
-    chunks = -(-part * columns // _CHUNK_LOGITS)
+    stream = rank.tokens * rank.element * ends.head.inputs
+    parts = parts_of(rank.tokens, rank.tensor, overlaps(cfg))
+    part = rank.tokens // parts
+    chunks = -(-part * ends.head.outputs // _CHUNK_LOGITS)
     chunk = -(-part // chunks)
-    # A chunk's logits and their gradient; eager, the latter is made of three fp32 tensors and a mask.
-    per_logit = 2 * block.element if block.compiled else block.element + 13
-    norm = (tokens * block.norm(block.hidden, 1) + stream) // block.sequence_split
-    gathered = stream if block.sequence_split > 1 else 0
+    norm = rank.tokens * ends.norm.saved // ends.norm.shards
+    gathered = stream if rank.shards > 1 else 0
     return [
-        MemoryItem("logits", chunk * columns * per_logit, f"of {chunk:,} tokens at a time, and their gradients"),
+        MemoryItem("logits", chunk * ends.loss.live, f"of {chunk:,} tokens at a time, and their gradients"),
         MemoryItem(
             "loss",
-            norm + gathered + stream + (4 + (parts - 1) * block.element) * columns * block.hidden,
+            norm + gathered + stream + (4 + (parts - 1) * rank.element) * ends.head.weights,
             "final norm, gradient of its output and (fp32) of the output projection",
         ),
     ]

@@ -1,0 +1,349 @@
+"""What the model computes, listed once: matmuls, attention, passes that only move data, and collectives. No torch.
+
+model/accounting.py counts parameters, FLOPs and memory of this list, planning/performance.py its time; neither knows
+the model. Sizes are those of one rank. A new pass over the activations is one entry of `block_operations`; a linear
+layer in other arithmetic is another `Precision` in `Rank.matmul`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar
+
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+
+# Elements moved per token and column, forward and backward, fused by torch.compile and eager. Fused, every kernel reads
+# its inputs and writes its outputs once. Eager, RMSNorm and rotary embedding also write their fp32 intermediates out:
+# 65 and 54 elements per column. sage's quantizers are part of its attention rate.
+_NORM = 9.5, 75.5  # of the residual stream, with the addition before it
+_ROTARY = 5, 119  # of q and k, QK-norm included
+_SWIGLU = 8, 14
+_LOGIT = 3, 35  # written by the matmul; read for the log-sum-exp; read and replaced by its gradient
+_EMBEDDING = 5
+_ALL_TO_ALL = 8  # q, k, v and o are packed and unpacked around them
+
+INTO, OUT = "into the layers", "out of the layers"
+"""What tensor parallelism's collectives exchange: what column-parallel layers read, what row-parallel ones wrote."""
+
+_Moment = Literal["forward", "recomputed", "backward"]
+_Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
+_Beside = Literal["nothing", "forward", "backward", "weight gradients"]
+
+# Tokens of a sequence -> share of its causal square that lies inside documents: the text of the measured runs (English
+# documentation and books, 1,100 tokens a document on average, half of them below 320).
+_DOCUMENT_SHARES = {
+    128: 1.0, 1024: 0.79, 2048: 0.69, 4096: 0.58, 8192: 0.45, 16384: 0.32, 32768: 0.21, 65536: 0.145, 131072: 0.10
+}  # fmt: skip
+
+
+def document_share(seq_length: int) -> float:
+    """Share of the causal square of a packed sequence that attention inside documents computes, for text as measured
+    (_DOCUMENT_SHARES), linear in the logarithm of the length; past the table the pairs of a token stay the same."""
+    points = list(_DOCUMENT_SHARES.items())
+    if seq_length >= points[-1][0]:
+        return points[-1][1] * points[-1][0] / seq_length
+    for (low, before), (high, after) in itertools.pairwise(points):
+        if low <= seq_length < high:
+            return before + (after - before) * math.log(seq_length / low) / math.log(high / low)
+    return 1.0
+
+
+class Precision(NamedTuple):
+    """Arithmetic of a linear layer's three matmuls: names of Hardware.precisions."""
+
+    forward: str
+    input_gradient: str
+    weight_gradient: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One entry of the list: runs once forward and once backward in a micro-step."""
+
+    name: str
+    saved: int = 0
+    """Bytes per token that autograd keeps from forward to backward; of its own tokens, where those are sharded."""
+    shards: int = 1
+    """Ranks among which the tokens that it saves are sharded."""
+    recomputed: bool = False
+    """Whether it runs forward once more, in the backward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmul(Operation):
+    """A linear layer, [tokens, inputs] x [inputs, outputs]; backward, two matmuls of the same size."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    precision: Precision
+    column_parallel: bool
+    """Whether its outputs are split, so that the gradients of its inputs are summed up over the ranks."""
+
+    @property
+    def weights(self) -> int:
+        """Parameters, on this rank."""
+        return self.outputs * self.inputs
+
+    @property
+    def flops(self) -> int:
+        """Of one of the three matmuls."""
+        return 2 * self.tokens * self.weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Operation):
+    """softmax(q k^T) v, causal: 2 matmuls forward, 5 backward (one of them a recomputation)."""
+
+    tokens: int
+    heads: int
+    head_dim: int
+    span: float
+    """Twice the mean number of keys that a token sees: tokens of a sequence, less where documents end within."""
+    documents: bool
+    """Whether attention stays within documents, whatever their lengths."""
+    backend: str
+    precision: str
+
+    @property
+    def flops(self) -> float:
+        """Of one matmul: half the square."""
+        return self.tokens * self.span * self.heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass(Operation):
+    """Kernels that only move data: norms, rotary embedding, SwiGLU, residual stream, softmax of the loss."""
+
+    moved: float
+    """Bytes per token of the rank, read and written, forward and backward together."""
+    live: int = 0
+    """Bytes per token that exist while it runs, beside what it saves."""
+    gains: int = 0
+    """Parameters, whole on every rank."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Calls of one kind around the layers, in one micro-step."""
+
+    axis: Literal["tensor", "context"]
+    moment: _Moment
+    what: str
+    kind: _Kind
+    per_block: int
+    at_ends: int
+    """Calls around the embedding, the final norm and the head."""
+    payload: int
+    """Bytes of the whole tensor of one call: added up, gathered, scattered, or (all-to-all) exchanged by one rank."""
+    beside: _Beside = "nothing"
+    """What may run at the same time: the forward or backward pass of the micro-batch's other half, or the gradients of
+    the weights of the column-parallel layer whose input gradient is on its way."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How one rank runs the model. As it stands: one token, alone."""
+
+    tokens: int = 1
+    """Of a micro-step, on this rank."""
+    seq_length: int = 1
+    documents: bool = False
+    """Whether attention stays within documents."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    fused: bool = True
+    """Whether torch.compile fuses what only moves data."""
+    recomputes: bool = False
+    tensor: int = 1
+    """Ranks that share the layers."""
+    context: int = 1
+    """Ranks that share every sequence."""
+    sequence_parallel: bool = False
+    copies: bool = False
+    """Whether sequence parallelism's collectives go by copy engines."""
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which the tokens of the residual stream are sharded."""
+        return self.tensor if self.sequence_parallel else 1
+
+    def matmul(
+        self, name: str, outputs: int, inputs: int, *, column_parallel: bool, saved: int = 0, recomputed: bool
+    ) -> Matmul:
+        """A linear layer with its sizes on this rank."""
+        return Matmul(
+            name=name,
+            tokens=self.tokens,
+            outputs=outputs,
+            inputs=inputs,
+            precision=Precision(self.dtype, self.dtype, self.dtype),
+            column_parallel=column_parallel,
+            saved=saved,
+            recomputed=recomputed,
+        )
+
+    def moved(self, elements: tuple[float, float], columns: float) -> float:
+        """Bytes per token: elements moved per column, fused or eager."""
+        return self.element * elements[not self.fused] * columns
+
+    def saved_by_norm(self, width: int, rows: int = 1) -> int:
+        """RMSNorm of a width (in so many rows): its statistics, and what its input costs beyond its output."""
+        return 4 * rows + (width * self.element if self.fused else 8 * width)
+
+
+def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank) -> tuple[Operation, ...]:
+    """One block, in the order of its forward pass: x + attention(norm(x)), then x + mlp(norm(x))."""
+    hidden, inner, element = model.hidden_size, model.ffn_hidden_size // rank.tensor, rank.element
+    heads, kv_heads = model.num_attention_heads // rank.tensor, model.num_key_value_heads // rank.tensor
+    query, key = heads * model.head_dim, kv_heads * model.head_dim
+    again, stream, read = rank.recomputes, hidden / rank.shards, element * hidden
+    span = rank.seq_length * document_share(rank.seq_length) if rank.documents else rank.seq_length
+    scores = attention.backend == "sage" and attention.recipe == "scores"
+
+    def column(name: str, outputs: int, saved: int = 0) -> Matmul:
+        return rank.matmul(name, outputs, hidden, column_parallel=True, saved=saved, recomputed=again)
+
+    def row(name: str, inputs: int) -> Matmul:  # saves its input, which the entry before it counts
+        return rank.matmul(name, hidden, inputs, column_parallel=False, recomputed=again)
+
+    def norm(name: str) -> Pass:
+        saved, moved = rank.saved_by_norm(hidden), rank.moved(_NORM, stream)
+        return Pass(name=name, moved=moved, saved=saved, shards=rank.shards, gains=hidden, recomputed=again)
+
+    def moving(name: str, moved: float, saved: int = 0, gains: int = 0) -> Pass:
+        return Pass(name=name, moved=moved, saved=saved, gains=gains, recomputed=again)
+
+    normed = attention.qk_norm != "none"
+    qk_saved = normed * (rank.saved_by_norm(query, heads) + rank.saved_by_norm(key, kv_heads))
+    # sage keeps q and k as INT8 with a scale per token, v and o in 16 bits; the others all four in 16 bits.
+    kept = query + key + 4 * (heads + kv_heads) if attention.backend == "sage" else element * (query + key)
+    kept += element * (key + query) + 4 * heads  # and the log-sum-exp
+    if rank.context > 1:
+        kept += element * query  # the output a second time, behind the all-to-all
+    return (
+        norm("attention norm"),
+        column("q", query, saved=read),  # as the layer reads it: gathered
+        column("k", key),
+        column("v", key),
+        moving("QK-norm and rotary embedding", rank.moved(_ROTARY, query + key), qk_saved, 2 * model.head_dim * normed),
+        moving("around all-to-alls", element * _ALL_TO_ALL * (query + key) * (rank.context > 1)),
+        Attention(
+            name="attention",
+            tokens=rank.tokens,
+            heads=heads,
+            head_dim=model.head_dim,
+            span=span,
+            documents=rank.documents,
+            backend="sage scores" if scores else attention.backend,
+            precision=rank.dtype,
+            saved=kept,
+            recomputed=again,
+        ),
+        row("out", query),
+        norm("MLP norm"),
+        column("gate", inner, saved=read),
+        column("up", inner),
+        # gate, up and their product; silu(gate) as well when nothing recomputes it
+        moving("SwiGLU", rank.moved(_SWIGLU, inner), saved=(3 if rank.fused else 4) * element * inner),
+        row("down", inner),
+        # Two forward and two backward, which sum up all parts of a shard.
+        moving("scatters by copies", element * 4 * (rank.shards + 1) * stream * rank.copies),
+    )
+
+
+class Ends(NamedTuple):
+    """What comes before and after the blocks."""
+
+    embedding: Pass
+    norm: Pass
+    head: Matmul
+    loss: Pass
+
+
+def end_operations(model: ModelConfig, vocab_size: int, rank: Rank) -> Ends:
+    """Embedding, final norm, output projection and loss; nothing of them is recomputed. `vocab_size` is padded."""
+    hidden, columns, element = model.hidden_size, vocab_size // rank.tensor, rank.element
+    # A chunk's logits and their gradient; eager, the latter is made of three fp32 tensors and a mask.
+    per_logit = 2 * element if rank.fused else element + 13
+    return Ends(
+        embedding=Pass(name="embedding", moved=element * _EMBEDDING * hidden),
+        # Its time is taken as if it saw all tokens: little of a step.
+        norm=Pass(
+            name="final norm",
+            moved=rank.moved(_NORM, hidden),
+            saved=rank.saved_by_norm(hidden) + element * hidden,
+            shards=rank.shards,
+            gains=hidden,
+        ),
+        head=rank.matmul("head", columns, hidden, column_parallel=True, recomputed=False),
+        loss=Pass(name="loss", moved=rank.moved(_LOGIT, columns), live=per_logit * columns),
+    )
+
+
+def collectives(model: ModelConfig, attention: AttentionConfig, rank: Rank, parts: int) -> list[Collective]:
+    """What parallel/collectives.py and layers.py call in a micro-step whose tokens go through the blocks in `parts`.
+
+    Halves run beside each other. A whole has company only for the sum of a column-parallel layer's input gradients.
+    """
+    return [*_tensor_parallel(model, attention, rank, parts), *_context_parallel(model, rank)]
+
+
+def _tensor_parallel(model: ModelConfig, attention: AttentionConfig, rank: Rank, parts: int) -> Iterable[Collective]:
+    """Around the two halves of a block, the embedding and the head."""
+    if rank.tensor == 1:
+        return
+    payload = rank.tokens * model.hidden_size * rank.element // parts
+    enters: _Kind | None = "all-gather" if rank.sequence_parallel else None
+    leaves: _Kind = "reduce-scatter" if rank.sequence_parallel else "all-reduce"
+    forward: _Beside = "forward" if parts > 1 else "nothing"
+    backward: _Beside = "backward" if parts > 1 else "nothing"
+    into: _Beside = "backward" if parts > 1 else "weight gradients"
+    rows: list[tuple[_Moment, str, _Kind | None, int, _Beside]] = [
+        ("forward", INTO, enters, 1, forward),
+        ("forward", OUT, leaves, 1, forward),
+        ("recomputed", INTO, enters, 0, forward),
+        ("recomputed", OUT, leaves, 0, forward),
+        ("backward", OUT, enters, 1, backward),
+        ("backward", INTO, leaves, 0, into),
+    ]
+    for moment, what, kind, at_ends, beside in rows:
+        if kind and (rank.recomputes or moment != "recomputed"):
+            yield Collective("tensor", moment, what, kind, 2 * parts, at_ends * parts, payload, beside)
+    yield Collective("tensor", "backward", "into the head", leaves, 0, parts, payload)
+    # Gains are whole on every rank but see their rank's heads or tokens: of q and k, and of the residual stream, where
+    # a block has the next one's too unless it is recomputed. Nothing runs beside their sum, at the end of a block.
+    width = 2 * model.head_dim * (attention.qk_norm != "none")
+    width += (2 if rank.recomputes else 3) * model.hidden_size * rank.sequence_parallel
+    if rank.sequence_parallel:
+        outside = model.hidden_size * rank.element
+        yield Collective("tensor", "backward", "gains outside of blocks", "all-reduce", 0, parts, outside)
+    if width:
+        yield Collective("tensor", "backward", "gains", "all-reduce", 1, 0, parts * width * rank.element)
+
+
+def _context_parallel(model: ModelConfig, rank: Rank) -> Iterable[Collective]:
+    """One all-to-all of q, k and v together before attention and one of its output after, forward and backward."""
+    if rank.context == 1:
+        return
+    head = rank.tokens * model.head_dim * rank.element // rank.tensor
+    queries, all_heads = model.num_attention_heads, model.num_attention_heads + 2 * model.num_key_value_heads
+    moments: tuple[_Moment, ...] = ("forward", "backward", "recomputed")
+    for moment in moments[: 2 + rank.recomputes]:
+        for what, heads in (("q, k, v", all_heads), ("output", queries)):
+            yield Collective("context", moment, what, "all-to-all", 1, 0, heads * head)
+
+
+_Operation = TypeVar("_Operation", bound=Operation)
+
+
+def of_kind(kind: type[_Operation], operations: Iterable[Operation]) -> list[_Operation]:
+    """Those of a list that are matmuls, say."""
+    return [operation for operation in operations if isinstance(operation, kind)]
