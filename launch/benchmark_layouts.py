@@ -210,7 +210,7 @@ def main() -> None:
         help="folder for the runs' logs and metrics, one that holds none yet (default: runs/layouts/DATE-TIME)",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every run")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: at least 1 is timed")
     for folder in (Path(arguments.output) / layout.name for layout in arguments.layouts):

@@ -21,7 +21,7 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "1
 
 def start(config: Path, layouts: str, steps: int, *overrides: str) -> subprocess.Popen:
     program = [sys.executable, str(ROOT / "launch/benchmark_layouts.py"), "--config", str(config)]
-    options = ["--layouts", layouts, "--steps", str(steps), "--output", str(config.parent / "out"), *overrides]
+    options = ["--layouts", layouts, *overrides, "--steps", str(steps), "--output", str(config.parent / "out")]
     env = {**os.environ, **ENVIRONMENT, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     return subprocess.Popen([*program, *options], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -15,12 +15,19 @@ from rich.console import Console
 
 from sagetrain.config import ConfigError, dump_config, load_config
 from sagetrain.config.reference import keys, markdown
+from sagetrain.config.schema import RunConfig
 from sagetrain.model.accounting import memory_per_rank, num_parameters
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, show_key_reference, show_plan
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 # Each with a world size that it is made for, and its parameters with a vocabulary of 32,768 (2,048 for quickstart).
-SHIPPED = {"quickstart": (2, None), "325m": (8, 306_228_736), "1b": (8, 1_036_082_176), "7b": (64, 7_248_031_744)}
+SHIPPED = {
+    "minimal": (1, None),
+    "quickstart": (2, None),
+    "325m": (8, 306_228_736),
+    "1b": (8, 1_036_082_176),
+    "7b": (64, 7_248_031_744),
+}
 
 
 def plan(path: Path, world_size: int, *overrides: str) -> tuple[int, str]:
@@ -51,7 +58,20 @@ def test_shipped_configurations_load_fit_and_plan(name, tmp_path):
         assert sum(item.bytes for item in memory_per_rank(cfg, world_size, ASSUMED_VOCAB_SIZE)) < 80e9
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+def test_the_minimal_configuration_gives_what_every_run_must_and_a_warm_up():
+    tree = yaml.safe_load((CONFIGS / "minimal.yaml").read_text())
+    given = {f"{section}.{key}" for section, keys in tree.items() for key in keys}
+    must = {
+        f"{name}.{key}"
+        for name, section in RunConfig.model_fields.items()
+        if section.is_required() and name != "tokens_per_step"
+        for key, field in section.annotation.model_fields.items()
+        if field.is_required()
+    }
+    assert given == must | {"tokens_per_step.schedule", "tokens_per_step.tokens", "lr_schedule.warmup_tokens"}
+
+
+@pytest.mark.parametrize("name", sorted({*SHIPPED} - {"minimal"}))
 def test_shipped_configurations_hold_every_key_with_a_comment(name):
     text = (CONFIGS / f"{name}.yaml").read_text()
     tree = yaml.safe_load(text)

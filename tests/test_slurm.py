@@ -41,7 +41,8 @@ def submit(folder: Path, config: Path) -> subprocess.Popen:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "here", "SLURM_NTASKS": "2"}
+    job = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "here"}
+    job |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
     path = os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])
     return subprocess.Popen(
         ["bash", str(ROOT / "launch/slurm.sbatch"), str(config)],

@@ -6,7 +6,6 @@ attention works on single tokens, and because shards along the sequence are then
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -34,6 +33,7 @@ from sagetrain.model.rotary import rotary_tables
 from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, gather_from_region, start_enter
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
+from sagetrain.parallel.host import cores_of_rank
 from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, shard
 from sagetrain.parallel.rng import named_generator
 from sagetrain.parallel.topology import ParallelGroups
@@ -353,8 +353,5 @@ class Transformer(nn.Module):
             full = torch.empty(parameter.global_shape).normal_(0, std, generator=named_generator(seed, name))
             parameter.copy_(shard(full, parameter.tp_dim, groups))
 
-        # As torchrun and as deepspeed tell the number of ranks that share this host's cores.
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
-        cores = (os.cpu_count() or 1) // ranks
-        with ThreadPoolExecutor(max(1, min(8, cores))) as pool:
+        with ThreadPoolExecutor(min(8, cores_of_rank())) as pool:
             list(pool.map(fill, self.named_parameters()))

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import sagetrain
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import RunConfig, TrainingConfig
+from sagetrain.parallel.host import ranks_of_host
 from sagetrain.parallel.topology import Topology
 from sagetrain.train.engine import init_distributed
 from sagetrain.train.rendezvous import RanksMissing, by_host, ranges, where
@@ -78,10 +79,8 @@ def stay_out(problem: ConfigError) -> None:
     Does nothing on a single host, whose launcher ends all ranks when one leaves, or if the ranks have met already, or
     could not. Otherwise raises ConfigError, as on every other rank.
     """
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    # As torchrun and as deepspeed call it.
-    on_this_host = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size
-    if on_this_host == world_size or dist.is_initialized() or isinstance(problem, RanksMissing):
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if (ranks_of_host() or world_size) == world_size or dist.is_initialized() or isinstance(problem, RanksMissing):
         return
     init_distributed(TrainingConfig.model_fields["timeout_minutes"].default)
     _exchange({"host": socket.gethostname(), "rank": dist.get_rank(), "problem": str(problem)})
