@@ -34,8 +34,8 @@ def staged(*pairs: tuple[int, int]) -> dict:
     return {"schedule": "stages", "stages": [{"from_tokens": f, "tokens": t} for f, t in pairs]}
 
 
-def ramp(start: int, end: int, tokens: int) -> dict:
-    return {"schedule": "ramp", "start": start, "end": end, "ramp_tokens": tokens}
+def ramp(start: int, end: int, tokens: int, multiple: int | None = None) -> dict:
+    return {"schedule": "ramp", "start": start, "end": end, "ramp_tokens": tokens, "multiple": multiple}
 
 
 def only(findings: list[Finding]) -> Finding:
@@ -138,6 +138,22 @@ CASES = [
     (
         {"tokens_per_step": staged((0, 8192), (10**6, 10000), (10**7, 65536))}, 4,
         "whole_micro_steps", "error", "tokens_per_step.stages.1.tokens", "10000: is not a multiple", "use 8192 or 16384",
+    ),
+    (
+        {"tokens_per_step": ramp(8192, 65536, 10**6, 4096)}, 4,
+        "whole_micro_steps", "error", "tokens_per_step.multiple", "4096: is not a multiple of micro_batch_size 2 x seq_length 1024 x 4", "use 8192,",
+    ),
+    (
+        {"tokens_per_step": ramp(10240, 65536, 10**6, 4096)}, 1,
+        "ramp_multiple", "error", "tokens_per_step.start", "10240: is not a multiple of tokens_per_step.multiple 4096", "use 8192 or 12288, or a multiple such as 2048, which divides both ends",
+    ),
+    (
+        {"tokens_per_step": ramp(65536, 10240, 10**6, 4096)}, 1,
+        "ramp_multiple", "error", "tokens_per_step.end", "10240: is not a multiple of tokens_per_step.multiple 4096", "use 8192 or 12288, or a multiple such as 2048, which divides both ends",
+    ),
+    (
+        {"tokens_per_step": ramp(32768, 65536, 10**6)}, 1,
+        "ramp_in_one_step", "warning", "tokens_per_step.multiple", "null: tokens per step are rounded down to multiples of 32768: 32768 until the ramp ends, then 65536", "4096 makes steps of that size between",
     ),
     (
         {"tokens_per_step": staged((5, 65536))}, 1,

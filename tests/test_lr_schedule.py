@@ -66,9 +66,7 @@ def test_a_stage_added_later_changes_no_earlier_learning_rate():
     stages = [Stage(from_tokens=0, tokens=16), Stage(from_tokens=250, tokens=64), Stage(from_tokens=500, tokens=128)]
     for some in (stages[:2], stages):
         schedule = StagedTokens(schedule="stages", stages=some)
-        rates = [
-            learning_rate(OPTIMIZER, cfg, seen, tokens_per_step(schedule, seen, 1), TOTAL) for seen in (0, 200, 300)
-        ]
+        rates = [learning_rate(OPTIMIZER, cfg, seen, tokens_per_step(schedule, seen), TOTAL) for seen in (0, 200, 300)]
         assert rates == [1.0, 1.0, 2.0]
 
 
@@ -114,14 +112,14 @@ def test_a_ramp_of_tokens_per_step_keeps_the_area_under_the_curve(shape):
     config = LrScheduleConfig(shape=shape, warmup_tokens=2**16)
     schedule = RampTokens(schedule="ramp", start=2**10, end=2**14, ramp_tokens=2**19)
 
-    def area(plan, multiple):
+    def area(plan):
         seen, result = 0, 0.0
         while seen < total:
-            tokens = tokens_per_step(plan, seen, multiple)
+            tokens = tokens_per_step(plan, seen)
             result += min(tokens, total - seen) * learning_rate(OPTIMIZER, config, seen, tokens, total)
             seen += tokens
         return result
 
-    fine = area(ConstantTokens(schedule="constant", tokens=2**8), 2**8)
-    assert area(schedule, 2**10) == pytest.approx(fine, rel=2e-4)
+    fine = area(ConstantTokens(schedule="constant", tokens=2**8))
+    assert area(schedule) == pytest.approx(fine, rel=2e-4)
     assert len(stages(schedule, total, 2**10)) > 10

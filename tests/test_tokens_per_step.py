@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagetrain.config.schema import ConstantTokens, RampTokens, Stage, StagedTokens
-from sagetrain.train.tokens_per_step import requested_tokens, stages, tokens_per_step
+from sagetrain.train.tokens_per_step import change_at_resume, stages, tokens_per_step
 
 
 def staged(*pairs: tuple[int, int]) -> StagedTokens:
     return StagedTokens(schedule="stages", stages=[Stage(from_tokens=f, tokens=t) for f, t in pairs])
 
 
-def ramp(start: int, end: int, tokens: int) -> RampTokens:
-    return RampTokens(schedule="ramp", start=start, end=end, ramp_tokens=tokens)
+def ramp(start: int, end: int, tokens: int, multiple: int | None = 1) -> RampTokens:
+    return RampTokens(schedule="ramp", start=start, end=end, ramp_tokens=tokens, multiple=multiple)
 
 
 def constant(tokens: int) -> ConstantTokens:
@@ -41,13 +41,36 @@ def constant(tokens: int) -> ConstantTokens:
     ],
 )
 def test_closed_form(schedule, seen, tokens):
-    assert requested_tokens(schedule, seen) == tokens
-    assert tokens_per_step(schedule, seen, 1) == tokens
+    assert tokens_per_step(schedule, seen) == tokens
 
 
-def test_rounds_down_to_whole_micro_steps_but_never_to_zero():
-    assert tokens_per_step(ramp(1000, 3000, 10_000), 5_400, 512) == 2048  # asked for 2080
-    assert tokens_per_step(constant(300), 0, 512) == 512
+def test_a_ramp_is_rounded_down_to_its_multiple_by_default_what_both_ends_are_multiples_of():
+    assert tokens_per_step(ramp(1024, 3072, 10_000, 512), 5_400) == 2048  # 2129 on the line
+    assert [tokens_per_step(ramp(1024, 4096, 9_000, None), seen) for seen in (2_999, 3_000, 8_999, 9_000)] == [
+        1024,
+        2048,
+        3072,
+        4096,
+    ]
+    assert tokens_per_step(ramp(300, 900, 1000, 512), 0) == 512  # never nothing
+
+
+@pytest.mark.parametrize("schedule", [ramp(1024, 4096, 20_000, None), ramp(4096, 1024, 20_000, 512)])
+def test_the_steps_of_a_ramp_are_the_same_on_any_number_of_ranks(schedule):
+    """Micro-steps of 1, 2 and 4 sequences of 128 tokens: one YAML, one course of steps and learning rates."""
+    walks = [[row._replace(accumulation=0) for row in stages(schedule, 60_000, micro)] for micro in (128, 256, 512)]
+    assert walks[0] == walks[1] == walks[2]
+    assert len(walks[0]) > 3
+
+
+def test_a_run_continued_with_another_rounding_is_told_so():
+    """Its last step began at 4,096 seen; the ramp was rounded to 512 there, and is to 1,024 now."""
+    schedule = ramp(1024, 4096, 20_000, 512)
+    assert tokens_per_step(schedule, 4096) == 1536
+    assert change_at_resume(schedule, 4096 + 1536, 1536) is None
+    said = change_at_resume(ramp(1024, 4096, 20_000, None), 4096 + 1536, 1536)
+    assert said.startswith("the checkpoint's last step had 1,536 tokens, which tokens_per_step of this run makes 1,024")
+    assert "goes on from the tokens it has seen" in said
 
 
 def test_stage_boundaries_fall_on_whole_steps():
@@ -67,15 +90,16 @@ def test_the_run_ends_with_the_first_step_that_reaches_the_total():
 
 
 def test_a_long_run_is_walked_in_no_time():
-    rows = stages(ramp(2**18, 2**21, 10**12), 10**13, 2**15)
+    rows = stages(ramp(2**18, 2**21, 10**12, 2**15), 10**13, 2**15)
     assert sum(row.tokens_per_step * row.steps for row in rows) >= 10**13
     assert [row.accumulation for row in rows] == list(range(8, 65))
 
 
 sizes = st.integers(1, 500)
+multiples = st.none() | st.integers(1, 64)
 schedules = (
     sizes.map(constant)
-    | st.builds(ramp, sizes, sizes, st.integers(1, 5000))
+    | st.builds(ramp, sizes, sizes, st.integers(1, 5000), multiples)
     | st.lists(st.tuples(st.integers(1, 4000), sizes), max_size=5, unique_by=lambda pair: pair[0]).flatmap(
         lambda pairs: sizes.map(lambda first: staged((0, first), *sorted(pairs)))
     )
@@ -83,29 +107,27 @@ schedules = (
 
 
 @settings(max_examples=300, deadline=None)
-@given(schedule=schedules, multiple=st.integers(1, 64), total=st.integers(1, 6000))
-def test_the_walk_is_what_a_trainer_would_do(schedule, multiple, total):
+@given(schedule=schedules, micro_step=st.integers(1, 64), total=st.integers(1, 6000))
+def test_the_walk_is_what_a_trainer_would_do(schedule, micro_step, total):
     steps, seen = [], 0
     while seen < total:
-        tokens = tokens_per_step(schedule, seen, multiple)
-        assert tokens % multiple == 0
-        assert tokens >= multiple
-        assert tokens <= max(multiple, max(schedule.named_tokens.values()))
-        steps.append((seen, tokens))
-        seen += tokens
-    rows = stages(schedule, total, multiple)
+        steps.append((seen, tokens_per_step(schedule, seen)))
+        assert 0 < steps[-1][1] <= max(schedule.named_tokens.values())
+        seen += steps[-1][1]
+    rows = stages(schedule, total, micro_step)
     walked = [
         (row.from_tokens + i * row.tokens_per_step, row.tokens_per_step) for row in rows for i in range(row.steps)
     ]
     assert walked == steps
-    assert all(row.tokens_per_step == row.accumulation * multiple for row in rows)
+    assert all(row.accumulation == row.tokens_per_step // micro_step for row in rows)
 
 
 @settings(max_examples=100, deadline=None)
-@given(start=sizes, end=sizes, tokens=st.integers(1, 5000))
-def test_a_ramp_is_monotone_and_stays_between_its_ends(start, end, tokens):
-    values = [requested_tokens(ramp(start, end, tokens), seen) for seen in range(0, tokens + 2, max(1, tokens // 50))]
-    values.append(requested_tokens(ramp(start, end, tokens), tokens))
+@given(start=sizes, end=sizes, tokens=st.integers(1, 5000), multiple=st.just(1) | st.none())
+def test_a_ramp_is_monotone_and_stays_between_its_ends(start, end, tokens, multiple):
+    schedule = ramp(start, end, tokens, multiple)
+    values = [tokens_per_step(schedule, seen) for seen in range(0, tokens + 2, max(1, tokens // 50))]
+    values.append(tokens_per_step(schedule, tokens))
     assert values[0] == start
     assert values[-1] == end
     assert values == sorted(values, reverse=end < start)

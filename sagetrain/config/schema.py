@@ -6,6 +6,7 @@ generated from these. Unknown keys are errors. This module imports no torch: it 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
@@ -161,10 +162,19 @@ class RampTokens(Section):
     """Tokens per step after the ramp."""
     ramp_tokens: PositiveInt
     """Tokens seen when the ramp ends."""
+    multiple: PositiveInt | None = None
+    """The ramp's tokens per step are rounded down to multiples of this many tokens, the same on any number of ranks;
+    a whole number of micro-steps in every layout used. Default: the largest that divides both ends."""
 
     @property
     def named_tokens(self) -> dict[str, int]:
-        return {"tokens_per_step.start": self.start, "tokens_per_step.end": self.end}
+        named = {"start": self.start, "end": self.end, "multiple": self.multiple}
+        return {f"tokens_per_step.{name}": tokens for name, tokens in named.items() if tokens is not None}
+
+    @property
+    def rounding(self) -> int:
+        """`multiple`, or its default."""
+        return self.multiple or math.gcd(self.start, self.end)
 
 
 class Stage(Section):

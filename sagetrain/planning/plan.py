@@ -95,7 +95,7 @@ def show_key_reference(console: Console) -> None:
 _NO_MODEL = {"deepspeed_type", "grouped_query_heads"}
 _SPLITS = {"tensor_parallel_split", "tensor_parallel_vocab", "context_parallel_split"}
 _NO_LAYOUT = {*_NO_MODEL, *_SPLITS, "world_size"}
-_NO_SCHEDULE = {"first_stage", "stages_in_order", "warmup_before_end", "whole_micro_steps"}
+_NO_SCHEDULE = {"first_stage", "ramp_multiple", "stages_in_order", "warmup_before_end", "whole_micro_steps"}
 
 
 def _facts(title: str) -> Table:
@@ -166,7 +166,7 @@ def _schedule_table(cfg: RunConfig, world_size: int) -> Table:
     table = Table(title="Schedule", title_justify="left")
     for name in ("from token", "tokens per step", "micro-steps", "steps", "lr, first step", "lr, last step"):
         table.add_column(name, justify="right")
-    rows = stages(cfg.tokens_per_step, cfg.training.total_tokens, _multiple(cfg, world_size))
+    rows = stages(cfg.tokens_per_step, cfg.training.total_tokens, _micro_step(cfg, world_size))
     shown = rows if len(rows) <= _MAX_ROWS else [*rows[: _MAX_ROWS // 2], None, *rows[-_MAX_ROWS // 2 :]]
     for row in shown:
         if row is None:
@@ -184,7 +184,7 @@ def _schedule_table(cfg: RunConfig, world_size: int) -> Table:
 
 
 def _run_table(cfg: RunConfig, world_size: int, vocab_size: int, prediction: StepPrediction) -> Table:
-    rows = stages(cfg.tokens_per_step, cfg.training.total_tokens, _multiple(cfg, world_size))
+    rows = stages(cfg.tokens_per_step, cfg.training.total_tokens, _micro_step(cfg, world_size))
     steps = sum(row.steps for row in rows)
     trained = rows[-1].from_tokens + rows[-1].steps * rows[-1].tokens_per_step
     flops = flops_per_token(cfg.model, vocab_size, cfg.data.seq_length) * trained
@@ -318,7 +318,7 @@ def _findings_text(findings: list[Finding]) -> str:
     return "\n".join([f"[bold]Findings: {head}[/]", *lines])
 
 
-def _multiple(cfg: RunConfig, world_size: int) -> int:
+def _micro_step(cfg: RunConfig, world_size: int) -> int:
     return token_multiple(cfg, data_parallel_size(cfg, world_size))
 
 

@@ -43,7 +43,7 @@ from sagetrain.train.lr_schedule import learning_rate
 from sagetrain.train.metrics import MetricsWriter, Throughput, memory_gib, peak_flops
 from sagetrain.train.run_folder import RunFolder, changed_settings, flat
 from sagetrain.train.saver import Saver
-from sagetrain.train.tokens_per_step import tokens_per_step
+from sagetrain.train.tokens_per_step import change_at_resume, tokens_per_step
 
 log = logging.getLogger("sagetrain")
 
@@ -123,7 +123,7 @@ class Trainer:
         seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
         if self.backend == "auto":
             self.backend, self.backend_reason = self._choose_backend(), "auto: the fastest that was admitted"
-        self.multiple = token_multiple(cfg, self.groups.dp_size)
+        self.micro_step = token_multiple(cfg, self.groups.dp_size)
         self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
         self.engine = self._build_engine()
         self._resume()
@@ -194,8 +194,8 @@ class Trainer:
         compiled = cfg.training.compile == "on" or (cfg.training.compile == "auto" and self.device.type == "cuda")
         if compiled:
             model.compile_blocks(whole=resolved_zero_stage(cfg) == 3)
-        first = tokens_per_step(cfg.tokens_per_step, 0, self.multiple)
-        engine = Engine(cfg, model, self.groups, first // self.multiple)
+        first = tokens_per_step(cfg.tokens_per_step, 0)
+        engine = Engine(cfg, model, self.groups, first // self.micro_step)
         if self.main:
             size = num_parameters(cfg.model, cfg.attention, padded_vocab_size(self.vocab_size))
             copied = self.groups.tp_size > 1 and self.groups.tp_group.group_name in copies.connected
@@ -258,6 +258,10 @@ class Trainer:
             self._say(f"resumed from {folder.name} ({self.state.tokens:,} tokens seen)")
             for line in changed_settings((folder / "config.yaml").read_text(), dump_config(self.cfg)):
                 self._say(f"changed since that checkpoint: {line}")
+            if ledger.segments:
+                last = ledger.segments[-1][1] * self.cfg.data.seq_length
+                if said := change_at_resume(self.cfg.tokens_per_step, self.state.tokens, last):
+                    self._say(said)
 
     def _shards(self):
         """What this rank writes of the model and the optimizer."""
@@ -321,14 +325,14 @@ class Trainer:
         first, stopped, trained = state.step, False, state.tokens < total
         while state.tokens < total and not stopped:
             self.watchdog.begin(f"step {state.step + 1}")
-            size = tokens_per_step(cfg.tokens_per_step, state.tokens, self.multiple)
+            size = tokens_per_step(cfg.tokens_per_step, state.tokens)
             lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, total)
             before, after = state.tokens, state.tokens + size
-            following = tokens_per_step(cfg.tokens_per_step, after, self.multiple) if after < total else None
+            following = tokens_per_step(cfg.tokens_per_step, after) if after < total else None
             batches = self.watchdog.over(self.loader.step_batches(state.sequences, size, following))
             # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
             stop = self.stop.name is not None or self.saver.failed
-            result = self.engine.step(batches, size // self.multiple, lr, stop)
+            result = self.engine.step(batches, size // self.micro_step, lr, stop)
             if state.step == first:  # what compiling left is no garbage: the collector takes .3 s to look through it
                 gc.collect()
                 gc.freeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from sagetrain.config.arithmetic import data_parallel_size, decay_tokens, token_multiple
@@ -32,6 +33,8 @@ def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
                     f"{cfg.data.seq_length} x {ranks} data-parallel ranks = {multiple}",
                     f"use {neighbours(tokens, multiple)}, or another micro_batch_size",
                 )
+    if isinstance(schedule, RampTokens):
+        yield from _ramp(cfg, schedule)
     if isinstance(schedule, StagedTokens):
         starts = [stage.from_tokens for stage in schedule.stages]
         if starts[0] != 0:
@@ -59,14 +62,6 @@ def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
                     f"the run ends before, at training.total_tokens {total}",
                     "begin the stage earlier, drop it, or train longer",
                 )
-    if isinstance(schedule, RampTokens) and schedule.ramp_tokens > total:
-        yield warning(
-            "ramp_never_ends",
-            "tokens_per_step.ramp_tokens",
-            schedule.ramp_tokens,
-            f"the run ends before, at training.total_tokens {total}: {schedule.end} tokens per step are never reached",
-            "shorten the ramp or train longer",
-        )
     first = next(iter(schedule.named_tokens.values()))
     if total < first:
         yield error(
@@ -75,6 +70,40 @@ def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
             total,
             f"is less than the first optimizer step of {first} tokens",
             "train longer, or begin with fewer tokens per step",
+        )
+
+
+def _ramp(cfg: RunConfig, ramp: RampTokens) -> Iterator[Finding]:
+    total, rounding = cfg.training.total_tokens, ramp.rounding
+    for name in ("start", "end"):
+        tokens = getattr(ramp, name)
+        if tokens % rounding:
+            yield error(
+                "ramp_multiple",
+                f"tokens_per_step.{name}",
+                tokens,
+                f"is not a multiple of tokens_per_step.multiple {rounding}, to which the ramp is rounded down",
+                f"use {neighbours(tokens, rounding)}, or a multiple such as {math.gcd(ramp.start, ramp.end)}, which "
+                "divides both ends",
+            )
+    finer = [rounding // parts for parts in (8, 4, 2) if rounding % (parts * cfg.data.seq_length) == 0]
+    if abs(ramp.end - ramp.start) == rounding and finer:
+        up = f"{ramp.start} until the ramp ends, then {ramp.end}"
+        yield warning(
+            "ramp_in_one_step",
+            "tokens_per_step.multiple",
+            ramp.multiple,
+            f"tokens per step are rounded down to multiples of {rounding}: "
+            + (up if ramp.end > ramp.start else f"{ramp.end} from the second step on"),
+            f"{finer[0]} makes steps of that size between, where micro-steps divide it; or say so with stages",
+        )
+    if ramp.ramp_tokens > total:
+        yield warning(
+            "ramp_never_ends",
+            "tokens_per_step.ramp_tokens",
+            ramp.ramp_tokens,
+            f"the run ends before, at training.total_tokens {total}: {ramp.end} tokens per step are never reached",
+            "shorten the ramp or train longer",
         )
 
 
