@@ -1,4 +1,4 @@
-"""What a launcher starts on every rank: `deepspeed launch/train.py --config configs/x.yaml [key=value ...]`.
+"""What a launcher starts on every rank: `deepspeed launch/train.py configs/x.yaml [key=value ...]`.
 
 torchrun works too. The same as `sagetrain train`, with a file that launchers can name.
 """

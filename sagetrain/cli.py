@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import errno
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from sagetrain import __version__
 from sagetrain.config.errors import ConfigError
 from sagetrain.hardware import HARDWARE
 
@@ -26,17 +28,36 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    help="Pretrain Llama-like models with trainable INT8 attention (SageBwd).\n\n"
-    "Typical order: [bold]prepare[/] text into token files, [bold]plan[/] the run on a laptop, [bold]train[/] it "
-    "(on a cluster: deepspeed launch/train.py --config ...), then [bold]eval[/] and [bold]generate[/].",
+    rich_markup_mode=None,  # whose tables cut option names where a terminal is narrow
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Gpu = enum.Enum("Gpu", {name: name for name in HARDWARE})
+Config = Annotated[str | None, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="The same: --config CONFIG.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the YAML, e.g. optimizer.lr=3e-4", show_default=False),
 ]
+
+
+def _version(given: bool) -> None:
+    if given:
+        typer.echo(f"sagetrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def sagetrain(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Pretrain Llama-like models with trainable INT8 attention (SageBwd).
+
+    Typical order: prepare text into token files, plan the run on a laptop, train it (on a cluster: deepspeed
+    launch/train.py CONFIG), then eval and generate.
+    """
 
 
 @app.command()
@@ -72,7 +93,8 @@ def prepare(
 ) -> None:
     """Turn text into token files (.bin and .idx, which Megatron-LM reads too), and train a tokenizer when asked.
 
-    [bold]sagetrain prepare corpus/*.jsonl.zst -o data/train --vocab-size 32000 --valid-fraction 0.005[/]
+    \b
+    sagetrain prepare corpus/*.jsonl.zst -o data/train --vocab-size 32000 --valid-fraction 0.005
     """
     with _Errors():
         from sagetrain.data.prepare import prepare as run
@@ -95,8 +117,9 @@ def prepare(
 
 @app.command()
 def plan(
-    config: Annotated[Path | None, typer.Argument(help="The run's YAML file.", show_default=False)] = None,
+    config: Config = None,
     overrides: Overrides = None,
+    config_option: ConfigOption = None,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks (GPUs) the run will have.")] = 1,
     gpu: Annotated[
         Gpu,
@@ -120,7 +143,8 @@ def plan(
 ) -> None:
     """Show what a run will be, on any laptop: parameters, memory, schedules, step time, better layouts, every finding.
 
-    [bold]sagetrain plan configs/7b.yaml --world-size 64 parallel.tensor_parallel_size=8[/]
+    \b
+    sagetrain plan configs/7b.yaml --world-size 64 parallel.tensor_parallel_size=8
     """
     from dataclasses import replace
 
@@ -132,32 +156,33 @@ def plan(
         if show_keys:
             show_key_reference(Console())
             return
-        if config is None:
-            raise ConfigError("name a configuration: sagetrain plan configs/quickstart.yaml (or use --keys)")
+        path, changes = _named("plan", config, config_option, overrides)
         hardware = replace(HARDWARE[gpu.value], gpus_per_host=gpus_per_host, network_bandwidth=network_gbps * 1e9 / 8)
-        if show_plan(config, overrides or [], world_size, Console(), hardware, measured_tokens_per_second):
+        if show_plan(path, changes, world_size, Console(), hardware, measured_tokens_per_second):
             _exit(2)
 
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")],
+    config: Config = None,
     overrides: Overrides = None,
+    config_option: ConfigOption = None,
     local_rank: Annotated[
         int, typer.Option("--local_rank", "--local-rank", hidden=True, help="Given by the deepspeed launcher.")
     ] = 0,
 ) -> None:
     """Train, or continue, the run that a YAML file describes.
 
-    One process: [bold]sagetrain train --config configs/quickstart.yaml[/]. Many: start launch/train.py with the
-    deepspeed launcher or torchrun. If training.run_dir holds a checkpoint, the run continues from it. SIGTERM, SIGUSR1
+    One process: sagetrain train configs/quickstart.yaml. Many: start launch/train.py with the deepspeed launcher or
+    torchrun. If training.run_dir holds a checkpoint, the run continues from it. SIGTERM, SIGUSR1
     and Ctrl-C save a checkpoint and exit; the same command continues.
     """
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with _Errors(rank) as errors:
         try:
-            cfg, findings = _checked(config, overrides, world_size, show=rank == 0)
+            path, changes = _named("train", config, config_option, overrides)
+            cfg, findings = _checked(path, changes, world_size, show=rank == 0)
             errors.run_dir = Path(cfg.training.run_dir)
             from sagetrain.train.trainer import Trainer
 
@@ -223,14 +248,24 @@ def generate(
     typer.echo()
 
 
-def _checked(config: Path, overrides: list[str] | None, world_size: int, show: bool):
+def _named(command: str, first: str | None, option: Path | None, others: list[str] | None) -> tuple[Path, list[str]]:
+    """Configuration and overrides: of `CONFIG [KEY=VALUE]...`, or of `--config CONFIG [KEY=VALUE]...`."""
+    words = [*([first] if first is not None else []), *(others or [])]
+    if option is not None:
+        return option, words
+    if not words or ("=" in words[0] and not Path(words[0]).exists()):
+        raise ConfigError(f"name a configuration: sagetrain {command} configs/quickstart.yaml")
+    return Path(words[0]), words[1:]
+
+
+def _checked(config: Path, overrides: list[str], world_size: int, show: bool):
     """Load and check a configuration. Errors end the run here, before any process group starts."""
     from sagetrain.config.check import check
     from sagetrain.config.load import load_config
     from sagetrain.data.tokenizer import known_vocab_size
 
-    cfg = load_config(config, overrides or [])
-    findings = check(cfg, world_size, vocab_size=known_vocab_size(cfg.data), path=config, overrides=overrides or [])
+    cfg = load_config(config, overrides)
+    findings = check(cfg, world_size, vocab_size=known_vocab_size(cfg.data), path=config, overrides=overrides)
     errors = [finding for finding in findings if finding.level == "error"]
     if errors:
         raise ConfigError("\n".join(str(finding) for finding in errors))
@@ -312,8 +347,11 @@ def _exit(code: int) -> NoReturn:
 
 
 def main() -> None:
-    """Entry point of the console script and of launch/train.py."""
-    app()
+    """Entry point of the console script and of launch/train.py. Help is as wide as the terminal; a pipe has no end."""
+    command = typer.main.get_command(app)
+    for each in command.commands.values():
+        each.short_help = each.help.partition("\n\n")[0]  # whole: by itself the list of commands is cut
+    command(terminal_width=shutil.get_terminal_size((10_000, 24)).columns)
 
 
 if __name__ == "__main__":

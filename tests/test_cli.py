@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
+from sagetrain import __version__, cli
+from sagetrain.config import ConfigError
 from test_resume import BIN, ROOT, write_config
 
 
@@ -29,6 +32,65 @@ def test_help_of_the_quickstart_starts_nothing() -> None:
     done = command(sys.executable, "launch/quickstart.py", "--help")
     assert done.returncode == 0
     assert "the whole life of a run" in done.stdout and "$ " not in done.stdout
+
+
+def run_main(monkeypatch, capsys, *words: object) -> str:
+    """The command line in this process; what it prints."""
+    monkeypatch.setattr(sys, "argv", ["sagetrain", *map(str, words)])
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    assert not leaving.value.code
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [60, 80, None])
+@pytest.mark.parametrize("name", [None, *typer.main.get_command(cli.app).commands])
+def test_help_cuts_nothing_and_in_a_pipe_wraps_nothing(monkeypatch, capsys, name: str | None, columns: int | None):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    group = typer.main.get_command(cli.app)
+    command = group.commands[name] if name else group
+    lines = run_main(monkeypatch, capsys, *([name] if name else []), "-h").splitlines()
+    shown = [p for p in command.params if not getattr(p, "hidden", False)]
+    said = [text for p in shown for text in p.opts if p.param_type_name == "option"]
+    said += [word for line in command.help.splitlines() for word in line.split() if word.startswith("--")]
+    assert [text for text in said if not any(text in line for line in lines)] == []  # in one piece
+    said = [*command.help.split("\n\n"), *(p.help for p in shown if p.help)]
+    if not name:
+        said += [c.name + c.help.split("\n\n")[0] for c in group.commands.values()]
+    said = ["".join(text.replace("\b", "").split()) for text in said]
+    places = ["".join(line.split()) for line in (["".join(lines)] if columns else lines)]
+    assert [text for text in said if not any(text in place for place in places)] == []
+
+
+def test_version_and_help_have_their_usual_names(monkeypatch, capsys) -> None:
+    assert run_main(monkeypatch, capsys, "--version") == f"sagetrain {__version__}\n"
+    assert run_main(monkeypatch, capsys, "-h") == run_main(monkeypatch, capsys, "--help")
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize(("words", "overrides"), [
+    (["a.yaml"], []), (["--config", "a.yaml"], []), (["-c", "a.yaml"], []),
+    (["a.yaml", "x=1", "y=2"], ["x=1", "y=2"]), (["--config", "a.yaml", "x=1", "y=2"], ["x=1", "y=2"]),
+    (["x=1", "--config=a.yaml", "y=2"], ["x=1", "y=2"]), (["b.yaml", "-c", "a.yaml"], ["b.yaml"]),
+])  # fmt: skip
+def test_a_configuration_is_named_with_or_without_config(monkeypatch, capsys, command, words, overrides) -> None:
+    named, done = cli._named, []
+
+    def note(*args):
+        done.append(named(*args))
+        raise typer.Exit
+
+    monkeypatch.setattr(cli, "_named", note)
+    run_main(monkeypatch, capsys, command, *words)
+    assert done == [(Path("a.yaml"), overrides)]
+
+
+@pytest.mark.parametrize("words", [(None, None), ("optimizer.lr=1", None), ("optimizer.lr=1", ["x=2"])])
+def test_a_configuration_that_is_not_named(words) -> None:
+    with pytest.raises(ConfigError, match=r"name a configuration: sagetrain train configs/quickstart\.yaml"):
+        cli._named("train", words[0], None, words[1])
 
 
 @pytest.mark.parametrize(("words", "said"), [
