@@ -3,8 +3,8 @@
 Heavy imports sit inside the commands, so that `--help` and `plan` answer at once and without torch.
 Exit codes: 0 done (or stopped by a signal with a checkpoint), 2 a mistake in the configuration or the arguments (a
 run_dir that cannot be used, say), 3 a checkpoint that cannot be written or used (a full disk, say), 4 training that
-cannot go on, 5 a hang: no progress for training.timeout_minutes (run_dir/stacks shows where each rank stood). The
-deepspeed launcher passes them on, torchrun makes each failure a 1.
+cannot go on, 5 a hang: no progress for training.timeout_minutes (run_dir/stacks shows where each rank stood), 128
+and more a signal before training began. The deepspeed launcher passes them on, torchrun makes each failure a 1.
 """
 
 from __future__ import annotations
@@ -178,6 +178,7 @@ def train(
     and Ctrl-C save a checkpoint and exit; the same command continues.
     """
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its store says for pages that a rank has gone; we say who
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with _Errors(rank) as errors:
         try:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import socket
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch.distributed import TCPStore
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.train import rendezvous, roster
+from sagetrain.train import roster
 
 
 def rows(hosts: int = 2, per_host: int = 2) -> list[roster.Row]:
@@ -89,36 +85,6 @@ def test_a_variable_that_reached_one_host_only_is_a_warning() -> None:
         row["environment"] = {}
     (line,) = roster.differing_environment(differing)
     assert "NCCL_DEBUG differs between hosts: WARN on node0 (ranks 0..1); unset on node1 (ranks 2..3)." in line
-
-
-def test_ranges() -> None:
-    assert rendezvous.ranges([3, 0, 1, 6, 6, 7, 9]) == "0..1, 3, 6..7, 9"
-
-
-@pytest.mark.parametrize(("order", "missing", "waited"), [([1, 0], 2, 1), ([1, 2], 0, 3)])
-def test_under_torchrun_all_that_came_name_the_one_that_did_not(monkeypatch, order, missing, waited) -> None:
-    """The store lives in torchrun's agent, so that no rank waits for rank 0 before it can connect."""
-    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port)}
-    for key, value in {**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    minutes = 1.5 / 60
-    with ThreadPoolExecutor(2) as ranks:
-        came = []
-        for rank in order:
-            monkeypatch.setenv("RANK", str(rank))
-            came.append(ranks.submit(rendezvous.meet, minutes))
-            agent.wait([f"meet/0/host/{rank}"])
-            time.sleep(0.3)
-        both = f"ranks {'0..1' if missing == 2 else '1..2'}"
-        said = (
-            f"1 of 3 ranks have not come to .* within {waited * minutes:g} minutes: rank {missing}. Here are .*{both}"
-        )
-        for rank in came:
-            error = rank.exception()
-            assert isinstance(error, rendezvous.RanksMissing)
-            assert re.search(said, str(error))
 
 
 def test_an_interface_is_set_for_both_libraries_or_refused(monkeypatch) -> None:

@@ -6,11 +6,15 @@ torch.distributed for as long as any collective may take.
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import socket
+import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,9 +24,46 @@ from sagetrain.config.errors import ConfigError
 
 T = TypeVar("T", bound=Mapping[str, Any])
 
+_NAME_SECONDS = 30
+"""How long a name server may take to learn of a host that has just started."""
+_QUIET_SECONDS = 15
+"""How long ranks wait without a word."""
+_ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
 
 class RanksMissing(ConfigError):
     """Not all ranks of a run came; the message says who did."""
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM, SIGUSR1 and Ctrl-C end the process at once, with code 128 + signal, while the block waits for others.
+
+    What waits inside torch gives Python's handlers no turn; a thread hears of the signal through a pipe. Call it in the
+    main thread.
+    """
+    hears, tells = socket.socketpair()
+    tells.setblocking(False)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in _ENDING}
+    wakeup = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=_end_when_told, args=(hears,), name="signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        tells.close()
+        thread.join()
+        hears.close()
+
+
+def _end_when_told(hears: socket.socket) -> None:
+    while told := hears.recv(1):
+        if told[0] in _ENDING:
+            _say(f"ended by {signal.Signals(told[0]).name} before training began: nothing was trained or written")
+            os._exit(128 + told[0])
 
 
 def meet(minutes: float) -> Store | None:
@@ -32,34 +73,102 @@ def meet(minutes: float) -> Store | None:
 
     Raises:
         RanksMissing: on every rank that came, if others have not so many `minutes` after rank 0 did; without rank 0,
-            three times as many after the rank itself.
+            three times as many after the rank itself. On rank 0 at once if it cannot listen at its port; on every rank
+            within half a minute if the address cannot be resolved.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if world_size == 1:
         return None
-    host, patience = socket.gethostname(), timedelta(minutes=minutes)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # torchrun's agent hosts the store, elsewhere rank 0 does: in one server with the process group's, at the same port.
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listener = _listen(port) if opens else None
     try:
-        server = TCPStore(address, port, None, opens, timeout=patience, wait_for_workers=False, multi_tenant=True)
+        _reach(address, port, rank, minutes, opens)
+        server = TCPStore(
+            address,
+            port,
+            None,
+            opens,
+            timeout=timedelta(minutes=minutes),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach() if listener else None,
+        )
+        return _gather(server, rank, world_size, f"{address}:{port}", minutes)
     except DistNetworkError as error:
         raise RanksMissing(
-            f"rank {rank} on {host} does not reach rank 0 at {address}:{port} after {minutes:g} minutes; nothing was "
-            f"started or written. Look for errors of that host above, and for a firewall between the hosts ({error})"
+            f"rank {rank} on {socket.gethostname()} has lost rank 0 at {address}:{port} before all ranks had come; "
+            f"nothing was started or written. Look above for what ended rank 0 ({error})"
         ) from error
+    finally:
+        if listener:
+            listener.close()
+
+
+def _listen(port: int) -> socket.socket:
+    """Rank 0's socket, opened here because the store does not say why it cannot."""
+    both = socket.has_dualstack_ipv6()
+    try:
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=4096
+        )
+    except OSError as error:
+        why = "another process listens there" if error.errno == errno.EADDRINUSE else os.strerror(error.errno)
+        raise RanksMissing(
+            f"rank 0 on {socket.gethostname()} cannot listen at port {port}: {why}; nothing was started or written. "
+            "End what uses the port (another run, or what is left of one), or choose another: --master_port of the "
+            "launcher, or MASTER_PORT"
+        ) from error
+
+
+def _reach(address: str, port: int, rank: int, minutes: float, own: bool) -> None:
+    """Return when somebody listens at the address. The store would wait too, but fill the screen. `own`: it is ours."""
+    here, began, said = socket.gethostname(), time.monotonic(), set()
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=10).close()
+            return
+        except (socket.gaierror, UnicodeError) as error:
+            limit, quiet = min(_NAME_SECONDS, 60 * minutes), 0.0
+            problem = f"{here} cannot resolve MASTER_ADDR {address!r} ({getattr(error, 'strerror', error)})"
+            fix = "Give a name that every host resolves (DNS, /etc/hosts), or an address: --master_addr, MASTER_ADDR"
+        except OSError as error:
+            limit, quiet = 60 * minutes, _QUIET_SECONDS
+            problem = f"rank {rank} on {here} does not reach rank 0 at {address}:{port} ({error.strerror or error})"
+            fix = "Look for errors of that host above, and for a firewall between the hosts"
+            if own:  # what listens is this process
+                limit = min(_NAME_SECONDS, limit)
+                fix = f"MASTER_ADDR must be an address of {here}, where rank 0 runs"
+        waited = time.monotonic() - began
+        if waited >= limit:
+            raise RanksMissing(f"{problem}, for {waited:.0f} s; nothing was started or written. {fix}")
+        if waited >= quiet and fix not in said:
+            said.add(fix)
+            _say(f"{problem}; trying for {_duration(limit)}")
+        time.sleep(min(0.5, max(0.05, limit - waited)))
+
+
+def _gather(server: Store, rank: int, world_size: int, place: str, minutes: float) -> Store:
+    """Enter this rank, and wait for all others."""
     store = PrefixStore(f"meet/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
-    store.set(f"host/{rank}", host)
+    store.set(f"host/{rank}", socket.gethostname())
+    patience = timedelta(minutes=minutes)
     if rank == 0:
-        present = _present(store, world_size, patience)
-        problem = _problem(present, f"{address}:{port}", minutes)
+        quiet = min(timedelta(seconds=_QUIET_SECONDS), patience)
+        present = _present(store, world_size, quiet)
+        if missing := [other for other, host in present.items() if not host]:
+            _say(f"{len(missing)} of {world_size} ranks have not come to {place} yet: rank {ranges(missing)}; "
+                 f"waiting for {_duration(60 * minutes)}")  # fmt: skip
+            present = _present(store, world_size, patience - quiet)
+        problem = _problem(present, place, minutes)
         store.set("problem", problem)
     else:
         try:  # rank 0 may come later than this one, and only then begins to wait
             store.wait(["problem"], 3 * patience)
             problem = store.get("problem").decode()
         except DistStoreError:
-            problem = _problem(_present(store, world_size, timedelta(0)), f"{address}:{port}", 3 * minutes)
+            problem = _problem(_present(store, world_size, timedelta(0)), place, 3 * minutes)
     if problem:
         store.set(f"read/{rank}", "")
         if rank == 0:  # the store may live in this process: it leaves last
@@ -67,6 +176,16 @@ def meet(minutes: float) -> Store | None:
                 store.wait([f"read/{other}" for other, host in present.items() if host], patience)
         raise RanksMissing(problem)
     return server
+
+
+def _say(text: str) -> None:
+    """Once a host."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:g} minutes" if seconds >= 60 else f"{seconds:g} s"
 
 
 def _present(store: Store, world_size: int, patience: timedelta) -> dict[int, str]:

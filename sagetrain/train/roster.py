@@ -28,7 +28,7 @@ from sagetrain.config.schema import RunConfig, TrainingConfig
 from sagetrain.parallel.host import ranks_of_host
 from sagetrain.parallel.topology import Topology
 from sagetrain.train.engine import init_distributed
-from sagetrain.train.rendezvous import RanksMissing, by_host, ranges, where
+from sagetrain.train.rendezvous import RanksMissing, by_host, ended_by_signals, ranges, where
 
 FIXES = {
     "versions": "install the same versions on every host: pip install -c constraints.txt -e . in the same checkout",
@@ -82,8 +82,9 @@ def stay_out(problem: ConfigError) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if (ranks_of_host() or world_size) == world_size or dist.is_initialized() or isinstance(problem, RanksMissing):
         return
-    init_distributed(TrainingConfig.model_fields["timeout_minutes"].default)
-    _exchange({"host": socket.gethostname(), "rank": dist.get_rank(), "problem": str(problem)})
+    with ended_by_signals():
+        init_distributed(TrainingConfig.model_fields["timeout_minutes"].default)
+        _exchange({"host": socket.gethostname(), "rank": dist.get_rank(), "problem": str(problem)})
 
 
 def _exchange(row: Row) -> None:

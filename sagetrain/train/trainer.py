@@ -41,6 +41,7 @@ from sagetrain.train.engine import Engine, StepResult, init_distributed
 from sagetrain.train.guard import Ledger, TrainingError, Watchdog, check_consumed
 from sagetrain.train.lr_schedule import learning_rate
 from sagetrain.train.metrics import MetricsWriter, Throughput, memory_gib, peak_flops
+from sagetrain.train.rendezvous import ended_by_signals
 from sagetrain.train.run_folder import RunFolder, changed_settings, flat
 from sagetrain.train.saver import Saver
 from sagetrain.train.tokens_per_step import change_at_resume, tokens_per_step
@@ -110,11 +111,12 @@ class Trainer:
         self.stop = StopSignal()
         patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
         self.watchdog = Watchdog(self.folder.stacks, rank, 60 * patience)
-        self.device = init_distributed(2 * patience)  # the watchdog comes first: it can say more than a collective
-        parallel = cfg.parallel
-        topology = Topology(dist.get_world_size(), parallel.tensor_parallel_size, parallel.context_parallel_size)
-        files = {"tokenizer": self.tokenizer_hash, "data.train": self.stream.fingerprint}
-        roster.check_in(cfg, topology, self.device, {**files, "data.valid": valid.fingerprint} if valid else files)
+        with ended_by_signals():
+            self.device = init_distributed(2 * patience)  # the watchdog comes first: it can say more than a collective
+            parallel = cfg.parallel
+            topology = Topology(dist.get_world_size(), parallel.tensor_parallel_size, parallel.context_parallel_size)
+            files = {"tokenizer": self.tokenizer_hash, "data.train": self.stream.fingerprint}
+            roster.check_in(cfg, topology, self.device, {**files, "data.valid": valid.fingerprint} if valid else files)
         self.groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
         self.main = dist.get_rank() == 0
         if self.main:
