@@ -384,6 +384,7 @@ def test_check_puts_errors_first_and_names_file_and_line(tmp_path):
 def test_missing_data_is_an_error_to_train_and_a_warning_to_plan(tmp_path):
     for end in (".bin", ".idx"):
         (tmp_path / f"whole{end}").touch()
+    (tmp_path / "whole.json").touch()
     (tmp_path / "half.bin").touch()
     data = {
         "train": [{"path": f"{tmp_path}/whole"}, {"path": f"{tmp_path}/half"}],
@@ -404,7 +405,7 @@ def test_missing_data_is_an_error_to_train_and_a_warning_to_plan(tmp_path):
 
 
 def test_the_tokenizer_beside_the_data_is_looked_for(tmp_path):
-    for end in (".bin", ".idx"):
+    for end in (".bin", ".idx", ".json"):
         (tmp_path / f"whole{end}").touch()
     cfg = run_config(data={"train": [{"path": f"{tmp_path}/whole"}]})
     finding = only(check(cfg, 1))
@@ -412,6 +413,14 @@ def test_the_tokenizer_beside_the_data_is_looked_for(tmp_path):
     assert finding.message == f"no {tmp_path}/tokenizer.model"
     (tmp_path / "tokenizer.model").touch()
     assert check(cfg, 1) == []
+
+
+def test_token_files_that_name_no_tokenizer_are_a_warning(tmp_path):
+    for name in ("elsewhere.bin", "elsewhere.idx", "tokenizer.model"):
+        (tmp_path / name).touch()
+    finding = only(check(run_config(data={"train": [{"path": f"{tmp_path}/elsewhere"}]}), 1))
+    assert (finding.rule, finding.level, finding.key) == ("unknown_tokenizer", "warning", "data.train.0.path")
+    assert f"no {tmp_path}/elsewhere.json: nothing says which tokenizer" in finding.message
 
 
 def test_a_default_is_placed_at_its_nearest_parent(tmp_path):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
+from sagetrain.data import verify
 from sagetrain.data.loader import PATTERN_SLOTS, Loader, SampleStream, blend_pattern, blend_slots, permute
 from sagetrain.data.token_file import TokenFileWriter
 
@@ -330,6 +331,24 @@ def test_fingerprint(tmp_path, source):
         stream([source, DataSource(path=other.path, weight=2)]),
     ]
     assert len({reference, *changed}) == 1 + len(changed)
+
+
+def test_content_has_checksums_where_all_files_have_them(tmp_path, source):
+    named = [write(tmp_path / name, 100, provenance={"sha256": name}) for name in "xy"]
+    first, second, mixed = (SampleStream(list(some), S, 0).content() for some in (named, named[::-1], [*named, source]))
+    assert list(first) == [" (samples)", " (checksums in .json)"]
+    assert list(mixed) == [" (samples)"]
+    assert first[" (checksums in .json)"] != second[" (checksums in .json)"]
+
+
+def test_a_resume_compares_what_both_sides_know():
+    before = {"data.train": "old order", "data.train (samples)": "1", "data.valid (samples)": "1"}
+    now = {"data.train": "new", "data.train (samples)": "2", "data.train (checksums in .json)": "3"}
+    assert verify.changed({}, now) == []
+    assert verify.changed(before, now) == ["data.train (samples): checkpoint 1, this run 2"]
+    assert verify.changed(now, {"data.train (checksums in .json)": "4"}) == [
+        "data.train (checksums in .json): checkpoint 3, this run 4"
+    ]
 
 
 def loader_threads() -> list[threading.Thread]:

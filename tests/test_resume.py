@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -253,6 +254,16 @@ def test_a_resume_of_something_else_is_refused(tmp_path, corpus, reference, sect
     assert start("sagetrain", config).wait(timeout=60) == 3
     assert words in config.with_suffix(".log").read_text()
     assert sorted(str(path) for path in reference[1].rglob("*")) == before
+
+
+def test_a_resume_on_data_of_another_checksum_is_refused(tmp_path, corpus, reference) -> None:
+    """Prepared again: other tokens in the middle of a large file, say, where the order of samples is the same."""
+    other = shutil.copytree(corpus, tmp_path / "corpus")
+    record = json.loads((other / "train.json").read_text())
+    (other / "train.json").write_text(json.dumps({**record, "sha256": "0" * 64}))
+    config = write_config(tmp_path / "run.yaml", other, reference[1])
+    assert start("sagetrain", config).wait(timeout=60) == 3
+    assert "data.train (checksums in .json): checkpoint " in config.with_suffix(".log").read_text()
 
 
 def test_mistakes_end_the_run_before_it_starts(tmp_path, corpus) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+from torch.distributed import DistStoreError, TCPStore
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.train import roster
@@ -56,6 +60,34 @@ def test_both_sides_are_named_and_every_kind_has_its_fix() -> None:
     assert "data.valid: unset on node0 (ranks 0..1); 45 on node1 (ranks 2..3)\n  fix: copy" in text
     assert "sagetrain" not in text
     assert "tokenizer:" not in text
+
+
+def test_files_are_told_by_the_first_rank_of_each_host() -> None:
+    agreeing = rows()
+    for row in (agreeing[1], agreeing[3]):
+        row["files"] = {}
+    assert roster.disagreements(agreeing) == []
+    agreeing[2]["files"] = {"tokenizer": "45"}
+    assert roster.disagreements(agreeing)[0] == "tokenizer: 0123 on node0 (rank 0); 45 on node1 (rank 2)"
+
+
+def test_ranks_wait_for_who_checks_files_while_it_says_how_far_it_is() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    patience = timedelta(seconds=1)
+    with ThreadPoolExecutor(1) as other:
+
+        def reads() -> None:
+            for _ in range(6):
+                time.sleep(0.4)
+                store.add("roster/alive", 1)
+            store.set("verdict", "fine")
+
+        reading = other.submit(reads)
+        waiter = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        assert roster._when_there(waiter, "verdict", patience) == b"fine"
+        reading.result()
+    with pytest.raises(DistStoreError):
+        roster._when_there(waiter, "never", patience)
 
 
 def test_a_host_that_cannot_take_part_is_named_and_all_alike_is_the_bare_problem() -> None:

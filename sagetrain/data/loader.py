@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -143,10 +143,33 @@ class SampleStream:
         """Different sequences of all sources together."""
         return sum(self._windows)
 
-    def validate(self, deep: bool) -> None:
-        """Check every index, and with `deep` every token and checksum; ConfigError names the file that is damaged."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sources together."""
+        return sum(file.num_tokens for file in self._files)
+
+    def validate(self, deep: bool, progress: Callable[[int], None] = lambda tokens: None) -> None:
+        """Check every index, and with `deep` every token and checksum; ConfigError names the file that is damaged.
+
+        `progress` gets the tokens read since its last call.
+        """
         for file in self._files:
-            file.validate(deep, self._vocab_size)
+            file.validate(deep, self._vocab_size, progress)
+            progress(0)
+
+    def content(self, progress: Callable[[int], None] = lambda tokens: None) -> dict[str, str]:
+        """Hashes of what the files hold: of indexes and samples of the tokens (TokenFile.content), and of the checksums
+        that `sagetrain prepare` recorded, where it made all of them. `progress` is called with 0 after each file."""
+        sampled, recorded = hashlib.sha256(), hashlib.sha256()
+        for file in self._files:
+            sampled.update(file.content().encode())
+            progress(0)
+        hashes = {" (samples)": sampled.hexdigest()}
+        checksums = [file.provenance().get("sha256") for file in self._files]
+        if all(checksums):
+            recorded.update("".join(checksums).encode())
+            hashes[" (checksums in .json)"] = recorded.hexdigest()
+        return hashes
 
     def locate(self, index: int, seed: int | None = None) -> tuple[int, int]:
         """(source, window) of global sample `index`, in the order of `seed` (default: the stream's)."""

@@ -14,6 +14,8 @@ import os
 import platform
 import socket
 import sys
+from collections.abc import Callable
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,16 +63,33 @@ def use_interface(name: str | None) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def check_in(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[str, str]) -> None:
+def check_in(
+    cfg: RunConfig, topology: Topology, device: torch.device, read: Callable[[Callable[[str], None]], dict[str, str]]
+) -> dict[str, str]:
     """Report this rank, wait for all others, and let rank 0 print who is there; collective.
 
     Args:
-        files: hashes of what this host read, by name.
+        read: checks the files of this host and returns hashes of them, by name. It is called by the first rank of each
+            host, with a function that says how far it is: the others wait as long as somebody says something.
+
+    Returns:
+        The hashes, in which all hosts agree.
 
     Raises:
         ConfigError: on every rank, if hosts disagree in versions, configuration or files, or one cannot take part.
     """
-    _exchange(_row(cfg, topology, device, files))
+    store, files = dist.distributed_c10d._get_default_store(), {}
+    if os.environ["LOCAL_RANK"] == "0":
+
+        def say(text: str) -> None:
+            store.add("roster/alive", 1)
+            print(f"{socket.gethostname()}: {text}", file=sys.stderr, flush=True)
+
+        try:
+            files = read(say)
+        except ConfigError as error:
+            _exchange(_unable(error))
+    return _exchange(_row(cfg, topology, device, files))
 
 
 def stay_out(problem: ConfigError) -> None:
@@ -84,25 +103,44 @@ def stay_out(problem: ConfigError) -> None:
         return
     with ended_by_signals():
         init_distributed(TrainingConfig.model_fields["timeout_minutes"].default)
-        _exchange({"host": socket.gethostname(), "rank": dist.get_rank(), "problem": str(problem)})
+        _exchange(_unable(problem))
 
 
-def _exchange(row: Row) -> None:
-    """Rank 0 collects the rows, prints them and decides; ConfigError on every rank if the run cannot start."""
+def _unable(problem: ConfigError) -> Row:
+    """What a rank reports that cannot take part."""
+    return {"host": socket.gethostname(), "rank": dist.get_rank(), "problem": str(problem)}
+
+
+def _exchange(row: Row) -> dict[str, str]:
+    """Rank 0 collects the rows, prints them and decides; ConfigError on every rank if the run cannot start, else the
+    hashes of the files."""
     store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     store.set(f"roster/{rank}", json.dumps(row))
     if rank == 0:
-        rows = [json.loads(store.get(f"roster/{other}")) for other in range(world_size)]
+        rows = [json.loads(_when_there(store, f"roster/{other}")) for other in range(world_size)]
         problem = _verdict(rows)
-        store.set("roster/verdict", json.dumps(problem))
+        store.set("roster/verdict", json.dumps([problem, rows[0].get("files")]))
         if not any(row["problem"] for row in rows):
             print("\n".join([*table(rows), *differing_environment(rows)]), file=sys.stderr, flush=True)
-    problem = json.loads(store.get("roster/verdict"))
+    problem, files = json.loads(_when_there(store, "roster/verdict"))
     if problem:
         store.set(f"roster/read/{rank}", "")
         if rank == 0:  # the store may live in this process: it leaves last
             store.wait([f"roster/read/{other}" for other in range(world_size)])
         raise ConfigError(problem)
+    return files
+
+
+def _when_there(store: dist.Store, key: str, patience: timedelta = timedelta(minutes=10)) -> bytes:
+    """What another rank will write, waited for as long as some rank gives signs of life."""
+    while True:
+        signs = store.add("roster/alive", 0)
+        try:
+            store.wait([key], patience)
+            return store.get(key)
+        except dist.DistStoreError:
+            if store.add("roster/alive", 0) == signs:
+                raise
 
 
 def _verdict(rows: list[Row]) -> str:
@@ -121,9 +159,10 @@ def disagreements(rows: list[Row]) -> list[str]:
     """One line for everything that must agree and does not, saying which host has what, and a fix for each kind."""
     lines = []
     for kind, fix in FIXES.items():
-        names = dict.fromkeys(name for row in rows for name in row[kind])
-        values = {name: [row[kind].get(name, "unset") for row in rows] for name in names}
-        differing = [f"{name}: {sides}" for name in names if (sides := _sides(rows, values[name]))]
+        told = [row for row in rows if row[kind]]  # of files, the first rank of each host alone
+        names = dict.fromkeys(name for row in told for name in row[kind])
+        values = {name: [row[kind].get(name, "unset") for row in told] for name in names}
+        differing = [f"{name}: {sides}" for name in names if (sides := _sides(told, values[name]))]
         lines += [*differing, f"  fix: {fix}"] if differing else []
     return lines
 

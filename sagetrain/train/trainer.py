@@ -26,6 +26,7 @@ from sagetrain.config.arithmetic import padded_vocab_size, resolved_zero_stage, 
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import RunConfig
+from sagetrain.data import verify
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
@@ -47,10 +48,6 @@ from sagetrain.train.saver import Saver
 from sagetrain.train.tokens_per_step import change_at_resume, tokens_per_step
 
 log = logging.getLogger("sagetrain")
-
-# Corpora up to this size are read through and compared with their checksum at the first start: a minute or less. Larger
-# ones are checked by their indexes, and each sequence when it is read.
-DEEP_CHECK_TOKENS = 16_000_000_000
 
 
 @dataclass
@@ -96,10 +93,6 @@ class Trainer:
         self.tokenizer_hash = tokenizer.sha256
         self.stream = self._stream(cfg.data.train)
         valid = self._stream(cfg.data.valid) if cfg.data.valid else None
-        # One rank reads all tokens, once in the life of a run: later starts have the fingerprint in the checkpoint.
-        first = os.environ.get("RANK", "0") == "0" and not self.folder.checkpoints.exists()
-        for stream in filter(None, (self.stream, valid)):
-            stream.validate(deep=first and stream.num_windows * cfg.data.seq_length < DEEP_CHECK_TOKENS)
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
         kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
@@ -115,8 +108,8 @@ class Trainer:
             self.device = init_distributed(2 * patience)  # the watchdog comes first: it can say more than a collective
             parallel = cfg.parallel
             topology = Topology(dist.get_world_size(), parallel.tensor_parallel_size, parallel.context_parallel_size)
-            files = {"tokenizer": self.tokenizer_hash, "data.train": self.stream.fingerprint}
-            roster.check_in(cfg, topology, self.device, {**files, "data.valid": valid.fingerprint} if valid else files)
+            # Reading files may take a while: the ranks have met by now, and each host tells how far it is.
+            self.files = roster.check_in(cfg, topology, self.device, lambda say: self._check_files(valid, say))
         self.groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
         self.main = dist.get_rank() == 0
         if self.main:
@@ -169,6 +162,13 @@ class Trainer:
     def _stream(self, sources: list) -> SampleStream:
         seed = self.cfg.training.seed
         return SampleStream.configured(self.cfg.data, sources, seed, self.vocab_size, self.tokenizer_hash)
+
+    def _check_files(self, valid: SampleStream | None, say: Callable[[str], None]) -> dict[str, str]:
+        """Check this host's data; hashes of it by name. One rank of a run reads all tokens, before its first save."""
+        streams = {"data.train": self.stream} | ({"data.valid": valid} if valid else {})
+        hashes = verify.verify(streams, deep=dist.get_rank() == 0 and not self.folder.checkpoints.exists(), say=say)
+        orders = {name: stream.fingerprint for name, stream in streams.items()}
+        return {"tokenizer": self.tokenizer_hash, **orders, **hashes}
 
     def _loader(self, stream: SampleStream) -> Loader:
         return Loader(
@@ -242,6 +242,7 @@ class Trainer:
         state = reader.manifest["state"]
         theirs, ours = flat(state["identity"]), flat(self._identity())
         changed = [f"{k}: checkpoint {theirs.get(k)!r}, this run {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]]
+        changed += verify.changed(state.get("files", {}), self.files)
         if changed:
             raise CheckpointError(
                 f"{folder} was written by another run: {'; '.join(changed)}. "
@@ -284,6 +285,7 @@ class Trainer:
             **asdict(self.state),
             "optimizer_steps": self.state.step,
             "identity": self._identity(),
+            "files": self.files,
             "guidance_overrides": list(self.cfg.guidance.override),
             "versions": {"sagetrain": __version__, "torch": torch.__version__},
         }

@@ -49,6 +49,16 @@ def _files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         if missing:
             fix = "write it with `sagetrain prepare`; the path goes without .bin and .idx"
             yield _missing(required, key, prefix, f"no {' and no '.join(missing)}", fix)
+        elif not Path(f"{prefix}.json").is_file():
+            yield warning(
+                "unknown_tokenizer",
+                key,
+                prefix,
+                f"no {prefix}.json: nothing says which tokenizer the tokens come from, and there is no checksum: the "
+                "tokens are only compared with the size of the vocabulary",
+                "copy the .json that `sagetrain prepare` wrote beside the .bin; for files from elsewhere, see that "
+                f"they were made with {cfg.data.tokenizer_path}",
+            )
     if not Path(cfg.data.tokenizer_path).is_file():
         fix = "name the tokenizer.model that `sagetrain prepare` wrote"
         message = "no such file" if cfg.data.tokenizer else f"no {cfg.data.tokenizer_path}"
