@@ -19,6 +19,7 @@ from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train import checkpoint, saver
 from sagetrain.train.checkpoint import KINDS, CheckpointError, Reader
+from sagetrain.train.engine import ParameterShard
 
 # world -> (tensor parallel, context parallel, ZeRO stage)
 LAYOUTS = {
@@ -181,6 +182,22 @@ def write_plain(root: Path, step: int, tokens: int) -> None:
     writer = tiny.saver(root, ParallelGroups.single())
     writer.start(state, "{}", (), {})
     writer.wait()
+
+
+def test_the_umask_says_who_may_read_a_checkpoint(tmp_path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    weight.tp_dim, weight.global_shape = None, (4,)
+    shard = ParameterShard("weight", weight, 0, 4, {kind: torch.zeros(4) for kind in KINDS})
+    before = os.umask(0o027)
+    try:
+        writer = tiny.saver(tmp_path, ParallelGroups.single())
+        writer.start({"step": 1, "tokens": 1}, "{}", [shard], {})
+        writer.wait()
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
+    assert "shard-tp000-dp000.safetensors" in modes
+    assert set(modes.values()) == {0o640}
 
 
 def test_all_damaged_is_an_error_and_none_is_a_fresh_start(tmp_path) -> None:

@@ -58,7 +58,7 @@ class RunFolder:
             path = self.path / name
             temporary = path.with_suffix(".tmp")
             temporary.write_text(text)
-            temporary.chmod(0o444)
+            temporary.chmod(temporary.stat().st_mode & 0o444)
             os.replace(temporary, path)
 
 

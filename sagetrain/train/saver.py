@@ -223,6 +223,8 @@ class Saver:
         if snapshot.tensors:
             written.append(self._shard_file)
             save_file(snapshot.tensors, folder / self._shard_file)
+            # safetensors lets its user alone read the file: who else may is for the umask to say.
+            (folder / self._shard_file).chmod((folder / written[0]).stat().st_mode & 0o777)
         return {name: self._durable(folder / name) for name in written}
 
     def _durable(self, path: Path) -> dict:
