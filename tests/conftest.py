@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from forked import Command
 from prepare_inputs import TEXTS
 from sagetrain.data.prepare import prepare
 from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _no_command_outlives_its_test() -> Iterator[None]:
+    yield
+    Command.end_all()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import inspect
 import io
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -16,38 +17,43 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+import forked
 
 
-def run_distributed(function: Callable, world_size: int, *args: Any, timeout: float = 90.0) -> list[Any]:
+def run_distributed(function: Callable, world_size: int, *args: Any, timeout: float = forked.PATIENCE) -> list[Any]:
     """Call function(*args) in `world_size` fresh processes with torch.distributed (gloo) up; return what each returned.
 
     The function is found by the file and name it was defined under, so it must be at the top level of a module.
-    RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* are set as a launcher would set them.
+    RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* are set as a launcher would set them. What the ranks print is printed.
 
     Raises:
         RuntimeError: a rank raised (the message holds its traceback), died, or did not finish within `timeout` seconds.
     """
     # The store's port is chosen by the OS and held from here on: no other process can take it in between.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("spawn")
+    context = forked.context()
     source = (inspect.getfile(function), function.__module__, function.__qualname__)
     pipes, processes = [], []
-    for rank in range(world_size):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_child, args=(rank, world_size, store.port, timeout, source, args, sender), daemon=True
-        )
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
-    try:
-        return _collect(pipes, processes, time.monotonic() + timeout)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with tempfile.NamedTemporaryFile("r", errors="replace") as log:
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            address = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
+            env = {**os.environ, **{key: str(value) for key, value in address.items()}, "MASTER_PORT": "0"}
+            process = context.Process(
+                target=_child, args=(env, log.name, store.port, timeout, source, args, sender), daemon=True
+            )
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            return _collect(pipes, processes, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            print(log.read(), end="")
 
 
 def _collect(pipes: list, processes: list, deadline: float) -> list[Any]:
@@ -70,13 +76,12 @@ def _collect(pipes: list, processes: list, deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _child(rank: int, world_size: int, port: int, timeout: float, source: tuple, args: tuple, sender: Any) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
-    )
+def _child(env: dict, log: str, port: int, timeout: float, source: tuple, args: tuple, sender: Any) -> None:
+    forked.enter(env, log)
     try:
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
         )

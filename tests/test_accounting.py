@@ -192,7 +192,7 @@ def parallel_cases() -> list[RunConfig]:
 
 
 def saved_in_two_processes() -> list[float]:
-    init_distributed(timeout_minutes=1)
+    init_distributed(timeout_minutes=10)
     groups = ParallelGroups.create(Topology(2, 2))
     return [saved_bytes_per_token(cfg, cfg.training.compile == "on", groups) for cfg in parallel_cases()]
 
@@ -237,7 +237,7 @@ def live_tensors() -> dict[int, torch.Tensor]:
 
 def measured_model_state() -> dict[tuple[str, int], tuple[int, int]]:
     """(dtype, stage) -> bytes of all tensors that an engine holds after its last backward, and as estimated."""
-    init_distributed(timeout_minutes=1)
+    init_distributed(timeout_minutes=10)
     groups = ParallelGroups.create(Topology(2, 1))
     result, kept = {}, []
     for dtype, stage in itertools.product(("bf16", "fp32"), range(4)):
@@ -271,7 +271,7 @@ def test_model_state_is_what_deepspeed_holds():
 
 def measured_peak() -> dict[int, tuple[int, int]]:
     """ZeRO stage -> peak bytes of a whole step on almost no tokens, in bf16, and as estimated."""
-    init_distributed(timeout_minutes=1)
+    init_distributed(timeout_minutes=10)
     groups, tokens, result = ParallelGroups.create(Topology(2, 1)), torch.zeros(1, 16, dtype=torch.long), {}
     all_reduce = torch.distributed.all_reduce
 

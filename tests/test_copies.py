@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import forked
 from distributed import run_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.transformer import Transformer
@@ -31,7 +32,7 @@ class ThreadMemory:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.allocations = rank, size, 0
-        self._meeting, self._telling = (dist.new_group(timeout=timedelta(seconds=60)) for _ in range(2))
+        self._meeting, self._telling = (dist.new_group(timeout=timedelta(seconds=forked.PATIENCE)) for _ in range(2))
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._delays = random.Random(rank)
         self._events: set[threading.Event] = set()  # that nobody has waited for yet
@@ -163,7 +164,7 @@ def _check_model(backend: str) -> None:
 
 
 def test_model_by_copies_equals_the_model_by_functional_collectives() -> None:
-    run_distributed(_check_model, 2, "aot_eager", timeout=180)
+    run_distributed(_check_model, 2, "aot_eager")
 
 
 def _check_agreement() -> list[str]:

@@ -58,7 +58,7 @@ def write_and_load(root: str) -> dict[tuple, tuple[int, int]]:
 
 
 def test_loading_takes_at_most_1_3_times_the_state(tmp_path) -> None:
-    ranks = run_distributed(write_and_load, 2, str(tmp_path), timeout=240)
+    ranks = run_distributed(write_and_load, 2, str(tmp_path))
     ranks += run_distributed(load, 1, f"{tmp_path}/a", [(1, 0, "fp32")])
     for sizes in ranks:
         for layout, (state, more) in sizes.items():

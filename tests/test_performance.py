@@ -428,7 +428,7 @@ def real_collectives() -> list[tuple[dict, dict]]:
 
 def test_collectives_are_those_of_torch_and_deepspeed():
     """Kinds, numbers and bytes; DeepSpeed pads, and gathers the few norm gains apart."""
-    for rank in run_distributed(real_collectives, 2, timeout=150):
+    for rank in run_distributed(real_collectives, 2):
         for case, (called, predicted) in zip(LAYOUTS, rank, strict=True):
             assert called.keys() == predicted.keys(), case
             for kind in called:

@@ -36,7 +36,7 @@ def config(stage: int, dtype: str = "fp32", **sections: dict) -> RunConfig:
 def join(tp_size: int, cp_size: int = 1) -> ParallelGroups:
     """Process groups of this rank, through DeepSpeed as in a real run."""
     torch.set_num_threads(1)
-    init_distributed(timeout_minutes=1)
+    init_distributed(timeout_minutes=10)
     return ParallelGroups.create(Topology(torch.distributed.get_world_size(), tp_size, cp_size))
 
 
