@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data import verify
-from sagetrain.data.loader import PATTERN_SLOTS, Loader, SampleStream, blend_pattern, blend_slots, permute
+from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.data.order import COARSE_SLOTS, blend_pattern, blend_slots, nearest_slots, permute
 from sagetrain.data.token_file import TokenFileWriter
 
 EOS = 0
@@ -91,28 +92,55 @@ def test_permute_on_a_huge_range():
     assert abs(np.corrcoef(np.arange(3000), places)[0, 1]) < 0.08
 
 
-@pytest.mark.parametrize("weights", [[1], [1, 1], [0.5, 0.3, 0.2], [2e-3, 1, 7], [3.3] * 7, [1 / PATTERN_SLOTS, 1]])
+SMALL = [[1.5 / COARSE_SLOTS, 1], [2e-3, 1, 7], [1e-4, 1], [1] * 5000]
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 1], [0.5, 0.3, 0.2], [3.3] * 7, [1 / COARSE_SLOTS, 1], *SMALL])
 def test_blend_is_exact_and_even(weights):
     slots = blend_slots(weights, [""] * len(weights))
-    share = np.array(weights) / sum(weights)
-    assert sum(slots) == PATTERN_SLOTS
-    assert np.abs(np.array(slots) / PATTERN_SLOTS - share).max() < 1 / PATTERN_SLOTS
+    share, total = np.array(weights) / sum(weights), sum(slots)
+    assert (total == COARSE_SLOTS) == (weights not in SMALL)  # the order of runs that had the right shares
+    assert np.abs(np.array(slots) / total / share - 1).max() <= 0.01
     pattern, ranks = blend_pattern(slots)
-    for source, count in enumerate(slots):
+    assert len(pattern) == total
+    for source in range(0, len(slots), max(1, len(slots) // 20)):
         used = np.cumsum(pattern == source)
-        assert used[-1] == count
-        assert ranks[pattern == source].tolist() == list(range(count))
-        fair = np.arange(1, PATTERN_SLOTS + 1) * count / PATTERN_SLOTS
+        assert used[-1] == slots[source]
+        assert ranks[pattern == source].tolist() == list(range(slots[source]))
+        fair = np.arange(1, total + 1) * slots[source] / total
         assert np.abs(used - fair).max() <= max(1, len(weights) / 2)
 
 
 def test_blend_refuses_a_vanishing_weight():
-    with pytest.raises(ConfigError, match=r"data source b: weight 1e-05 of 1\.00001 is a share of less than 1/4096"):
-        blend_slots([1, 1e-5], ["a", "b"])
+    with pytest.raises(ConfigError, match=r"data source b: weight 1e-06 of 1 is a share of 1\.0e-06, too small"):
+        blend_slots([1, 1e-6], ["a", "b"])
+
+
+def test_a_run_goes_on_in_the_order_that_it_began_in(tmp_path):
+    """Before shares were kept to 1 %, a pattern had 4096 slots whatever the shares."""
+    paths = [write(tmp_path / name, size).path for name, size in (("a", 3000), ("b", 900))]
+
+    def blended(*weights):
+        return SampleStream([DataSource(path=p, weight=w) for p, w in zip(paths, weights, strict=True)], S, 0)
+
+    new, right = blended(1.5, COARSE_SLOTS), blended(1, 3)
+    assert not right.keep_order(right.fingerprint) and not new.keep_order(right.fingerprint)
+    fine = new.fingerprint
+    slots = nearest_slots([1.5, COARSE_SLOTS], COARSE_SLOTS)
+    old = new._fingerprint(slots)
+    assert old != fine and new.keep_order(old) and new.fingerprint == old
+    pattern, _ = blend_pattern(slots)
+    assert [new.locate(i)[0] for i in range(2 * COARSE_SLOTS)] == [*pattern, *pattern]
+    assert not new.keep_order(fine)
+
+
+def test_the_order_of_existing_runs_stays(mixed):
+    """Recorded before patterns of other sizes came."""
+    assert mixed.fingerprint == "7a853b5801efa6307ed3b03036b3d6c49567c57bad3575fd9d0746ed9c1a36fc"
 
 
 def test_stream_follows_the_mix(mixed):
-    drawn = np.bincount([mixed.locate(i)[0] for i in range(3 * PATTERN_SLOTS)])
+    drawn = np.bincount([mixed.locate(i)[0] for i in range(3 * COARSE_SLOTS)])
     assert (drawn == 3 * np.array(blend_slots([0.5, 0.3, 0.2], [""] * 3))).all()
     start = 12345  # any aligned or unaligned stretch
     part = np.bincount([mixed.locate(i)[0] for i in range(start, start + 100)])

@@ -6,7 +6,7 @@ tokens per step changes nothing about which sequences come next.
 
 - A source is cut into windows of seq_length tokens (what is left at its end is not used). Each epoch of a source
   visits all of its windows once, in an order given by a keyed permutation that is computed, not stored.
-- Sources are blended by a fixed pattern of 4096 slots that spreads each source evenly: shares are exact to 1/4096.
+- Sources are blended by a fixed pattern of slots that spreads each source evenly: shares are exact to 1 % of each.
 - Windows run through the stream of documents without padding; document boundaries come from the token file's index.
 """
 
@@ -24,11 +24,9 @@ import torch
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataConfig, DataSource
+from sagetrain.data import order
 from sagetrain.data.token_file import TokenFile
 
-PATTERN_SLOTS = 4096
-_ROUNDS = 6
-_MASK = (1 << 64) - 1
 _EVALUATION_SEED = 0  # the same held-out sequences whatever the seed of the run
 
 
@@ -119,9 +117,9 @@ class SampleStream:
                     f"data.seq_length {seq_length:,} (and the token after it)"
                 )
         _check_tokenizers(self._files, tokenizer_sha256)
-        self._slots = blend_slots([source.weight for source in sources], [source.path for source in sources])
-        self._pattern, self._ranks = blend_pattern(self._slots)
-        self.fingerprint = self._fingerprint()
+        self._identities = [file.identity() for file in self._files]
+        self._weights = [source.weight for source in sources]
+        self._blend(order.blend_slots(self._weights, [source.path for source in sources]))
 
     @classmethod
     def configured(
@@ -173,11 +171,11 @@ class SampleStream:
 
     def locate(self, index: int, seed: int | None = None) -> tuple[int, int]:
         """(source, window) of global sample `index`, in the order of `seed` (default: the stream's)."""
-        block, slot = divmod(index, PATTERN_SLOTS)
+        block, slot = divmod(index, len(self._pattern))
         source = int(self._pattern[slot])
         epoch, position = divmod(block * self._slots[source] + int(self._ranks[slot]), self._windows[source])
-        key = _hash(_hash(self.seed if seed is None else seed, source), epoch)
-        return source, permute(position, self._windows[source], key)
+        key = order.mixed(order.mixed(self.seed if seed is None else seed, source), epoch)
+        return source, order.permute(position, self._windows[source], key)
 
     def sample(self, index: int, seed: int | None = None) -> Sample:
         """Global sample `index` >= 0, in O(1)."""
@@ -193,13 +191,29 @@ class SampleStream:
         begins = file.document_starts(start, start + self.seq_length)
         return Sample(tokens, [begin - start for begin in begins])
 
-    def _fingerprint(self) -> str:
+    def keep_order(self, fingerprint: str) -> bool:
+        """Take the order that versions with coarser shares gave this data, if it is the one of `fingerprint`; whether.
+
+        So a run goes on in the order that it began in.
+        """
+        slots = order.nearest_slots(self._weights, order.COARSE_SLOTS)
+        coarse = 0 not in slots and slots != self._slots and self._fingerprint(slots) == fingerprint
+        if coarse:
+            self._blend(slots)
+        return coarse
+
+    def _blend(self, slots: list[int]) -> None:
+        self._slots = slots
+        self._pattern, self._ranks = order.blend_pattern(slots)
+        self.fingerprint = self._fingerprint(slots)
+
+    def _fingerprint(self, slots: list[int]) -> str:
         content = {
-            "order": 1,  # version of the rules in this file
+            "order": 1,  # version of the rules of order.py
             "seq_length": self.seq_length,
             "seed": self.seed,
-            "slots": self._slots,
-            "files": [file.identity() for file in self._files],
+            "slots": slots,
+            "files": self._identities,
         }
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -317,72 +331,6 @@ class Loader:
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         weight = len(ids) if weight is None else weight
         return Batch(tokens, labels, positions, cu_seqlens, max_seqlen, list(ids), weight)
-
-
-# -- order and mix -----------------------------------------------------------------------------------------------------
-
-
-def permute(position: int, size: int, key: int) -> int:
-    """Place of `position` in a pseudo-random permutation of range(size), chosen by `key`; O(1).
-
-    A Feistel network on the smallest even number of bits that holds `size`, walked until it comes back into the range
-    (fewer than 4 rounds of it on average).
-    """
-    half = max((size - 1).bit_length() + 1, 2) // 2
-    mask = (1 << half) - 1
-    keys = [_hash(key, number) for number in range(_ROUNDS)]
-    while True:
-        left, right = position >> half, position & mask
-        for round_key in keys:
-            left, right = right, left ^ (_hash(round_key, right) & mask)
-        position = left << half | right
-        if position < size:
-            return position
-
-
-def _hash(key: int, value: int) -> int:
-    """64 well-mixed bits (the finalizer of splitmix64) of two integers."""
-    x = (key * 0x9E3779B97F4A7C15 + value + 0x632BE59BD9B4E019) & _MASK
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
-    return x ^ x >> 31
-
-
-def blend_slots(weights: list[float], names: list[str]) -> list[int]:
-    """Slots of the pattern for each source: the nearest to its share, PATTERN_SLOTS in all (largest remainders).
-
-    ConfigError if a share rounds to nothing.
-    """
-    total = sum(weights)
-    exact = [weight / total * PATTERN_SLOTS for weight in weights]
-    slots = [int(share) for share in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda source: slots[source] - exact[source])
-    for source in by_remainder[: PATTERN_SLOTS - sum(slots)]:
-        slots[source] += 1
-    for name, weight, count in zip(names, weights, slots, strict=True):
-        if count == 0:
-            raise ConfigError(
-                f"data source {name}: weight {weight:g} of {total:g} is a share of less than 1/{PATTERN_SLOTS}, the "
-                "finest step of the mix: raise it, or leave the source out"
-            )
-    return slots
-
-
-def blend_pattern(slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """(source of each slot, how many earlier slots have the same source): int64 [PATTERN_SLOTS] each.
-
-    Each slot goes to the source that is furthest behind its share, so that any stretch has nearly the right mix.
-    """
-    share = np.array(slots, dtype=np.float64) / PATTERN_SLOTS
-    used = np.zeros(len(slots), dtype=np.int64)
-    pattern = np.empty(PATTERN_SLOTS, dtype=np.int64)
-    ranks = np.empty(PATTERN_SLOTS, dtype=np.int64)
-    for slot in range(PATTERN_SLOTS):
-        behind = np.where(used < slots, share * (slot + 1) - used, -np.inf)
-        source = int(behind.argmax())
-        pattern[slot], ranks[slot] = source, used[source]
-        used[source] += 1
-    return pattern, ranks
 
 
 def _power_of_two(number: int) -> int:

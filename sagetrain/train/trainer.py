@@ -50,6 +50,9 @@ from sagetrain.train.tokens_per_step import change_at_resume, tokens_per_step
 log = logging.getLogger("sagetrain")
 
 
+_ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
+
+
 @dataclass
 class TrainState:
     """Where a run is. Everything else follows from the configuration."""
@@ -226,7 +229,7 @@ class Trainer:
             "training.seed": self.cfg.training.seed,
             "data.seq_length": self.cfg.data.seq_length,
             "tokenizer (SHA-256)": self.tokenizer_hash,
-            "order of samples (hash of token files, weights, seq_length and seed)": self.stream.fingerprint,
+            _ORDER: self.stream.fingerprint,
         }
 
     def _resume(self) -> None:
@@ -240,6 +243,8 @@ class Trainer:
             )
         reader = Reader(folder)
         state = reader.manifest["state"]
+        if self.stream.keep_order(state["identity"].get(_ORDER, "")) and self.main:
+            self._say("the shares of data.train are those that the run began with, coarser than a new run's")
         theirs, ours = flat(state["identity"]), flat(self._identity())
         changed = [f"{k}: checkpoint {theirs.get(k)!r}, this run {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]]
         changed += verify.changed(state.get("files", {}), self.files)
