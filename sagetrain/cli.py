@@ -296,6 +296,9 @@ class _Errors:
                 "choose another folder, or free this one"
             )
         code = None if error is None else _exit_code(error)
+        if code is not None and isinstance(error, OSError):
+            where = error.filename or self.run_dir or "here"
+            error = f"{where}: {error.strerror}; free some space and run the same command again"
         if code is not None:
             if self.rank:
                 time.sleep(5 + 3 * int(os.environ.get("LOCAL_RANK", "0")))

@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -359,20 +359,6 @@ def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
     ]  # fmt: skip
 
 
-@pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    """A tmpfs of 16 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
-    )
-    if mount.returncode:
-        pytest.skip(f"a full disk needs a small tmpfs, which only root may mount: {mount.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def test_a_full_disk_ends_the_run_and_it_continues_when_there_is_space(tmp_path, corpus, alone, small_disk) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, small_disk / "run")
 
@@ -389,6 +375,28 @@ def test_a_full_disk_ends_the_run_and_it_continues_when_there_is_space(tmp_path,
     finish("sagetrain", config)
     assert "resumed from step-00000010" in log_of(config)
     check_undisturbed(small_disk / "run", alone)
+
+
+def test_a_disk_that_fills_up_while_logging_is_one_line_with_the_file_and_the_advice(
+    tmp_path, corpus, small_disk
+) -> None:
+    config = write_config(
+        tmp_path / "run.yaml", corpus, small_disk / "run", checkpoint={"every_tokens": 10**6}, data={"valid": []}
+    )
+
+    def fill(run: subprocess.Popen) -> None:
+        run.send_signal(signal.SIGSTOP)
+        (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+        run.send_signal(signal.SIGCONT)
+
+    assert when("sagetrain", config, reached(config, 2), fill) == 3, log_of(config)[-3000:]
+    said = [line for line in log_of(config).splitlines() if "No space" in line]
+    assert len(said) == 1 and "Traceback" not in log_of(config)
+    assert said[0].startswith(f"error: {small_disk}/run/")
+    assert said[0].endswith(": No space left on device; free some space and run the same command again")
+    text = (small_disk / "run/metrics.jsonl").read_text()
+    assert text.endswith("}\n") and [json.loads(line)["step"] for line in text.splitlines()][:2] == [1, 2]
+    assert not list((small_disk / "run").rglob("*.partial"))
 
 
 def flip_a_bit(path: Path, position: int | None = None) -> None:

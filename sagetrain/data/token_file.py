@@ -301,13 +301,19 @@ def read_provenance(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a small file so that it is either whole or not there."""
+    """Write a small file so that it is either whole or as it was; an OSError names it, and leaves nothing behind."""
     temporary = Path(f"{path}.partial")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        error.filename, error.filename2 = str(path), None
+        raise
 
 
 def _open_locked(path: Path):

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from sagetrain.parallel.metrics import Metrics
 
 _IN_ORDER = "gloo_in_order"
 
@@ -100,6 +102,8 @@ class ParallelGroups:
     tp_group: dist.ProcessGroup | None = None
     cp_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+    """Where everything of a training step leaves its numbers."""
 
     @property
     def tp_size(self) -> int:

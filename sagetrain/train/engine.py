@@ -27,6 +27,7 @@ from sagetrain.config.arithmetic import resolved_zero_stage
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.accounting import reduce_bucket_size
+from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import Mpu, ParallelGroups
 from sagetrain.train import rendezvous
 from sagetrain.train.guard import fold
@@ -129,14 +130,23 @@ class ParameterShard:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Mean loss over the global batch, global gradient norm before clipping; stop: some rank was asked to stop;
-    folds: sum over all ranks of guard.fold of the samples they trained on."""
+    """What all ranks know of a step. metrics: every number that was added while it ran, by name; stop: some rank was
+    asked to stop; folds: sum over all ranks of guard.fold of the samples they trained on."""
 
-    loss: float
-    grad_norm: float
+    metrics: dict[str, float]
     applied: bool
     stop: bool
     folds: int
+
+    @property
+    def loss(self) -> float:
+        """Mean over the global batch."""
+        return self.metrics["train/loss"]
+
+    @property
+    def grad_norm(self) -> float:
+        """Global, before clipping."""
+        return self.metrics["train/grad_norm"]
 
 
 class Engine:
@@ -181,6 +191,8 @@ class Engine:
         for group in self._base.param_groups:
             group["lr"] = lr
         self._ds.train()
+        metrics = self.groups.metrics
+        metrics.clear()
         total, count, samples = torch.zeros((), device=self.device, dtype=torch.float64), 0, []
         for batch in batches:
             loss = self.forward(batch)
@@ -192,14 +204,15 @@ class Engine:
             raise RuntimeError(f"the loader gave {count} micro-batches for a step of {accumulation}")
         skipped = self._ds.skipped_steps
         self._ds.step()
-        facts = torch.tensor([stop, fold(samples, self.groups.dp_rank)], device=self.device, dtype=torch.float64)
-        summed = torch.cat([(total / accumulation)[None], facts])
         # Over the world: tensor-parallel ranks hold the same loss, context-parallel ones that of equally many tokens.
-        dist.all_reduce(summed)
-        loss_sum, stops, folds = summed.tolist()
-        norm = self._norm if self.stage == 0 else self._ds.get_global_grad_norm()
+        metrics.mean("train/loss", total / accumulation)
+        # On every rank the same.
+        metrics.mean("train/grad_norm", self._norm if self.stage == 0 else self._ds.get_global_grad_norm())
+        metrics.sum("stop", stop)
+        metrics.sum("folds", fold(samples, self.groups.dp_rank))
+        found = metrics.reduce(self.device)
         applied = self._ds.skipped_steps == skipped
-        return StepResult(loss_sum / dist.get_world_size(), float(norm), applied, stops > 0, int(folds))
+        return StepResult(found, applied, stop=found.pop("stop") > 0, folds=int(found.pop("folds")))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Mean loss of one micro-batch, under context parallelism of this rank's slice of it (scalar, fp32)."""
@@ -209,11 +222,10 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over all ranks' micro-batches by their weights (equally many batches on every rank)."""
         self._ds.eval()
-        total = torch.zeros(2, device=self.device, dtype=torch.float64)
+        metrics = Metrics()  # its own: what the model adds meanwhile is of no step
         for batch in batches:
-            total += batch.weight * torch.stack([self.forward(batch).double(), torch.ones_like(total[0])])
-        dist.all_reduce(total)
-        return (total[0] / total[1]).item()
+            metrics.mean("valid/loss", self.forward(batch), batch.weight)
+        return metrics.reduce(self.device)["valid/loss"]
 
     def _clip_stage0(self, *_) -> None:
         """Global gradient norm and clipping for fp32 at stage 0; replicated parameters count once."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
+import socket
 import sys
 import time
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from sagetrain.data.token_file import write_atomic
 from sagetrain.hardware import PEAK_FLOPS
 
 
@@ -56,65 +62,124 @@ class Throughput:
 
 
 class MetricsWriter:
-    """Writes one row of numbers per call to every sink. Only rank 0 makes one.
+    """Writes one row of numbers per call to every sink, and says how far the run is. Only rank 0 makes one.
 
-    Opening it drops the rows past `step` that a killed run left behind, so that a resumed run has each step once.
+    Opening it drops the rows past `step` that a killed run left behind, so that a resumed run has each step once. What
+    cannot be written is an OSError that names the file, and leaves nothing half written.
     """
 
     def __init__(self, run_dir: Path, step: int, tokens: int, total_tokens: int, tensorboard: bool):
-        self._path = run_dir / "metrics.jsonl"
-        self._drop_rows_after(step)
-        self._file = self._path.open("a")
-        self._board = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
-        self._bar = tqdm(
-            total=total_tokens,
-            initial=min(tokens, total_tokens),
-            unit="tok",
-            unit_scale=True,
-            dynamic_ncols=True,
-            mininterval=0.1 if sys.stderr.isatty() else 30,  # a log file gets a line now and then
-        )
-
-    def _drop_rows_after(self, step: int) -> None:
-        if not self._path.exists():
-            return
-        kept = []
-        for line in self._path.read_text().splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except (ValueError, KeyError):  # the last line of a killed run may be cut short
-                continue
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
-        os.replace(temporary, self._path)
+        path = run_dir / "metrics.jsonl"
+        _drop_rows_after(path, step)
+        self._rows = _Records(path)
+        self._board = _Events(run_dir / "tensorboard", step + 1) if tensorboard else None
+        self._total = total_tokens
+        self._bar = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(
+                total=total_tokens,
+                initial=min(tokens, total_tokens),
+                unit="tok",
+                unit_scale=True,
+                dynamic_ncols=True,
+            )
 
     def write(self, step: int, tokens: int, values: dict[str, float | None]) -> None:
-        """One row: {"step", "tokens", **values}; None values are left out."""
-        row = {"step": step, "tokens": tokens, **{k: v for k, v in values.items() if v is not None}}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        """One row: {"step", "tokens", "wall_time" (seconds since 1970), **values}; None values are left out."""
+        known, now = {key: value for key, value in values.items() if value is not None}, round(time.time(), 3)
+        row = {"step": step, "tokens": tokens, "wall_time": now, **known}
+        self._rows.write(json.dumps(row).encode() + b"\n")
         if self._board:
-            for key, value in values.items():
-                if value is not None:
-                    self._board.add_scalar(key, value, step)
+            self._board.add(step, now, known)
 
-    def progress(self, tokens: int, shown: dict[str, str]) -> None:
-        """Move the progress bar to `tokens`, with `shown` behind it."""
-        self._bar.set_postfix(shown, refresh=False)
-        self._bar.update(min(tokens, self._bar.total) - self._bar.n)
+    def progress(self, step: int, tokens: int, loss: float, lr: float, rate: float) -> None:
+        """Where the run stands after a step, at `rate` tokens per second: a terminal's bar, elsewhere one line."""
+        if self._bar is None:
+            left = timedelta(seconds=round(max(self._total - tokens, 0) / rate))
+            self.say(
+                f"step {step} | {tokens:,} tokens | loss {loss:.4f} | lr {lr:.2e} | {rate:,.0f} tokens/s | {left} left"
+            )
+        else:
+            shown = {"loss": f"{loss:.4f}", "lr": f"{lr:.2e}", "tok_s": f"{rate:,.0f}"}
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update(min(tokens, self._total) - self._bar.n)
 
     def say(self, text: str) -> None:
-        """Print a line without breaking the progress bar."""
-        self._bar.write(text)
+        """Print a line on stderr, above the bar of a terminal."""
+        if self._bar is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._bar.write(text, file=sys.stderr)
 
     def close(self) -> None:
-        """Flush and close every sink."""
-        self._bar.close()
-        self._file.close()
+        """Leave the bar's line, so that what is said next begins one of its own, and close every sink."""
+        if self._bar is not None:
+            self._bar.close()
+        self._rows.close()
         if self._board:
             self._board.close()
+
+
+def _drop_rows_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):  # the last line of a killed run may be cut short
+            continue
+    write_atomic(path, "".join(kept).encode())
+
+
+class _Records:
+    """A file that grows by whole records: what a full disk cuts short is taken back."""
+
+    def __init__(self, path: Path):
+        self._path, self._file = path, path.open("ab", buffering=0)
+
+    def write(self, record: bytes) -> None:
+        before = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(record) < len(record):  # what fits on the disk is written, without an error
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(before)
+            error.filename = str(self._path)
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Events:
+    """A TensorBoard event file, written in place: SummaryWriter's thread meets a full disk with a traceback of its own.
+
+    TensorBoard forgets what an earlier file has from `first_step` on.
+    """
+
+    def __init__(self, folder: Path, first_step: int):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        now = time.time()
+        name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = _Records(folder / name)
+        self._writer = RecordWriter(self._file)
+        self._write(Event(wall_time=now, step=first_step, file_version="brain.Event:2"))
+        self._write(Event(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(self, step: int, wall_time: float, values: dict[str, float]) -> None:
+        summary = self._summary(value=[self._summary.Value(tag=k, simple_value=v) for k, v in values.items()])
+        self._write(self._event(wall_time=wall_time, step=step, summary=summary))
+
+    def _write(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+
+    def close(self) -> None:
+        self._file.close()

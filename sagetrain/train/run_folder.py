@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +16,7 @@ import yaml
 from sagetrain.config.errors import Finding
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import TOKENIZER_NAME, RunConfig
+from sagetrain.data.token_file import write_atomic
 from sagetrain.train.checkpoint import CheckpointError
 
 
@@ -55,11 +55,8 @@ class RunFolder:
             "deepspeed.json": json.dumps(deepspeed, indent=2) + "\n",
             "findings.json": json.dumps([asdict(finding) for finding in findings], indent=2) + "\n",
         }.items():
-            path = self.path / name
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(text)
-            temporary.chmod(temporary.stat().st_mode & 0o444)
-            os.replace(temporary, path)
+            write_atomic(self.path / name, text.encode())
+            (self.path / name).chmod((self.path / name).stat().st_mode & 0o444)
 
 
 def changed_settings(old_text: str, new_text: str) -> list[str]:

@@ -89,6 +89,7 @@ class Trainer:
 
     def __init__(self, cfg: RunConfig, findings: list[Finding]):
         self.cfg, self.findings = cfg, findings
+        self.metrics: MetricsWriter | None = None
         self.folder = RunFolder(Path(cfg.training.run_dir))
         # Everything that can be wrong with files and settings comes before ranks begin to wait for each other.
         tokenizer = Tokenizer.load(find_tokenizer(cfg.data))
@@ -317,6 +318,9 @@ class Trainer:
                 with contextlib.suppress(CheckpointError):
                     self.saver.wait()
                 raise
+            finally:
+                if self.metrics:
+                    self.metrics.close()
 
     def _train(self) -> bool:
         cfg, state, total = self.cfg, self.state, self.cfg.training.total_tokens
@@ -325,11 +329,8 @@ class Trainer:
         every_eval = cfg.evaluation.every_tokens or max(1, total // 10)
         every_save = cfg.checkpoint.every_tokens or max(1, total // 10)
         self._saved_step, self._waited = state.step, False
-        self.metrics = (
-            MetricsWriter(self.folder.path, state.step, state.tokens, total, cfg.logging.tensorboard)
-            if self.main
-            else None
-        )
+        if self.main:
+            self.metrics = MetricsWriter(self.folder.path, state.step, state.tokens, total, cfg.logging.tensorboard)
         self.clock = Throughput()
         first, stopped, trained = state.step, False, state.tokens < total
         while state.tokens < total and not stopped:
@@ -368,7 +369,6 @@ class Trainer:
             why = f"stopped by {self.stop.name or 'a signal to another rank'}" if stopped else "finished"
             self._say(f"{why} at step {state.step}, {state.tokens:,} of {total:,} tokens"
                       + ("" if finished else "; run the same command to continue"))  # fmt: skip
-            self.metrics.close()
         self.loader.close()
         if self.valid:
             self.valid.close()
@@ -401,8 +401,7 @@ class Trainer:
             self.state.step,
             self.state.tokens,
             {
-                "train/loss": result.loss,
-                "train/grad_norm": result.grad_norm,
+                **result.metrics,
                 "train/lr": lr,
                 "train/tokens_per_step": size,
                 "perf/tokens_per_second": rate,
@@ -410,8 +409,7 @@ class Trainer:
                 "perf/memory_gib": memory_gib(self.device),
             },
         )
-        shown = {"loss": f"{result.loss:.4f}", "lr": f"{lr:.2e}", "tok_s": f"{rate:,.0f}"}
-        self.metrics.progress(self.state.tokens, shown)
+        self.metrics.progress(self.state.step, self.state.tokens, result.loss, lr, rate)
         self.clock.resume()
 
     def _evaluate(self) -> None:
@@ -425,9 +423,8 @@ class Trainer:
     # -- messages ----------------------------------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
-        metrics = getattr(self, "metrics", None)
-        if metrics:
-            metrics.say(text)
+        if self.metrics:
+            self.metrics.say(text)
         else:
             print(text, file=sys.stderr, flush=True)
 

@@ -1,0 +1,103 @@
+"""The one door for the numbers of a training step: a name, what this rank has to say, and how the ranks become one.
+
+Whatever holds ParallelGroups (every layer, autograd function and the engine) adds to `groups.metrics` while a step
+runs, forward, backward or later. Values stay on the device, and nothing waits for them: the engine reduces all of them
+at the step's end, in the collective that the loss takes anyway. What was added then is in metrics.jsonl and TensorBoard
+under its name; no other place has to know of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_PADDING = 64  # as many numbers are reduced, or a multiple: ranks that disagree by a few are told, and not mixed up
+
+
+class Metrics:
+    """Numbers of the step at hand, by name ("train/loss": the slash is how TensorBoard groups them).
+
+    Between two reductions all ranks add the same names, in any order, each of them in one way. A value is a number, or
+    a tensor of one element on the step's device. A name that comes again (the next micro-batch) adds to its mean, its
+    sum or its maximum. A block that is recomputed in the backward pass adds twice: give it a mean or a maximum.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], Tensor | float] = {}
+        self._maxima: dict[str, Tensor | float] = {}
+
+    def clear(self) -> None:
+        """Forget what was added since the last reduction (by an evaluation, say)."""
+        self._sums.clear()
+        self._maxima.clear()
+
+    def mean(self, name: str, value: Tensor | float, weight: float = 1.0) -> None:
+        """Add to the mean, by weight, of everything that all ranks add. It is nan where all weights are 0."""
+        value = _float64(value)
+        self._add((name, "sum"), value if weight == 1 else value * weight)
+        self._add((name, "weight"), float(weight))
+
+    def sum(self, name: str, value: Tensor | float, copies: int = 1) -> None:
+        """Add to the sum over all ranks. `copies`: so many ranks report one and the same thing, which counts once.
+
+        The sum over a tensor-parallel group alone, of what is equal on all replicas, has groups.num_replicas copies.
+        """
+        value = _float64(value)
+        self._add((name, "sum"), value if copies == 1 else value / copies)
+
+    def max(self, name: str, value: Tensor | float) -> None:
+        """Take into the maximum over all ranks. A step with any maximum makes one more small collective."""
+        value, before = _float64(value), self._maxima.get(name)
+        larger = torch.maximum if isinstance(value, Tensor) else max
+        self._maxima[name] = value if before is None else larger(before, value)
+
+    def _add(self, key: tuple[str, str], value: Tensor | float) -> None:
+        self._sums[key] = self._sums[key] + value if key in self._sums else value
+
+    def reduce(self, device: torch.device) -> dict[str, float]:
+        """All numbers over all ranks, by name, equal on every rank; they are forgotten here. Collective.
+
+        Raises:
+            RuntimeError: the ranks have not added the same names.
+        """
+        sums, maxima = _numbers_first(self._sums), _numbers_first(self._maxima)
+        number = int.from_bytes(hashlib.sha256(repr((list(sums), list(maxima))).encode()).digest()[:4], "big")
+        total, *reduced = _reduced([float(number), *sums.values()], dist.ReduceOp.SUM, device)
+        if total != number * (dist.get_world_size() if dist.is_initialized() else 1):
+            raise RuntimeError(f"metrics: the ranks differ in what they have added; this one: {[*sums, *maxima]}")
+        totals = dict(zip(sums, reduced, strict=True))
+        result = {}
+        for name, what in totals:
+            if what == "sum":
+                weight = totals.get((name, "weight"), 1.0)
+                result[name] = totals[name, "sum"] / weight if weight else math.nan
+        if maxima:
+            result.update(zip(maxima, _reduced(list(maxima.values()), dist.ReduceOp.MAX, device), strict=True))
+        self.clear()
+        return dict(sorted(result.items()))
+
+
+def _float64(value: Tensor | float) -> Tensor | float:
+    return value.detach().reshape(()).double() if isinstance(value, Tensor) else float(value)
+
+
+def _numbers_first(values: dict) -> dict:
+    """In an order that does not depend on that of the adding."""
+    return dict(sorted(values.items(), key=lambda item: (isinstance(item[1], Tensor), item[0])))
+
+
+def _reduced(values: list[Tensor | float], operation: dist.ReduceOp, device: torch.device) -> list[float]:
+    """The values, numbers before tensors, over all ranks; waits for the device."""
+    numbers = [value for value in values if not isinstance(value, Tensor)]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    padding = [0.0] * (-len(values) % _PADDING)
+    packed = torch.tensor(padding + numbers, dtype=torch.float64, device=device)
+    if tensors:
+        packed = torch.cat([packed, torch.stack(tensors)])
+    if dist.is_initialized():
+        dist.all_reduce(packed, op=operation)
+    return packed[len(padding) :].tolist()

@@ -1,0 +1,138 @@
+"""What a run reports: rows, events and lines, at a terminal, in a log, and on a full disk."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import os
+import pty
+import re
+import shutil
+import struct
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+import tiny
+from sagetrain import cli
+from sagetrain.train.metrics import MetricsWriter
+from sagetrain.train.run_folder import RunFolder
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(folder: Path) -> list:
+    return [event for path in sorted((folder / "tensorboard").iterdir()) for event in EventFileLoader(str(path)).Load()]
+
+
+def test_rows_and_events_hold_the_same_with_the_time(tmp_path: Path) -> None:
+    begin = round(time.time(), 3)
+    writer = MetricsWriter(tmp_path, 0, 0, 1000, tensorboard=True)
+    writer.write(1, 100, {"train/loss": 2.5, "perf/mfu": None})
+    writer.write(2, 200, {"train/loss": 2.25, "valid/loss": 2.0})
+    writer.close()
+    now = round(time.time(), 3)
+    assert [(row["step"], row["tokens"], row["train/loss"]) for row in rows(tmp_path)] == [
+        (1, 100, 2.5),
+        (2, 200, 2.25),
+    ]
+    assert "perf/mfu" not in rows(tmp_path)[0] and rows(tmp_path)[1]["valid/loss"] == 2.0
+    assert begin <= rows(tmp_path)[0]["wall_time"] <= rows(tmp_path)[1]["wall_time"] <= now
+    version, start, first, second = events(tmp_path)
+    assert version.file_version == "brain.Event:2" and start.session_log.status == start.session_log.START
+    assert [value.tag for value in second.summary.value] == ["train/loss", "valid/loss"]
+    assert first.step == 1 and first.wall_time == rows(tmp_path)[0]["wall_time"]
+    (tmp_path / "metrics.jsonl").open("a").write('{"step": 2, "to')  # as a kill leaves it
+    MetricsWriter(tmp_path, 1, 100, 1000, tensorboard=True).close()
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+    assert max(event.step for event in events(tmp_path) if event.HasField("session_log")) == 2  # hides those from there
+
+
+def test_a_log_gets_one_line_a_step_and_no_carriage_return(tmp_path: Path, capsys) -> None:
+    writer = MetricsWriter(tmp_path, 0, 0, 36_100_000, tensorboard=False)
+    writer.progress(12, 100_000, 5.12345, 1.2e-3, 10_000.0)
+    writer.say("saved step-00000012")
+    writer.progress(13, 36_200_000, 5.0, 0, 123.4)
+    writer.close()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "step 12 | 100,000 tokens | loss 5.1235 | lr 1.20e-03 | 10,000 tokens/s | 1:00:00 left\n"
+        "saved step-00000012\n"
+        "step 13 | 36,200,000 tokens | loss 5.0000 | lr 0.00e+00 | 123 tokens/s | 0:00:00 left\n"
+    )
+
+
+def test_a_terminal_gets_a_bar_that_nothing_is_glued_to(tmp_path: Path, monkeypatch) -> None:
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", 40, 120, 0, 0))
+    with os.fdopen(follower, "w") as terminal, monkeypatch.context() as patched:
+        patched.setattr("sys.stderr", terminal)
+        writer = MetricsWriter(tmp_path, 0, 0, 1000, tensorboard=False)
+        time.sleep(0.2)  # more than the bar's pause
+        writer.progress(1, 500, 5.0, 1e-3, 100.0)
+        writer.say("saved step-00000001")
+        writer.close()
+        terminal.write("error: what comes next\n")
+        terminal.flush()
+        shown = ""
+        while "comes next" not in shown:
+            shown += os.read(leader, 100_000).decode()
+    os.close(leader)
+    assert "50%" in shown and "loss=5.0000" in shown
+    # What stands on each line in the end: a carriage return goes back to its beginning.
+    lines = [re.split("\r", line.rstrip("\r"))[-1].replace("\x1b[A", "") for line in shown.split("\n")]
+    assert {"saved step-00000001", "error: what comes next"} <= set(lines)
+
+
+def fill(disk: Path, leave: int = 0) -> None:
+    (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - leave))
+
+
+def write_for_ever(writer: MetricsWriter) -> None:
+    for step in itertools.count(1):
+        writer.write(step, step, {"train/loss": 1.0, "x" * 90: 2.0})
+
+
+def test_a_full_disk_names_the_file_and_leaves_whole_rows_and_events(small_disk: Path) -> None:
+    for tensorboard in (False, True):
+        folder = small_disk / str(tensorboard)
+        folder.mkdir()
+        writer = MetricsWriter(folder, 0, 0, 1000, tensorboard)
+        fill(small_disk)
+        with pytest.raises(OSError, match="No space left") as raised:
+            write_for_ever(writer)
+        writer.close()
+        assert raised.value.errno == errno.ENOSPC and str(raised.value.filename).startswith(str(folder))
+        assert [row["step"] for row in rows(folder)] == list(range(1, len(rows(folder)) + 1))
+        if tensorboard:
+            assert len(events(folder)) >= len(rows(folder))  # two that begin the file; none is cut short
+        (small_disk / "filler").unlink()
+
+
+def test_files_beside_the_metrics_stay_as_they_were_on_a_full_disk(small_disk: Path) -> None:
+    folder, cfg = RunFolder(small_disk), tiny.config(1)
+    folder.describe(cfg, {"first": 1}, [])
+    fill(small_disk)
+    with pytest.raises(OSError, match="No space left") as raised:
+        folder.describe(cfg, {"second": 2}, [])
+    assert raised.value.filename == str(small_disk / "config.yaml")
+    (small_disk / "filler").unlink()
+    assert json.loads((small_disk / "deepspeed.json").read_text()) == {"first": 1}
+    assert sorted(path.name for path in small_disk.iterdir()) == ["config.yaml", "deepspeed.json", "findings.json"]
+
+
+def test_the_command_says_which_file_and_what_to_do(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(cli, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    with pytest.raises(SystemExit) as ended, cli._Errors(run_dir=Path("run")):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/metrics.jsonl")
+    assert ended.value.code == 3
+    said = "error: run/metrics.jsonl: No space left on device; free some space and run the same command again\n"
+    assert capsys.readouterr().err == said
