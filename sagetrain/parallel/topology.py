@@ -158,18 +158,19 @@ class ParallelGroups:
             raise ValueError(f"topology is for {topology.world_size} ranks, the job has {dist.get_world_size()}")
         rank, backend = dist.get_rank(), _backend()
 
-        def own_group(ranks_of: Callable[[int], list[int]]) -> dist.ProcessGroup:
+        def own_group(ranks_of: Callable[[int], list[int]], name: str) -> dist.ProcessGroup:
             # Every rank creates every group, in the same order: new_group is collective over the world.
             every = dict.fromkeys(tuple(ranks_of(member)) for member in range(topology.world_size))
-            groups = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in every}
+            how = {"timeout": timeout, "backend": backend, "group_desc": name}  # the watchdog names who hangs where
+            groups = {ranks: dist.new_group(list(ranks), **how) for ranks in every}
             return groups[tuple(ranks_of(rank))]
 
         return cls(
             topology,
             rank,
-            tp_group=own_group(topology.tp_ranks),
-            cp_group=own_group(topology.cp_ranks) if topology.context_parallel_size > 1 else None,
-            replica_group=own_group(topology.replica_ranks),
+            tp_group=own_group(topology.tp_ranks, "tensor parallel"),
+            cp_group=own_group(topology.cp_ranks, "context parallel") if topology.context_parallel_size > 1 else None,
+            replica_group=own_group(topology.replica_ranks, "replicas"),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch.distributed as dist
 
 from sagetrain.train.checkpoint import CheckpointError
 
 HANG_EXIT_CODE = 5
+_RECORD_SECONDS = 10.0  # for the flight recorder, when a run has hung
 _FOLD_BITS = 31  # so that the sum over a million ranks is exact in the float64 that carries it
 
 T = TypeVar("T")
@@ -121,7 +124,8 @@ def check_consumed(folds: int, first: int, count: int, micro_batch_size: int, dp
 class Watchdog:
     """Ends a run that makes no progress, or that has lost its launcher; a thread beside training. Context manager.
 
-    Without a sign of life for `timeout` seconds it writes the stacks of all threads to `folder`/rank-N.txt and ends the
+    Without a sign of life for `timeout` seconds it writes the stacks of all threads and the collectives that they wait
+    in to `folder`/rank-N.txt, beside it what torch's flight recorder knows of the latest collectives, and ends the
     process with HANG_EXIT_CODE. A file there makes the other ranks do the same, so that one look shows who waits for
     whom. Time in which this process was stopped (Ctrl-Z, a suspended job) does not count. If the launcher is gone, the
     process sends itself SIGTERM: nobody else would stop it.
@@ -165,7 +169,7 @@ class Watchdog:
                 self._end("another rank hangs")
             if self._launchers and _launchers() != self._launchers:
                 self._launchers = ()
-                print(f"{self._name}: the launcher is gone; saving and stopping", file=sys.stderr, flush=True)
+                _tell(f"{self._name}: the launcher is gone; saving and stopping")
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _end(self, why: str) -> None:
@@ -175,10 +179,60 @@ class Watchdog:
                 file.write(f"{self._name}, in {self._doing}: {why}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-            print(f"{self._name}: error: in {self._doing}: {why}; stacks in {self._path}", file=sys.stderr, flush=True)
-            self._over.wait(3 * self._tick)  # the launcher ends everybody after the first one: let them write first
+                # Ends the process even if the recorder blocks and lets no other Python run.
+                faulthandler.dump_traceback_later(3 * _RECORD_SECONDS, exit=True, file=file)
+                waits = self._record_collectives()
+                file.write(f"\n{waits}\n")
+                file.flush()
+                _tell(f"{self._name}: error: in {self._doing}: {why}; {waits}; stacks in {self._path}")
+                self._over.wait(3 * self._tick)  # the launcher ends all after the first one: let them write first
         finally:
             os._exit(HANG_EXIT_CODE)
+
+    def _record_collectives(self) -> str:
+        """Write what the flight recorder has, and say which collectives are under way; in bounded time."""
+        said = [f"the flight recorder gave nothing in {_RECORD_SECONDS} seconds"]
+
+        def record() -> None:
+            try:
+                recorded = flight_record()
+                self._path.with_suffix(".collectives.json").write_bytes(recorded)
+                said[0] = collectives_under_way(recorded)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the process has to end
+                said[0] = f"the flight recorder failed: {error}"
+
+        thread = threading.Thread(target=record, name="flight recorder", daemon=True)
+        thread.start()
+        thread.join(_RECORD_SECONDS)
+        return said[0]
+
+
+def flight_record() -> bytes:
+    """The latest collectives of this process, as the JSON of torch's flight recorder, which is on unless
+    TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE) is 0."""
+    from torch._C import _distributed_c10d as c10d
+
+    # NCCL has a recorder of its own, in builds with CUDA; the other has gloo's. (torch 2.8 to 2.13)
+    on_gpu = dist.is_initialized() and "nccl" in dist.get_backend()
+    return (c10d._dump_nccl_trace_json if on_gpu else c10d._dump_fr_trace_json)()
+
+
+def collectives_under_way(record: bytes) -> str:
+    """The oldest collective of every process group that is not finished, in words."""
+    waiting: dict[str, str] = {}
+    for entry in json.loads(record).get("entries", []):
+        name, description = entry["process_group"]
+        if not (entry["retired"] or entry["state"] == "completed" or name in waiting):
+            shapes = ", ".join(f"{dtype} {shape}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"],
+                                                                          strict=False))  # fmt: skip
+            number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+            waiting[name] = f"{entry['profiling_name']} number {number} of group {name} ({description}) over {shapes}"
+    return f"waits in {'; '.join(waiting.values())}" if waiting else "no collective is under way"
+
+
+def _tell(text: str) -> None:
+    """On stderr, not behind a terminal's progress bar."""
+    print("\n" * sys.stderr.isatty() + text, file=sys.stderr, flush=True)
 
 
 def _launchers() -> tuple[int, ...]:

@@ -80,7 +80,10 @@ class Saver:
         self._keep = keep_last, keep_every_tokens
         self._timeout, self._rank, self._group = timeout, 0, None
         if dist.is_initialized():
-            self._rank, self._group = dist.get_rank(), dist.new_group(backend="gloo", timeout=timeout)
+            self._rank, self._group = (
+                dist.get_rank(),
+                dist.new_group(backend="gloo", timeout=timeout, group_desc="saver"),
+            )
         self._memory = torch.empty(0)
         self._thread: threading.Thread | None = None
         self._progress = 0

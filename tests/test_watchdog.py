@@ -1,0 +1,86 @@
+"""A run that hangs says who waits for whom, and in which collective; whatever meets the saying, it ends."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tiny
+from distributed import run_distributed
+from sagetrain.train import guard
+from sagetrain.train.guard import HANG_EXIT_CODE, Watchdog, collectives_under_way
+
+
+def one_rank_stays_away(folder: str) -> None:
+    groups = tiny.join(2)
+    dist.all_reduce(torch.ones(1))
+    with Watchdog(Path(folder), groups.rank, timeout=3.0) as watchdog:
+        watchdog.begin("step 7")
+        if groups.rank == 0:
+            dist.all_reduce(torch.ones(3, 5), group=groups.tp_group)
+        time.sleep(60)
+
+
+def test_the_stacks_name_the_collective(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=f"died with exit code {HANG_EXIT_CODE}"):
+        run_distributed(one_rank_stays_away, 2, str(tmp_path))
+    deadline = time.monotonic() + 30
+    waits = tmp_path / "rank-0.txt"
+    while not (waits.exists() and "waits in" in waits.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "in one_rank_stays_away" in waits.read_text()
+    assert "waits in gloo:all_reduce number 1 of group " in waits.read_text()
+    assert "(tensor parallel) over Float [3, 5]" in waits.read_text()
+    record = json.loads((tmp_path / "rank-0.collectives.json").read_text())
+    assert [entry["profiling_name"] for entry in record["entries"]].count("gloo:all_reduce") >= 2
+
+
+def test_nothing_under_way() -> None:
+    assert collectives_under_way(b'{"version": "2.10"}') == "no collective is under way"
+
+
+def hang(folder: Path, recorder) -> None:
+    guard.flight_record, guard._RECORD_SECONDS = recorder, 0.5
+    with Watchdog(folder, 0, timeout=0.2):
+        threading.Event().wait(120)
+
+
+def blocks() -> bytes:
+    time.sleep(120)
+    return b""
+
+
+def blocks_everything() -> bytes:
+    """Without letting go of the interpreter, as a call into C++ may."""
+    ctypes.PyDLL(None).sleep(120)
+    return b""
+
+
+def fails() -> bytes:
+    raise RuntimeError("no recorder here")
+
+
+@pytest.mark.parametrize(
+    ("recorder", "code", "words"),
+    [
+        (blocks, HANG_EXIT_CODE, "the flight recorder gave nothing in 0.5 seconds"),
+        (blocks_everything, 1, "Timeout (0:00:01.5"),  # of faulthandler, which needs no interpreter
+        (fails, HANG_EXIT_CODE, "the flight recorder failed: no recorder here"),
+        (lambda: b"{", HANG_EXIT_CODE, "the flight recorder failed: Expecting"),
+    ],
+)
+def test_a_recorder_that_does_not_answer_keeps_no_process_alive(tmp_path: Path, recorder, code, words) -> None:
+    process = multiprocessing.get_context("fork").Process(target=hang, args=(tmp_path / "stacks", recorder))
+    process.start()
+    process.join(60)
+    assert process.exitcode == code
+    text = (tmp_path / "stacks/rank-0.txt").read_text()
+    assert "in start: no progress" in text and "in hang" in text and words in text
