@@ -12,7 +12,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -35,6 +34,7 @@ from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, 
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
 from sagetrain.parallel.host import cores_of_rank
 from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, shard
+from sagetrain.parallel.matmul import Matmul, linear
 from sagetrain.parallel.rng import named_generator
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -156,8 +156,11 @@ class Head(nn.Module):
     that its forward reads. ZeRO-3 gathers exactly what the running module owns.
     """
 
-    def __init__(self, weight: nn.Parameter, groups: ParallelGroups, *, sequence_parallel: bool) -> None:
+    def __init__(
+        self, weight: nn.Parameter, groups: ParallelGroups, *, sequence_parallel: bool, matmul: Matmul | None = None
+    ) -> None:
         super().__init__()
+        self.matmul = matmul or Matmul()
         self.weight = weight
         self.groups = groups
         self.sequence_parallel = sequence_parallel
@@ -167,8 +170,9 @@ class Head(nn.Module):
         """[tokens, hidden], of start_enter -> mean loss, fp32 scalar; without labels -> logits [tokens, vocab]."""
         x_TD = finish_enter(x_TD, self.groups, self.sequence_parallel)
         if labels_T is None:
-            return gather_from_region(F.linear(x_TD, self.weight), self.groups)
-        return linear_cross_entropy(x_TD, self.weight, labels_T, self.groups, compiled=self.compiled)
+            return gather_from_region(linear(x_TD, [self.weight], self.matmul)[0], self.groups)
+        how = {"matmul": self.matmul, "compiled": self.compiled}
+        return linear_cross_entropy(x_TD, self.weight, labels_T, self.groups, **how)
 
 
 class Transformer(nn.Module):

@@ -68,7 +68,8 @@ def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     return finish(_ops.all_to_all_single(x.contiguous(), parts, parts, group.group_name))
 
 
-_Collective = Callable[[Tensor, ProcessGroup], Tensor] | None
+Collective = Callable[[Tensor, ProcessGroup], Tensor] | None
+"""Starts a collective over the group; None: there is none to start."""
 
 
 Pending = tuple[Tensor, Tensor | None]
@@ -93,7 +94,7 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, given: Tensor, result: Tensor | None, back: _Collective, group: ProcessGroup
+        ctx: FunctionCtx, given: Tensor, result: Tensor | None, back: Collective, group: ProcessGroup
     ) -> Tensor:
         ctx.back, ctx.group = back, group
         return given.view_as(given) if result is None else finish(result)
@@ -127,12 +128,12 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(grad, ctx.group), None
 
 
-def _start(x: Tensor, groups: ParallelGroups, there: _Collective, back: _Collective) -> Pending:
+def _start(x: Tensor, groups: ParallelGroups, there: Collective, back: Collective) -> Pending:
     result = None if there is None else there(x.detach(), groups.tp_group)
     return (x if back is None else _EndBackward.apply(x)), result
 
 
-def _finish(x: Pending, groups: ParallelGroups, back: _Collective) -> Tensor:
+def _finish(x: Pending, groups: ParallelGroups, back: Collective) -> Tensor:
     return _Finish.apply(*x, back, groups.tp_group)
 
 
@@ -146,7 +147,7 @@ def gather_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
     return x if groups.tp_size == 1 else _GatherFromRegion.apply(x, groups.tp_group, groups.tp_rank)
 
 
-def entering(sequence_parallel: bool) -> tuple[_Collective, _Collective]:
+def entering(sequence_parallel: bool) -> tuple[Collective, Collective]:
     """Collectives that enter the region, forward and backward; the other way round they leave it."""
     return (start_all_gather, start_reduce_scatter) if sequence_parallel else (None, start_all_reduce)
 

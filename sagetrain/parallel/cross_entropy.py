@@ -11,12 +11,12 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from sagetrain.parallel.collectives import gather_from_region, reduce_from_region
 from sagetrain.parallel.layers import local_ids
+from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 # Logits of one chunk: 0.5 GiB in bf16. Enough for full-speed matmuls, little beside the activations.
@@ -43,6 +43,7 @@ def linear_cross_entropy(
     labels: Tensor,
     groups: ParallelGroups,
     *,
+    matmul: Matmul | None = None,
     chunk: int | None = None,
     compiled: bool = False,
 ) -> Tensor:
@@ -54,6 +55,7 @@ def linear_cross_entropy(
         hidden: [tokens, hidden_size].
         weight: [vocab / tp, hidden_size], same dtype; this rank's rows.
         labels: int64 [tokens].
+        matmul: of logits and gradients (default: in the dtype of the operands).
         chunk: tokens whose logits exist at once (default: as many as fill 2^28 logits).
         compiled: fuse the softmax kernels with torch.compile (for CUDA).
 
@@ -65,7 +67,7 @@ def linear_cross_entropy(
     if chunk is None:
         chunks = -(-hidden.shape[0] * weight.shape[0] // _CHUNK_LOGITS)
         chunk = -(-hidden.shape[0] // chunks)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, groups, chunk, compiled)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, groups, matmul or Matmul(), chunk, compiled)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -76,6 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         groups: ParallelGroups,
+        matmul: Matmul,
         chunk: int,
         compiled: bool,
     ) -> Tensor:
@@ -87,16 +90,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             local, outside = local_ids(labels[rows], weight.shape[0], groups)
-            logits = F.linear(hidden[rows], weight)
+            (logits,) = matmul.forward(hidden[rows], (weight,))
             losses, lse = _token_losses(*statistics(logits, local), outside, groups)
             total += losses.sum()
             if hidden_needs_grad or weight_needs_grad:
-                grad = logits_gradient(logits, lse, local, outside)
+                grad = matmul.prepare((logits_gradient(logits, lse, local, outside),))
                 del logits  # the next chunk's logits take its place
                 if hidden_needs_grad:
-                    torch.mm(grad, weight, out=hidden_grad[rows])
+                    matmul.input_gradient(grad, (weight,), out=hidden_grad[rows])
                 if weight_needs_grad:
-                    _accumulate_mm(weight_grad, grad.t(), hidden[rows])
+                    matmul.add_weight_gradient(weight_grad, grad, hidden[rows])
                 del grad
         ctx.tokens = hidden.shape[0]
         ctx.save_for_backward(hidden_grad, weight_grad.to(weight.dtype) if weight_needs_grad else None)
@@ -104,16 +107,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         scale = grad / ctx.tokens
         return (
             None if hidden_grad is None else _scaled(hidden_grad, scale),
             None if weight_grad is None else _scaled(weight_grad, scale),
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )
 
 
@@ -151,13 +151,3 @@ def _scaled(x: Tensor, scale: Tensor) -> Tensor:
     for part, scaled in zip(x.split(rows), result.split(rows), strict=True):
         scaled.copy_(part.float() * scale)
     return result
-
-
-def _accumulate_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b with an fp32 total: a sum over chunks in 16 bits would lose what the matmul's sum keeps."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.float(), b.float())

@@ -10,15 +10,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
-from torch.distributed import ProcessGroup
 
-from sagetrain.parallel.collectives import (
-    Pending,
-    entering,
-    finish,
-    start_leave,
-)
+from sagetrain.parallel.collectives import Pending, entering, start_leave
+from sagetrain.parallel.matmul import Matmul, linear
 from sagetrain.parallel.topology import ParallelGroups
 
 
@@ -59,6 +53,7 @@ class ColumnParallelLinear(nn.Module):
 
     Args:
         out_features: name of each weight and its number of output features, in the order of the outputs.
+        matmul: how it multiplies (default: in the dtype of its operands, gradients joined under tensor parallelism).
     """
 
     def __init__(
@@ -68,12 +63,14 @@ class ColumnParallelLinear(nn.Module):
         groups: ParallelGroups,
         *,
         sequence_parallel: bool = False,
+        matmul: Matmul | None = None,
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.groups = groups
         self.sequence_parallel = sequence_parallel
+        self.matmul = matmul or Matmul(joined=groups.tp_size > 1)
         self.names = tuple(out_features)
         for name, size in out_features.items():
             local = _divide(size, groups, f"out_features of {name}")
@@ -83,36 +80,8 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor | Pending) -> tuple[Tensor, ...]:
         """[tokens, in] -> [tokens, out / tp] for each weight."""
         weights = [getattr(self, name) for name in self.names]
-        if self.groups.tp_size == 1:
-            return tuple(F.linear(x, weight) for weight in weights)
-        return _ColumnParallel.apply(*x, self.groups.tp_group, self.sequence_parallel, *weights)
-
-
-class _ColumnParallel(torch.autograd.Function):
-    """finish_enter and matmuls; backward, the collective starts before the weights' gradients are computed."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        given: Tensor,
-        result: Tensor | None,
-        group: ProcessGroup,
-        sequence_parallel: bool,
-        *weights: Tensor,
-    ) -> tuple[Tensor, ...]:
-        x = given if result is None else finish(result)
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        ctx.save_for_backward(x, *weights)
-        return tuple(F.linear(x, weight) for weight in weights)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        grad = torch.cat(grads, 1)  # one matmul each for x and the weights: several thin ones take longer
-        _, start = entering(ctx.sequence_parallel)
-        grad_x = start(grad @ torch.cat(weights), ctx.group)
-        grad_weights = (grad.t() @ x).split([len(weight) for weight in weights])
-        return grad_x, None, None, None, *grad_weights
+        back = None if self.groups.tp_size == 1 else entering(self.sequence_parallel)[1]
+        return linear(x, weights, self.matmul, back, self.groups.tp_group)
 
 
 class RowParallelLinear(nn.Module):
@@ -120,6 +89,9 @@ class RowParallelLinear(nn.Module):
 
     The partial sums are added over the group: to all ranks, or to each rank its shard of the tokens. `finish_leave`
     ends that.
+
+    Args:
+        matmul: how it multiplies (default: in the dtype of its operands).
     """
 
     def __init__(
@@ -129,19 +101,22 @@ class RowParallelLinear(nn.Module):
         groups: ParallelGroups,
         *,
         sequence_parallel: bool = False,
+        matmul: Matmul | None = None,
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.groups = groups
         self.sequence_parallel = sequence_parallel
+        self.matmul = matmul or Matmul()
         local = _divide(in_features, groups, "in_features")
         weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
         self.weight = annotate(weight, groups, tp_dim=1)
 
     def forward(self, x: Tensor) -> Tensor | Pending:
         """[tokens, in / tp] -> [tokens (/ tp with sequence parallelism), out], on its way."""
-        return start_leave(F.linear(x, self.weight), self.groups, self.sequence_parallel)
+        (y,) = linear(x, [self.weight], self.matmul)
+        return start_leave(y, self.groups, self.sequence_parallel)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -164,9 +164,6 @@ class Engine:
         self._base = build_optimizer(model, cfg.optimizer)
         if self.stage == 3 and getattr(model, "whole_blocks", False):
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])  # hooks before and behind a block alone
-            # Its own F.linear is not traced without the number of the weight (torch 2.11): a graph for each block, more
-            # than torch compiles. What it is for, no view of a weight kept for backward, compiled graphs do anyway.
-            self.config["zero_optimization"]["memory_efficient_linear"] = False
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory tables at every stage of this
             self._ds, *_ = deepspeed.initialize(
                 model=model, optimizer=self._base, config=self.config, mpu=Mpu(groups), dist_init_required=False

@@ -1,0 +1,119 @@
+"""A linear layer's matmuls as a value: y = x W^T, the gradient of x and that of W, each in the precision it chooses.
+
+All linear layers and the output projection compute with a Matmul. The one here multiplies in the dtype of its operands.
+A recipe in fewer bits is another class with its methods: handed to a layer (`matmul=`), it decides what is rounded and
+how it is scaled, and may keep weights that it has rounded. Layers may share one or have their own: torch.compile makes
+one graph for all of a class whose fields are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.distributed import ProcessGroup
+
+from sagetrain.parallel.collectives import Collective, Pending, finish
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """Products in the dtype of their operands, for weights [out, in] that read one x [tokens, in].
+
+    Args:
+        joined: take the gradients of several weights, and the weights, together: one matmul each for the gradient of x
+            and for those of the weights. Tensor parallelism makes them thin, and several thin matmuls take longer than
+            a wide one and the copies it needs; whole ones are as fast one by one, which saves the copies. The two
+            round differently: apart, each product is rounded to the dtype before they are added. Scales of low-bit
+            weights cannot be joined like this.
+    """
+
+    joined: bool = False
+
+    def forward(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """x W^T of each weight: [tokens, out] each."""
+        return tuple(x @ weight.t() for weight in weights)
+
+    def prepare(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What both gradients are made of, made once: of the gradients [tokens, out] of what `forward` returned."""
+        return (torch.cat(grads, 1),) if self.joined and len(grads) > 1 else grads
+
+    def input_gradient(
+        self, prepared: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor | None = None
+    ) -> Tensor:
+        """[tokens, in], into `out` if given (for one weight); the caller may write to it."""
+        if len(prepared) < len(weights):
+            weights = (torch.cat(weights),)
+        # The last one first, as autograd adds them up.
+        *others, last = zip(prepared, weights, strict=True)
+        total = torch.mm(*last, out=out)
+        for grad, weight in reversed(others):
+            total += grad @ weight
+        return total
+
+    def weight_gradients(self, prepared: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of each weight, in its shape."""
+        products = [grad.t() @ x for grad in prepared]
+        return products if len(prepared) == len(weights) else products[0].split([len(weight) for weight in weights])
+
+    def add_weight_gradient(self, total: Tensor, prepared: Sequence[Tensor], x: Tensor) -> None:
+        """Add that of one weight to an fp32 total: a sum over parts of the tokens in 16 bits would lose what the sum
+        within a matmul keeps."""
+        a, b = prepared[0].t(), x
+        if a.dtype == total.dtype:
+            total.addmm_(a, b)
+        elif a.is_cuda:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        else:
+            total.addmm_(a.float(), b.float())
+
+
+def linear(
+    x: Tensor | Pending,
+    weights: Sequence[Tensor],
+    matmul: Matmul,
+    back: Collective = None,
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, ...]:
+    """x W^T of each weight, [tokens, in] -> [tokens, out] each, x finished first if it is on its way.
+
+    back: the collective that the gradient of x starts, over the group, before the gradients of the weights are
+    computed.
+    """
+    given, result = x if isinstance(x, tuple) else (x, None)
+    return _Linear.apply(_Plan(matmul, back, group), given, result, *weights)
+
+
+class _Plan(NamedTuple):
+    matmul: Matmul
+    back: Collective
+    group: ProcessGroup | None
+
+
+class _Linear(torch.autograd.Function):
+    """Keeps x as the matmuls read it, and the weights themselves, not views of them: ZeRO-3 takes away what is in them
+    in between."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, plan: _Plan, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        # (Without gradients torch.compile 2.13 loses the first argument of a Function that takes as many as this one
+        # has names. There are always more.)
+        given, result, *weights = tensors
+        x = given if result is None else finish(result)
+        ctx.plan = plan
+        ctx.save_for_backward(x, *weights)
+        return plan.matmul.forward(x, weights)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        matmul, back, group = ctx.plan
+        x, *weights = ctx.saved_tensors
+        prepared = matmul.prepare(grads)
+        grad_x = matmul.input_gradient(prepared, weights)
+        if back is not None:
+            grad_x = back(grad_x, group)
+        return None, grad_x, None, *matmul.weight_gradients(prepared, x, weights)
