@@ -139,6 +139,7 @@ def plan(
             "Scales the predicted speed of the GPU to it.",
         ),
     ] = None,
+    brief: Annotated[bool, typer.Option("--brief", help="Only the findings and the few numbers one needs.")] = False,
     show_keys: Annotated[bool, typer.Option("--keys", help="List every key of the YAML instead.")] = False,
 ) -> None:
     """Show what a run will be, on any laptop: parameters, memory, schedules, step time, better layouts, every finding.
@@ -148,17 +149,16 @@ def plan(
     """
     from dataclasses import replace
 
-    from rich.console import Console
-
-    from sagetrain.planning.plan import show_key_reference, show_plan
+    from sagetrain.planning.show import show_key_reference, show_plan
+    from sagetrain.planning.tables import console
 
     with _Errors():
         if show_keys:
-            show_key_reference(Console())
+            show_key_reference(console())
             return
         path, changes = _named("plan", config, config_option, overrides)
         hardware = replace(HARDWARE[gpu.value], gpus_per_host=gpus_per_host, network_bandwidth=network_gbps * 1e9 / 8)
-        if show_plan(path, changes, world_size, Console(), hardware, measured_tokens_per_second):
+        if show_plan(path, changes, world_size, console(), hardware, measured_tokens_per_second, brief):
             _exit(2)
 
 

@@ -136,6 +136,7 @@ def test_few_see_the_whole_configuration():
         "sagetrain/planning/performance.py",
         "sagetrain/planning/layouts.py",
         "sagetrain/planning/plan.py",
+        "sagetrain/planning/show.py",
         "launch/benchmark_layouts.py",
         "launch/benchmark_save.py",
     }

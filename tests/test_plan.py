@@ -17,7 +17,9 @@ from sagetrain.config import ConfigError, dump_config, load_config
 from sagetrain.config.reference import keys, markdown
 from sagetrain.config.schema import RunConfig
 from sagetrain.model.accounting import memory_per_rank, num_parameters
-from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, show_key_reference, show_plan
+from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE
+from sagetrain.planning.show import show_key_reference, show_plan
+from sagetrain.planning.tables import console
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 # Each with a world size that it is made for, and its parameters with a vocabulary of 32,768 (2,048 for quickstart).
@@ -30,11 +32,11 @@ SHIPPED = {
 }
 
 
-def plan(path: Path, world_size: int, *overrides: str) -> tuple[int, str]:
+def plan(path: Path, world_size: int, *overrides: str, brief: bool = False) -> tuple[int, str]:
     """Number of errors, and the text with runs of spaces made one."""
     out = io.StringIO()
-    errors = show_plan(path, overrides, world_size, Console(file=out, width=400))
-    return errors, re.sub(r"[ │┃]+", " ", out.getvalue())
+    errors = show_plan(path, overrides, world_size, Console(file=out, width=400), brief=brief)
+    return errors, re.sub(r" +", " ", out.getvalue())
 
 
 def test_all_shipped_configurations_are_listed_here():
@@ -102,7 +104,7 @@ def test_numbers_of_the_plan():
         "micro-step 4 sequences x 4,096 tokens x 8 = 131,072 tokens",
         "FLOPs per token 6.82 G, forward and backward; attention is 15% of it",
         " 0 262,144 2 76,294 1.966e-08 2.781e-04",
-        " 20,000,014,336 524,288 4 152,588 2.781e-04 3.000e-05",
+        "20,000,014,336 524,288 4 152,588 2.781e-04 3.000e-05",
         "228,882 steps, 100,000,071,680 tokens",
         "warm-up over 2,000,000,000 tokens (7,630 steps)",
         "every 1,000,000,000 tokens on 256 sequences",
@@ -122,12 +124,12 @@ def test_step_time_communication_and_layouts():
     for line in (
         "Step time, predicted: as configured on 16 x NVIDIA H200 in 2 hosts",
         "1,048,576 tokens in 8 micro-steps: ",
-        " tensor forward: out of the layers all-reduce 328 64.0 MiB ",
-        " data gradients all-reduce 1 1.93 GiB 3.38 GiB ",
+        "tensor forward: out of the layers all-reduce 328 64.0 MiB ",
+        "data gradients all-reduce 1 1.93 GiB 3.38 GiB ",
         "Layouts proposed for NVIDIA H200, fastest first",
         " 1 1 no 2 none 16 ",
         ": parallel.tensor_parallel_size=1 parallel.zero_stage=2 data.micro_batch_size=16\n",
-        " now 2 1 no 1 none 4 ",
+        "now 2 1 no 1 none 4 ",
     ):
         assert line in text, line
     _, text = plan(CONFIGS / "7b.yaml", 1024)
@@ -206,7 +208,7 @@ def test_a_broken_file_raises_all_its_problems():
 
 def test_it_needs_no_torch_and_little_time():
     code = (
-        "import sys, io; from rich.console import Console; from sagetrain.planning.plan import show_plan\n"
+        "import sys, io; from rich.console import Console; from sagetrain.planning.show import show_plan\n"
         f"show_plan({str(CONFIGS / '7b.yaml')!r}, [], 64, Console(file=io.StringIO()))\n"
         "print(sorted({'torch', 'deepspeed', 'triton', 'numpy', 'sagekernels'} & set(sys.modules)))"
     )
@@ -230,15 +232,98 @@ def test_it_needs_no_torch_and_little_time():
         (["configs/1b.yaml", "--measured-tokens-per-second", "1e9"], 2, "fixed costs and links alone allow"),
         (["configs/1b.yaml", "--gpu", "h3"], 2, "'h200', 'h100'"),
         (["configs/none.yaml"], 2, "configs/none.yaml: cannot be read"),
+        (["configs/1b.yaml", "--world-size", "8", "--brief"], 0, "228,882 of 262,144 to 524,288 tokens"),
         (["--keys"], 0, "Peak learning rate."),
     ],
 )
 def test_the_command_and_its_exit_code(arguments, code, shown):
     command = [sys.executable, "-c", "from sagetrain.cli import main; main()", "plan", *arguments]
-    environment = {**os.environ, "COLUMNS": "300"}
+    environment = {**os.environ, "COLUMNS": "80"}  # of the terminal, not of a pipe
     done = subprocess.run(command, capture_output=True, text=True, cwd=CONFIGS.parent, env=environment, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert shown in done.stdout + done.stderr
+
+
+WIDTHS = (60, 80, 120)
+# Errors with long fixes and overrides to paste; a long ramp under tensor and context parallelism.
+CASES = {
+    "7b": (1024, []),
+    "1b": (
+        16,
+        [
+            "parallel={tensor_parallel_size: 2, context_parallel_size: 2}",
+            "tokens_per_step={schedule: ramp, start: 262144, end: 8388608, ramp_tokens: 1e10}",
+        ],
+    ),
+}
+
+
+def printed(show, width: int | None) -> str:
+    """As on a terminal of this width, or piped."""
+    out = io.StringIO()
+    show(Console(file=out, width=width) if width else console(out))
+    return out.getvalue()
+
+
+def words(text: str) -> set[str]:
+    """Without the punctuation that lists and tables have between cells."""
+    return {word.strip(",:;()") for word in text.replace("─", " ").split()} - {""}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("brief", [False, True])
+def test_no_word_is_cut_at_any_width(name, brief):
+    """Keys, numbers, overrides: what is whole where there is no limit is whole everywhere, and lines fit."""
+    world_size, overrides = CASES[name]
+
+    def show(console: Console) -> None:
+        show_plan(CONFIGS / f"{name}.yaml", overrides, world_size, console, brief=brief)
+
+    piped = printed(show, None)
+    assert not {word for word in words(piped) if word.endswith("…")}
+    for width in WIDTHS:
+        text = printed(show, width)
+        assert words(piped) - words(text) == set(), width
+        too_long = [line for line in text.splitlines() if len(line) > width]
+        assert all(re.match(r"\d: \w+\.\w+=", line) or len(line.split()) == 1 for line in too_long), too_long
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_word_of_the_key_reference_is_cut(width):
+    piped, text = printed(show_key_reference, None), printed(show_key_reference, width)
+    assert {key.name for key in keys()} <= words(piped)
+    assert words(piped) - words(text) == set()
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_what_is_piped_has_no_limit_and_findings_come_first():
+    text = printed(lambda out: show_plan(CONFIGS / "7b.yaml", [], 1024, out), None)
+    first, second, fix, *_ = text.splitlines()
+    assert first.startswith("Findings: 2 errors")
+    assert second.startswith("error ") and second.endswith("[whole_micro_steps]")
+    assert fix.startswith("    fix: use ") and fix.endswith("or take one of the layouts proposed below")
+    assert re.search(r"^1: (\w+\.\w+=\S+ ?)+$", text, re.MULTILINE)
+
+
+def test_brief_says_what_one_needs():
+    errors, text = plan(CONFIGS / "1b.yaml", 8, brief=True)
+    assert errors == 0
+    lines = [line for line in text.splitlines() if line.strip()]
+    for name in ("model 1,036,082,176 parameters", "layout tensor parallel 1 x data parallel 8, ZeRO 1", "memory ",
+                 "steps 228,882 of 262,144 to 524,288 tokens", "speed ", "fastest layout "):  # fmt: skip
+        assert any(line.strip().startswith(name) for line in lines), name
+    assert len(lines) < 25
+    errors, text = plan(CONFIGS / "7b.yaml", 1024, brief=True)
+    assert errors == 2
+    assert "fastest layout" in text and "tokens_per_step.start=1048576" in text and "speed" not in text
+
+
+@pytest.mark.parametrize(("documents", "said"), [("true", "packed documents"), ("false", "whole sequences")])
+def test_the_caption_of_attention_follows_the_documents(documents, said):
+    settings = [f"data.document_attention={documents}", f"data.document_positions={documents}"]
+    _, text = plan(CONFIGS / "1b.yaml", 8, *settings)
+    assert re.search(rf"attention [\d.,]+ ms \d+% forward and backward; {said}", text)
+    assert ("packed documents" in text) == (documents == "true")
 
 
 def test_the_key_reference_names_every_key():

@@ -1,0 +1,328 @@
+"""What `sagetrain plan` prints: the findings, then what the run will be, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from sagetrain.config.arithmetic import data_parallel_size, decay_tokens, token_multiple
+from sagetrain.config.errors import Finding
+from sagetrain.config.reference import keys
+from sagetrain.config.schema import RunConfig
+from sagetrain.hardware import H200, Hardware
+from sagetrain.model.accounting import MemoryItem, flops_per_token, num_parameters, save_host_bytes
+from sagetrain.planning.layouts import Layout, overrides_to, usable_memory
+from sagetrain.planning.performance import StepPrediction
+from sagetrain.planning.plan import Plan, make_plan
+from sagetrain.planning.tables import Table, facts, print_line, print_table, print_text
+from sagetrain.train.lr_schedule import learning_rate
+from sagetrain.train.tokens_per_step import ScheduleStage
+
+_LEVEL_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+# A ramp has as many stages as it has accumulations; this many rows show its course.
+_MAX_ROWS = 12
+
+
+def show_plan(
+    path: str | Path,
+    overrides: Sequence[str],
+    world_size: int,
+    console: Console,
+    hardware: Hardware = H200,
+    measured_tokens_per_second: float | None = None,
+    brief: bool = False,
+) -> int:
+    """Print the plan of a run on `world_size` ranks; returns the number of errors among the findings.
+
+    measured_tokens_per_second: see make_plan. brief: the findings and the few numbers that one needs.
+
+    Raises:
+        ConfigError: as make_plan.
+    """
+    plan = make_plan(path, overrides, world_size, hardware, measured_tokens_per_second)
+    _print_findings(console, plan.findings)
+    for table in [_brief_table(plan)] if brief else _tables(plan):
+        console.print()
+        print_table(console, table)
+    if plan.proposed is not None and not brief:
+        console.print()
+        _print_proposals(console, plan, plan.proposed)
+    return plan.errors
+
+
+def show_key_reference(console: Console) -> None:
+    """Print every key of the YAML with what it takes, its default and its meaning."""
+    rows = [(key.name, key.takes, key.default, key.doc) for key in keys()]
+    print_table(console, Table("Keys of the configuration", ("", "takes", "default", "meaning"), rows))
+
+
+def _print_findings(console: Console, findings: list[Finding]) -> None:
+    if not findings:
+        print_line(console, "No findings.")
+        return
+    counts = {level: sum(f.level == level for f in findings) for level in _LEVEL_STYLE}
+    plural = {"error": "errors", "warning": "warnings", "info": "info"}
+    head = ", ".join(f"{n} {level if n == 1 else plural[level]}" for level, n in counts.items() if n)
+    print_line(console, f"Findings: {head}", "bold")
+    for finding in findings:
+        print_text(console, f"{finding.level} {finding}", _LEVEL_STYLE[finding.level], indent="    ")
+
+
+def _print_proposals(console: Console, plan: Plan, proposed: list[Layout]) -> None:
+    """The best layouts, and what to append to the command for each."""
+    print_table(console, _proposal_table(plan, proposed))
+    for place, item in enumerate(proposed, 1):
+        print_line(console, f"{place}: {' '.join(overrides_to(plan.cfg, item.cfg)) or 'as configured'}")
+
+
+def _tables(plan: Plan) -> list[Table]:
+    tables = [_model_table(plan)]
+    if plan.memory:
+        tables += [_layout_table(plan.cfg, plan.world_size), _memory_table(plan.memory)]
+    if plan.chosen:
+        tables += [_schedule_table(plan.cfg, plan.schedule), _run_table(plan, plan.chosen.prediction)]
+    if plan.priced:
+        layout, name = plan.priced
+        tables += [_step_table(layout, name, plan.hardware), _communication_table(layout.prediction, name)]
+    return tables
+
+
+def _brief_table(plan: Plan) -> Table:
+    """What one wants to know first."""
+    rows = [("model", f"{num_parameters(plan.cfg.model, plan.cfg.attention, plan.vocab_size):,} parameters")]
+    if plan.memory:
+        total = sum(item.bytes for item in plan.memory)
+        rows.append(("layout", _ranks(plan.cfg, plan.world_size) + f", ZeRO {plan.cfg.parallel.zero_stage}"))
+        usable = _size(usable_memory(plan.hardware))
+        rows.append(("memory", f"{_size(total)} per rank, of {usable} that {plan.hardware.name} leaves to a run"))
+    if plan.chosen:
+        steps, trained = _length(plan.schedule)
+        sizes = {row.tokens_per_step for row in plan.schedule}
+        per_step = " to ".join(f"{tokens:,}" for tokens in sorted({min(sizes), max(sizes)}))
+        rows.append(("steps", f"{steps:,} of {per_step} tokens, {trained:,} in all"))
+        rows.append(("speed", _speed(plan.chosen.prediction) + f": {_duration(trained, plan.chosen.prediction)}"))
+    if plan.proposed:
+        best = plan.proposed[0]
+        words = " ".join(overrides_to(plan.cfg, best.cfg))
+        rows.append(("fastest layout", f"{_speed(best.prediction)}: {words}" if words else "as configured"))
+    elif plan.proposed is not None:
+        rows.append(("fastest layout", f"none fits {plan.world_size} x {plan.hardware.name}"))
+    return facts(f"{plan.path} on {plan.world_size} x {plan.hardware.name}", rows)
+
+
+def _model_table(plan: Plan) -> Table:
+    model, attention = plan.cfg.model, plan.cfg.attention
+    parameters = num_parameters(model, attention, plan.vocab_size)
+    embedding = plan.vocab_size * model.hidden_size
+    note = " (assumed: no tokenizer found, model.vocab_size not set)" if plan.assumed_vocab_size else ""
+    backend = attention.backend + (f", recipe {attention.recipe}" if attention.backend == "sage" else "")
+    smoothing = ", ".join(name for name in ("smooth_k", "smooth_q") if getattr(attention, name)) or "no smoothing"
+    flops = flops_per_token(model, plan.vocab_size, plan.cfg.data.seq_length)
+    share = 1 - flops_per_token(model, plan.vocab_size, 0) / flops
+    return facts(f"Model of {plan.path}", [
+        ("parameters", f"{parameters:,} ({embedding:,} of them in the {'tied ' * model.tie_embeddings}embedding)"),
+        ("vocabulary", f"{plan.vocab_size:,}, padded{note}"),
+        (
+            "shape",
+            f"{model.num_layers} layers, hidden {model.hidden_size}, MLP {model.ffn_hidden_size}, "
+            f"{model.num_attention_heads} heads and {model.num_key_value_heads} key/value heads of {model.head_dim}",
+        ),
+        ("attention", f"{backend}, QK-norm {attention.qk_norm}, {smoothing}"),
+        ("FLOPs per token", f"{flops / 1e9:.2f} G, forward and backward; attention is {share:.0%} of it"),
+    ])  # fmt: skip
+
+
+def _layout_table(cfg: RunConfig, world_size: int) -> Table:
+    data, ranks = cfg.data, data_parallel_size(cfg, world_size)
+    split = ", sequence parallel" if cfg.parallel.sequence_parallel else ""
+    return facts(f"Layout on {world_size} {'rank' if world_size == 1 else 'ranks'}", [
+        ("ranks", _ranks(cfg, world_size) + split),
+        ("ZeRO", f"stage {cfg.parallel.zero_stage}, {cfg.training.dtype}"),
+        (
+            "micro-step",
+            f"{data.micro_batch_size} sequences x {data.seq_length:,} tokens x {ranks} = "
+            f"{token_multiple(cfg, ranks):,} tokens",
+        ),
+    ])  # fmt: skip
+
+
+def _ranks(cfg: RunConfig, world_size: int) -> str:
+    parallel = cfg.parallel
+    context = f" x context parallel {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
+    replicas = data_parallel_size(cfg, world_size)
+    return f"tensor parallel {parallel.tensor_parallel_size}{context} x data parallel {replicas}"
+
+
+def _memory_table(items: list[MemoryItem]) -> Table:
+    total = _size(sum(item.bytes for item in items))
+    return Table(
+        "Memory per rank at its fullest moment, estimated",
+        ("part", "size", "what"),
+        [
+            *((item.name, _size(item.bytes), item.why) for item in items),
+            ("total", total, "without CUDA's context, NCCL and fragmentation"),
+        ],
+        numbers=("size",),
+        total=True,
+    )
+
+
+def _schedule_table(cfg: RunConfig, stages: list[ScheduleStage]) -> Table:
+    columns = ("from token", "tokens per step", "micro-steps", "steps", "lr, first step", "lr, last step")
+    rows = []
+    for row in stages:
+        last = row.from_tokens + (row.steps - 1) * row.tokens_per_step
+        rates = (f"{_lr(cfg, seen, row.tokens_per_step):.3e}" for seen in (row.from_tokens, last))
+        counts = row.from_tokens, row.tokens_per_step, row.accumulation, row.steps
+        rows.append((*(f"{count:,}" for count in counts), *rates))
+    if len(rows) > _MAX_ROWS:
+        between = (f"... {len(rows) - _MAX_ROWS} more", *[""] * 5)
+        rows = [*rows[: _MAX_ROWS // 2], between, *rows[-_MAX_ROWS // 2 :]]
+    return Table("Schedule", columns, rows, numbers=columns)
+
+
+def _run_table(plan: Plan, prediction: StepPrediction) -> Table:
+    cfg, (steps, trained) = plan.cfg, _length(plan.schedule)
+    flops = prediction.flops_per_token * trained
+    tenth = max(1, cfg.training.total_tokens // 10)
+    evaluation = f"every {cfg.evaluation.every_tokens or tenth:,} tokens on {cfg.evaluation.num_sequences} sequences"
+    memory = _size(save_host_bytes(cfg, plan.world_size, plan.vocab_size))
+    return facts("Run", [
+        ("length", f"{steps:,} steps, {trained:,} tokens ({trained // cfg.data.seq_length:,} sequences)"),
+        (
+            "arithmetic",
+            f"{flops:.3g} FLOPs; {_duration(trained, prediction)} at the predicted "
+            f"{prediction.tokens_per_second:,.0f} tokens/s",
+        ),
+        ("learning rate", _lr_text(cfg, plan.schedule)),
+        ("evaluation", evaluation if cfg.data.valid else "none: data.valid is empty"),
+        (
+            "checkpoints",
+            f"every {cfg.checkpoint.every_tokens or tenth:,} tokens, the last {cfg.checkpoint.keep_last} kept; written "
+            f"in the background from {memory} of host memory per rank",
+        ),
+    ])  # fmt: skip
+
+
+def _lr_text(cfg: RunConfig, stages: list[ScheduleStage]) -> str:
+    schedule, total = cfg.lr_schedule, cfg.training.total_tokens
+    parts = [f"{schedule.shape}, peak {cfg.optimizer.lr:g}"]
+    if schedule.warmup_tokens:
+        left = [(schedule.warmup_tokens - row.from_tokens, row) for row in stages]
+        steps = sum(min(row.steps, -(-tokens // row.tokens_per_step)) for tokens, row in left if tokens > 0)
+        parts.append(f"warm-up over {schedule.warmup_tokens:,} tokens ({steps:,} steps)")
+    if schedule.shape == "wsd":
+        parts.append(f"decay from token {total - decay_tokens(schedule, total):,}")
+    if schedule.shape != "constant":
+        parts.append(f"down to {schedule.min_lr:g} at {total:,} tokens")
+    reference = schedule.reference_tokens_per_step
+    if schedule.batch_rule != "none" and reference:
+        parts.append(f"times (tokens per step / {reference:,}){'^0.5' if schedule.batch_rule == 'sqrt' else ''}")
+    return ", ".join(parts)
+
+
+def _step_table(layout: Layout, name: str, hardware: Hardware) -> Table:
+    prediction, documents = layout.prediction, layout.cfg.data.document_attention
+    hosts = -(-prediction.world_size // hardware.gpus_per_host)
+    title = f"Step time, predicted: {name} on {prediction.world_size} x {hardware.name}"
+    title += (f" in {hosts} hosts" if hosts > 1 else "") + ("" if hardware.measured else ", scaled from the H200's")
+    title += ", calibrated" if hardware.compute_scale != 1 else ""
+    spans = "packed documents, of the lengths of English text" if documents else "whole sequences"
+    parts = (
+        ("compute", prediction.matmul, "matmuls of the blocks and of the head"),
+        ("attention", prediction.attention, f"forward and backward; {spans}"),
+        (
+            "elementwise",
+            prediction.elementwise,
+            "norms, rotary embedding, SwiGLU, residual stream, softmax of the loss",
+        ),
+        ("TP exposed", prediction.exposed("tensor"), "tensor-parallel communication that nothing hides"),
+        ("CP exposed", prediction.exposed("context"), "all-to-alls around attention"),
+        ("DP exposed", prediction.exposed("data"), "gradients and weights between data-parallel ranks, the same"),
+        ("optimizer", prediction.optimizer, "DeepSpeed's passes over gradients, Adam, new weights"),
+        ("overhead", prediction.overhead, "fixed costs of micro-steps and steps"),
+        ("launching", prediction.launching, "kernels wait for the host: a larger data.micro_batch_size helps"),
+    )
+    tokens = f"{prediction.tokens_per_step:,} tokens in {prediction.accumulation:,} micro-steps"
+    per_gpu = f"{prediction.tokens_per_second / prediction.world_size:,.0f} per GPU"
+    rate = f"{prediction.tokens_per_second:,.0f} tokens/s, {per_gpu}, MFU {prediction.mfu:.3f}"
+    return Table(
+        title,
+        ("part", "time", "share", "what"),
+        [
+            *((name, _milliseconds(part), f"{part / prediction.seconds:.0%}", what) for name, part, what in parts),
+            ("total", _milliseconds(prediction.seconds), "", f"{tokens}: {rate}"),
+        ],
+        numbers=("time", "share"),
+        total=True,
+    )
+
+
+def _communication_table(prediction: StepPrediction, name: str) -> Table:
+    numbers = ("calls", "payload of one", "sent in all", "time", "hidden", "exposed")
+    rows = []
+    for c in prediction.collectives:
+        times = (_milliseconds(seconds) for seconds in (c.seconds, c.seconds - c.exposed, c.exposed))
+        rows.append((c.axis, c.purpose, c.kind, f"{c.count:,}", _size(c.payload), _size(c.wire_bytes), *times))
+    if not rows:
+        return facts(f"Communication per step and rank: {name}", [("none", "one rank")])
+    columns = ("axis", "what", "collective", *numbers)
+    return Table(f"Communication per step and rank: {name}", columns, rows, numbers=numbers)
+
+
+def _proposal_table(plan: Plan, proposed: list[Layout]) -> Table:
+    """The best layouts, and the configured one among them or below."""
+    numbers = ("TP", "CP", "SP", "ZeRO", "recompute", "micro batch", "tokens/s", "MFU", "memory")
+    named = [(str(place), item) for place, item in enumerate(proposed, 1)]
+    if plan.chosen and plan.chosen.key not in [item.key for item in proposed]:
+        named.append(("now", plan.chosen))
+    usable, rows, captions = usable_memory(plan.hardware), [], []
+    for place, item in named:
+        split, context, sharded, *rest = item.key
+        speed = f"{item.prediction.tokens_per_second:,.0f}", f"{item.prediction.mfu:.3f}"
+        memory = _size(item.memory) + (" (!)" if item.memory > usable else "")
+        rows.append((place, f"{split}", f"{context}", "yes" if sharded else "no", *map(str, rest), *speed, memory))
+    if not proposed:
+        rows.append(("none", *["-"] * len(numbers)))
+    elif proposed[0].cfg.tokens_per_step != plan.cfg.tokens_per_step:
+        captions.append(
+            "No layout divides tokens_per_step over these ranks and fits: these raise it as little as can be."
+        )
+    if any(item.memory > usable for _, item in named):
+        captions.append("(!): more than the GPU has.")
+    title = f"Layouts proposed for {plan.hardware.name}, fastest first"
+    return Table(title, ("layout", *numbers), rows, numbers=numbers, caption=" ".join(captions))
+
+
+def _length(stages: list[ScheduleStage]) -> tuple[int, int]:
+    """Steps and tokens of the run."""
+    last = stages[-1]
+    return sum(stage.steps for stage in stages), last.from_tokens + last.steps * last.tokens_per_step
+
+
+def _lr(cfg: RunConfig, tokens_seen: int, tokens_per_step: int) -> float:
+    return learning_rate(cfg.optimizer, cfg.lr_schedule, tokens_seen, tokens_per_step, cfg.training.total_tokens)
+
+
+def _speed(prediction: StepPrediction) -> str:
+    return f"{prediction.tokens_per_second:,.0f} tokens/s predicted, MFU {prediction.mfu:.3f}"
+
+
+def _size(size: float) -> str:
+    if size < 2**20:
+        return f"{size / 2**10:.1f} KiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms"
+
+
+def _duration(tokens: int, prediction: StepPrediction) -> str:
+    seconds = tokens / prediction.tokens_per_second
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return "less than two minutes"

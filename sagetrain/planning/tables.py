@@ -1,0 +1,108 @@
+"""Tables for terminals of any width: words are never cut. A table that does not fit becomes a list, and what goes to a
+file or a pipe has no limit."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+_NO_LIMIT = 10_000
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under columns. The first cell names its row."""
+
+    title: str
+    columns: Sequence[str]
+    """Their names; all empty: names of rows and what there is to say about them."""
+    rows: Sequence[Sequence[str]]
+    numbers: Sequence[str] = ()
+    """Columns that hold numbers: aligned right, a number and its unit on one line."""
+    caption: str = ""
+    total: bool = False
+    """Whether the last row is the sum of the others."""
+
+
+def facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    """Names, and what there is to say about each."""
+    return Table(title, ("", ""), rows)
+
+
+def console(file: IO[str] | None = None) -> Console:
+    """As wide as the terminal; without limit where there is none."""
+    result = Console(file=file)
+    return result if result.is_terminal else Console(file=file, width=_NO_LIMIT)
+
+
+def print_text(console: Console, text: str, style: str = "", indent: str = "") -> None:
+    """Paragraphs, one a line, broken between words; `indent` is what stands before their further lines."""
+    for line in text.splitlines():
+        start = line[: len(line) - len(line.lstrip())]
+        how = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": start + indent}
+        for part in textwrap.wrap(line, console.width, **how) or [""]:
+            print_line(console, part, style)
+
+
+def print_line(console: Console, line: str, style: str = "") -> None:
+    """A line as it is, to be pasted whole from a terminal of any width."""
+    console.print(Text(line, style), soft_wrap=True)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """As a table where all words fit, else as a list."""
+    print_text(console, table.title, "italic")
+    widths = _widths(table, console.width)
+    if widths is None:
+        _print_list(console, table)
+    else:
+        _print_grid(console, table, widths)
+    print_text(console, table.caption, "italic")
+
+
+def _print_grid(console: Console, table: Table, widths: list[int]) -> None:
+    named = any(table.columns)
+    grid = RichTable(box=box.SIMPLE_HEAD, show_header=named, show_edge=False, pad_edge=False, collapse_padding=True)
+    for number, (name, width) in enumerate(zip(table.columns, widths, strict=True)):
+        justify: Literal["left", "right"] = "right" if name in table.numbers else "left"
+        grid.add_column(Text(name), justify=justify, width=width, style="" if named or number else "bold")
+    for number, row in enumerate(table.rows):
+        if table.total and number == len(table.rows) - 1:
+            grid.add_section()
+        grid.add_row(*map(Text, row))
+    console.print(grid, soft_wrap=True)
+
+
+def _print_list(console: Console, table: Table) -> None:
+    for row in table.rows:
+        first, *rest = (f"{name} {cell}".strip() for name, cell in zip(table.columns, row, strict=True) if cell)
+        print_text(console, first, "bold")
+        print_text(console, f"    {'; '.join(rest)}")
+
+
+def _widths(table: Table, available: int) -> list[int] | None:
+    """Of the columns, so that no word and no number is broken; None if there is no room for that."""
+    available -= 2 * (len(table.columns) - 1)  # spaces between them
+    columns = list(zip(table.columns, *table.rows, strict=True))
+    most = [max(map(len, cells)) for cells in columns]
+    least = [max(map(_longest_word, cells)) for cells in columns]
+    for number, (name, *cells) in enumerate(columns):
+        if number == 0 or name in table.numbers:
+            least[number] = max(least[number], *map(len, cells))
+    spare, wanted = available - sum(least), sum(most) - sum(least)
+    if spare < 0:
+        return None
+    if wanted <= spare:
+        return most
+    return [low + spare * (high - low) // wanted for low, high in zip(least, most, strict=True)]
+
+
+def _longest_word(text: str) -> int:
+    return max(map(len, text.split()), default=0)
