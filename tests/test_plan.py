@@ -4,6 +4,7 @@
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -94,6 +95,18 @@ def test_shipped_configurations_hold_every_key_with_a_comment(name):
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_325m_runs_on_any_part_of_a_node(world_size):
     assert plan(CONFIGS / "325m.yaml", world_size)[0] == 0
+
+
+@pytest.mark.parametrize("file", ["README.md", *(f"configs/{name}.yaml" for name in sorted({*SHIPPED} - {"minimal"}))])
+def test_what_we_tell_users_to_plan_can_run(file):
+    text = (CONFIGS.parent / file).read_text().replace("\\\n", " ")
+    commands = re.findall(r"sagetrain plan +(configs/[^`#\n]+)", text)
+    assert commands
+    for command in commands:
+        config, *options = shlex.split(command)
+        size = int(options.pop(options.index("--world-size") + 1)) if "--world-size" in options else 1
+        overrides = [option for option in options if "=" in option]
+        assert plan(CONFIGS.parent / config, size, *overrides)[0] == 0, command
 
 
 def test_numbers_of_the_plan():
