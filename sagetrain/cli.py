@@ -90,6 +90,9 @@ def prepare(
     overwrite: Annotated[
         bool, typer.Option(help="Replace files made from something else, and tokenizer.model, which checkpoints need.")
     ] = False,
+    skip_bad_lines: Annotated[
+        bool, typer.Option("--skip-bad-lines", help="Leave out and count lines without text instead of stopping.")
+    ] = False,
 ) -> None:
     """Turn text into token files (.bin and .idx, which Megatron-LM reads too), and train a tokenizer when asked.
 
@@ -112,6 +115,7 @@ def prepare(
             valid_fraction=valid_fraction,
             num_workers=workers,
             overwrite=overwrite,
+            skip_bad_lines=skip_bad_lines,
         )
 
 

@@ -301,16 +301,16 @@ def lines(*records: bytes) -> bytes:
 
 GOOD = b'{"text": "fine"}'
 BAD_FILES = {
-    "key.jsonl": (lines(GOOD, b'{"body": "x", "title": "y"}'), r"line 2: no key 'text'; the keys are: body, title\."),
+    "key.jsonl": (lines(GOOD, b'{"body": "x", "title": "y"}'), r"line 2: no key 'text'; .* body, title\. .*--text-key"),
     "nokeys.jsonl": (lines(b"{}"), "line 1: no key 'text'; the keys are: none"),
     "syntax.jsonl": (lines(GOOD, GOOD, b'{"text": "x"'), "line 3: not valid JSON: "),
     "array.json": (b'[\n{"text": "x"}]', r"line 1: not valid JSON.*write one object per line"),
     "list.jsonl": (lines(b'["x"]'), "line 1: holds list, not a JSON object"),
     "number.jsonl": (lines(GOOD, b'{"text": 5}'), "line 2: 'text' holds int, not text"),
     "latin.jsonl": (lines(GOOD, b'{"text": "caf\xe9"}'), r"line 2: not UTF-8 \(byte 0xe9\)"),
-    "surrogate.jsonl": (lines(b'{"text": "\\ud800"}'), "near line 1: not valid Unicode: a lone surrogate"),
+    "surrogate.jsonl": (lines(b'{"text": "\\ud800"}'), "line 1: not valid Unicode: a lone surrogate"),
     "late.jsonl": (lines(*[GOOD] * 6000, b"oops"), "line 6,001: not valid JSON"),
-    "binary.txt": (b"\x89PNG\x0d\x0a", r"binary\.txt: not UTF-8 \(byte 0x89\); if it is no text file, choose .* glob"),
+    "binary.txt": (b"\x89PNG\x0d\x0a", r"binary\.txt: not UTF-8 \(byte 0x89\); if it is no text file, .* --glob"),
     "not.jsonl.gz": (GOOD, r"cannot read .*not\.jsonl\.gz: Not a gzipped file"),
     "cut.jsonl.gz": (gzip.compress(lines(*[GOOD] * 50))[:-12], r"cannot read .*cut\.jsonl\.gz: Compressed file ended"),
     "wrong.jsonl.gz": (
@@ -371,21 +371,21 @@ def test_an_error_in_a_worker_arrives_whole(tmp_path, model):
         (["none.jsonl"], {}, "no such file or folder"),
         (["."], {"glob": "*.nothing"}, r"no files that match '\*\.nothing'"),
         (["empty"], {}, "empty: no files"),
-        (["a.txt"], {"vocab_size": 500}, "either a tokenizer or a vocab_size"),
-        (["a.txt"], {"tokenizer": None}, r"there is no tokenizer\.model in .*give a tokenizer, or a vocab_size"),
+        (["a.txt"], {"vocab_size": 500}, "either --tokenizer or --vocab-size"),
+        (["a.txt"], {"tokenizer": None}, r"there is no tokenizer\.model in .*give --tokenizer, or --vocab-size"),
         (["a.txt"], {"tokenizer": "a.txt"}, "is not a SentencePiece model"),
         (["a.txt"], {"tokenizer": "none.model"}, r"tokenizer none\.model: No such file"),
         (["a.txt"], {"tokenizer": None, "vocab_size": 10_000}, "10,000 tokens cannot be trained"),
-        (["a.txt"], {"tokenizer": None, "vocab_size": 0}, "vocab_size 0 is below 260 .*: give a larger one"),
-        (["a.txt"], {"tokenizer": None, "vocab_size": -5}, "vocab_size -5 is below 260"),
-        (["a.txt"], {"tokenizer": None, "vocab_size": 259}, "vocab_size 259 is below 260"),
-        (["a.txt"], {"vocab_size": 0}, "vocab_size 0 is below 260"),
+        (["a.txt"], {"tokenizer": None, "vocab_size": 0}, "--vocab-size 0 is below 260 .*: give a larger one"),
+        (["a.txt"], {"tokenizer": None, "vocab_size": -5}, "--vocab-size -5 is below 260"),
+        (["a.txt"], {"tokenizer": None, "vocab_size": 259}, "--vocab-size 259 is below 260"),
+        (["a.txt"], {"vocab_size": 0}, "--vocab-size 0 is below 260"),
         (["a.txt"], {"output": "out/"}, "output out/ is a folder: name the token file in it, e.g. -o out/train"),
         (["a.txt"], {"output": "empty"}, "output empty is a folder: .* -o empty/train"),
         (["a.txt"], {"output": Path("empty")}, "output empty is a folder: .* -o empty/train"),
         (["a.txt"], {"output": "."}, r"output \. is a folder: .* -o train"),
-        (["a.txt"], {"valid_fraction": 1.0}, r"valid_fraction 1\.0 is not in"),
-        (["a.txt"], {"num_workers": 0}, "num_workers 0 is not positive"),
+        (["a.txt"], {"valid_fraction": 1.0}, r"--valid-fraction 1\.0 is not in"),
+        (["a.txt"], {"num_workers": 0}, "--workers 0 is not positive"),
         (["a.txt"], {"output": "out/train.bin"}, r"without \.bin/\.idx"),
         (["a.txt"], {"output": "out/valid", "valid_fraction": 0.1}, "held-out file is named valid"),
         (["a.txt"], {"output": "a.txt/train"}, "cannot write"),
@@ -400,7 +400,61 @@ def test_wrong_arguments(tmp_path, monkeypatch, model, sources, options, message
         arguments["tokenizer"] = model
     with pytest.raises(ConfigError, match=message):
         quiet(sources, arguments.pop("output"), **arguments)
-    assert not list(tmp_path.glob("out/*.bin")) + list(tmp_path.glob("out/*.partial"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_lines_are_left_out_and_counted_when_asked(tmp_path, model, workers):
+    rows = [name for name, (_, message) in BAD_FILES.items() if "line" in message]
+    expected = 0
+    for name in rows:
+        (tmp_path / name).write_bytes(BAD_FILES[name][0])
+        expected += BAD_FILES[name][0].count(GOOD)
+    said = []
+    options = {"tokenizer": model, "num_workers": workers, "skip_bad_lines": True, "say": said.append}
+    result = prepare([str(tmp_path / name) for name in rows], tmp_path / "x", **options)
+    assert result.counts["train"].documents == expected == len(documents(tmp_path / "x"))
+    bad = result.counts["train"].bad_lines
+    assert bad == len(rows) + 1  # array.json has two of them
+    assert f"left out {bad} bad lines, the first: {tmp_path}/key.jsonl, line 2: no key 'text'" in said[-1]
+    with pytest.raises(ConfigError, match="prepared from other inputs or settings"):
+        quiet([str(tmp_path / name) for name in rows], tmp_path / "x", tokenizer=model)
+    with pytest.raises(ConfigError, match=r"no document with text .* \(1 bad line, the first: .*list\.jsonl, line 1"):
+        prepare([str(tmp_path / "list.jsonl")], tmp_path / "y", **options)
+    (tmp_path / "mixed.jsonl").write_bytes(lines(GOOD, b"oops", b'{"text": 5}'))
+    trained = quiet([str(tmp_path / "mixed.jsonl")], tmp_path / "new/z", vocab_size=264, skip_bad_lines=True)
+    assert (trained.counts["train"].documents, trained.counts["train"].bad_lines) == (1, 2)
+
+
+def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path, model):
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(6000))
+    quiet([str(path)], tmp_path / "whole/x", tokenizer=model, valid_fraction=0.1)
+    limits = [2**15, (tmp_path / "whole/x.bin").stat().st_size - 1]
+    for limit in limits:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            message = r"cannot write .*new/er/(x|valid)\.(bin|idx): File too large; free space there, or .* \(-o\)"
+            with pytest.raises(ConfigError, match=message):
+                quiet([str(path)], tmp_path / "new/er/x", tokenizer=model, valid_fraction=0.1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "whole"]
+
+
+def test_one_document_is_one_document(tmp_path, model):
+    (tmp_path / "a.jsonl").write_bytes(lines(GOOD, b'{"text": ""}'))
+    said = []
+    prepare([str(tmp_path / "a.jsonl")], tmp_path / "x", tokenizer=model, say=said.append)
+    assert said[-2].endswith(" tokens, 1 document")
+    assert said[-1] == "left out 1 empty document"
+
+
+def test_a_path_is_the_same_input_however_it_is_written(tmp_path, model, monkeypatch):
+    (tmp_path / "work").mkdir()
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:20])
+    monkeypatch.chdir(tmp_path / "work")
+    quiet([str(path)], tmp_path / "x", tokenizer=model)
+    assert quiet(["../a.jsonl"], tmp_path / "x", tokenizer=model).already_there
 
 
 def test_the_smallest_vocabulary(tmp_path):

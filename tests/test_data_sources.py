@@ -5,9 +5,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import datasets
+import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -135,11 +137,28 @@ def test_hub_dataset_is_streamed(tmp_path, model, tokenizer, monkeypatch):
         return original("json", data_files=str(path), split="train", streaming=True)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_exists", lambda self, name, repo_type: True)
     quiet(["owner/name"], tmp_path / "x", tokenizer=model, dataset_config="en", dataset_split="validation")
     assert asked == [("owner/name", "en", "validation", True)]
     assert len(documents(tmp_path / "x")) == len(TEXTS)
     with pytest.raises(ConfigError, match=r"owner/name: no key 'body'; the keys are: id, text"):
         quiet(["owner/name"], tmp_path / "y", tokenizer=model, text_key="body")
+
+
+def test_hub_is_asked_once_for_a_dataset_that_is_not_there(tmp_path, model, monkeypatch):
+    def unreachable(self, name, repo_type):
+        raise ValueError("Name or service not known")
+
+    for answer, message in (
+        (lambda self, name, repo_type: False, "no/such: no such file or folder here, and .* has no dataset"),
+        (unreachable, "no/such: no such file or folder here, .* cannot be asked .*: Name or service not known. Mend"),
+    ):
+        monkeypatch.setattr(huggingface_hub.HfApi, "repo_exists", answer)
+        begin = time.monotonic()
+        with pytest.raises(ConfigError, match=message):
+            quiet(["no/such"], tmp_path / "new/x", tokenizer=model)
+        assert time.monotonic() - begin < 10  # of itself the library tries for 25 s
+        assert not (tmp_path / "new").exists()
 
 
 def test_hub_dataset_that_cannot_be_reached(tmp_path, model):

@@ -6,36 +6,30 @@ same bytes whatever the number of workers. Memory does not grow with the corpus.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import queue
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from hashlib import blake2b, sha256
-from multiprocessing.connection import Connection
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.sources import Chunk, Corpus
+from sagetrain.data.encode import Encoded, Encoder, encode
+from sagetrain.data.sources import Corpus
 from sagetrain.data.token_file import (
     TokenFile,
     TokenFileWriter,
     read_provenance,
-    token_dtype,
     token_path,
     write_atomic,
+    writing,
 )
 from sagetrain.data.tokenizer import TOKENIZER_NAME, Tokenizer, train_tokenizer
 
-_HASHED_BYTES = 1 << 16
 _MIN_VOCAB_SIZE = 256 + 3 + 1
 
 
@@ -49,6 +43,8 @@ class Counts:
     """UTF-8 bytes of text."""
     empty_documents: int = 0
     """Left out: no text, or nothing but white space. Not part of `documents`."""
+    bad_lines: int = 0
+    """Left out with skip_bad_lines."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +78,7 @@ def prepare(
     valid_fraction: float = 0.0,
     num_workers: int = 1,
     overwrite: bool = False,
+    skip_bad_lines: bool = False,
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
 ) -> Prepared:
     """Turn text into a token file at `output` (.bin, .idx, .json), with tokenizer.model in the same folder.
@@ -100,6 +97,7 @@ def prepare(
             the output's folder instead.
         num_workers: processes that turn text into tokens; 1 does it in this process.
         overwrite: replace existing files that were made from something else, the folder's tokenizer.model too.
+        skip_bad_lines: leave out and count lines and rows that hold no text, instead of stopping at the first.
         say: gets messages for people.
 
     Raises:
@@ -113,7 +111,7 @@ def prepare(
         raise ConfigError(f"output {output} is a folder: name the token file in it, e.g. -o {Path(output) / 'train'}")
     output = Path(output)
     _check_arguments(output, tokenizer, vocab_size, valid_fraction, num_workers)
-    corpus = Corpus(sources, text_key, glob, dataset_config, dataset_split)
+    corpus = Corpus(sources, text_key, glob, dataset_config, dataset_split, skip_bad_lines)
     if valid_fraction and len(corpus.inputs) == 1 and corpus.inputs[0].one_document:
         raise ConfigError(
             f"{corpus.inputs[0].name}: --valid-fraction {valid_fraction} needs several documents, and a plain text "
@@ -128,7 +126,7 @@ def prepare(
         "text_key": text_key,
         "valid_fraction": valid_fraction,
         "tokenizer": [vocab_size, tokenizer_sample] if vocab_size else Tokenizer.load(tokenizer or model_path).sha256,
-    }
+    } | ({"skip_bad_lines": True} if skip_bad_lines else {})
     if _already_there(outputs, model_path, request, overwrite):
         say(f"{output}: already prepared from the same inputs")
         return _result(outputs, model_path, begin, True)
@@ -145,37 +143,44 @@ def prepare(
         say(f"trained the tokenizer in {time.perf_counter() - begin:.0f} s")
     else:
         model = Path(tokenizer or model_path).read_bytes()
-    encoder = Encoder(model, text_key, valid_fraction)
+    encoder = Encoder(model, text_key, valid_fraction, skip_bad_lines)
     _check_siblings(output.parent, outputs, encoder.tokenizer)
 
     writers: dict[str, TokenFileWriter] = {}
+    first_bad = None
     try:
         for side, path in outputs.items():
             writers[side] = TokenFileWriter(path, encoder.tokenizer.vocab_size)
         counts = {side: Counts() for side in outputs}
         with _Progress(corpus.size) as progress:
-            for encoded in _encode(corpus, encoder, num_workers):
+            for encoded in encode(corpus, encoder, num_workers):
                 for side, part in encoded.parts.items():
                     writers[side].add(part.tokens, part.lengths, encoded.continues)
                     counts[side].tokens += len(part.tokens)
                     counts[side].bytes += part.bytes
                 counts["train"].empty_documents += encoded.empty_documents
+                counts["train"].bad_lines += encoded.bad_lines
+                first_bad = first_bad or encoded.first_bad
                 progress.update(encoded, sum(each.tokens for each in counts.values()))
         for side, writer in writers.items():
             writer.finish()
             counts[side].documents = writer.num_documents
             if writer.num_documents == 0:
-                raise ConfigError(f"{writer.path}: no document with text went into this file; nothing is written")
-        write_atomic(model_path, model)
+                bad = f" ({_many(counts['train'].bad_lines, 'bad line')}, the first: {first_bad})" if first_bad else ""
+                raise ConfigError(f"{writer.path}: no document with text went into this file{bad}; nothing is written")
+        with writing(model_path):
+            write_atomic(model_path, model)
         for side in reversed(list(writers)):
             writers[side].publish(_provenance(sources, counts[side], encoder.tokenizer, writers[side], request))
     finally:
-        for writer in writers.values():
+        for writer in reversed(list(writers.values())):  # the first may have made the folder
             writer.abort()
     for side, path in outputs.items():
-        say(f"{path}: {counts[side].tokens:,} tokens, {counts[side].documents:,} documents")
+        say(f"{path}: {counts[side].tokens:,} tokens, {_many(counts[side].documents, 'document')}")
     if counts["train"].empty_documents:
-        say(f"left out {counts['train'].empty_documents:,} empty documents")
+        say(f"left out {_many(counts['train'].empty_documents, 'empty document')}")
+    if first_bad:
+        say(f"left out {_many(counts['train'].bad_lines, 'bad line')}, the first: {first_bad}")
     return _result(outputs, model_path, begin, False)
 
 
@@ -189,23 +194,23 @@ def _check_arguments(
         raise ConfigError(f"output {output}: give a path without .bin/.idx, e.g. data/train")
     if vocab_size is not None and vocab_size < _MIN_VOCAB_SIZE:
         raise ConfigError(
-            f"vocab_size {vocab_size} is below {_MIN_VOCAB_SIZE} (256 bytes, 3 control tokens, one character): "
+            f"--vocab-size {vocab_size} is below {_MIN_VOCAB_SIZE} (256 bytes, 3 control tokens, one character): "
             "give a larger one, e.g. 32000"
         )
     if tokenizer and vocab_size:
-        raise ConfigError("give either a tokenizer or a vocab_size to train one, not both")
+        raise ConfigError("give either --tokenizer or --vocab-size to train one, not both")
     if not tokenizer and not vocab_size and not (output.parent / TOKENIZER_NAME).is_file():
         raise ConfigError(
-            f"there is no {TOKENIZER_NAME} in {output.parent}: give a tokenizer, or a vocab_size to train one"
+            f"there is no {TOKENIZER_NAME} in {output.parent}: give --tokenizer, or --vocab-size to train one"
         )
     if not 0 <= valid_fraction < 1:
-        raise ConfigError(f"valid_fraction {valid_fraction} is not in [0, 1)")
+        raise ConfigError(f"--valid-fraction {valid_fraction} is not in [0, 1)")
     if valid_fraction and output.name == "valid":
         raise ConfigError(
-            "the held-out file is named valid, so the output needs another name when valid_fraction is set"
+            "the held-out file is named valid, so the output (-o) needs another name with --valid-fraction"
         )
     if num_workers < 1:
-        raise ConfigError(f"num_workers {num_workers} is not positive")
+        raise ConfigError(f"--workers {num_workers} is not positive")
 
 
 def _already_there(outputs: dict[str, Path], model_path: Path, request: dict[str, Any], overwrite: bool) -> bool:
@@ -217,7 +222,7 @@ def _already_there(outputs: dict[str, Path], model_path: Path, request: dict[str
         if read_provenance(path).get("request") != request:
             raise ConfigError(
                 f"token file {path} exists and was prepared from other inputs or settings: "
-                "choose another output, delete it, or overwrite it"
+                "choose another output (-o), delete it, or replace it with --overwrite"
             )
         TokenFile(path)  # raises if it is damaged
     return len(existing) == len(outputs) and model_path.is_file()
@@ -262,7 +267,9 @@ def _check_siblings(folder: Path, outputs: dict[str, Path], tokenizer: Tokenizer
         path = idx.with_name(idx.name.removesuffix(".idx"))
         theirs = read_provenance(path).get("tokenizer_sha256")
         if path not in outputs.values() and theirs not in (None, tokenizer.sha256):
-            raise ConfigError(f"{folder} holds {path.name}, prepared with another tokenizer: choose another folder")
+            raise ConfigError(
+                f"{folder} holds {path.name}, prepared with another tokenizer: choose another folder (-o)"
+            )
 
 
 def _provenance(
@@ -283,173 +290,17 @@ def _provenance(
 
 def _result(outputs: dict[str, Path], model_path: Path, begin: float, already_there: bool) -> Prepared:
     recorded = {side: read_provenance(path) for side, path in outputs.items()}
-    fields = asdict(Counts())
-    counts = {side: Counts(**{key: record[key] for key in fields}) for side, record in recorded.items()}
+    counts = {
+        side: Counts(**{key: record.get(key, nothing) for key, nothing in asdict(Counts()).items()})
+        for side, record in recorded.items()
+    }
     seconds = time.perf_counter() - begin
     vocab_size = recorded["train"]["vocab_size"]
     return Prepared(outputs["train"], outputs.get("valid"), model_path, counts, vocab_size, seconds, already_there)
 
 
-# -- text to tokens ----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class EncodedPart:
-    """Documents of one chunk that go to one file: `lengths` of consecutive pieces of `tokens`."""
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    bytes: int
-
-
-@dataclass
-class Encoded:
-    """A chunk as tokens."""
-
-    parts: dict[str, EncodedPart]
-    empty_documents: int
-    continues: bool
-    origin: str
-    consumed: int
-
-
-class Encoder:
-    """Chunk -> Encoded; depends on nothing else, so that any process can do it."""
-
-    def __init__(self, model: bytes, text_key: str, valid_fraction: float):
-        self.model = model
-        self.tokenizer = Tokenizer(model)
-        self.text_key = text_key
-        self.valid_fraction = valid_fraction
-        self._dtype = token_dtype(self.tokenizer.vocab_size)
-
-    def __reduce__(self):
-        return Encoder, (self.model, self.text_key, self.valid_fraction)
-
-    def __call__(self, chunk: Chunk) -> Encoded:
-        tokens: dict[str, list[np.ndarray]] = {"train": [], "valid": []}
-        num_bytes = {"train": 0, "valid": 0}
-        empty = 0
-        texts = list(chunk.texts(self.text_key))
-        for number, text in enumerate(texts, 1):
-            if text is None:
-                empty += 1
-                continue
-            try:
-                ids = self.tokenizer.encode(text)
-            except ValueError as error:
-                raise ConfigError(f"{chunk.origin}, near {chunk.unit} {chunk.first + number - 1:,}: {error}") from error
-            if number < len(texts) or not chunk.unfinished:
-                ids.append(self.tokenizer.eos_id)
-            data = text.encode()
-            side = self._side(chunk.split_key or data[:_HASHED_BYTES])
-            tokens[side].append(np.array(ids, dtype=self._dtype))
-            num_bytes[side] += len(data)
-        parts = {
-            side: EncodedPart(np.concatenate(pieces), np.array([len(piece) for piece in pieces]), num_bytes[side])
-            for side, pieces in tokens.items()
-            if pieces
-        }
-        return Encoded(parts, empty, chunk.continues, chunk.origin, chunk.consumed)
-
-    def _side(self, key: bytes) -> str:
-        if not self.valid_fraction:
-            return "train"
-        return (
-            "valid"
-            if int.from_bytes(blake2b(key, digest_size=8).digest(), "big") < self.valid_fraction * 2**64
-            else "train"
-        )
-
-
-def _encode(chunks: Iterable[Chunk], encoder: Encoder, num_workers: int) -> Iterator[Encoded]:
-    """Encoded chunks in their order. Chunk n goes to worker n mod num_workers, at most two ahead of what is taken.
-
-    Pipes rather than a ProcessPoolExecutor: an executor may wait for ever when one of its processes is killed.
-    """
-    if num_workers == 1:
-        yield from map(encoder, chunks)
-        return
-    workers: list[_Worker] = []
-    try:
-        workers += [_Worker() for _ in range(num_workers)]
-        for worker in workers:  # after all have been started: it waits until the worker is up
-            worker.send(encoder)
-        sent = taken = 0
-        for chunk in chunks:
-            if sent - taken == 2 * num_workers:
-                yield workers[taken % num_workers].receive()
-                taken += 1
-            workers[sent % num_workers].send(chunk)
-            sent += 1
-        for number in range(taken, sent):
-            yield workers[number % num_workers].receive()
-    finally:
-        for worker in workers:
-            worker.stop()
-
-
-class _Worker:
-    """A process that gets an encoder, then chunks, and gives back what the encoder makes of each."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def send(self, message: Encoder | Chunk) -> None:
-        try:
-            self._connection.send(message)
-        except OSError as error:
-            raise self._died() from error
-
-    def receive(self) -> Encoded:
-        try:
-            result = self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise self._died() from error
-        if isinstance(result, ConfigError):
-            raise result
-        return result
-
-    def stop(self) -> None:
-        self._connection.close()  # the worker ends when it sees this, whatever it is doing
-        self._process.join()
-
-    def _died(self) -> ConfigError:
-        self._process.join()
-        return ConfigError(
-            f"a worker process ended unexpectedly (exit code {self._process.exitcode}; out of memory?): try fewer "
-            "workers, and see that a script that calls prepare() with several workers does so under "
-            '`if __name__ == "__main__":`'
-        )
-
-
-def _work(connection: Connection) -> None:
-    """Life of a worker. A thread takes in what the parent sends, so that neither ever waits for the other to read."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    messages: queue.SimpleQueue = queue.SimpleQueue()
-
-    def take_in() -> None:
-        try:
-            while True:
-                messages.put(connection.recv())
-        except (EOFError, OSError):  # the parent has finished, or is gone, however it ended
-            os._exit(0)
-
-    threading.Thread(target=take_in, daemon=True).start()
-    encoder = messages.get()
-    while True:
-        try:
-            result = encoder(messages.get())
-        except ConfigError as error:
-            result = error
-        try:
-            connection.send(result)
-        except OSError:  # as above
-            os._exit(0)
+def _many(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------

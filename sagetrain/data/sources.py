@@ -10,6 +10,7 @@ import gzip
 import inspect
 import io
 import json
+import os
 import re
 import sys
 import sysconfig
@@ -56,23 +57,38 @@ class Chunk:
     unfinished: bool = False
     """The document of the last record goes on in the next chunk."""
 
-    def texts(self, text_key: str) -> Iterator[str | None]:
-        """The records' texts in order; None stands for an empty document. ConfigError names file and record."""
+    def texts(self, text_key: str, skip_bad: bool = False) -> Iterator[str | ConfigError | None]:
+        """The records' texts in order; None stands for an empty document.
+
+        A line or row without text in it is a ConfigError that names file and record: raised, or with `skip_bad` given
+        in the text's place.
+        """
         for number, record in enumerate(self.records, self.first):
-            if isinstance(record, bytes):
-                record = self._decode(record, number)
-                if self.unit == "line":
-                    if not record.strip():
-                        continue  # a blank line is no document
-                    record = self._text_of(record, number, text_key)
-            if record is None:
-                yield None
-            elif isinstance(record, str):
-                # A part of a longer document counts even if it is blank.
-                blank = not record or record.isspace()
-                yield None if blank and not (self.continues or self.unfinished) else record
-            else:
-                raise self.error(number, f"{text_key!r} holds {type(record).__name__}, not text")
+            if self.unit == "line" and not record.strip():
+                continue  # a blank line is no document
+            try:
+                yield self._text(record, number, text_key)
+            except ConfigError as error:
+                if not skip_bad or self.unit == "file":
+                    raise
+                yield error
+
+    def _text(self, record: Any, number: int, text_key: str) -> str | None:
+        if isinstance(record, bytes):
+            record = self._decode(record, number)
+            if self.unit == "line":
+                record = self._text_of(record, number, text_key)
+        if record is None:
+            return None
+        if not isinstance(record, str):
+            raise self.error(number, f"{text_key!r} holds {type(record).__name__}, not text")
+        try:
+            record.encode()
+        except UnicodeEncodeError as error:
+            raise self.error(number, f"not valid Unicode: a lone surrogate at character {error.start}") from error
+        # A part of a longer document counts even if it is blank.
+        blank = not record or record.isspace()
+        return None if blank and not (self.continues or self.unfinished) else record
 
     def error(self, number: int, what: str) -> ConfigError:
         """A mistake in record `number`."""
@@ -82,7 +98,7 @@ class Chunk:
         try:
             return record.decode("utf-8")
         except UnicodeDecodeError as error:
-            hint = "; if it is no text file, choose the files with a glob" if self.unit == "file" else ""
+            hint = "; if it is no text file, choose the files with --glob" if self.unit == "file" else ""
             raise self.error(number, f"not UTF-8 (byte {record[error.start]:#04x}){hint}") from error
 
     def _text_of(self, line: str, number: int, text_key: str) -> Any:
@@ -100,7 +116,7 @@ class Chunk:
 
 def no_such_key(text_key: str, keys: Iterable[str]) -> str:
     """Message for a missing text key."""
-    return f"no key {text_key!r}; the keys are: {', '.join(keys) or 'none'}. Choose one as the text key"
+    return f"no key {text_key!r}; the keys are: {', '.join(keys) or 'none'}. Choose one with --text-key"
 
 
 @dataclass
@@ -126,14 +142,16 @@ class Corpus:
         glob: str | None = None,
         config_name: str | None = None,
         split: str = "train",
+        skip_bad_lines: bool = False,
     ):
         """Resolve `sources`: files, folders (recursive, `glob` chooses), dataset names, or "python-stdlib".
 
-        `config_name` and `split` are for Hugging Face datasets. ConfigError if a source does not exist or is empty.
+        `config_name` and `split` are for Hugging Face datasets; `skip_bad_lines` is for `sample`. ConfigError if a
+        source does not exist or is empty.
         """
         if not sources:
             raise ConfigError("no source of text given")
-        self.text_key = text_key
+        self.text_key, self._skip_bad = text_key, skip_bad_lines
         self.notes: list[str] = []
         self.inputs: list[Input] = []
         for source in sources:
@@ -163,8 +181,8 @@ class Corpus:
         for each in sorted(self.inputs, key=lambda each: blake2b(each.name.encode()).digest()):
             from_this = 0
             for chunk in each.read():
-                for text in chunk.texts(self.text_key):
-                    if text is not None and from_this < share and left > 0:
+                for text in chunk.texts(self.text_key, self._skip_bad):
+                    if isinstance(text, str) and from_this < share and left > 0:
                         text = text[: min(share - from_this, left)]
                         from_this, left = from_this + len(text), left - len(text)
                         yield text
@@ -180,7 +198,7 @@ class Corpus:
         if path.is_file():
             return [self._file(path)]
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-            return [self._dataset(source, lambda: _load_saved(source, split), [source, split])]
+            return [self._dataset(source, lambda: _load_saved(source, split), [os.path.abspath(source), split])]
         if path.is_dir():
             return [self._file(file) for file in self._files(path, glob)]
         if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not _ends(source, *_STRUCTURED, ".txt", ".gz", ".zst"):
@@ -204,7 +222,7 @@ class Corpus:
             return found
         self.notes.append(
             f"{folder}: reading the {len(structured)} JSON and Parquet files, leaving out "
-            f"{len(found) - len(structured)} others; a glob chooses differently"
+            f"{len(found) - len(structured)} others; --glob chooses differently"
         )
         return structured
 
@@ -217,7 +235,7 @@ class Corpus:
         else:
             read = lambda: _read_text(path)  # noqa: E731
         stat = path.stat()
-        identity = [str(path.absolute()), stat.st_size, stat.st_mtime_ns]
+        identity = [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
         return Input(str(path), read, stat.st_size, identity, one_document=not structured)
 
     def _dataset(self, name: str, load: Callable[[], Any], identity: list[Any]) -> Input:
@@ -335,7 +353,7 @@ def _refuse_json_lines(path: Path) -> None:
     suffix = ".jsonl" + (path.suffix if _ends(path, ".gz", ".zst") else "")
     raise ConfigError(
         f"{path}: its first line is a JSON object, and a file with this suffix would be one document of plain text: "
-        f"rename it to end in {suffix}, or leave it out with a glob"
+        f"rename it to end in {suffix}, or leave it out with --glob"
     )
 
 
@@ -373,7 +391,21 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[Chunk]:
 def _load_from_hub(name: str, config_name: str | None, split: str) -> Any:
     """A dataset of the hub as a stream. The datasets library (4 and later) runs no code of a dataset."""
     import datasets
+    import huggingface_hub
 
+    if not huggingface_hub.constants.HF_HUB_OFFLINE:  # asked once: datasets would retry for half a minute, aloud
+        try:
+            there = huggingface_hub.HfApi().repo_exists(name, repo_type="dataset")
+        except Exception as error:  # whatever its HTTP library raises
+            raise ConfigError(
+                f"{name}: no such file or folder here, and the Hugging Face hub cannot be asked for a dataset of this "
+                f"name: {error}. Mend the path or the network; HF_HUB_OFFLINE=1 reads what was downloaded before"
+            ) from error
+        if not there:
+            raise ConfigError(
+                f"{name}: no such file or folder here, and the Hugging Face hub has no dataset of this name (or it is "
+                "private: log in with `hf auth login`)"
+            )
     try:
         return datasets.load_dataset(name, config_name, split=split, streaming=True)
     except (ValueError, RuntimeError, OSError) as error:  # DatasetNotFoundError and no network are OSErrors

@@ -18,7 +18,7 @@ import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,11 @@ class TokenFileWriter:
     """
 
     def __init__(self, path: str | os.PathLike, vocab_size: int):
-        """Opens the partial files; ConfigError if the folder is not writable or another process is writing there."""
+        """Opens the partial files, in a new folder if need be.
+
+        ConfigError, here and in what follows, if they cannot be written (a full disk, say), or another process writes
+        there.
+        """
         self.path = Path(path)
         self.dtype = token_dtype(vocab_size)
         self.num_tokens = 0
@@ -62,8 +66,11 @@ class TokenFileWriter:
         self._hash = hashlib.sha256()
         self.sha256 = ""
         # The lock is on the one that is renamed or removed last: until then nobody else opens either.
+        folder = self.path.absolute().parent
+        self._new_folders = [each for each in (folder, *folder.parents) if not each.exists()]
         self._idx = _open_locked(token_path(path, ".idx.partial"))
-        self._bin = open(token_path(path, ".bin.partial"), "wb", buffering=_BLOCK)  # noqa: SIM115
+        with writing(token_path(path, ".bin.partial")):
+            self._bin = open(token_path(path, ".bin.partial"), "wb", buffering=_BLOCK)  # noqa: SIM115
         self._idx.write(bytes(_HEADER.size))  # the header comes last: no magic yet
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, continues: bool = False) -> None:
@@ -75,7 +82,8 @@ class TokenFileWriter:
             return
         assert int(lengths.sum()) == len(tokens) and int(lengths.min()) > 0
         data = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
-        self._bin.write(data)
+        with writing(token_path(self.path, ".bin")):
+            self._bin.write(data)
         self._hash.update(data)
         self.num_tokens += len(tokens)
         lengths = lengths.astype(np.int64)
@@ -85,12 +93,22 @@ class TokenFileWriter:
             lengths = np.concatenate([[self._open_length], lengths])
         if lengths.max() > _LONGEST:
             raise ConfigError(f"{self.path}: a document of more than {_LONGEST:,} tokens; split it into several")
-        self._idx.write(lengths[:-1].astype("<i4").tobytes())
+        with writing(token_path(self.path, ".idx")):
+            self._idx.write(lengths[:-1].astype("<i4").tobytes())
         self.num_documents += len(lengths) - 1
         self._open_length = int(lengths[-1])
 
     def finish(self) -> None:
         """Complete both partial files and bring them to the disk."""
+        with writing(token_path(self.path, ".idx")):
+            self._write_index()
+        for file, suffix in ((self._bin, ".bin"), (self._idx, ".idx")):
+            with writing(token_path(self.path, suffix)):
+                file.flush()
+                os.fsync(file.fileno())
+        self.sha256 = self._hash.hexdigest()
+
+    def _write_index(self) -> None:
         if self._open_length:
             self._idx.write(struct.pack("<i", self._open_length))
             self.num_documents += 1
@@ -107,28 +125,29 @@ class TokenFileWriter:
             self._idx.write(np.arange(start, min(start + _BLOCK, self.num_documents + 1), dtype="<i8").tobytes())
         self._idx.seek(0)
         self._idx.write(_HEADER.pack(_MAGIC, 1, _CODES[self.dtype], self.num_documents, self.num_documents + 1))
-        for file in (self._bin, self._idx):
-            file.flush()
-            os.fsync(file.fileno())
-        self.sha256 = self._hash.hexdigest()
 
     def publish(self, provenance: dict[str, Any]) -> None:
         """Rename the finished files to their names and write `provenance` as NAME.json; replaces older files."""
         with suppress(FileNotFoundError):
             os.unlink(token_path(self.path, ".idx"))
         os.replace(token_path(self.path, ".bin.partial"), token_path(self.path, ".bin"))
-        write_atomic(token_path(self.path, ".json"), (json.dumps(provenance, indent=2) + "\n").encode())
+        with writing(token_path(self.path, ".json")):
+            write_atomic(token_path(self.path, ".json"), (json.dumps(provenance, indent=2) + "\n").encode())
         os.replace(token_path(self.path, ".idx.partial"), token_path(self.path, ".idx"))
         self._bin.close()
         self._idx.close()
 
     def abort(self) -> None:
-        """Remove the partial files."""
+        """Remove the partial files, and the folders that were made for them unless something else is in there."""
         for file, suffix in ((self._bin, ".bin.partial"), (self._idx, ".idx.partial")):
             if not file.closed:
                 with suppress(FileNotFoundError):
                     os.unlink(token_path(self.path, suffix))
-                file.close()
+                with suppress(OSError):  # a full disk does not take what is still buffered
+                    file.close()
+        for folder in self._new_folders:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 class TokenFile:
@@ -314,6 +333,17 @@ def write_atomic(path: Path, data: bytes) -> None:
             temporary.unlink()
         error.filename, error.filename2 = str(path), None
         raise
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError of what writes `path` into a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; free space there, or choose another output (-o)"
+        ) from error
 
 
 def _open_locked(path: Path):

@@ -1,0 +1,186 @@
+"""Text to tokens, in this process or in several: the same tokens in the same order whatever their number."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.data.sources import Chunk
+from sagetrain.data.token_file import token_dtype
+from sagetrain.data.tokenizer import Tokenizer
+
+_HASHED_BYTES = 1 << 16
+
+
+@dataclass
+class EncodedPart:
+    """Documents of one chunk that go to one file: `lengths` of consecutive pieces of `tokens`."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    bytes: int
+
+
+@dataclass
+class Encoded:
+    """A chunk as tokens."""
+
+    parts: dict[str, EncodedPart]
+    empty_documents: int
+    bad_lines: int
+    first_bad: str | None
+    """What is wrong with the first of them, and where."""
+    continues: bool
+    origin: str
+    consumed: int
+
+
+class Encoder:
+    """Chunk -> Encoded; depends on nothing else, so that any process can do it."""
+
+    def __init__(self, model: bytes, text_key: str, valid_fraction: float, skip_bad_lines: bool = False):
+        self.model = model
+        self.tokenizer = Tokenizer(model)
+        self.text_key = text_key
+        self.valid_fraction = valid_fraction
+        self.skip_bad_lines = skip_bad_lines
+        self._dtype = token_dtype(self.tokenizer.vocab_size)
+
+    def __reduce__(self):
+        return Encoder, (self.model, self.text_key, self.valid_fraction, self.skip_bad_lines)
+
+    def __call__(self, chunk: Chunk) -> Encoded:
+        tokens: dict[str, list[np.ndarray]] = {"train": [], "valid": []}
+        num_bytes = {"train": 0, "valid": 0}
+        empty, bad = 0, []
+        texts = list(chunk.texts(self.text_key, self.skip_bad_lines))
+        for number, text in enumerate(texts, 1):
+            if text is None:
+                empty += 1
+                continue
+            if isinstance(text, ConfigError):
+                bad.append(text)
+                continue
+            ids = self.tokenizer.encode(text)
+            if number < len(texts) or not chunk.unfinished:
+                ids.append(self.tokenizer.eos_id)
+            data = text.encode()
+            side = self._side(chunk.split_key or data[:_HASHED_BYTES])
+            tokens[side].append(np.array(ids, dtype=self._dtype))
+            num_bytes[side] += len(data)
+        parts = {
+            side: EncodedPart(np.concatenate(pieces), np.array([len(piece) for piece in pieces]), num_bytes[side])
+            for side, pieces in tokens.items()
+            if pieces
+        }
+        first_bad = str(bad[0]) if bad else None
+        return Encoded(parts, empty, len(bad), first_bad, chunk.continues, chunk.origin, chunk.consumed)
+
+    def _side(self, key: bytes) -> str:
+        if not self.valid_fraction:
+            return "train"
+        return (
+            "valid"
+            if int.from_bytes(blake2b(key, digest_size=8).digest(), "big") < self.valid_fraction * 2**64
+            else "train"
+        )
+
+
+def encode(chunks: Iterable[Chunk], encoder: Encoder, num_workers: int) -> Iterator[Encoded]:
+    """Encoded chunks in their order. Chunk n goes to worker n mod num_workers, at most two ahead of what is taken.
+
+    Pipes rather than a ProcessPoolExecutor: an executor may wait for ever when one of its processes is killed.
+    """
+    if num_workers == 1:
+        yield from map(encoder, chunks)
+        return
+    workers: list[_Worker] = []
+    try:
+        workers += [_Worker() for _ in range(num_workers)]
+        for worker in workers:  # after all have been started: it waits until the worker is up
+            worker.send(encoder)
+        sent = taken = 0
+        for chunk in chunks:
+            if sent - taken == 2 * num_workers:
+                yield workers[taken % num_workers].receive()
+                taken += 1
+            workers[sent % num_workers].send(chunk)
+            sent += 1
+        for number in range(taken, sent):
+            yield workers[number % num_workers].receive()
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+class _Worker:
+    """A process that gets an encoder, then chunks, and gives back what the encoder makes of each."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def send(self, message: Encoder | Chunk) -> None:
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise self._died() from error
+
+    def receive(self) -> Encoded:
+        try:
+            result = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+        if isinstance(result, ConfigError):
+            raise result
+        return result
+
+    def stop(self) -> None:
+        self._connection.close()  # the worker ends when it sees this, whatever it is doing
+        self._process.join()
+
+    def _died(self) -> ConfigError:
+        self._process.join()
+        return ConfigError(
+            f"a worker process ended unexpectedly (exit code {self._process.exitcode}; out of memory?): try fewer "
+            "workers, and see that a script that calls prepare() with several workers does so under "
+            '`if __name__ == "__main__":`'
+        )
+
+
+def _work(connection: Connection) -> None:
+    """Life of a worker. A thread takes in what the parent sends, so that neither ever waits for the other to read."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    messages: queue.SimpleQueue = queue.SimpleQueue()
+
+    def take_in() -> None:
+        try:
+            while True:
+                messages.put(connection.recv())
+        except (EOFError, OSError):  # the parent has finished, or is gone, however it ended
+            os._exit(0)
+
+    threading.Thread(target=take_in, daemon=True).start()
+    encoder = messages.get()
+    while True:
+        try:
+            result = encoder(messages.get())
+        except ConfigError as error:
+            result = error
+        try:
+            connection.send(result)
+        except OSError:  # as above
+            os._exit(0)
