@@ -299,6 +299,7 @@ def test_no_word_is_cut_at_any_width(name, brief):
         assert words(piped) - words(text) == set(), width
         too_long = [line for line in text.splitlines() if len(line) > width]
         assert all(re.match(r"\d: \w+\.\w+=", line) or len(line.split()) == 1 for line in too_long), too_long
+        assert not [line for line in text.splitlines() if line.endswith(" ")]
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -31,7 +31,7 @@ class Layout:
     """Bytes of a rank, as estimated."""
 
     @property
-    def key(self) -> tuple:
+    def key(self) -> tuple[int, int, bool, int, str, int]:
         """What makes it a layout of its own; tokens per step are not part of it."""
         parallel, training = self.cfg.parallel, self.cfg.training
         return (
@@ -89,7 +89,7 @@ def propose(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware
         found = _fitting(raised, world_size, vocab_size, hardware)
         fewest = min((_largest(item.cfg) for item in found), default=0)
         found = [item for item in found if _largest(item.cfg) == fewest]
-    best: dict[tuple, Layout] = {}
+    best: dict[tuple[int | str, ...], Layout] = {}
     for item in sorted(found, key=lambda item: -item.prediction.tokens_per_second):
         best.setdefault(item.key[:-1], item)
     return list(best.values())[:5]

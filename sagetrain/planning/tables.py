@@ -46,8 +46,10 @@ def print_text(console: Console, text: str, style: str = "", indent: str = "") -
     """Paragraphs, one a line, broken between words; `indent` is what stands before their further lines."""
     for line in text.splitlines():
         start = line[: len(line) - len(line.lstrip())]
-        how = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": start + indent}
-        for part in textwrap.wrap(line, console.width, **how) or [""]:
+        lines = textwrap.TextWrapper(
+            console.width, subsequent_indent=start + indent, break_long_words=False, break_on_hyphens=False
+        )
+        for part in lines.wrap(line) or [""]:
             print_line(console, part, style)
 
 
@@ -77,7 +79,11 @@ def _print_grid(console: Console, table: Table, widths: list[int]) -> None:
         if table.total and number == len(table.rows) - 1:
             grid.add_section()
         grid.add_row(*map(Text, row))
-    console.print(grid, soft_wrap=True)
+    with console.capture() as printed:
+        console.print(grid, soft_wrap=True)
+    for line in Text.from_ansi(printed.get()).split():
+        line.rstrip()  # rich fills lines up
+        console.print(line, soft_wrap=True)
 
 
 def _print_list(console: Console, table: Table) -> None:
