@@ -5,7 +5,7 @@ torchrun works too. The same as `sagetrain train`, with a file that launchers ca
 
 import sys
 
-from sagetrain.cli import main
+from sagetrain.__main__ import main
 
 if __name__ == "__main__":
     sys.argv.insert(1, "train")

@@ -151,12 +151,12 @@ def plan(
     \b
     sagetrain plan configs/7b.yaml --world-size 64 parallel.tensor_parallel_size=8
     """
-    from dataclasses import replace
-
-    from sagetrain.planning.show import show_key_reference, show_plan
-    from sagetrain.planning.tables import console
-
     with _Errors():
+        from dataclasses import replace
+
+        from sagetrain.planning.show import show_key_reference, show_plan
+        from sagetrain.planning.tables import console
+
         if show_keys:
             show_key_reference(console())
             return
@@ -294,6 +294,8 @@ class _Errors:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, KeyboardInterrupt):  # what it interrupted has cleaned up
+            _exit(130)
         if self.run_dir and _is_unusable(self.run_dir, error):
             error = ConfigError(
                 f"training.run_dir {self.run_dir} cannot be used: {error.filename}: {error.strerror}; "

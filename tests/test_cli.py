@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,19 @@ def test_the_package_and_the_module_can_be_run(module: str) -> None:
     done = command(sys.executable, "-m", module, "train", "--config", "none.yaml")
     assert done.returncode == 2
     assert "error: none.yaml: cannot be read" in done.stderr
+
+
+@pytest.mark.parametrize("imported", ["typer.models", "torch.types"])
+def test_ctrl_c_is_no_traceback_at_any_time(imported: str) -> None:
+    program = [sys.executable, "-X", "importtime", "-m", "sagetrain", "generate", "none"]
+    process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if line.endswith(f" {imported}\n"):
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stderr.read()
+    assert process.wait(timeout=60) == 130
+    assert "Traceback" not in rest and "KeyboardInterrupt" not in rest
 
 
 def test_help_of_the_quickstart_starts_nothing() -> None:

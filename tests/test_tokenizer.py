@@ -90,6 +90,15 @@ def test_training_errors(texts, vocab_size, message):
         train_tokenizer(texts, vocab_size)
 
 
+def test_ctrl_c_while_a_tokenizer_reads_its_sample():
+    def texts():
+        yield "some text"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_tokenizer(texts(), 300)
+
+
 def test_lone_surrogate(tokenizer):
     with pytest.raises(ValueError, match="lone surrogate at character 2"):
         tokenizer.encode("ab\ud800c")

@@ -109,6 +109,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
+        if counter.interrupted:
+            raise KeyboardInterrupt from error
         if counter.lines == 0:
             raise ConfigError("no text to train the tokenizer on") from error
         reason = str(error).rsplit("] ", 1)[-1].strip()
@@ -130,8 +132,17 @@ class _Counter:
         self._texts = texts
         self.lines = 0
         self.characters = 0
+        self.interrupted = False
+        """By Ctrl-C, of which SentencePiece makes a RuntimeError."""
 
     def __iter__(self) -> Iterator[str]:
+        try:
+            yield from self._lines()
+        except KeyboardInterrupt:
+            self.interrupted = True
+            raise
+
+    def _lines(self) -> Iterator[str]:
         width = _MAX_SENTENCE_BYTES // 4  # a character is at most 4 bytes
         for text in self._texts:
             for line in text.split("\n"):
