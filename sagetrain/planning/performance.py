@@ -211,8 +211,8 @@ class _Step:
         Attention is no part of the other half where it sees both; a third of a half's computation is forward.
         """
         halves = matmul + elementwise + (attention if self.in_halves else 0.0)
-        columns = [matmul for matmul in of_kind(Matmul, self.block) if matmul.column_parallel]
-        weights = sum(self._matmul(matmul, matmul.precision.weight_gradient) for matmul in columns)
+        columns = [layer for layer in of_kind(Matmul, self.block) if layer.column_parallel]
+        weights = sum(self._matmul(layer, layer.precision.weight_gradient) for layer in columns)
         weights *= self.accumulation * self.cfg.model.num_layers / self.hardware.compute_scale
         company = {"forward": halves / 6, "backward": halves / 3, "weight gradients": weights}
         how = (1.0, self.hardware.copy_latency) if self.rank.copies else (OVERLAP, 0.0)
