@@ -33,9 +33,10 @@ host-tools:  ## as root on Debian: install what tests/test_hosts.py makes two ho
 	    { apt-get update && apt-get install -y --no-install-recommends $(HOST_PACKAGES); } || true; \
 	fi > /dev/null 2>&1
 
-check: $(STAMP)  ## lint and formatting
+check: $(STAMP)  ## lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 fmt: $(STAMP)  ## format and fix what ruff can fix
 	$(BIN)/ruff check --fix .
@@ -48,4 +49,4 @@ bench:  ## attention benchmark on an NVIDIA GPU: checks every shape, then times 
 	PYTHONPATH=.:kernels python3 -m sagekernels.bench
 
 clean:  ## remove the environment and build leftovers
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache

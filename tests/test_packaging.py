@@ -22,6 +22,13 @@ def test_every_package_is_listed() -> None:
     assert set(setup()["options"]["packages"].split()) == expected
 
 
+def test_both_packages_say_that_they_are_typed() -> None:
+    data = setup()["options.package_data"]
+    for package, folder in (("sagetrain", "sagetrain"), ("sagekernels", "kernels/sagekernels")):
+        assert (ROOT / folder / "py.typed").is_file()
+        assert "py.typed" in data.get(package, "").split(", ")
+
+
 def test_pins_are_within_the_ranges() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from sagetrain.config import yaml_nodes
 from sagetrain.config.errors import ConfigError, shown
-from sagetrain.config.reference import describe, keys, locate, tag_of
+from sagetrain.config.reference import describe, keys, locate, tag_of, tags_of
 from sagetrain.config.schema import RunConfig, Section
+from sagetrain.config.yaml_nodes import KeyPath
 
 _ABSENT = object()
 
@@ -51,7 +53,7 @@ class _Source:
 
     def __init__(self, path: str | Path, overrides: Sequence[str]):
         self.file = str(path)
-        self.origins: dict[tuple, str] = {}
+        self.origins: dict[KeyPath, str] = {}
         self.problems: list[str] = []
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -68,7 +70,7 @@ class _Source:
         for override in overrides:
             self._override(override)
 
-    def where(self, path: tuple) -> str:
+    def where(self, path: KeyPath) -> str:
         """The override or `file:line` that gave a key or, if it is absent, its nearest parent."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.origins:
@@ -77,19 +79,19 @@ class _Source:
                 return f"{self.file}:{self.lines[path[:end]]}"
         return self.file
 
-    def explain(self, detail: dict) -> None:
+    def explain(self, detail: ErrorDetails) -> None:
         """Report one validation error of pydantic in the words of the schema."""
         kind, value = detail["type"], detail["input"]
         path, section, slot = locate(detail["loc"])
         if kind == "default_factory_not_called" or (value is None and path in self.unusable):
             return  # follows from a problem that is reported itself
-        if kind == "extra_forbidden":
+        if kind == "extra_forbidden" and section is not None:
             self._report(path, f"unknown key{_hint_for_unknown(path, section)}", value)
         elif kind == "missing" and section is not None:
-            doc = section.model_fields[path[-1]].description
+            doc = section.model_fields[str(path[-1])].description
             self._report(path, f"missing; it takes {describe(slot)}" + (f": {' '.join(doc.split())}" if doc else ""))
         elif kind in ("union_tag_not_found", "union_tag_invalid"):
-            tags = [tag_of(member) for member in slot.sections]
+            tags = tags_of(slot.sections)
             takes = f"one of {', '.join(tags)}"
             if "schedule" in value:
                 self._report((*path, "schedule"), _must_be(takes, value["schedule"], tags), value["schedule"])
@@ -116,7 +118,8 @@ class _Source:
         value, _, problems = yaml_nodes.parse(value_text)
         for problem in problems:
             self._report((), problem.message, where=f"override {text}")
-        target, path = self.tree, ()
+        target = self.tree
+        path: KeyPath = ()
         for part in parts[:-1]:
             key = self._child(target, part, path, text)
             if key is None:
@@ -134,7 +137,7 @@ class _Source:
             self.origins[path] = text
             self.unusable |= {(*path, *problem.path) for problem in problems}
 
-    def _child(self, target: Any, part: str, path: tuple, text: str) -> str | int | None:
+    def _child(self, target: Any, part: str, path: KeyPath, text: str) -> str | int | None:
         """Key of `part` inside `target`, made to exist; None (and a problem) where there can be no such key."""
         if isinstance(target, dict):
             target.setdefault(part, None)
@@ -148,12 +151,12 @@ class _Source:
         self._report(path, rule, target, where=f"override {text}")
         return None
 
-    def _report(self, path: tuple, rule: str, value: Any = _ABSENT, where: str = "") -> None:
+    def _report(self, path: KeyPath, rule: str, value: Any = _ABSENT, where: str = "") -> None:
         key = _dotted(path) + ("" if value is _ABSENT else f" = {shown(value)}")
         self.problems.append(": ".join(part for part in (where or self.where(path), key, rule) if part))
 
 
-def _must_be(slot_text: str, value: Any, choices: Sequence) -> str:
+def _must_be(slot_text: str, value: Any, choices: Sequence[Any]) -> str:
     """`must be ...`, with a hint where the mistake is a common one."""
     hint = ""
     if isinstance(value, str):
@@ -165,9 +168,9 @@ def _must_be(slot_text: str, value: Any, choices: Sequence) -> str:
     return f"must be {slot_text}{hint}"
 
 
-def _hint_for_unknown(path: tuple, section: type[Section]) -> str:
+def _hint_for_unknown(path: KeyPath, section: type[Section]) -> str:
     """Where an unknown key was probably meant to go: in the same section first, then anywhere."""
-    if "." in path[-1]:
+    if "." in str(path[-1]):
         return "; dots are for overrides: in the file, each section is a line of its own"
     known = {key.name: key for key in keys()}
     if _dotted(path) in known:  # known, but of another member of the union
@@ -180,5 +183,5 @@ def _hint_for_unknown(path: tuple, section: type[Section]) -> str:
     return f"; did you mean {last_parts[near[0]]}?" if near else ""
 
 
-def _dotted(path: tuple) -> str:
+def _dotted(path: KeyPath) -> str:
     return ".".join(map(str, path))

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sagetrain.config.schema import RunConfig, Section
+from sagetrain.config.yaml_nodes import KeyPath
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "anything"}
 _LIMITS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
@@ -31,7 +32,7 @@ class Slot(NamedTuple):
     """The place of a value in the schema: its type and constraints."""
 
     annotation: Any
-    metadata: tuple = ()
+    metadata: tuple[Any, ...] = ()
 
     @property
     def sections(self) -> list[type[Section]]:
@@ -47,7 +48,7 @@ class Slot(NamedTuple):
         return Slot(get_args(self.annotation)[0]) if get_origin(self.annotation) in (list, tuple) else None
 
     @property
-    def choices(self) -> tuple:
+    def choices(self) -> tuple[Any, ...]:
         """The allowed values when they are listed one by one."""
         return get_args(self.annotation) if get_origin(self.annotation) is Literal else ()
 
@@ -63,17 +64,22 @@ def tag_of(section: type[Section]) -> str | None:
     return get_args(field.annotation)[0] if field else None
 
 
-def locate(location: tuple) -> tuple[tuple, type[Section] | None, Slot | None]:
+def tags_of(sections: list[type[Section]]) -> list[str]:
+    """The values of `schedule` that tell the members of a union apart."""
+    return [tag for section in sections if (tag := tag_of(section))]
+
+
+def locate(location: KeyPath) -> tuple[KeyPath, type[Section] | None, Slot]:
     """A pydantic error location -> (path without union tags, section that holds the last key, slot of the last key).
 
-    Section and slot are None where the schema knows nothing: items of lists have no section, unknown keys no slot.
+    Items of lists have no section (None), and the slot of an unknown key takes anything.
     """
-    path: tuple = ()
+    path: KeyPath = ()
     section: type[Section] | None = None
     slot: Slot | None = Slot(RunConfig)
     for part in location:
         if slot is None:
-            return (*path, part), None, None
+            return (*path, part), None, Slot(Any)
         members = {tag_of(member): member for member in slot.sections}
         if len(members) > 1 and part in members:
             slot = Slot(members[part])
@@ -83,8 +89,8 @@ def locate(location: tuple) -> tuple[tuple, type[Section] | None, Slot | None]:
         if section is None:
             slot = slot.item
         else:
-            slot = slot_of(section.model_fields[part]) if part in section.model_fields else None
-    return path, section, slot
+            slot = slot_of(section.model_fields[str(part)]) if part in section.model_fields else None
+    return path, section, slot or Slot(Any)
 
 
 def describe(slot: Slot) -> str:
@@ -126,7 +132,7 @@ def keys(section: type[Section] = RunConfig, prefix: str = "") -> list[Key]:
             inner, dotted = slot.item.sections, f"{dotted}.0"
         if slot.item is not None or not inner:
             result.append(Key(f"{prefix}{name}", describe(slot), _default(field), doc))
-        union_tags = [tag_of(member) for member in inner] if len(inner) > 1 else []
+        union_tags = tags_of(inner) if len(inner) > 1 else []
         if union_tags:
             result.append(Key(f"{dotted}.schedule", f"one of {', '.join(union_tags)}", _default(field), doc))
         for member in inner:
@@ -158,7 +164,7 @@ def _outline(section: type[Section]) -> str:
     )
 
 
-def _constraints(metadata: tuple) -> list:
+def _constraints(metadata: tuple[Any, ...]) -> list[Any]:
     """Constraints one by one: pydantic keeps those of one Field together."""
     return [part for m in metadata for part in (m.metadata if isinstance(m, FieldInfo) else [m])]
 

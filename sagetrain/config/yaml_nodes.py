@@ -16,7 +16,8 @@ import yaml
 
 from sagetrain.config.errors import shown
 
-Path = tuple  # of keys (str) and list indices (int)
+KeyPath = tuple[str | int, ...]
+"""Keys, and indices of lists: where a value stands."""
 
 _LARGEST_WHOLE = 10**18
 _DIGITS = "[0-9](?:_?[0-9])*"  # as Python's int takes them: 2024_ and 1__0 are text
@@ -34,7 +35,7 @@ _RESOLVERS = [
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict = {}
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -44,7 +45,7 @@ class _Dumper(yaml.SafeDumper):
         """Indents the items of a list below its key."""
         return super().increase_indent(flow, False)
 
-    def represent_float(self, data: float) -> yaml.Node:
+    def represent_float(self, data: float) -> yaml.ScalarNode:
         """1e16 as 10000000000000000.0: written 1.0e+16 it would come back as a whole number."""
         if data.is_integer() and abs(data) < _LARGEST_WHOLE:
             return self.represent_scalar("tag:yaml.org,2002:float", f"{data:.1f}")
@@ -67,12 +68,12 @@ class YamlProblem(NamedTuple):
     message: str
     line: int | None
     """Counted from 1."""
-    path: Path = ()
+    path: KeyPath = ()
 
 
-def parse(text: str) -> tuple[Any, dict[Path, int], list[YamlProblem]]:
+def parse(text: str) -> tuple[Any, dict[KeyPath, int], list[YamlProblem]]:
     """Values, the line of every path, and the problems found (duplicate keys, syntax, constructs we do not take)."""
-    lines: dict[Path, int] = {}
+    lines: dict[KeyPath, int] = {}
     problems: list[YamlProblem] = []
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -89,7 +90,9 @@ def dump(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120, default_flow_style=False)
 
 
-def _value(node: yaml.Node, path: Path, lines: dict, problems: list, parents: frozenset) -> Any:
+def _value(
+    node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], problems: list[YamlProblem], parents: frozenset[int]
+) -> Any:
     """Plain value of a node; notes the line of every path inside it."""
     line = node.start_mark.line + 1
     lines.setdefault(path, line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class TrainedRun:
     device: torch.device
 
 
-def load_run(run_dir: Path, report) -> TrainedRun:
+def load_run(run_dir: Path, report: Callable[[str], None]) -> TrainedRun:
     """The newest whole checkpoint of a run folder as a model. Damaged checkpoints passed over go to `report`.
 
     Raises CheckpointError if there is none.
