@@ -81,6 +81,7 @@ class Layout:
             f"tokens_per_step={{schedule: constant, tokens: {size}}}",
             f"training.run_dir={folder}",
             "data.valid=[]",
+            f"parallel.world_size={self.world_size}",
             "logging.every_steps=1",
         ]
 

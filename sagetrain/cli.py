@@ -124,7 +124,12 @@ def plan(
     config: Config = None,
     overrides: Overrides = None,
     config_option: ConfigOption = None,
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks (GPUs) the run will have.")] = 1,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default=False, help="Ranks (GPUs) the run will have. Default: parallel.world_size, or 1."
+        ),
+    ] = None,
     gpu: Annotated[
         Gpu,
         typer.Option(

@@ -48,6 +48,14 @@ def test_a_sound_configuration_has_no_findings(world_size):
     assert fit(run_config(), world_size) == []
 
 
+def test_a_launch_has_as_many_ranks_as_the_configuration_says():
+    assert check(run_config(parallel={"world_size": 8}), 8, files=False) == check(run_config(), 8, files=False)
+    found = check(run_config(parallel={"world_size": 8}), 4, files=False)
+    finding = only([finding for finding in found if finding.level == "error"])
+    assert finding.key == "parallel.world_size" and "8: this launch has 4 ranks" in str(finding)
+    assert "a hostfile that is not there or lacks hosts" in finding.fix
+
+
 CASES = [
     # sections, world size, rule, level, key, what the message says, what the fix says
     (

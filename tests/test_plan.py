@@ -239,6 +239,8 @@ def test_it_needs_no_torch_and_little_time():
         (["configs/325m.yaml", "--world-size", "7"], 2, "[whole_micro_steps]"),
         (["configs/325m.yaml", "model.num_layer=3"], 2, "did you mean model.num_layers?"),
         (["configs/325m.yaml", "--world-size", "4"], 0, "as configured on 4 x NVIDIA H200"),
+        (["configs/325m.yaml", "parallel.world_size=4"], 0, "as configured on 4 x NVIDIA H200"),
+        (["configs/325m.yaml", "--world-size", "8", "parallel.world_size=4"], 2, "this launch has 8 ranks"),
         (["configs/7b.yaml", "--world-size", "1024"], 2, "layout 1 on 1024 x NVIDIA H200 in 128 hosts"),
         (["configs/7b.yaml", "--world-size", "2", "--gpu", "a100"], 2, "[gpu_memory]"),
         (["configs/1b.yaml", "--measured-tokens-per-second", "50000"], 0, "NVIDIA H200, calibrated"),

@@ -203,7 +203,9 @@ def test_a_run_over_slices_of_sequences_is_the_run_over_whole_ones(tmp_path, cor
     log = first.with_suffix(".log").read_text()
     assert "2 ranks (tensor parallel 1 x context parallel 2 x data parallel 1)" in log
     assert "stopped by SIGTERM at step" in log, log[-3000:]
-    finish("sagetrain", write_config(tmp_path / "second.yaml", corpus, tmp_path / "run", **sections))
+    second = write_config(tmp_path / "second.yaml", corpus, tmp_path / "run", **sections)
+    finish("sagetrain", second)
+    assert "ranks: 2 wrote that checkpoint, 1 go on with it" in second.with_suffix(".log").read_text()
     for key, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("valid/loss", 1e-5)):
         ours, theirs = (
             {row["step"]: row[key] for row in map(json.loads, metrics.read_text().splitlines()) if key in row}

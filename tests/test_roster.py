@@ -129,3 +129,26 @@ def test_an_interface_is_set_for_both_libraries_or_refused(monkeypatch) -> None:
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     with pytest.raises(ConfigError, match=f"ib7: {socket.gethostname()} has no such interface, it has .*lo"):
         roster.use_interface("ib7")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "hosts", "gpus", "world_size", "said"),
+    [
+        (None, None, None, 1, None),
+        ("16", "2", "8", 16, None),
+        ("2", "2", "8", 16, None),  # one torchrun a host
+        ("16", "2", None, 16, None),
+        ("16", "2", "8", 8, "8 ranks, Slurm's allocation has 2 hosts with 8 GPUs each. If"),
+        ("2", "2", "8", 1, "1 rank, Slurm's allocation has 2 tasks, 2 hosts with 8 GPUs each. If"),
+    ],
+)
+def test_the_allocation_of_slurm_is_compared(monkeypatch, tasks, hosts, gpus, world_size, said) -> None:
+    names = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE")
+    for name, value in zip(names, (tasks, hosts, gpus), strict=True):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    lines = roster.differing_allocation(world_size)
+    assert len(lines) == (said is not None)
+    assert said is None or said in lines[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from sagetrain.config.errors import Finding
 from sagetrain.config.guidance import guidance
 from sagetrain.config.load import locations
-from sagetrain.config.rules import data, fit
+from sagetrain.config.rules import data, fit, layout
 from sagetrain.config.schema import RunConfig
 
 _ORDER = {"error": 0, "warning": 1, "info": 2}
@@ -29,7 +29,12 @@ def check(
     vocab_size: of the tokenizer, when known. path, overrides: what `cfg` was loaded from; findings then name file and
     line. files: whether missing data files are errors (to train) or warnings (to plan on another machine).
     """
-    findings = [*fit(cfg, world_size, vocab_size), *guidance(cfg), *data.findings(cfg, required=files)]
+    findings = [
+        *layout.launch(cfg, world_size),
+        *fit(cfg, world_size, vocab_size),
+        *guidance(cfg),
+        *data.findings(cfg, required=files),
+    ]
     if path is not None:
         places = locations(path, overrides)
         findings = [dataclasses.replace(finding, where=_place(finding.key, places, path)) for finding in findings]

@@ -89,6 +89,8 @@ class AttentionConfig(Section):
 class ParallelConfig(Section):
     """How the model and the optimizer state spread over the ranks."""
 
+    world_size: PositiveInt | None = None
+    """Ranks (GPUs) of the run: a launch with more or fewer is an error, as where a host did not start. Default: any."""
     tensor_parallel_size: PositiveInt = 1
     """Ranks that share one copy of the model (Megatron tensor parallelism); ranks of one group are neighbours."""
     context_parallel_size: PositiveInt = 1

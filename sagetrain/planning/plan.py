@@ -65,11 +65,11 @@ class Plan:
 def make_plan(
     path: str | Path,
     overrides: Sequence[str],
-    world_size: int,
+    world_size: int | None,
     hardware: Hardware,
     measured_tokens_per_second: float | None = None,
 ) -> Plan:
-    """The plan of a run on `world_size` ranks.
+    """The plan of a run on `world_size` ranks (None: on those of the configuration, or 1).
 
     measured_tokens_per_second: of this configuration without data parallelism; the prediction is scaled to it.
 
@@ -77,6 +77,7 @@ def make_plan(
         ConfigError: the file cannot be loaded, or no GPU could reach the measured figure.
     """
     cfg = load_config(path, overrides)
+    world_size = world_size or cfg.parallel.world_size or 1
     known = known_vocab_size(cfg.data)
     padded = padded_vocab_size(cfg.model.vocab_size or known or ASSUMED_VOCAB_SIZE)
     if measured_tokens_per_second:

@@ -28,7 +28,7 @@ _MAX_ROWS = 12
 def show_plan(
     path: str | Path,
     overrides: Sequence[str],
-    world_size: int,
+    world_size: int | None,
     console: Console,
     hardware: Hardware = H200,
     measured_tokens_per_second: float | None = None,

@@ -159,6 +159,7 @@ class Reader:
     def __init__(self, folder: Path):
         self.folder, self.manifest = folder, read_manifest(folder)
         self.tensors = self.manifest["tensors"]
+        self.world_size = math.prod(self.manifest["layout"].values())
 
     def fill(self, out: torch.Tensor, name: str, kind: str, tp_rank: int, tp_size: int, start: int = 0) -> None:
         """Fill a 1-D tensor (any type and device) from position `start` of slice `tp_rank` of `tp_size`; in blocks."""

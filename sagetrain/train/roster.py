@@ -121,7 +121,8 @@ def _exchange(row: Row) -> dict[str, str]:
         problem = _verdict(rows)
         store.set("roster/verdict", json.dumps([problem, rows[0].get("files")]))
         if not any(row["problem"] for row in rows):
-            print("\n".join([*table(rows), *differing_environment(rows)]), file=sys.stderr, flush=True)
+            lines = [*table(rows), *differing_environment(rows), *differing_allocation(world_size)]
+            print("\n".join(lines), file=sys.stderr, flush=True)
     problem, files = json.loads(_when_there(store, "roster/verdict"))
     if problem:
         store.set(f"roster/read/{rank}", "")
@@ -175,6 +176,21 @@ def differing_environment(rows: list[Row]) -> list[str]:
         "launch/deepspeed_env.example says how they reach every host"
         for name in names
         if (sides := _sides(rows, [row["environment"].get(name, "unset") for row in rows]))
+    ]
+
+
+def differing_allocation(world_size: int) -> list[str]:
+    """A warning if Slurm lent tasks or GPUs that take no part."""
+    names = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE")
+    tasks, hosts, gpus = (int(text) if (text := os.environ.get(name, "")).isdigit() else 0 for name in names)
+    lent = {tasks: f"{tasks} tasks", hosts * gpus: f"{hosts} hosts with {gpus} GPUs each"}
+    lent.pop(0, None)
+    if not lent or world_size in lent:
+        return []
+    return [
+        f"warning: this run has {world_size} rank{'s' * (world_size > 1)}, Slurm's allocation has "
+        f"{', '.join(lent.values())}. If that is not meant, start it with launch/slurm.sbatch, or one rank a task; "
+        "parallel.world_size makes a wrong number an error"
     ]
 
 

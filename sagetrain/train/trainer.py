@@ -265,6 +265,9 @@ class Trainer:
             for bad in damaged:
                 checkpoint.set_aside(bad)
             self._say(f"resumed from {folder.name} ({self.state.tokens:,} tokens seen)")
+            if reader.world_size != dist.get_world_size():
+                self._say(f"ranks: {reader.world_size} wrote that checkpoint, {dist.get_world_size()} go on with it"
+                          " (parallel.world_size makes a number that you do not mean an error)")  # fmt: skip
             for line in changed_settings((folder / "config.yaml").read_text(), dump_config(self.cfg)):
                 self._say(f"changed since that checkpoint: {line}")
             if ledger.segments:

@@ -10,6 +10,20 @@ from sagetrain.config.rules.findings import divisors, error, neighbours, no_effe
 from sagetrain.config.schema import RunConfig
 
 
+def launch(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
+    """Whether as many ranks were started as the configuration says."""
+    wanted = cfg.parallel.world_size
+    if wanted not in (None, world_size):
+        yield error(
+            "ranks_of_launch",
+            "parallel.world_size",
+            wanted,
+            f"this launch has {world_size} rank{'s' * (world_size > 1)}",
+            "look for a hostfile that is not there or lacks hosts (deepspeed goes on without it), or for a smaller "
+            f"allocation; set it to {world_size} if so many are meant, or to null for any number",
+        )
+
+
 def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterator[Finding]:
     """What the tensor- and context-parallel sizes have to divide. vocab_size: of the tokenizer, when it is known."""
     tensor, context = cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size
