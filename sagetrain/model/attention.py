@@ -368,16 +368,19 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(model.head_dim, model.norm_eps, groups, **norm)
 
     def project(
-        self, x_TD: Tensor | Pending, cos: Tensor, sin: Tensor, q_gain: Tensor | None, k_gain: Tensor | None
+        self, x_TD: Tensor | Pending, cos: Tensor, sin: Tensor, gains: dict[RMSNorm, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, normalized and rotated: [T, hidden], of start_enter -> [T, heads / tp, head_dim] each."""
         q_TNK, k_TMK, v_TMK = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x_TD))
         if self.qk_norm == "before_rope":
-            q_TNK, k_TMK = self.q_norm(q_TNK, q_gain), self.k_norm(k_TMK, k_gain)
+            q_TNK, k_TMK = self._normalize(q_TNK, k_TMK, gains)
         q_TNK, k_TMK = apply_rotary(q_TNK, cos, sin), apply_rotary(k_TMK, cos, sin)
         if self.qk_norm == "after_rope":
-            q_TNK, k_TMK = self.q_norm(q_TNK, q_gain), self.k_norm(k_TMK, k_gain)
+            q_TNK, k_TMK = self._normalize(q_TNK, k_TMK, gains)
         return q_TNK, k_TMK, v_TMK
+
+    def _normalize(self, q_TNK: Tensor, k_TMK: Tensor, gains: dict[RMSNorm, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.q_norm(q_TNK, gains.get(self.q_norm)), self.k_norm(k_TMK, gains.get(self.k_norm))
 
     def forward(self, q_TNK: Tensor, k_TMK: Tensor, v_TMK: Tensor, layout: TokenLayout) -> Tensor:
         """Of all tokens -> [T, heads / tp * head_dim]."""

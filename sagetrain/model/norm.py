@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sagetrain.parallel.collectives import finish_enter, start_enter
+from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, start_enter
 from sagetrain.parallel.layers import annotate
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -37,27 +37,38 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """[..., size] -> same. gain: what enter_gains gave for this norm, if it was called."""
         if gain is None:
-            gain = enter_gains(self)[0][0]
+            gain = enter_gains(self)[0].get(self)
         gain = self.gain if gain is None else gain
         x_fp32 = x.float()
         scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.eps)
         return (x_fp32 * scale * gain.float()).to(x.dtype)
 
 
-def enter_gains(*norms: RMSNorm | None, parts: int = 1) -> list[list[Tensor | None]]:
-    """The gains for all calls of these norms in one pass, where their gradients are summed over the group; else None.
-    One list for each of the parts in which tokens come: their gradients have nothing in common before the sum.
+def enter_gains(*norms: RMSNorm | None, parts: int = 1) -> list[dict[RMSNorm, Tensor]]:
+    """The gains for all calls of those norms whose gradients are summed over the group, by norm.
+    One dictionary for each of the parts in which tokens come: their gradients have nothing in common before the sum.
 
     The sums travel together, in one collective, at the end of the backward pass of all these calls.
     """
     split = [norm for norm in norms if norm is not None and norm.split_input and norm.groups.tp_size > 1]
     if not split:
-        return [[None] * len(norms)] * parts
+        return [{}] * parts
     groups = split[0].groups
     together = torch.cat([norm.gain for norm in split] * parts)
     entered = finish_enter(start_enter(together, groups, False), groups, False)
-    gains = []
-    for part in entered.chunk(parts):
-        pieces = dict(zip(split, part.split([len(norm.gain) for norm in split]), strict=True))
-        gains.append([pieces.get(norm) for norm in norms])
-    return gains
+    sizes = [len(norm.gain) for norm in split]
+    return [dict(zip(split, part.split(sizes), strict=True)) for part in entered.chunk(parts)]
+
+
+def normalize(
+    x: Tensor,
+    y: Tensor | Pending | None,
+    norm: RMSNorm,
+    gain: Tensor | None,
+    groups: ParallelGroups,
+    sequence_parallel: bool,
+) -> tuple[Tensor, Tensor | Pending]:
+    """The residual stream x with y added, and what the next column-parallel layer reads of it."""
+    if y is not None:
+        x = x + finish_leave(y, groups, sequence_parallel)
+    return x, start_enter(norm(x, gain), groups, sequence_parallel)

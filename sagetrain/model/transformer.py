@@ -6,16 +6,15 @@ attention works on single tokens, and because shards along the sequence are then
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model import schedule
 from sagetrain.model.accounting import attention_calls, parts_of
 from sagetrain.model.attention import (
     Attention,
@@ -27,10 +26,11 @@ from sagetrain.model.attention import (
     token_layout,
 )
 from sagetrain.model.mlp import MLP
-from sagetrain.model.norm import RMSNorm, enter_gains
+from sagetrain.model.norm import RMSNorm, enter_gains, normalize
 from sagetrain.model.rotary import rotary_tables
+from sagetrain.model.schedule import Half, Part, Stage, Stretch, idle
 from sagetrain.parallel import copies
-from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, gather_from_region, start_enter
+from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, gather_from_region
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
 from sagetrain.parallel.host import cores_of_rank
 from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, shard
@@ -49,25 +49,18 @@ ORDERED = {
 """torch.compile's options under tensor parallelism."""
 
 
-Half = tuple[Tensor, Tensor | Pending | None]
-"""Half of a micro-batch's tokens, or all of them, on their way through the blocks: the residual stream
-[tokens (/ tp with sequence parallelism), hidden], and what the last stage made: to be added to it, made of it, or
-nothing."""
-
-
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), in stages, so that tensor parallelism costs little waiting.
+    """x + attention(norm(x)), then x + mlp(norm(x)), as stages for schedule.py to walk.
 
-    Under tensor parallelism the tokens go through in two halves, the second one stage behind the first: the collectives
-    of each run beside the stages of the other, forward and backward.
+    A stage takes the residual stream x and y, which the stage before made, and returns them for the next one.
 
-        first    q k v        attention, out          norm                  gate, up        down       next norm
-        second          norm                  q k v        attention, out            norm       gate, up        down
-
-    `out` and `down` start a sum, the norms finish it and start a gather. So the first half comes to a block normalized,
-    the second with the sum of the block before still to be finished.
-
-    Halves are whole sequences. Where a micro-batch has no half of them (one sequence), attention is one stage of both.
+        normalize   x + y, normalized       finishes the sum of y over the ranks, starts to gather
+        project     q, k, v
+        attend      softmax(q k^T) v
+        out         added to x next         starts the sum
+        normalize   x + y, normalized
+        gate_up     silu(gate) * up
+        down        added to x next         starts the sum
     """
 
     def __init__(
@@ -91,62 +84,55 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.mlp = MLP(model, groups, **layer)
 
+    def stages(self) -> Stretch:
+        """All of them, in their order."""
+        before = self.normalize(self.attention_norm), self.project
+        after = self.out, self.normalize(self.mlp_norm), self.gate_up, self.down
+        return Stretch(before, self.attend, after)
+
+    def normalize(self, norm: RMSNorm) -> Stage:
+        """The stage that adds y to x and normalizes that, with a norm of this block or of the next one."""
+        region = self.groups, self.sequence_parallel
+        return lambda x, y, part: normalize(x, y, norm, part.gains.get(norm), *region)
+
+    def project(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
+        return x, self.attention.project(y, part.cos, part.sin, part.gains)
+
+    def attend(self, x: Tensor, qkv: Sequence[Tensor], part: Part) -> Half:
+        return x, self.attention(*qkv, part.layout)
+
+    def out(self, x: Tensor, o: Tensor, part: Part) -> Half:
+        return x, self.attention.out(o)
+
+    def gate_up(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
+        return x, self.mlp(y)
+
+    def down(self, x: Tensor, y: Tensor, part: Part) -> Half:
+        return x, self.mlp.down(y)
+
     def forward(
-        self, layouts: list[TokenLayout], next_norm: RMSNorm | None, *halves: Half | Tensor
-    ) -> list[Half] | tuple[Tensor, ...]:
-        """Two halves, or the whole as one, with the layout of each, or of all. Without next_norm only residual streams
-        come in and go out, all summed up: what activation checkpointing keeps should be little, and not be on its way,
-        and ZeRO-3's hooks see when backward comes and goes by arguments and results that are tensors.
+        self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | None, *halves: Half | Tensor
+    ) -> Sequence[Half] | tuple[Tensor, ...]:
+        """Two halves, or the whole as one, through the stretch of stages that ends with next_norm, with the layout of
+        each half, or of all. Without next_norm through this block alone, and only residual streams come in and go out,
+        all summed up: what activation checkpointing keeps should be little, and not be on its way, and ZeRO-3's hooks
+        see when backward comes and goes by arguments and results that are tensors.
         """
-        region, alone = (self.groups, self.sequence_parallel), next_norm is None
-        if alone:
-            halves = [(x, None) for x in halves]
         norms = self.attention_norm, self.attention.q_norm, self.attention.k_norm, self.mlp_norm, next_norm
-        gain, q_gain, k_gain, mlp_gain, next_gain = zip(*enter_gains(*norms, parts=len(halves)), strict=True)
-        parts = len(halves) // len(layouts)  # of each layout
-        tables = [pair for x in layouts for pair in zip(x.cos.chunk(parts), x.sin.chunk(parts), strict=True)]
-        before = (
-            lambda i, x, y: normalize(x, y, self.attention_norm, gain[i], *region) if i or alone else (x, y),
-            lambda i, x, y: (x, self.attention.project(y, *tables[i], q_gain[i], k_gain[i])),
-        )
-        after = (
-            lambda i, x, y: normalize(x, y, self.mlp_norm, mlp_gain[i], *region),
-            lambda i, x, y: (x, self.mlp(y)),
-            lambda i, x, y: (x, self.mlp.down(y)),
-            lambda i, x, y: (x, y) if alone else normalize(x, y, next_norm, next_gain[i], *region),
-        )
-        if parts == 1:
-            attention = (lambda i, x, y: (x, self.attention.out(self.attention(*y, layouts[i]))),)
-            halves = _staggered((*before, *attention, *after), halves)
+        parts = schedule.split(layouts, enter_gains(*norms, parts=len(halves)))
+        before, attend, after = self.stages()
+        if next_norm is None:
+            stretch = Stretch((idle, *before), attend, (*after, idle))
+            halves = [(x, None) for x in halves]
         else:
-            for stage in before:
-                halves = [stage(i, *half) for i, half in enumerate(halves)]
-            joined = (torch.cat(pieces) for pieces in zip(*(heads for _, heads in halves), strict=True))
-            o = self.attention(*joined, *layouts).chunk(parts)
-            halves = [(x, part) for (x, _), part in zip(halves, o, strict=True)]
-            halves = _staggered((lambda i, x, y: (x, self.attention.out(y)), *after), halves)
-        return tuple(x + finish_leave(y, *region) for x, y in halves) if alone else halves
-
-
-def _staggered(stages: Sequence[Callable[..., Half]], halves: list[Half]) -> list[Half]:
-    """The first half through all stages, the second through all but the last, one stage behind."""
-    for number in range(len(stages)):
-        halves = [stages[number - i](i, *half) if number >= i else half for i, half in enumerate(halves)]
-    return halves
-
-
-def normalize(
-    x: Tensor,
-    y: Tensor | Pending | None,
-    norm: RMSNorm,
-    gain: Tensor | None,
-    groups: ParallelGroups,
-    sequence_parallel: bool,
-) -> Half:
-    """The residual stream x with y added, and what the next column-parallel layer reads of it."""
-    if y is not None:
-        x = x + finish_leave(y, groups, sequence_parallel)
-    return x, start_enter(norm(x, gain), groups, sequence_parallel)
+            stretch = Stretch(before, attend, (*after, self.normalize(next_norm)))
+        if len(halves) == 1:
+            halves = (schedule.whole(stretch, *halves, *parts),)
+        else:
+            halves = schedule.staggered(stretch, halves, parts, attend_together=len(layouts) == 1)
+        if next_norm is not None:
+            return halves
+        return tuple(x + finish_leave(y, self.groups, self.sequence_parallel) for x, y in halves)
 
 
 class Head(nn.Module):
@@ -267,24 +253,22 @@ class Transformer(nn.Module):
         parts = parts_of(len(flat), self.groups.tp_size, self.overlap)
         layouts = self._layouts(tokens, positions, cu_seqlens, max_seqlen)
         halves = [self._embed(part) for part in flat.chunk(parts)]
-        norms = [*(block.attention_norm for block in self.blocks), self.final_norm]
         region = self.groups, self.sequence_parallel
-        late = 1  # the half that still has to be normalized after the blocks, and those behind it
         recompute = self.activation_checkpointing == "full" and torch.is_grad_enabled()
         if recompute or self.whole_blocks:
-            late, streams = 0, tuple(x + finish_leave(y, *region) for x, y in halves)
-            run = partial(checkpoint, use_reentrant=False) if recompute else Block.__call__
+            streams = tuple(x + finish_leave(y, *region) for x, y in halves)
             # A collective that is started once more has to be finished once more: recomputed to the end, as a compiled
             # block is anyway. (Its ZeRO-3 hook, at the very end, would give the weights back too early.)
-            with set_checkpoint_early_stop(self.groups.tp_size == 1 or self.whole_blocks):
-                for block in self.blocks:
-                    streams = run(block, layouts, None, *streams)
-            halves = [(x, None) for x in streams]
+            stop_early = self.groups.tp_size == 1 or self.whole_blocks
+            streams = schedule.recomputed(self.blocks, layouts, streams, again=recompute, stop_early=stop_early)
+            halves = [self._normalize(x, None, self.final_norm, None, *region) for x in streams]
         else:
+            norms = [*(block.attention_norm for block in self.blocks), self.final_norm]
             halves[0] = self._normalize(*halves[0], norms[0], None, *region)
             for block, next_norm in zip(self.blocks, norms[1:], strict=True):
                 halves = block(layouts, next_norm, *halves)
-        halves[late:] = [self._normalize(*half, norms[-1], None, *region) for half in halves[late:]]
+            first, *others = halves
+            halves = [first, *(self._normalize(*half, norms[-1], None, *region) for half in others)]
         if labels is None:
             return torch.cat([self.head(y, None) for _, y in halves]).unflatten(0, tokens.shape)
         pairs = zip(halves, labels.flatten().chunk(parts), strict=True)

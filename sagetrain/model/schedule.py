@@ -1,0 +1,129 @@
+"""In which order the tokens of a micro-batch go through the stages of the blocks.
+
+What a block computes is written in transformer.Block. The stages of all blocks form one string,
+
+    normalize  project  attend  out  normalize  gate_up  down  normalize  project  ...
+
+and here are the three ways to walk it.
+
+whole       All tokens together: without tensor parallelism, or with too few tokens to halve.
+
+staggered   Under tensor parallelism the tokens go in two halves, the second one step behind the first, so that the
+            collectives of each run beside the work of the other, forward and backward:
+
+    first   project    attend, out  normalize    gate_up      down       normalize
+    second  normalize  project      attend, out  normalize    gate_up    down
+
+            `out` and `down` start a sum; `normalize` finishes it and starts a gather, which the stage after it
+            finishes. Halves are whole sequences. Where a micro-batch has no half of them (one sequence), the second
+            half catches up, attention takes both at once, and the second falls behind again.
+
+recomputed  Every block by itself, from residual stream to residual stream: so little is kept for the backward pass,
+            which computes the block once more.
+
+Whole and staggered walk one stretch at a time, which torch.compile makes one graph of: from the `project` of a block to
+the `normalize` of the next one. The second half enters it one stage earlier, with the sum of the block before still on
+its way. All blocks share the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from sagetrain.model.attention import TokenLayout
+from sagetrain.model.norm import RMSNorm
+
+Half = tuple[Tensor, Any]
+"""Half of a micro-batch's tokens, or all of them, on their way through the blocks: the residual stream
+[tokens (/ tp with sequence parallelism), hidden], and what the last stage made: to be added to it, made of it, or
+nothing."""
+
+
+class Part(NamedTuple):
+    """What the stages of a stretch want to know of the tokens that come, beside the tokens."""
+
+    layout: TokenLayout
+    """Of all tokens that go through attention together with these."""
+    cos: Tensor
+    """fp32 [tokens, 1, head_dim / 2], like sin."""
+    sin: Tensor
+    gains: dict[RMSNorm, Tensor]
+    """See norm.enter_gains."""
+
+
+Stage = Callable[[Tensor, Any, Part], Half]
+
+
+class Stretch(NamedTuple):
+    """Stages in a row. The first half has done the first of them in the stretch before."""
+
+    before: Sequence[Stage]
+    attend: Stage
+    """The only one that sees more than one token at a time."""
+    after: Sequence[Stage]
+
+
+def idle(x: Tensor, y: Any, part: Part) -> Half:
+    """A stage that does nothing, where a stretch begins or ends apart from others."""
+    return x, y
+
+
+def split(layouts: Sequence[TokenLayout], gains: Sequence[dict[RMSNorm, Tensor]]) -> list[Part]:
+    """As many parts as there are gains. Two parts of one layout go through attention together."""
+    count = len(gains) // len(layouts)
+    tables = [(x, *pair) for x in layouts for pair in zip(x.cos.chunk(count), x.sin.chunk(count), strict=True)]
+    return [Part(*table, own) for table, own in zip(tables, gains, strict=True)]
+
+
+def whole(stretch: Stretch, tokens: Half, part: Part) -> Half:
+    """All tokens together."""
+    for stage in (*stretch.before[1:], stretch.attend, *stretch.after):
+        tokens = stage(*tokens, part)
+    return tokens
+
+
+def staggered(
+    stretch: Stretch, halves: Sequence[Half], parts: Sequence[Part], *, attend_together: bool
+) -> tuple[Half, Half]:
+    """The first half through all stages but the first, the second one step behind it, so without the last."""
+    before, attend, (out, *after) = stretch
+    (first, second), (one, two) = halves, parts
+    if attend_together:
+        second = before[0](*second, two)
+        for stage in before[1:]:
+            first, second = stage(*first, one), stage(*second, two)
+        qkv = [torch.cat(pair) for pair in zip(first[1], second[1], strict=True)]
+        o = attend(first[0], qkv, one)[1].chunk(2)
+        first, second = (first[0], o[0]), (second[0], o[1])
+        steps = (idle, out, *after)
+    else:  # out starts the sum: attention before it would only hold up the other half
+        steps = (*before, lambda x, y, part: out(*attend(x, y, part), part), *after)
+    for behind, ahead in pairwise(steps):
+        first, second = ahead(*first, one), behind(*second, two)
+    return first, second
+
+
+def recomputed(
+    blocks: Iterable[nn.Module],
+    layouts: Sequence[TokenLayout],
+    streams: tuple[Tensor, ...],
+    *,
+    again: bool,
+    stop_early: bool,
+) -> tuple[Tensor, ...]:
+    """Residual streams through every block by itself. Not `again`: only that, nothing is computed twice.
+
+    stop_early: end the second pass with the last tensor that the backward pass needs.
+    """
+    run = partial(checkpoint, use_reentrant=False) if again else nn.Module.__call__
+    with set_checkpoint_early_stop(stop_early):
+        for block in blocks:
+            streams = run(block, layouts, None, *streams)
+    return streams
