@@ -107,7 +107,7 @@ def test_kernels_stand_alone():
 def test_kernels_are_imported_in_one_place():
     users = {name_of(path) for path in SOURCES if "sagekernels" in roots(imports(path))}
     users -= {name_of(path) for path in below("kernels/sagekernels")}
-    assert users == {"sagetrain/model/attention.py"}
+    assert users == {"sagetrain/model/backends.py"}
 
 
 def test_deepspeed_is_imported_inside_functions_of_the_engine():

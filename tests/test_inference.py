@@ -87,7 +87,7 @@ def test_what_was_trained_elsewhere_runs_on_sdpa(run: Path, monkeypatch: pytest.
     said: list[str] = []
     loaded = load_run(run, said.append)
     assert said == ["attention.backend flash needs a GPU; sdpa is used here"]
-    assert loaded.model.backend == "sdpa" and math.isfinite(evaluate(loaded, 1).loss)
+    assert loaded.model.blocks[0].attention.function.name == "sdpa" and math.isfinite(evaluate(loaded, 1).loss)
 
 
 def test_no_token_is_sampled_that_the_tokenizer_does_not_have(run: Path) -> None:

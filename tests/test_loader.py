@@ -248,6 +248,15 @@ def test_evaluation_takes_exactly_the_sequences_asked_for(source, dp_size, micro
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
+def test_lengths_of_documents(stream):
+    lengths = stream.document_lengths(50)
+    assert lengths == stream.document_lengths(60)[:50]
+    for index, row in enumerate(lengths):
+        assert sum(row) == S and min(row) > 0
+        ends = np.flatnonzero(stream.sample(index).tokens[: S - 1] == EOS) + 1
+        assert np.cumsum(row)[:-1].tolist() == ends.tolist()
+
+
 @pytest.mark.parametrize("attention", [True, False])
 @pytest.mark.parametrize("positions", [True, False])
 def test_documents_in_a_batch(source, attention, positions):

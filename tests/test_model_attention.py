@@ -2,7 +2,9 @@
 
 import sys
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar, get_args
 
 import pytest
 import torch
@@ -10,8 +12,17 @@ from torch import Tensor
 
 from sagekernels import attention_reference
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.model import attention as attention_module
-from sagetrain.model.attention import TokenLayout, attention_function, resolve_backend, takes_mask, token_layout
+from sagetrain.model import backends
+from sagetrain.model.backends import (
+    AttentionFunction,
+    Reference,
+    Sage,
+    Sdpa,
+    TokenLayout,
+    attention_function,
+    resolve_backend,
+    token_layout,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
@@ -47,7 +58,7 @@ def test_where_another_recipe_is_faster_it_is_named(
     monkeypatch: pytest.MonkeyPatch, recipe: str, head_dim: int, named: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("sagetrain.model.attention.is_hopper", lambda device: True)
+    monkeypatch.setattr("sagetrain.model.backends.is_hopper", lambda device: True)
     model, attention = SHAPE.model_copy(update={"head_dim": head_dim}), AttentionConfig(recipe=recipe)
     _, why = resolve_backend(attention, model, device=GPU, dtype=torch.bfloat16)
     assert ("scores is much faster" in why) == named
@@ -73,8 +84,8 @@ def _inputs(heads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes)
 
 
-def _layout(backend: str, packed: bool, mask: bool) -> TokenLayout:
-    return token_layout(backend, 2, 40, None, None, CU_SEQLENS if packed else None, 17, masked=mask)
+def _layout(function: AttentionFunction, packed: bool) -> TokenLayout:
+    return token_layout({function.documents}, 2, 40, None, None, CU_SEQLENS if packed else None, 17)
 
 
 def _truth(packed: bool) -> Tensor:
@@ -94,7 +105,8 @@ def _truth(packed: bool) -> Tensor:
 @pytest.mark.parametrize(("backend", "tolerance"), [("sdpa", 1e-6), ("reference", 1e-6), ("sage", 0.03)])
 def test_backends_compute_attention(backend: str, tolerance: float, packed: bool) -> None:
     attend = attention_function(backend, AttentionConfig(backend=backend), CPU)
-    o = attend(*_inputs(), _layout(backend, packed, takes_mask(attend)))
+    assert attend.name == backend
+    o = attend(*_inputs(), _layout(attend, packed))
     truth = _truth(packed)
     assert o.shape == truth.shape
     assert (o.double() - truth).norm() <= tolerance * truth.norm()
@@ -152,8 +164,7 @@ def test_flash_packages_are_called_by_their_signatures(
     _install(monkeypatch, name)
     assert _resolve("flash", GPU) == ("flash", f"flash-attn {FLASH[name][0]}")
     attend = attention_function("flash", AttentionConfig(backend="flash"), GPU)
-    assert not takes_mask(attend)
-    o = attend(*_inputs(), _layout("flash", packed, mask=False))
+    o = attend(*_inputs(), _layout(attend, packed))
     torch.testing.assert_close(o.double(), _truth(packed), rtol=1e-4, atol=1e-5)
 
 
@@ -189,43 +200,111 @@ def test_documents_on_a_gpu_under_each_torch(monkeypatch: pytest.MonkeyPatch, va
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", stand_in)
     assert ("a mask" in _resolve("sdpa", GPU)[1]) == (varlen_attn is None)
     attend = attention_function("sdpa", AttentionConfig(backend="sdpa"), GPU)
-    o = attend(*_inputs(), _layout("sdpa", True, takes_mask(attend)))
+    assert (attend.documents == "mask") == (varlen_attn is None)
+    o = attend(*_inputs(), _layout(attend, True))
     torch.testing.assert_close(o.double(), _truth(True), rtol=1e-4, atol=1e-5)
+
+
+class Broken(AttentionFunction):
+    """Drops the gradient of k."""
+
+    def __init__(self, function: AttentionFunction) -> None:
+        self.function, self.documents = function, function.documents
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+        return self.function(q, k.detach(), v, layout) + 0 * k.sum()
+
+
+def _choose(cache: Path, said: list[str], documents: list[list[int]], ranks: int = 1, **changed: str) -> str:
+    return backends.choose_backend(
+        AttentionConfig(backend="auto", **changed),
+        SHAPE,
+        tensor_parallel_size=ranks,
+        context_parallel_size=1,
+        overlap=True,
+        num_sequences=2,
+        seq_length=64,
+        documents=documents,
+        device=CPU,
+        dtype=torch.bfloat16,
+        cache=cache,
+        say=said.append,
+    )
 
 
 @pytest.mark.parametrize(("packed", "ranks"), [(False, 1), (True, 1), (True, 2)])
 def test_auto_takes_what_is_admitted_and_remembers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path, packed: bool, ranks: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packed: bool, ranks: int
 ) -> None:
     """A backend that drops a gradient is never chosen, however fast; a second start does not time again. Timed are one
     rank's calls: of tensor parallelism, half of the sequences and its heads."""
 
-    def broken(name: str, attention: AttentionConfig, device: torch.device):
-        attend = attention_function(name, attention, device)
-        return attend if name == "sage" else lambda q, k, v, layout: attend(q, k.detach(), v, layout) + 0 * k.sum()
+    def broken(name: str, attention: AttentionConfig, device: torch.device) -> AttentionFunction:
+        function = attention_function(name, attention, device)
+        return function if name == "sage" else Broken(function)
 
-    def choose(said: list[str], **changed: str) -> str:
-        return attention_module.choose_backend(
-            AttentionConfig(backend="auto", **changed),
-            SHAPE,
-            tensor_parallel_size=ranks,
-            context_parallel_size=1,
-            overlap=True,
-            num_sequences=2,
-            seq_length=64,
-            packed=packed,
-            device=CPU,
-            dtype=torch.bfloat16,
-            cache=tmp_path / "attention.json",
-            say=said.append,
-        )
-
-    monkeypatch.setattr(attention_module, "attention_function", broken)
+    monkeypatch.setattr(backends, "attention_function", broken)
     said: list[str] = []
-    assert choose(said) == "sage"
+    case = tmp_path / "attention.json", said, [[64], [60, 4], [64]] if packed else [], ranks
+    assert _choose(*case) == "sage"
     assert "not used: dk is zero in some head" in said[0]
     assert f"N{64 * 2 // ranks if packed else 64} H{SHAPE.num_attention_heads // ranks}/" in said[0]
-    assert choose(said) == "sage"
+    assert _choose(*case) == "sage"
     assert "chosen before" in said[1]
-    assert choose(said, recipe="paper") == "sage"
+    assert _choose(*case, recipe="paper") == "sage"
     assert "not used: dk is zero" in said[2]  # tested again: what was chosen was another function
+
+
+class Noted(Sdpa):
+    """Notes lengths of documents, and the longest that it is told."""
+
+    noted: ClassVar[list[tuple[list[int], int]]] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+        self.noted.append((layout.cu_seqlens.diff().tolist(), layout.max_seqlen))
+        return super().__call__(q, k, v, layout)
+
+
+def test_auto_times_documents_as_short_as_those_of_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of sequences with the median of the work; what was chosen for other lengths is not taken over."""
+    monkeypatch.setattr(backends, "attention_function", lambda *_: Noted())
+    monkeypatch.setattr(Noted, "noted", [])
+    said: list[str] = []
+    sampled = [[64], [1] * 64, [30, 34], [32, 16, 16], [60, 4], [10, 54]]  # squares: 4096, 64, 2056, 1536, 3616, 3016
+    _choose(tmp_path / "attention.json", said, sampled)
+    assert Noted.noted[-1] == ([30, 34, 10, 54], 54)
+    _choose(tmp_path / "attention.json", said, list(reversed(sampled)))
+    assert "chosen before" in said[1]
+    shorter = [[16] * 4]
+    _choose(tmp_path / "attention.json", said, shorter)
+    assert Noted.noted[-1] == ([16] * 8, 16)
+    _choose(tmp_path / "attention.json", said, [[10, 22, 16, 16]])  # as many documents
+    assert Noted.noted[-1] == ([10, 22, 16, 16] * 2, 22)
+    _choose(tmp_path / "attention.json", said, shorter)
+    assert ["chosen before" in line for line in said] == [False, True, False, False, True]
+
+
+# -- values ------------------------------------------------------------------------------------------------------
+
+
+def test_functions_with_the_same_settings_are_one_value() -> None:
+    made = [attention_function("sage", AttentionConfig(recipe=recipe), CPU) for recipe in ("fine", "fine", "paper")]
+    assert made[0] == made[1] != made[2]
+    assert len({*made, Sage("paper"), Sdpa(), Sdpa(), Reference()}) == 4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "count", "sixteen_bit"), [("paper", 6, "dO V^T"), ("fine", 5, "P V"), ("scores", 2, "dS K")]
+)
+def test_quantized_products(recipe: str, count: int, sixteen_bit: str) -> None:
+    function = Sage(recipe)
+    assert len(function.quantized) == count and sixteen_bit not in function.quantized
+    assert {"Q K^T", "Q K^T again"} <= function.quantized < set(get_args(backends.Product))
+    assert function.reference.quantized == Sdpa().quantized == frozenset()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_reference_of_a_function_is_exact(packed: bool) -> None:
+    reference = Sage().reference
+    o = reference(*(x.double() for x in _inputs()), _layout(reference, packed))
+    torch.testing.assert_close(o, _truth(packed))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llama_reference import reference_loss
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.backends import AttentionFunction, Sage, Sdpa, TokenLayout, token_layout
 from sagetrain.model.rotary import apply_rotary, rotary_tables
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
@@ -163,6 +164,70 @@ def test_blocks_compile_to_one_graph(backend: str, packing: dict) -> None:
     model.compile_blocks(backend="aot_eager")  # which needs no C++ compiler
     _assert_same(_gradients(model, *_batch(), **packing), eager, 1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the blocks, the first norm
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+class Watched(AttentionFunction):
+    """What passes through a layer's attention, as a monitor would see it."""
+
+    def __init__(self, function: AttentionFunction) -> None:
+        self.function, self.documents, self.gradients = function, function.documents, []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+        o = self.function(q, k, v, layout)
+        o.register_hook(self.gradients.append)
+        self.inputs, self.output = (q, k, v), o
+        return o
+
+
+def _with_functions(*functions: AttentionFunction) -> Transformer:
+    return _shake(_model(functions=functions))
+
+
+@pytest.mark.parametrize("packing", [{}, PACKED], ids=["plain", "packed"])
+def test_layers_with_different_attention(packing: dict) -> None:
+    """Each layer's output is that of its own function, and a function that watches sees q, k, v and dO."""
+    kinds = Sage("paper"), Sdpa()
+    mixed, same = [Watched(function) for function in kinds], [Watched(kinds[0]) for _ in kinds]
+    loss, _ = _gradients(_with_functions(*mixed), *_batch(), **packing)
+    other_loss, _ = _gradients(_with_functions(*same), *_batch(), **packing)
+    assert loss != other_loss
+    assert torch.equal(mixed[0].output, same[0].output) and torch.equal(mixed[1].inputs[0], same[1].inputs[0])
+    exact = []
+    for function, watched in zip(kinds, mixed, strict=True):
+        layout = token_layout({function.documents, "mask"}, 2, 26, None, None, packing.get("cu_seqlens"), None)
+        leaves = [x.detach().requires_grad_() for x in watched.inputs]
+        assert torch.equal(watched.output, function(*leaves, layout))
+        exact.append(function.reference(*leaves, layout))
+        (gradient,) = watched.gradients
+        assert gradient.shape == watched.output.shape and gradient.abs().amax() > 0
+    errors = [(w.output - o).norm() / o.norm() for w, o in zip(mixed, exact, strict=True)]
+    assert errors[1] < 1e-6 < 1e-3 < errors[0] < 0.05
+
+
+def _graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(("packing", "whole"), [(PACKED, False), ({}, True)], ids=["onward", "alone"])
+def test_a_layer_that_gets_another_attention_costs_one_graph(packing: dict, whole: bool) -> None:
+    """And only the first time that any layer has it. More layers than torch compiles graphs for one function."""
+    shape = SHAPES["grouped_tied"].model_copy(update={"num_layers": 10})
+    model, eager = (
+        _shake(Transformer(shape, AttentionConfig(backend="sdpa"), vocab_size=VOCAB, groups=SINGLE)) for _ in range(2)
+    )
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model.compile_blocks(backend="aot_eager", whole=whole)
+    counts = []
+    for changes in ({}, {3: Sage()}, {3: Sdpa()}, {0: Sage("paper"), 9: Sage()}, {9: Sdpa(), 5: Sage()}):
+        for layer, function in changes.items():
+            for network in (model, eager):
+                network.blocks[layer].attention.function = function
+        _assert_same(_gradients(model, *_batch(), **packing), _gradients(eager, *_batch(), **packing), 1e-4)
+        counts.append(_graphs())
+    first = 1 if whole else 2  # the blocks, the first norm
+    assert counts == [first, first + 1, first + 1, first + 2, first + 2]
     assert not torch._dynamo.utils.counters["graph_break"]
 
 

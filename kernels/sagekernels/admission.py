@@ -106,14 +106,15 @@ def choose(
 ) -> str:
     """Name of the fastest candidate that is admitted; prints its table, and keeps the choice in the file `cache`.
 
-    The choice is made once per device, software (this package's sources included), shape, dtype, limits, set of
-    candidates and `options`: what else makes a candidate another one, such as its recipe. Raises RuntimeError, with
+    The choice is made once per device, software (this package's sources included), shape, documents, dtype, limits, set
+    of candidates and `options`: what else makes a candidate another one, such as its recipe. Raises RuntimeError, with
     every candidate's reason, when none is admitted.
     """
     place = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*")) if path.is_file())
     software = f"torch {torch.__version__} triton {triton.__version__} {hashlib.sha256(sources).hexdigest()[:12]}"
-    key = " | ".join((place, software, str(shape), str(dtype), str(limits), " ".join(sorted(candidates)), options))
+    names, documents = " ".join(sorted(candidates)), hashlib.sha256(str(shape.documents).encode()).hexdigest()[:12]
+    key = " | ".join((place, software, str(shape), documents, str(dtype), str(limits), names, options))
     kept = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
     if key in kept:
         say(f"attention: {kept[key]} (chosen before, {cache})")

@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,11 @@ class SampleStream:
             )
         begins = file.document_starts(start, start + self.seq_length)
         return Sample(tokens, [begin - start for begin in begins])
+
+    def document_lengths(self, count: int) -> list[list[int]]:
+        """Of each of the first `count` samples, the tokens of its documents, cut at the sample's ends."""
+        edges = ([0, *self.sample(index).document_starts, self.seq_length] for index in range(count))
+        return [[stop - start for start, stop in pairwise(row)] for row in edges]
 
     def keep_order(self, fingerprint: str) -> bool:
         """Take the order that versions with coarser shares gave this data, if it is the one of `fingerprint`; whether.

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from sagetrain.model.attention import TokenLayout
+from sagetrain.model.backends import TokenLayout
 from sagetrain.model.norm import RMSNorm
 
 Half = tuple[Tensor, Any]

@@ -16,15 +16,8 @@ from torch import Tensor, nn
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model import schedule
 from sagetrain.model.accounting import attention_calls, parts_of
-from sagetrain.model.attention import (
-    Attention,
-    AttentionFunction,
-    TokenLayout,
-    attention_function,
-    resolve_backend,
-    takes_mask,
-    token_layout,
-)
+from sagetrain.model.attention import Attention
+from sagetrain.model.backends import AttentionFunction, TokenLayout, attention_function, resolve_backend, token_layout
 from sagetrain.model.mlp import MLP
 from sagetrain.model.norm import RMSNorm, enter_gains, normalize
 from sagetrain.model.rotary import rotary_tables
@@ -67,7 +60,7 @@ class Block(nn.Module):
         self,
         model: ModelConfig,
         qk_norm: str,
-        attend: AttentionFunction,
+        function: AttentionFunction,
         groups: ParallelGroups,
         *,
         sequence_parallel: bool,
@@ -80,7 +73,7 @@ class Block(nn.Module):
         norm = {"split_input": sequence_parallel, "dtype": dtype, "device": device}
         layer = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
-        self.attention = Attention(model, qk_norm, attend, groups, **layer)
+        self.attention = Attention(model, qk_norm, function, groups, **layer)
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.mlp = MLP(model, groups, **layer)
 
@@ -167,6 +160,7 @@ class Transformer(nn.Module):
     Args:
         model: its shape.
         attention: backend and QK-norm.
+        functions: of attention, one for each layer; default: what the backend names, in all of them.
         vocab_size: rows of the embedding, padded so that the tensor-parallel size divides it.
         groups: this rank's place in the layout.
         sequence_parallel: shard residual stream and norms along the sequence.
@@ -187,6 +181,7 @@ class Transformer(nn.Module):
         *,
         vocab_size: int,
         groups: ParallelGroups,
+        functions: Sequence[AttentionFunction] | None = None,
         sequence_parallel: bool = False,
         overlap: bool = True,
         activation_checkpointing: Literal["none", "full"] = "none",
@@ -202,17 +197,17 @@ class Transformer(nn.Module):
         self.activation_checkpointing = activation_checkpointing
         device = torch.device("cpu" if device is None else device)
         place = {"dtype": dtype, "device": device}
-        self.backend, _ = resolve_backend(attention, model, device=device, dtype=dtype)
-        attend = attention_function(self.backend, attention, device)
-        self.mask_documents = takes_mask(attend)
+        if functions is None:
+            backend, _ = resolve_backend(attention, model, device=device, dtype=dtype)
+            functions = [attention_function(backend, attention, device)] * model.num_layers
         if sequence_parallel and groups.tp_size > 1 and device.type == "cuda":
             copies.connect(groups.tp_group)  # before anything is compiled: that decides which operators are called
         self.embedding = VocabParallelEmbedding(
             vocab_size, model.hidden_size, groups, sequence_parallel=sequence_parallel, **place
         )
         self.blocks = nn.ModuleList(
-            Block(model, attention.qk_norm, attend, groups, sequence_parallel=sequence_parallel, **place)
-            for _ in range(model.num_layers)
+            Block(model, attention.qk_norm, function, groups, sequence_parallel=sequence_parallel, **place)
+            for _, function in zip(range(model.num_layers), functions, strict=True)
         )
         self.final_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, split_input=sequence_parallel, **place)
         head_weight = self.embedding.weight
@@ -281,13 +276,15 @@ class Transformer(nn.Module):
         return torch.zeros_like(like).requires_grad_(torch.is_grad_enabled()), y
 
     def compile_blocks(self, backend: str = "inductor", *, whole: bool = False) -> None:
-        """torch.compile every block (one graph, shared by all), the norms outside of them and the loss kernels.
+        """torch.compile every block (one graph for all that have the same attention function), the norms outside of
+        them and the loss kernels.
 
         whole: leave the hooks of modules outside of the graphs. ZeRO-3 gathers weights in them, then (Engine) those of
         a block together, so blocks run alone (`whole_blocks`) and the final norm is not compiled.
         """
         options = ORDERED if self.groups.tp_size > 1 and backend == "inductor" else None
-        how = {"fullgraph": self.backend != "flash", "backend": backend, "options": options}
+        traceable = all(block.attention.function.traceable for block in self.blocks)
+        how = {"fullgraph": traceable, "backend": backend, "options": options}
         self.whole_blocks = whole
         for block in self.blocks:
             if whole:
@@ -309,6 +306,7 @@ class Transformer(nn.Module):
         parts = attention_calls(num_sequences, tokens.numel(), self.groups.tp_size, self.overlap)
         num_sequences //= parts
         num_tokens = num_sequences * length * self.groups.cp_size
+        wanted = {block.attention.function.documents for block in self.blocks}
         layouts = []
         for part, own_positions in enumerate(positions.chunk(parts)):
             cos, sin = rotary_tables(own_positions.flatten(), self.config.head_dim, self.config.rope_theta)
@@ -318,8 +316,7 @@ class Transformer(nn.Module):
                 if self.head.compiled:
                     # One graph for any number of documents: torch.compile gives up after a few recompilations.
                     torch._dynamo.maybe_mark_dynamic(own, 0)
-            what = self.backend, num_sequences, num_tokens, cos, sin, own, max_seqlen
-            layouts.append(token_layout(*what, masked=self.mask_documents))
+            layouts.append(token_layout(wanted, num_sequences, num_tokens, cos, sin, own, max_seqlen))
         return layouts
 
     def _initialize(self, groups: ParallelGroups, seed: int) -> None:

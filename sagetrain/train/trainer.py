@@ -31,7 +31,7 @@ from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import flops_per_token, num_parameters, overlaps
-from sagetrain.model.attention import choose_backend, resolve_backend
+from sagetrain.model.backends import choose_backend, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
 from sagetrain.parallel.rng import rng_state, seed_everything, set_rng_state
@@ -154,7 +154,7 @@ class Trainer:
                 overlap=overlaps(self.cfg),
                 num_sequences=self.cfg.data.micro_batch_size,
                 seq_length=self.cfg.data.seq_length,
-                packed=self.cfg.data.document_attention,
+                documents=self.stream.document_lengths(64) if self.cfg.data.document_attention else (),
                 device=self.device,
                 dtype=self.dtype,
                 cache=self.folder.attention,

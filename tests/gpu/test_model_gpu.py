@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.loader import Batch
-from sagetrain.model.attention import attention_function, resolve_backend, takes_mask, token_layout
+from sagetrain.model.backends import attention_function, resolve_backend, token_layout
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
 from sagetrain.parallel.topology import ParallelGroups
@@ -37,8 +37,7 @@ def test_backend_against_exact_attention(backend: str, tolerance: float, packed:
     attend = attention_function(name, config, device)
     exact = attention_function("reference", config, device)
     cu_seqlens = torch.tensor(CU_SEQLENS, dtype=torch.int32, device=device) if packed else None
-    what = backend, 2, 1024, None, None, cu_seqlens, 312 if packed else None
-    layout = token_layout(*what, masked=takes_mask(attend))
+    layout = token_layout({attend.documents}, 2, 1024, None, None, cu_seqlens, 312 if packed else None)
     torch.manual_seed(0)
     q, k, v, do = (torch.randn(2, 512, heads, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
     results = []
