@@ -104,10 +104,10 @@ def test_kernels_stand_alone():
         assert roots(imports(path)) <= STDLIB | {"torch", "triton", "numpy", "sagekernels"}, name_of(path)
 
 
-def test_kernels_are_imported_in_one_place():
+def test_kernels_are_imported_where_attention_is_defined_and_chosen():
     users = {name_of(path) for path in SOURCES if "sagekernels" in roots(imports(path))}
     users -= {name_of(path) for path in below("kernels/sagekernels")}
-    assert users == {"sagetrain/model/backends.py"}
+    assert users == {"sagetrain/model/backends.py", "sagetrain/model/selection.py"}
 
 
 def test_deepspeed_is_imported_inside_functions_of_the_engine():

@@ -12,17 +12,18 @@ from torch import Tensor
 
 from sagekernels import attention_reference
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.model import backends
+from sagetrain.model import selection
 from sagetrain.model.backends import (
     AttentionFunction,
+    Product,
     Reference,
     Sage,
     Sdpa,
     TokenLayout,
     attention_function,
-    resolve_backend,
     token_layout,
 )
+from sagetrain.model.selection import resolve_backend
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
@@ -58,7 +59,7 @@ def test_where_another_recipe_is_faster_it_is_named(
     monkeypatch: pytest.MonkeyPatch, recipe: str, head_dim: int, named: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("sagetrain.model.backends.is_hopper", lambda device: True)
+    monkeypatch.setattr("sagetrain.model.selection.is_hopper", lambda device: True)
     model, attention = SHAPE.model_copy(update={"head_dim": head_dim}), AttentionConfig(recipe=recipe)
     _, why = resolve_backend(attention, model, device=GPU, dtype=torch.bfloat16)
     assert ("scores is much faster" in why) == named
@@ -216,7 +217,7 @@ class Broken(AttentionFunction):
 
 
 def _choose(cache: Path, said: list[str], documents: list[list[int]], ranks: int = 1, **changed: str) -> str:
-    return backends.choose_backend(
+    return selection.choose_backend(
         AttentionConfig(backend="auto", **changed),
         SHAPE,
         tensor_parallel_size=ranks,
@@ -243,7 +244,7 @@ def test_auto_takes_what_is_admitted_and_remembers(
         function = attention_function(name, attention, device)
         return function if name == "sage" else Broken(function)
 
-    monkeypatch.setattr(backends, "attention_function", broken)
+    monkeypatch.setattr(selection, "attention_function", broken)
     said: list[str] = []
     case = tmp_path / "attention.json", said, [[64], [60, 4], [64]] if packed else [], ranks
     assert _choose(*case) == "sage"
@@ -267,7 +268,7 @@ class Noted(Sdpa):
 
 def test_auto_times_documents_as_short_as_those_of_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Those of sequences with the median of the work; what was chosen for other lengths is not taken over."""
-    monkeypatch.setattr(backends, "attention_function", lambda *_: Noted())
+    monkeypatch.setattr(selection, "attention_function", lambda *_: Noted())
     monkeypatch.setattr(Noted, "noted", [])
     said: list[str] = []
     sampled = [[64], [1] * 64, [30, 34], [32, 16, 16], [60, 4], [10, 54]]  # squares: 4096, 64, 2056, 1536, 3616, 3016
@@ -299,7 +300,7 @@ def test_functions_with_the_same_settings_are_one_value() -> None:
 def test_quantized_products(recipe: str, count: int, sixteen_bit: str) -> None:
     function = Sage(recipe)
     assert len(function.quantized) == count and sixteen_bit not in function.quantized
-    assert {"Q K^T", "Q K^T again"} <= function.quantized < set(get_args(backends.Product))
+    assert {"Q K^T", "Q K^T again"} <= function.quantized < set(get_args(Product))
     assert function.reference.quantized == Sdpa().quantized == frozenset()
 
 

@@ -74,7 +74,7 @@ class AttentionConfig(Section):
     backend: Literal["sage", "sdpa", "flash", "reference", "auto"] = "sage"
     """sage: trainable INT8 attention (its torch twin on a machine without a GPU). sdpa: torch's 16-bit attention.
     flash: an installed flash-attn 2, 3 or 4. reference: plain matmuls. auto: the fastest of sage, flash and sdpa that
-    passes the admission test on this GPU, timed once at start."""
+    passes the admission test on this GPU, timed once at start with documents as long as the data's."""
     recipe: Literal["fine", "paper", "scores"] = "fine"
     """What sage quantizes and how: paper (six of the seven products, one scale per tile), fine (all but P V and
     dO V^T, the finest scales that each product allows), scores (Q K^T alone, forward and backward)."""

@@ -12,7 +12,7 @@ from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.tokenizer import TOKENIZER_NAME, Tokenizer, find_tokenizer
-from sagetrain.model.backends import resolve_backend
+from sagetrain.model.selection import resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train import checkpoint

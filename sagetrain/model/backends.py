@@ -1,5 +1,5 @@
-"""Attention functions: softmax(q k^T) v by INT8 kernels, torch, flash-attn or plain matmuls, each one a value; and
-which of them a backend's name stands for here.
+"""Attention functions: softmax(q k^T) v by INT8 kernels, torch, flash-attn or plain matmuls, each one a value.
+selection.py says which one runs.
 
 Shape letters: B sequences, S tokens of a sequence, T tokens of this rank (B * S, or a slice of every sequence under
 context parallelism), N query heads and M key/value heads, K head dim.
@@ -7,13 +7,10 @@ context parallelism), N query heads and M key/value heads, K head dim.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from itertools import cycle, islice
-from pathlib import Path
 from types import ModuleType
 from typing import ClassVar, Literal, NamedTuple
 
@@ -23,13 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagekernels import attention_reference, document_bounds, sage_attention
-from sagekernels.admission import LIMITS, choose
-from sagekernels.hopper_backward import KEYS
-from sagekernels.launch import is_hopper
 from sagekernels.reference import RECIPES
-from sagekernels.testing import Shape
-from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.model.accounting import attention_calls
+from sagetrain.config.schema import AttentionConfig
 
 Documents = Literal["cu_seqlens", "bounds", "mask"]
 """What an attention function reads of TokenLayout where attention stays within documents."""
@@ -109,16 +101,16 @@ class AttentionFunction:
 
 
 def attention_function(backend: str, attention: AttentionConfig, device: torch.device) -> AttentionFunction:
-    """The function behind a name that resolve_backend or choose_backend returned."""
+    """The function behind a name that selection.py returned."""
     on_gpu = torch.device(device).type == "cuda"
     match backend:
         case "sage":
             return Sage(attention.recipe, attention.smooth_k, attention.smooth_q)
         case "sdpa":
-            varlen_attn = _find_varlen_attn() if on_gpu else None
+            varlen_attn = find_varlen_attn() if on_gpu else None
             return VarlenSdpa.of(varlen_attn) if varlen_attn else Sdpa()
         case "flash":
-            return Flash(_find_flash(torch.device(device))[1])
+            return Flash(find_flash(torch.device(device))[1])
         case "reference":
             return Reference()
     raise ValueError(f"unknown attention backend {backend!r}")
@@ -227,7 +219,7 @@ class VarlenSdpa(Sdpa):
         return o.view(q.shape)
 
 
-def _find_varlen_attn() -> Callable[..., Tensor] | None:
+def find_varlen_attn() -> Callable[..., Tensor] | None:
     """torch's attention over packed documents."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -242,7 +234,7 @@ _FLASH_PACKAGES = (("4", "flash_attn.cute", 9), ("3", "flash_attn_interface", 9)
 """Version, module, least major compute capability; the fastest first."""
 
 
-def _find_flash(device: torch.device) -> tuple[str, ModuleType] | None:
+def find_flash(device: torch.device) -> tuple[str, ModuleType] | None:
     """Version and module of the fastest flash-attn that is installed and runs on this GPU."""
     major, _ = torch.cuda.get_device_capability(device)
     for version, name, least_major in _FLASH_PACKAGES:
@@ -282,126 +274,3 @@ class Flash(AttentionFunction):
             )
         o = o[0] if isinstance(o, tuple) else o  # 4 and some releases of 3 return the log-sum-exp too
         return o.view(q.shape)
-
-
-# -- which one runs ----------------------------------------------------------------------------------------------
-
-
-def resolve_backend(
-    attention: AttentionConfig, model: ModelConfig, *, device: torch.device, dtype: torch.dtype
-) -> tuple[str, str]:
-    """The backend that will run, one of sage, sdpa, flash and reference, and one line that says why or how.
-
-    Raises:
-        ValueError: the backend cannot run on this device or in this dtype, or its package is not installed.
-    """
-    on_gpu = torch.device(device).type == "cuda"
-    sixteen_bit = dtype in (torch.bfloat16, torch.float16)
-    match attention.backend:
-        case "sage" if not 16 <= model.head_dim <= 256:
-            raise ValueError(f"attention.backend sage supports head_dim 16 to 256, not {model.head_dim}; use sdpa")
-        case "sage" if not on_gpu:
-            return "sage", f"INT8 recipe {attention.recipe}: its torch twin, since there is no GPU; exact but slow"
-        case "sage" if not sixteen_bit:
-            raise ValueError("attention.backend sage needs training.dtype bf16 on a GPU; use bf16, or backend sdpa")
-        case "sage":
-            faster = ""
-            tuned = model.head_dim in KEYS and torch.cuda.is_available() and is_hopper(device)
-            if tuned and attention.recipe != "scores":
-                faster = "; on this GPU recipe scores is much faster (README.md)"
-            return "sage", f"INT8 recipe {attention.recipe}: sagekernels{faster}"
-        case "flash":
-            if not (on_gpu and sixteen_bit):
-                raise ValueError("attention.backend flash needs a GPU and training.dtype bf16; use backend sdpa")
-            flash = _find_flash(torch.device(device))
-            if flash is None:
-                raise ValueError(
-                    "attention.backend flash: no flash-attn package for this GPU; install flash-attn-4, or use sdpa"
-                )
-            return "flash", f"flash-attn {flash[0]}"
-        case "sdpa" if on_gpu:
-            documents = "varlen_attn" if _find_varlen_attn() else "a mask (varlen_attn needs torch 2.10)"
-            return "sdpa", f"torch's SDPA, cuDNN first, then flash; documents through {documents}"
-        case "sdpa":
-            return "sdpa", "torch's SDPA; documents through a mask"
-        case "reference":
-            return "reference", "plain matmuls"
-        case "auto" if on_gpu and sixteen_bit:
-            return "auto", "to be chosen by choose_backend"
-        case "auto":
-            return "sdpa", "auto: nothing to choose from without a GPU and bf16"
-
-
-def choose_backend(
-    attention: AttentionConfig,
-    model: ModelConfig,
-    *,
-    tensor_parallel_size: int,
-    context_parallel_size: int,
-    overlap: bool,
-    num_sequences: int,
-    seq_length: int,
-    documents: Sequence[Sequence[int]],
-    device: torch.device,
-    dtype: torch.dtype,
-    cache: Path,
-    say: Callable[[str], None],
-) -> str:
-    """What backend `auto` stands for: the fastest of sage, flash and sdpa, forward and backward together, at the shape
-    of one rank's calls, among those whose output and gradients pass sagekernels' admission test on this device.
-
-    The table goes to `say`; the choice is kept in the file `cache`, so that a run which continues keeps its backend.
-
-    Args:
-        documents: of some sequences of the data, the lengths of the documents in each. Timed are those whose attention
-            costs about the median. Empty: attention crosses documents.
-
-    Raises:
-        RuntimeError: none is admitted; the message holds every candidate's reason.
-    """
-    heads_split, candidates = tensor_parallel_size * context_parallel_size, {}
-    own_tokens = num_sequences * seq_length // context_parallel_size
-    num_sequences //= attention_calls(num_sequences, own_tokens, tensor_parallel_size, overlap)
-    for name in ("sage", "flash", "sdpa"):
-        named = attention.model_copy(update={"backend": name})
-        try:
-            resolve_backend(named, model, device=device, dtype=dtype)
-        except ValueError:  # not installed here
-            continue
-        candidates[name] = _plain(attention_function(name, named, device))
-    packed = _typical(documents, num_sequences)
-    row = num_sequences * seq_length if packed else seq_length
-    shape = Shape(
-        batch=1 if packed else num_sequences,
-        n_q=row,
-        n_k=row,
-        heads=model.num_attention_heads // heads_split,
-        kv_heads=model.num_key_value_heads // heads_split,
-        head_dim=model.head_dim,
-        documents=packed,
-    )
-    limits, options = LIMITS[attention.recipe], repr(attention.model_copy(update={"backend": "sage"}))
-    return choose(candidates, shape, dtype=dtype, device=device, cache=cache, limits=limits, options=options, say=say)
-
-
-def _typical(documents: Sequence[Sequence[int]], num_sequences: int) -> tuple[int, ...]:
-    """Lengths of the documents of so many of these sequences, from the middle when they are ordered by their work."""
-    ordered = sorted(documents, key=lambda lengths: sum(n * n for n in lengths))
-    first = max(0, len(ordered) - num_sequences) // 2
-    return tuple(n for lengths in islice(cycle(ordered), first, first + num_sequences) for n in lengths)
-
-
-def _plain(function: AttentionFunction) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """A function as sagekernels' admission calls it: one row, documents by cu_seqlens alone."""
-
-    @functools.cache  # a problem has one tensor of them, and waiting for the GPU would be timed
-    def longest(cu_seqlens: Tensor) -> int:
-        return int(cu_seqlens.diff().max())
-
-    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        num_sequences, num_tokens = q.shape[0], q.shape[0] * q.shape[1]
-        max_seqlen = None if cu_seqlens is None else longest(cu_seqlens)
-        wanted = {function.documents}
-        return function(q, k, v, token_layout(wanted, num_sequences, num_tokens, None, None, cu_seqlens, max_seqlen))
-
-    return call

@@ -17,11 +17,12 @@ from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model import schedule
 from sagetrain.model.accounting import attention_calls, parts_of
 from sagetrain.model.attention import Attention
-from sagetrain.model.backends import AttentionFunction, TokenLayout, attention_function, resolve_backend, token_layout
+from sagetrain.model.backends import AttentionFunction, TokenLayout, attention_function, token_layout
 from sagetrain.model.mlp import MLP
 from sagetrain.model.norm import RMSNorm, enter_gains, normalize
 from sagetrain.model.rotary import rotary_tables
 from sagetrain.model.schedule import Half, Part, Stage, Stretch, idle
+from sagetrain.model.selection import resolve_backend
 from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, gather_from_region
 from sagetrain.parallel.cross_entropy import linear_cross_entropy

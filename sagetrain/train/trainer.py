@@ -31,7 +31,7 @@ from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import flops_per_token, num_parameters, overlaps
-from sagetrain.model.backends import choose_backend, resolve_backend
+from sagetrain.model.selection import choose_backend, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
 from sagetrain.parallel.rng import rng_state, seed_everything, set_rng_state

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.loader import Batch
-from sagetrain.model.backends import attention_function, resolve_backend, token_layout
+from sagetrain.model.backends import attention_function, token_layout
+from sagetrain.model.selection import resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
 from sagetrain.parallel.topology import ParallelGroups
