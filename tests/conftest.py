@@ -11,6 +11,7 @@ import pytest
 
 from forked import Command
 from prepare_inputs import TEXTS
+from runs import finish, write_config
 from sagetrain.data.prepare import prepare
 from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
 
@@ -34,6 +35,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         say=lambda text: None,
     )
     return folder
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """Run folder of the undisturbed run of two ranks, tensor parallel."""
+    folder = tmp_path_factory.mktemp("pair")
+    finish("ranks", write_config(folder / "run.yaml", corpus, folder / "run", tp_size=2))
+    return folder / "run"
 
 
 @pytest.fixture(scope="session")

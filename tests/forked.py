@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +31,7 @@ COMMANDS = {
     "sagetrain": "sagetrain.cli",
     "deepspeed": "deepspeed.launcher.runner",
     "torchrun": "torch.distributed.run",
+    "ranks": "forked",
 }
 
 
@@ -41,16 +43,15 @@ def context() -> multiprocessing.context.BaseContext:
 
 
 class Command:
-    """A console script (a key of COMMANDS) in a process and a session of its own; used like a subprocess.Popen.
+    """A console script (of COMMANDS, with its arguments) in a process and session of its own; like subprocess.Popen.
 
     Both its outputs are appended to the file `log`.
     """
 
     running: list[Command] = []
 
-    def __init__(self, name: str, arguments: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path):
-        words = [name, *map(str, arguments)]
-        self._process = context().Process(target=_run, args=(words, dict(env), str(log), str(cwd)))
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path):
+        self._process = context().Process(target=_run, args=(list(words), dict(env), str(log), str(cwd)))
         self._process.start()
         self.args, self.pid = words, self._process.pid
         Command.running.append(self)
@@ -92,6 +93,8 @@ def enter(env: Mapping[str, str], log: str) -> None:
     """Take over environment and output file in a process that is forked, whose parent knows neither."""
     os.environ.clear()
     os.environ.update(env)
+    if threads := env.get("OMP_NUM_THREADS"):  # torch has read it already, before the fork
+        torch.set_num_threads(int(threads))
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         stream.flush()
@@ -105,3 +108,42 @@ def _run(words: list[str], env: dict[str, str], log: str, cwd: str) -> None:
     enter(env, log)
     sys.argv = words
     import_module(COMMANDS[words[0]]).main()
+
+
+def main() -> None:
+    """`ranks COUNT PORT WORDS`: `sagetrain WORDS` on so many ranks, by a launcher that takes no time.
+
+    When one fails, the others get SIGTERM; the exit code is the first one's. SIGTERM is for the ranks alone.
+    """
+    count, port, *words = sys.argv[1:]
+    ranks = {_fork(rank, int(count), port, words) for rank in range(int(count))}
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    code = 0
+    while ranks:
+        pid, status = os.wait()
+        ranks.discard(pid)
+        if status and not code:
+            code = os.waitstatus_to_exitcode(status)
+            for other in ranks:
+                os.kill(other, signal.SIGTERM)
+    sys.exit(abs(code))
+
+
+def _fork(rank: int, count: int, port: str, words: list[str]) -> int:
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        address = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        os.environ.update({key: str(value) for key, value in address.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        sys.argv = ["sagetrain", *words]
+        import_module(COMMANDS["sagetrain"]).main()
+    except SystemExit as error:
+        code = error.code
+    except BaseException:  # noqa: BLE001 - as the interpreter would
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from test_resume import BIN, ROOT, write_config
+from runs import BIN, ROOT, write_config
 
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import typer
 
+from runs import BIN, ROOT, write_config
 from sagetrain import __version__, cli
 from sagetrain.config import ConfigError
-from test_resume import BIN, ROOT, write_config
 
 
 def command(*words: object) -> subprocess.CompletedProcess:

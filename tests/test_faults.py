@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,17 +20,28 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import yaml
 
 import tiny
 from distributed import run_distributed
+from forked import PATIENCE, Command
+from runs import (
+    check_same,
+    finish,
+    log_of,
+    ranks_of,
+    reached,
+    run_dir_of,
+    start,
+    training_rows,
+    when,
+    write_config,
+)
 from sagetrain.data.loader import Batch
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train import checkpoint
 from sagetrain.train.checkpoint import KINDS, CheckpointError, Reader
 from sagetrain.train.engine import ParameterShard
 from sagetrain.train.guard import Ledger, TrainingError, check_consumed, fold
-from test_resume import check_same, finish, start, training_rows, write_config
 
 # -- the ledger ------------------------------------------------------------------------------------------------------
 
@@ -134,45 +146,6 @@ def alone(tmp_path_factory, corpus) -> Path:
     return folder / "run"
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory, corpus) -> Path:
-    """Run folder of the undisturbed run of two processes, tensor parallel."""
-    folder = tmp_path_factory.mktemp("pair")
-    finish("torchrun", write_config(folder / "run.yaml", corpus, folder / "run", tp_size=2))
-    return folder / "run"
-
-
-def run_dir_of(config: Path) -> Path:
-    return Path(yaml.safe_load(config.read_text())["training"]["run_dir"])
-
-
-def log_of(config: Path) -> str:
-    return config.with_suffix(".log").read_text()
-
-
-def when(launcher: str, config: Path, ready: Callable[[], bool], act: Callable[[subprocess.Popen], None]) -> int:
-    """Start a run, do `act` as soon as `ready`, and return the launcher's exit code."""
-    process, deadline = start(launcher, config), time.monotonic() + 120
-    while not ready():
-        assert process.poll() is None, log_of(config)[-3000:]
-        assert time.monotonic() < deadline, "the run did not get there in time"
-        time.sleep(0.002)
-    act(process)
-    return process.wait(timeout=90)
-
-
-def reached(config: Path, step: int) -> Callable[[], bool]:
-    """Whether the run has reported `step`."""
-    metrics = run_dir_of(config) / "metrics.jsonl"
-    return lambda: metrics.exists() and f'"step": {step},' in metrics.read_text()
-
-
-def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
-    """The processes that train, by rank; not the launcher's own."""
-    children = psutil.Process(launcher.pid).children(recursive=True)
-    return sorted((p for p in children if "RANK" in p.environ()), key=lambda p: int(p.environ()["RANK"]))
-
-
 def check_ledger(run_dir: Path, reference: Path) -> None:
     """No sample skipped or seen twice, and the same chain as the undisturbed run."""
     states = []
@@ -196,12 +169,12 @@ def test_kill_9_of_one_rank_then_of_all_ranks(tmp_path, corpus, pair) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, checkpoint=every_step)
     assert when("deepspeed", config, reached(config, 13), lambda launcher: ranks_of(launcher)[1].kill()) != 0
 
-    def all_ranks(launcher: subprocess.Popen) -> None:
+    def all_ranks(launcher: Command) -> None:
         for rank in ranks_of(launcher):
             rank.kill()
 
     assert when("torchrun", config, reached(config, 26), all_ranks) != 0
-    finish("torchrun", config)
+    finish("ranks", config)
     assert log_of(config).count("resumed from step-") >= 2
     check_undisturbed(tmp_path / "run", pair)
 
@@ -210,7 +183,7 @@ def test_ranks_whose_launcher_is_killed_save_and_leave(tmp_path, corpus, pair) -
     patience = {"timeout_minutes": 0.5}  # the launcher is looked for 20 times in it
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, training=patience)
 
-    def only_the_launcher(launcher: subprocess.Popen) -> None:
+    def only_the_launcher(launcher: Command) -> None:
         ranks = ranks_of(launcher)
         for rank in ranks:  # stopped meanwhile: the run is so short that it might finish
             rank.suspend()
@@ -218,13 +191,13 @@ def test_ranks_whose_launcher_is_killed_save_and_leave(tmp_path, corpus, pair) -
         time.sleep(1.6)
         for rank in ranks:
             rank.resume()
-        assert psutil.wait_procs(ranks, timeout=60)[1] == []
+        assert psutil.wait_procs(ranks, timeout=PATIENCE)[1] == []
 
     for launcher, step in (("deepspeed", 7), ("torchrun", 24)):
         assert when(launcher, config, reached(config, step), only_the_launcher) == -signal.SIGKILL
     assert log_of(config).count("rank 1: the launcher is gone") == 2
     assert log_of(config).count("stopped by SIGTERM at step") == 2
-    finish("torchrun", config)
+    finish("ranks", config)
     check_undisturbed(tmp_path / "run", pair)
 
 
@@ -251,13 +224,14 @@ def test_sigterm_at_the_first_step_while_saving_and_while_evaluating(tmp_path, c
 
 
 @pytest.fixture
-def slow_disk(tmp_path, monkeypatch) -> None:
-    """Processes started from now on take a quarter of a second for every sync to disk."""
+def slow_disk(tmp_path, monkeypatch) -> list[str]:
+    """What starts a process that takes a quarter of a second for every sync to disk."""
     folder = tmp_path / "slow"
     folder.mkdir()
     wait = "import os, time\nfsync = os.fsync\nos.fsync = lambda file: (time.sleep(0.25), fsync(file))[1]\n"
     (folder / "sitecustomize.py").write_text(wait)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    return [sys.executable]
 
 
 def test_sigterm_and_kill_9_while_training_goes_on_beside_a_save(tmp_path, corpus, alone, slow_disk) -> None:
@@ -267,14 +241,14 @@ def test_sigterm_and_kill_9_while_training_goes_on_beside_a_save(tmp_path, corpu
     def training_beside_a_save(step: int) -> Callable[[], bool]:
         return lambda: reached(config, step + 2)() and any(folder.glob(f".writing-step-{step:08d}-*"))
 
-    assert when("sagetrain", config, training_beside_a_save(10), lambda run: run.terminate()) == 0
+    assert when(slow_disk, config, training_beside_a_save(10), lambda run: run.terminate()) == 0
     stopped = int(re.search(r"stopped by SIGTERM at step (\d+)", log_of(config))[1])
     assert sorted(path.name for path in folder.iterdir()) == [
         "latest", checkpoint.folder_name(10), checkpoint.folder_name(stopped)
     ]  # fmt: skip
-    assert when("sagetrain", config, training_beside_a_save(25), lambda run: run.kill()) == -signal.SIGKILL
+    assert when(slow_disk, config, training_beside_a_save(25), lambda run: run.kill()) == -signal.SIGKILL
     assert max(folder.glob("step-*")).name == "step-00000020"
-    finish("sagetrain", config)
+    finish(slow_disk, config)
     assert re.findall(r"resumed from step-0*(\d+)", log_of(config)) == [str(stopped), "20"]
     waits = log_of(config).count("training waits for the checkpoint before this one (said once)")
     assert 1 <= waits <= 3  # at most once a start
@@ -290,10 +264,10 @@ def test_a_hung_rank_ends_the_run_with_the_stacks_of_all(tmp_path, corpus) -> No
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, training=patience)
     stacks = tmp_path / "run/stacks"
 
-    def stop_one_rank(launcher: subprocess.Popen) -> None:
+    def stop_one_rank(launcher: Command) -> None:
         rank = ranks_of(launcher)[1]
         rank.suspend()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while not (stacks / "rank-0.txt").exists():
             assert launcher.poll() is None and time.monotonic() < deadline, log_of(config)[-3000:]
             time.sleep(0.01)
@@ -332,7 +306,7 @@ def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
     for _ in range(20):
         writer = context.Process(target=train_and_save, args=(tmp_path, newest + 1, 1 << 30))
         writer.start()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while max((int(folder.name[5:]) for folder in tmp_path.glob("step-*")), default=0) <= newest:
             assert writer.is_alive() and time.monotonic() < deadline
             time.sleep(0.001)
@@ -362,7 +336,7 @@ def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
 def test_a_full_disk_ends_the_run_and_it_continues_when_there_is_space(tmp_path, corpus, alone, small_disk) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, small_disk / "run")
 
-    def fill(run: subprocess.Popen) -> None:
+    def fill(run: Command) -> None:
         run.send_signal(signal.SIGSTOP)
         (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 200_000))
         run.send_signal(signal.SIGCONT)
@@ -427,7 +401,7 @@ def test_a_forged_ledger_is_refused(tmp_path, corpus, alone) -> None:
     content["state"]["sequences"] += 16  # the next step would be left out
     manifest.write_text(json.dumps(content))
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
-    assert start("sagetrain", config).wait(timeout=90) == 3
+    assert start("sagetrain", config).wait(PATIENCE) == 3
     assert "has 40 steps over 480 samples, the training state says 40 steps over 496" in log_of(config)
     assert len(training_rows(tmp_path / "run")) == 40
 
@@ -441,7 +415,7 @@ def test_damaged_token_files_are_named_before_training(tmp_path, corpus) -> None
         config = write_config(tmp_path / f"run-{suffix[1:]}.yaml", folder, tmp_path / f"run-{suffix[1:]}")
         runs[config] = start("sagetrain", config), f"token file {folder / 'train'}: ", words
     for config, (run, name, words) in runs.items():
-        assert run.wait(timeout=90) == 2
+        assert run.wait(PATIENCE) == 2
         assert name in log_of(config)
         assert words in log_of(config)
         assert not run_dir_of(config).exists()

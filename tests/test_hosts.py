@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from runs import BIN, ROOT, training_rows, write_config
 from sagetrain.data.prepare import prepare
-from test_resume import BIN, ROOT, training_rows, write_config
 
 STEPS, STEP_TOKENS = 6, 256
 TORCHRUN = [BIN / "torchrun", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=run", "--rdzv-endpoint=node0:29400"]

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from runs import BIN, finish, write_config
 from sagetrain.data.prepare import prepare
 from sagetrain.inference import load
 from sagetrain.inference.evaluate import evaluate
 from sagetrain.inference.generate import generate
 from sagetrain.inference.load import load_run
-from test_resume import BIN, finish, write_config
 
 
 @pytest.fixture(scope="module")

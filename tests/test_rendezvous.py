@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistStoreError, TCPStore
 
+from runs import BIN, free_port, write_config
 from sagetrain.train import rendezvous
-from test_resume import BIN, free_port, write_config
 
 
 def as_rank(monkeypatch, rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> None:

@@ -6,144 +6,23 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
-from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parent.parent
-BIN = Path(sys.executable).parent
-STEPS = 40
-
-
-def write_config(path: Path, corpus: Path, run_dir: Path, tp_size: int = 1, **sections: dict) -> Path:
-    """A run of 40 steps with a ramp of tokens per step and a checkpoint about every 10."""
-    # 16 sequences of 32 tokens: 20 steps of 8 sequences, then 20 of 16
-    tokens = 20 * 256 + 20 * 512
-    tree = {
-        "model": {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2},
-        "attention": {"backend": "sage"},
-        "parallel": {"tensor_parallel_size": tp_size, "zero_stage": 1},
-        "data": {
-            "train": [{"path": str(corpus / "train")}],
-            "valid": [{"path": str(corpus / "valid")}],
-            "seq_length": 32,
-            "micro_batch_size": 4,
-        },
-        "tokens_per_step": {
-            "schedule": "stages",
-            "stages": [{"from_tokens": 0, "tokens": 256}, {"from_tokens": 20 * 256, "tokens": 512}],
-        },
-        "optimizer": {"lr": 3e-3},
-        "lr_schedule": {"warmup_tokens": 1024},
-        "training": {"run_dir": str(run_dir), "total_tokens": tokens, "dtype": "fp32"},
-        "evaluation": {"num_sequences": 8},
-        "checkpoint": {"every_tokens": 2560},
-    }
-    for name, section in sections.items():
-        tree[name] = {**tree[name], **section}
-    path.write_text(yaml.safe_dump(tree))
-    return path
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def command(launcher: str) -> list[str]:
-    """One process by name `sagetrain`, two by `deepspeed` or `torchrun`."""
-    port = str(free_port())
-    if launcher == "deepspeed":
-        return [str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", port]
-    return [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", port]
-
-
-def start(launcher: str | list[str], config: Path) -> subprocess.Popen:
-    """Start training by a launcher's name, or by its whole command."""
-    if launcher == "sagetrain":
-        program = [str(BIN / "sagetrain"), "train"]
-    else:
-        program = [*(command(launcher) if isinstance(launcher, str) else launcher), str(ROOT / "launch/train.py")]
-    env = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-    }
-    log = config.with_suffix(".log").open("a")
-    return subprocess.Popen(
-        [*program, "--config", str(config)],
-        env=env,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        cwd=config.parent,
-        start_new_session=True,
-    )
-
-
-def finish(launcher: str, config: Path) -> None:
-    code = start(launcher, config).wait(timeout=180)
-    assert code == 0, config.with_suffix(".log").read_text()[-3000:]
-
-
-def at_step(launcher: str, config: Path, step: int, act: Callable[[subprocess.Popen], None]) -> int:
-    """Start a run, do `act` once metrics.jsonl shows `step`, and return the launcher's exit code."""
-    process = start(launcher, config)
-    metrics = Path(yaml.safe_load(config.read_text())["training"]["run_dir"]) / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
-        assert process.poll() is None, config.with_suffix(".log").read_text()[-3000:]
-        assert time.monotonic() < deadline, "the run did not get there in time"
-        time.sleep(0.005)
-    act(process)
-    return process.wait(timeout=60)
-
-
-def kill_all(process: subprocess.Popen) -> None:
-    """kill -9 of the launcher and of every rank, youngest first."""
-    launcher = psutil.Process(process.pid)
-    for child in reversed([launcher, *launcher.children(recursive=True)]):
-        child.send_signal(signal.SIGKILL)
-
-
-def final_tensors(run_dir: Path) -> dict:
-    folder = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
-    assert folder.name == f"step-{STEPS:08d}"
-    return {f"{file.name}|{k}": v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
-
-
-def training_rows(run_dir: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: row[k] for k in ("step", "tokens", "train/loss", "train/lr", "train/tokens_per_step")}
-            for row in rows if "train/loss" in row]  # fmt: skip
+from forked import PATIENCE
+from runs import at_step, check_same, finish, free_port, kill_all, start, write_config
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory, corpus) -> dict[int, Path]:
+def reference(tmp_path_factory, corpus, pair) -> dict[int, Path]:
     """Run folders of the undisturbed run, by number of processes."""
-    folders = {}
-    for processes, launcher in ((1, "sagetrain"), (2, "torchrun")):
-        folder = tmp_path_factory.mktemp(f"reference{processes}")
-        finish(launcher, write_config(folder / "run.yaml", corpus, folder / "run", tp_size=processes))
-        folders[processes] = folder / "run"
-    return folders
-
-
-def check_same(run_dir: Path, reference: Path) -> None:
-    ours, theirs = final_tensors(run_dir), final_tensors(reference)
-    assert ours.keys() == theirs.keys()
-    assert [key for key in ours if not ours[key].equal(theirs[key])] == []
-    assert training_rows(run_dir) == training_rows(reference)
-    assert [row["step"] for row in training_rows(run_dir)] == list(range(1, STEPS + 1))
+    folder = tmp_path_factory.mktemp("reference")
+    finish("sagetrain", write_config(folder / "run.yaml", corpus, folder / "run"))
+    return {1: folder / "run", 2: pair}
 
 
 def test_kill_9_under_deepspeed_resumes_bitwise(tmp_path, corpus, reference) -> None:
@@ -167,7 +46,7 @@ def test_sigterm_to_a_whole_job_saves(tmp_path, corpus, reference) -> None:
     """As Slurm does it: launcher and ranks get the signal. (The launcher alone would not pass it on.)"""
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
     at_step("deepspeed", config, 13, lambda process: os.killpg(process.pid, signal.SIGTERM))
-    deadline = time.monotonic() + 30  # the launcher passes the signal on and leaves before its ranks do
+    deadline = time.monotonic() + PATIENCE  # the launcher passes the signal on and leaves before its ranks do
     while "stopped by SIG" not in config.with_suffix(".log").read_text():
         assert time.monotonic() < deadline, config.with_suffix(".log").read_text()[-3000:]
         time.sleep(0.1)
@@ -182,8 +61,8 @@ def test_two_hosts_of_a_hostfile_are_one_run(tmp_path, corpus, reference) -> Non
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("node0 slots=1\nnode1 slots=1\n")
     where = [f"--hostfile={hostfile}", "--no_ssh", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    hosts = [start([str(BIN / "deepspeed"), *where, f"--node_rank={rank}"], config) for rank in (0, 1)]
-    assert [host.wait(timeout=180) for host in hosts] == [0, 0], config.with_suffix(".log").read_text()[-3000:]
+    hosts = [start(["deepspeed", *where, f"--node_rank={rank}"], config) for rank in (0, 1)]
+    assert [host.wait(PATIENCE) for host in hosts] == [0, 0], config.with_suffix(".log").read_text()[-3000:]
     check_same(tmp_path / "run", reference[2])
 
 
@@ -199,7 +78,7 @@ def test_a_run_over_slices_of_sequences_is_the_run_over_whole_ones(tmp_path, cor
     first = write_config(
         tmp_path / "first.yaml", corpus, tmp_path / "run", parallel={"context_parallel_size": 2}, **sections
     )
-    at_step("torchrun", first, 8, lambda process: os.killpg(process.pid, signal.SIGTERM))
+    at_step("ranks", first, 8, lambda process: os.killpg(process.pid, signal.SIGTERM))
     log = first.with_suffix(".log").read_text()
     assert "2 ranks (tensor parallel 1 x context parallel 2 x data parallel 1)" in log
     assert "stopped by SIGTERM at step" in log, log[-3000:]
@@ -233,7 +112,7 @@ def test_two_runs_in_one_folder_the_second_refuses(tmp_path, corpus) -> None:
     def second(process: subprocess.Popen) -> None:
         process.send_signal(signal.SIGSTOP)  # so that it cannot finish meanwhile
         other = write_config(tmp_path / "other.yaml", corpus, tmp_path / "run")
-        assert start("sagetrain", other).wait(timeout=60) == 3
+        assert start("sagetrain", other).wait(PATIENCE) == 3
         assert "is in use by another run" in other.with_suffix(".log").read_text()
         process.send_signal(signal.SIGCONT)
         process.terminate()
@@ -253,7 +132,7 @@ def test_two_runs_in_one_folder_the_second_refuses(tmp_path, corpus) -> None:
 def test_a_resume_of_something_else_is_refused(tmp_path, corpus, reference, section, change, words) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, reference[1], **{section: change})
     before = sorted(str(path) for path in reference[1].rglob("*"))
-    assert start("sagetrain", config).wait(timeout=60) == 3
+    assert start("sagetrain", config).wait(PATIENCE) == 3
     assert words in config.with_suffix(".log").read_text()
     assert sorted(str(path) for path in reference[1].rglob("*")) == before
 
@@ -270,7 +149,7 @@ def test_a_resume_on_data_of_another_checksum_is_refused(tmp_path, corpus, refer
 
 def test_mistakes_end_the_run_before_it_starts(tmp_path, corpus) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", model={"num_layer": 3})
-    assert start("deepspeed", config).wait(timeout=60) == 2
+    assert start("deepspeed", config).wait(PATIENCE) == 2
     log = config.with_suffix(".log").read_text()
     assert "did you mean model.num_layers?" in log
     assert log.count("did you mean") == 1  # one rank speaks
@@ -280,7 +159,7 @@ def test_mistakes_end_the_run_before_it_starts(tmp_path, corpus) -> None:
 def test_an_unavailable_backend_is_named_before_ranks_meet(tmp_path, corpus) -> None:
     flash = {"attention": {"backend": "flash"}, "training": {"dtype": "bf16"}}
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, **flash)
-    assert start("torchrun", config).wait(timeout=60) != 0
+    assert start("ranks", config).wait(PATIENCE) != 0
     log = config.with_suffix(".log").read_text()
     assert log.count("error: attention.backend flash needs a GPU") == 1
     assert not (tmp_path / "run").exists()
@@ -288,6 +167,6 @@ def test_an_unavailable_backend_is_named_before_ranks_meet(tmp_path, corpus) -> 
 
 def test_non_finite_loss_stops_every_rank_and_saves_nothing(tmp_path, corpus) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, optimizer={"lr": 1e30})
-    assert start("torchrun", config).wait(timeout=90) != 0
+    assert start("ranks", config).wait(PATIENCE) != 0
     assert "Nothing of this step was saved" in config.with_suffix(".log").read_text()
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))

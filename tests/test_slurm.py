@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from test_resume import BIN, ROOT, free_port, training_rows, write_config
+from runs import BIN, ROOT, free_port, training_rows, write_config
 
 SRUN = f"""#!{sys.executable}
 # Starts the tasks, passes signals on, ends with the worst exit code: what srun promises.
