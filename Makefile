@@ -24,7 +24,7 @@ quickstart: $(STAMP)  ## train, stop, resume and evaluate a small model on this 
 	$(BIN)/python launch/quickstart.py
 
 test: $(STAMP)  ## the whole test suite, CPU only
-	$(BIN)/python -m pytest -q --ignore=tests/gpu
+	$(BIN)/python -m pytest -q --ignore=tests/gpu --durations=20
 
 HOST_PACKAGES := iproute2 openssh-client openssh-server pdsh
 host-tools:  ## as root on Debian: install what tests/test_hosts.py makes two hosts of (elsewhere that file is skipped)
@@ -42,8 +42,9 @@ fmt: $(STAMP)  ## format and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test-gpu:  ## kernel and trainer tests on an NVIDIA GPU, with the python on PATH
-	PYTHONPATH=.:kernels python3 -m pytest -q --noconftest tests/gpu
+FAST ?=
+test-gpu:  ## kernel and trainer tests on an NVIDIA GPU, with the python on PATH; FAST=1: a first pass
+	PYTHONPATH=.:kernels:tests python3 -m pytest -q --noconftest $(if $(FAST),-p first_pass) tests/gpu
 
 bench:  ## attention benchmark on an NVIDIA GPU: checks every shape, then times it beside the peers
 	PYTHONPATH=.:kernels python3 -m sagekernels.bench

@@ -142,9 +142,9 @@ def _check_model() -> None:
 
 @pytest.mark.parametrize("check", [_check_against_nccl, _check_runs_are_equal, _check_model])
 def test_on_two_gpus(check: Callable[[], None]) -> None:
-    run_distributed(check, 2, timeout=100)
+    run_distributed(check, 2)
 
 
 @pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
 def test_on_four_gpus() -> None:
-    run_distributed(_check_against_nccl, 4, timeout=100)
+    run_distributed(_check_against_nccl, 4)

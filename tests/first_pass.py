@@ -1,0 +1,59 @@
+"""Pytest plugin (-p first_pass): of every test only so many cases that each value of each parameter is among them.
+
+With a parameter `backend`, all other values come with each of its own: kernels are other ones there. Of a Shape counts
+what chooses a kernel or a branch in it. Which cases are run follows from the parameters alone: a new kernel, recipe or
+head_dim is in the first pass without being named here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+from sagekernels.testing import Shape
+
+Aspect = tuple[str, str, str]
+
+
+def aspects(item: pytest.Item) -> set[Aspect]:
+    """(backend, parameter, value) of what a case adds; ("", "", "") for a test without parameters."""
+    parameters = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+    backend = str(parameters.pop("backend", ""))
+    found = {(backend, "", "")}
+    for name, value in parameters.items():
+        parts = shape_parts(value) if isinstance(value, Shape) else {name: value}
+        found |= {(backend, part, str(x)) for part, x in parts.items()}
+    return found
+
+
+def shape_parts(shape: Shape) -> dict[str, object]:
+    return {
+        "head_dim": shape.head_dim,
+        "mask": (shape.causal, bool(shape.documents)),
+        "shared keys": shape.heads != shape.kv_heads,
+        "lengths differ": shape.n_q != shape.n_k,
+    }
+
+
+def chosen(cases: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Cases of one test that have all its aspects: each time the one that adds most and repeats least."""
+    aspects_of = {case: aspects(case) for case in cases}
+    missing, times, taken = set().union(*aspects_of.values()), Counter(), []
+    while missing:
+        gain = {case: (len(has & missing), -sum(times[aspect] for aspect in has)) for case, has in aspects_of.items()}
+        best = max(gain, key=gain.get)
+        taken.append(best)
+        missing -= aspects_of[best]
+        times.update(aspects_of[best])
+    return taken
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_test.setdefault(item.nodeid.split("[")[0], []).append(item)
+    keep = {id(case) for cases in by_test.values() for case in chosen(cases)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in keep])
+    items[:] = [item for item in items if id(item) in keep]
