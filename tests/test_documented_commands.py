@@ -1,0 +1,159 @@
+"""Every command of the documentation, as far as it goes without a GPU, a cluster and the reader's text.
+
+`plan` runs to its end. Commands that train are parsed by their launcher and by sagetrain, and their configuration is
+checked for the ranks they start. Of all others the arguments are parsed. Nothing is trained, installed or written.
+(RESULTS.md records what was run at its time.)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from deepspeed.launcher import runner
+from torch.distributed import run as torchrun
+
+from forked import PATIENCE, Command
+from runs import ROOT
+from sagetrain.cli import app
+from sagetrain.config import load_config
+from sagetrain.config.check import check
+
+RECORDS = {ROOT / "RESULTS.md", ROOT / "CHANGELOG.md"}
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("kernels/*.md")} - RECORDS)
+PROGRAMS = {"cp", "deepspeed", "git", "make", "pip", "python", "python3", "sagetrain", "sbatch", "torchrun"}
+
+
+def commands(document: str) -> Iterator[list[str]]:
+    """Words of every command in fenced blocks, and of those in `code` that are more than a name."""
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", document, re.M | re.S):
+        if language in ("", "bash", "sh"):
+            for line in block.replace("\\\n", " ").splitlines():
+                yield from split(line)
+    for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"^```.*?^```", "", document, flags=re.M | re.S)):
+        yield from (words for words in split(span) if len(words) > 1 + (words[0] == "sagetrain"))
+
+
+def split(line: str) -> Iterator[list[str]]:
+    words: list[str] = []
+    lexer = shlex.shlex(line.strip().removeprefix("$ "), posix=True, punctuation_chars=";&|")
+    lexer.whitespace_split = True
+    try:
+        for word in [*lexer, ";"]:
+            if set(word) - set(";&|"):
+                words.append(word)
+                continue
+            if words and words[0] in PROGRAMS:
+                yield words
+            words = []
+    except ValueError:  # no command: an apostrophe in a text, say
+        return
+
+
+FOUND = [(path.relative_to(ROOT), words) for path in DOCUMENTS for words in commands(path.read_text())]
+
+
+@pytest.mark.parametrize(("document", "words"), FOUND, ids=[f"{path}: {shlex.join(words)}" for path, words in FOUND])
+def test_command(document: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    if words[:2] == ["sagetrain", "plan"]:
+        log = tmp_path / "log"
+        code = Command(words, os.environ, log, ROOT).wait(PATIENCE)
+        assert code == 0, log.read_text()
+    else:
+        CHECKS[words[0]](words[1:])
+
+
+def test_the_commands_of_readme_are_found() -> None:
+    found = [words for path, words in FOUND if path == Path("README.md")]
+    assert {words[0] for words in found} >= {"deepspeed", "make", "pip", "sagetrain", "sbatch", "torchrun"}
+    assert {words[1] for words in found if words[0] == "sagetrain"} >= {"prepare", "plan", "train", "eval", "generate"}
+    assert ["sagetrain", "plan", "--keys"] in found
+    continued = [words for words in found if words[0] == "deepspeed" and "data.document_attention=false" in words]
+    assert continued, "a command over several lines"
+
+
+def make(words: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for word in words:
+        name, assigned, _ = word.partition("=")
+        assert re.search(rf"^{name} *\?=" if assigned else rf"^{name}:", makefile, re.M), word
+
+
+def pip(words: list[str]) -> None:
+    assert words[0] == "install"
+    assert (ROOT / words[words.index("-c") + 1]).is_file()
+
+
+def python(words: list[str]) -> None:
+    if words[0] == "-m":
+        name = words[1].replace(".", "/")
+        assert any((ROOT / folder / f"{name}.py").exists() for folder in (".", "kernels")) or words[1] == "pytest"
+    else:
+        assert (ROOT / words[0]).is_file()
+
+
+def sagetrain(words: list[str]) -> None:
+    group = typer.main.get_command(app)
+    parsed = group.commands[words[0]].make_context(words[0], words[1:])  # exits on what it does not know
+    if words[0] == "train":
+        train(words[1:], 1)
+    else:
+        assert parsed.params
+
+
+def train(words: list[str], world_size: int) -> None:
+    """The words after `sagetrain train` or launch/train.py, on so many ranks."""
+    words = [word for word in words if word not in ("--config", "-c")]
+    path, overrides = words[0], words[1:]
+    cfg = load_config(path, overrides)
+    findings = check(cfg, world_size, path=path, overrides=overrides, files=False)
+    assert [str(finding) for finding in findings if finding.level == "error"] == []
+
+
+def script(path: str) -> None:
+    assert path == "launch/train.py"
+
+
+def deepspeed(words: list[str]) -> None:
+    given = runner.parse_args(words)
+    script(given.user_script)
+    ranks = given.num_gpus
+    if ranks <= 0:  # those of a host file, which is made from the example
+        example = Path(f"{given.hostfile}.example").read_text()
+        ranks = sum(map(int, re.findall(r"^\w+ slots=(\d+)", example, re.M)))
+    train(given.user_args, ranks)
+
+
+def torch_run(words: list[str]) -> None:
+    given = torchrun.parse_args(words)
+    script(given.training_script)
+    train(given.training_script_args, int(given.nnodes) * int(given.nproc_per_node))
+
+
+def sbatch(words: list[str]) -> None:
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", (ROOT / words[0]).read_text(), re.M))
+    train(words[1:], int(options["nodes"]) * int(options["ntasks-per-node"]))
+
+
+def exists(words: list[str]) -> None:
+    assert (ROOT / words[0]).exists()
+
+
+CHECKS = {
+    "cp": exists,
+    "deepspeed": deepspeed,
+    "git": lambda words: None,
+    "make": make,
+    "pip": pip,
+    "python": python,
+    "python3": python,
+    "sagetrain": sagetrain,
+    "sbatch": sbatch,
+    "torchrun": torch_run,
+}
