@@ -22,9 +22,13 @@ def command(*words: object) -> subprocess.CompletedProcess:
     return subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env, check=False)
 
 
-@pytest.mark.parametrize("module", ["sagetrain", "sagetrain.cli"])
-def test_the_package_and_the_module_can_be_run(module: str) -> None:
-    done = command(sys.executable, "-m", module, "train", "--config", "none.yaml")
+@pytest.mark.parametrize("words", [
+    ["-m", "sagetrain", "train", "--config", "none.yaml"],
+    ["-m", "sagetrain.cli", "train", "none.yaml"],
+    ["launch/train.py", "--local_rank=0", "none.yaml", "optimizer.lr=1"],  # as the deepspeed launcher calls it
+])  # fmt: skip
+def test_the_package_the_module_and_the_launchers_script_can_be_run(words: list[str]) -> None:
+    done = command(sys.executable, *words)
     assert done.returncode == 2
     assert "error: none.yaml: cannot be read" in done.stderr
 

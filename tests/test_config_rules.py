@@ -136,6 +136,14 @@ CASES = [
         "65000: is not a multiple of micro_batch_size 2 x seq_length 1024 x 4 data-parallel ranks = 8192", "use 57344 or 65536",
     ),
     (
+        {"data": {"micro_batch_size": 8}, "tokens_per_step": {"schedule": "constant", "tokens": 12288}}, 2,
+        "whole_micro_steps", "error", "tokens_per_step.tokens", "12288: is not a multiple", "use 16384, or data.micro_batch_size 6",
+    ),
+    (
+        {"tokens_per_step": {"schedule": "constant", "tokens": 3072}}, 2,
+        "whole_micro_steps", "error", "tokens_per_step.tokens", "3072: is not a multiple", "use 4096, or fewer data-parallel ranks",
+    ),
+    (
         {"tokens_per_step": {"schedule": "constant", "tokens": 4096}}, 4,
         "whole_micro_steps", "error", "tokens_per_step.tokens", "4096: is not a multiple", "use 8192,",
     ),

@@ -147,6 +147,18 @@ def test_a_resume_on_data_of_another_checksum_is_refused(tmp_path, corpus, refer
     assert "data.train (checksums in .json): checkpoint " in config.with_suffix(".log").read_text()
 
 
+def test_a_run_continued_with_other_tokens_per_step_says_so(tmp_path, corpus, reference) -> None:
+    run_dir = shutil.copytree(reference[1], tmp_path / "run")
+    config = write_config(
+        tmp_path / "run.yaml", corpus, run_dir, tokens_per_step={"stages": [{"from_tokens": 0, "tokens": 256}]}
+    )
+    finish("sagetrain", config)
+    assert (
+        "last step had 512 tokens, which tokens_per_step of this run makes 256"
+        in config.with_suffix(".log").read_text()
+    )
+
+
 def test_mistakes_end_the_run_before_it_starts(tmp_path, corpus) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", model={"num_layer": 3})
     assert start("deepspeed", config).wait(PATIENCE) == 2

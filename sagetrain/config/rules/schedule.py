@@ -22,16 +22,18 @@ def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
     schedule, total = cfg.tokens_per_step, cfg.training.total_tokens
     if world_size % (cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size) == 0:
         ranks = data_parallel_size(cfg, world_size)
-        multiple = token_multiple(cfg, ranks)
+        multiple, micro = token_multiple(cfg, ranks), cfg.data.micro_batch_size
         for key, tokens in schedule.named_tokens.items():
             if tokens % multiple:
+                smaller = [size for size in range(micro - 1, 0, -1) if tokens % (multiple // micro * size) == 0]
+                other = f"data.micro_batch_size {smaller[0]}" if smaller else "fewer data-parallel ranks"
                 yield error(
                     "whole_micro_steps",
                     key,
                     tokens,
-                    f"is not a multiple of micro_batch_size {cfg.data.micro_batch_size} x seq_length "
+                    f"is not a multiple of micro_batch_size {micro} x seq_length "
                     f"{cfg.data.seq_length} x {ranks} data-parallel ranks = {multiple}",
-                    f"use {neighbours(tokens, multiple)}, or another micro_batch_size",
+                    f"use {neighbours(tokens, multiple)}, or {other}",
                 )
     if isinstance(schedule, RampTokens):
         yield from _ramp(cfg, schedule)
