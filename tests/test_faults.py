@@ -41,7 +41,8 @@ from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train import checkpoint
 from sagetrain.train.checkpoint import KINDS, CheckpointError, Reader
 from sagetrain.train.engine import ParameterShard
-from sagetrain.train.guard import Ledger, TrainingError, check_consumed, fold
+from sagetrain.train.guard import TrainingError
+from sagetrain.train.ledger import Ledger, check_consumed, fold
 
 # -- the ledger ------------------------------------------------------------------------------------------------------
 
@@ -277,7 +278,8 @@ def test_a_hung_rank_ends_the_run_with_the_stacks_of_all(tmp_path, corpus) -> No
     assert "rank 0: error: in step" in log_of(config)
     assert "no progress for 0.15 minutes" in (stacks / "rank-0.txt").read_text()
     assert "another rank hangs" in (stacks / "rank-1.txt").read_text()
-    for file in stacks.iterdir():
+    assert "waits in gloo:" in (stacks / "rank-0.txt").read_text()
+    for file in stacks.glob("*.txt"):
         assert "in _train" in file.read_text()
 
 

@@ -253,6 +253,9 @@ class TrainingConfig(Section):
     """Recompute every block in the backward pass (full) instead of keeping its activations."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of the blocks; auto: on with a GPU. At ZeRO 3 a compiled block's weights are gathered together."""
+    drop_steps: list[PositiveInt] = []
+    """Steps (the first is 1) whose samples are passed over without an update, where a run cannot get past one: a loss
+    that is not finite, say. The ledger of every later checkpoint records them."""
     timeout_minutes: PositiveFloat = 30.0
     """How long a step, evaluation or save may be without progress before the run is ended as hung."""
     network_interface: str | None = None

@@ -93,6 +93,11 @@ def _folders(root: Path) -> list[Path]:
     return sorted(f for f in root.glob("step-*") if (f / "manifest.json").is_file()) if root.is_dir() else []
 
 
+def newest(root: Path) -> Path | None:
+    """The newest published checkpoint, whole or not."""
+    return max(_folders(root), default=None)
+
+
 def read_manifest(folder: Path) -> dict:
     """The manifest of one checkpoint. Raises CheckpointError if it is unreadable or of another format."""
     try:

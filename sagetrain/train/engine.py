@@ -30,7 +30,7 @@ from sagetrain.model.accounting import reduce_bucket_size
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import Mpu, ParallelGroups
 from sagetrain.train import rendezvous
-from sagetrain.train.guard import fold
+from sagetrain.train.ledger import fold
 from sagetrain.train.optimizer import build_optimizer
 
 # How long the ranks of a run may need to come: hosts start at different times.
@@ -131,7 +131,7 @@ class ParameterShard:
 @dataclass(frozen=True)
 class StepResult:
     """What all ranks know of a step. metrics: every number that was added while it ran, by name; stop: some rank was
-    asked to stop; folds: sum over all ranks of guard.fold of the samples they trained on."""
+    asked to stop; folds: sum over all ranks of ledger.fold of the samples they trained on."""
 
     metrics: dict[str, float]
     applied: bool

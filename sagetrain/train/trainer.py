@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
+import math
 import os
-import signal
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,54 +32,22 @@ from sagetrain.model.accounting import flops_per_token, num_parameters, overlaps
 from sagetrain.model.selection import choose_backend, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
-from sagetrain.parallel.rng import rng_state, seed_everything, set_rng_state
+from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.train import checkpoint, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
-from sagetrain.train.engine import Engine, StepResult, init_distributed
-from sagetrain.train.guard import Ledger, TrainingError, Watchdog, check_consumed
+from sagetrain.train.engine import Engine, init_distributed
+from sagetrain.train.guard import StopSignal, TrainingError, Watchdog
+from sagetrain.train.ledger import Ledger, TrainState, check_consumed, not_finite
 from sagetrain.train.lr_schedule import learning_rate
-from sagetrain.train.metrics import MetricsWriter, Throughput, memory_gib, peak_flops
 from sagetrain.train.rendezvous import ended_by_signals
-from sagetrain.train.run_folder import RunFolder, changed_settings, flat
+from sagetrain.train.reporter import Reporter
+from sagetrain.train.resume import restore
+from sagetrain.train.run_folder import RunFolder, changed_settings
 from sagetrain.train.saver import Saver
-from sagetrain.train.tokens_per_step import change_at_resume, tokens_per_step
-
-log = logging.getLogger("sagetrain")
-
+from sagetrain.train.tokens_per_step import change_at_resume, stages, tokens_per_step
 
 _ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
-
-
-@dataclass
-class TrainState:
-    """Where a run is. Everything else follows from the configuration."""
-
-    step: int = 0
-    tokens: int = 0
-    sequences: int = 0
-    ledger: Ledger = field(default_factory=Ledger)
-
-    def advance(self, tokens: int, seq_length: int) -> None:
-        """Count one optimizer step."""
-        self.ledger.add(self.sequences, tokens // seq_length)
-        self.step += 1
-        self.tokens += tokens
-        self.sequences += tokens // seq_length
-
-
-class StopSignal:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask for a checkpoint and a clean exit; a second Ctrl-C ends the run at once."""
-
-    def __init__(self) -> None:
-        self.name: str | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._ask)
-
-    def _ask(self, number: int, _frame: object) -> None:
-        if number == signal.SIGINT and self.name == "SIGINT":
-            raise KeyboardInterrupt
-        self.name = self.name or signal.Signals(number).name
 
 
 class Trainer:
@@ -89,7 +55,6 @@ class Trainer:
 
     def __init__(self, cfg: RunConfig, findings: list[Finding]):
         self.cfg, self.findings = cfg, findings
-        self.metrics: MetricsWriter | None = None
         self.folder = RunFolder(Path(cfg.training.run_dir))
         # Everything that can be wrong with files and settings comes before ranks begin to wait for each other.
         tokenizer = Tokenizer.load(find_tokenizer(cfg.data))
@@ -116,6 +81,8 @@ class Trainer:
             self.files = roster.check_in(cfg, topology, self.device, lambda say: self._check_files(valid, say))
         self.groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
         self.main = dist.get_rank() == 0
+        self.reporter = Reporter(self.main)
+        self._say = self.reporter.say
         if self.main:
             self.folder.claim()
             self.watchdog.forget()
@@ -234,7 +201,7 @@ class Trainer:
         }
 
     def _resume(self) -> None:
-        folder, damaged = checkpoint.newest_whole(self.folder.checkpoints, self._warn)
+        folder, damaged = checkpoint.newest_whole(self.folder.checkpoints, self._say)
         if folder is None:
             return
         if self.cfg.checkpoint.resume == "never":
@@ -243,24 +210,9 @@ class Trainer:
                 "set it to auto to continue, or choose another training.run_dir"
             )
         reader = Reader(folder)
-        state = reader.manifest["state"]
-        if self.stream.keep_order(state["identity"].get(_ORDER, "")) and self.main:
+        if self.stream.keep_order(reader.manifest["state"]["identity"].get(_ORDER, "")):
             self._say("the shares of data.train are those that the run began with, coarser than a new run's")
-        theirs, ours = flat(state["identity"]), flat(self._identity())
-        changed = [f"{k}: checkpoint {theirs.get(k)!r}, this run {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]]
-        changed += verify.changed(state.get("files", {}), self.files)
-        if changed:
-            raise CheckpointError(
-                f"{folder} was written by another run: {'; '.join(changed)}. "
-                "Restore these settings, or choose another training.run_dir"
-            )
-        counts = state["step"], state["sequences"]
-        ledger = Ledger.verified(state.get("ledger"), self.stream.fingerprint, *counts, folder)
-        checkpoint.load_engine(reader, self.engine, state["optimizer_steps"])
-        rng = reader.rng(dist.get_rank())
-        if rng is not None:
-            set_rng_state(rng)
-        self.state = TrainState(state["step"], state["tokens"], state["sequences"], ledger)
+        self.state = restore(reader, self.engine, self._identity(), self.files, self.stream.fingerprint)
         if self.main:
             for bad in damaged:
                 checkpoint.set_aside(bad)
@@ -270,8 +222,8 @@ class Trainer:
                           " (parallel.world_size makes a number that you do not mean an error)")  # fmt: skip
             for line in changed_settings((folder / "config.yaml").read_text(), dump_config(self.cfg)):
                 self._say(f"changed since that checkpoint: {line}")
-            if ledger.segments:
-                last = ledger.segments[-1][1] * self.cfg.data.seq_length
+            if segments := self.state.ledger.segments:
+                last = segments[-1][1] * self.cfg.data.seq_length
                 if said := change_at_resume(self.cfg.tokens_per_step, self.state.tokens, last):
                     self._say(said)
 
@@ -292,7 +244,7 @@ class Trainer:
                       " takes longer than checkpoint.every_tokens")  # fmt: skip
         state = {
             **asdict(self.state),
-            "optimizer_steps": self.state.step,
+            "optimizer_steps": self.state.optimizer_steps,
             "identity": self._identity(),
             "files": self.files,
             "guidance_overrides": list(self.cfg.guidance.override),
@@ -301,15 +253,6 @@ class Trainer:
         self.saver.start(state, dump_config(self.cfg), self._shards(), rng_state())
         self._saved_step = self.state.step
 
-    def _report_saved(self) -> None:
-        """Say which checkpoints have been published since the last call."""
-        while saved := self.saver.take_saved():
-            if self.main:
-                name, stall, later = checkpoint.folder_name(saved.step), saved.stall_seconds, saved.publish_seconds
-                figures = {"perf/save_stall_seconds": stall, "perf/save_publish_seconds": later}
-                self.metrics.write(saved.step, saved.tokens, figures)
-                self._say(f"saved {name}: training stood still for {stall:.2f} s, published {later:.1f} s later")
-
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> bool:
@@ -317,57 +260,50 @@ class Trainer:
         with self.watchdog:
             try:
                 return self._train()
-            except TrainingError:  # raised on every rank; a checkpoint of better days may still be on its way
+            except TrainingError as error:  # raised on every rank; a checkpoint of better days may still be on its way
                 with contextlib.suppress(CheckpointError):
                     self.saver.wait()
-                raise
+                newest = checkpoint.newest(self.folder.checkpoints)
+                where = f"continues from {newest.name}" if newest else "starts anew: no checkpoint was written yet"
+                raise TrainingError(f"{error}. The same command {where}") from None
             finally:
-                if self.metrics:
-                    self.metrics.close()
+                self.reporter.close()
 
     def _train(self) -> bool:
         cfg, state, total = self.cfg, self.state, self.cfg.training.total_tokens
-        if self.main:
-            self.folder.describe(cfg, self.engine.config, self.findings)
         every_eval = cfg.evaluation.every_tokens or max(1, total // 10)
         every_save = cfg.checkpoint.every_tokens or max(1, total // 10)
         self._saved_step, self._waited = state.step, False
         if self.main:
-            self.metrics = MetricsWriter(self.folder.path, state.step, state.tokens, total, cfg.logging.tensorboard)
-        self.clock = Throughput()
-        first, stopped, trained = state.step, False, state.tokens < total
+            self.folder.describe(cfg, self.engine.config, self.findings)
+        flops = flops_per_token(cfg.model, padded_vocab_size(self.vocab_size), cfg.data.seq_length)
+        self.reporter.open(self.folder.path, state, total, cfg.logging, flops, self.device)
+        self._announce()
+        first, stopped = state.step, False
         while state.tokens < total and not stopped:
-            self.watchdog.begin(f"step {state.step + 1}")
-            size = tokens_per_step(cfg.tokens_per_step, state.tokens)
-            lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, total)
-            before, after = state.tokens, state.tokens + size
-            following = tokens_per_step(cfg.tokens_per_step, after) if after < total else None
-            batches = self.watchdog.over(self.loader.step_batches(state.sequences, size, following))
-            # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
-            stop = self.stop.name is not None or self.saver.failed
-            result = self.engine.step(batches, size // self.micro_step, lr, stop)
-            if state.step == first:  # what compiling left is no garbage: the collector takes .3 s to look through it
+            before, size = state.tokens, tokens_per_step(cfg.tokens_per_step, state.tokens)
+            if state.step + 1 in cfg.training.drop_steps:
+                self._drop(size)
+            else:
+                stopped = self._step(size)
+            self.reporter.saved(self.saver)
+            if state.step == first + 1:  # what compiling left is no garbage: to look through it takes .3 s each time
                 gc.collect()
                 gc.freeze()
-            samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
-            check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
-            state.advance(size, cfg.data.seq_length)
-            self._check_finite(result)
-            self._report(result, size, lr)
-            self._report_saved()
-            stopped = result.stop
             running = state.tokens < total and not stopped
-            if self.valid and running and _crossed(before, after, every_eval):
-                self._aside(self._evaluate)
-            if stopped or (running and _crossed(before, after, every_save)):
-                self._aside(self.save)
+            if self.valid and running and _crossed(before, state.tokens, every_eval):
+                with self.reporter.off_the_clock():
+                    self._evaluate()
+            if stopped or (running and _crossed(before, state.tokens, every_save)):
+                with self.reporter.off_the_clock():
+                    self.save()
         finished = state.tokens >= total
-        if finished and self.valid and trained:
+        if finished and self.valid and state.step > first:
             self._evaluate()
         if finished and self._saved_step != state.step:
             self.save()
         self.saver.wait()
-        self._report_saved()
+        self.reporter.saved(self.saver)
         if self.main:
             why = f"stopped by {self.stop.name or 'a signal to another rank'}" if stopped else "finished"
             self._say(f"{why} at step {state.step}, {state.tokens:,} of {total:,} tokens"
@@ -377,63 +313,57 @@ class Trainer:
             self.valid.close()
         return finished
 
-    def _aside(self, action: Callable[[], Any]) -> None:
-        """Do something that is not training, off the clock."""
-        self.clock.pause()
-        action()
-        self.clock.resume()
+    def _step(self, size: int) -> bool:
+        """One optimizer step over the next `size` tokens. Returns whether some rank was asked to stop."""
+        cfg, state, total = self.cfg, self.state, self.cfg.training.total_tokens
+        self.watchdog.begin(f"step {state.step + 1}")
+        lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, total)
+        after = state.tokens + size
+        following = tokens_per_step(cfg.tokens_per_step, after) if after < total else None
+        batches = self.watchdog.over(self.loader.step_batches(state.sequences, size, following))
+        # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
+        stop = self.stop.name is not None or self.saver.failed
+        result = self.engine.step(batches, size // self.micro_step, lr, stop)
+        samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
+        check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
+        if not (result.applied and math.isfinite(result.loss) and math.isfinite(result.grad_norm)):  # on every rank
+            drop = {*cfg.training.drop_steps, state.step + 1}
+            raise not_finite(state, samples, result.loss, result.grad_norm, cfg.attention, self.backend, drop)
+        state.advance(size, cfg.data.seq_length)
+        self.reporter.step(state, result, size, lr)
+        return result.stop
 
-    def _check_finite(self, result: StepResult) -> None:
-        """Both numbers are reduced over all ranks, so every rank decides alike."""
-        if not (torch.isfinite(torch.tensor([result.loss, result.grad_norm])).all() and result.applied):
-            raise TrainingError(
-                f"step {self.state.step} ({self.state.tokens:,} tokens): loss {result.loss}, gradient norm "
-                f"{result.grad_norm}. Nothing of this step was saved. Lower optimizer.lr or the tokens per step, "
-                "turn attention.qk_norm on, or set attention.backend to sdpa, and run again to continue from the "
-                "newest checkpoint"
-            )
-
-    def _report(self, result: StepResult, size: int, lr: float) -> None:
-        self.clock.add(size)
-        if self.metrics is None or (self.state.step % self.cfg.logging.every_steps and not result.stop):
-            return
-        self.clock.pause()
-        rate, peak = self.clock.take(), peak_flops(self.device)
-        flops = flops_per_token(self.cfg.model, padded_vocab_size(self.vocab_size), self.cfg.data.seq_length)
-        self.metrics.write(
-            self.state.step,
-            self.state.tokens,
-            {
-                **result.metrics,
-                "train/lr": lr,
-                "train/tokens_per_step": size,
-                "perf/tokens_per_second": rate,
-                "perf/mfu": rate * flops / (peak * dist.get_world_size()) if peak else None,
-                "perf/memory_gib": memory_gib(self.device),
-            },
+    def _drop(self, size: int) -> None:
+        """Pass over the samples of a step that training.drop_steps names: every later one has those it would have."""
+        first = self.state.sequences
+        self.state.advance(size, self.cfg.data.seq_length, dropped=True)
+        self.reporter.write(self.state, {"train/dropped_tokens": size})
+        self._say(
+            f"step {self.state.step}: dropped (training.drop_steps): sequences {first:,} to "
+            f"{self.state.sequences - 1:,} are passed over without an update"
         )
-        self.metrics.progress(self.state.step, self.state.tokens, result.loss, lr, rate)
-        self.clock.resume()
 
     def _evaluate(self) -> None:
         self.watchdog.begin("evaluation")
         batches = self.valid.eval_batches(self.cfg.evaluation.num_sequences)
         loss = self.engine.evaluate(self.watchdog.over(batches))
-        if self.metrics:
-            self.metrics.write(self.state.step, self.state.tokens, {"valid/loss": loss})
-            self._say(f"step {self.state.step}: validation loss {loss:.4f}")
+        self.reporter.write(self.state, {"valid/loss": loss})
+        self._say(f"step {self.state.step}: validation loss {loss:.4f}")
 
-    # -- messages ----------------------------------------------------------------------------------------------
-
-    def _say(self, text: str) -> None:
-        if self.metrics:
-            self.metrics.say(text)
-        else:
-            print(text, file=sys.stderr, flush=True)
-
-    def _warn(self, text: str) -> None:
-        if self.main:
-            log.warning(text)
+    def _announce(self) -> None:
+        """Say where whole steps and the data at hand give something else than the settings ask for."""
+        cfg, asked = self.cfg, self.cfg.training.total_tokens
+        last = stages(cfg.tokens_per_step, asked, self.micro_step)[-1]
+        end = last.from_tokens + last.steps * last.tokens_per_step
+        if self.state.step == 0 and end != asked:
+            self._say(f"training.total_tokens {asked:,}: whole steps end at {end:,} tokens")
+        wanted = cfg.evaluation.num_sequences
+        if self.valid and (held := self.valid.eval_size(wanted)) < wanted:
+            self._say(f"evaluation.num_sequences {wanted:,}: data.valid holds {held:,}; each evaluation takes them all")
+        late = {step for step in cfg.training.drop_steps if step <= self.state.step} - set(self.state.ledger.dropped)
+        if late:
+            steps = ", ".join(map(str, sorted(late)))
+            self._say(f"training.drop_steps: {steps} came before this checkpoint: trained, and in its weights")
 
 
 def _crossed(before: int, after: int, every: int) -> bool:

@@ -1,0 +1,100 @@
+"""What a run says and writes while it goes on. One rank reports; the calls do nothing on the others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from sagetrain.config.schema import LoggingConfig
+from sagetrain.train import checkpoint
+from sagetrain.train.engine import StepResult
+from sagetrain.train.ledger import TrainState
+from sagetrain.train.metrics import MetricsWriter, Throughput, memory_gib, peak_flops
+from sagetrain.train.saver import Saver
+
+
+class Reporter:
+    """Rows of metrics.jsonl and TensorBoard, and lines on stderr, beside the progress bar or without one."""
+
+    def __init__(self, main: bool):
+        self._main = main
+        self._writer: MetricsWriter | None = None
+
+    def open(
+        self,
+        run_dir: Path,
+        state: TrainState,
+        total_tokens: int,
+        logging: LoggingConfig,
+        flops_per_token: float,
+        device: torch.device,
+    ) -> None:
+        """Begin to write into `run_dir`, after `state`; from now on, time counts for the tokens per second."""
+        self._logging, self._device, self._flops = logging, device, flops_per_token
+        self._clock = Throughput()
+        if self._main:
+            self._writer = MetricsWriter(run_dir, state.step, state.tokens, total_tokens, logging.tensorboard)
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        if self._writer:
+            self._writer.say(text)
+        elif self._main:
+            print(text, file=sys.stderr, flush=True)
+
+    def write(self, state: TrainState, values: dict[str, float | None]) -> None:
+        """A row of numbers."""
+        if self._writer:
+            self._writer.write(state.step, state.tokens, values)
+
+    def step(self, state: TrainState, result: StepResult, size: int, lr: float) -> None:
+        """All numbers of a step of `size` tokens that has brought the run to `state`, and what the clock says."""
+        self._clock.add(size)
+        if not self._writer or (state.step % self._logging.every_steps and not result.stop):
+            return
+        with self.off_the_clock():
+            self._row(state, result, size, lr)
+
+    def _row(self, state: TrainState, result: StepResult, size: int, lr: float) -> None:
+        rate, peak = self._clock.take(), peak_flops(self._device)
+        derived = {
+            "train/lr": lr,
+            "train/tokens_per_step": size,
+            "perf/tokens_per_second": rate,
+            "perf/mfu": rate * self._flops / (peak * dist.get_world_size()) if peak else None,
+            "perf/memory_gib": memory_gib(self._device),
+        }
+        self.write(state, {**result.metrics, **derived})
+        self._writer.progress(state.step, state.tokens, result.loss, lr, rate)
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """While something is done that is not training."""
+        self._clock.pause()
+        yield
+        self._clock.resume()
+
+    def saved(self, saver: Saver) -> None:
+        """The checkpoints that have been published since the last call."""
+        while saved := saver.take_saved():
+            if self._writer:
+                figures = {
+                    "perf/save_stall_seconds": saved.stall_seconds,
+                    "perf/save_publish_seconds": saved.publish_seconds,
+                }
+                self._writer.write(saved.step, saved.tokens, figures)
+            self.say(
+                f"saved {checkpoint.folder_name(saved.step)}: training stood still for {saved.stall_seconds:.2f} s, "
+                f"published {saved.publish_seconds:.1f} s later"
+            )
+
+    def close(self) -> None:
+        """Close what is open; lines still come."""
+        if self._writer:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,95 @@
+"""A step that a run cannot get past: what is said, how it is dropped, and that the ledger keeps it on record."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import tiny
+from distributed import run_distributed
+from sagetrain.config import RunConfig
+from sagetrain.train.checkpoint import CheckpointError, newest, read_manifest
+from sagetrain.train.guard import TrainingError
+from sagetrain.train.ledger import Ledger
+from sagetrain.train.trainer import Trainer
+
+STEP = 4 * tiny.SEQ
+
+
+def test_a_dropped_step_is_found_again_and_cannot_be_forged() -> None:
+    ledger = Ledger("order")
+    for step in range(5):
+        ledger.add(4 * step, 4, dropped=step == 2)
+    stored = {"head": ledger.head, "segments": ledger.segments, "dropped": ledger.dropped}
+    assert (stored["segments"], stored["dropped"]) == ([[0, 4, 5]], [3])
+    again = Ledger.verified(stored, "order", 5, 20, Path("step-5"))
+    assert again == ledger and again.steps == 5
+    for dropped in ([], [2], [3, 4]):
+        with pytest.raises(CheckpointError, match="it was changed"):
+            Ledger.verified({**stored, "dropped": dropped}, "order", 5, 20, Path("step-5"))
+
+
+def train(corpus: str, run_dir: str, steps: float, drop: list[int], bad_sample: int = -1) -> str:
+    """Train to `steps`, a checkpoint at every second; the loss on one sample is not a number. What ended it."""
+    cfg = tiny.config(1).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}], valid=[{"path": f"{corpus}/valid"}], micro_batch_size=2)
+    total = int(steps * STEP)
+    cfg["training"].update(run_dir=run_dir, total_tokens=total, drop_steps=drop)
+    cfg["lr_schedule"].update(shape="constant")
+    cfg["checkpoint"].update(every_tokens=2 * STEP)
+    cfg["evaluation"].update(every_tokens=2 * STEP, num_sequences=10**6 if drop == [2] else 5)
+    trainer = Trainer(RunConfig.model_validate(cfg), [])
+    forward = trainer.engine.forward
+    trainer.engine.forward = lambda batch: forward(batch) * (math.nan if bad_sample in batch.sample_ids else 1.0)
+    if drop == [2]:
+        trainer.valid.stream._windows = [3]  # all of them, in no time
+    try:
+        return f"finished: {trainer.run()}"
+    except TrainingError as error:
+        return str(error)
+
+
+def rows_of(run_dir: Path, key: str) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row[key] for row in rows if key in row}
+
+
+def test_a_step_that_is_not_finite_is_dropped_once_and_never_replayed(corpus, tmp_path, capfd) -> None:
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+
+    def go(run_dir: Path, world: int, *what) -> str:
+        first, *others = run_distributed(train, world, str(corpus), str(run_dir), *what)
+        assert all(other == first for other in others)
+        return first
+
+    said = go(tmp_path / "new", 1, 4, [], 2)
+    assert "step 1 (sequences 0 to 3): loss nan" in said
+    assert said.endswith("The same command starts anew: no checkpoint was written yet")
+    said = go(run, 2, 4, [], 9)
+    assert "step 3 (sequences 8 to 11): loss nan" in said and "training.drop_steps=[3]" in said
+    assert said.endswith("The same command continues from step-00000002")
+    assert "sdpa" not in said  # which it is
+    capfd.readouterr()
+    assert go(run, 2, 4, [3], 9) == "finished: True"
+    assert "step 3: dropped (training.drop_steps): sequences 8 to 11 are passed over" in capfd.readouterr().out
+    assert go(run, 2, 6, [2], 9) == "finished: True"  # the record stands, whatever the setting says now
+    out = capfd.readouterr().out
+    assert "resumed from step-00000004" in out and "training.drop_steps: 2 came before this checkpoint" in out
+    assert out.count("data.valid holds 3; each evaluation takes them all") == 1  # in one evaluation or several
+    state = read_manifest(newest(run / "checkpoints"))["state"]
+    assert (state["step"], state["optimizer_steps"], state["ledger"]["dropped"]) == (6, 5, [3])
+    assert go(undisturbed, 2, 5.9, [3], 9) == "finished: True"
+    assert (
+        f"training.total_tokens {int(5.9 * STEP):,}: whole steps end at {6 * STEP:,} tokens" in capfd.readouterr().out
+    )
+    assert rows_of(run, "train/loss") == rows_of(undisturbed, "train/loss")
+    assert sorted(rows_of(run, "train/loss")) == [1, 2, 4, 5, 6]
+    assert rows_of(run, "train/dropped_tokens") == {3: STEP}
+    assert read_manifest(newest(undisturbed / "checkpoints"))["state"]["ledger"] == state["ledger"]
+    # Five sequences are evaluated, whatever the layout.
+    assert go(tmp_path / "alone", 1, 2, []) == "finished: True"
+    alone, pair = (rows_of(folder, "valid/loss") for folder in (tmp_path / "alone", undisturbed))
+    assert alone[2] == pytest.approx(pair[2], abs=1e-5)
