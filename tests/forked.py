@@ -21,9 +21,10 @@ IMPORTED = [
     "sagetrain.train.trainer",
     "deepspeed.launcher.runner",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "tensorboard.compat.proto.event_pb2",
+    "tensorboard.summary.writer.record_writer",
     "torch._inductor.compile_fx",
     "torch.distributed.run",
-    "torch.utils.tensorboard",
 ]
 # Seconds that any process of a test is waited for: ten times what the slowest takes on an idle machine, and more.
 PATIENCE = 600.0

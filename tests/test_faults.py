@@ -345,6 +345,7 @@ def test_a_full_disk_ends_the_run_and_it_continues_when_there_is_space(tmp_path,
 
     assert when("sagetrain", config, reached(config, 12), fill) == 3, log_of(config)[-3000:]
     assert "cannot write" in log_of(config) and "No space left on device" in log_of(config)
+    assert "; free some space and run the same command again\n" in log_of(config)
     names = [folder.name for folder in (small_disk / "run/checkpoints").iterdir()]
     assert sorted(names) == ["latest", "step-00000010"]
     (small_disk / "filler").unlink()

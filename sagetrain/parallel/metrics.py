@@ -23,7 +23,8 @@ class Metrics:
 
     Between two reductions all ranks add the same names, in any order, each of them in one way. A value is a number, or
     a tensor of one element on the step's device. A name that comes again (the next micro-batch) adds to its mean, its
-    sum or its maximum. A block that is recomputed in the backward pass adds twice: give it a mean or a maximum.
+    sum or its maximum. A block that is recomputed in the backward pass adds twice: give it a mean or a maximum. All
+    blocks share one compiled graph, and a name of each layer's own would make it many: add such numbers outside of it.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,7 @@ def _reduced(values: list[Tensor | float], operation: dist.ReduceOp, device: tor
     padding = [0.0] * (-len(values) % _PADDING)
     packed = torch.tensor(padding + numbers, dtype=torch.float64, device=device)
     if tensors:
-        packed = torch.cat([packed, torch.stack(tensors)])
+        packed = torch.cat([packed, torch.stack([value.to(device) for value in tensors])])
     if dist.is_initialized():
         dist.all_reduce(packed, op=operation)
     return packed[len(padding) :].tolist()

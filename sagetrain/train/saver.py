@@ -10,6 +10,7 @@ whatever the file system caches. What lies in the folder is described in checkpo
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -282,6 +283,8 @@ class Saver:
                 box[0] = action()
             except OSError as error:
                 box[1] = f"{what}: {error}"
+                if any(os.strerror(full) in box[1] for full in (errno.ENOSPC, errno.EDQUOT)):  # of any rank
+                    box[1] += "; free some space and run the same command again"
         if self._group:
             dist.broadcast_object_list(box, src=0, group=self._group)
         if box[1]:
