@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from distributed import run_distributed
 from sagetrain.config import ConfigError, RunConfig, load_config
+from sagetrain.config.arithmetic import data_parallel_size, token_multiple
 from sagetrain.config.rules import fit
 from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware
 from sagetrain.model import operations
@@ -465,6 +466,18 @@ def test_1024_ranks_of_7b_stay_in_the_host_and_keep_tokens_few():
         assert parallel.tensor_parallel_size * parallel.context_parallel_size == 8
         assert item.cfg.tokens_per_step.named_tokens == {"tokens_per_step.start": 2**20, "tokens_per_step.end": 2**20}
         assert 0.1 < item.prediction.mfu < 0.4
+
+
+def test_proposals_keep_the_multiple_of_a_ramp():
+    """131,072 tokens are not whole micro-steps of 96 ranks: the fewest tokens that are, at both ends too."""
+    cfg = config("7b", "tokens_per_step.multiple=131072")
+    assert "whole_micro_steps" in {f.rule for f in fit(cfg, 96, VOCAB)}
+    proposed = propose(cfg, 96, VOCAB, H200)
+    assert proposed
+    for item in proposed:
+        again = config("7b", *overrides_to(cfg, item.cfg))
+        assert again.tokens_per_step.rounding % token_multiple(again, data_parallel_size(again, 96)) == 0
+        assert not [f for f in fit(again, 96, VOCAB) if f.level == "error"]
 
 
 def test_the_best_layout_is_its_own_best():

@@ -20,7 +20,7 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.model.accounting import memory_per_rank, num_parameters
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE
 from sagetrain.planning.show import show_key_reference, show_plan
-from sagetrain.planning.tables import console
+from sagetrain.planning.tables import Table, console, print_table
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 # Each with a world size that it is made for, and its parameters with a vocabulary of 32,768 (2,048 for quickstart).
@@ -310,6 +310,26 @@ def test_no_word_of_the_key_reference_is_cut(width):
     assert {key.name for key in keys()} <= words(piped)
     assert words(piped) - words(text) == set()
     assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_terminal_sets_the_width_and_a_pipe_none(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    for width in WIDTHS:
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert console(Terminal()).width == width
+        assert console(io.StringIO()).width > 1000
+
+
+def test_a_number_stays_with_its_unit_and_a_table_without_room_becomes_a_list():
+    table = Table("Sizes", ("name", "size", "why"), [("a", "12.5 GiB", "of three words")], numbers=("size",))
+    wide, narrow, list_ = (printed(lambda out: print_table(out, table), width) for width in (60, 21, 19))
+    assert wide.splitlines()[1:] == ["name      size  why", "─" * 30, "a     12.5 GiB  of three words"]
+    assert narrow.splitlines()[-3:] == ["a     12.5 GiB  of", " " * 16 + "three", " " * 16 + "words"]
+    assert list_.splitlines() == ["Sizes", "name a", "    size 12.5 GiB;", "    why of three", "    words"]
 
 
 def test_what_is_piped_has_no_limit_and_findings_come_first():
