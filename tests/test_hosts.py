@@ -299,6 +299,21 @@ def test_a_host_that_ssh_does_not_reach_is_missed_by_rank_and_nothing_starts(tmp
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_folder_that_hosts_do_not_share_is_told_at_the_start(tmp_path, corpus, cluster) -> None:
+    """As a run_dir on a disk of each host's own; unnoticed, the first save would fail."""
+    config = run_config(tmp_path, corpus, interface="eth1", tp_size=1)
+    config.write_text(config.read_text().replace(str(tmp_path / "run"), str(tmp_path / "disk/runs/run")))
+    for disk in ("disk", "other"):
+        (tmp_path / disk).mkdir()
+    with cluster.running(hides={tmp_path / "disk": tmp_path / "other"}):
+        processes = [start(host.command(tmp_path, *TORCHRUN, "--nproc-per-node=1"), config) for host in cluster.hosts]
+        assert all(process.wait(timeout=90) for process in processes)
+    log = log_of(config)
+    assert "error: training.run_dir " in log and "the hosts of this run do not share this folder" in log
+    assert re.search(r"Rank 0 on node\d made it; node\d \(rank 1\) has no such folder", log)
+    assert not list(tmp_path.glob("*/runs/*"))  # nothing is left on either
+
+
 def test_a_host_without_the_data_ends_the_run_on_all_of_them_at_once(tmp_path, corpus, cluster) -> None:
     config = run_config(tmp_path, corpus, interface="eth1", tp_size=1)
     config.write_text(config.read_text().replace("timeout_minutes: 3", "timeout_minutes: 30"))

@@ -12,9 +12,11 @@ import hashlib
 import json
 import os
 import platform
+import secrets
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -29,8 +31,10 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import RunConfig, TrainingConfig
 from sagetrain.parallel.host import ranks_of_host
 from sagetrain.parallel.topology import Topology
+from sagetrain.train.checkpoint import CheckpointError
 from sagetrain.train.engine import init_distributed
 from sagetrain.train.rendezvous import RanksMissing, by_host, ended_by_signals, ranges, where
+from sagetrain.train.run_folder import RunFolder
 
 FIXES = {
     "versions": "install the same versions on every host: pip install -c constraints.txt -e . in the same checkout",
@@ -90,6 +94,64 @@ def check_in(
         except ConfigError as error:
             _exchange(_unable(error))
     return _exchange(_row(cfg, topology, device, files))
+
+
+def share(folder: RunFolder) -> None:
+    """Let rank 0 make and lock the run folder, and the first rank of each host see that it is the same one; collective.
+
+    Raises:
+        CheckpointError: on rank 0, if another run has the folder.
+        OSError: on rank 0, if it cannot be made.
+        ConfigError: on every rank, if hosts do not share it; on the others, if rank 0 raises.
+    """
+    store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    others = [f"folder/read/{other}" for other in range(1, world_size)]
+    if rank == 0:
+        token = secrets.token_hex(8)
+        try:
+            if warning := folder.claim(token):
+                print(warning, file=sys.stderr, flush=True)
+        except (CheckpointError, OSError) as error:
+            store.set("folder/token", json.dumps([None, f"rank 0 on {socket.gethostname()}: {error}"]))
+            _wait_for(store, others)
+            raise
+        store.set("folder/token", json.dumps([token, ""]))
+    token, problem = json.loads(_when_there(store, "folder/token"))
+    if not problem:
+        why = folder.finds(token) if rank and os.environ["LOCAL_RANK"] == "0" else ""
+        store.set(f"folder/{rank}", json.dumps({"host": socket.gethostname(), "rank": rank, "why": why}))
+        if rank == 0:
+            rows = [json.loads(_when_there(store, f"folder/{other}")) for other in range(world_size)]
+            problem = _unshared(folder, rows)
+            (folder.unclaim if problem else folder.found)()
+            store.set("folder/verdict", problem)
+        problem = _when_there(store, "folder/verdict").decode()
+    if problem:
+        if rank:
+            store.set(f"folder/read/{rank}", "")
+        else:
+            _wait_for(store, others)
+        raise ConfigError(problem)
+
+
+def _unshared(folder: RunFolder, rows: list[Row]) -> str:
+    """Which hosts do not have rank 0's folder, or nothing."""
+    reasons = sorted({row["why"] for row in rows} - {""})
+    if not reasons:
+        return ""
+    sides = "; ".join(f"{where([row for row in rows if row['why'] == why])} {why}" for why in reasons)
+    return (
+        f"training.run_dir {folder.path}: the hosts of this run do not share this folder, where every rank writes its "
+        f"part of a checkpoint. Rank 0 on {rows[0]['host']} made it; {sides}. Nothing was started or written. Name a "
+        "folder that all hosts have under the same path (NFS, Lustre)"
+    )
+
+
+def _wait_for(store: dist.Store, keys: list[str]) -> None:
+    """The store may live in this process: it leaves last, unless others have ended already."""
+    with suppress(dist.DistStoreError):
+        if keys:
+            store.wait(keys, timedelta(minutes=1))
 
 
 def stay_out(problem: ConfigError) -> None:

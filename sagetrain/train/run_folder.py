@@ -5,8 +5,12 @@ Checkpoints are checkpoint.py's, metrics metrics.py's.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
+import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +22,9 @@ from sagetrain.config.load import dump_config
 from sagetrain.config.schema import TOKENIZER_NAME, RunConfig
 from sagetrain.data.token_file import write_atomic
 from sagetrain.train.checkpoint import CheckpointError
+
+_LOOKS = 10
+"""A network file system may show a new file late."""
 
 
 class RunFolder:
@@ -33,20 +40,63 @@ class RunFolder:
         """What attention.backend auto chose."""
         self._lock: IO[str] | None = None
 
-    def claim(self) -> None:
-        """Make the folder and lock it for the life of this process: two runs in one folder would destroy each other.
+    def claim(self, token: str) -> str:
+        """Make the folder, lock it for the life of this process (two runs in one would destroy each other), and leave
+        `token` there for other hosts to find. Returns a warning, or nothing.
 
         Raises:
             CheckpointError: another run has it.
         """
+        warning = ""
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / ".lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise CheckpointError(
-                f"training.run_dir {self.path} is in use by another run; wait for it or choose another folder"
-            ) from error
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise CheckpointError(
+                    f"training.run_dir {self.path} is in use by another run; wait for it or choose another folder"
+                ) from error
+            warning = (
+                f"warning: training.run_dir {self.path} is on a file system without locks ({error.strerror}): nothing "
+                "keeps a second run out of it, so start no other one there while this one runs"
+            )
+        self._token.write_text(token)
+        return warning
+
+    @property
+    def _token(self) -> Path:
+        return self.path / ".start"
+
+    def finds(self, token: str) -> str:
+        """Why this host does not find what rank 0 left in the folder, or nothing."""
+        missing = [folder for folder in (self.path, *self.path.parents) if not os.path.exists(folder)]
+        try:  # a look may be answered from what this host remembers, the file server itself answers this
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            for _ in range(_LOOKS):
+                with suppress(OSError):
+                    if self._token.read_text() == token:
+                        return ""
+                time.sleep(0.5)
+            return "has another folder there"
+        except OSError as error:
+            return f"cannot use it ({error.strerror})"
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
+        return "has no such folder"
+
+    def unclaim(self) -> None:
+        """Undo `claim`: the run will not start."""
+        self.found()
+        (self.path / ".lock").unlink(missing_ok=True)
+        with suppress(OSError):  # it holds an earlier run
+            self.path.rmdir()
+
+    def found(self) -> None:
+        """Remove the token: every host has found it."""
+        self._token.unlink(missing_ok=True)
 
     def describe(self, cfg: RunConfig, deepspeed: dict, findings: list[Finding]) -> None:
         """Write the resolved configuration, the generated DeepSpeed dict and the findings, read-only."""

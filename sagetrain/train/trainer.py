@@ -79,12 +79,12 @@ class Trainer:
             topology = Topology(dist.get_world_size(), parallel.tensor_parallel_size, parallel.context_parallel_size)
             # Reading files may take a while: the ranks have met by now, and each host tells how far it is.
             self.files = roster.check_in(cfg, topology, self.device, lambda say: self._check_files(valid, say))
+            roster.share(self.folder)
         self.groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
         self.main = dist.get_rank() == 0
         self.reporter = Reporter(self.main)
         self._say = self.reporter.say
         if self.main:
-            self.folder.claim()
             self.watchdog.forget()
         seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
         if self.backend == "auto":
