@@ -27,7 +27,8 @@ def learning_rate(
     middle = (tokens_seen + min(tokens_seen + tokens_per_step, total_tokens)) / 2  # the last step may pass the end
     value = curve(optimizer.lr, lr_schedule, middle, total_tokens)
     reference = lr_schedule.reference_tokens_per_step or tokens_per_step
-    return value * (tokens_per_step / reference) ** _BATCH_RULE_POWER[lr_schedule.batch_rule]
+    factor: float = (tokens_per_step / reference) ** _BATCH_RULE_POWER[lr_schedule.batch_rule]
+    return value * factor
 
 
 def curve(peak: float, lr_schedule: LrScheduleConfig, tokens: float, total_tokens: int) -> float:

@@ -62,22 +62,22 @@ def stages(schedule: Schedule, total_tokens: int, micro_step: int) -> list[Sched
     seen = 0
     while seen < total_tokens:
         tokens = tokens_per_step(schedule, seen)
-        until = min(_next_change(schedule, seen), total_tokens)
+        until = min(_next_change(schedule, seen, total_tokens), total_tokens)
         steps = -(-(until - seen) // tokens)
         result.append(ScheduleStage(seen, tokens, tokens // micro_step, steps))
         seen += steps * tokens
     return result
 
 
-def _next_change(schedule: Schedule, tokens_seen: int) -> float:
-    """Smallest count of tokens after `tokens_seen` at which the tokens per step may differ; infinity if none."""
+def _next_change(schedule: Schedule, tokens_seen: int, end: int) -> int:
+    """Smallest count of tokens after `tokens_seen` at which the tokens per step may differ; `end` if there is none."""
     if isinstance(schedule, StagedTokens):
-        return min((s.from_tokens for s in schedule.stages if s.from_tokens > tokens_seen), default=float("inf"))
+        return min((s.from_tokens for s in schedule.stages if s.from_tokens > tokens_seen), default=end)
     if isinstance(schedule, ConstantTokens) or tokens_seen >= schedule.ramp_tokens:
-        return float("inf")
+        return end
     now = tokens_per_step(schedule, tokens_seen)
     if tokens_per_step(schedule, schedule.ramp_tokens) == now:
-        return float("inf")
+        return end
     low, high = tokens_seen, schedule.ramp_tokens  # a ramp is monotone: bisect; unchanged at low, changed at high
     while high - low > 1:
         middle = (low + high) // 2
