@@ -47,6 +47,13 @@ def _version(given: bool) -> None:
         raise typer.Exit
 
 
+RunDir = Annotated[Path, typer.Argument(help="Folder of a run (its training.run_dir).")]
+Checkpoint = Annotated[
+    int | None,
+    typer.Option("--checkpoint", metavar="STEP", min=1, show_default=False, help="Its checkpoint of this step."),
+]
+
+
 @app.callback()
 def sagetrain(
     version: Annotated[
@@ -208,37 +215,49 @@ def train(
 
 @app.command("eval")
 def evaluate(
-    run_dir: Annotated[Path, typer.Argument(help="Folder of a run (its training.run_dir).")],
+    run_dir: RunDir,
     num_sequences: Annotated[
         int | None, typer.Option(min=1, help="Held-out sequences. Default: the run's own.")
     ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Token file, without suffix, to evaluate on. Default: data.valid."),
+    ] = None,
+    checkpoint: Checkpoint = None,
 ) -> None:
     """Loss and perplexity of a run's newest checkpoint on its held-out data."""
     with _Errors(run_dir=run_dir):
         from sagetrain.inference.evaluate import evaluate as loss_of
         from sagetrain.inference.load import load_run
 
-        run = load_run(run_dir, _warn)
-        if not run.cfg.data.valid:
-            raise ConfigError("data.valid is empty: the run has no held-out data to evaluate on")
-        result = loss_of(run, num_sequences or run.cfg.evaluation.num_sequences)
+        run = load_run(run_dir, _warn, checkpoint)
+        asked = num_sequences or run.cfg.evaluation.num_sequences
+        result = loss_of(run, asked, path=data, report=_warn)
+    if result.sequences < asked:
+        _warn(f"{asked:,} sequences were asked for, and the held-out data has {result.sequences:,}: all are taken")
     typer.echo(f"step {run.step}, {run.tokens:,} tokens seen; {result.tokens:,} held-out tokens")
     typer.echo(f"validation loss   {result.loss:.4f} nats per token (perplexity {result.perplexity:.1f})")
-    typer.echo(
-        f"unigram entropy   {result.unigram_entropy:.4f} nats per token: the best a model without context can do"
-    )
+    if result.unigram_loss is not None:
+        typer.echo(
+            f"unigram loss      {result.unigram_loss:.4f} nats per token: by the tokens' frequencies in the training "
+            "data, the best without context"
+        )
 
 
 @app.command()
 def generate(
-    run_dir: Annotated[Path, typer.Argument(help="Folder of a run (its training.run_dir).")],
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
+    run_dir: RunDir,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; -: standard input.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Continue the text of a file (UTF-8), to its last character.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 100,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 takes the likeliest token each time; else at least 1e-6.")
     ] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")] = 50,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
+    checkpoint: Checkpoint = None,
 ) -> None:
     """Continue a text with a run's newest checkpoint."""
     with _Errors(run_dir=run_dir):
@@ -247,15 +266,30 @@ def generate(
 
         if not (temperature == 0 or temperature >= 1e-6):  # logits over it would not be finite; nor is nan
             raise ConfigError(f"--temperature {temperature}: neither 0 nor at least 1e-6; 0 takes the likeliest token")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(f"the prompt {prompt!r} is not UTF-8 ({error.reason}); convert it") from error
-        run = load_run(run_dir, _warn)
-        typer.echo(prompt, nl=False)
-        for piece in text_after(run, prompt, max_tokens, temperature, top_k, seed):
+        text = _text(prompt, file)
+        run = load_run(run_dir, _warn, checkpoint)
+        typer.echo(text, nl=False)
+        for piece in text_after(run, text, max_tokens, temperature, top_k, seed):
             typer.echo(piece, nl=False)
     typer.echo()
+
+
+def _text(prompt: str | None, file: Path | None) -> str:
+    """What to continue: the prompt, standard input or a file."""
+    if prompt is not None and file is not None:
+        raise ConfigError(f"give either a prompt or --file {file}, not both")
+    try:
+        if prompt == "-":
+            return sys.stdin.buffer.read().decode()
+        if file is not None:
+            return file.read_bytes().decode()
+        (prompt or "").encode()
+    except OSError as error:
+        raise ConfigError(f"--file {file} cannot be read: {error.strerror}") from error
+    except UnicodeError as error:
+        what = f"the text of {file}" if file else "standard input" if prompt == "-" else f"the prompt {prompt!r}"
+        raise ConfigError(f"{what} is not UTF-8 ({error.reason}); convert it") from error
+    return prompt or ""
 
 
 def _named(command: str, first: str | None, option: Path | None, others: list[str] | None) -> tuple[Path, list[str]]:

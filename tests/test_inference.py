@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shutil
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from runs import BIN, finish, write_config
+from sagetrain import cli
+from sagetrain.config import ConfigError
+from sagetrain.config.schema import DataSource
+from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.prepare import prepare
+from sagetrain.data.token_file import TokenFile, TokenFileWriter, read_provenance
 from sagetrain.inference import load
 from sagetrain.inference.evaluate import evaluate
 from sagetrain.inference.generate import generate
@@ -23,7 +32,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """Folder of a run of ten steps, beside its own copy of the corpus."""
     folder = tmp_path_factory.mktemp("inference")
     shutil.copytree(corpus, folder / "corpus")
-    config = write_config(folder / "run.yaml", folder / "corpus", folder / "run", training={"total_tokens": 2560})
+    sections = {"training": {"total_tokens": 2560}, "checkpoint": {"every_tokens": 1280}}
+    config = write_config(folder / "run.yaml", folder / "corpus", folder / "run", **sections)
     finish("sagetrain", config)
     return folder / "run"
 
@@ -39,6 +49,62 @@ def test_eval_gives_the_loss_that_training_ended_with(run: Path) -> None:
     trained = [row["valid/loss"] for row in rows if "valid/loss" in row][-1]
     assert f"validation loss   {trained:.4f}" in result.stdout
     assert "step 10, 2,560 tokens seen; 256 held-out tokens" in result.stdout
+
+
+def test_eval_takes_what_there_is_and_says_so(run: Path, tmp_path: Path) -> None:
+    writer = TokenFileWriter(tmp_path / "few", 512)
+    writer.add(TokenFile(run.parent / "corpus/valid").tokens(0, 330), np.array([330]))
+    writer.finish()
+    writer.publish(read_provenance(run.parent / "corpus/valid"))
+    result = sagetrain("eval", run, "--num-sequences", 100_000, "--data", tmp_path / "few")
+    assert result.stderr == "100,000 sequences were asked for, and the held-out data has 10: all are taken\n"
+    assert "; 320 held-out tokens" in result.stdout
+
+
+def test_unigram_loss_is_by_the_frequencies_of_the_training_data(run: Path) -> None:
+    """So that it does not fall when few tokens are evaluated, whose own entropy is small."""
+    loaded = load_run(run, print)
+    cfg = loaded.cfg
+    train = TokenFile(cfg.data.train[0].path)
+    counts = 1 + np.bincount(train.tokens(1, (train.num_tokens - 1) // 32 * 32 + 1), minlength=512)
+    nats = -np.log(counts / counts.sum())
+    held_out = Loader(SampleStream(cfg.data.valid, 32, seed=0), dp_rank=0, dp_size=1, micro_batch_size=1)
+    expected = [nats[batch.labels.numpy()].mean() for batch in held_out.eval_batches(5)]
+    one, five = (evaluate(loaded, sequences) for sequences in (1, 5))
+    assert (one.unigram_loss, five.unigram_loss) == pytest.approx((expected[0], np.mean(expected)), rel=1e-9)
+    assert one.unigram_loss > math.log(32)  # what the own entropy of 32 tokens cannot reach
+    loaded.cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"train": [DataSource(path="none")]})})
+    said: list[str] = []
+    assert evaluate(loaded, 1, report=said.append) == replace(one, unigram_loss=None)
+    assert said[0].startswith("no unigram loss: token file none: ")
+
+
+def test_any_checkpoint_can_be_named(run: Path) -> None:
+    assert [load_run(run, print, step).step for step in (5, 10)] == [5, 10]
+    missing = sagetrain("generate", run, "def", "--checkpoint", 99)
+    assert missing.returncode == 3
+    assert "has no checkpoint of step 99; it has steps: 5, 10" in missing.stderr
+
+
+def test_text_comes_from_a_file_or_from_standard_input(monkeypatch, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_bytes("über\n".encode())
+    (tmp_path / "latin.txt").write_bytes("über".encode("latin1"))
+    assert cli._text(None, tmp_path / "prompt.txt") == "über\n"
+    assert (cli._text(None, None), cli._text("as is", None)) == ("", "as is")
+    for content, file, message in (
+        (None, tmp_path / "latin.txt", r"the text of .*latin\.txt is not UTF-8"),
+        (None, tmp_path / "none", "--file .*none cannot be read: No such file"),
+        ("x", tmp_path / "prompt.txt", "either a prompt or --file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            cli._text(content, file)
+    for content, name in (("über\n".encode(), "prompt.txt"), (b"\xfc", None)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        if name:
+            assert cli._text("-", None) == "über\n"
+        else:
+            with pytest.raises(ConfigError, match="standard input is not UTF-8"):
+                cli._text("-", None)
 
 
 def test_generate_continues_the_prompt_and_repeats_itself(run: Path) -> None:

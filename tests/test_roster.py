@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed import DistStoreError, TCPStore
 
+import tiny
+from distributed import run_distributed
 from sagetrain.config.errors import ConfigError
+from sagetrain.parallel.topology import Topology
 from sagetrain.train import roster
 
 
@@ -69,6 +75,32 @@ def test_files_are_told_by_the_first_rank_of_each_host() -> None:
     assert roster.disagreements(agreeing) == []
     agreeing[2]["files"] = {"tokenizer": "45"}
     assert roster.disagreements(agreeing)[0] == "tokenizer: 0123 on node0 (rank 0); 45 on node1 (rank 2)"
+
+
+def check_in_on_two_hosts(damaged: int | None, local_ranks: list[int]) -> tuple[dict | str, list[int]]:
+    """What this rank gets of check_in, or its error, and whether it was asked to read files."""
+    rank, asked = dist.get_rank(), []
+    os.environ["LOCAL_RANK"] = str(local_ranks[rank])
+
+    def read(say) -> dict[str, str]:
+        asked.append(rank)
+        say("half way")
+        if rank == damaged:
+            raise ConfigError("token file x: damaged")
+        return {"data.train": "abcdef"}
+
+    try:
+        return roster.check_in(tiny.config(1), Topology(2, 1, 1), torch.device("cpu"), read), asked
+    except ConfigError as error:
+        return str(error), asked
+
+
+def test_every_host_checks_its_own_files_and_all_hear_of_damage() -> None:
+    (first, *_), (second, *_) = run_distributed(check_in_on_two_hosts, 2, 1, [0, 0])
+    assert first == second
+    assert re.search(r"some hosts cannot take part .*\n  on .* \(rank 1\): token file x: damaged", first)
+    agreed = {"data.train": "abcdef"}
+    assert run_distributed(check_in_on_two_hosts, 2, None, [0, 1]) == [(agreed, [0]), (agreed, [])]
 
 
 def test_ranks_wait_for_who_checks_files_while_it_says_how_far_it_is() -> None:

@@ -32,12 +32,15 @@ class TrainedRun:
     device: torch.device
 
 
-def load_run(run_dir: Path, report: Callable[[str], None]) -> TrainedRun:
-    """The newest whole checkpoint of a run folder as a model. Damaged checkpoints passed over go to `report`.
+def load_run(run_dir: Path, report: Callable[[str], None], step: int | None = None) -> TrainedRun:
+    """The checkpoint of a step of a run, or its newest whole one, as a model. `report` hears what was passed over.
 
     Raises CheckpointError if there is none.
     """
-    folder, _ = checkpoint.newest_whole(run_dir / "checkpoints", report)
+    if step is None:
+        folder, _ = checkpoint.newest_whole(run_dir / "checkpoints", report)
+    else:
+        folder = checkpoint.whole_at(run_dir / "checkpoints", step)
     if folder is None:
         raise CheckpointError(f"{run_dir} has no checkpoint; train it first: sagetrain train --config ...")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -146,6 +146,17 @@ def newest_whole(root: Path, report: Callable[[str], None]) -> tuple[Path | None
     return None, damaged
 
 
+def whole_at(root: Path, step: int) -> Path:
+    """The checkpoint of a step. Raises CheckpointError if there is none, or it is damaged."""
+    folder, there = root / folder_name(step), _folders(root)
+    if folder not in there:
+        steps = ", ".join(str(int(each.name.removeprefix("step-"))) for each in there) or "none"
+        raise CheckpointError(f"{root} has no checkpoint of step {step}; it has steps: {steps}")
+    if wrong := problems(folder):
+        raise CheckpointError(f"checkpoint {folder} is damaged: {'; '.join(wrong)}")
+    return folder
+
+
 def set_aside(folder: Path) -> None:
     """Rename a damaged checkpoint (rank 0 calls it), so that it is neither loaded, nor counted, nor overwritten."""
     number = 0
