@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,28 +46,16 @@ Half = tuple[Tensor, Any]
 nothing."""
 
 
-class Part(NamedTuple):
-    """What the stages of a stretch want to know of the tokens that come, beside the tokens."""
-
-    layout: TokenLayout
-    """Of all tokens that go through attention together with these."""
-    cos: Tensor
-    """fp32 [tokens, 1, head_dim / 2], like sin."""
-    sin: Tensor
-    gains: dict[RMSNorm, Tensor]
-    """See norm.enter_gains."""
-
+# Plain tuples, not classes: torch.compile would guard the constructors anew at every call of a block.
+Part = tuple[TokenLayout, Tensor, Tensor, dict[RMSNorm, Tensor]]
+"""What stages want to know of the tokens that come, beside the tokens: the layout of all that go through attention
+together with these; cosines and sines, fp32 [tokens, 1, head_dim / 2]; gains (norm.enter_gains)."""
 
 Stage = Callable[[Tensor, Any, Part], Half]
 
-
-class Stretch(NamedTuple):
-    """Stages in a row. The first half has done the first of them in the stretch before."""
-
-    before: Sequence[Stage]
-    attend: Stage
-    """The only one that sees more than one token at a time."""
-    after: Sequence[Stage]
+Stretch = tuple[Sequence[Stage], Stage, Sequence[Stage]]
+"""Stages in a row: those before attention, attention, the only one that sees more than one token at a time, and those
+after it. The first half has done the first of them in the stretch before."""
 
 
 def idle(x: Tensor, y: Any, part: Part) -> Half:
@@ -79,12 +67,13 @@ def split(layouts: Sequence[TokenLayout], gains: Sequence[dict[RMSNorm, Tensor]]
     """As many parts as there are gains. Two parts of one layout go through attention together."""
     count = len(gains) // len(layouts)
     tables = [(x, *pair) for x in layouts for pair in zip(x.cos.chunk(count), x.sin.chunk(count), strict=True)]
-    return [Part(*table, own) for table, own in zip(tables, gains, strict=True)]
+    return [(*table, own) for table, own in zip(tables, gains, strict=True)]
 
 
 def whole(stretch: Stretch, tokens: Half, part: Part) -> Half:
     """All tokens together."""
-    for stage in (*stretch.before[1:], stretch.attend, *stretch.after):
+    before, attend, after = stretch
+    for stage in (*before[1:], attend, *after):
         tokens = stage(*tokens, part)
     return tokens
 

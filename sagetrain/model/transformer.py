@@ -82,18 +82,20 @@ class Block(nn.Module):
         """All of them, in their order."""
         before = self.normalize(self.attention_norm), self.project
         after = self.out, self.normalize(self.mlp_norm), self.gate_up, self.down
-        return Stretch(before, self.attend, after)
+        return before, self.attend, after
 
     def normalize(self, norm: RMSNorm) -> Stage:
         """The stage that adds y to x and normalizes that, with a norm of this block or of the next one."""
         region = self.groups, self.sequence_parallel
-        return lambda x, y, part: normalize(x, y, norm, part.gains.get(norm), *region)
+        return lambda x, y, part: normalize(x, y, norm, part[-1].get(norm), *region)
 
     def project(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
-        return x, self.attention.project(y, part.cos, part.sin, part.gains)
+        _, cos, sin, gains = part
+        return x, self.attention.project(y, cos, sin, gains)
 
     def attend(self, x: Tensor, qkv: Sequence[Tensor], part: Part) -> Half:
-        return x, self.attention(*qkv, part.layout)
+        layout, *_ = part
+        return x, self.attention(*qkv, layout)
 
     def out(self, x: Tensor, o: Tensor, part: Part) -> Half:
         return x, self.attention.out(o)
@@ -116,10 +118,10 @@ class Block(nn.Module):
         parts = schedule.split(layouts, enter_gains(*norms, parts=len(halves)))
         before, attend, after = self.stages()
         if next_norm is None:
-            stretch = Stretch((idle, *before), attend, (*after, idle))
+            stretch = (idle, *before), attend, (*after, idle)
             halves = [(x, None) for x in halves]
         else:
-            stretch = Stretch(before, attend, (*after, self.normalize(next_norm)))
+            stretch = before, attend, (*after, self.normalize(next_norm))
         if len(halves) == 1:
             halves = (schedule.whole(stretch, *halves, *parts),)
         else:
