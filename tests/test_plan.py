@@ -210,7 +210,7 @@ def test_wording_follows_the_settings(override, line):
 def test_the_vocabulary_comes_from_the_configuration_when_given():
     cfg = load_config(CONFIGS / "325m.yaml", ["model.vocab_size=50257"])
     _, text = plan(CONFIGS / "325m.yaml", 8, "model.vocab_size=50257")
-    assert "vocabulary 50,304, padded " in text
+    assert "vocabulary 50,304, padded\n" in text
     assert f"{num_parameters(cfg.model, cfg.attention, 50304):,}" in text
 
 
