@@ -200,6 +200,7 @@ def train(
         try:
             path, changes = _named("train", config, config_option, overrides)
             cfg, findings = _checked(path, changes, world_size, show=rank == 0)
+            _use_cores(show=rank == 0)
             errors.run_dir = Path(cfg.training.run_dir)
             from sagetrain.train.trainer import Trainer
 
@@ -227,6 +228,7 @@ def evaluate(
 ) -> None:
     """Loss and perplexity of a run's newest checkpoint on its held-out data."""
     with _Errors(run_dir=run_dir):
+        _use_cores()
         from sagetrain.inference.evaluate import evaluate as loss_of
         from sagetrain.inference.load import load_run
 
@@ -261,6 +263,7 @@ def generate(
 ) -> None:
     """Continue a text with a run's newest checkpoint."""
     with _Errors(run_dir=run_dir):
+        _use_cores()
         from sagetrain.inference.generate import generate as text_after
         from sagetrain.inference.load import load_run
 
@@ -317,6 +320,14 @@ def _checked(config: Path, overrides: list[str], world_size: int, show: bool):
         for finding in findings:
             _warn(f"{finding.level}: {finding}")
     return cfg, findings
+
+
+def _use_cores(show: bool = False) -> None:
+    from sagetrain.parallel.host import use_cores
+
+    said = use_cores()
+    if said and show:
+        _warn(said)
 
 
 class _Errors:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from sagetrain.parallel.host import cores_of_rank, ranks_of_host
+from sagetrain.parallel.host import cores_of_rank, ranks_of_host, use_cores
 
 NAMES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_CPUS_PER_TASK")
 
@@ -30,3 +30,15 @@ def test_the_cores_of_a_host_are_shared_by_its_ranks(monkeypatch, environment, r
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     assert (ranks_of_host(), cores_of_rank()) == (ranks, cores)
+
+
+@pytest.mark.parametrize(("ranks", "given", "threads"), [("8", None, "8"), ("1", None, "16"), ("1", "3", "3")])
+def test_threads_are_chosen_unless_somebody_has(monkeypatch, ranks, given, threads) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    environment = {"LOCAL_WORLD_SIZE": ranks} | ({"OMP_NUM_THREADS": given} if given else {})
+    monkeypatch.setattr(os, "environ", environment)
+    said = use_cores()
+    assert environment["OMP_NUM_THREADS"] == threads
+    assert (environment.get("OMP_WAIT_POLICY"), said == "") == ((None, True) if given else ("PASSIVE", False))
+    assert given or said.startswith(f"{threads} threads a rank on the CPU")
+    assert use_cores() == ""  # said once

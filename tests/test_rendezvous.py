@@ -142,7 +142,7 @@ def test_a_run_whose_ranks_have_not_come_leaves_at_a_signal(tmp_path, corpus) ->
     port = free_port()
     process = subprocess.Popen(
         [BIN / "sagetrain", "train", "--config", config],
-        env={**os.environ, **rank, "MASTER_PORT": str(port)},
+        env={**{k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}, **rank, "MASTER_PORT": str(port)},
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -159,4 +159,5 @@ def test_a_run_whose_ranks_have_not_come_leaves_at_a_signal(tmp_path, corpus) ->
     assert process.returncode == 128 + signal.SIGTERM
     assert text.splitlines()[-1].startswith("ended by SIGTERM before training began"), text
     assert text.count("ended by") == 1 and "c10d" not in text
+    assert len(re.findall(r"^\d+ threads? a rank on the CPU", text, re.M)) == 1
     assert not (tmp_path / "run").exists()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 
+_MOST_THREADS = 16
+
 
 def ranks_of_host() -> int | None:
     """Ranks of this run on this host, as torchrun, deepspeed or Slurm's srun tell it; None: nobody does."""
@@ -25,3 +27,21 @@ def cores_of_rank() -> int:
         return int(of_task)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // (ranks_of_host() or 1))
+
+
+def use_cores() -> str:
+    """Choose the threads of torch on the CPU, unless OMP_NUM_THREADS does; returns what to say of it, or nothing. Call
+    before torch is imported.
+
+    Threads that wait for each other sleep: spinning, as is OpenMP's default, two threads on two busy cores computed at
+    a sixteenth of one thread's speed, and asleep as fast.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return ""
+    threads = min(_MOST_THREADS, cores_of_rank())
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return (
+        f"{threads} thread{'s' * (threads > 1)} a rank on the CPU: its share of this host's cores, at most "
+        f"{_MOST_THREADS}; OMP_NUM_THREADS sets another number"
+    )
