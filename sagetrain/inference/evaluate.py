@@ -80,7 +80,8 @@ def unigram_nats(stream: SampleStream, vocab_size: int) -> np.ndarray:
     for first in range(0, sequences, _AT_ONCE):
         samples = [stream.sample(index).tokens[1:] for index in range(first, min(first + _AT_ONCE, sequences))]
         counts += np.bincount(np.concatenate(samples), minlength=vocab_size)
-    return -np.log(counts / counts.sum())
+    nats: np.ndarray = -np.log(counts / counts.sum())
+    return nats
 
 
 def _stream(run: TrainedRun, sources: list[DataSource]) -> SampleStream:
