@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 launch/benchmark_gather.py
 
-What a gather costs a layer is how much longer the matmuls beside it take, so three times are shown for each way: the
-gather alone, the matmuls alone, and both at once. NCCL goes by copy engines (2.28 and later) where its communicator may
-use no multiprocessor (zero-CTA policy) and the result lies in symmetric memory. Every result is checked first.
+What a gather costs a layer is how much longer the matmuls beside it take: `adds` is the time of both at once less that
+of the matmuls alone, each a median over rounds in which all ways take turns. `kernels` is what a gather launches. NCCL
+goes by copy engines (2.28 and later) where its communicator may use no multiprocessor (zero-CTA policy) and the result
+lies in memory registered with it. Every result is checked first.
 """
 
 from __future__ import annotations
@@ -12,32 +13,36 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from sagetrain.parallel import copies
 
 MATMULS = 8
-REPEATS = 15
+ROUNDS = 40
 
 
-def milliseconds(action: Callable[[], None]) -> float:
-    """Median over REPEATS on this rank, between events, after three calls."""
-    times = []
-    for repeat in range(REPEATS + 3):
-        dist.barrier(device_ids=[torch.cuda.current_device()])
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+def milliseconds(action: Callable[[], object]) -> float:
+    """Once, between events, all ranks together."""
+    dist.barrier(device_ids=[torch.cuda.current_device()])
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    action()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def kernels_of(action: Callable[[], object]) -> int:
+    """Kernels that a call launches; copies are none."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         action()
-        end.record()
         torch.cuda.synchronize()
-        if repeat >= 3:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return sum(event.device_type.name == "CUDA" and "mem" not in event.name.lower() for event in profile.events())
 
 
 def by_nccl(group: dist.ProcessGroup, out: Tensor) -> Callable[[Tensor], Callable[[], Tensor]]:
@@ -80,15 +85,16 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     rank, size = dist.get_rank(), dist.get_world_size()
     plain, ours = dist.new_group(range(size)), dist.new_group(range(size))
-    copying = by_copies(ours)  # before symmetric memory is told to go through NCCL
+    copying = by_copies(ours)
     options = dist.ProcessGroupNCCL.Options()
     options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
     zero = dist.new_group(range(size), pg_options=options)
     dist.all_reduce(torch.ones(1, device=device), group=zero)
-    symmetric_memory.set_backend("NCCL")
-    shape = args.tokens, args.hidden
-    registered = symmetric_memory.empty(shape, dtype=torch.bfloat16, device=device)
-    symmetric_memory.rendezvous(registered, group=zero.group_name)
+    shape, nccl = (args.tokens, args.hidden), zero._get_backend(device)
+    pool = torch.cuda.MemPool(nccl.mem_allocator)
+    with torch.cuda.use_mem_pool(pool):
+        registered = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    nccl.register_mem_pool(pool, symm=True)
     whole = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0)).bfloat16()
     own = whole.chunk(size)[rank].contiguous()
     a, b = (torch.randn(n, m, device=device).bfloat16() for n, m in (shape, (args.hidden, 3 * args.hidden)))
@@ -113,15 +119,27 @@ def main() -> None:
         matmuls()
         end()
 
+    # In turn, round by round: clocks drift by more than a gather takes.
+    alone, beside, work = {name: [] for name in ways}, {name: [] for name in ways}, []
+    for number in range(ROUNDS + 3):
+        times = {
+            name: (milliseconds(lambda s=s: s(own)()), milliseconds(lambda s=s: both(s))) for name, s in ways.items()
+        }
+        by_themselves = milliseconds(matmuls)
+        if number >= 3:
+            work.append(by_themselves)
+            for name, (gather, together) in times.items():
+                alone[name].append(gather)
+                beside[name].append(together - by_themselves)
+    launched = {name: kernels_of(lambda s=s: s(own)()) for name, s in ways.items()}
     if rank == 0:
-        print(f"NCCL {torch.cuda.nccl.version()}, {size} GPUs, {own.nbytes >> 20} MiB a rank, ms:")
-        print(f"{'way':20} {'gather':>8} {'matmuls':>8} {'both':>8} {'hidden':>8}")
-    for name, start in ways.items():
-        alone, work = milliseconds(lambda start=start: start(own)() and None), milliseconds(matmuls)
-        together = milliseconds(lambda start=start: both(start))
-        if rank == 0:
-            hidden = (alone + work - together) / alone
-            print(f"{name:20} {alone:8.3f} {work:8.3f} {together:8.3f} {hidden:8.0%}", flush=True)
+        print(f"NCCL {torch.cuda.nccl.version()}, {size} GPUs, {own.nbytes >> 20} MiB a rank, "
+              f"{MATMULS} matmuls of {statistics.median(work):.3f} ms together")  # fmt: skip
+        print(f"{'way':20} {'alone, ms':>10} {'adds, ms':>10} {'kernels':>8}")
+        for name in ways:
+            print(f"{name:20} {statistics.median(alone[name]):10.3f} {statistics.median(beside[name]):10.3f} "
+                  f"{launched[name]:8}")  # fmt: skip
+        sys.stdout.flush()
     dist.barrier(device_ids=[device.index])
     os._exit(0)
 
