@@ -31,7 +31,7 @@ from sagetrain.data.loader import Batch
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.train.engine import Engine, init_distributed
+from sagetrain.train.engine import Engine, init_distributed, partitioner
 from sagetrain.train.saver import Saved, Saver
 
 VOCAB = 32_768  # where the configuration leaves it to the tokenizer
@@ -57,6 +57,7 @@ def build(cfg: RunConfig) -> Engine:
         seed=cfg.training.seed,
         dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype],
         device=device,
+        partition=partitioner(cfg, groups),
     )
     return Engine(cfg, model, groups, 1)
 

@@ -148,6 +148,7 @@ def compiled_losses(
         seed=3,
         activation_checkpointing=again,
         sequence_parallel=sequence,
+        partition=engine_module.partitioner(cfg, groups),
     )
     if backend:
         model.compile_blocks(backend, whole=stage == 3)

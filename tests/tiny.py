@@ -11,7 +11,7 @@ from sagetrain.config import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.train.engine import Engine, StepResult, init_distributed
+from sagetrain.train.engine import Engine, StepResult, init_distributed, partitioner
 from sagetrain.train.saver import Saver
 
 VOCAB, SEQ = 128, 16
@@ -40,11 +40,16 @@ def join(tp_size: int, cp_size: int = 1) -> ParallelGroups:
     return ParallelGroups.create(Topology(torch.distributed.get_world_size(), tp_size, cp_size))
 
 
+def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Transformer:
+    """A fresh one, at ZeRO 3 partitioned."""
+    dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
+    place = {"vocab_size": VOCAB, "groups": groups, "dtype": dtype, "partition": partitioner(cfg, groups)}
+    return Transformer(cfg.model, cfg.attention, seed=seed, **place)
+
+
 def engine(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Engine:
     """An Engine over a fresh Transformer."""
-    dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
-    model = Transformer(cfg.model, cfg.attention, vocab_size=VOCAB, groups=groups, seed=seed, dtype=dtype)
-    return Engine(cfg, model, groups, 1)
+    return Engine(cfg, model(cfg, groups, seed), groups, 1)
 
 
 def global_step(engine: Engine, step: int, sequences: int = 4) -> StepResult:

@@ -143,7 +143,8 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
     What the rank always holds, and the largest of three moments: the loss over the last logits, the last block's
     backward, and the reduction of gradients. All follow what DeepSpeed 0.19 allocates for our settings and what
     autograd saves for our blocks, but for the workspace, a guess. Not counted: CUDA's context, NCCL and the slots
-    of parallel/copies.py (1 to 3 GB), and fragmentation of the allocator.
+    of parallel/copies.py (1 to 3 GB), and fragmentation of the allocator. Building the model takes less: its weights,
+    at ZeRO 3 this rank's part and one whole parameter, no more than a step gathers.
     """
     size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, cfg.parallel.tensor_parallel_size)
     ranks = world_size // cfg.parallel.tensor_parallel_size

@@ -6,8 +6,9 @@ attention works on single tokens, and because shards along the sequence are then
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 import torch
@@ -171,6 +172,8 @@ class Transformer(nn.Module):
         activation_checkpointing: "full" recomputes every block in the backward pass.
         seed: of the initialization, which depends on nothing else: no layout, no device.
         dtype: of parameters and residual stream.
+        partition: given every parameter as soon as it has its values, before the next one takes memory: ZeRO 3 keeps a
+            part of it (train/engine.py).
 
     Raises:
         ValueError: a dimension that tensor_parallel_size does not divide, heads that it does not divide together with
@@ -191,6 +194,7 @@ class Transformer(nn.Module):
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
+        partition: Callable[[nn.Parameter], None] | None = None,
     ) -> None:
         super().__init__()
         self.config = model
@@ -199,7 +203,7 @@ class Transformer(nn.Module):
         self.overlap = overlap
         self.activation_checkpointing = activation_checkpointing
         device = torch.device("cpu" if device is None else device)
-        place = {"dtype": dtype, "device": device}
+        place = {"dtype": dtype, "device": torch.device("meta")}  # memory comes with the values
         if functions is None:
             backend, _ = resolve_backend(attention, model, device=device, dtype=dtype)
             functions = [attention_function(backend, attention, device)] * model.num_layers
@@ -220,7 +224,7 @@ class Transformer(nn.Module):
         self.whole_blocks = False
         """Whether a block computes with its own parameters alone, as a compiled one has to under ZeRO-3."""
         self._normalize = normalize
-        self._initialize(groups, seed)
+        self._initialize(seed, device, partition)
 
     def forward(
         self,
@@ -322,24 +326,37 @@ class Transformer(nn.Module):
             layouts.append(token_layout(wanted, num_sequences, num_tokens, cos, sin, own, max_seqlen))
         return layouts
 
-    def _initialize(self, groups: ParallelGroups, seed: int) -> None:
+    @torch.no_grad()
+    def _initialize(self, seed: int, device: torch.device, partition: Callable[[nn.Parameter], None] | None) -> None:
         """Gains are 1; weights are normal with init_std, over sqrt(2 num_layers) into the residual stream.
 
         Every weight is drawn in full from a generator named after it, then sliced; several at a time, since one
-        generator keeps one core busy.
+        generator keeps one core busy. One after the other they go to the device.
         """
 
         @torch.no_grad()
-        def fill(named: tuple[str, nn.Parameter]) -> None:
-            name, parameter = named
+        def draw(name: str, parameter: nn.Parameter) -> Tensor:
             if name.endswith(".gain"):
-                parameter.fill_(1)
-                return
+                return torch.ones_like(parameter, device="cpu")
             std = self.config.init_std
             if name.endswith((".attention.out.weight", ".mlp.down.weight")):
                 std /= (2 * self.config.num_layers) ** 0.5
             full = torch.empty(parameter.global_shape).normal_(0, std, generator=named_generator(seed, name))
-            parameter.copy_(shard(full, parameter.tp_dim, groups))
+            return torch.empty_like(parameter, device="cpu").copy_(shard(full, parameter.tp_dim, self.groups))
 
-        with ThreadPoolExecutor(min(8, cores_of_rank())) as pool:
-            list(pool.map(fill, self.named_parameters()))
+        def settle(parameter: nn.Parameter, drawn: Future[Tensor]) -> None:
+            real = nn.Parameter(drawn.result().to(device))
+            real.__dict__.update(parameter.__dict__)
+            torch.utils.swap_tensors(parameter, real)  # the same object: tied embeddings have it twice
+            if partition is not None:
+                partition(parameter)
+
+        workers = min(8, cores_of_rank())
+        waiting: deque[tuple[nn.Parameter, Future[Tensor]]] = deque()
+        with ThreadPoolExecutor(workers) as pool:
+            for name, parameter in self.named_parameters():
+                if len(waiting) > workers:  # no more of the model than that in host memory
+                    settle(*waiting.popleft())
+                waiting.append((parameter, pool.submit(draw, name, parameter)))
+            for pair in waiting:
+                settle(*pair)

@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +105,33 @@ def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int, param
     return {"timers": {"throughput": {"enabled": False}}, **cfg.deepspeed, **generated}
 
 
+def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Parameter], None] | None:
+    """What ZeRO 3 does to a parameter that has just got its values: every rank keeps its part. None at other stages.
+
+    For Transformer(partition=...): so no rank ever holds the whole model. Collective.
+    """
+    if resolved_zero_stage(cfg) != 3:
+        return None
+    import deepspeed
+
+    config, first = deepspeed_config(cfg, groups.num_replicas, 1, 1), []
+
+    def partition(parameter: nn.Parameter) -> None:
+        if first:
+            first[0].convert_to_zero_parameters(param_list=[parameter])
+            return
+        first.append(parameter)
+        deepspeed.zero.Init(
+            module=nn.ParameterList(first),
+            data_parallel_group=groups.replica_group,
+            dtype=parameter.dtype,
+            config_dict_or_path=config,
+            mpu=Mpu(groups),
+        )
+
+    return partition
+
+
 @dataclass(frozen=True)
 class ParameterShard:
     """What this rank owns of one parameter: a range of its flattened tensor-parallel slice.
@@ -157,8 +184,8 @@ class Engine:
 
         self.groups, self.stage = groups, resolved_zero_stage(cfg)
         self._micro_batch, self._clip, self._norm = cfg.data.micro_batch_size, cfg.optimizer.clip_grad, 0.0
-        # Shapes must be noted before ZeRO 3 replaces every parameter by its partition.
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        # Shapes are noted before ZeRO 3 replaces every parameter by its partition, if it has not yet (partitioner).
+        self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
         parameters = sum(torch.Size(shape).numel() for shape in self._shapes.values())
         self.config = deepspeed_config(cfg, groups.num_replicas, accumulation, parameters)
         self._base = build_optimizer(model, cfg.optimizer)

@@ -36,7 +36,7 @@ from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.train import checkpoint, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
-from sagetrain.train.engine import Engine, init_distributed
+from sagetrain.train.engine import Engine, init_distributed, partitioner
 from sagetrain.train.guard import StopSignal, TrainingError, Watchdog
 from sagetrain.train.ledger import Ledger, TrainState, check_consumed, not_finite
 from sagetrain.train.lr_schedule import learning_rate
@@ -163,6 +163,7 @@ class Trainer:
             seed=cfg.training.seed,
             dtype=self.dtype,
             device=self.device,
+            partition=partitioner(cfg, self.groups),
         )
         compiled = cfg.training.compile == "on" or (cfg.training.compile == "auto" and self.device.type == "cuda")
         if compiled:
