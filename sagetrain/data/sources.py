@@ -393,7 +393,7 @@ def _load_from_hub(name: str, config_name: str | None, split: str) -> Any:
     import datasets
     import huggingface_hub
 
-    if not huggingface_hub.constants.HF_HUB_OFFLINE:  # asked once: datasets would retry for half a minute, aloud
+    if not datasets.config.HF_HUB_OFFLINE:  # asked once: datasets would retry for half a minute, aloud
         try:
             there = huggingface_hub.HfApi().repo_exists(name, repo_type="dataset")
         except Exception as error:  # whatever its HTTP library raises
