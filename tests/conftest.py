@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from forked import Command
 from prepare_inputs import TEXTS
 from runs import finish, write_config
 from sagetrain.data.prepare import prepare
 from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
+
+torch.set_num_threads(1)  # two on a busy machine wait for each other: a sixth of the speed of one
 
 
 @pytest.fixture(autouse=True)

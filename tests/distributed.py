@@ -77,7 +77,7 @@ def _collect(pipes: list, processes: list, deadline: float) -> list[Any]:
 
 
 def _child(env: dict, log: str, port: int, timeout: float, source: tuple, args: tuple, sender: Any) -> None:
-    forked.enter(env, log)
+    forked.enter(env, log, log)
     try:
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)

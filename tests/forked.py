@@ -46,13 +46,15 @@ def context() -> multiprocessing.context.BaseContext:
 class Command:
     """A console script (of COMMANDS, with its arguments) in a process and session of its own; like subprocess.Popen.
 
-    Both its outputs are appended to the file `log`.
+    Its output is appended to the file `log`, errors too or, if named, to the file `errors`.
     """
 
     running: list[Command] = []
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path):
-        self._process = context().Process(target=_run, args=(list(words), dict(env), str(log), str(cwd)))
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path, errors: Path | None = None):
+        self._process = context().Process(
+            target=_run, args=(list(words), dict(env), str(log), str(errors or log), str(cwd))
+        )
         self._process.start()
         self.args, self.pid = words, self._process.pid
         Command.running.append(self)
@@ -90,23 +92,23 @@ class Command:
                 command.wait()
 
 
-def enter(env: Mapping[str, str], log: str) -> None:
-    """Take over environment and output file in a process that is forked, whose parent knows neither."""
+def enter(env: Mapping[str, str], log: str, errors: str) -> None:
+    """Take over environment and output files in a process that is forked, whose parent knows neither."""
     os.environ.clear()
     os.environ.update(env)
     if threads := env.get("OMP_NUM_THREADS"):  # torch has read it already, before the fork
         torch.set_num_threads(int(threads))
-    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+    for number, stream, path in ((1, sys.stdout, log), (2, sys.stderr, errors)):
         stream.flush()
+        output = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(output, number)
-    os.close(output)
+        os.close(output)
 
 
-def _run(words: list[str], env: dict[str, str], log: str, cwd: str) -> None:
+def _run(words: list[str], env: dict[str, str], log: str, errors: str, cwd: str) -> None:
     os.setsid()
     os.chdir(cwd)
-    enter(env, log)
+    enter(env, log, errors)
     sys.argv = words
     import_module(COMMANDS[words[0]]).main()
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,16 @@ def start(launcher: str | list[str], config: Path) -> Command | subprocess.Popen
 def finish(launcher: str | list[str], config: Path) -> None:
     code = start(launcher, config).wait(PATIENCE)
     assert code == 0, log_of(config)[-3000:]
+
+
+def sagetrain(*words: object) -> subprocess.CompletedProcess[str]:
+    """`sagetrain WORDS`, ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = (Path(folder, name) for name in ("output", "errors"))
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = Command(["sagetrain", *map(str, words)], env, output, Path.cwd(), errors)
+        code = command.wait(PATIENCE)
+        return subprocess.CompletedProcess(command.args, code, output.read_text(), errors.read_text())
 
 
 def run_dir_of(config: Path) -> Path:

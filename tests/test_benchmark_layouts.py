@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from forked import PATIENCE
 from runs import BIN, ROOT, write_config
 
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
@@ -37,7 +38,7 @@ def runs_left(folder: Path) -> list[psutil.Process]:
 def test_table_of_two_layouts(corpus: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused", checkpoint={"every_tokens": 10**9})
     process = start(config, "tp1,tp2-sp", 1, "training.total_tokens=1000000000")
-    text, _ = process.communicate(timeout=240)
+    text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, text
     rows = {line.split("│")[1].strip(): line.split("│") for line in text.splitlines() if line.startswith("│")}
     assert rows["tp1"][2].strip() == "1" and rows["tp1"][6].strip() == "1.000"
@@ -47,7 +48,7 @@ def test_table_of_two_layouts(corpus: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out/*/checkpoints"))
     kept = (tmp_path / "out/tp2-sp/metrics.jsonl").read_bytes()
     process = start(config, "tp1-dp2,tp2-sp", 1)  # would give the first one's figures as its own
-    text, _ = process.communicate(timeout=60)
+    text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2 and f"{tmp_path}/out/tp2-sp holds an earlier measurement; name another" in text
     assert not (tmp_path / "out/tp1-dp2").exists() and (tmp_path / "out/tp2-sp/metrics.jsonl").read_bytes() == kept
 
@@ -58,7 +59,9 @@ def test_relative_config_fresh_folder_and_exit_code_of_a_failure(corpus: Path, t
     program = [sys.executable, str(ROOT / "launch/benchmark_layouts.py"), "--config", "run.yaml", "--layouts", "tp1"]
     env = {**os.environ, **ENVIRONMENT, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     overrides = ["--steps", "100", "training.total_tokens=2048"]  # too few tokens for the steps
-    done = subprocess.run([*program, *overrides], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*program, *overrides], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     (log,) = (tmp_path / "runs/layouts").glob("????????-??????/tp1/log.txt")
     assert "cannot be read" not in log.read_text()
@@ -75,7 +78,7 @@ def test_bad_layouts_are_refused_before_anything_starts(corpus: Path, tmp_path: 
         ("tp1", 0, "--steps 0: at least 1"),
     ):
         process = start(config, layouts, steps)
-        text, _ = process.communicate(timeout=60)
+        text, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode and said in text
         assert not (tmp_path / "out").exists()
 
@@ -84,13 +87,13 @@ def test_sigterm_ends_the_runs_too(corpus: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused", checkpoint={"every_tokens": 10**9})
     process = start(config, "tp1", 10**6, "training.total_tokens=1000000000")
     log = tmp_path / "out/tp1/log.txt"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while not (log.exists() and "parameters" in log.read_text()):
         if process.poll() is not None or time.monotonic() > deadline:
             pytest.fail(process.communicate()[0])
         time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30)
+    assert process.wait(PATIENCE)
     assert not runs_left(tmp_path)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from forked import PATIENCE
 from runs import BIN, ROOT, write_config
 from sagetrain import __version__, cli
 from sagetrain.config import ConfigError
@@ -19,7 +20,7 @@ from sagetrain.config import ConfigError
 def command(*words: object) -> subprocess.CompletedProcess:
     words = [word if isinstance(word, bytes) else str(word) for word in words]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "PYTHONUTF8": "1"}
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env, check=False)
+    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, env=env, check=False)
 
 
 @pytest.mark.parametrize("words", [
@@ -42,7 +43,7 @@ def test_ctrl_c_is_no_traceback_at_any_time(imported: str) -> None:
             process.send_signal(signal.SIGINT)
             break
     rest = process.stderr.read()
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=PATIENCE) == 130
     assert "Traceback" not in rest and "KeyboardInterrupt" not in rest
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from forked import PATIENCE
 from prepare_inputs import TEXTS, documents, make_texts, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.data import token_file
@@ -199,7 +200,7 @@ def test_kill_leaves_nothing_that_looks_finished(tmp_path, model):
         [sys.executable, tmp_path / "run.py", path, out, model], start_new_session=True, stderr=subprocess.DEVNULL
     )
     partial = token_file.token_path(out, ".bin.partial")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not (partial.exists() and partial.stat().st_size > 0) and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.01)

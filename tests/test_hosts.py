@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from forked import PATIENCE
 from runs import BIN, ROOT, training_rows, write_config
 from sagetrain.data.prepare import prepare
 
@@ -67,7 +68,7 @@ class Host:
 
     def environment_of_a_rank(self) -> dict[str, str]:
         """Wait for a rank to run on this host, and read its environment."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             for pid in self.pids():
                 try:
@@ -128,7 +129,7 @@ class Cluster:
         """Start both hosts and wait for their sshd; `hides` holds for the second."""
         for host in self.hosts:
             host.start(hides if hides and host.number else {})
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         for host in self.hosts:
             while "listening" not in (self.folder / f"{host.name}.sshd.log").read_text():
                 assert host.sshd.poll() is None, (self.folder / f"{host.name}.sshd.log").read_text()
@@ -225,7 +226,7 @@ def reference(tmp_path_factory, corpus) -> Path:
     """Run folder of the same four ranks on one host."""
     config = run_config(tmp_path_factory.mktemp("reference"), corpus, interface=None)
     process = start([str(BIN / "torchrun"), "--standalone", "--nproc-per-node=4"], config)
-    assert process.wait(timeout=240) == 0, log_of(config)
+    assert process.wait(PATIENCE) == 0, log_of(config)
     return config.parent / "run"
 
 
@@ -237,7 +238,7 @@ def test_deepspeed_through_pdsh_is_bitwise_the_run_on_one_host(tmp_path, corpus,
         before = [cluster.hosts[0].sent(interface) for interface in ("eth0", "eth1")]
         process = cluster.deepspeed(config)
         environment = cluster.hosts[1].environment_of_a_rank()
-        assert process.wait(timeout=240) == 0, log_of(config)
+        assert process.wait(PATIENCE) == 0, log_of(config)
         eth0, eth1 = (cluster.hosts[0].sent(f"eth{i}") - before[i] for i in (0, 1))
     check_same(tmp_path / "run", reference)
     log = log_of(config)
@@ -257,7 +258,7 @@ def test_torchrun_with_a_rendezvous_is_bitwise_the_run_on_one_host(tmp_path, cor
             start(host.command(tmp_path, *TORCHRUN, "--nproc-per-node=2"), config, NCCL_DEBUG=host.name)
             for host in cluster.hosts
         ]
-        assert [process.wait(timeout=240) for process in processes] == [0, 0], log_of(config)
+        assert [process.wait(PATIENCE) for process in processes] == [0, 0], log_of(config)
     check_same(tmp_path / "run", reference)
     assert "warning: environment variable NCCL_DEBUG differs between hosts: node0 on node" in log_of(config)
 
@@ -272,7 +273,7 @@ def test_hosts_that_disagree_stop_before_anything_is_written(tmp_path, corpus, c
     prepare(text, other_corpus / "train", glob="*.py", vocab_size=400, valid_fraction=0.2, say=lambda text: None)
     with cluster.running(hides={config: older, corpus: other_corpus}):
         process = cluster.deepspeed(config, "--num_accelerators=1", "--force_multi")
-        assert process.wait(timeout=120) == 2, log_of(config)
+        assert process.wait(PATIENCE) == 2, log_of(config)
     log = log_of(config)
     assert "error: the hosts of this run disagree; nothing was started or written" in log
     assert "training.seed: 0 on node0 (rank 0); 5 on node1 (rank 1)" in log
@@ -291,7 +292,7 @@ def test_a_host_that_ssh_does_not_reach_is_missed_by_rank_and_nothing_starts(tmp
     with cluster.running():
         cluster.hosts[1].sshd.kill()
         process = cluster.deepspeed(config, "--num_accelerators=1", "--force_multi")
-        assert process.wait(timeout=90), log_of(config)
+        assert process.wait(PATIENCE), log_of(config)
     log = log_of(config)
     assert "Connection refused" in log  # ssh's own words, which the message points to
     assert re.search(r"error: 1 of 2 ranks have not come to node0:\d+ within 0.5 minutes: rank 1", log)
@@ -307,7 +308,7 @@ def test_a_run_folder_that_hosts_do_not_share_is_told_at_the_start(tmp_path, cor
         (tmp_path / disk).mkdir()
     with cluster.running(hides={tmp_path / "disk": tmp_path / "other"}):
         processes = [start(host.command(tmp_path, *TORCHRUN, "--nproc-per-node=1"), config) for host in cluster.hosts]
-        assert all(process.wait(timeout=90) for process in processes)
+        assert all(process.wait(PATIENCE) for process in processes)
     log = log_of(config)
     assert "error: training.run_dir " in log and "the hosts of this run do not share this folder" in log
     assert re.search(r"Rank 0 on node\d made it; node\d \(rank 1\) has no such folder", log)
@@ -320,7 +321,7 @@ def test_a_host_without_the_data_ends_the_run_on_all_of_them_at_once(tmp_path, c
     (tmp_path / "empty").mkdir()
     with cluster.running(hides={corpus: tmp_path / "empty"}):
         processes = [start(host.command(tmp_path, *TORCHRUN, "--nproc-per-node=1"), config) for host in cluster.hosts]
-        assert all(process.wait(timeout=90) for process in processes)
+        assert all(process.wait(PATIENCE) for process in processes)
     log = log_of(config)
     assert "error: some hosts cannot take part in this run; nothing was started or written" in log
     assert re.search(rf"on node1 \(rank .\): .*{corpus}", log)

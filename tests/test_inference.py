@@ -6,7 +6,6 @@ import io
 import json
 import math
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runs import BIN, finish, write_config
+from runs import finish, sagetrain, write_config
 from sagetrain import cli
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
@@ -36,10 +35,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     config = write_config(folder / "run.yaml", folder / "corpus", folder / "run", **sections)
     finish("sagetrain", config)
     return folder / "run"
-
-
-def sagetrain(*words: object) -> subprocess.CompletedProcess:
-    return subprocess.run([BIN / "sagetrain", *map(str, words)], capture_output=True, text=True, timeout=120)
 
 
 def test_eval_gives_the_loss_that_training_ended_with(run: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from forked import PATIENCE
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data import verify
@@ -357,7 +358,7 @@ def test_prefetch_goes_on_into_the_next_step(stream, monkeypatch):
     monkeypatch.setattr(stream, "sample", lambda index, seed=None: asked.append(index) or plain(index, seed))
     loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=2, num_workers=1)
     list(loader.step_batches(0, 4 * S, next_tokens_per_step=8 * S))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while max(asked) < 7 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert sorted(asked) == list(range(8))  # two batches ahead

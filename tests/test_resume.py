@@ -143,7 +143,7 @@ def test_a_resume_on_data_of_another_checksum_is_refused(tmp_path, corpus, refer
     record = json.loads((other / "train.json").read_text())
     (other / "train.json").write_text(json.dumps({**record, "sha256": "0" * 64}))
     config = write_config(tmp_path / "run.yaml", other, reference[1])
-    assert start("sagetrain", config).wait(timeout=60) == 3
+    assert start("sagetrain", config).wait(PATIENCE) == 3
     assert "data.train (checksums in .json): checkpoint " in config.with_suffix(".log").read_text()
 
 

@@ -12,6 +12,7 @@ import torch
 
 import tiny
 from distributed import run_distributed
+from forked import PATIENCE
 from sagetrain.model.accounting import save_host_bytes
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
@@ -103,7 +104,7 @@ def one_rank_cannot_write(root: str) -> tuple[bool, str, str]:
     if groups.dp_rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
     save_plain(saver, 2)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while not saver.failed and time.monotonic() < deadline:
         time.sleep(0.01)
     known = saver.failed

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from forked import PATIENCE
 from runs import BIN, ROOT, free_port, training_rows, write_config
 
 SRUN = f"""#!{sys.executable}
@@ -56,13 +57,13 @@ def submit(folder: Path, config: Path) -> subprocess.Popen:
 def test_a_signal_saves_and_requeues_and_the_job_finishes(tmp_path, corpus) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, data={"valid": []})
     log, metrics = config.with_suffix(".log"), tmp_path / "run" / "metrics.jsonl"
-    job, deadline = submit(tmp_path, config), time.monotonic() + 120
+    job, deadline = submit(tmp_path, config), time.monotonic() + PATIENCE
     while not (metrics.exists() and '"step": 13,' in metrics.read_text()):
         assert job.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
         time.sleep(0.05)
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(timeout=60) == 0, log.read_text()[-3000:]
+    assert job.wait(PATIENCE) == 0, log.read_text()[-3000:]
     assert "stopped by SIGUSR1 with a checkpoint: requeueing" in log.read_text()
-    assert submit(tmp_path, config).wait(timeout=120) == 0, log.read_text()[-3000:]
+    assert submit(tmp_path, config).wait(PATIENCE) == 0, log.read_text()[-3000:]
     assert log.read_text().count("\nrequeued ") == 1  # finished: not again
     assert [row["step"] for row in training_rows(tmp_path / "run")] == list(range(1, 41))
