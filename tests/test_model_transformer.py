@@ -2,14 +2,16 @@
 
 import copy
 import math
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
 from llama_reference import reference_loss
+from sagekernels import attention_reference
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.model.backends import AttentionFunction, Sage, Sdpa, TokenLayout, token_layout
+from sagetrain.model.backends import AttentionFunction, Flash, Sage, Sdpa, TokenLayout, token_layout
 from sagetrain.model.rotary import apply_rotary, rotary_tables
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
@@ -229,6 +231,16 @@ def test_a_layer_that_gets_another_attention_costs_one_graph(packing: dict, whol
     first = 1 if whole else 2  # the blocks, the first norm
     assert counts == [first, first + 1, first + 1, first + 2, first + 2]
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_function_that_cannot_be_traced_is_compiled_around() -> None:
+    package = ModuleType("flash")
+    package.flash_attn_func = attention_reference
+    model = _with_functions(Flash(package), Sdpa())
+    eager = _gradients(model, *_batch())
+    torch._dynamo.reset()
+    model.compile_blocks(backend="aot_eager")
+    _assert_same(_gradients(model, *_batch()), eager, 1e-5)
 
 
 def test_bf16_stays_near_fp32() -> None:

@@ -44,7 +44,8 @@ class Attention(nn.Module):
                     f"context_parallel_size ({groups.cp_size})"
                 )
         self.function = function
-        """May be changed at any time; a compiled block is compiled anew for a function that no layer had before."""
+        """May be changed at any time; torch.compile makes one more graph for one that no layer had before. (In a model
+        that was compiled without flash, flash cannot take its place.)"""
         self.groups = groups
         self.head_dim = model.head_dim
         self.qk_norm = qk_norm

@@ -84,7 +84,7 @@ class AttentionFunction:
     documents: ClassVar[Documents] = "cu_seqlens"
     """What it reads of TokenLayout."""
     traceable: ClassVar[bool] = True
-    """Whether torch.compile can look into it; otherwise it compiles the block in two halves around it."""
+    """Whether torch.compile can look into it; otherwise it compiles the pieces of the block around it."""
 
     @property
     def quantized(self) -> frozenset[Product]:

@@ -87,8 +87,12 @@ class Block(nn.Module):
 
     def normalize(self, norm: RMSNorm) -> Stage:
         """The stage that adds y to x and normalizes that, with a norm of this block or of the next one."""
-        region = self.groups, self.sequence_parallel
-        return lambda x, y, part: normalize(x, y, norm, part[-1].get(norm), *region)
+
+        def stage(x: Tensor, y: Tensor | Pending | None, part: Part) -> Half:
+            *_, gains = part
+            return normalize(x, y, norm, gains.get(norm), self.groups, self.sequence_parallel)
+
+        return stage
 
     def project(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
         _, cos, sin, gains = part
