@@ -7,7 +7,7 @@ SHELL := /bin/bash
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test host-tools host-tools check fmt test-gpu bench clean
+.PHONY: help install quickstart test coverage host-tools check fmt test-gpu bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -23,8 +23,12 @@ install: $(STAMP)  ## create .venv with the tested versions
 quickstart: $(STAMP)  ## train, stop, resume and evaluate a small model on this machine (about 5 minutes, no GPU needed)
 	$(BIN)/python launch/quickstart.py
 
-test: $(STAMP)  ## the whole test suite, CPU only
-	$(BIN)/python -m pytest -q --ignore=tests/gpu --durations=20
+JOBS ?=
+test: $(STAMP)  ## the whole test suite, CPU only; JOBS=2: in so many processes
+	$(BIN)/python -m pytest -q --ignore=tests/gpu --durations=20 $(if $(JOBS),-n $(JOBS) --dist loadfile)
+
+coverage: $(STAMP)  ## the test suite (twice as slow) with a coverage figure of what its own process runs, not ranks
+	$(BIN)/python -m pytest -q --ignore=tests/gpu --cov=sagetrain --cov-report=term:skip-covered
 
 HOST_PACKAGES := iproute2 openssh-client openssh-server pdsh
 host-tools:  ## as root on Debian: install what tests/test_hosts.py makes two hosts of (elsewhere that file is skipped)

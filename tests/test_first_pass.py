@@ -41,11 +41,11 @@ def covered(items: list[pytest.Item]) -> set[tuple]:
     return {(item.nodeid.split("[")[0], aspect) for item in items for aspect in first_pass.aspects(item)}
 
 
-def test_the_first_pass_touches_everything_in_a_fifth_of_the_cases(passes) -> None:
+def test_the_first_pass_touches_everything_in_a_third_of_the_cases(passes) -> None:
     whole, first = passes["whole"], passes["first"]
     assert covered(first) == covered(whole)
     assert {item.path for item in first} == set((ROOT / "tests/gpu").glob("test_*.py"))
-    assert len(first) < len(whole) / 5
+    assert len(first) < len(whole) / 3
 
 
 def test_every_kernel_recipe_and_head_dim_of_both_backends_is_in_it(passes) -> None:
