@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from forked import PATIENCE
-from runs import BIN, ROOT, training_rows, write_config
+from forked import PATIENCE, Command
+from runs import BIN, ROOT, free_port, training_rows, write_config
 from sagetrain.data.prepare import prepare
 
 STEPS, STEP_TOKENS = 6, 256
@@ -225,8 +225,9 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
 def reference(tmp_path_factory, corpus) -> Path:
     """Run folder of the same four ranks on one host."""
     config = run_config(tmp_path_factory.mktemp("reference"), corpus, interface=None)
-    process = start([str(BIN / "torchrun"), "--standalone", "--nproc-per-node=4"], config)
-    assert process.wait(PATIENCE) == 0, log_of(config)
+    ranks = ["ranks", "4", str(free_port()), "train", "--config", str(config)]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    assert Command(ranks, env, config.with_suffix(".log"), config.parent).wait(PATIENCE) == 0, log_of(config)
     return config.parent / "run"
 
 

@@ -9,6 +9,7 @@ training (we run it as ZeRO 1); fp32 with ZeRO 0 reports no gradient norm (we me
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import io
@@ -56,8 +57,8 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed 0.19 calls collectives by names that newer torch has renamed; nothing a user could act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    if not on_gpu:  # saves a C++ build at start-up that only CPU inference would use
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not on_gpu:  # saves compiling probes, and a C++ build that only CPU inference would use
+        deepspeed.ops.__compatible_ops__ = collections.defaultdict(bool)
     device = torch.device("cpu")
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
