@@ -1,11 +1,13 @@
 """Rank arithmetic, process groups and DeepSpeed's view of them."""
 
 import inspect
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import forked
 from distributed import run_distributed
 from sagetrain.parallel.topology import Mpu, ParallelGroups, Topology
 
@@ -134,3 +136,13 @@ def _fail_on_rank_one() -> None:
 def test_helper_reports_the_failing_rank() -> None:
     with pytest.raises(RuntimeError, match=r"rank 1 raised(.|\n)*the second rank's own message"):
         run_distributed(_fail_on_rank_one, 2)
+
+
+def _not_imported() -> list[str]:
+    return [name for name in forked.IMPORTED if name not in sys.modules]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU every rank imports for itself")
+def test_ranks_start_with_everything_imported() -> None:
+    """A name that cannot be imported would be passed over in silence, and cost every rank seconds."""
+    assert run_distributed(_not_imported, 1) == [[]]
