@@ -142,8 +142,8 @@ def _layout_table(cfg: RunConfig, world_size: int) -> Table:
         ("ZeRO", f"stage {cfg.parallel.zero_stage}, {cfg.training.dtype}"),
         (
             "micro-step",
-            f"{data.micro_batch_size} sequences x {data.seq_length:,} tokens x {ranks} = "
-            f"{token_multiple(cfg, ranks):,} tokens",
+            f"{data.micro_batch_size} sequence{'s' * (data.micro_batch_size > 1)} x {data.seq_length:,} tokens "
+            f"x {ranks} = {token_multiple(cfg, ranks):,} tokens",
         ),
     ])  # fmt: skip
 
