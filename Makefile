@@ -23,9 +23,9 @@ install: $(STAMP)  ## create .venv with the tested versions
 quickstart: $(STAMP)  ## train, stop, resume and evaluate a small model on this machine (about 5 minutes, no GPU needed)
 	$(BIN)/python launch/quickstart.py
 
-JOBS ?=
-test: $(STAMP)  ## the whole test suite, CPU only; JOBS=2: in so many processes
-	$(BIN)/python -m pytest -q --ignore=tests/gpu --durations=20 $(if $(JOBS),-n $(JOBS) --dist loadfile)
+JOBS ?= 2
+test: $(STAMP)  ## the whole test suite, CPU only; JOBS=0: all in one process
+	$(BIN)/python -m pytest -q --ignore=tests/gpu --durations=20 -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 coverage: $(STAMP)  ## the test suite (twice as slow) with a coverage figure of what its own process runs, not ranks
 	$(BIN)/python -m pytest -q --ignore=tests/gpu --cov=sagetrain --cov-report=term:skip-covered

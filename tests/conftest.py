@@ -16,7 +16,15 @@ from runs import finish, write_config
 from sagetrain.data.prepare import prepare
 from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
 
+# The slowest first: files are dealt out to processes whole, and one that begins last would be waited for.
+SLOW = ("test_engine", "test_faults", "test_hosts", "test_resume", "test_accounting", "test_performance")
+
 torch.set_num_threads(1)  # two on a busy machine wait for each other: a sixth of the speed of one
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files; inside one nothing changes."""
+    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
 
 
 @pytest.fixture(autouse=True)
