@@ -20,7 +20,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 
 install: $(STAMP)  ## create .venv with the tested versions
 
-quickstart: $(STAMP)  ## train, stop, resume and evaluate a small model on this machine (about 5 minutes, no GPU needed)
+quickstart: $(STAMP)  ## train, stop, resume and evaluate a small model on this machine (about 2 minutes, no GPU needed)
 	$(BIN)/python launch/quickstart.py
 
 JOBS ?= 2
