@@ -27,11 +27,15 @@ def _rounded(steps: int, *operands: Tensor) -> list[Tensor]:
 class Rounding(Matmul):
     """What a recipe in fewer bits has to write: the same products of rounded operands."""
 
-    def forward(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, weights: Sequence[Tensor], kept: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         return super().forward(*_rounded(FORWARD, x), _rounded(FORWARD, *weights))
 
     def input_gradient(
-        self, prepared: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor | None = None
+        self,
+        prepared: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        out: Tensor | None = None,
+        kept: Sequence[Tensor] = (),
     ) -> Tensor:
         return super().input_gradient(_rounded(INPUT_GRADIENT, *prepared), _rounded(INPUT_GRADIENT, *weights), out)
 

@@ -45,6 +45,22 @@ def _divide(total: int, groups: ParallelGroups, what: str) -> int:
     return total // groups.tp_size
 
 
+@torch.no_grad()
+def keep_weights(model: nn.Module) -> None:
+    """Make what layers keep of their weights (Matmul.keep), from the weights as they are now.
+
+    From then on the layers compute with that: whoever changes a weight has to call this again. Not for ZeRO 3, where
+    weights come and go.
+    """
+    for layer in model.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            made = layer.matmul.keep(list(layer.parameters(recurse=False)))
+            if layer.kept:
+                torch._foreach_copy_(layer.kept, made)
+            else:
+                layer.kept = made
+
+
 class ColumnParallelLinear(nn.Module):
     """Several y = x W^T of one x, with the rows of each W, that is its output features, spread over the group.
 
@@ -71,6 +87,8 @@ class ColumnParallelLinear(nn.Module):
         self.groups = groups
         self.sequence_parallel = sequence_parallel
         self.matmul = matmul or Matmul(joined=groups.tp_size > 1)
+        self.kept: tuple[Tensor, ...] = ()
+        """What `keep_weights` made. No buffers: DeepSpeed would cast them."""
         self.names = tuple(out_features)
         for name, size in out_features.items():
             local = _divide(size, groups, f"out_features of {name}")
@@ -81,7 +99,7 @@ class ColumnParallelLinear(nn.Module):
         """[tokens, in] -> [tokens, out / tp] for each weight."""
         weights = [getattr(self, name) for name in self.names]
         back = None if self.groups.tp_size == 1 else entering(self.sequence_parallel)[1]
-        return linear(x, weights, self.matmul, back, self.groups.tp_group)
+        return linear(x, weights, self.matmul, back, self.groups.tp_group, self.kept)
 
 
 class RowParallelLinear(nn.Module):
@@ -109,13 +127,14 @@ class RowParallelLinear(nn.Module):
         self.groups = groups
         self.sequence_parallel = sequence_parallel
         self.matmul = matmul or Matmul()
+        self.kept: tuple[Tensor, ...] = ()
         local = _divide(in_features, groups, "in_features")
         weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
         self.weight = annotate(weight, groups, tp_dim=1)
 
     def forward(self, x: Tensor) -> Tensor | Pending:
         """[tokens, in / tp] -> [tokens (/ tp with sequence parallelism), out], on its way."""
-        (y,) = linear(x, [self.weight], self.matmul)
+        (y,) = linear(x, [self.weight], self.matmul, kept=self.kept)
         return start_leave(y, self.groups, self.sequence_parallel)
 
 

@@ -1,9 +1,9 @@
 """A linear layer's matmuls as a value: y = x W^T, the gradient of x and that of W, each in the precision it chooses.
 
 All linear layers and the output projection compute with a Matmul. The one here multiplies in the dtype of its operands.
-A recipe in fewer bits is another class with its methods: handed to a layer (`matmul=`), it decides what is rounded and
-how it is scaled, and may keep weights that it has rounded. Layers may share one or have their own: torch.compile makes
-one graph for all of a class whose fields are equal.
+A recipe in fewer bits is another class with its methods (lowbit.py): handed to a layer (`matmul=`), it decides what is
+rounded and how it is scaled, and what of the weights is kept rounded from one optimizer step to the next. Layers may
+share one or have their own: torch.compile makes one graph for all of a class whose fields are equal.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ class Matmul:
 
     joined: bool = False
 
-    def forward(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """x W^T of each weight: [tokens, out] each."""
+    def keep(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the products read in place of the weights for as long as these do not change; nothing here."""
+        return ()
+
+    def forward(self, x: Tensor, weights: Sequence[Tensor], kept: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """x W^T of each weight: [tokens, out] each. kept: what `keep` gave, if it was called."""
         return tuple(x @ weight.t() for weight in weights)
 
     def prepare(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -43,7 +47,11 @@ class Matmul:
         return (torch.cat(grads, 1),) if self.joined and len(grads) > 1 else grads
 
     def input_gradient(
-        self, prepared: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor | None = None
+        self,
+        prepared: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        out: Tensor | None = None,
+        kept: Sequence[Tensor] = (),
     ) -> Tensor:
         """[tokens, in], into `out` if given (for one weight); the caller may write to it."""
         if len(prepared) < len(weights):
@@ -78,20 +86,22 @@ def linear(
     matmul: Matmul,
     back: Collective = None,
     group: ProcessGroup | None = None,
+    kept: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
     """x W^T of each weight, [tokens, in] -> [tokens, out] each, x finished first if it is on its way.
 
     back: the collective that the gradient of x starts, over the group, before the gradients of the weights are
-    computed.
+    computed. kept: what matmul.keep gave for these weights as they are now, if it was called.
     """
     given, result = x if isinstance(x, tuple) else (x, None)
-    return _Linear.apply(_Plan(matmul, back, group), given, result, *weights)
+    return _Linear.apply(_Plan(matmul, back, group, len(weights)), given, result, *weights, *kept)
 
 
 class _Plan(NamedTuple):
     matmul: Matmul
     back: Collective
     group: ProcessGroup | None
+    weights: int
 
 
 class _Linear(torch.autograd.Function):
@@ -102,18 +112,20 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: FunctionCtx, plan: _Plan, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         # (Without gradients torch.compile 2.13 loses the first argument of a Function that takes as many as this one
         # has names. There are always more.)
-        given, result, *weights = tensors
+        given, result, *read = tensors
+        weights, kept = read[: plan.weights], read[plan.weights :]
         x = given if result is None else finish(result)
         ctx.plan = plan
-        ctx.save_for_backward(x, *weights)
-        return plan.matmul.forward(x, weights)
+        ctx.save_for_backward(x, *read)
+        return plan.matmul.forward(x, weights, kept)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        matmul, back, group = ctx.plan
-        x, *weights = ctx.saved_tensors
+        matmul, back, group, count = ctx.plan
+        x, *read = ctx.saved_tensors
+        weights, kept = read[:count], read[count:]
         prepared = matmul.prepare(grads)
-        grad_x = matmul.input_gradient(prepared, weights)
+        grad_x = matmul.input_gradient(prepared, weights, kept=kept)
         if back is not None:
             grad_x = back(grad_x, group)
-        return None, grad_x, None, *matmul.weight_gradients(prepared, x, weights)
+        return None, grad_x, None, *matmul.weight_gradients(prepared, x, weights), *(None,) * len(kept)
