@@ -72,7 +72,8 @@ MAY_IMPORT = {
     "parallel": {"parallel"},
     "model": {"model", "parallel", "config"},
     "data": {"data", "config"},
-    "train": {"train", "model", "parallel", "data", "config", "hardware", "__version__"},
+    "stability": {"stability", "model", "parallel", "config"},
+    "train": {"train", "stability", "model", "parallel", "data", "config", "hardware", "__version__"},
     "inference": {"inference", "train", "model", "parallel", "data", "config"},
     "planning": {"planning", "train", "model", "data", "config", "hardware"},
 }

@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 import tiny
 from sagetrain import cli
+from sagetrain.stability.controller import Event
 from sagetrain.train.metrics import MetricsWriter
 from sagetrain.train.run_folder import RunFolder
 
@@ -53,6 +54,18 @@ def test_rows_and_events_hold_the_same_with_the_time(tmp_path: Path) -> None:
     MetricsWriter(tmp_path, 1, 100, 1000, tensorboard=True).close()
     assert [row["step"] for row in rows(tmp_path)] == [1]
     assert max(event.step for event in events(tmp_path) if event.HasField("session_log")) == 2  # hides those from there
+
+
+def test_events_of_steps_that_are_taken_again_are_dropped(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, 0, 0, 1000, tensorboard=False)
+    for step in (1, 2):
+        writer.event(step, 100 * step, Event("precision", f"layer {step} goes to 16 bits", {"layer": step}))
+    writer.close()
+    MetricsWriter(tmp_path, 1, 100, 1000, tensorboard=False).close()
+    (row,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    row.pop("wall_time")
+    text = "layer 1 goes to 16 bits"
+    assert row == {"step": 1, "tokens": 100, "kind": "precision", "text": text, "layer": 1}
 
 
 def test_a_log_gets_one_line_a_step_and_no_carriage_return(tmp_path: Path, capsys) -> None:

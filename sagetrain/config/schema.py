@@ -298,6 +298,10 @@ class LoggingConfig(Section):
     """Write TensorBoard events into run_dir/tensorboard."""
 
 
+class StabilityConfig(Section):
+    """What INT8 attention costs, measured while training, and what follows from it."""
+
+
 class GuidanceConfig(Section):
     """The stability rules of the SageBwd papers."""
 
@@ -320,6 +324,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    stability: StabilityConfig = StabilityConfig()
     guidance: GuidanceConfig = GuidanceConfig()
     deepspeed: dict[str, Any] = {}
     """Extra DeepSpeed keys (profilers, communication options). A key that SageTrain generates is an error."""

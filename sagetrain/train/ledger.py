@@ -112,12 +112,16 @@ def check_consumed(folds: int, first: int, count: int, micro_batch_size: int, dp
 
 @dataclass
 class TrainState:
-    """Where a run is. Everything else follows from the configuration."""
+    """Where a run is. Everything else follows from the configuration.
+
+    `controllers`: what each stability controller remembers, by its name.
+    """
 
     step: int = 0
     tokens: int = 0
     sequences: int = 0
     ledger: Ledger = field(default_factory=Ledger)
+    controllers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def optimizer_steps(self) -> int:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from sagetrain.data.token_file import write_atomic
 from sagetrain.hardware import PEAK_FLOPS
+from sagetrain.stability.controller import Event
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -69,9 +70,9 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: Path, step: int, tokens: int, total_tokens: int, tensorboard: bool):
-        path = run_dir / "metrics.jsonl"
-        _drop_rows_after(path, step)
-        self._rows = _Records(path)
+        for path in (run_dir / "metrics.jsonl", run_dir / "events.jsonl"):
+            _drop_rows_after(path, step)
+        self._rows, self._events = _Records(run_dir / "metrics.jsonl"), _Records(run_dir / "events.jsonl")
         self._board = _Events(run_dir / "tensorboard", step + 1) if tensorboard else None
         self._total = total_tokens
         self._bar = None
@@ -91,6 +92,11 @@ class MetricsWriter:
         self._rows.write(json.dumps(row).encode() + b"\n")
         if self._board:
             self._board.add(step, now, known)
+
+    def event(self, step: int, tokens: int, event: Event) -> None:
+        """One row of events.jsonl: {"step", "tokens", "wall_time", "kind", "text", **fields}."""
+        row = {"step": step, "tokens": tokens, "wall_time": round(time.time(), 3), "kind": event.kind}
+        self._events.write(json.dumps({**row, "text": event.text, **event.fields}).encode() + b"\n")
 
     def progress(self, step: int, tokens: int, loss: float, lr: float, rate: float) -> None:
         """Where the run stands after a step, at `rate` tokens per second: a terminal's bar, elsewhere one line."""
@@ -116,6 +122,7 @@ class MetricsWriter:
         if self._bar is not None:
             self._bar.close()
         self._rows.close()
+        self._events.close()
         if self._board:
             self._board.close()
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from sagetrain.config.schema import LoggingConfig
+from sagetrain.stability.controller import Event
 from sagetrain.train import checkpoint
 from sagetrain.train.engine import StepResult
 from sagetrain.train.ledger import TrainState
@@ -51,6 +52,12 @@ class Reporter:
         """A row of numbers."""
         if self._writer:
             self._writer.write(state.step, state.tokens, values)
+
+    def event(self, state: TrainState, event: Event) -> None:
+        """A line for people, and a row of events.jsonl."""
+        if self._writer:
+            self._writer.event(state.step, state.tokens, event)
+            self._writer.say(f"step {state.step}: {event.text}")
 
     def step(self, state: TrainState, result: StepResult, size: int, lr: float) -> None:
         """All numbers of a step of `size` tokens that has brought the run to `state`, and what the clock says."""

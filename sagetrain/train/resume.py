@@ -40,4 +40,4 @@ def restore(reader: Reader, engine: Engine, identity: dict[str, Any], files: dic
     rng = reader.rng(dist.get_rank())
     if rng is not None:
         set_rng_state(rng)
-    return TrainState(state["step"], state["tokens"], state["sequences"], ledger)
+    return TrainState(state["step"], state["tokens"], state["sequences"], ledger, state.get("controllers", {}))

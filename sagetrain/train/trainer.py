@@ -34,6 +34,7 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
 from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
+from sagetrain.stability.controller import Controller, Taken
 from sagetrain.train import checkpoint, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine, init_distributed, partitioner
@@ -92,7 +93,10 @@ class Trainer:
         self.micro_step = token_multiple(cfg, self.groups.dp_size)
         self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
         self.engine = self._build_engine()
+        self.controllers: list[Controller] = []
         self._resume()
+        for controller in self.controllers:
+            controller.restore(self.state.controllers.get(controller.name, {}))
         if self.main:  # `sagetrain generate` needs nothing but the run folder
             write_atomic(self.folder.tokenizer, tokenizer.model)
         self.saver = Saver(
@@ -243,6 +247,7 @@ class Trainer:
             self._waited = True
             self._say(f"step {self.state.step}: training waits for the checkpoint before this one (said once): the disk"
                       " takes longer than checkpoint.every_tokens")  # fmt: skip
+        self.state.controllers = {controller.name: controller.state() for controller in self.controllers}
         state = {
             **asdict(self.state),
             "optimizer_steps": self.state.optimizer_steps,
@@ -332,6 +337,9 @@ class Trainer:
             raise not_finite(state, samples, result.loss, result.grad_norm, cfg.attention, self.backend, drop)
         state.advance(size, cfg.data.seq_length)
         self.reporter.step(state, result, size, lr)
+        for controller in self.controllers:
+            for event in controller.after_step(Taken(state.step, state.tokens, size, result.metrics)):
+                self.reporter.event(state, event)
         return result.stop
 
     def _drop(self, size: int) -> None:

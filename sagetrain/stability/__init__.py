@@ -1,0 +1,1 @@
+"""What INT8 attention costs while training, measured, and the decisions that follow the measurement."""
