@@ -6,7 +6,8 @@
 A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context parallel), z (ZeRO stage, 1 unless
 said) and sp (sequence parallel); what is left out is 1. Each is a real run of launch/train.py through the deepspeed
 launcher with `--accumulation` micro-steps a step; those that leave GPUs free run side by side. Nothing is saved: a run
-is killed when it has enough steps. Scaling is tokens/s per GPU against the first layout. Exit code 1: a layout failed.
+is killed when it has enough steps. Scaling is tokens/s per GPU against the first layout; MFU counts attention inside
+documents (perf/mfu). Exit code 1: a layout failed.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.hardware import of_device
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.planning.performance import predict
+from sagetrain.planning.plan import document_span
 from sagetrain.train.engine import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -182,7 +184,7 @@ def table(layouts: list[Layout], configs: dict[str, RunConfig], vocab_size: int,
             continue
         cfg = configs[layout.name]
         predicted = sum(item.bytes for item in memory_per_rank(cfg, layout.world_size, vocab_size)) / 2**30
-        step = predict(cfg, layout.world_size, vocab_size, hardware) if hardware else None
+        step = predict(cfg, layout.world_size, vocab_size, hardware, document_span(cfg.data)) if hardware else None
         per_gpu = layout.rate / layout.world_size
         shown.add_row(
             layout.name,

@@ -56,9 +56,8 @@ class Hardware:
     matmul_half_size: float
     """A matmul whose smallest dimension is this runs at half of matmul_flops."""
     attention: dict[str, AttentionRate]
-    """By attention.backend ("sage scores" for that recipe), and by "BACKEND over documents" where documents are packed:
-    that is another kernel for sdpa, and masks for all. Such a rate counts what lies inside documents, and the length is
-    the mean of what a token's causal row holds, times two (operations.document_share)."""
+    """By attention.backend ("sage scores" for that recipe), and by "BACKEND over documents" where packed documents take
+    another kernel. A rate counts what lies inside documents, and its length is operations.Rank.span."""
     memory_bandwidth: float
     """What kernels that only move data reach, reads and writes counted."""
     micro_step_seconds: float
@@ -130,20 +129,17 @@ H200 = Hardware(
         # FlashAttention-4 inside the 24 x 1024 step: 380, 478, 525 (d 64) and 489, 578, 615 (d 128) TFLOP/s at 2K, 8K
         # and 32K; alone 472 and 583 at 4K, 524 and 617 at 16K.
         "flash": AttentionRate(535e12, 628e12, 750),
-        # cuDNN: 304 at 2K inside the step (38 ms); alone 396 (d 64) and 493 (d 128) at 4K, 443 and 583 at 16K.
-        "sdpa": AttentionRate(465e12, 610e12, 900),
-        # Recipe fine, portable Triton kernels, smoothing and quantizers included: 231 (d 64) and 208 (d 128) at 4K. The
-        # other lengths are not measured; the half length is cuDNN's.
-        "sage": AttentionRate(282e12, 254e12, 900),
-        # Recipe scores, the kernels for Hopper: forward and backward of the table in RESULTS.md at 4K, 16K and 64K.
-        "sage scores": AttentionRate(560e12, 660e12, 1000),
-        # Over documents: half lengths lead from what whole steps had left for attention at 4K to the rates of whole
-        # sequences. sdpa (FlashAttention-2 there): 325M, and d 128 in proportion. sage: 1B, profiled (194, 95 and 51 ms
-        # a micro-step at TP 1, 2 and 4), and 325M at d 64. scores: 1B, and 325M on an H100 (the same arithmetic).
+        # cuDNN: 304 at 2K inside the 24 x 1024 step (38 ms), about 340 at 4K in 325M's and 1B's; alone 396 (d 64) and
+        # 493 (d 128) at 4K, 443 and 583 at 16K.
+        "sdpa": AttentionRate(480e12, 490e12, 1600),
+        # FlashAttention-2. 325M, what the whole step has left for attention; d 128 in proportion.
         "sdpa over documents": AttentionRate(272e12, 300e12, 1090),
-        "flash over documents": AttentionRate(535e12, 628e12, 750),  # not measured: as without them
-        "sage over documents": AttentionRate(326e12, 247e12, 2700),
-        "sage scores over documents": AttentionRate(560e12, 620e12, 2700),
+        # What whole steps have left for attention, at spans of 2.4K (packed documents), 4K and 128K. The kernels alone
+        # reach more (16 heads of 128 at 4K: 218 and 528); steps without documents were predicted 8 % too fast by that.
+        # fine: 1B, profiled (194, 95 and 51 ms a micro-step at TP 1, 2 and 4), and 325M at d 64. scores: 1B, and 325M
+        # on an H100 (the same arithmetic).
+        "sage": AttentionRate(326e12, 247e12, 2700),
+        "sage scores": AttentionRate(560e12, 620e12, 2700),
     },
     # Copies reach 4.3 TB/s. In the profile of 1B: 3.1 the fused kernels of the blocks and of the loss, 2.9 DeepSpeed's
     # passes and Adam (0.9 where bf16 gradients become fp32).

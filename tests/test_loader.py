@@ -219,9 +219,11 @@ def test_documents_in_a_batch(source, attention, positions):
             assert len(batch.cu_seqlens) in (16, 32, 64, 128)
             assert np.diff(bounds).max() <= batch.max_seqlen <= S
             assert batch.max_seqlen < 2 * np.diff(bounds).max()
+            assert batch.span == np.square(np.diff(bounds)).sum() / (4 * S)
         else:
             assert batch.cu_seqlens is None
             assert batch.max_seqlen is None
+            assert batch.span == S
         if positions:
             place, expected = -1, []
             for begin in begins.ravel():

@@ -15,14 +15,24 @@ import termios
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import tiny
+from distributed import run_distributed
 from sagetrain import cli
+from sagetrain.config import RunConfig
+from sagetrain.config.arithmetic import padded_vocab_size
+from sagetrain.config.schema import DataSource
+from sagetrain.data.loader import SampleStream
+from sagetrain.data.token_file import TokenFileWriter
+from sagetrain.model.accounting import flops_per_token
 from sagetrain.stability.controller import Event
+from sagetrain.train import reporter
 from sagetrain.train.metrics import MetricsWriter
 from sagetrain.train.run_folder import RunFolder
+from sagetrain.train.trainer import Trainer
 
 
 def rows(folder: Path) -> list[dict]:
@@ -149,3 +159,33 @@ def test_the_command_says_which_file_and_what_to_do(monkeypatch, capsys) -> None
     assert ended.value.code == 3
     said = "error: run/metrics.jsonl: No space left on device; free some space and run the same command again\n"
     assert capsys.readouterr().err == said
+
+
+def train_two_ranks(data: str, tokenizer: str, run_dir: str) -> None:
+    reporter.peak_flops = lambda device: 1e12
+    cfg = tiny.config(1).model_dump()
+    cfg["data"].update(train=[{"path": data}], tokenizer=tokenizer, micro_batch_size=2)
+    cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
+    cfg["parallel"]["tensor_parallel_size"] = 2
+    cfg["logging"]["every_steps"] = 2
+    Trainer(RunConfig.model_validate(cfg), []).run()
+
+
+def test_mfu_counts_attention_inside_documents_and_beside_it_whole_sequences(corpus: Path, tmp_path: Path) -> None:
+    data, lengths = str(tmp_path / "short"), np.arange(1, 50) % 9 + 3
+    writer = TokenFileWriter(data, 512)
+    writer.add(np.arange(lengths.sum()), lengths)
+    writer.finish()
+    writer.publish({})
+    run_distributed(train_two_ranks, 2, data, str(corpus / "tokenizer.model"), str(tmp_path / "run"))
+    steps = [row for row in rows(tmp_path / "run") if "train/loss" in row]
+    assert [row["step"] for row in steps] == [2, 4]
+    model, vocab = tiny.config(1).model, padded_vocab_size(512)
+    inside = SampleStream([DataSource(path=data)], tiny.SEQ, 0).document_lengths(16)
+    for row, sequences in zip(steps, (inside[:8], inside[8:]), strict=True):  # two steps of four sequences each
+        span = sum(n * n for documents in sequences for n in documents) / (8 * tiny.SEQ)
+        assert span < tiny.SEQ
+        full = row["perf/tokens_per_second"] * flops_per_token(model, vocab, tiny.SEQ) / 2e12
+        assert row["perf/mfu_full_attention"] == pytest.approx(full)
+        done = row["perf/tokens_per_second"] * flops_per_token(model, vocab, span) / 2e12
+        assert row["perf/mfu"] == pytest.approx(done, rel=1e-5)

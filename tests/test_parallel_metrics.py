@@ -126,7 +126,7 @@ def test_a_layer_adds_in_forward_and_backward_and_the_engine_knows_nothing_of_it
         assert metrics["activations/calls"] == 4  # micro-batches of a rank: the evaluation's are in no step
         assert metrics["activations/rms"] > 0 and metrics["gradients/rms"] > 0
         assert ("activations/largest" in metrics) == with_maximum
-        assert {"train/loss", "train/grad_norm"} < metrics.keys() and not {"stop", "folds"} & metrics.keys()
+        assert {"train/loss", "train/grad_norm"} < metrics.keys() and not {"stop", "folds", "span"} & metrics.keys()
     assert steps[0]["activations/rms"] != steps[1]["activations/rms"]
 
 

@@ -17,8 +17,10 @@ from rich.console import Console
 from sagetrain.config import ConfigError, dump_config, load_config
 from sagetrain.config.reference import keys, markdown
 from sagetrain.config.schema import RunConfig
-from sagetrain.model.accounting import memory_per_rank, num_parameters
-from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE
+from sagetrain.data.token_file import TokenFile
+from sagetrain.hardware import H200
+from sagetrain.model.accounting import flops_per_token, memory_per_rank, num_parameters
+from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
 from sagetrain.planning.show import show_key_reference, show_plan
 from sagetrain.planning.tables import Table, console, print_table
 
@@ -92,6 +94,23 @@ def test_shipped_configurations_hold_every_key_with_a_comment(name):
     ]
 
 
+def test_documents_are_as_long_as_those_of_the_data_where_it_is_there(corpus):
+    def planned(folder, *overrides: str):
+        paths = (f"data.{name}.0.path={folder}/{name}" for name in ("train", "valid"))
+        return make_plan(CONFIGS / "1b.yaml", [*paths, "model.vocab_size=512", *overrides], 8, H200)
+
+    there, absent = planned(corpus), planned("/nowhere")
+    assert there.span == TokenFile(corpus / "train").document_span(4096)
+    assert (
+        absent.span is None
+        and planned(corpus, "data.document_attention=false", "data.document_positions=false").span is None
+    )
+    for plan_, span in ((there, there.span), (absent, 0.58 * 4096)):
+        for priced in (plan_.chosen.prediction, plan_.proposed[0].prediction):
+            assert priced.flops_per_token == flops_per_token(plan_.cfg.model, 512, span)
+    assert there.chosen.prediction.attention != absent.chosen.prediction.attention
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_325m_runs_on_any_part_of_a_node(world_size):
     assert plan(CONFIGS / "325m.yaml", world_size)[0] == 0
@@ -115,7 +134,7 @@ def test_numbers_of_the_plan():
     for line in (
         "tensor parallel 1 x data parallel 8",
         "micro-step 4 sequences x 4,096 tokens x 8 = 131,072 tokens",
-        "FLOPs per token 6.82 G, forward and backward; attention is 15% of it",
+        "FLOPs per token 6.40 G, forward and backward; attention is 9% of it (6.82 G and 15% over whole sequences)",
         " 0 262,144 2 76,294 1.966e-08 2.781e-04",
         "20,000,014,336 524,288 4 152,588 2.781e-04 3.000e-05",
         "228,882 steps, 100,000,071,680 tokens",

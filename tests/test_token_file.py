@@ -45,6 +45,15 @@ def read_as_megatron_does(path):
     return rows, documents.tolist()
 
 
+def test_the_span_of_documents_is_that_of_all_sequences_or_of_a_thousand_spread_over_the_file(tmp_path):
+    file = write(tmp_path / "a", DOCUMENTS)  # of 3, 1, 4 and 2 tokens
+    assert file.document_span(10) == (9 + 1 + 16 + 4) / 10  # no token after the only sequence
+    assert file.document_span(4) == (9 + 1 + 16) / 8
+    assert file.document_span(3) == (9 + 1 + 4 + 4 + 1) / 9
+    even = write(tmp_path / "b", [[1] * 5, [2] * 3] * 5000)
+    assert even.document_span(8) == (25 + 9) / 8
+
+
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(100, "uint16"), (65499, "uint16"), (65500, "int32")])
 def test_megatron_layout(tmp_path, vocab_size, dtype):
     documents = [*DOCUMENTS, [vocab_size - 1, 0]]

@@ -60,6 +60,13 @@ class Batch:
     """Sequences that the mean loss stands for in an evaluation: B, and at its end 1 (the batch is one sequence, B
     times) or 0 (it only keeps this rank in step with the others)."""
 
+    @property
+    def span(self) -> float:
+        """Sum of the squared lengths of the documents that attention stays within, over the tokens."""
+        if self.cu_seqlens is None:
+            return float(self.tokens.shape[1])
+        return self.cu_seqlens.diff().double().square().sum().item() / self.tokens.numel()
+
     def inputs(self, device: torch.device, cp_rank: int = 0, cp_size: int = 1) -> dict[str, Any]:
         """Arguments of Transformer.forward on `device`: all tokens, or slice `cp_rank` of `cp_size` of each sequence.
 

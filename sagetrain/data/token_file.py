@@ -19,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 _BLOCK = 1 << 20  # elements handled at once where the whole would not fit in memory
 _SAMPLE, _SAMPLE_STEP, _MOST_SAMPLES = 1 << 11, 1 << 19, 1 << 14  # tokens, tokens, blocks: of TokenFile.content
+_SPAN_SEQUENCES = 1 << 10  # of TokenFile.document_span
 _LONGEST = np.iinfo(np.int32).max
 
 
@@ -226,6 +228,17 @@ class TokenFile:
         last = bisect_left(documents, stop, lo=first, key=self.document_start)
         begins = np.unique(self._offsets[self._documents[first:last]] // self.dtype.itemsize)
         return begins.tolist()
+
+    def document_span(self, seq_length: int) -> float:
+        """Sum of the squared lengths of the documents inside sequences of so many tokens, over their tokens: twice the
+        mean number of keys that a token sees. Of 1,024 sequences at most, spread over the file."""
+        windows = max(1, (self.num_tokens - 1) // seq_length)
+        starts = range(0, windows * seq_length, -(-windows // _SPAN_SEQUENCES) * seq_length)
+        squares = 0
+        for start in starts:
+            stop = start + seq_length
+            squares += sum((b - a) ** 2 for a, b in pairwise([start, *self.document_starts(start, stop), stop]))
+        return squares / (len(starts) * seq_length)
 
     def provenance(self) -> dict[str, Any]:
         """What `sagetrain prepare` recorded beside the file; empty for files from elsewhere."""

@@ -38,12 +38,14 @@ class MemoryItem(NamedTuple):
     why: str
 
 
-def rank_of(cfg: RunConfig, copies: bool = False) -> Rank:
-    """What a rank of this run has of a micro-step; copies: sequence parallelism's collectives go by copy engines."""
+def rank_of(cfg: RunConfig, copies: bool = False, span: float | None = None) -> Rank:
+    """What a rank of this run has of a micro-step; copies: sequence parallelism's collectives go by copy engines; span:
+    of the documents, see Rank.span."""
     return Rank(
         tokens=cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size,
         seq_length=cfg.data.seq_length,
         documents=cfg.data.document_attention,
+        document_span=span,
         dtype=cfg.training.dtype,
         fused=cfg.training.compile != "off",
         recomputes=cfg.training.activation_checkpointing == "full",
@@ -64,14 +66,17 @@ def parameters_per_rank(model: ModelConfig, attention: AttentionConfig, vocab_si
     return _matrices(model, vocab_size) // tensor_parallel + _gains(model, attention)
 
 
-def flops_per_token(model: ModelConfig, vocab_size: int, seq_length: int) -> int:
-    """Floating point operations of forward and backward for one token, by the usual convention for MFU.
+def flops_per_token(model: ModelConfig, vocab_size: int, span: float) -> int:
+    """Floating point operations of forward and backward for one token.
 
     6 per weight of a matmul (the output projection counts, tied or not; the embedding lookup and gains do not), plus
-    6 x layers x attention width x seq_length for causal attention: half the square, forward 1 and backward 2 parts.
-    Recomputation is not counted, nor are the shorter spans of packed documents.
+    6 x layers x attention width x span for causal attention: half the square, forward 1 and backward 2 parts.
+    Recomputation is not counted.
+
+    Args:
+        span: see Rank.span. With data.seq_length there it is the usual convention, whatever documents hide.
     """
-    one = Rank(seq_length=seq_length)
+    one = Rank(documents=True, document_span=span)
     block = block_operations(model, AttentionConfig(), one)
     matmuls = model.num_layers * _matmul_flops(block) + end_operations(model, vocab_size, one).head.flops
     attention = model.num_layers * sum(2 * part.flops for part in of_kind(Attention, block))

@@ -102,7 +102,7 @@ class Attention(Operation):
     heads: int
     head_dim: int
     span: float
-    """Twice the mean number of keys that a token sees: tokens of a sequence, less where documents end within."""
+    """See Rank.span."""
     documents: bool
     """Whether attention stays within documents, whatever their lengths."""
     backend: str
@@ -153,6 +153,8 @@ class Rank:
     seq_length: int = 1
     documents: bool = False
     """Whether attention stays within documents."""
+    document_span: float | None = None
+    """`span` of the documents at hand; None: of text as measured (document_share)."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     fused: bool = True
     """Whether torch.compile fuses what only moves data."""
@@ -169,6 +171,14 @@ class Rank:
     def element(self) -> int:
         """Bytes of an activation."""
         return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def span(self) -> float:
+        """Twice the mean number of keys that a token sees: sum of the squared lengths of what causal attention stays
+        within (sequences, or the documents inside them), over the tokens."""
+        if not self.documents:
+            return self.seq_length
+        return self.seq_length * document_share(self.seq_length) if self.document_span is None else self.document_span
 
     @property
     def shards(self) -> int:
@@ -205,7 +215,6 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     heads, kv_heads = model.num_attention_heads // rank.tensor, model.num_key_value_heads // rank.tensor
     query, key = heads * model.head_dim, kv_heads * model.head_dim
     again, stream, read = rank.recomputes, hidden / rank.shards, element * hidden
-    span = rank.seq_length * document_share(rank.seq_length) if rank.documents else rank.seq_length
     scores = attention.backend == "sage" and attention.recipe == "scores"
 
     def column(name: str, outputs: int, saved: int = 0) -> Matmul:
@@ -240,7 +249,7 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
             tokens=rank.tokens,
             heads=heads,
             head_dim=model.head_dim,
-            span=span,
+            span=rank.span,
             documents=rank.documents,
             backend="sage scores" if scores else attention.backend,
             precision=rank.dtype,

@@ -49,10 +49,10 @@ def usable_memory(hardware: Hardware) -> int:
     return int((hardware.memory - RESERVED_BYTES) * USABLE_SHARE)
 
 
-def layout(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> Layout:
-    """A configuration that fits `world_size` ranks, with its price; `vocab_size` is padded."""
+def layout(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None) -> Layout:
+    """A configuration that fits `world_size` ranks, with its price; `vocab_size` is padded, span as in predict."""
     memory = sum(item.bytes for item in memory_per_rank(cfg, world_size, vocab_size))
-    return Layout(cfg, predict(cfg, world_size, vocab_size, hardware), memory)
+    return Layout(cfg, predict(cfg, world_size, vocab_size, hardware, span), memory)
 
 
 def memory_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> Finding | None:
@@ -71,14 +71,16 @@ def memory_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: H
     )
 
 
-def propose(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> list[Layout]:
+def propose(
+    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
+) -> list[Layout]:
     """The five fastest layouts for `world_size` ranks that fit memory and raise no finding in config/rules, in order.
 
     Each differs from the others in more than the micro-batch. If tokens_per_step lets none run, they are raised to
     what the fewest tokens per step need (micro-batches of one sequence).
     """
     allowed = [candidate for candidate in _candidates(cfg, world_size) if _allowed(candidate, world_size, vocab_size)]
-    found = _fitting(allowed, world_size, vocab_size, hardware)
+    found = _fitting(allowed, world_size, vocab_size, hardware, span)
     if not found:
         raised = [
             _with_enough_tokens(candidate, world_size)
@@ -86,7 +88,7 @@ def propose(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware
             if candidate.data.micro_batch_size == 1
         ]
         raised = [candidate for candidate in raised if _allowed(candidate, world_size, vocab_size)]
-        found = _fitting(raised, world_size, vocab_size, hardware)
+        found = _fitting(raised, world_size, vocab_size, hardware, span)
         fewest = min((_largest(item.cfg) for item in found), default=0)
         found = [item for item in found if _largest(item.cfg) == fewest]
     best: dict[tuple[int | str, ...], Layout] = {}
@@ -146,8 +148,10 @@ def _allowed(cfg: RunConfig, world_size: int, vocab_size: int) -> bool:
     return not any(finding.level == "error" for finding in fit(cfg, world_size, vocab_size))
 
 
-def _fitting(candidates: list[RunConfig], world_size: int, vocab_size: int, hardware: Hardware) -> list[Layout]:
-    layouts = [layout(candidate, world_size, vocab_size, hardware) for candidate in candidates]
+def _fitting(
+    candidates: list[RunConfig], world_size: int, vocab_size: int, hardware: Hardware, span: float | None
+) -> list[Layout]:
+    layouts = [layout(candidate, world_size, vocab_size, hardware, span) for candidate in candidates]
     return [item for item in layouts if item.memory <= usable_memory(hardware)]
 
 

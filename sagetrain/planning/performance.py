@@ -100,6 +100,9 @@ class StepPrediction:
     """By how much the host takes longer to launch kernels than they run."""
     collectives: tuple[CollectiveTime, ...]
     flops_per_token: int
+    """Attention counted as it is done: inside documents."""
+    flops_per_token_full_attention: int
+    """Attention counted over whole sequences, the usual convention."""
     peak_flops: float
 
     def exposed(self, axis: str) -> float:
@@ -119,16 +122,24 @@ class StepPrediction:
 
     @property
     def mfu(self) -> float:
-        """Share of the peak, by the convention of flops_per_token."""
+        """Share of the 16-bit peak that what is computed would take, recomputation apart."""
         return self.tokens_per_second / self.world_size * self.flops_per_token / self.peak_flops
 
+    @property
+    def mfu_full_attention(self) -> float:
+        """The same by the usual convention."""
+        return self.mfu * self.flops_per_token_full_attention / self.flops_per_token
 
-def predict(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> StepPrediction:
+
+def predict(
+    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
+) -> StepPrediction:
     """One step at the largest tokens per step of the schedule; `vocab_size` is padded.
 
-    `cfg` must fit `world_size` (config/rules). Backends `auto` and `reference` are priced as sdpa.
+    `cfg` must fit `world_size` (config/rules). Backends `auto` and `reference` are priced as sdpa. span: of the data's
+    documents (model.operations.Rank.span); None: of English text.
     """
-    step = _Step(cfg, world_size, vocab_size, hardware)
+    step = _Step(cfg, world_size, vocab_size, hardware, span)
     matmul, attention, elementwise = (step.accumulation * part for part in step.compute())
     waiting, launching = step.communication(matmul, attention, elementwise), step.launch_seconds()
     launching -= matmul + attention + elementwise + sum(c.exposed for c in waiting)
@@ -143,12 +154,15 @@ def predict(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware
         overhead=step.overhead(),
         launching=max(0.0, launching),
         collectives=tuple(waiting),
-        flops_per_token=flops_per_token(cfg.model, vocab_size, cfg.data.seq_length),
+        flops_per_token=flops_per_token(cfg.model, vocab_size, step.rank.span),
+        flops_per_token_full_attention=flops_per_token(cfg.model, vocab_size, cfg.data.seq_length),
         peak_flops=hardware.peak_flops,
     )
 
 
-def calibrate(cfg: RunConfig, vocab_size: int, hardware: Hardware, tokens_per_second: float) -> Hardware:
+def calibrate(
+    cfg: RunConfig, vocab_size: int, hardware: Hardware, tokens_per_second: float, span: float | None = None
+) -> Hardware:
     """`hardware` with all that runs on the GPU scaled, so that one data-parallel rank reaches `tokens_per_second`.
 
     Raises:
@@ -158,7 +172,7 @@ def calibrate(cfg: RunConfig, vocab_size: int, hardware: Hardware, tokens_per_se
 
     def rate(exponent: float) -> float:
         scaled = dataclasses.replace(hardware, compute_scale=10**exponent)
-        return predict(cfg, gpus, vocab_size, scaled).tokens_per_second
+        return predict(cfg, gpus, vocab_size, scaled, span).tokens_per_second
 
     # The time that hosts and links take depends on the scale too, so look for it. A faster GPU hides less of its
     # communication and may even be slower in all: the lowest scale that reaches the figure is meant.
@@ -179,7 +193,7 @@ def calibrate(cfg: RunConfig, vocab_size: int, hardware: Hardware, tokens_per_se
 class _Step:
     """One rank's step, priced."""
 
-    def __init__(self, cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware):
+    def __init__(self, cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None):
         self.cfg, self.hardware = cfg, hardware
         tensor_size = cfg.parallel.tensor_parallel_size
         self.replicas = world_size // tensor_size
@@ -189,7 +203,8 @@ class _Step:
         self.multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
         self.accumulation = max(1, max(cfg.tokens_per_step.named_tokens.values()) // self.multiple)
         inside = 1 < tensor_size <= hardware.gpus_per_host
-        self.rank = rank_of(cfg, bool(cfg.parallel.sequence_parallel and inside and hardware.copy_bandwidth))
+        copies = bool(cfg.parallel.sequence_parallel and inside and hardware.copy_bandwidth)
+        self.rank = rank_of(cfg, copies, span)
         overlap = overlaps(cfg)
         self.parts = parts_of(self.rank.tokens, tensor_size, overlap)
         self.in_halves = attention_calls(cfg.data.micro_batch_size, self.rank.tokens, tensor_size, overlap) > 1
@@ -268,7 +283,8 @@ class _Step:
         """Forward and backward."""
         rates = self.hardware.attention
         backend = attention.backend if attention.backend in rates else "sdpa"
-        rate = rates[f"{backend} over documents" if attention.documents else backend]
+        apart = f"{backend} over documents"
+        rate = rates[apart if attention.documents and apart in rates else backend]
         speed = rate.at(attention.head_dim, attention.span) * self.hardware.precisions[attention.precision]
         return 7 * attention.flops / speed
 

@@ -1,4 +1,5 @@
-"""What a run will be, before it is one: computed here, printed by show.py. No torch, no GPU, no data needed."""
+"""What a run will be, before it is one: computed here, printed by show.py. No torch, no GPU; of the data, where it is
+there, the lengths of its documents."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from pathlib import Path
 
 from sagetrain.config.arithmetic import data_parallel_size, padded_vocab_size, token_multiple
 from sagetrain.config.check import check
-from sagetrain.config.errors import Finding
+from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import load_config
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.schema import DataConfig, RunConfig
 from sagetrain.data.tokenizer import known_vocab_size
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import MemoryItem, memory_per_rank
@@ -39,6 +40,8 @@ class Plan:
     vocab_size: int
     """Padded."""
     assumed_vocab_size: bool
+    span: float | None
+    """Of the documents of data.train (model.operations.Rank.span); None: data that is not there."""
     findings: list[Finding]
     memory: list[MemoryItem]
     """Of one rank; empty without a layout."""
@@ -80,8 +83,9 @@ def make_plan(
     world_size = world_size or cfg.parallel.world_size or 1
     known = known_vocab_size(cfg.data)
     padded = padded_vocab_size(cfg.model.vocab_size or known or ASSUMED_VOCAB_SIZE)
+    span = document_span(cfg.data)
     if measured_tokens_per_second:
-        hardware = calibrate(cfg, padded, hardware, measured_tokens_per_second)
+        hardware = calibrate(cfg, padded, hardware, measured_tokens_per_second, span)
     findings = check(cfg, world_size, vocab_size=known, path=path, overrides=overrides, files=False)
     refused = {finding.rule for finding in findings if finding.level == "error"}
     memory: list[MemoryItem] = []
@@ -94,8 +98,8 @@ def make_plan(
         if not refused & _NO_SCHEDULE:
             multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
             schedule = stages(cfg.tokens_per_step, cfg.training.total_tokens, multiple)
-            chosen = layout(cfg, world_size, padded, hardware)
-    proposed = None if refused & _NO_MODEL else propose(cfg, world_size, padded, hardware)
+            chosen = layout(cfg, world_size, padded, hardware, span)
+    proposed = None if refused & _NO_MODEL else propose(cfg, world_size, padded, hardware, span)
     if proposed:
         findings = [_with_way_out(finding) for finding in findings]
     return Plan(
@@ -104,6 +108,7 @@ def make_plan(
         world_size=world_size,
         hardware=hardware,
         vocab_size=padded,
+        span=span,
         assumed_vocab_size=not (cfg.model.vocab_size or known),
         findings=findings,
         memory=memory,
@@ -111,6 +116,20 @@ def make_plan(
         chosen=chosen,
         proposed=proposed,
     )
+
+
+def document_span(data: DataConfig) -> float | None:
+    """Of the sequences that data.train gives (model.operations.Rank.span); None where its files are not there."""
+    if not (data.document_attention and all(Path(f"{source.path}.idx").is_file() for source in data.train)):
+        return None
+    from sagetrain.data.token_file import TokenFile  # numpy, which a plan without data needs not
+
+    try:
+        spans = [TokenFile(source.path).document_span(data.seq_length) for source in data.train]
+    except ConfigError:  # the findings name the file, or the run will
+        return None
+    weights = [source.weight for source in data.train]
+    return sum(weight * span for weight, span in zip(weights, spans, strict=True)) / sum(weights)
 
 
 def _with_way_out(finding: Finding) -> Finding:

@@ -12,7 +12,7 @@ from sagetrain.config.errors import Finding
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import RunConfig
 from sagetrain.hardware import H200, Hardware
-from sagetrain.model.accounting import MemoryItem, flops_per_token, num_parameters, save_host_bytes
+from sagetrain.model.accounting import MemoryItem, flops_per_token, num_parameters, rank_of, save_host_bytes
 from sagetrain.planning.layouts import Layout, overrides_to, usable_memory
 from sagetrain.planning.performance import StepPrediction
 from sagetrain.planning.plan import Plan, make_plan
@@ -85,7 +85,7 @@ def _tables(plan: Plan) -> list[Table]:
         tables += [_schedule_table(plan.cfg, plan.schedule), _run_table(plan, plan.chosen.prediction)]
     if plan.priced:
         layout, name = plan.priced
-        tables += [_step_table(layout, name, plan.hardware), _communication_table(layout.prediction, name)]
+        tables += [_step_table(layout, name, plan), _communication_table(layout.prediction, name)]
     return tables
 
 
@@ -119,8 +119,10 @@ def _model_table(plan: Plan) -> Table:
     note = " (assumed: no tokenizer found, model.vocab_size not set)" if plan.assumed_vocab_size else ""
     backend = attention.backend + (f", recipe {attention.recipe}" if attention.backend == "sage" else "")
     smoothing = ", ".join(name for name in ("smooth_k", "smooth_q") if getattr(attention, name)) or "no smoothing"
+    done = flops_per_token(model, plan.vocab_size, rank_of(plan.cfg, span=plan.span).span)
     flops = flops_per_token(model, plan.vocab_size, plan.cfg.data.seq_length)
-    share = 1 - flops_per_token(model, plan.vocab_size, 0) / flops
+    share, full = (1 - flops_per_token(model, plan.vocab_size, 0) / count for count in (done, flops))
+    whole = f" ({flops / 1e9:.2f} G and {full:.0%} over whole sequences)" if plan.cfg.data.document_attention else ""
     return facts(f"Model of {plan.path}", [
         ("parameters", f"{parameters:,} ({embedding:,} of them in the {'tied ' * model.tie_embeddings}embedding)"),
         ("vocabulary", f"{plan.vocab_size:,}, padded{note}"),
@@ -130,7 +132,7 @@ def _model_table(plan: Plan) -> Table:
             f"{model.num_attention_heads} heads and {model.num_key_value_heads} key/value heads of {model.head_dim}",
         ),
         ("attention", f"{backend}, QK-norm {attention.qk_norm}, {smoothing}"),
-        ("FLOPs per token", f"{flops / 1e9:.2f} G, forward and backward; attention is {share:.0%} of it"),
+        ("FLOPs per token", f"{done / 1e9:.2f} G, forward and backward; attention is {share:.0%} of it{whole}"),
     ])  # fmt: skip
 
 
@@ -223,13 +225,14 @@ def _lr_text(cfg: RunConfig, stages: list[ScheduleStage]) -> str:
     return ", ".join(parts)
 
 
-def _step_table(layout: Layout, name: str, hardware: Hardware) -> Table:
-    prediction, documents = layout.prediction, layout.cfg.data.document_attention
+def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
+    prediction, documents, hardware = layout.prediction, layout.cfg.data.document_attention, plan.hardware
     hosts = -(-prediction.world_size // hardware.gpus_per_host)
     title = f"Step time, predicted: {name} on {prediction.world_size} x {hardware.name}"
     title += (f" in {hosts} hosts" if hosts > 1 else "") + ("" if hardware.measured else ", scaled from the H200's")
     title += ", calibrated" if hardware.compute_scale != 1 else ""
-    spans = "packed documents, of the lengths of English text" if documents else "whole sequences"
+    lengths = "the lengths of English text" if plan.span is None else "the lengths in data.train"
+    spans = f"packed documents, of {lengths}" if documents else "whole sequences"
     parts = (
         ("compute", prediction.matmul, "matmuls of the blocks and of the head"),
         ("attention", prediction.attention, f"forward and backward; {spans}"),
@@ -248,6 +251,7 @@ def _step_table(layout: Layout, name: str, hardware: Hardware) -> Table:
     tokens = f"{prediction.tokens_per_step:,} tokens in {prediction.accumulation:,} micro-steps"
     per_gpu = f"{prediction.tokens_per_second / prediction.world_size:,.0f} per GPU"
     rate = f"{prediction.tokens_per_second:,.0f} tokens/s, {per_gpu}, MFU {prediction.mfu:.3f}"
+    rate += f" ({prediction.mfu_full_attention:.3f} if attention counted over whole sequences)" if documents else ""
     return Table(
         title,
         ("part", "time", "share", "what"),

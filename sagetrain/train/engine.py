@@ -159,12 +159,14 @@ class ParameterShard:
 @dataclass(frozen=True)
 class StepResult:
     """What all ranks know of a step. metrics: every number that was added while it ran, by name; stop: some rank was
-    asked to stop; folds: sum over all ranks of ledger.fold of the samples they trained on."""
+    asked to stop; folds: sum over all ranks of ledger.fold of the samples they trained on; span: sum of the squared
+    lengths of the documents that attention stayed within, over all tokens."""
 
     metrics: dict[str, float]
     applied: bool
     stop: bool
     folds: int
+    span: float
 
     @property
     def loss(self) -> float:
@@ -225,6 +227,7 @@ class Engine:
             total += loss.detach()
             count += 1
             samples += batch.sample_ids
+            metrics.mean("span", batch.span)
         if count != accumulation:
             raise RuntimeError(f"the loader gave {count} micro-batches for a step of {accumulation}")
         skipped = self._ds.skipped_steps
@@ -237,7 +240,8 @@ class Engine:
         metrics.sum("folds", fold(samples, self.groups.dp_rank))
         found = metrics.reduce(self.device)
         applied = self._ds.skipped_steps == skipped
-        return StepResult(found, applied, stop=found.pop("stop") > 0, folds=int(found.pop("folds")))
+        stop, folds, span = found.pop("stop") > 0, int(found.pop("folds")), found.pop("span")
+        return StepResult(found, applied, stop, folds, span)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Mean loss of one micro-batch, under context parallelism of this rank's slice of it (scalar, fp32)."""

@@ -38,10 +38,10 @@ def memory_gib(device: torch.device) -> float:
 
 
 class Throughput:
-    """Tokens per second of training alone: evaluation and saving stop the clock."""
+    """Tokens and FLOPs per second of training alone: evaluation and saving stop the clock."""
 
     def __init__(self) -> None:
-        self._tokens, self._seconds, self._since = 0, 0.0, time.perf_counter()
+        self._tokens, self._flops, self._seconds, self._since = 0, 0.0, 0.0, time.perf_counter()
 
     def pause(self) -> None:
         """Stop the clock, at the end of a step."""
@@ -51,15 +51,17 @@ class Throughput:
         """Start the clock again, after whatever was not training."""
         self._since = time.perf_counter()
 
-    def add(self, tokens: int) -> None:
+    def add(self, tokens: int, flops_per_token: float) -> None:
         """Count the tokens of a step."""
         self._tokens += tokens
+        self._flops += tokens * flops_per_token
 
-    def take(self) -> float:
-        """Tokens per second since the last call."""
-        rate = self._tokens / max(self._seconds, 1e-9)
-        self._tokens, self._seconds = 0, 0.0
-        return rate
+    def take(self) -> tuple[float, float]:
+        """Tokens and FLOPs per second since the last call."""
+        seconds = max(self._seconds, 1e-9)
+        rates = self._tokens / seconds, self._flops / seconds
+        self._tokens, self._flops, self._seconds = 0, 0.0, 0.0
+        return rates
 
 
 class MetricsWriter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,11 +32,16 @@ class Reporter:
         state: TrainState,
         total_tokens: int,
         logging: LoggingConfig,
-        flops_per_token: float,
+        flops_per_token: Callable[[float], float],
+        seq_length: int,
         device: torch.device,
     ) -> None:
-        """Begin to write into `run_dir`, after `state`; from now on, time counts for the tokens per second."""
-        self._logging, self._device, self._flops = logging, device, flops_per_token
+        """Begin to write into `run_dir`, after `state`; from now on, time counts for the tokens per second.
+
+        flops_per_token: of a span (model.accounting), for MFU.
+        """
+        self._logging, self._device = logging, device
+        self._flops, self._full = flops_per_token, flops_per_token(seq_length)
         self._clock = Throughput()
         if self._main:
             self._writer = MetricsWriter(run_dir, state.step, state.tokens, total_tokens, logging.tensorboard)
@@ -61,19 +66,21 @@ class Reporter:
 
     def step(self, state: TrainState, result: StepResult, size: int, lr: float) -> None:
         """All numbers of a step of `size` tokens that has brought the run to `state`, and what the clock says."""
-        self._clock.add(size)
+        self._clock.add(size, self._flops(result.span))
         if not self._writer or (state.step % self._logging.every_steps and not result.stop):
             return
         with self.off_the_clock():
             self._row(state, result, size, lr)
 
     def _row(self, state: TrainState, result: StepResult, size: int, lr: float) -> None:
-        rate, peak = self._clock.take(), peak_flops(self._device)
+        rate, flops = self._clock.take()
+        peak = (peak_flops(self._device) or 0) * dist.get_world_size()
         derived = {
             "train/lr": lr,
             "train/tokens_per_step": size,
             "perf/tokens_per_second": rate,
-            "perf/mfu": rate * self._flops / (peak * dist.get_world_size()) if peak else None,
+            "perf/mfu": flops / peak if peak else None,
+            "perf/mfu_full_attention": rate * self._full / peak if peak else None,
             "perf/memory_gib": memory_gib(self._device),
         }
         self.write(state, {**result.metrics, **derived})

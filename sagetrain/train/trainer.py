@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -282,8 +283,8 @@ class Trainer:
         self._saved_step, self._waited = state.step, False
         if self.main:
             self.folder.describe(cfg, self.engine.config, self.findings)
-        flops = flops_per_token(cfg.model, padded_vocab_size(self.vocab_size), cfg.data.seq_length)
-        self.reporter.open(self.folder.path, state, total, cfg.logging, flops, self.device)
+        flops = partial(flops_per_token, cfg.model, padded_vocab_size(self.vocab_size))
+        self.reporter.open(self.folder.path, state, total, cfg.logging, flops, cfg.data.seq_length, self.device)
         self._announce()
         first, stopped = state.step, False
         while state.tokens < total and not stopped:
