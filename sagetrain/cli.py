@@ -277,6 +277,34 @@ def generate(
     typer.echo()
 
 
+class Dtype(enum.Enum):
+    """Of exported weights."""
+
+    float32, bfloat16, float16 = "float32", "bfloat16", "float16"
+
+
+@app.command()
+def export(
+    run_dir: RunDir,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; it must not exist yet.")],
+    dtype: Annotated[
+        Dtype | None, typer.Option(show_default=False, help="Of the weights. Default: what the run computed in.")
+    ] = None,
+    shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest size of a file of weights, in GB.")] = 4.0,
+    checkpoint: Checkpoint = None,
+) -> None:
+    """Write a run's newest checkpoint as a Hugging Face folder, which transformers loads as Llama or Qwen3."""
+    with _Errors(run_dir=run_dir):
+        from sagetrain.interop.exporting import export as write
+
+        name, size = dtype.value if dtype else None, int(shard_gb * 1e9)
+        done = write(run_dir, folder, step=checkpoint, dtype=name, shard_bytes=size, report=_warn)
+    typer.echo(
+        f"{folder}: {done.architecture} of step {done.step}, {done.tensors} tensors, {done.bytes:,} bytes in "
+        f"{done.shards} file{'s' * (done.shards > 1)}"
+    )
+
+
 def _text(prompt: str | None, file: Path | None) -> str:
     """What to continue: the prompt, standard input or a file."""
     if prompt is not None and file is not None:

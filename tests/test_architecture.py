@@ -75,6 +75,7 @@ MAY_IMPORT = {
     "stability": {"stability", "model", "parallel", "config"},
     "train": {"train", "stability", "model", "parallel", "data", "config", "hardware", "__version__"},
     "inference": {"inference", "train", "model", "parallel", "data", "config"},
+    "interop": {"interop", "inference", "train", "model", "parallel", "data", "config"},
     "planning": {"planning", "train", "model", "data", "config", "hardware"},
 }
 

@@ -32,10 +32,22 @@ class TrainedRun:
     device: torch.device
 
 
-def load_run(run_dir: Path, report: Callable[[str], None], step: int | None = None) -> TrainedRun:
-    """The checkpoint of a step of a run, or its newest whole one, as a model. `report` hears what was passed over.
+@dataclass(frozen=True)
+class OpenRun:
+    """A checkpoint of a run, and what it was trained with; no tensor has been read."""
 
-    Raises CheckpointError if there is none.
+    cfg: RunConfig
+    reader: Reader
+    tokenizer: Tokenizer
+    vocab_size: int
+    step: int
+    tokens: int
+
+
+def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = None) -> OpenRun:
+    """The checkpoint of a step of a run, or its newest whole one. `report` hears what was passed over.
+
+    Raises CheckpointError if there is none, or the run's tokenizer is not the one it was trained with.
     """
     if step is None:
         folder, _ = checkpoint.newest_whole(run_dir / "checkpoints", report)
@@ -43,8 +55,6 @@ def load_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
         folder = checkpoint.whole_at(run_dir / "checkpoints", step)
     if folder is None:
         raise CheckpointError(f"{run_dir} has no checkpoint; train it first: sagetrain train --config ...")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    groups = ParallelGroups.single()
     reader = Reader(folder)
     state = reader.manifest["state"]
     cfg = load_config(folder / "config.yaml")
@@ -57,6 +67,13 @@ def load_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
             f"{folder} was trained with another tokenizer (SHA-256 {trained_with[:12]}) than {file} "
             f"({tokenizer.sha256[:12]}); put that file back"
         )
+    return OpenRun(cfg, reader, tokenizer, state["identity"]["vocab_size"], state["step"], state["tokens"])
+
+
+def load_run(run_dir: Path, report: Callable[[str], None], step: int | None = None) -> TrainedRun:
+    """The checkpoint of `open_run` as a model. `report` hears what was passed over, and what runs otherwise here."""
+    run = open_run(run_dir, report, step)
+    cfg, device, groups = run.cfg, torch.device("cuda" if torch.cuda.is_available() else "cpu"), ParallelGroups.single()
     dtype = torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32
     try:
         backend, _ = resolve_backend(cfg.attention, cfg.model, device=device, dtype=dtype)
@@ -66,16 +83,15 @@ def load_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
     if backend == "auto":  # which timed the training step; here any exact backend will do
         backend = "sdpa"
     attention = cfg.attention.model_copy(update={"backend": backend})
-    vocab_size = state["identity"]["vocab_size"]
     model = Transformer(
         cfg.model,
         attention,
-        vocab_size=padded_vocab_size(vocab_size),
+        vocab_size=padded_vocab_size(run.vocab_size),
         groups=groups,
         seed=cfg.training.seed,
         dtype=dtype,
         device=device,
     )
-    checkpoint.load_weights(reader, model, groups)
+    checkpoint.load_weights(run.reader, model, groups)
     model.eval()
-    return TrainedRun(cfg, model, tokenizer, vocab_size, state["step"], state["tokens"], device)
+    return TrainedRun(cfg, model, run.tokenizer, run.vocab_size, run.step, run.tokens, device)

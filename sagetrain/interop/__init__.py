@@ -1,0 +1,1 @@
+"""Other libraries' models: Hugging Face folders, out and in."""

@@ -1,0 +1,155 @@
+"""`sagetrain export`: a run's checkpoint as a Hugging Face folder, in the memory of one shard and one tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import TOKENIZER_NAME
+from sagetrain.inference.load import open_run
+from sagetrain.interop.huggingface import INDEX, WEIGHTS, config_json, tensor_names
+from sagetrain.interop.tokenizer_files import tokenizer_files
+from sagetrain.train.checkpoint import CheckpointError, Reader
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    architecture: str
+    step: int
+    tensors: int
+    bytes: int
+    shards: int
+
+
+def export(
+    run_dir: Path,
+    folder: Path,
+    *,
+    step: int | None = None,
+    dtype: Dtype | None = None,
+    shard_bytes: int = 4 * 10**9,
+    report: Callable[[str], None] = lambda text: None,
+) -> Exported:
+    """Write the newest whole checkpoint of a run, or that of `step`, as a folder that
+    transformers.AutoModelForCausalLM.from_pretrained loads.
+
+    Args:
+        folder: does not exist yet, or is empty. It appears when everything in it is written.
+        dtype: of the weights in it. Default: what the run computed in.
+        shard_bytes: largest size of a file of weights, unless a single tensor is larger.
+        report: hears what could not go along.
+
+    Raises:
+        ConfigError: transformers has no class for the model, or there is something in the folder.
+        CheckpointError: there is no checkpoint, or the folder cannot be written.
+    """
+    run = open_run(run_dir, report, step)
+    reader, cfg = run.reader, run.cfg
+    config = config_json(cfg.model, cfg.attention, run.vocab_size, cfg.data.seq_length)
+    stored = dtype or {"bf16": "bfloat16", "fp32": "float32"}[cfg.training.dtype]
+    eos = run.tokenizer.eos_id
+    # Nothing was trained to follow a bos token: it is an eos that stands before every document.
+    tokens = {"bos_token_id": eos, "eos_token_id": eos}
+    files = {
+        "config.json": _json(config | tokens | {"torch_dtype": stored}),
+        "generation_config.json": _json(tokens),
+    }
+    try:
+        files |= tokenizer_files(run.tokenizer, cfg.data.seq_length)
+    except ConfigError as error:
+        report(f"no tokenizer.json: {error}; AutoTokenizer will not load the folder, use its tokenizer.model")
+        files[TOKENIZER_NAME] = run.tokenizer.model
+    names = {theirs: ours for ours, theirs in tensor_names(cfg.model, cfg.attention)}
+    sizes = {theirs: _shape(reader, ours, run.vocab_size) for theirs, ours in names.items()}
+    shards = _shards(sizes, getattr(torch, stored).itemsize, shard_bytes)
+    total = sum(map(prod, sizes.values())) * getattr(torch, stored).itemsize
+    if len(shards) > 1:
+        where = {name: file for file, theirs in shards.items() for name in theirs}
+        files[INDEX] = _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+    with published(folder) as temporary:
+        for name, content in files.items():
+            (temporary / name).write_bytes(content)
+        for file, theirs in shards.items():
+            tensors = {name: _tensor(reader, names[name], sizes[name], getattr(torch, stored)) for name in theirs}
+            save_file(tensors, temporary / file, metadata={"format": "pt"})
+            # safetensors lets its user alone read the file: who else may is for the umask to say.
+            (temporary / file).chmod((temporary / "config.json").stat().st_mode & 0o777)
+            del tensors
+    return Exported(config["architectures"][0], run.step, len(names), total, len(shards))
+
+
+def _shape(reader: Reader, name: str, vocab_size: int) -> tuple[int, ...]:
+    """Of a tensor without the rows that pad the vocabulary."""
+    rows, *rest = reader.tensors[name]["shape"]
+    return (vocab_size if name in ("embedding.weight", "head.weight") else rows, *rest)
+
+
+def _tensor(reader: Reader, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(shape, dtype=dtype)
+    reader.fill(out.view(-1), name, "weight", 0, 1)  # the first rows are the first values of the flattened tensor
+    return out
+
+
+def _shards(sizes: Mapping[str, tuple[int, ...]], itemsize: int, most: int) -> dict[str, list[str]]:
+    """Names of tensors by the file that they go to."""
+    parts: list[list[str]] = [[]]
+    used = 0
+    for name, shape in sizes.items():
+        size = prod(shape) * itemsize
+        if parts[-1] and used + size > most:
+            parts.append([])
+            used = 0
+        parts[-1].append(name)
+        used += size
+    if len(parts) == 1:
+        return {WEIGHTS: parts[0]}
+    stem = WEIGHTS.removesuffix(".safetensors")
+    return {f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, 1)}
+
+
+@contextmanager
+def published(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` to write in, synced and renamed to it at the end, or removed if that fails.
+
+    Raises:
+        ConfigError: there is something at `folder` already.
+        CheckpointError: it cannot be written.
+    """
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty: choose another folder, or delete it")
+    temporary = folder.absolute().with_name(f".writing-{folder.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        os.rename(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {folder}: {error}; free some space there or choose another") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _json(tree: dict[str, Any]) -> bytes:
+    return (json.dumps(tree, indent=2, ensure_ascii=False) + "\n").encode()

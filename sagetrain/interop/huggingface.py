@@ -1,0 +1,79 @@
+"""What Hugging Face calls the parts of the models that are trained here: architectures, config.json, tensors.
+
+Both sides rotate dim i together with dim i + head_dim / 2, keep weights as [out, in] and normalize alike, so tensors
+go over as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_OF_BLOCK = {
+    "attention_norm.gain": "input_layernorm.weight",
+    "attention.qkv.q": "self_attn.q_proj.weight",
+    "attention.qkv.k": "self_attn.k_proj.weight",
+    "attention.qkv.v": "self_attn.v_proj.weight",
+    "attention.out.weight": "self_attn.o_proj.weight",
+    "mlp_norm.gain": "post_attention_layernorm.weight",
+    "mlp.gate_up.gate": "mlp.gate_proj.weight",
+    "mlp.gate_up.up": "mlp.up_proj.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
+}
+_OF_QK_NORM = {"attention.q_norm.gain": "self_attn.q_norm.weight", "attention.k_norm.gain": "self_attn.k_norm.weight"}
+
+
+def tensor_names(model: ModelConfig, attention: AttentionConfig) -> Iterator[tuple[str, str]]:
+    """Our name and theirs of every tensor, in the order of the layers."""
+    yield "embedding.weight", "model.embed_tokens.weight"
+    of_block = _OF_BLOCK | ({} if attention.qk_norm == "none" else _OF_QK_NORM)
+    for layer in range(model.num_layers):
+        for ours, theirs in of_block.items():
+            yield f"blocks.{layer}.{ours}", f"model.layers.{layer}.{theirs}"
+    yield "final_norm.gain", "model.norm.weight"
+    if not model.tie_embeddings:
+        yield "head.weight", "lm_head.weight"
+
+
+def config_json(model: ModelConfig, attention: AttentionConfig, vocab_size: int, seq_length: int) -> dict[str, Any]:
+    """config.json of a model, without its dtype and tokens: Llama, or Qwen3 where q and k are normalized.
+
+    Raises ConfigError where Hugging Face has no class for it.
+    """
+    match attention.qk_norm:
+        case "none":
+            architecture: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+            architecture |= {"mlp_bias": False}
+        case "before_rope":
+            architecture = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+            architecture |= {"use_sliding_window": False, "sliding_window": None}
+        case "after_rope":
+            raise ConfigError(
+                "attention.qk_norm after_rope: transformers has no class that normalizes q and k after the rotary "
+                "embedding, so this model cannot be exported; train with before_rope (Qwen3) or none (Llama) for that"
+            )
+    return architecture | {
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": seq_length,
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None,
+        "tie_word_embeddings": model.tie_embeddings,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": model.init_std,
+        "use_cache": True,
+    }

@@ -1,0 +1,92 @@
+"""A tokenizer as the files that transformers.AutoTokenizer reads, with the same ids for the same text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import Tokenizer as Pipeline
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import TOKENIZER_NAME
+from sagetrain.data.tokenizer import Tokenizer
+
+_SPACE_MARK = "\u2581"
+_BPE = 2  # of SentencePiece's model types
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of its types of pieces
+
+
+def tokenizer_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, bytes]:
+    """Content of tokenizer.json, tokenizer_config.json and the SentencePiece model, by file name.
+
+    Raises ConfigError for a SentencePiece model that tokenizer.json cannot say: not a byte-pair encoding, or one that
+    normalizes text.
+    """
+    model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)
+    pieces = [(_spaced(piece.piece), piece) for piece in model.pieces]
+    special = {name: pieces[number][0] for name, number in _special(tokenizer, model) if number >= 0}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": seq_length,
+        "clean_up_tokenization_spaces": False,
+        **special,
+    }
+    return {
+        TOKENIZER_NAME: tokenizer.model,
+        "tokenizer.json": _pipeline(model).to_str(pretty=True).encode(),
+        "tokenizer_config.json": (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
+    }
+
+
+def _special(tokenizer: Tokenizer, model: Any) -> list[tuple[str, int]]:
+    return [
+        ("bos_token", tokenizer.bos_id),
+        ("eos_token", tokenizer.eos_id),
+        ("unk_token", model.trainer_spec.unk_id),
+        ("pad_token", model.trainer_spec.pad_id),
+    ]
+
+
+def _pipeline(model: Any) -> Pipeline:
+    """A SentencePiece byte-pair encoding in the terms of the tokenizers package.
+
+    Pieces get real spaces in place of SentencePiece's mark, so that the mark itself, in a text, is a character that
+    the vocabulary does not have and is spelled in bytes, as Tokenizer.encode does it.
+    """
+    normalizer, trainer = model.normalizer_spec, model.trainer_spec
+    if trainer.model_type != _BPE:
+        raise ConfigError("its SentencePiece model is not a byte-pair encoding")
+    if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
+        raise ConfigError(f"its SentencePiece model normalizes text ({normalizer.name})")
+    ids = {_spaced(piece.piece): number for number, piece in enumerate(model.pieces)}
+    scores = {_spaced(piece.piece): piece.score for piece in model.pieces if piece.type == _NORMAL}
+    # SentencePiece merges any two neighbours that make a piece, the piece of the highest score first.
+    merges = [
+        (-score, -cut, (piece[:cut], piece[cut:]))
+        for piece, score in scores.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+    unknown = _spaced(model.pieces[trainer.unk_id].piece)
+    pairs = [pair for *_, pair in sorted(merges)]
+    pipeline = Pipeline(models.BPE(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=trainer.byte_fallback))
+    before: list[Any] = [] if trainer.byte_fallback else [normalizers.Replace(_SPACE_MARK, " ")]
+    after: list[Any] = [decoders.ByteFallback(), decoders.Fuse()]
+    if normalizer.add_dummy_prefix:
+        before.append(normalizers.Prepend(" "))
+        after.append(decoders.Strip(" ", 1, 0))
+    if before:
+        pipeline.normalizer = normalizers.Sequence(before)
+    pipeline.decoder = decoders.Sequence(after)
+    named = [(_spaced(piece.piece), piece.type) for piece in model.pieces]
+    pipeline.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text, kind in named if kind in (_UNKNOWN, _CONTROL)]
+    )
+    pipeline.add_tokens([AddedToken(text, normalized=False) for text, kind in named if kind == _USER_DEFINED])
+    return pipeline
+
+
+def _spaced(piece: str) -> str:
+    return piece.replace(_SPACE_MARK, " ")

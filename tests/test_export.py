@@ -1,0 +1,144 @@
+"""`sagetrain export`: what transformers makes of the folder is the model and the tokenizer that were trained."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import saved_runs
+from runs import sagetrain
+from sagetrain.config import ConfigError
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.inference.load import load_run
+from sagetrain.interop import exporting
+from sagetrain.interop.exporting import export
+from sagetrain.train.checkpoint import CheckpointError
+
+# name -> (QK-norm, tied embeddings, tensor-parallel size)
+RUNS = {
+    "qwen": ("before_rope", False, 1),
+    "qwen-tp": ("before_rope", True, 2),
+    "llama": ("none", True, 1),
+    "llama-tp": ("none", False, 2),
+    "after": ("after_rope", False, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """Folder of the RUNS; their vocabulary of 350 tokens is padded to 384."""
+    root = tmp_path_factory.mktemp("export")
+    configured = [
+        (root / name, saved_runs.config(root / name, qk_norm, tie_embeddings=tied), tp_size)
+        for name, (qk_norm, tied, tp_size) in RUNS.items()
+    ]
+    saved_runs.make(configured, model)
+    return root
+
+
+def check_logits(run: Path, folder: Path) -> None:
+    """In float32, on two sequences."""
+    ours = load_run(run, print)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = torch.randint(0, ours.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = ours.model(tokens)[..., : ours.vocab_size].float()
+        found = theirs(tokens).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "after"])
+def test_logits_are_those_of_transformers(runs: Path, name: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    done = export(runs / name, tmp_path / "out", report=said.append)
+    assert (said, done.step, done.shards) == ([], 3, 1)
+    assert done.architecture == ("Qwen3ForCausalLM" if name.startswith("qwen") else "LlamaForCausalLM")
+    check_logits(runs / name, tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["vocab_size"], config["head_dim"], config["max_position_embeddings"]) == (350, 16, 16)
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    assert tensors["model.embed_tokens.weight"].shape == (350, 32)
+    assert ("lm_head.weight" in tensors) != config["tie_word_embeddings"]
+    assert (
+        GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id
+        == Tokenizer.load(runs / name / "tokenizer.model").eos_id
+    )
+    assert not [*tmp_path.glob(".writing-*")]
+
+
+def test_shards_hold_each_tensor_once(runs: Path, tmp_path: Path) -> None:
+    whole, cut = (export(runs / "qwen", tmp_path / str(size), shard_bytes=size) for size in (10**9, 40_000))
+    index = json.loads((tmp_path / "40000/model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "40000").glob("*.safetensors"))
+    assert len(files) == cut.shards > 2 and files[0].name == f"model-00001-of-{cut.shards:05d}.safetensors"
+    joined = {name: (file.name, tensor) for file in files for name, tensor in load_file(file).items()}
+    assert {name: file for name, (file, _) in joined.items()} == index["weight_map"]
+    assert index["metadata"]["total_size"] == whole.bytes == sum(t.nbytes for _, t in joined.values())
+    assert max(file.stat().st_size for file in files) < 350 * 32 * 4 + 2000  # one tensor is larger than a shard
+    for name, tensor in load_file(tmp_path / f"{10**9}/model.safetensors").items():
+        assert tensor.equal(joined[name][1])
+    check_logits(runs / "qwen", tmp_path / "40000")
+
+
+def test_weights_are_of_the_dtype_asked_for(runs: Path, tmp_path: Path) -> None:
+    export(runs / "llama", tmp_path / "out", dtype="bfloat16")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out/model.safetensors").values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_qk_norm_after_rope_has_no_class_there(runs: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"qk_norm after_rope: .* no class .* before_rope \(Qwen3\) or none"):
+        export(runs / "after", tmp_path / "out")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_nothing_half_written_is_left(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporting, "save_file", full_disk)
+    with pytest.raises(CheckpointError, match=r"cannot write .*out: .*No space left on device"):
+        export(runs / "qwen", tmp_path / "out")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_with_something_in_it_is_left_alone(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("notes")
+    with pytest.raises(ConfigError, match="exists and is not empty: choose another"):
+        export(runs / "qwen", tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_command(runs: Path, tmp_path: Path) -> None:
+    result = sagetrain("export", runs / "llama-tp", tmp_path / "out", "--dtype", "float16", "--checkpoint", 3)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{tmp_path}/out: LlamaForCausalLM of step 3, 21 tensors, ")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float16
+    again = sagetrain("export", runs / "llama-tp", tmp_path / "out")
+    assert again.returncode == 2 and "choose another folder" in again.stderr
+
+
+def test_the_tokenizer_gives_the_same_ids(runs: Path, model: Path, tmp_path: Path) -> None:
+    export(runs / "llama", tmp_path / "out")
+    ours, theirs = Tokenizer.load(model), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(theirs) == ours.vocab_size
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+    draw = random.Random(0)
+    letters = string.ascii_letters + string.digits + string.punctuation + " " * 40 + "\n\n\t\0é日🎉\u2581\u00a0\u3000"
+    texts = ["", " ", "  two  spaces ", "\u2581\u2581 the mark ", "a\r\n\tb", "日本語 🎉👩‍👩‍👧", "1234 3.14"]
+    texts += ["".join(draw.choices(letters, k=draw.randrange(80))) for _ in range(500)]
+    texts += [path.read_text()[:3000] for path in sorted(Path(json.__file__).parent.glob("*.py"))]
+    for text in texts:
+        assert theirs(text).input_ids == ours.encode(text), repr(text)
+        assert theirs.decode(theirs(text).input_ids) == text
+    special = "</s> and <s> <unk><0x0A>"
+    assert theirs(special, split_special_tokens=True).input_ids == ours.encode(special)
+    assert theirs(special).input_ids[0] == ours.eos_id
