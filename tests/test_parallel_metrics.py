@@ -29,14 +29,21 @@ def test_one_process_reduces_what_was_added() -> None:
     for value in (1, 2.5):
         metrics.sum("count", value)
         metrics.max("most", -value)
+        metrics.min("least", -value)
+        metrics.derive("rms", lambda squares, count: math.sqrt(squares / count), torch.tensor(value**2), 1)
     found = metrics.reduce(CPU)
     assert math.isnan(found.pop("nothing"))
-    assert found == {"loss": 3.0, "count": 3.5, "most": -1.0}
+    assert found == {"loss": 3.0, "count": 3.5, "most": -1.0, "least": -2.5, "rms": math.sqrt(7.25 / 2)}
     assert list(found) == sorted(found)
     assert metrics.reduce(CPU) == {}
     metrics.sum("count", 1)
     metrics.clear()
     assert metrics.reduce(CPU) == {}
+
+
+def cosine(product: float, square: float, other: float) -> float:
+    """Of vectors that lie on several ranks: not the mean of the ranks' cosines."""
+    return product / math.sqrt(square * other)
 
 
 def of_four_ranks() -> dict[str, float]:
@@ -50,6 +57,10 @@ def of_four_ranks() -> dict[str, float]:
         lambda: metrics.sum("over tp", 10.0 + groups.tp_rank, copies=groups.num_replicas),
         lambda: metrics.max("largest", torch.tensor(-float(rank))),
         lambda: metrics.max("largest number", rank * 1.5),
+        lambda: metrics.min("least", torch.tensor(1.0 + rank)),
+        lambda: metrics.derive(
+            "cosine", cosine, *(torch.tensor(x) for x in ((0.0, 1.0, 0.0), (3.0, 1.0, 9.0))[rank % 2])
+        ),
     ]
     for each in reversed(add) if rank % 2 else add:
         each()
@@ -58,7 +69,8 @@ def of_four_ranks() -> dict[str, float]:
 
 def test_mean_sum_and_maximum_over_ranks_and_groups() -> None:
     expected = {
-        "largest": 0.0, "largest number": 4.5, "mean": 1.5, "over all": 15.0, "over tp": 21.0, "weighted": 14 / 6
+        "cosine": 6 / math.sqrt(4 * 18), "largest": 0.0, "largest number": 4.5, "least": 1.0, "mean": 1.5,
+        "over all": 15.0, "over tp": 21.0, "weighted": 14 / 6,
     }  # fmt: skip
     assert run_distributed(of_four_ranks, 4) == [expected] * 4
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -28,19 +29,28 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str], Tensor | float] = {}
-        self._maxima: dict[str, Tensor | float] = {}
+        self._sums: dict[tuple[str, int], Tensor | float] = {}
+        self._functions: dict[str, Callable[..., float]] = {}
+        self._maxima: dict[tuple[str, float], Tensor | float] = {}
 
     def clear(self) -> None:
         """Forget what was added since the last reduction (by an evaluation, say)."""
         self._sums.clear()
+        self._functions.clear()
         self._maxima.clear()
+
+    def derive(self, name: str, function: Callable[..., float], *parts: Tensor | float) -> None:
+        """Add to what is summed up over all ranks, part by part. The number is function(sums of the parts), as floats:
+        a statistic of all that was added anywhere, where a mean of the ranks' own would be another."""
+        self._functions[name] = function
+        for i, part in enumerate(parts):
+            part, before = _float64(part), self._sums.get((name, i))
+            self._sums[name, i] = part if before is None else before + part
 
     def mean(self, name: str, value: Tensor | float, weight: float = 1.0) -> None:
         """Add to the mean, by weight, of everything that all ranks add. It is nan where all weights are 0."""
         value = _float64(value)
-        self._add((name, "sum"), value if weight == 1 else value * weight)
-        self._add((name, "weight"), float(weight))
+        self.derive(name, _ratio, value if weight == 1 else value * weight, weight)
 
     def sum(self, name: str, value: Tensor | float, copies: int = 1) -> None:
         """Add to the sum over all ranks. `copies`: so many ranks report one and the same thing, which counts once.
@@ -48,16 +58,20 @@ class Metrics:
         The sum over a tensor-parallel group alone, of what is equal on all replicas, has groups.num_replicas copies.
         """
         value = _float64(value)
-        self._add((name, "sum"), value if copies == 1 else value / copies)
+        self.derive(name, float, value if copies == 1 else value / copies)
 
     def max(self, name: str, value: Tensor | float) -> None:
-        """Take into the maximum over all ranks. A step with any maximum makes one more small collective."""
-        value, before = _float64(value), self._maxima.get(name)
-        larger = torch.maximum if isinstance(value, Tensor) else max
-        self._maxima[name] = value if before is None else larger(before, value)
+        """Take into the maximum over all ranks. A step with any maximum or minimum makes one more small collective."""
+        self._take(name, 1.0, _float64(value))
 
-    def _add(self, key: tuple[str, str], value: Tensor | float) -> None:
-        self._sums[key] = self._sums[key] + value if key in self._sums else value
+    def min(self, name: str, value: Tensor | float) -> None:
+        """Take into the minimum over all ranks."""
+        self._take(name, -1.0, -_float64(value))
+
+    def _take(self, name: str, sign: float, value: Tensor | float) -> None:
+        before = self._maxima.get((name, sign))
+        larger = torch.maximum if isinstance(value, Tensor) else max
+        self._maxima[name, sign] = value if before is None else larger(before, value)
 
     def reduce(self, device: torch.device) -> dict[str, float]:
         """All numbers over all ranks, by name, equal on every rank; they are forgotten here. Collective.
@@ -70,16 +84,19 @@ class Metrics:
         total, *reduced = _reduced([float(number), *sums.values()], dist.ReduceOp.SUM, device)
         if total != number * (dist.get_world_size() if dist.is_initialized() else 1):
             raise RuntimeError(f"metrics: the ranks differ in what they have added; this one: {[*sums, *maxima]}")
-        totals = dict(zip(sums, reduced, strict=True))
-        result = {}
-        for name, what in totals:
-            if what == "sum":
-                weight = totals.get((name, "weight"), 1.0)
-                result[name] = totals[name, "sum"] / weight if weight else math.nan
+        parts: dict[str, list[float]] = {name: [] for name, _ in sorted(sums)}
+        for (name, _), value in sorted(zip(sums, reduced, strict=True)):
+            parts[name].append(value)
+        result = {name: self._functions[name](*values) for name, values in parts.items()}
         if maxima:
-            result.update(zip(maxima, _reduced(list(maxima.values()), dist.ReduceOp.MAX, device), strict=True))
+            largest = _reduced(list(maxima.values()), dist.ReduceOp.MAX, device)
+            result.update((name, sign * value) for (name, sign), value in zip(maxima, largest, strict=True))
         self.clear()
         return dict(sorted(result.items()))
+
+
+def _ratio(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan
 
 
 def _float64(value: Tensor | float) -> Tensor | float:
