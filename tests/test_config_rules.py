@@ -56,6 +56,7 @@ def test_a_launch_has_as_many_ranks_as_the_configuration_says():
     assert "a hostfile that is not there or lacks hosts" in finding.fix
 
 
+STRETCHED = {"type": "llama3", "factor": 8, "original_seq_length": 8192}
 CASES = [
     # sections, world size, rule, level, key, what the message says, what the fix says
     (
@@ -85,6 +86,18 @@ CASES = [
     (
         {"model": {"head_dim": 63}}, 1,
         "even_head_dim", "error", "model.head_dim", "63: is odd", "even head_dim",
+    ),
+    (
+        {"model": {"rope_scaling": {**STRETCHED, "low_freq_factor": 4}}}, 1,
+        "rope_scaling_bounds", "error", "model.rope_scaling.low_freq_factor", "4.0: is not below high_freq_factor 4.0", "smaller",
+    ),
+    (
+        {"model": {"rope_scaling": {**STRETCHED, "type": "yarn", "beta_fast": 0.5}}}, 1,
+        "rope_scaling_bounds", "error", "model.rope_scaling.beta_slow", "1.0: is not below beta_fast 0.5", "smaller",
+    ),
+    (
+        {"model": {"rope_scaling": {**STRETCHED, "attention_factor": 1.5}}}, 1,
+        "no_effect", "warning", "model.rope_scaling.attention_factor", "1.5: has no effect with type llama3", "remove",
     ),
     (
         {"model": {"head_dim": 14}}, 1,

@@ -10,24 +10,33 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import saved_runs
 from runs import sagetrain
 from sagetrain.config import ConfigError
+from sagetrain.config.schema import AttentionConfig, RopeScaling
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.load import load_run
 from sagetrain.interop import exporting
 from sagetrain.interop.exporting import export
+from sagetrain.interop.huggingface import config_json
+from sagetrain.model.rotary import rotary_tables
 from sagetrain.train.checkpoint import CheckpointError
 
-# name -> (QK-norm, tied embeddings, tensor-parallel size)
-RUNS = {
-    "qwen": ("before_rope", False, 1),
-    "qwen-tp": ("before_rope", True, 2),
-    "llama": ("none", True, 1),
-    "llama-tp": ("none", False, 2),
-    "after": ("after_rope", False, 1),
+LLAMA3 = {"type": "llama3", "factor": 4.0, "original_seq_length": 32}
+YARN = {"type": "yarn", "factor": 3.0, "original_seq_length": 32, "beta_fast": 4.0, "beta_slow": 0.25}
+# name -> (QK-norm, tied embeddings, RoPE scaling, tensor-parallel size)
+RUNS: dict[str, tuple[str, bool, dict | None, int]] = {
+    "qwen": ("before_rope", False, None, 1),
+    "qwen-tp": ("before_rope", True, None, 2),
+    "qwen-yarn": ("before_rope", False, YARN, 1),
+    "llama": ("none", True, None, 1),
+    "llama-tp": ("none", False, None, 2),
+    "llama-llama3": ("none", False, LLAMA3, 2),
+    "llama-yarn": ("none", False, YARN | {"attention_factor": 1.25}, 2),
+    "after": ("after_rope", False, None, 1),
 }
 
 
@@ -36,8 +45,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """Folder of the RUNS; their vocabulary of 350 tokens is padded to 384."""
     root = tmp_path_factory.mktemp("export")
     configured = [
-        (root / name, saved_runs.config(root / name, qk_norm, tie_embeddings=tied), tp_size)
-        for name, (qk_norm, tied, tp_size) in RUNS.items()
+        (root / name, saved_runs.config(root / name, qk_norm, tie_embeddings=tied, rope_scaling=scaling), tp_size)
+        for name, (qk_norm, tied, scaling, tp_size) in RUNS.items()
     ]
     saved_runs.make(configured, model)
     return root
@@ -47,7 +56,7 @@ def check_logits(run: Path, folder: Path) -> None:
     """In float32, on two sequences."""
     ours = load_run(run, print)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokens = torch.randint(0, ours.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, ours.vocab_size, (2, 100), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = ours.model(tokens)[..., : ours.vocab_size].float()
         found = theirs(tokens).logits
@@ -72,6 +81,20 @@ def test_logits_are_those_of_transformers(runs: Path, name: str, tmp_path: Path)
         == Tokenizer.load(runs / name / "tokenizer.model").eos_id
     )
     assert not [*tmp_path.glob(".writing-*")]
+
+
+@pytest.mark.parametrize("own", [LLAMA3, YARN, YARN | {"attention_factor": 1.5}])
+@pytest.mark.parametrize(("theta", "length"), [(500_000.0, 8192), (1e6, 32768), (100.0, 32)])
+def test_frequencies_are_those_of_transformers(own: dict, theta: float, length: int) -> None:
+    scaling = RopeScaling(**(own | {"original_seq_length": length}))
+    model = saved_runs.config(Path("none"), rope_theta=theta, head_dim=64).model.model_copy(
+        update={"rope_scaling": scaling}
+    )
+    there = LlamaConfig(**config_json(model, AttentionConfig(qk_norm="none"), 128, 4 * length))
+    expected, factor = ROPE_INIT_FUNCTIONS[scaling.type](there, "cpu")
+    cos, sin = (table[0, 0] for table in rotary_tables(torch.tensor([1]), 64, theta, scaling))
+    torch.testing.assert_close(torch.atan2(sin, cos), expected, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(torch.hypot(sin, cos), torch.full([32], factor), rtol=1e-6, atol=0)
 
 
 def test_shards_hold_each_tensor_once(runs: Path, tmp_path: Path) -> None:

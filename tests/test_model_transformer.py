@@ -295,14 +295,14 @@ def test_parameter_annotations(shape: str) -> None:
 
 def test_rotary_is_exact_far_out_and_relative() -> None:
     positions = torch.tensor([0, 1_000_003, 1_000_005])
-    cos, sin = rotary_tables(positions, 4, 10000.0)
+    cos, sin = rotary_tables(positions, 4, 10000.0, None)
     expected = [math.cos(1_000_003), math.cos(1_000_003 * 0.01)]
     assert cos[1, 0].tolist() == pytest.approx(expected, abs=1e-6)
     x = torch.randn(1, 2, 4, dtype=torch.float32)
     rotated = apply_rotary(x.expand(3, 2, 4), cos, sin)
     torch.testing.assert_close(rotated[0], x[0])
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1).expand(3, 2), rtol=1e-6, atol=1e-6)
-    near = apply_rotary(x.expand(2, 2, 4), *rotary_tables(torch.tensor([0, 2]), 4, 10000.0))
+    near = apply_rotary(x.expand(2, 2, 4), *rotary_tables(torch.tensor([0, 2]), 4, 10000.0, None))
     torch.testing.assert_close((rotated[1] * rotated[2]).sum(-1), (near[0] * near[1]).sum(-1), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="even head_dim, not 5"):
-        rotary_tables(positions, 5, 10000.0)
+        rotary_tables(positions, 5, 10000.0, None)

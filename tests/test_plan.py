@@ -88,6 +88,8 @@ def test_shipped_configurations_hold_every_key_with_a_comment(name):
         value = tree
         for part in parts:
             value = value[int(part) if isinstance(value, list) else part]
+            if value is None:  # an optional section, or the key itself
+                break
     bare = [line for line in text.splitlines() if re.match(r"  \w+: \S", line) and "#" not in line]
     assert [line.strip().split(":")[0] for line in bare if "tokens_per_step" not in line] == [
         name for name in ("start", "end") if schedule == "ramp"

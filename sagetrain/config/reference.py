@@ -43,6 +43,11 @@ class Slot(NamedTuple):
         return [section for arg in args for section in Slot(arg).sections]
 
     @property
+    def optional(self) -> bool:
+        """Whether null stands for no value here."""
+        return type(None) in get_args(self.annotation)
+
+    @property
     def item(self) -> Slot | None:
         """Slot of a list's or tuple's items; None for anything else."""
         return Slot(get_args(self.annotation)[0]) if get_origin(self.annotation) in (list, tuple) else None
@@ -98,7 +103,8 @@ def describe(slot: Slot) -> str:
     annotation, metadata = slot
     origin, args = get_origin(annotation), get_args(annotation)
     if slot.sections:
-        return f"a section: {' or '.join(_outline(section) for section in slot.sections)}"
+        either = f"a section: {' or '.join(_outline(section) for section in slot.sections)}"
+        return f"{either}, or null" if slot.optional else either
     if origin is Annotated:
         return describe(Slot(args[0], (*args[1:], *metadata)))
     if origin is Literal:
@@ -130,7 +136,7 @@ def keys(section: type[Section] = RunConfig, prefix: str = "") -> list[Key]:
         inner, dotted = slot.sections, f"{prefix}{name}"
         if slot.item is not None and slot.item.sections:
             inner, dotted = slot.item.sections, f"{dotted}.0"
-        if slot.item is not None or not inner:
+        if slot.item is not None or not inner or slot.optional:
             result.append(Key(f"{prefix}{name}", describe(slot), _default(field), doc))
         union_tags = tags_of(inner) if len(inner) > 1 else []
         if union_tags:

@@ -37,6 +37,28 @@ TOKENIZER_NAME = "tokenizer.model"
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
+class RopeScaling(Section):
+    """Rotary frequencies of a model that was stretched to sequences longer than those it was first trained on: fast
+    ones stay as they are, slow ones are divided by `factor`, those between get a share of both."""
+
+    type: Literal["llama3", "yarn"]
+    """Where fast ends and slow begins: llama3 by wavelengths, yarn (arXiv 2309.00071) by turns."""
+    factor: PositiveFloat
+    """How much longer the sequences are."""
+    original_seq_length: PositiveInt
+    """Context length before."""
+    low_freq_factor: PositiveFloat = 1.0
+    """llama3: frequencies that turn less often than so in original_seq_length tokens are slow."""
+    high_freq_factor: PositiveFloat = 4.0
+    """llama3: frequencies that turn more often than so are fast."""
+    beta_slow: PositiveFloat = 1.0
+    """yarn: frequencies that turn less often than so in original_seq_length tokens are slow."""
+    beta_fast: PositiveFloat = 32.0
+    """yarn: frequencies that turn more often than so are fast."""
+    attention_factor: PositiveFloat | None = None
+    """yarn: q and k are multiplied by it. Default: 0.1 ln(factor) + 1."""
+
+
 class ModelConfig(Section):
     """Shape of the Llama-style decoder."""
 
@@ -62,6 +84,8 @@ class ModelConfig(Section):
     """Use one matrix as input embedding and output projection."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary position embedding."""
+    rope_scaling: RopeScaling | None = None
+    """Of models that were stretched to longer sequences."""
     norm_eps: PositiveFloat = 1e-6
     """Epsilon of every RMSNorm, QK-norm included."""
     init_std: PositiveFloat = 0.02

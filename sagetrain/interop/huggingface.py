@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.config.schema import AttentionConfig, ModelConfig, RopeScaling
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -70,10 +70,20 @@ def config_json(model: ModelConfig, attention: AttentionConfig, vocab_size: int,
         "max_position_embeddings": seq_length,
         "rms_norm_eps": model.norm_eps,
         "rope_theta": model.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": model.rope_scaling and _rope_scaling(model.rope_scaling),
         "tie_word_embeddings": model.tie_embeddings,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": model.init_std,
         "use_cache": True,
+    }
+
+
+def _rope_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    own = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast", "attention_factor")}
+    return {
+        "rope_type": scaling.type,
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_seq_length,
+        **{key: value for key in own[scaling.type] if (value := getattr(scaling, key)) is not None},
     }

@@ -24,7 +24,7 @@ def tokenizer_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, bytes]:
     Raises ConfigError for a SentencePiece model that tokenizer.json cannot say: not a byte-pair encoding, or one that
     normalizes text.
     """
-    model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)
+    model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)  # type: ignore[attr-defined]
     pieces = [(_spaced(piece.piece), piece) for piece in model.pieces]
     special = {name: pieces[number][0] for name, number in _special(tokenizer, model) if number >= 0}
     config: dict[str, Any] = {

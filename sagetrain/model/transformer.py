@@ -320,7 +320,8 @@ class Transformer(nn.Module):
         wanted = {block.attention.function.documents for block in self.blocks}
         layouts = []
         for part, own_positions in enumerate(positions.chunk(parts)):
-            cos, sin = rotary_tables(own_positions.flatten(), self.config.head_dim, self.config.rope_theta)
+            rope = self.config.head_dim, self.config.rope_theta, self.config.rope_scaling
+            cos, sin = rotary_tables(own_positions.flatten(), *rope)
             own = cu_seqlens
             if cu_seqlens is not None:  # documents of other parts have length zero
                 own = (cu_seqlens - part * num_tokens).clamp(0, num_tokens)

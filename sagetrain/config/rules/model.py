@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import divisors, error, no_effect
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.schema import ModelConfig, RunConfig
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
@@ -39,6 +39,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "is odd: the rotary embedding turns pairs",
             "use an even head_dim; by default it is hidden_size / num_attention_heads",
         )
+    yield from _rope_scaling(model)
     limits = {"sage": (16, 256), "flash": (8, 256)}.get(cfg.attention.backend)
     if limits and not limits[0] <= head_dim <= limits[1]:
         yield error(
@@ -67,3 +68,23 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
         )
     if cfg.attention.smooth_q and cfg.attention.backend not in ("sage", "auto"):
         yield no_effect("attention.smooth_q", True, f"backend {cfg.attention.backend}, which does not quantize")
+
+
+def _rope_scaling(model: ModelConfig) -> Iterator[Finding]:
+    """Bounds that are the wrong way round, and keys of the other type."""
+    if (scaling := model.rope_scaling) is None:
+        return
+    bounds = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+    slow, fast = bounds[scaling.type]
+    if getattr(scaling, slow) >= getattr(scaling, fast):
+        yield error(
+            "rope_scaling_bounds",
+            f"model.rope_scaling.{slow}",
+            getattr(scaling, slow),
+            f"is not below {fast} {getattr(scaling, fast)}: no frequency would be between slow and fast",
+            f"use a smaller {slow}, or leave both out",
+        )
+    for other, keys in {**bounds, "yarn": (*bounds["yarn"], "attention_factor")}.items():
+        for key in keys if other != scaling.type else ():
+            if key in scaling.model_fields_set and getattr(scaling, key) is not None:
+                yield no_effect(f"model.rope_scaling.{key}", getattr(scaling, key), f"type {scaling.type}")
