@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sagekernels import attention_reference
+from sagekernels.admission import LIMITS
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model import selection
 from sagetrain.model.backends import (
@@ -38,8 +39,8 @@ def _resolve(backend: str, device: torch.device, dtype: torch.dtype = torch.bflo
 @pytest.mark.parametrize(
     ("backend", "device", "resolved", "reason"),
     [
-        ("sage", CPU, "sage", "no GPU"),
-        ("sage", GPU, "sage", "recipe fine"),
+        ("sage", CPU, "sage", "recipe fine: its torch twin"),
+        ("sage", GPU, "sage", "recipe auto"),
         ("sdpa", CPU, "sdpa", "through a mask"),
         ("sdpa", GPU, "sdpa", "varlen_attn"),
         ("reference", CPU, "reference", "plain"),
@@ -53,7 +54,8 @@ def test_resolution(backend: str, device: torch.device, resolved: str, reason: s
 
 
 @pytest.mark.parametrize(
-    ("recipe", "head_dim", "named"), [("fine", 128, True), ("scores", 128, False), ("fine", 96, False)]
+    ("recipe", "head_dim", "named"),
+    [("fine", 128, True), ("scores", 128, False), ("auto", 128, False), ("fine", 96, False)],
 )
 def test_where_another_recipe_is_faster_it_is_named(
     monkeypatch: pytest.MonkeyPatch, recipe: str, head_dim: int, named: bool
@@ -177,7 +179,7 @@ def test_the_newest_flash_that_fits_the_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     _install(monkeypatch)
     with pytest.raises(ValueError, match="no flash-attn package for this GPU"):
         _resolve("flash", GPU)
-    assert _resolve("auto", GPU)[0] == "auto"  # for choose_backend
+    assert _resolve("auto", GPU)[0] == "auto"  # for choose_attention
 
 
 def _varlen_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
@@ -216,9 +218,10 @@ class Broken(AttentionFunction):
         return self.function(q, k.detach(), v, layout) + 0 * k.sum()
 
 
-def _choose(cache: Path, said: list[str], documents: list[list[int]], ranks: int = 1, **changed: str) -> str:
-    return selection.choose_backend(
-        AttentionConfig(backend="auto", **changed),
+def _choose(cache: Path, said: list[str], documents: list[list[int]], ranks: int = 1, **asked: str) -> str:
+    attention = AttentionConfig(**{"backend": "auto", "recipe": "fine", **asked})
+    chosen = selection.choose_attention(
+        attention,
         SHAPE,
         tensor_parallel_size=ranks,
         context_parallel_size=1,
@@ -231,6 +234,8 @@ def _choose(cache: Path, said: list[str], documents: list[list[int]], ranks: int
         cache=cache,
         say=said.append,
     )
+    assert chosen.model_copy(update={"backend": attention.backend, "recipe": attention.recipe}) == attention
+    return f"sage {chosen.recipe}" if chosen.backend == "sage" else chosen.backend
 
 
 @pytest.mark.parametrize(("packed", "ranks"), [(False, 1), (True, 1), (True, 2)])
@@ -247,13 +252,50 @@ def test_auto_takes_what_is_admitted_and_remembers(
     monkeypatch.setattr(selection, "attention_function", broken)
     said: list[str] = []
     case = tmp_path / "attention.json", said, [[64], [60, 4], [64]] if packed else [], ranks
-    assert _choose(*case) == "sage"
+    assert _choose(*case) == "sage fine"
     assert "not used: dk is zero in some head" in said[0]
     assert f"N{64 * 2 // ranks if packed else 64} H{SHAPE.num_attention_heads // ranks}/" in said[0]
-    assert _choose(*case) == "sage"
+    assert _choose(*case) == "sage fine"
     assert "chosen before" in said[1]
-    assert _choose(*case, recipe="paper") == "sage"
+    assert _choose(*case, recipe="paper") == "sage paper"
     assert "not used: dk is zero" in said[2]  # tested again: what was chosen was another function
+
+
+@pytest.mark.parametrize(
+    ("backend", "fastest", "taken"),
+    [
+        ("auto", "sage scores", "sage scores"),
+        ("auto", "sage fine", "sage fine"),
+        ("auto", "sdpa", "sdpa"),
+        ("sage", "sdpa", "sage fine"),  # 16 bits are no candidate where sage is asked for
+        ("sage", "sage scores", "sage scores"),
+        ("auto", "sage paper", "sage fine"),  # the least exact: by name alone
+    ],
+)
+def test_recipe_auto_is_the_faster_of_those_that_are_nearly_exact(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, fastest: str, taken: str
+) -> None:
+    order = [fastest, "sage fine", "sage scores", "sdpa"]
+
+    def timed(candidates: dict, *_: object, limits: dict, **__: object) -> str:
+        assert limits == {name: LIMITS[name.removeprefix("sage ")] for name in candidates if name != "sdpa"}
+        return next(name for name in order if name in candidates)
+
+    monkeypatch.setattr(selection, "choose", timed)
+    assert _choose(tmp_path / "attention.json", [], [], backend=backend, recipe="auto") == taken
+
+
+def test_what_is_left_to_be_chosen() -> None:
+    """Nothing where there is no GPU."""
+    for backend, recipe, device, is_open in (
+        ("auto", "fine", GPU, True),
+        ("sage", "auto", GPU, True),
+        ("sage", "fine", GPU, False),
+        ("sdpa", "auto", GPU, False),
+        ("sage", "auto", CPU, False),
+    ):
+        assert selection.to_be_chosen(AttentionConfig(backend=backend, recipe=recipe), device) == is_open
+    assert attention_function("sage", AttentionConfig(), CPU) == Sage("fine")
 
 
 class Noted(Sdpa):

@@ -379,7 +379,7 @@ def test_brief_says_what_one_needs():
 def test_the_caption_of_attention_follows_the_documents(documents, said):
     settings = [f"data.document_attention={documents}", f"data.document_positions={documents}"]
     _, text = plan(CONFIGS / "1b.yaml", 8, *settings)
-    assert re.search(rf"attention [\d.,]+ ms \d+% forward and backward; {said}", text)
+    assert re.search(rf"attention [\d.,]+ ms \d+% sage scores, forward and backward; {said}", text)
     assert ("packed documents" in text) == (documents == "true")
 
 

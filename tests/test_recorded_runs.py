@@ -21,6 +21,7 @@ EVEN = "tokens_per_step={schedule: constant, tokens: %d}"
 SHAPE_24 = "model={num_layers: 24, hidden_size: 1024, ffn_hidden_size: 2816, num_attention_heads: %d}"
 
 
+FINE = ["attention.backend=sage", "attention.recipe=fine"]
 SCORES, HALVES, WHOLE = (
     "attention.recipe=scores",
     "parallel.tensor_parallel_overlap=on",
@@ -160,7 +161,7 @@ def configured(name, layout, batch, overrides):
     """A run of `batch` (sequences of a micro-batch, micro-steps), and its ranks."""
     ranks, replicas, sizes = layout_of(layout)
     sequences, accumulation = batch
-    settings = [*sizes, f"data.micro_batch_size={sequences}", *overrides]
+    settings = [*FINE, *sizes, f"data.micro_batch_size={sequences}", *overrides]
     length = load_config(CONFIGS / f"{name}.yaml", settings).data.seq_length
     tokens = EVEN % (sequences * length * accumulation * replicas)
     return load_config(CONFIGS / f"{name}.yaml", [*settings, tokens]), ranks
@@ -185,6 +186,7 @@ def test_speeds_of_other_shapes_are_met(shape, seq_length, backend, documents, t
     model = [] if shape == "325m" else [SHAPE_24 % int(shape.split()[-1])]
     cfg = load_config(CONFIGS / "325m.yaml", [
         *model,
+        *FINE,
         f"attention.backend={backend}",
         f"data.document_attention={str(documents).lower()}",
         f"data.seq_length={seq_length}",

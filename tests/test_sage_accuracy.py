@@ -110,10 +110,14 @@ def test_the_choice_is_made_once(tmp_path):
     first = choose(candidates, SMALL, **options)
     assert first in ("sage", "exact") and "not used: NotImplementedError" in said[0] and "chosen: " in said[0]
     assert choose(candidates, SMALL, **options) == first and "chosen before" in said[1]
-    assert list(json.loads(cache.read_text()).values()) == [first]
+    (kept,) = json.loads(cache.read_text()).values()
+    assert kept["chosen"] == first and "\n".join([*kept["table"], f"  chosen: {first}"]) == said[0]
     choose(candidates, SMALL._replace(head_dim=64), **options)
     choose(candidates, SMALL, options="another recipe", **options)
-    choose(candidates, SMALL, limits=LIMITS["paper"], **options)
+    choose(candidates, SMALL, limits={"sage": LIMITS["paper"]}, **options)
     assert len(json.loads(cache.read_text())) == 4
     with pytest.raises(RuntimeError, match="no attention backend is admitted"):
         choose({"wrong": refuses}, SMALL, **options)
+    strict = {"sage": dict.fromkeys(LIMITS["fine"], 1e-6)}
+    assert choose({"sage": sage, "exact": exact}, SMALL, limits=strict, **options) == "exact"
+    assert "sage          not used: o off by" in said[-1]

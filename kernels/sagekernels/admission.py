@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -100,15 +101,16 @@ def choose(
     dtype: torch.dtype,
     device: torch.device | str,
     cache: Path | None = None,
-    limits: Mapping[str, float] = LIMITS["fine"],
+    limits: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     options: str = "",
     say: Callable[[str], None] = print,
 ) -> str:
-    """Name of the fastest candidate that is admitted; prints its table, and keeps the choice in the file `cache`.
+    """Name of the fastest candidate that is admitted; prints a table, and keeps it with the choice in the file `cache`.
 
     The choice is made once per device, software (this package's sources included), shape, documents, dtype, limits, set
-    of candidates and `options`: what else makes a candidate another one, such as its recipe. Raises RuntimeError, with
-    every candidate's reason, when none is admitted.
+    of candidates and `options`: what else makes a candidate another one, such as its recipe. `limits` are those of
+    candidates by name, LIMITS["fine"] of the others. Raises RuntimeError, with every candidate's reason, when none is
+    admitted.
     """
     place = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*")) if path.is_file())
@@ -117,19 +119,20 @@ def choose(
     key = " | ".join((place, software, str(shape), documents, str(dtype), str(limits), names, options))
     kept = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
     if key in kept:
-        say(f"attention: {kept[key]} (chosen before, {cache})")
-        return kept[key]
+        say(f"attention: {kept[key]['chosen']} (chosen before, {cache})")
+        return kept[key]["chosen"]
 
     lines, speeds = [], {}
     for name, attend in candidates.items():
-        verdict = admit(attend, shape, dtype=dtype, device=device, limits=limits)
+        verdict = admit(attend, shape, dtype=dtype, device=device, limits=limits.get(name, LIMITS["fine"]))
         if verdict.passed:
             speeds[name] = seconds_per_step(attend, shape, dtype=dtype, device=device)
             figures = "  ".join(f"{tensor} {e:.4f}" for tensor, e in verdict.errors.items())
             lines.append(f"  {name:<12}{1e3 * speeds[name]:>10.3f} ms   {figures}")
         else:
             lines.append(f"  {name:<12}  not used: {verdict.reason}")
-    table = "\n".join([f"attention on {place}, {shape}, {dtype}: forward + backward, rel-L2 against float64", *lines])
+    lines = [f"attention on {place}, {shape}, {dtype}: forward + backward, rel-L2 against float64", *lines]
+    table = "\n".join(lines)
     if not speeds:
         raise RuntimeError(f"no attention backend is admitted\n{table}")
     best = min(speeds, key=speeds.__getitem__)
@@ -137,6 +140,6 @@ def choose(
     if cache is not None:
         cache.parent.mkdir(parents=True, exist_ok=True)
         temporary = cache.with_name(f"{cache.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({**kept, key: best}, indent=1))
+        temporary.write_text(json.dumps({**kept, key: {"chosen": best, "table": lines}}, indent=1))
         temporary.replace(cache)
     return best

@@ -16,6 +16,7 @@ from sagetrain.model.selection import resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train import checkpoint
+from sagetrain.train.attention import kept
 from sagetrain.train.checkpoint import CheckpointError, Reader
 
 
@@ -74,15 +75,16 @@ def load_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
     """The checkpoint of `open_run` as a model. `report` hears what was passed over, and what runs otherwise here."""
     run = open_run(run_dir, report, step)
     cfg, device, groups = run.cfg, torch.device("cuda" if torch.cuda.is_available() else "cpu"), ParallelGroups.single()
+    trained = kept(cfg.attention, run.reader.folder)
     dtype = torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32
     try:
-        backend, _ = resolve_backend(cfg.attention, cfg.model, device=device, dtype=dtype)
+        backend, _ = resolve_backend(trained, cfg.model, device=device, dtype=dtype)
     except ValueError as error:  # trained on other hardware
         report(f"{error}; sdpa is used here")
         backend = "sdpa"
-    if backend == "auto":  # which timed the training step; here any exact backend will do
+    if backend == "auto":  # not recorded by the version that trained it
         backend = "sdpa"
-    attention = cfg.attention.model_copy(update={"backend": backend})
+    attention = trained.model_copy(update={"backend": backend})
     model = Transformer(
         cfg.model,
         attention,

@@ -100,12 +100,17 @@ class AttentionFunction:
         raise NotImplementedError
 
 
+FIXED_RECIPE = "fine"
+"""What recipe `auto` is where nothing is timed: without a GPU, and in a model that is no run's."""
+
+
 def attention_function(backend: str, attention: AttentionConfig, device: torch.device) -> AttentionFunction:
     """The function behind a name that selection.py returned."""
     on_gpu = torch.device(device).type == "cuda"
     match backend:
         case "sage":
-            return Sage(attention.recipe, attention.smooth_k, attention.smooth_q)
+            recipe = FIXED_RECIPE if attention.recipe == "auto" else attention.recipe
+            return Sage(recipe, attention.smooth_k, attention.smooth_q)
         case "sdpa":
             varlen_attn = find_varlen_attn() if on_gpu else None
             return VarlenSdpa.of(varlen_attn) if varlen_attn else Sdpa()

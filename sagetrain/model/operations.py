@@ -105,7 +105,8 @@ class Attention(Operation):
     """See Rank.span."""
     documents: bool
     """Whether attention stays within documents, whatever their lengths."""
-    backend: str
+    backends: tuple[str, ...]
+    """Names of Hardware.attention; of several, which the run decides between (`auto`), the fastest."""
     precision: str
 
     @property
@@ -215,7 +216,6 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     heads, kv_heads = model.num_attention_heads // rank.tensor, model.num_key_value_heads // rank.tensor
     query, key = heads * model.head_dim, kv_heads * model.head_dim
     again, stream, read = rank.recomputes, hidden / rank.shards, element * hidden
-    scores = attention.backend == "sage" and attention.recipe == "scores"
 
     def column(name: str, outputs: int, saved: int = 0) -> Matmul:
         return rank.matmul(name, outputs, hidden, column_parallel=True, saved=saved, recomputed=again)
@@ -251,7 +251,7 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
             head_dim=model.head_dim,
             span=rank.span,
             documents=rank.documents,
-            backend="sage scores" if scores else attention.backend,
+            backends=_backends(attention),
             precision=rank.dtype,
             saved=kept,
             recomputed=again,
@@ -266,6 +266,12 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         # Two forward and two backward, which sum up all parts of a shard.
         moving("scatters by copies", element * 4 * (rank.shards + 1) * stream * rank.copies),
     )
+
+
+def _backends(attention: AttentionConfig) -> tuple[str, ...]:
+    """What may run, as Hardware.attention names it; an installed flash-attn is not counted on."""
+    sage = {"auto": ("sage scores", "sage"), "scores": ("sage scores",)}.get(attention.recipe, ("sage",))
+    return {"auto": (*sage, "sdpa"), "sage": sage}.get(attention.backend, (attention.backend,))
 
 
 class Ends(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which attention runs: what a backend's name stands for on this device, and the fastest for backend `auto`."""
+"""Which attention runs: what a backend's name stands for on this device, and the fastest for `auto`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sagekernels.testing import Shape
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.accounting import attention_calls
 from sagetrain.model.backends import (
+    FIXED_RECIPE,
     AttentionFunction,
     attention_function,
     find_flash,
@@ -28,7 +29,8 @@ from sagetrain.model.backends import (
 def resolve_backend(
     attention: AttentionConfig, model: ModelConfig, *, device: torch.device, dtype: torch.dtype
 ) -> tuple[str, str]:
-    """The backend that will run, one of sage, sdpa, flash and reference, and one line that says why or how.
+    """The backend that will run, one of sage, sdpa, flash and reference, and one line that says why or how. `auto`:
+    choose_attention has to tell.
 
     Raises:
         ValueError: the backend cannot run on this device or in this dtype, or its package is not installed.
@@ -39,13 +41,14 @@ def resolve_backend(
         case "sage" if not 16 <= model.head_dim <= 256:
             raise ValueError(f"attention.backend sage supports head_dim 16 to 256, not {model.head_dim}; use sdpa")
         case "sage" if not on_gpu:
-            return "sage", f"INT8 recipe {attention.recipe}: its torch twin, since there is no GPU; exact but slow"
+            recipe = FIXED_RECIPE if attention.recipe == "auto" else attention.recipe
+            return "sage", f"INT8 recipe {recipe}: its torch twin, since there is no GPU; exact but slow"
         case "sage" if not sixteen_bit:
             raise ValueError("attention.backend sage needs training.dtype bf16 on a GPU; use bf16, or backend sdpa")
         case "sage":
             faster = ""
             tuned = model.head_dim in KEYS and torch.cuda.is_available() and is_hopper(device)
-            if tuned and attention.recipe != "scores":
+            if tuned and attention.recipe not in ("scores", "auto"):
                 faster = "; on this GPU recipe scores is much faster (README.md)"
             return "sage", f"INT8 recipe {attention.recipe}: sagekernels{faster}"
         case "flash":
@@ -65,12 +68,18 @@ def resolve_backend(
         case "reference":
             return "reference", "plain matmuls"
         case "auto" if on_gpu and sixteen_bit:
-            return "auto", "to be chosen by choose_backend"
+            return "auto", "the fastest that was admitted"
         case "auto":
             return "sdpa", "auto: nothing to choose from without a GPU and bf16"
 
 
-def choose_backend(
+def to_be_chosen(attention: AttentionConfig, device: torch.device) -> bool:
+    """Whether backend, as resolved, or recipe is left to choose_attention."""
+    sage = attention.backend == "sage" and torch.device(device).type == "cuda"
+    return attention.backend == "auto" or (sage and attention.recipe == "auto")
+
+
+def choose_attention(
     attention: AttentionConfig,
     model: ModelConfig,
     *,
@@ -84,11 +93,12 @@ def choose_backend(
     dtype: torch.dtype,
     cache: Path,
     say: Callable[[str], None],
-) -> str:
-    """What backend `auto` stands for: the fastest of sage, flash and sdpa, forward and backward together, at the shape
-    of one rank's calls, among those whose output and gradients pass sagekernels' admission test on this device.
+) -> AttentionConfig:
+    """What backend and recipe `auto` stand for: the fastest of sage, flash and sdpa, forward and backward together, at
+    the shape of one rank's calls, among those whose output and gradients pass sagekernels' admission test on this
+    device. Recipe paper, the least exact, is taken by name alone.
 
-    The table goes to `say`; the choice is kept in the file `cache`, so that a run which continues keeps its backend.
+    The table goes to `say` and, with the choice, to the file `cache`: a second start at the same shape takes that.
 
     Args:
         documents: of some sequences of the data, the lengths of the documents in each. Timed are those whose attention
@@ -100,13 +110,17 @@ def choose_backend(
     heads_split, candidates = tensor_parallel_size * context_parallel_size, {}
     own_tokens = num_sequences * seq_length // context_parallel_size
     num_sequences //= attention_calls(num_sequences, own_tokens, tensor_parallel_size, overlap)
-    for name in ("sage", "flash", "sdpa"):
-        named = attention.model_copy(update={"backend": name})
+    recipes = ("scores", "fine") if attention.recipe == "auto" else (attention.recipe,)
+    settings = {f"sage {recipe}": {"backend": "sage", "recipe": recipe} for recipe in recipes}
+    if attention.backend == "auto":
+        settings |= {"flash": {"backend": "flash"}, "sdpa": {"backend": "sdpa"}}
+    named = {name: attention.model_copy(update=update) for name, update in settings.items()}
+    for name, settled in named.items():
         try:
-            resolve_backend(named, model, device=device, dtype=dtype)
+            resolve_backend(settled, model, device=device, dtype=dtype)
         except ValueError:  # not installed here
             continue
-        candidates[name] = _plain(attention_function(name, named, device))
+        candidates[name] = _plain(attention_function(settled.backend, settled, device))
     packed = _typical(documents, num_sequences)
     row = num_sequences * seq_length if packed else seq_length
     shape = Shape(
@@ -118,8 +132,9 @@ def choose_backend(
         head_dim=model.head_dim,
         documents=packed,
     )
-    limits, options = LIMITS[attention.recipe], repr(attention.model_copy(update={"backend": "sage"}))
-    return choose(candidates, shape, dtype=dtype, device=device, cache=cache, limits=limits, options=options, say=say)
+    limits = {f"sage {recipe}": LIMITS[recipe] for recipe in recipes}
+    how = {"cache": cache, "limits": limits, "options": repr(attention), "say": say}
+    return named[choose(candidates, shape, dtype=dtype, device=device, **how)]
 
 
 def _typical(documents: Sequence[Sequence[int]], num_sequences: int) -> tuple[int, ...]:

@@ -91,6 +91,8 @@ class StepPrediction:
     accumulation: int
     matmul: float
     attention: float
+    attention_backend: str
+    """As Hardware.attention names it: which of several it is."""
     elementwise: float
     optimizer: float
     """DeepSpeed's passes over gradients, Adam, new weights."""
@@ -136,7 +138,7 @@ def predict(
 ) -> StepPrediction:
     """One step at the largest tokens per step of the schedule; `vocab_size` is padded.
 
-    `cfg` must fit `world_size` (config/rules). Backends `auto` and `reference` are priced as sdpa. span: of the data's
+    `cfg` must fit `world_size` (config/rules). Of backend and recipe `auto`, the fastest is priced. span: of the data's
     documents (model.operations.Rank.span); None: of English text.
     """
     step = _Step(cfg, world_size, vocab_size, hardware, span)
@@ -149,6 +151,7 @@ def predict(
         accumulation=step.accumulation,
         matmul=matmul,
         attention=attention,
+        attention_backend=step.attention_backend(),
         elementwise=elementwise,
         optimizer=step.optimizer_seconds(),
         overhead=step.overhead(),
@@ -275,18 +278,30 @@ class _Step:
                     moved += operation.moved * (1 + operation.recomputed * _PASS_FORWARD)
         return matmul, attention, self.rank.tokens * moved / self.hardware.memory_bandwidth
 
+    def attention_backend(self) -> str:
+        """The fastest of those that the run decides between."""
+        (attention,) = of_kind(Attention, self.block)
+        speeds = self._attention_speeds(attention)
+        return max(speeds, key=speeds.__getitem__)
+
     def _matmul(self, matmul: Matmul, precision: str) -> float:
         """One of its three."""
         return matmul.flops / self.hardware.matmul_rate(precision, matmul.tokens, matmul.outputs, matmul.inputs)
 
     def _attention(self, attention: Attention) -> float:
         """Forward and backward."""
-        rates = self.hardware.attention
-        backend = attention.backend if attention.backend in rates else "sdpa"
-        apart = f"{backend} over documents"
-        rate = rates[apart if attention.documents and apart in rates else backend]
-        speed = rate.at(attention.head_dim, attention.span) * self.hardware.precisions[attention.precision]
+        speed = max(self._attention_speeds(attention).values()) * self.hardware.precisions[attention.precision]
         return 7 * attention.flops / speed
+
+    def _attention_speeds(self, attention: Attention) -> dict[str, float]:
+        """FLOP/s by backend. Those without a rate (reference) go by sdpa's."""
+        rates, speeds = self.hardware.attention, {}
+        for name in attention.backends:
+            known = name if name in rates else "sdpa"
+            apart = f"{known} over documents"
+            rate = rates[apart if attention.documents and apart in rates else known]
+            speeds[name] = rate.at(attention.head_dim, attention.span)
+        return speeds
 
     def _around_layers(self, call: Collective) -> CollectiveTime:
         count = self.accumulation * (self.cfg.model.num_layers * call.per_block + call.at_ends)

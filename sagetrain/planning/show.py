@@ -117,7 +117,7 @@ def _model_table(plan: Plan) -> Table:
     parameters = num_parameters(model, attention, plan.vocab_size)
     embedding = plan.vocab_size * model.hidden_size
     note = " (assumed: no tokenizer found, model.vocab_size not set)" if plan.assumed_vocab_size else ""
-    backend = attention.backend + (f", recipe {attention.recipe}" if attention.backend == "sage" else "")
+    backend = attention.backend + (f", recipe {attention.recipe}" if attention.backend in ("sage", "auto") else "")
     smoothing = ", ".join(name for name in ("smooth_k", "smooth_q") if getattr(attention, name)) or "no smoothing"
     done = flops_per_token(model, plan.vocab_size, rank_of(plan.cfg, span=plan.span).span)
     flops = flops_per_token(model, plan.vocab_size, plan.cfg.data.seq_length)
@@ -235,7 +235,7 @@ def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
     spans = f"packed documents, of {lengths}" if documents else "whole sequences"
     parts = (
         ("compute", prediction.matmul, "matmuls of the blocks and of the head"),
-        ("attention", prediction.attention, f"forward and backward; {spans}"),
+        ("attention", prediction.attention, f"{prediction.attention_backend}, forward and backward; {spans}"),
         (
             "elementwise",
             prediction.elementwise,

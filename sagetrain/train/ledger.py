@@ -142,18 +142,17 @@ def not_finite(
     loss: float,
     grad_norm: float,
     attention: AttentionConfig,
-    backend: str,
     drop: Iterable[int],
 ) -> TrainingError:
     """The error of a step that has no finite loss or gradient, with the ways on that are open to the run.
 
     Args:
         state: before the step, which is over the next `samples` samples.
-        backend: of attention, as resolved.
+        attention: with the backend that runs.
         drop: training.drop_steps that would pass over it.
     """
     ways = ["lower optimizer.lr or the tokens per step"]
-    if backend == "sage":
+    if attention.backend == "sage":
         ways.append("use 16-bit attention (attention.backend=sdpa)")
         if attention.qk_norm == "none":
             ways.append("begin another training.run_dir with attention.qk_norm=before_rope")

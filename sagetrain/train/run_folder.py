@@ -37,7 +37,7 @@ class RunFolder:
         """Where each rank stood when the run hung."""
         self.tokenizer = path / TOKENIZER_NAME
         self.attention = path / "attention.json"
-        """What attention.backend auto chose."""
+        """What attention.backend and recipe auto chose, and why: a table."""
         self._lock: IO[str] | None = None
 
     def claim(self, token: str) -> str:

@@ -24,19 +24,19 @@ from sagetrain import __version__
 from sagetrain.config.arithmetic import padded_vocab_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import dump_config
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.schema import AttentionConfig, RunConfig
 from sagetrain.data import verify
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import flops_per_token, num_parameters, overlaps
-from sagetrain.model.selection import choose_backend, resolve_backend
+from sagetrain.model.selection import choose_attention, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
 from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Controller, Taken
-from sagetrain.train import checkpoint, roster
+from sagetrain.train import attention, checkpoint, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine, init_distributed, partitioner
 from sagetrain.train.guard import StopSignal, TrainingError, Watchdog
@@ -67,7 +67,7 @@ class Trainer:
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
         kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            self.backend, self.backend_reason = resolve_backend(cfg.attention, cfg.model, device=kind, dtype=self.dtype)
+            resolve_backend(cfg.attention, cfg.model, device=kind, dtype=self.dtype)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -89,13 +89,14 @@ class Trainer:
         if self.main:
             self.watchdog.forget()
         seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
-        if self.backend == "auto":
-            self.backend, self.backend_reason = self._choose_backend(), "auto: the fastest that was admitted"
+        found, damaged = checkpoint.newest_whole(self.folder.checkpoints, self._say)
+        place = {"device": self.device, "dtype": self.dtype, "choose": self._choose_attention, "say": self._say}
+        self.attention, self.attention_reason = attention.settle(cfg.attention, cfg.model, found, **place)
         self.micro_step = token_multiple(cfg, self.groups.dp_size)
         self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
         self.engine = self._build_engine()
         self.controllers: list[Controller] = []
-        self._resume()
+        self._resume(found, damaged)
         for controller in self.controllers:
             controller.restore(self.state.controllers.get(controller.name, {}))
         if self.main:  # `sagetrain generate` needs nothing but the run folder
@@ -114,12 +115,12 @@ class Trainer:
 
     # -- construction --------------------------------------------------------------------------------------------
 
-    def _choose_backend(self) -> str:
+    def _choose_attention(self, asked: AttentionConfig) -> AttentionConfig:
         """Rank 0 times and all ranks take its choice: layers of one model must not differ."""
         chosen = [None]
         if self.main:
-            chosen[0] = choose_backend(
-                self.cfg.attention,
+            chosen[0] = choose_attention(
+                asked,
                 self.cfg.model,
                 tensor_parallel_size=self.groups.tp_size,
                 context_parallel_size=self.groups.cp_size,
@@ -159,7 +160,7 @@ class Trainer:
         cfg = self.cfg
         model = Transformer(
             cfg.model,
-            cfg.attention.model_copy(update={"backend": self.backend}),
+            self.attention,
             vocab_size=padded_vocab_size(self.vocab_size),
             groups=self.groups,
             sequence_parallel=cfg.parallel.sequence_parallel,
@@ -184,7 +185,7 @@ class Trainer:
                 f"sagetrain {__version__}: {size:,} parameters, "
                 f"{dist.get_world_size()} ranks (tensor parallel {self.groups.tp_size}{how}{context} x data parallel"
                 f" {self.groups.dp_size}), ZeRO {engine.stage}, {cfg.training.dtype}, torch.compile"
-                f" {'on' if compiled else 'off'}, attention {self.backend} ({self.backend_reason})"
+                f" {'on' if compiled else 'off'}, attention {self.attention.backend} ({self.attention_reason})"
             )
             if engine.stage != cfg.parallel.zero_stage:
                 self._say(
@@ -206,8 +207,7 @@ class Trainer:
             _ORDER: self.stream.fingerprint,
         }
 
-    def _resume(self) -> None:
-        folder, damaged = checkpoint.newest_whole(self.folder.checkpoints, self._say)
+    def _resume(self, folder: Path | None, damaged: list[Path]) -> None:
         if folder is None:
             return
         if self.cfg.checkpoint.resume == "never":
@@ -253,6 +253,7 @@ class Trainer:
             **asdict(self.state),
             "optimizer_steps": self.state.optimizer_steps,
             "identity": self._identity(),
+            "attention": {"backend": self.attention.backend, "recipe": self.attention.recipe},
             "files": self.files,
             "guidance_overrides": list(self.cfg.guidance.override),
             "versions": {"sagetrain": __version__, "torch": torch.__version__},
@@ -335,7 +336,7 @@ class Trainer:
         check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
         if not (result.applied and math.isfinite(result.loss) and math.isfinite(result.grad_norm)):  # on every rank
             drop = {*cfg.training.drop_steps, state.step + 1}
-            raise not_finite(state, samples, result.loss, result.grad_norm, cfg.attention, self.backend, drop)
+            raise not_finite(state, samples, result.loss, result.grad_norm, self.attention, drop)
         state.advance(size, cfg.data.seq_length)
         self.reporter.step(state, result, size, lr)
         for controller in self.controllers:

@@ -1,0 +1,144 @@
+"""What `auto` of attention stands for in a run: decided once, recorded, and kept when the run continues."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import tiny
+from distributed import run_distributed
+from sagetrain.config import RunConfig
+from sagetrain.config.schema import AttentionConfig
+from sagetrain.train import attention, checkpoint, trainer
+from sagetrain.train.attention import kept, settle
+
+SAGE_SCORES, SDPA = {"backend": "sage", "recipe": "scores"}, {"backend": "sdpa", "recipe": "fine"}
+
+
+def folder_of(tmp_path: Path, recorded: dict | None, asked: dict | None = None) -> Path:
+    """A checkpoint of a run that had this attention, and was asked for that."""
+    state = {} if recorded is None else {"attention": recorded}
+    (tmp_path / "manifest.json").write_text(json.dumps({"state": state}))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"attention": asked or {}}))
+    return tmp_path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checkpoint, "read_manifest", lambda folder: json.loads((folder / "manifest.json").read_text()))
+    return lambda *had: folder_of(tmp_path, *had)
+
+
+def settled(asked: dict, folder: Path | None, device: str = "cuda") -> tuple[AttentionConfig, str, list]:
+    """On a GPU where `fine` is the fastest; the settings that were chosen from, and what was said."""
+    heard = []
+
+    def choose(open_settings: AttentionConfig) -> AttentionConfig:
+        heard.append(open_settings)
+        return open_settings.model_copy(update={"backend": "sage", "recipe": "fine"})
+
+    found, why = settle(
+        AttentionConfig(**asked),
+        tiny.config(1).model.model_copy(update={"head_dim": 64}),
+        folder,
+        device=torch.device(device),
+        dtype=torch.bfloat16,
+        choose=choose,
+        say=heard.append,
+    )
+    return found, why, heard
+
+
+@pytest.mark.parametrize("asked", [{"backend": "auto"}, {"backend": "sage"}, {"backend": "auto", "recipe": "fine"}])
+def test_a_run_that_begins_chooses(asked: dict) -> None:
+    found, why, chosen_from = settled(asked, None)
+    assert (found.backend, found.recipe) == (
+        "sage",
+        "fine",
+    ) and why == "INT8 recipe fine: the fastest that was admitted"
+    assert chosen_from == [AttentionConfig(**asked)]
+
+
+def test_without_a_gpu_nothing_is_timed() -> None:
+    for asked, expected in (({}, ("sage", "fine")), ({"backend": "auto"}, ("sdpa", "fine"))):
+        found, _, chosen_from = settled(asked, None, "cpu")
+        assert (found.backend, found.recipe) == expected and chosen_from == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "had", "expected"),
+    [
+        ({"backend": "auto"}, SAGE_SCORES, SAGE_SCORES),
+        ({"backend": "sage"}, SAGE_SCORES, SAGE_SCORES),
+        ({"backend": "auto"}, SDPA, SDPA),
+        # What is named is what runs.
+        ({"backend": "sage", "recipe": "paper"}, SAGE_SCORES, {"backend": "sage", "recipe": "paper"}),
+        ({"backend": "auto", "recipe": "paper"}, SAGE_SCORES, {"backend": "sage", "recipe": "paper"}),
+        ({"backend": "sdpa"}, SAGE_SCORES, SDPA | {"recipe": "scores"}),
+    ],
+)
+def test_a_run_that_continues_keeps_what_it_had(folder, asked: dict, had: dict, expected: dict) -> None:
+    found, why, heard = settled(asked, folder(had))
+    assert {"backend": found.backend, "recipe": found.recipe} == expected and heard == []
+    assert ("as the run had it" in why) == ("auto" in asked.values() or "recipe" not in asked)
+
+
+def test_sage_after_another_backend_has_its_recipe_chosen(folder) -> None:
+    found, _, chosen_from = settled({"backend": "sage"}, folder(SDPA))
+    assert chosen_from == [AttentionConfig()] and found.recipe == "fine"
+
+
+def test_checkpoints_from_before_there_was_a_record(folder) -> None:
+    assert settled({}, folder(None, SAGE_SCORES))[0].recipe == "scores"
+    assert settled({"backend": "auto"}, folder(None, SDPA))[0].backend == "sdpa"
+    found, _, chosen_from = settled({"backend": "auto"}, folder(None, {"backend": "auto", "recipe": "scores"}))
+    assert len(chosen_from) == 1 and found.recipe == "fine"
+
+
+def test_what_cannot_run_any_more_is_chosen_anew_and_said(folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sagetrain.model.selection.find_flash", lambda device: None)
+    found, _, heard = settled({"backend": "auto"}, folder({"backend": "flash", "recipe": "fine"}))
+    said, chosen_from = heard
+    assert said.startswith("attention.backend flash, which auto was so far, cannot run here") and "anew" in said
+    assert chosen_from == AttentionConfig(backend="auto") and found.backend == "sage"
+    with pytest.raises(ValueError, match="no flash-attn package"):
+        settled({"backend": "flash"}, folder(SAGE_SCORES))
+
+
+def train_and_continue(corpus: str, run_dir: str) -> None:
+    """As on a GPU: three starts of a run, of which the first alone may choose."""
+    attention.to_be_chosen = lambda asked, device: "auto" in (asked.backend, asked.recipe)
+    calls = []
+
+    def choose(asked: AttentionConfig, *_: object, **__: object) -> AttentionConfig:
+        calls.append(asked)
+        return asked.model_copy(update=SAGE_SCORES)
+
+    trainer.choose_attention = choose
+    cfg = tiny.config(1).model_dump()
+    cfg["attention"] = {"backend": "sage"}
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
+    for steps, recipe in ((1, "auto"), (2, "auto"), (3, "fine")):
+        cfg["training"].update(run_dir=run_dir, total_tokens=steps * 4 * tiny.SEQ)
+        cfg["attention"]["recipe"] = recipe
+        run = trainer.Trainer(RunConfig.model_validate(cfg), [])
+        run.run()
+        run.folder._lock.close()  # as the end of its process does
+        used = run.engine.module.blocks[0].attention.function.recipe
+        recorded = checkpoint.read_manifest(checkpoint.newest(Path(run_dir) / "checkpoints"))["state"]["attention"]
+        assert recorded == {"backend": "sage", "recipe": used} and used == ("fine" if steps == 3 else "scores")
+    assert len(calls) == 1
+
+
+def test_a_run_has_one_arithmetic_until_it_is_told_otherwise(corpus: Path, tmp_path: Path, capfd) -> None:
+    run_distributed(train_and_continue, 1, str(corpus), str(tmp_path / "run"))
+    said = "".join(capfd.readouterr())
+    assert "attention sage (INT8 recipe scores: the fastest that was admitted)" in said
+    assert "as the run had it: auto decides once" in said
+    assert "changed since that checkpoint: attention.recipe: 'auto' -> 'fine'" in said
+
+
+def test_what_is_loaded_has_the_attention_that_it_was_trained_with(folder) -> None:
+    assert kept(AttentionConfig(), folder(SAGE_SCORES)).recipe == "scores"
