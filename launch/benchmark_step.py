@@ -1,19 +1,27 @@
-"""Time one training step of SageTrain's model beside the same model in plain PyTorch, in one process on one GPU.
+"""Time training steps of SageTrain's model beside the same model in plain PyTorch, in one process on one GPU.
 
-    python3 launch/benchmark_step.py --shape 24x1024 --seq-length 2048
+    python3 launch/benchmark_step.py --shape 1b --ours sdpa,scores,scores+fp8:tensorwise
+    python3 launch/benchmark_step.py --shape 8x4096 --ours sdpa,scores,scores+fp8:tensorwise,scores+fp8:rowwise
 
-A step is forward, backward and AdamW (torch's fused one) with fp32 master weights for the bf16 parameters, on one
-micro-batch of random tokens. Both sides take it alike. The peer is what a careful user writes by hand: torch.compile
-over the whole model, fused AdamW, attention by SDPA through cuDNN or by FlashAttention-4. Before anything is timed,
-losses of both must agree.
+A step is forward and backward of some micro-batches of random tokens, whole causal sequences, then AdamW (torch's fused
+one) with fp32 master weights for the bf16 parameters; both sides take it alike. Ours is an attention backend or recipe,
+with linear layers in 16 bits or as after the plus (linear.precision and recipe). Plain PyTorch is what a careful user
+writes by hand: torch.compile over the whole model, FlashAttention-4 where it is installed (else SDPA, cuDNN first), and
+linear layers in bf16 or by torchao's convert_to_float8_training, the output projection left out.
+
+Before anything is timed, all of them take a few steps on one sequence, and their losses must agree. MFU is a share of
+the 16-bit peak for all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -23,17 +31,35 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.accounting import flops_per_token
 from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, keep_weights
+from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.train.metrics import memory_gib, peak_flops
 
 SHAPES = {
     "24x1024": ModelConfig(num_layers=24, hidden_size=1024, ffn_hidden_size=2816, num_attention_heads=16),
     "325m": ModelConfig(
         num_layers=20, hidden_size=1024, ffn_hidden_size=3072, num_attention_heads=16, tie_embeddings=True
     ),
-    "tiny": ModelConfig(num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4),
+    "1b": ModelConfig(
+        num_layers=20, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, num_key_value_heads=4
+    ),
+    "8x4096": ModelConfig(
+        num_layers=8, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_key_value_heads=8
+    ),
+    "tiny": ModelConfig(
+        num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_key_value_heads=2
+    ),
 }
 VOCAB = 32000
-PEAK_FLOPS = 989e12  # dense bf16, H100 and H200
+CHECKED_STEPS = 8
+TOLERANCE = {False: 0.03, True: 0.1}
+"""Of the losses of those steps against the first contender's, in units of what its loss falls, without and with linear
+layers in 8 bits. On the tiny shape 16 bits are within .002 and 8 bits within .012; no gradient through q, k, v is .04.
+"""
+
+
+# -- plain PyTorch -------------------------------------------------------------------------------------------------
 
 
 class PeerNorm(nn.Module):
@@ -47,7 +73,7 @@ class PeerNorm(nn.Module):
 
 def peer_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Causal attention on [batch, tokens, heads, head_dim]."""
-    if name == "flash":
+    if name == "FlashAttention-4":
         from flash_attn.cute import flash_attn_func
 
         # Its kernels cannot be traced: torch.compile has to go around them.
@@ -55,7 +81,8 @@ def peer_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
     return sdpa
 
@@ -64,16 +91,18 @@ class PeerBlock(nn.Module):
     def __init__(self, m: ModelConfig, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.attend = attend
-        self.heads, self.head_dim = m.num_attention_heads, m.head_dim
+        self.heads, self.head_dim = (m.num_attention_heads, m.num_key_value_heads), m.head_dim
         self.norm1, self.norm2 = PeerNorm(m.hidden_size, m.norm_eps), PeerNorm(m.hidden_size, m.norm_eps)
         self.q_norm, self.k_norm = PeerNorm(m.head_dim, m.norm_eps), PeerNorm(m.head_dim, m.norm_eps)
-        self.qkv = nn.Linear(m.hidden_size, 3 * m.hidden_size, bias=False)
-        self.out = nn.Linear(m.hidden_size, m.hidden_size, bias=False)
+        queries, keys = (count * m.head_dim for count in self.heads)
+        self.qkv = nn.Linear(m.hidden_size, queries + 2 * keys, bias=False)
+        self.out = nn.Linear(queries, m.hidden_size, bias=False)
         self.gate_up = nn.Linear(m.hidden_size, 2 * m.ffn_hidden_size, bias=False)
         self.down = nn.Linear(m.ffn_hidden_size, m.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
+        queries, keys = self.heads
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.head_dim)).split((queries, keys, keys), 2)
         q, k = (self._rotate(norm(t), cos, sin) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
         x = x + self.out(self.attend(q, k, v).flatten(2))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
@@ -120,6 +149,73 @@ class Peer(nn.Module):
             mine.down.weight.copy_(mlp.down.weight)
 
 
+def convert(peer: Peer, recipe: str, emulate: bool) -> None:
+    """torchao's FP8 linear layers, as its documentation has them used. ImportError: it is not installed."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    convert_to_float8_training(peer, config=config, module_filter_fn=lambda module, name: name != "head")
+
+
+# -- contenders ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Contender:
+    """A model with its way to a loss."""
+
+    model: nn.Module
+    compiled: Callable[[], Callable[..., Tensor]]
+    """Compiles it; the call that gives the loss."""
+    updated: Callable[[], object] = lambda: None
+    """To be called when the weights have changed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What all contenders compute."""
+
+    shape: ModelConfig
+    seq_length: int
+    device: torch.device
+    peer_attention: str
+
+    def build(self, name: str) -> Contender:
+        """`sagetrain scores+fp8:tensorwise`, `plain` or `plain + torchao tensorwise`. ImportError: not installed."""
+        side, _, what = name.partition(" ")
+        return self._ours(what) if side == "sagetrain" else self._peer(what.removeprefix("+ torchao "))
+
+    def _ours(self, what: str) -> Contender:
+        name, _, linear = what.partition("+")
+        attention = {"recipe": name} if name in ("fine", "paper", "scores") else {"backend": name}
+        model = self._transformer(AttentionConfig(**attention))
+        if linear:
+            precision, _, recipe = linear.partition(":")
+            for layer in model.blocks.modules():
+                if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+                    layer.matmul = RECIPES[precision, recipe]
+            keep_weights(model)
+
+        def compiled() -> Callable[..., Tensor]:
+            model.compile_blocks()
+            return model
+
+        return Contender(model, compiled, (lambda: keep_weights(model)) if linear else lambda: None)
+
+    def _peer(self, recipe: str) -> Contender:
+        peer = Peer(self.shape, self.peer_attention, self.seq_length).to(self.device)
+        for parameter in peer.parameters():  # not the rotary tables
+            parameter.data = parameter.data.bfloat16()
+        peer.take_weights(self._transformer(AttentionConfig(backend="sdpa")))
+        if recipe:
+            convert(peer, recipe, emulate=self.device.type != "cuda")
+        return Contender(peer, lambda: torch.compile(peer))
+
+    def _transformer(self, attention: AttentionConfig) -> Transformer:
+        groups, place = ParallelGroups.single(), {"dtype": torch.bfloat16, "device": self.device}
+        return Transformer(self.shape, attention, vocab_size=VOCAB, groups=groups, **place)
+
+
 class MasterAdamW:
     """Fused AdamW on fp32 copies of 16-bit parameters."""
 
@@ -141,16 +237,46 @@ class MasterAdamW:
             parameter.grad = None
 
 
-def make_step(model: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    optimizer = MasterAdamW(list(model.parameters()))
+def make_step(contender: Contender, loss_of: Callable[..., Tensor], batch: tuple[Tensor, Tensor], accumulation: int):
+    """A function that takes one optimizer step and returns the loss of its last micro-batch."""
+    optimizer = MasterAdamW(list(contender.model.parameters()))
 
     def step() -> Tensor:
-        loss = loss_of()
-        loss.backward()
+        for _ in range(accumulation):
+            loss = loss_of(*batch)
+            loss.backward()
         optimizer.step()
+        contender.updated()
         return loss
 
     return step
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------
+
+
+def check(case: Case, names: Sequence[str], batch: tuple[Tensor, Tensor]) -> list[str]:
+    """Those of `names` that are installed here; SystemExit if their losses do not agree. Nothing is compiled."""
+    present, expected = [], []
+    for name in names:
+        try:
+            contender = case.build(name)
+        except ImportError as error:
+            print(f"{name}: not installed ({error})", flush=True)
+            continue
+        step = make_step(contender, contender.model, batch, 1)
+        losses = [step().item() for _ in range(CHECKED_STEPS)]
+        del contender, step
+        free()
+        expected = expected or losses
+        print(f"{name:34s} losses {'  '.join(f'{loss:.4f}' for loss in losses)}", flush=True)
+        apart = max(abs(loss - other) for loss, other in zip(losses, expected, strict=True))
+        allowed = TOLERANCE["+" in name] * (expected[0] - expected[-1])
+        if not apart <= allowed:
+            first = present[0] if present else name
+            raise SystemExit(f"{name}: its losses are {apart:.4f} from those of {first}, more than {allowed:.4f}")
+        present.append(name)
+    return present
 
 
 def milliseconds(step: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
@@ -170,6 +296,15 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def free() -> None:
+    """Give the memory of what is no longer used back, compiled code too."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def print_profile(name: str, step: Callable[[], Tensor], rows: int) -> None:
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -182,81 +317,64 @@ def print_profile(name: str, step: Callable[[], Tensor], rows: int) -> None:
         print(f"  {event.self_device_time_total / 1e3:8.2f} ms {event.count:5d} x  {event.key[:110]}")
 
 
-def main() -> None:
+def flash_attention_4() -> bool:
+    """Whether it is installed, and a GPU to run it on there."""
+    try:
+        from flash_attn.cute import flash_attn_func  # noqa: F401
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="24x1024")
-    parser.add_argument("--seq-length", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens of the micro-batch")
-    parser.add_argument("--backends", default="sdpa", help="attention backends of SageTrain, separated by commas")
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of a micro-batch")
+    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of a step")
+    parser.add_argument("--ours", default="sdpa,scores", help="what SageTrain runs with, separated by commas")
+    parser.add_argument("--peers", default="bf16,tensorwise,rowwise", help="linear layers of plain PyTorch, the same")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--compile", choices=["on", "off"], default="on")
     parser.add_argument("--profile", type=int, default=0, help="list this many kernels of each")
-    parser.add_argument("--peer", choices=["sdpa", "flash", "none"], default="sdpa", help="attention of the peer")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape, sequences = SHAPES[arguments.shape], arguments.tokens // arguments.seq_length
+    shape, length = SHAPES[arguments.shape], arguments.seq_length
+    attention = "FlashAttention-4" if flash_attention_4() else "SDPA"
+    case = Case(shape, length, device, attention)
     generator = torch.Generator().manual_seed(0)
-    text = torch.randint(0, VOCAB, (sequences, arguments.seq_length + 1), generator=generator).to(device)
-    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    flops = flops_per_token(shape, VOCAB, arguments.seq_length)
+    text = torch.randint(0, VOCAB, (arguments.tokens // length, length + 1), generator=generator).to(device)
+    batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    names = [f"sagetrain {name}" for name in arguments.ours.split(",") if name]
+    names += [f"plain + torchao {name}".removesuffix(" + torchao bf16") for name in arguments.peers.split(",") if name]
+    place = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    print(f"{arguments.shape} on {place}, torch {torch.__version__}: {arguments.accumulation} micro-batches of "
+          f"{len(text)} x {length} tokens; attention of plain PyTorch: {attention}", flush=True)  # fmt: skip
 
-    def report(name: str, model: nn.Module, loss_of: Callable[[], Tensor], seconds: float, first: float) -> float:
-        step = make_step(model, loss_of)
-        for _ in range(3):
-            step()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        ms = milliseconds(step, device, arguments.repeats)
-        rate = sequences * arguments.seq_length / ms * 1e3
-        memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
-        print(
-            f"{name:18s} {ms:8.2f} ms  {rate:9.0f} tokens/s  MFU {rate * flops / PEAK_FLOPS:.3f}"
-            f"  {memory:6.1f} GiB  loss {first:.5f}  first call {seconds:.0f} s",
-            flush=True,
-        )
-        if arguments.profile:
-            print_profile(name, step, arguments.profile)
-        return ms
-
-    def first_call(loss_of: Callable[[], Tensor]) -> tuple[float, float]:
-        start = time.perf_counter()
-        loss = loss_of()
-        loss.backward()
-        return time.perf_counter() - start, loss.item()
-
-    print(f"{arguments.shape}: {sequences} x {arguments.seq_length} tokens, torch {torch.__version__}", flush=True)
-    times, peer, expected = {}, None, None
-    for backend in arguments.backends.split(","):
-        model = Transformer(
-            shape,
-            AttentionConfig(backend=backend),
-            vocab_size=VOCAB,
-            groups=ParallelGroups.single(),
-            dtype=torch.bfloat16,
-            device=device,
-        )
-        if peer is None and arguments.peer != "none":
-            peer = Peer(shape, arguments.peer, arguments.seq_length).to(device)
-            for parameter in peer.parameters():  # not the rotary tables
-                parameter.data = parameter.data.bfloat16()
-            peer.take_weights(model)
-        model.compile_blocks()
-        seconds, first = first_call(lambda model=model: model(tokens, labels))
-        expected = first if expected is None else expected
-        if abs(first - expected) > 2e-3 * expected:
-            raise SystemExit(f"{backend}: loss {first}, expected {expected}")
-        times[backend] = report(f"sagetrain {backend}", model, lambda m=model: m(tokens, labels), seconds, first)
-        del model
-    if peer is not None:
-        compiled = torch.compile(peer)
-        backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-        with sdpa_kernel(backends, set_priority=True):
-            seconds, first = first_call(lambda: compiled(tokens, labels))
-            if abs(first - expected) > 2e-3 * expected:
-                raise SystemExit(f"the peer's loss is {first}, SageTrain's {expected}: they are not the same model")
-            times["peer"] = report(f"peer {arguments.peer}", peer, lambda: compiled(tokens, labels), seconds, first)
-        for backend in arguments.backends.split(","):
-            print(f"sagetrain {backend}: {times['peer'] / times[backend]:.3f} x the speed of plain PyTorch")
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    peak, flops = peak_flops(device), flops_per_token(shape, VOCAB, length)
+    with sdpa_kernel(backends, set_priority=True) if device.type == "cuda" else nullcontext():
+        present = check(case, names, (batch[0][:1], batch[1][:1]))
+        rates: dict[str, float] = {}
+        for name in present:
+            contender = case.build(name)
+            loss_of = contender.compiled() if arguments.compile == "on" else contender.model
+            step = make_step(contender, loss_of, batch, arguments.accumulation)
+            for _ in range(3):
+                step()
+            ms = milliseconds(step, device, arguments.repeats)
+            rates[name] = arguments.accumulation * batch[0].numel() / ms * 1e3
+            mfu = f"{rates[name] * flops / peak:.3f}" if peak else "-"
+            print(f"{name:34s} {ms:9.2f} ms  {rates[name]:9.0f} tokens/s  MFU {mfu}  {memory_gib(device):6.1f} GiB",
+                  flush=True)  # fmt: skip
+            if arguments.profile:
+                print_profile(name, step, arguments.profile)
+            del contender, loss_of, step
+            free()
+    for peer in (name for name in rates if name.startswith("plain")):
+        for name in (name for name in rates if not name.startswith("plain")):
+            print(f"{name}: {rates[name] / rates[peer]:.3f} x {peer}")
 
 
 if __name__ == "__main__":

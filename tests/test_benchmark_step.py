@@ -1,0 +1,72 @@
+"""launch/benchmark_step.py at a tiny size: every row, and losses that must agree before anything is timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from runs import ROOT
+
+TINY = ["--shape", "tiny", "--seq-length", "64", "--tokens", "128", "--accumulation", "2", "--repeats", "1"]
+TINY += ["--compile", "off"]
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """Without torchao, whether it is here or not."""
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    return runpy.run_path(str(ROOT / "launch/benchmark_step.py"))
+
+
+def test_every_row_is_timed_or_said_to_be_not_installed(program: dict, capsys: pytest.CaptureFixture) -> None:
+    program["main"]([*TINY, "--ours", "sdpa,scores,scores+fp8:tensorwise"])
+    text = capsys.readouterr().out
+    assert "2 micro-batches of 2 x 64 tokens; attention of plain PyTorch: SDPA" in text
+    timed = re.findall(r"^(.+?) +[\d.]+ ms +\d+ tokens/s  MFU -", text, re.MULTILINE)
+    assert timed == ["sagetrain sdpa", "sagetrain scores", "sagetrain scores+fp8:tensorwise", "plain"]
+    for recipe in ("tensorwise", "rowwise"):
+        assert text.index(f"plain + torchao {recipe}: not installed") < text.index(" tokens/s  MFU")
+    assert re.findall(r"^(sagetrain .+): [\d.]+ x plain$", text, re.MULTILINE) == timed[:-1]
+    losses = re.findall(r"losses ([\d.]+) .* ([\d.]+)$", text, re.MULTILINE)
+    assert len(losses) == len(timed) and all(float(last) < float(first) - 0.1 for first, last in losses)
+
+
+def test_a_peer_that_learns_otherwise_is_not_timed(program: dict, capsys: pytest.CaptureFixture) -> None:
+    """Its first loss is right: it lacks the gradient through q, k and v."""
+    rotate = program["PeerBlock"]._rotate
+    program["PeerBlock"]._rotate = staticmethod(lambda x, cos, sin: rotate(x, cos, sin).detach() + 0 * x)
+    attend = F.scaled_dot_product_attention
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **how: attend(q, k, v.detach(), **how))
+        with pytest.raises(SystemExit, match=r"^plain: its losses are .* from those of sagetrain scores, more than"):
+            program["main"]([*TINY, "--ours", "scores", "--peers", "bf16"])
+    assert "tokens/s" not in capsys.readouterr().out
+
+
+def test_torchao_gets_all_linear_layers_but_the_head(program: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package, by the names of its documentation; without a GPU it is asked to emulate FP8."""
+    converted = []
+
+    def convert(module: torch.nn.Module, *, module_filter_fn: Callable, config: SimpleNamespace) -> None:
+        assert (config.name, config.emulate) == ("rowwise", True)
+        linear = [(name, part) for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
+        converted.extend(name for name, part in linear if module_filter_fn(part, name))
+
+    kind = dataclasses.make_dataclass("Config", [("name", str), ("emulate", bool, False)])
+    package = SimpleNamespace(
+        Float8LinearConfig=SimpleNamespace(from_recipe_name=kind), convert_to_float8_training=convert
+    )
+    monkeypatch.setitem(sys.modules, "torchao.float8", package)
+    case = program["Case"](program["SHAPES"]["tiny"], 64, torch.device("cpu"), "SDPA")
+    case.build("plain + torchao rowwise")
+    layers = ("qkv", "out", "gate_up", "down")
+    assert converted == [f"blocks.{block}.{layer}" for block in range(2) for layer in layers]
