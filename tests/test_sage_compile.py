@@ -15,7 +15,9 @@ SIXTEEN_BITS = ("V", "K", "O", "DO", "DK", "DV", "DQ")
 SHARED_MEMORY = {80: 163, 90: 227, 120: 99}  # KiB a program may have
 
 
-def type_of(name: str) -> str:
+def type_of(name: str, int8_scores: bool) -> str:
+    if name in ("Q8", "K8") and not int8_scores:
+        return "*bf16"
     if name in INT8:
         return "*i8"
     if name in SIXTEEN_BITS:
@@ -26,8 +28,11 @@ def type_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("architecture", "head_dim"), [(80, 64), (90, 64), (120, 128)])
-def test_compiles(kernel, architecture, head_dim):
+@pytest.mark.parametrize(
+    ("architecture", "head_dim", "int8_scores"),
+    [(80, 64, True), (90, 64, True), (120, 128, True), (90, 128, False), (120, 128, False)],
+)
+def test_compiles(kernel, architecture, head_dim, int8_scores):
     tiles = TABLE[kernel][family(divmod(architecture, 10))][head_dim]
     constants = {
         "HEAD_DIM": head_dim,
@@ -47,7 +52,7 @@ def test_compiles(kernel, architecture, head_dim):
     function = KERNELS[kernel]
     names = function.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
-    signature = {name: "constexpr" if name in constants else type_of(name) for name in names}
+    signature = {name: "constexpr" if name in constants else type_of(name, int8_scores) for name in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name] not in ("constexpr", "fp32")
@@ -58,7 +63,8 @@ def test_compiles(kernel, architecture, head_dim):
         options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "maxnreg": tiles.max_registers},
     )
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture] * 1024
-    assert ".s8.s8" in compiled.asm["ptx"]  # INT8 matrix instructions are there
+    # INT8 matrix instructions are there, but where "gradients" has none in the forward
+    assert (".s8.s8" in compiled.asm["ptx"]) == (int8_scores or kernel != "forward")
 
 
 def test_old_gpus_are_refused():

@@ -42,6 +42,9 @@ else:
         (Shape(1, 100, 100, 1, 1, 32, documents=(40, 60)), "paper", True, torch.float16),
         (Shape(1, 130, 130, 2, 1, 32), "scores", False, torch.float16),
         (Shape(1, 100, 100, 1, 1, 80, causal=False, documents=(40, 60)), "scores", True, torch.bfloat16),
+        (Shape(1, 130, 130, 2, 1, 32), "gradients", False, torch.float16),
+        (Shape(1, 70, 133, 2, 1, 80, causal=False), "gradients", False, torch.float16),
+        (Shape(1, 100, 100, 1, 1, 32, documents=(5, 0, 55, 40)), "gradients", False, torch.bfloat16),
         (Shape(1, 65, 65, 1, 1, 192), "fine", False, torch.bfloat16),
         (Shape(1, 1, 65, 7, 1, 32), "fine", False, torch.bfloat16),
     ]

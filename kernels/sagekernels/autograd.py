@@ -53,8 +53,8 @@ def sage_attention(
     cu_seqlens: int32 [documents + 1] from 0 to N over a batch of one: attention stays inside documents. Zero-length
         documents are allowed. On a GPU the values are not checked (that would wait for the device).
     bounds: document_bounds(cu_seqlens, N) in its place, where many calls share them.
-    recipe: "fine" (scales per token, row and column), "paper" (one scale per tile), or "scores" (Q K^T alone in INT8,
-        the gradients' products in 16 bits); reference.py specifies them.
+    recipe: "fine" (scales per token, row and column), "paper" (one scale per tile), "gradients" (as fine, Q K^T in 16
+        bits), or "scores" (Q K^T alone in INT8, the gradients' products in 16 bits); reference.py specifies them.
     backend: None takes "hopper" on an H100 or H200, "triton" on other GPUs, and "twin", the specification in torch,
         elsewhere. "hopper" has kernels of its own at head_dim 64 and 128 (forward of "fine" and "scores", backward of
         "scores") and takes those of "triton" for the rest. They are compiled at first use; if that fails, "hopper" by
@@ -74,6 +74,7 @@ def sage_attention(
     if cu_seqlens is not None:
         bounds = document_bounds(cu_seqlens, q.shape[1])
     bounds = None if bounds is None else bounds.contiguous()
+    smooth_q = smooth_q and RECIPES[recipe].int8_scores
     return FORWARD(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend)[0]
 
 
@@ -197,6 +198,7 @@ def _forward_fake(
 ) -> Eight:
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
+    codes = torch.int8 if RECIPES[recipe].int8_scores else q.dtype
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
@@ -204,12 +206,12 @@ def _forward_fake(
     return (
         empty(*q.shape, dtype=q.dtype),
         empty(batch, heads, n_q),
-        empty(batch, heads, n_q, head_dim, dtype=torch.int8),
+        empty(batch, heads, n_q, head_dim, dtype=codes),
         empty(batch, heads, n_q),
-        empty(batch, kv_heads, n_k, head_dim, dtype=torch.int8),
+        empty(batch, kv_heads, n_k, head_dim, dtype=codes),
         empty(batch, kv_heads, n_k),
         empty(batch, heads, tiles_of(n_q), head_dim) if smooth_q else empty(0),
-        empty(batch, kv_heads, 1, head_dim) if smooth_q and smooth_k else empty(0),
+        empty(batch, kv_heads, 1, head_dim) if smooth_k and (smooth_q or codes != torch.int8) else empty(0),
     )
 
 

@@ -18,7 +18,6 @@ from .pieces import (
     MAGIC_BITS,
     as_codes,
     as_float,
-    as_scaled,
     as_shifted_codes,
     block_d,
     dot16,
@@ -27,6 +26,7 @@ from .pieces import (
     load_tokens,
     load_transposed,
     load_vector,
+    scores_of,
 )
 from .quantize import TILE, dequantize_triton, quantize_triton, tiles_of, transpose_codes
 from .reference import RECIPES, Saved
@@ -80,7 +80,7 @@ def _accumulate_dkdv(
         i = tl.multiple_of(i, BLOCK_M)
         q8 = load_tokens(Q8, i, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
         q_scale = load_vector(Q_SCALE, i, n_q, 0.0, BLOCK_M, MASKED)
-        st = as_scaled(tl.dot(k8, tl.trans(q8)), k_scale[:, None])
+        st = scores_of(k8, tl.trans(q8), k_scale[:, None])
         do = load_tokens(DO, i, n_q, stride_dn, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
         dpt = dot16(v, tl.trans(do))
         shift = load_vector(SHIFT, i, n_q, float("inf"), BLOCK_M, MASKED)
@@ -240,7 +240,7 @@ def _accumulate_dq(
         n = tl.multiple_of(n, BLOCK_N)
         k8 = load_tokens(K8, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
         k_scale = load_vector(K_SCALE, n, n_k, 0.0, BLOCK_N, MASKED)
-        s = as_scaled(tl.dot(q8, tl.trans(k8)), k_scale[None, :])
+        s = scores_of(q8, tl.trans(k8), k_scale[None, :])
         s = s * q_scale[:, None]
         if SMOOTH_Q:
             s += mean_bias(q_mean, K, K_MEAN, n, n_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D)[None, :]
@@ -371,16 +371,22 @@ def triton_backward(
     k = v if k is None else k if k.stride(3) == 1 else k.contiguous()  # read when Q was smoothed, else unused
     with on_device_of(do):
         do8t = do_sums = do_scale = q8t = k8t = q16 = k16 = None
+        q_scale, k_scale = saved.q.scale, saved.k.scale
         if rules.int8_gradients:
             (_, do_scale), do8t = quantize_triton(do, per_tile=rules.per_tile, rows=False, columns=True)
-            q8t, k8t = transpose_codes(saved.q.codes), transpose_codes(saved.k.codes)
+            if rules.int8_scores:
+                q8t, k8t = transpose_codes(saved.q.codes), transpose_codes(saved.k.codes)
+            else:  # what the gradients' products read; S reads the 16 bits
+                how = {"per_tile": rules.per_tile, "rows": False, "columns": True}
+                (_, q_scale), q8t = quantize_triton(saved.q.codes.transpose(1, 2), **how)
+                (_, k_scale), k8t = quantize_triton(saved.k.codes.transpose(1, 2), mean=saved.k_mean, **how)
             if not rules.per_tile:
                 do_sums = do8t.unflatten(-1, (-1, TILE)).sum(-1, dtype=torch.float32).mT.contiguous()
         else:
             q16, k16 = dequantize_triton(saved.q), dequantize_triton(saved.k)
         delta, shift, factor = torch.empty((3, *saved.lse.shape), dtype=torch.float32, device=do.device)
         _rows_kernel[(tiles_of(n_q) * batch * heads,)](
-            do, o, do_scale, saved.q.scale, saved.lse, delta, shift, factor,
+            do, o, do_scale, q_scale, saved.lse, delta, shift, factor,
             heads, n_q, tiles_of(n_q), *do.stride()[:3],
             HEAD_DIM=head_dim, BLOCK_D=held, TILE=TILE, FOLD_Q=not smooth_q, FOLD_DO=rules.int8_gradients, num_warps=4,
         )  # fmt: skip
@@ -406,7 +412,7 @@ def triton_backward(
         tiles = launch_tiles("dq", do.device, held, exact=rules.per_tile or smooth_q)
         blocks = triton.cdiv(n_q, tiles.block_m)
         _dq_kernel[(blocks * batch * heads,)](
-            *saved.q, saved.q_mean, saved.k.codes, k8t, k16, saved.k.scale, k, k_mean, v, do, saved.lse, delta,
+            *saved.q, saved.q_mean, saved.k.codes, k8t, k16, k_scale, k, k_mean, v, do, saved.lse, delta,
             starts, ends, dq, scale, heads, group, n_q, n_k, tiles_of(n_k) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             IS_CAUSAL=causal, PACKED=bounds is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,

@@ -11,14 +11,14 @@ from .pieces import (
     LOG2E,
     as_codes,
     as_float,
-    as_scaled,
     block_d,
     dot16,
     load_tokens,
     load_transposed,
     load_vector,
+    scores_of,
 )
-from .quantize import TILE, quantize_triton, tile_means, token_mean
+from .quantize import TILE, quantize_triton, tile_means, token_mean, unrounded
 from .reference import RECIPES, Saved
 
 
@@ -68,7 +68,7 @@ def _attend(
         n = tl.multiple_of(n, BLOCK_N)
         k8 = load_tokens(K8, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
         k_scale = load_vector(K_SCALE, n, n_k, 0.0, BLOCK_N, MASKED)
-        s = as_scaled(tl.dot(q8, tl.trans(k8)), k_scale[None, :])
+        s = scores_of(q8, tl.trans(k8), k_scale[None, :])
         if SMOOTH_Q or MASKED:
             s = s * q_scale[:, None]
             factor = 1.0
@@ -215,8 +215,11 @@ def triton_forward(
     with on_device_of(q):
         k_mean = token_mean(k) if smooth_k else None
         q_mean = tile_means(q) if smooth_q else None
-        q_codes, _ = quantize_triton(q, mean=q_mean, per_tile=rules.per_tile)
-        k_codes, _ = quantize_triton(k, mean=k_mean, per_tile=rules.per_tile)
+        if rules.int8_scores:
+            q_codes, _ = quantize_triton(q, mean=q_mean, per_tile=rules.per_tile)
+            k_codes, _ = quantize_triton(k, mean=k_mean, per_tile=rules.per_tile)
+        else:
+            q_codes, k_codes = unrounded(q), unrounded(k)
         v_codes, v8t = quantize_triton(v, per_tile=True, rows=False, columns=True) if rules.int8_pv else (None, None)
         bias_mean = k_mean
         if smooth_q and k_mean is None:
@@ -234,4 +237,4 @@ def triton_forward(
             IS_CAUSAL=causal, PACKED=bounds is not None, INT8_PV=rules.int8_pv, SMOOTH_Q=smooth_q,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
-    return o, Saved(lse, q_codes, k_codes, q_mean, k_mean if smooth_q else None)
+    return o, Saved(lse, q_codes, k_codes, q_mean, k_mean if smooth_q or not rules.int8_scores else None)

@@ -117,7 +117,8 @@ def supported(do: Tensor, v: Tensor, saved: Saved, *, recipe: str) -> bool:
     """Whether hopper_backward takes this call; the portable kernels take every other."""
     rules = RECIPES[recipe]
     return (
-        not rules.per_tile
+        rules.int8_scores
+        and not rules.per_tile
         and not rules.int8_gradients
         and saved.q_mean is None
         and do.shape[3] in KEYS

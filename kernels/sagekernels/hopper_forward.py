@@ -67,7 +67,8 @@ def supported(q: Tensor, k: Tensor, *, smooth_q: bool, recipe: str) -> bool:
     """Whether hopper_forward takes this call; the portable kernels take every other."""
     rules = RECIPES[recipe]
     return (
-        not rules.per_tile
+        rules.int8_scores
+        and not rules.per_tile
         and not rules.int8_pv
         and not smooth_q
         and q.shape[3] in SCHEDULES

@@ -76,6 +76,16 @@ def dot16(a, b, c=None):
 
 
 @triton.jit
+def scores_of(a, b, scale):
+    """Product of INT8 codes times `scale`; of 16-bit values, which have no scale, the product."""
+    if a.dtype == tl.int8:
+        s = as_scaled(tl.dot(a, b), scale)
+    else:
+        s = dot16(a, b)
+    return s
+
+
+@triton.jit
 def load_tokens(
     base,
     start,

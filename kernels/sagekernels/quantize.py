@@ -32,6 +32,12 @@ class Codes(NamedTuple):
         return self.codes.float() * self.scale[..., None]
 
 
+def unrounded(x: Tensor) -> Codes:
+    """x [B, N, heads, D] where codes are expected: itself, in its dtype, with scales of 1."""
+    values = x.transpose(1, 2).clone(memory_format=torch.contiguous_format)  # never x itself: operators may not alias
+    return Codes(values, torch.ones(values.shape[:3], dtype=torch.float32, device=x.device))
+
+
 def tiles_of(tokens: int) -> int:
     """Number of tiles that cover so many tokens."""
     return -(-tokens // TILE)

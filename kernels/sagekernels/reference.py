@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .quantize import TILE, Codes, quantize_twin, scale_and_inverse, tile_means, token_mean
+from .quantize import TILE, Codes, quantize_twin, scale_and_inverse, tile_means, token_mean, unrounded
 
 # Scores held at once, over batch and heads: bounds the memory of everything in this file to O(N x tile).
 CHUNK_SCORES = 1 << 23
@@ -26,6 +26,10 @@ class Recipe(NamedTuple):
     """One scale per tile of TILE tokens for Q, K, dO, and one per TILE x TILE tile for backward P and dS (A, Algorithms
     1 and 2). Otherwise one scale per token for Q, K and dO, per key and query tile (a column of the tile) for backward
     P and for the dS of dK, and per query and key tile (a row of the tile) for the dS of dQ."""
+    int8_scores: bool
+    """Q K^T in INT8, forward and backward. Otherwise in the 16 bits of Q and K, which are kept instead of their codes
+    and rounded in the backward for the products that take codes of them; smooth_q, which serves the scores, is not read.
+    """
     int8_pv: bool
     """Forward P V in INT8 (P per row and key tile, V per key tile). Otherwise in the 16 bits of V: O is then P V of the
     unquantized P, which makes delta = rowsum(dO o O) consistent with the P and dP of the backward."""
@@ -40,20 +44,22 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "paper": Recipe(per_tile=True, int8_pv=True, int8_gradients=True),
-    "fine": Recipe(per_tile=False, int8_pv=False, int8_gradients=True),
-    "scores": Recipe(per_tile=False, int8_pv=False, int8_gradients=False),
+    "paper": Recipe(per_tile=True, int8_scores=True, int8_pv=True, int8_gradients=True),
+    "fine": Recipe(per_tile=False, int8_scores=True, int8_pv=False, int8_gradients=True),
+    "gradients": Recipe(per_tile=False, int8_scores=False, int8_pv=False, int8_gradients=True),
+    "scores": Recipe(per_tile=False, int8_scores=True, int8_pv=False, int8_gradients=False),
 }
 
 
 class Saved(NamedTuple):
-    """What the forward keeps for the backward, beside v and o themselves."""
+    """What the forward keeps for the backward, beside v and o themselves. Without `int8_scores` the codes of q and k are
+    q and k themselves, in their dtype and not smoothed, and the scales are 1."""
 
     lse: Tensor  # float32 [B, H, N_q]: natural logarithm of the softmax denominator
     q: Codes  # int8 [B, H, N_q, D] with float32 [B, H, N_q]
     k: Codes  # int8 [B, H_kv, N_k, D] with float32 [B, H_kv, N_k]; K minus its mean when smoothed
     q_mean: Tensor | None  # float32 [B, H, tiles, D], when Q is smoothed
-    k_mean: Tensor | None  # float32 [B, H_kv, 1, D], when Q and K are both smoothed
+    k_mean: Tensor | None  # float32 [B, H_kv, 1, D], when K is smoothed, and Q too or the scores are not INT8
 
 
 def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
@@ -199,10 +205,13 @@ def twin_forward(
     rules = RECIPES[recipe]
     k_mean = token_mean(k) if smooth_k else None
     q_mean = tile_means(q) if smooth_q else None
-    q_codes = quantize_twin(q, mean=q_mean, per_tile=rules.per_tile)
-    k_codes = quantize_twin(k, mean=k_mean, per_tile=rules.per_tile)
+    if rules.int8_scores:
+        q_codes = quantize_twin(q, mean=q_mean, per_tile=rules.per_tile)
+        k_codes = quantize_twin(k, mean=k_mean, per_tile=rules.per_tile)
+    else:
+        q_codes, k_codes = unrounded(q), unrounded(k)
     lse = torch.empty(q_codes.scale.shape, dtype=torch.float32, device=q.device)
-    saved = Saved(lse, q_codes, k_codes, q_mean, k_mean if smooth_q else None)
+    saved = Saved(lse, q_codes, k_codes, q_mean, k_mean if smooth_q or not rules.int8_scores else None)
     scores = ScoresOfCodes(k, saved, causal, scale, bounds)
 
     values = v.transpose(1, 2)
@@ -253,6 +262,7 @@ def twin_backward(
         dQ_i = sum_j psi_j(dS_ij s_K_j) K8_j         psi_j: one scale per query i over a tile of keys
 
     With `per_tile` s_dO, s_Q and s_K are constant on a tile and psi has one scale per tile: the papers' scheme.
+    Without `int8_scores` S is that of the 16 bits, and Q8 and K8, minus its mean, are made here.
     Without `int8_gradients` the three products are P^T dO, dS^T Q and dS K of values rounded to 16 bits.
     dP = dO V^T stays in 16 bits, delta = rowsum(dO o O). The mean taken from K is not added back (A section 6).
     """
@@ -264,7 +274,12 @@ def twin_backward(
     if rules.int8_gradients:
         do_codes = quantize_twin(do, per_tile=rules.per_tile)
         do8, do_scale = _grouped(do_codes.codes, h_kv), _grouped(do_codes.scale, h_kv)
-        q_partner, k_partner = scores.q8.float(), scores.k8.float()
+        q_codes, k_codes = saved.q, saved.k
+        if not rules.int8_scores:
+            q_codes = quantize_twin(q_codes.codes.transpose(1, 2), per_tile=rules.per_tile)
+            k_codes = quantize_twin(k_codes.codes.transpose(1, 2), mean=saved.k_mean, per_tile=rules.per_tile)
+        q_partner, q_scale = _grouped(q_codes.codes.float(), h_kv), _grouped(q_codes.scale, h_kv)
+        k_partner, k_scale = k_codes.codes.float().unsqueeze(2), k_codes.scale.unsqueeze(2)
     else:
         narrow = torch.float32 if v.dtype == torch.float32 else torch.bfloat16
         q_partner = _grouped(saved.q.dequantized().to(narrow).float(), h_kv)
@@ -291,8 +306,8 @@ def twin_backward(
 
             steps = 1 if rules.per_tile else 2
             for_dv, dv_partner = rounded(p * do_scale[..., part, None], along_queries, steps), do8[..., part, :].float()
-            for_dk, dk_partner = rounded(ds * scores.q_scale[..., part, None], along_queries), q_partner[..., part, :]
-            for_dq, dq_partner = rounded(ds * scores.k_scale[..., None, :seen], along_keys), k_partner[..., :seen, :]
+            for_dk, dk_partner = rounded(ds * q_scale[..., part, None], along_queries), q_partner[..., part, :]
+            for_dq, dq_partner = rounded(ds * k_scale[..., None, :seen], along_keys), k_partner[..., :seen, :]
         else:
             for_dv, dv_partner = p.to(v.dtype).float(), do_heads[..., part, :]
             for_dk, dk_partner = ds.to(narrow).float(), q_partner[..., part, :]

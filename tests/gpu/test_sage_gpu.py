@@ -43,7 +43,7 @@ def poisoned_memory():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("recipe", ["fine", "paper", "scores"])
+@pytest.mark.parametrize("recipe", ["fine", "paper", "gradients", "scores"])
 @pytest.mark.parametrize(  # both together add compile time and no code path
     ("dtype", "smooth_q"),
     [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)],
