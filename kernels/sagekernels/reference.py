@@ -28,8 +28,7 @@ class Recipe(NamedTuple):
     P and for the dS of dK, and per query and key tile (a row of the tile) for the dS of dQ."""
     int8_scores: bool
     """Q K^T in INT8, forward and backward. Otherwise in the 16 bits of Q and K, which are kept instead of their codes
-    and rounded in the backward for the products that take codes of them; smooth_q, which serves the scores, is not read.
-    """
+    and rounded in the backward for the products that take codes; smooth_q, which serves the scores, is not read."""
     int8_pv: bool
     """Forward P V in INT8 (P per row and key tile, V per key tile). Otherwise in the 16 bits of V: O is then P V of the
     unquantized P, which makes delta = rowsum(dO o O) consistent with the P and dP of the backward."""
@@ -52,8 +51,8 @@ RECIPES = {
 
 
 class Saved(NamedTuple):
-    """What the forward keeps for the backward, beside v and o themselves. Without `int8_scores` the codes of q and k are
-    q and k themselves, in their dtype and not smoothed, and the scales are 1."""
+    """What the forward keeps for the backward, beside v and o themselves. Without `int8_scores` the codes of q and k
+    are q and k themselves, in their dtype and not smoothed, and the scales are 1."""
 
     lse: Tensor  # float32 [B, H, N_q]: natural logarithm of the softmax denominator
     q: Codes  # int8 [B, H, N_q, D] with float32 [B, H, N_q]

@@ -100,10 +100,10 @@ class AttentionConfig(Section):
     flash: an installed flash-attn 2, 3 or 4. reference: plain matmuls. auto: the fastest of sage, flash and sdpa that
     passes the admission test on this GPU, timed once, when the run begins, with documents as long as the data's; a run
     that continues keeps it. Without a GPU: sdpa."""
-    recipe: Literal["auto", "fine", "paper", "scores"] = "auto"
+    recipe: Literal["auto", "fine", "paper", "scores", "gradients"] = "auto"
     """What sage quantizes and how: paper (six of the seven products, one scale per tile), fine (all but P V and
-    dO V^T, the finest scales that each product allows), scores (Q K^T alone, forward and backward). auto: the faster
-    of fine and scores, chosen as backend auto is; without a GPU: fine."""
+    dO V^T, the finest scales that each product allows), scores (Q K^T alone, forward and backward), gradients (dV, dK
+    and dQ alone, as in fine). auto: the faster of fine and scores, chosen as backend auto is; without a GPU: fine."""
     qk_norm: Literal["none", "before_rope", "after_rope"] = "before_rope"
     """RMS normalization of each head's q and k with learned gain, before or after the rotary embedding."""
     smooth_k: bool = True

@@ -232,8 +232,9 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
 
     normed = attention.qk_norm != "none"
     qk_saved = normed * (rank.saved_by_norm(query, heads) + rank.saved_by_norm(key, kv_heads))
-    # sage keeps q and k as INT8 with a scale per token, v and o in 16 bits; the others all four in 16 bits.
-    kept = query + key + 4 * (heads + kv_heads) if attention.backend == "sage" else element * (query + key)
+    # sage keeps q and k with a scale per token, as INT8 where the scores are; v and o, and the others all, in 16 bits.
+    sage = attention.backend == "sage"
+    kept = (query + key) * (1 if sage and attention.recipe != "gradients" else element) + 4 * (heads + kv_heads) * sage
     kept += element * (key + query) + 4 * heads  # and the log-sum-exp
     if rank.context > 1:
         kept += element * query  # the output a second time, behind the all-to-all
