@@ -80,7 +80,8 @@ def prepare(
         str, typer.Option("--output", "-o", metavar="PATH", help="Token file to write, without suffix: data/train.")
     ],
     tokenizer: Annotated[
-        Path | None, typer.Option(help="SentencePiece model to use. Default: tokenizer.model beside the output.")
+        Path | None,
+        typer.Option(help="SentencePiece model or Hugging Face tokenizer.json. Default: the one beside the output."),
     ] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Train a new tokenizer of this many tokens first.")] = None,
     tokenizer_sample: Annotated[
@@ -95,7 +96,7 @@ def prepare(
     ] = 0.0,
     workers: Annotated[int, typer.Option(min=1, help="Processes that turn text into tokens.")] = os.cpu_count() or 1,
     overwrite: Annotated[
-        bool, typer.Option(help="Replace files made from something else, and tokenizer.model, which checkpoints need.")
+        bool, typer.Option(help="Replace files made from something else, and the tokenizer, which checkpoints need.")
     ] = False,
     skip_bad_lines: Annotated[
         bool, typer.Option("--skip-bad-lines", help="Leave out and count lines without text instead of stopping.")

@@ -107,9 +107,9 @@ def test_lone_surrogate(tokenizer):
 def test_load_errors(tmp_path):
     with pytest.raises(ConfigError, match=r"No such file.*sagetrain prepare"):
         Tokenizer.load(tmp_path / "tokenizer.model")
-    for content in (b"", b"{}", b"\xff" * 100):
+    for content, kind in ((b"", "SentencePiece model"), (b"{}", r"tokenizer\.json"), (b"\xff" * 100, "SentencePiece")):
         (tmp_path / "bad.model").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"bad\.model is not a SentencePiece model"):
+        with pytest.raises(ConfigError, match=rf"bad\.model is not a {kind}"):
             Tokenizer.load(tmp_path / "bad.model")
 
 

@@ -31,8 +31,16 @@ class Section(BaseModel):
     )
 
 
-TOKENIZER_NAME = "tokenizer.model"
-"""What `sagetrain prepare` calls the tokenizer that it leaves beside a token file."""
+TOKENIZER_NAME, TOKENIZER_JSON = "tokenizer.model", "tokenizer.json"
+"""What `sagetrain prepare` calls the tokenizer that it leaves beside a token file: a SentencePiece model, or one of
+Hugging Face's tokenizers."""
+
+
+def tokenizer_in(folder: Path) -> Path:
+    """The tokenizer of a folder of token files, or of a run; a file that does not exist if there is none."""
+    other = folder / TOKENIZER_JSON
+    return other if other.is_file() and not (folder / TOKENIZER_NAME).is_file() else folder / TOKENIZER_NAME
+
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -149,7 +157,8 @@ class DataConfig(Section):
     valid: list[DataSource] = []
     """Held-out sources for evaluation. Empty: no evaluation."""
     tokenizer: str | None = None
-    """SentencePiece model file (tokenizer.model). Default: the one that `sagetrain prepare` left beside train[0]."""
+    """SentencePiece model (tokenizer.model) or Hugging Face tokenizer (tokenizer.json). Default: the one that
+    `sagetrain prepare` left beside train[0]; token files from elsewhere need none if model.vocab_size is given."""
     seq_length: PositiveInt
     """Tokens of one training sequence (context length)."""
     micro_batch_size: PositiveInt
@@ -164,7 +173,7 @@ class DataConfig(Section):
     @property
     def tokenizer_path(self) -> str:
         """The tokenizer file: as configured, else beside the first training source."""
-        return self.tokenizer or str(Path(self.train[0].path).parent / TOKENIZER_NAME)
+        return self.tokenizer or str(tokenizer_in(Path(self.train[0].path).parent))
 
 
 class ConstantTokens(Section):

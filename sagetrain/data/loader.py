@@ -131,9 +131,9 @@ class SampleStream:
 
     @classmethod
     def configured(
-        cls, data: DataConfig, sources: list[DataSource], seed: int, vocab_size: int, tokenizer_sha256: str
+        cls, data: DataConfig, sources: list[DataSource], seed: int, vocab_size: int, tokenizer_sha256: str | None
     ) -> SampleStream:
-        """The stream of some of a run's sources, made with the run's tokenizer."""
+        """The stream of some of a run's sources, made with the run's tokenizer, if it has one."""
         return cls(
             sources,
             seq_length=data.seq_length,

@@ -18,6 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, tokenizer_in
 from sagetrain.data.encode import Encoded, Encoder, encode
 from sagetrain.data.sources import Corpus
 from sagetrain.data.token_file import (
@@ -28,7 +29,7 @@ from sagetrain.data.token_file import (
     write_atomic,
     writing,
 )
-from sagetrain.data.tokenizer import TOKENIZER_NAME, Tokenizer, train_tokenizer
+from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
 
 _MIN_VOCAB_SIZE = 256 + 3 + 1
 
@@ -81,13 +82,15 @@ def prepare(
     skip_bad_lines: bool = False,
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
 ) -> Prepared:
-    """Turn text into a token file at `output` (.bin, .idx, .json), with tokenizer.model in the same folder.
+    """Turn text into a token file at `output` (.bin, .idx, .json), with its tokenizer in the same folder:
+    tokenizer.model (SentencePiece) or tokenizer.json (Hugging Face).
 
     Args:
         sources: files (.jsonl or .ndjson, .parquet, text; .gz and .zst too), folders, Hugging Face datasets (hub name,
             or a folder written by save_to_disk), or "python-stdlib". Read in this order.
         output: path of the token file without suffix, e.g. data/train.
-        tokenizer: an existing SentencePiece model. Default: the tokenizer.model in the output's folder.
+        tokenizer: an existing SentencePiece model, or a tokenizer.json with its tokenizer_config.json beside it.
+            Default: the one in the output's folder.
         vocab_size: train a new tokenizer of this size first.
         tokenizer_sample: characters of the corpus that a new tokenizer is trained on.
         text_key: field or column that holds the text.
@@ -96,7 +99,7 @@ def prepare(
         valid_fraction: share of the documents, chosen by a hash of their text, that goes to the token file `valid` in
             the output's folder instead.
         num_workers: processes that turn text into tokens; 1 does it in this process.
-        overwrite: replace existing files that were made from something else, the folder's tokenizer.model too.
+        overwrite: replace existing files that were made from something else, the folder's tokenizer too.
         skip_bad_lines: leave out and count lines and rows that hold no text, instead of stopping at the first.
         say: gets messages for people.
 
@@ -119,13 +122,14 @@ def prepare(
             '({"text": "..."}), or leave out --valid-fraction'
         )
     outputs = {"train": output} | ({"valid": output.with_name("valid")} if valid_fraction else {})
-    model_path = output.parent / TOKENIZER_NAME
+    given = None if vocab_size else Tokenizer.load(tokenizer or tokenizer_in(output.parent))
+    model_path = output.parent / (given.file_name if given else TOKENIZER_NAME)
     request = {
         "inputs": len(corpus.inputs),
         "inputs_sha256": corpus.identity(),
         "text_key": text_key,
         "valid_fraction": valid_fraction,
-        "tokenizer": [vocab_size, tokenizer_sample] if vocab_size else Tokenizer.load(tokenizer or model_path).sha256,
+        "tokenizer": given.sha256 if given else [vocab_size, tokenizer_sample],
     } | ({"skip_bad_lines": True} if skip_bad_lines else {})
     if _already_there(outputs, model_path, request, overwrite):
         say(f"{output}: already prepared from the same inputs")
@@ -137,12 +141,12 @@ def prepare(
 
     for note in corpus.notes:
         say(note)
-    if vocab_size:
+    if given:
+        model = given.model
+    else:
         say(f"training a tokenizer of {vocab_size:,} tokens")
         model = train_tokenizer(corpus.sample(tokenizer_sample), vocab_size)
         say(f"trained the tokenizer in {time.perf_counter() - begin:.0f} s")
-    else:
-        model = Path(tokenizer or model_path).read_bytes()
     encoder = Encoder(model, text_key, valid_fraction, skip_bad_lines)
     _check_siblings(output.parent, outputs, encoder.tokenizer)
 
@@ -170,6 +174,8 @@ def prepare(
                 raise ConfigError(f"{writer.path}: no document with text went into this file{bad}; nothing is written")
         with writing(model_path):
             write_atomic(model_path, model)
+            for name in {TOKENIZER_NAME, TOKENIZER_JSON} - {model_path.name}:  # there is one tokenizer in a folder
+                (output.parent / name).unlink(missing_ok=True)
         for side in reversed(list(writers)):
             writers[side].publish(_provenance(sources, counts[side], encoder.tokenizer, writers[side], request))
     finally:
@@ -199,7 +205,7 @@ def _check_arguments(
         )
     if tokenizer and vocab_size:
         raise ConfigError("give either --tokenizer or --vocab-size to train one, not both")
-    if not tokenizer and not vocab_size and not (output.parent / TOKENIZER_NAME).is_file():
+    if not tokenizer and not vocab_size and not tokenizer_in(output.parent).is_file():
         raise ConfigError(
             f"there is no {TOKENIZER_NAME} in {output.parent}: give --tokenizer, or --vocab-size to train one"
         )
@@ -229,16 +235,17 @@ def _already_there(outputs: dict[str, Path], model_path: Path, request: dict[str
 
 
 def _check_model(outputs: dict[str, Path], model_path: Path, request: dict[str, Any]) -> None:
-    """ConfigError if the folder's tokenizer.model would be replaced by another one: checkpoints need the old one."""
-    if not model_path.is_file():
+    """ConfigError if the folder's tokenizer would be replaced by another one: checkpoints need the old one."""
+    there = tokenizer_in(model_path.parent)
+    if not there.is_file():
         return
-    theirs = sha256(model_path.read_bytes()).hexdigest()
+    theirs = sha256(there.read_bytes()).hexdigest()
     # An interrupted call with this request may have left the tokenizer that it trained, and one of two token files.
     records = [record for path in outputs.values() if (record := read_provenance(path)).get("request") == request]
     if request["tokenizer"] != theirs and all(record["tokenizer_sha256"] != theirs for record in records):
         raise ConfigError(
-            f"{model_path} exists and would be replaced by another tokenizer; models trained with it could not be used "
-            f"any more. Write to another folder (-o), keep it with --tokenizer {model_path} and no --vocab-size, or "
+            f"{there} exists and would be replaced by another tokenizer; models trained with it could not be used "
+            f"any more. Write to another folder (-o), keep it with --tokenizer {there} and no --vocab-size, or "
             "replace it with --overwrite"
         )
 
@@ -262,7 +269,7 @@ def _check_held_out(output: Path, sources: list[str], request: dict[str, Any]) -
 
 
 def _check_siblings(folder: Path, outputs: dict[str, Path], tokenizer: Tokenizer) -> None:
-    """The folder's tokenizer.model belongs to all its token files: do not take it away from another one."""
+    """The folder's tokenizer belongs to all its token files: do not take it away from another one."""
     for idx in sorted(folder.glob("*.idx")):
         path = idx.with_name(idx.name.removesuffix(".idx"))
         theirs = read_provenance(path).get("tokenizer_sha256")

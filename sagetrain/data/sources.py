@@ -317,7 +317,8 @@ def _lines(blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
 def _read_text(path: Path) -> Iterator[Chunk]:
     """One document: the whole file, in parts that end with a newline where there is one.
 
-    Newlines are tokens of their own in our tokenizers, so the parts give the tokens that the whole would give.
+    Newlines are tokens of their own in our tokenizers, so the parts give the tokens that the whole would give; others
+    may have a token that spans the cut.
     """
     rest, split_key, pending, started = b"", None, None, False
     for block, consumed in _blocks(path):

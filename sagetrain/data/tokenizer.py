@@ -1,56 +1,68 @@
-"""SentencePiece tokenizers: train one, load one, encode and decode exactly.
+"""Tokenizers: SentencePiece models and Hugging Face's tokenizer.json, alike; and how to train one of the former.
 
-Decoding gives back the very text that was encoded: no normalization, no added or removed spaces, newlines and tabs
-kept, characters outside the vocabulary spelled as UTF-8 byte tokens.
+Those that are trained here give back the very text that was encoded: no normalization, no added or removed spaces,
+newlines and tabs kept, characters outside the vocabulary spelled as UTF-8 byte tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import sentencepiece
+import tokenizers
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import TOKENIZER_JSON, DataConfig
 from sagetrain.config.schema import TOKENIZER_NAME as TOKENIZER_NAME
-from sagetrain.config.schema import DataConfig
 
 # SentencePiece writes a space as this character inside its pieces, and so would decode the character as a space.
 _SPACE_MARK = "\u2581"
 _MAX_SENTENCE_BYTES = 1 << 14
+TOKENIZER_CONFIG = "tokenizer_config"
+"""Key of our copies of tokenizer.json that holds what lay beside it: its end-of-text token, its chat template."""
 
 
 class Tokenizer:
-    """A SentencePiece model. Control tokens (bos, eos) never come out of text; `sagetrain prepare` appends eos."""
+    """A tokenizer by the bytes of its file. Control tokens (bos, eos) never come out of text; `sagetrain prepare`
+    appends eos."""
 
     def __init__(self, model: bytes):
-        """From the bytes of a SentencePiece model file; RuntimeError if they are none."""
-        self._processor = sentencepiece.SentencePieceProcessor()
-        self._processor.load_from_serialized_proto(model)
+        """From the bytes of a SentencePiece model, or of a tokenizer.json; ValueError if they are neither."""
+        self._codec: _Codec = _HuggingFace(model) if _is_json(model) else _SentencePiece(model)
         self.model = model
+        self.file_name = TOKENIZER_JSON if _is_json(model) else TOKENIZER_NAME
         self.sha256 = hashlib.sha256(model).hexdigest()
-        self.vocab_size: int = self._processor.vocab_size()
-        self.bos_id: int = self._processor.bos_id()
-        self.eos_id: int = self._processor.eos_id()
-        byte_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_MARK.encode()]
-        self._space_mark_ids = byte_ids if all(map(self._processor.is_byte, byte_ids)) else None
+        self.vocab_size = self._codec.vocab_size
+        self.bos_id, self.eos_id = self._codec.bos_id, self._codec.eos_id
+        """-1: it has none."""
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Tokenizer:
-        """Read a SentencePiece model file. ConfigError if it is missing, is something else, or lacks an eos token."""
+        """Read a tokenizer file; of a tokenizer.json also the files beside it that name its end-of-text token.
+
+        ConfigError if it is missing, is something else, or lacks an eos token.
+        """
         try:
             model = Path(path).read_bytes()
+            if _is_json(model):
+                model = _with_config(model, Path(path).parent)
         except OSError as error:
             raise ConfigError(f"tokenizer {path}: {error.strerror}; `sagetrain prepare` can train one") from error
+        except ValueError as error:
+            raise ConfigError(f"tokenizer {path}, or a file beside it, cannot be read ({error})") from error
         try:
             tokenizer = cls(model)
-        except RuntimeError as error:
-            raise ConfigError(f"tokenizer {path} is not a SentencePiece model file") from error
+        except ValueError as error:
+            raise ConfigError(f"tokenizer {path} is not {error}") from error
         if tokenizer.eos_id < 0:
-            raise ConfigError(f"tokenizer {path} has no end-of-sentence token, which must end every document")
+            beside = " (a tokenizer_config.json beside it names it)" if _is_json(model) else ""
+            raise ConfigError(f"tokenizer {path} has no end-of-sentence token, which must end every document{beside}")
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -59,6 +71,37 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"not valid Unicode: a lone surrogate at character {error.start}") from error
+        return self._codec.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids. Control tokens give nothing; byte tokens that are no UTF-8 give U+FFFD."""
+        return self._codec.decode(ids)
+
+
+class _Codec(Protocol):
+    vocab_size: int
+    bos_id: int
+    eos_id: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class _SentencePiece:
+    def __init__(self, model: bytes):
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.load_from_serialized_proto(model)
+        except RuntimeError as error:
+            raise ValueError("a SentencePiece model file, nor a tokenizer.json") from error
+        self.vocab_size: int = self._processor.vocab_size()
+        self.bos_id: int = self._processor.bos_id()
+        self.eos_id: int = self._processor.eos_id()
+        byte_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_MARK.encode()]
+        self._space_mark_ids = byte_ids if all(map(self._processor.is_byte, byte_ids)) else None
+
+    def encode(self, text: str) -> list[int]:
         if _SPACE_MARK not in text or self._space_mark_ids is None:
             return self._processor.encode(text)
         first, *rest = text.split(_SPACE_MARK)
@@ -69,13 +112,73 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids. Control tokens give nothing; byte tokens that are no UTF-8 give U+FFFD."""
         return self._processor.decode(ids)
 
 
+class _HuggingFace:
+    def __init__(self, model: bytes):
+        tree = json.loads(model)
+        config = tree.pop(TOKENIZER_CONFIG, {})
+        try:
+            self._pipeline = tokenizers.Tokenizer.from_str(json.dumps(tree))
+        except Exception as error:
+            raise ValueError(f"a tokenizer.json of the tokenizers package ({error})") from error
+        self._pipeline.no_truncation()
+        self._pipeline.no_padding()
+        self._pipeline.encode_special_tokens = True  # in a text, </s> is four characters
+        self.vocab_size: int = max(self._pipeline.get_vocab().values()) + 1
+        self.bos_id, self.eos_id = (self._id(config.get(name)) for name in ("bos_token", "eos_token"))
+
+    def _id(self, token: str | None) -> int:
+        number = self._pipeline.token_to_id(token) if token else None
+        return -1 if number is None else number
+
+    def encode(self, text: str) -> list[int]:
+        return self._pipeline.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._pipeline.decode(ids, skip_special_tokens=True)
+
+
+def _is_json(model: bytes) -> bool:
+    return model.lstrip()[:1] == b"{"
+
+
+def _with_config(model: bytes, folder: Path) -> bytes:
+    """A tokenizer.json with what the files beside it say of it, unless it is one of our copies."""
+    tree: dict[str, Any] = json.loads(model)
+    if TOKENIZER_CONFIG in tree:
+        return model
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            config |= json.loads((folder / name).read_bytes())
+    if (folder / "chat_template.jinja").is_file():
+        config["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    tree[TOKENIZER_CONFIG] = {}
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template"):
+        value = config.get(key)
+        if (
+            isinstance(value, dict) and "content" in value
+        ):  # a token, with how it takes spaces: tokenizer.json says it too
+            value = value["content"]
+        if value is not None:
+            tree[TOKENIZER_CONFIG][key] = value
+    return json.dumps(tree, ensure_ascii=False).encode()
+
+
 def find_tokenizer(data: DataConfig) -> Path:
-    """data.tokenizer, or else the tokenizer.model that `sagetrain prepare` left beside the first training source."""
+    """data.tokenizer, or else the one that `sagetrain prepare` left beside the first training source."""
     return Path(data.tokenizer_path)
+
+
+def tokenizer_of(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
+    """The tokenizer of a run; None where there is none beside the token files, and the size of the vocabulary is
+    stated. ConfigError as of Tokenizer.load."""
+    file = find_tokenizer(data)
+    if vocab_size and data.tokenizer is None and not file.is_file():
+        return None
+    return Tokenizer.load(file)
 
 
 def known_vocab_size(data: DataConfig) -> int | None:

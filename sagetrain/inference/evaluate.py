@@ -86,4 +86,5 @@ def unigram_nats(stream: SampleStream, vocab_size: int) -> np.ndarray:
 
 def _stream(run: TrainedRun, sources: list[DataSource]) -> SampleStream:
     seed = run.cfg.training.seed
-    return SampleStream.configured(run.cfg.data, sources, seed, run.vocab_size, run.tokenizer.sha256)
+    tokenizer = run.tokenizer.sha256 if run.tokenizer else None
+    return SampleStream.configured(run.cfg.data, sources, seed, run.vocab_size, tokenizer)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from sagetrain.config.errors import ConfigError
 from sagetrain.inference.load import TrainedRun
 
 
@@ -15,8 +16,13 @@ def generate(run: TrainedRun, prompt: str, max_tokens: int, temperature: float, 
     """Continue `prompt`, yielding the text piece by piece until `max_tokens` or the end-of-document token.
 
     temperature 0 takes the likeliest token; top_k 0 samples from all. The whole context is recomputed for every
-    token: right for a look at a model, not for serving it.
+    token: right for a look at a model, not for serving it. ConfigError if the run has no tokenizer.
     """
+    if run.tokenizer is None:
+        raise ConfigError(
+            "the run was trained on token files without a tokenizer, so there is no text for it: put the "
+            "tokenizer.model or tokenizer.json that made them into the run's folder"
+        )
     generator = torch.Generator().manual_seed(seed)
     tokens = run.tokenizer.encode(prompt)
     if not tokens:

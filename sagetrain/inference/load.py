@@ -10,8 +10,8 @@ import torch
 
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.load import load_config
-from sagetrain.config.schema import RunConfig
-from sagetrain.data.tokenizer import TOKENIZER_NAME, Tokenizer, find_tokenizer
+from sagetrain.config.schema import RunConfig, tokenizer_in
+from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.selection import resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
@@ -26,7 +26,8 @@ class TrainedRun:
 
     cfg: RunConfig
     model: Transformer
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """None: it was trained on token files from elsewhere, with the size of their vocabulary alone."""
     vocab_size: int
     step: int
     tokens: int
@@ -39,7 +40,8 @@ class OpenRun:
 
     cfg: RunConfig
     reader: Reader
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """None: it was trained on token files from elsewhere, with the size of their vocabulary alone."""
     vocab_size: int
     step: int
     tokens: int
@@ -59,11 +61,12 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
     reader = Reader(folder)
     state = reader.manifest["state"]
     cfg = load_config(folder / "config.yaml")
-    kept = run_dir / TOKENIZER_NAME  # by training
-    file = kept if kept.is_file() else find_tokenizer(cfg.data)
-    tokenizer = Tokenizer.load(file)
     trained_with = state["identity"]["tokenizer (SHA-256)"]
-    if tokenizer.sha256 != trained_with:
+    file = tokenizer_in(run_dir)  # kept there by training
+    if trained_with and not file.is_file():
+        file = find_tokenizer(cfg.data)
+    tokenizer = Tokenizer.load(file) if trained_with or file.is_file() else None
+    if trained_with and tokenizer and tokenizer.sha256 != trained_with:
         raise CheckpointError(
             f"{folder} was trained with another tokenizer (SHA-256 {trained_with[:12]}) than {file} "
             f"({tokenizer.sha256[:12]}); put that file back"

@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import TOKENIZER_NAME
 from sagetrain.inference.load import open_run
 from sagetrain.interop.huggingface import INDEX, WEIGHTS, config_json, tensor_names
 from sagetrain.interop.tokenizer_files import tokenizer_files
@@ -64,18 +63,21 @@ def export(
     reader, cfg = run.reader, run.cfg
     config = config_json(cfg.model, cfg.attention, run.vocab_size, cfg.data.seq_length)
     stored = dtype or {"bf16": "bfloat16", "fp32": "float32"}[cfg.training.dtype]
-    eos = run.tokenizer.eos_id
+    eos = run.tokenizer.eos_id if run.tokenizer else None
     # Nothing was trained to follow a bos token: it is an eos that stands before every document.
     tokens = {"bos_token_id": eos, "eos_token_id": eos}
     files = {
         "config.json": _json(config | tokens | {"torch_dtype": stored}),
         "generation_config.json": _json(tokens),
     }
-    try:
-        files |= tokenizer_files(run.tokenizer, cfg.data.seq_length)
-    except ConfigError as error:
-        report(f"no tokenizer.json: {error}; AutoTokenizer will not load the folder, use its tokenizer.model")
-        files[TOKENIZER_NAME] = run.tokenizer.model
+    if run.tokenizer is None:
+        report("no tokenizer: the run was trained without one; put its files into the folder yourself")
+    else:
+        try:
+            files |= tokenizer_files(run.tokenizer, cfg.data.seq_length)
+        except ConfigError as error:
+            report(f"no tokenizer.json: {error}; AutoTokenizer will not load the folder, use its tokenizer.model")
+            files[run.tokenizer.file_name] = run.tokenizer.model
     names = {theirs: ours for ours, theirs in tensor_names(cfg.model, cfg.attention)}
     sizes = {theirs: _shape(reader, ours, run.vocab_size) for theirs, ours in names.items()}
     shards = _shards(sizes, getattr(torch, stored).itemsize, shard_bytes)

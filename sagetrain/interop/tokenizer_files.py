@@ -10,8 +10,8 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Pipeline
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import TOKENIZER_NAME
-from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.config.schema import TOKENIZER_JSON
+from sagetrain.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 
 _SPACE_MARK = "\u2581"
 _BPE = 2  # of SentencePiece's model types
@@ -19,34 +19,30 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of its types of piece
 
 
 def tokenizer_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, bytes]:
-    """Content of tokenizer.json, tokenizer_config.json and the SentencePiece model, by file name.
+    """Content of tokenizer.json, tokenizer_config.json and the SentencePiece model, if it is one, by file name.
 
     Raises ConfigError for a SentencePiece model that tokenizer.json cannot say: not a byte-pair encoding, or one that
     normalizes text.
     """
-    model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)  # type: ignore[attr-defined]
-    pieces = [(_spaced(piece.piece), piece) for piece in model.pieces]
-    special = {name: pieces[number][0] for name, number in _special(tokenizer, model) if number >= 0}
-    config: dict[str, Any] = {
+    if tokenizer.file_name == TOKENIZER_JSON:
+        tree = json.loads(tokenizer.model)
+        config = tree.pop(TOKENIZER_CONFIG)
+        files = {TOKENIZER_JSON: tree}
+    else:
+        model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)  # type: ignore[attr-defined]
+        files = {TOKENIZER_JSON: json.loads(_pipeline(model).to_str())}
+        named = {"unk_token": model.trainer_spec.unk_id, "pad_token": model.trainer_spec.pad_id}
+        named |= {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        config = {name: model.pieces[number].piece for name, number in named.items() if number >= 0}
+    config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": seq_length,
         "clean_up_tokenization_spaces": False,
-        **special,
+        **config,
     }
-    return {
-        TOKENIZER_NAME: tokenizer.model,
-        "tokenizer.json": _pipeline(model).to_str(pretty=True).encode(),
-        "tokenizer_config.json": (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
-    }
-
-
-def _special(tokenizer: Tokenizer, model: Any) -> list[tuple[str, int]]:
-    return [
-        ("bos_token", tokenizer.bos_id),
-        ("eos_token", tokenizer.eos_id),
-        ("unk_token", model.trainer_spec.unk_id),
-        ("pad_token", model.trainer_spec.pad_id),
-    ]
+    files["tokenizer_config.json"] = config
+    texts = {name: json.dumps(tree, indent=2, ensure_ascii=False) for name, tree in files.items()}
+    return {tokenizer.file_name: tokenizer.model} | {name: f"{text}\n".encode() for name, text in texts.items()}
 
 
 def _pipeline(model: Any) -> Pipeline:

@@ -19,7 +19,7 @@ import yaml
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.load import dump_config
-from sagetrain.config.schema import TOKENIZER_NAME, RunConfig
+from sagetrain.config.schema import RunConfig
 from sagetrain.data.token_file import write_atomic
 from sagetrain.train.checkpoint import CheckpointError
 
@@ -35,7 +35,6 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.stacks = path / "stacks"
         """Where each rank stood when the run hung."""
-        self.tokenizer = path / TOKENIZER_NAME
         self.attention = path / "attention.json"
         """What attention.backend and recipe auto chose, and why: a table."""
         self._lock: IO[str] | None = None

@@ -28,7 +28,7 @@ from sagetrain.config.schema import AttentionConfig, RunConfig
 from sagetrain.data import verify
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
-from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.model.accounting import flops_per_token, num_parameters, overlaps
 from sagetrain.model.selection import choose_attention, resolve_backend
 from sagetrain.model.transformer import Transformer
@@ -59,9 +59,9 @@ class Trainer:
         self.cfg, self.findings = cfg, findings
         self.folder = RunFolder(Path(cfg.training.run_dir))
         # Everything that can be wrong with files and settings comes before ranks begin to wait for each other.
-        tokenizer = Tokenizer.load(find_tokenizer(cfg.data))
+        tokenizer = tokenizer_of(cfg.data, cfg.model.vocab_size)
         self.vocab_size = cfg.model.vocab_size or tokenizer.vocab_size
-        self.tokenizer_hash = tokenizer.sha256
+        self.tokenizer_hash = tokenizer.sha256 if tokenizer else None
         self.stream = self._stream(cfg.data.train)
         valid = self._stream(cfg.data.valid) if cfg.data.valid else None
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
@@ -99,8 +99,8 @@ class Trainer:
         self._resume(found, damaged)
         for controller in self.controllers:
             controller.restore(self.state.controllers.get(controller.name, {}))
-        if self.main:  # `sagetrain generate` needs nothing but the run folder
-            write_atomic(self.folder.tokenizer, tokenizer.model)
+        if self.main and tokenizer:  # `sagetrain generate` needs nothing but the run folder
+            write_atomic(self.folder.path / tokenizer.file_name, tokenizer.model)
         self.saver = Saver(
             self.folder.checkpoints,
             self.groups,
@@ -145,7 +145,7 @@ class Trainer:
         streams = {"data.train": self.stream} | ({"data.valid": valid} if valid else {})
         hashes = verify.verify(streams, deep=dist.get_rank() == 0 and not self.folder.checkpoints.exists(), say=say)
         orders = {name: stream.fingerprint for name, stream in streams.items()}
-        return {"tokenizer": self.tokenizer_hash, **orders, **hashes}
+        return {"tokenizer": self.tokenizer_hash or "none", **orders, **hashes}
 
     def _loader(self, stream: SampleStream) -> Loader:
         return Loader(

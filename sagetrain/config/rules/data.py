@@ -44,12 +44,16 @@ def _files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         for name in ("train", "valid")
         for i, source in enumerate(getattr(cfg.data, name))
     ]
+    has_tokenizer = Path(cfg.data.tokenizer_path).is_file()
+    # Token files from elsewhere: what training needs to know of their tokenizer is the size of its vocabulary.
+    elsewhere = not has_tokenizer and cfg.data.tokenizer is None and cfg.model.vocab_size is not None
+    elsewhere = elsewhere and not any(Path(f"{prefix}.json").is_file() for _, prefix in sources)
     for key, prefix in sources:
         missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
         if missing:
             fix = "write it with `sagetrain prepare`; the path goes without .bin and .idx"
             yield _missing(required, key, prefix, f"no {' and no '.join(missing)}", fix)
-        elif not Path(f"{prefix}.json").is_file():
+        elif not elsewhere and not Path(f"{prefix}.json").is_file():
             yield warning(
                 "unknown_tokenizer",
                 key,
@@ -59,8 +63,21 @@ def _files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
                 "copy the .json that `sagetrain prepare` wrote beside the .bin; for files from elsewhere, see that "
                 f"they were made with {cfg.data.tokenizer_path}",
             )
-    if not Path(cfg.data.tokenizer_path).is_file():
-        fix = "name the tokenizer.model that `sagetrain prepare` wrote"
+    if elsewhere:
+        yield Finding(
+            "no_tokenizer",
+            "info",
+            "data.tokenizer",
+            None,
+            f"there is none: the token files are taken to hold tokens of a vocabulary of {cfg.model.vocab_size} "
+            "(model.vocab_size) that is not known here, and `sagetrain generate` will lack it",
+            "put the tokenizer.model or tokenizer.json that made them beside the first one, if you have it",
+        )
+    elif not has_tokenizer:
+        fix = (
+            "name the tokenizer.model or tokenizer.json that `sagetrain prepare` wrote; for token files from elsewhere "
+            "give model.vocab_size instead"
+        )
         message = "no such file" if cfg.data.tokenizer else f"no {cfg.data.tokenizer_path}"
         yield _missing(required, "data.tokenizer", cfg.data.tokenizer, message, fix)
 

@@ -1,0 +1,138 @@
+"""Hugging Face tokenizers, and token files without a tokenizer, from preparing to exporting."""
+
+from __future__ import annotations
+
+import json
+import math
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Pipeline
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+from runs import finish, sagetrain, write_config
+from sagetrain.config import ConfigError
+from sagetrain.data.prepare import prepare
+from sagetrain.data.token_file import TokenFile
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.inference.load import load_run
+
+SAMPLE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As published: a byte-level tokenizer of 600 tokens that puts a bos before every text, and what says so."""
+    folder = tmp_path_factory.mktemp("published")
+    pipeline = Pipeline(models.BPE())
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pipeline.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<|begin|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    pipeline.train_from_iterator([SAMPLE], trainer)
+    pipeline.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    pipeline.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin|>",
+        "eos_token": {"__type": "AddedToken", "content": "<|end|>", "special": True},
+        "chat_template": "{{ messages }}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder / "tokenizer.json")
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\u2581 \n\t\0")))
+def test_round_trip_of_any_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(1 < token < tokenizer.vocab_size == 600 for token in ids)
+
+
+def test_ids_are_those_of_transformers_and_control_tokens_do_not_come_out_of_text(
+    folder: Path, tokenizer: Tokenizer
+) -> None:
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (theirs.bos_token_id, theirs.eos_token_id) == (0, 1)
+    for text in (SAMPLE, "a <|end|> b", "日本語 🎉", ""):
+        assert tokenizer.encode(text) == theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    assert tokenizer.decode([0, *tokenizer.encode("a"), 1]) == "a"
+
+
+def test_a_copy_needs_no_other_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.model)
+    copy = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert (copy.sha256, copy.eos_id, copy.bos_id) == (tokenizer.sha256, 1, 0)
+
+
+def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes((folder / "tokenizer.json").read_bytes())
+    with pytest.raises(
+        ConfigError, match=r"no end-of-sentence token, .* \(a tokenizer_config\.json beside it names it"
+    ):
+        Tokenizer.load(file)
+    for content, message in (('{"a": 1}', "is not a tokenizer.json of the tok"), ("{x", "or a file beside it, cannot")):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            Tokenizer.load(file)
+
+
+def test_from_text_to_an_exported_folder(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    sources, quiet = [str(Path(json.__file__).parent)], {"glob": "*.py", "say": lambda text: None}
+    prepare(sources, data / "train", tokenizer=folder / "tokenizer.json", valid_fraction=0.3, num_workers=2, **quiet)
+    assert sorted(path.name for path in data.iterdir() if "token" in path.name) == ["tokenizer.json"]
+    ids = TokenFile(data / "train").tokens(0, TokenFile(data / "train").num_tokens).tolist()
+    first = ids[: ids.index(tokenizer.eos_id)]
+    assert tokenizer.decode(first) in {path.read_text() for path in Path(json.__file__).parent.glob("*.py")}
+    with pytest.raises(ConfigError, match=r"tokenizer\.json exists and would be replaced by another tokenizer"):
+        prepare(sources, data / "more", vocab_size=400, **quiet)
+
+    sections = {"training": {"total_tokens": 1280}, "lr_schedule": {"warmup_tokens": 256}}
+    config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", **sections)
+    finish("sagetrain", config)
+    said = sagetrain("generate", tmp_path / "run", "def ", "--max-tokens", 5)
+    assert said.stdout.startswith("def ") and said.returncode == 0, said.stderr
+    assert "validation loss" in sagetrain("eval", tmp_path / "run").stdout
+    done = sagetrain("export", tmp_path / "run", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    before, after = (AutoTokenizer.from_pretrained(each) for each in (folder, tmp_path / "out"))
+    assert after(SAMPLE).input_ids == before(SAMPLE).input_ids and after.chat_template == before.chat_template
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 1
+
+
+def test_token_files_from_elsewhere_need_the_size_of_their_vocabulary_alone(corpus: Path, tmp_path: Path) -> None:
+    for name in ("train", "valid"):
+        for end in (".bin", ".idx"):
+            (tmp_path / f"{name}{end}").write_bytes((corpus / f"{name}{end}").read_bytes())
+    sections = {"training": {"total_tokens": 1280}, "lr_schedule": {"warmup_tokens": 256}}
+    config = write_config(tmp_path / "run.yaml", tmp_path, tmp_path / "run", **sections)
+    refused = sagetrain("train", config)
+    assert refused.returncode == 2 and "give model.vocab_size instead" in refused.stderr
+    sections["model"] = {"vocab_size": 512}
+    config = write_config(tmp_path / "run.yaml", tmp_path, tmp_path / "run", **sections)
+    finish("sagetrain", config)
+    finish("sagetrain", config)  # it continues
+    assert math.isfinite(float(sagetrain("eval", tmp_path / "run").stdout.split("validation loss")[1].split()[0]))
+    lacking = sagetrain("generate", tmp_path / "run", "def ")
+    assert lacking.returncode == 2 and "into the run's folder" in lacking.stderr
+    exported = sagetrain("export", tmp_path / "run", tmp_path / "out")
+    assert exported.returncode == 0 and "no tokenizer: the run was trained without one" in exported.stderr
+    (tmp_path / "run/tokenizer.model").write_bytes((corpus / "tokenizer.model").read_bytes())
+    assert sagetrain("generate", tmp_path / "run", "def ").stdout.startswith("def ")
+    assert load_run(tmp_path / "run", print).vocab_size == 512
