@@ -52,7 +52,8 @@ class Hardware:
     matmul_flops: float
     """16-bit matmul of huge matrices."""
     precisions: dict[str, float]
-    """Speed of matmuls and attention by the arithmetic of a matmul (model/operations.py), over that in 16 bits."""
+    """Speed of matmuls and attention by the arithmetic of a matmul (model/operations.py), over that in 16 bits. What
+    is missing the GPU cannot do."""
     matmul_half_size: float
     """A matmul whose smallest dimension is this runs at half of matmul_flops."""
     attention: dict[str, AttentionRate]
@@ -123,7 +124,10 @@ H200 = Hardware(
     # 788 TFLOP/s at 8192 x 8192 x 8192 on random data; summed over the matmuls of a step of 1B, profiled at 32K tokens:
     # 745, 692 and 616 at TP 1, 2 and 4 (255, 137 and 77 ms a micro-step).
     matmul_flops=821e12,
-    precisions={"bf16": 1.0, "fp32": 0.5},  # TF32 by the datasheet
+    # fp32: TF32 by the datasheet. 8 bits have twice the 16-bit peak there and are not measured by us. FP8: published
+    # for matmuls alone, 1.90 (TransformerEngine, H200 NVL, hidden 4096) and 1.66 times (torchao, 16640 x 5120 x 8192).
+    # INT8: no figure is published for Hopper.
+    precisions={"bf16": 1.0, "fp32": 0.5, "fp8": 1.7, "int8": 1.5},
     matmul_half_size=220,
     attention={
         # FlashAttention-4 inside the 24 x 1024 step: 380, 478, 525 (d 64) and 489, 578, 615 (d 128) TFLOP/s at 2K, 8K
@@ -196,7 +200,10 @@ HARDWARE = {
     "h200": H200,
     # One GPU measured: tests/test_recorded_runs.py. Links are the H200's, as on the datasheets.
     "h100": replace(_scaled("NVIDIA H100 SXM", "H100", 81_559 * 2**20, 3.35e12, 900e9), measured=True),
-    "a100": _scaled("NVIDIA A100 SXM 80 GB", "A100", 80 * 2**30, 2.039e12, 600e9),
+    "a100": replace(
+        _scaled("NVIDIA A100 SXM 80 GB", "A100", 80 * 2**30, 2.039e12, 600e9),
+        precisions={name: speed for name, speed in H200.precisions.items() if name != "fp8"},
+    ),
     "b200": _scaled("NVIDIA B200", "B200", 180e9, 7.7e12, 1800e9),
 }
 """What `sagetrain plan --gpu` takes."""

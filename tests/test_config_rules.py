@@ -229,6 +229,34 @@ CASES = [
         "sage_in_fp32", "info", "training.dtype", "on a machine without a GPU only", "bf16",
     ),
     (
+        {"linear": {"precision": "int8", "recipe": "tensorwise"}}, 1,
+        "linear_recipe", "error", "linear.recipe", "is no recipe of linear.precision int8", "use rowwise or",
+    ),
+    (
+        {"linear": {"precision": "fp8", "keep_first_blocks": 1, "keep_last_blocks": 3}}, 1,
+        "linear_blocks", "error", "linear.keep_last_blocks", "together keep 4 of the 2 blocks in 16 bits", "keep fewer",
+    ),
+    (
+        {"linear": {"keep_first_blocks": 1}}, 1,
+        "no_effect", "warning", "linear.keep_first_blocks", "has no effect with linear.precision bf16", "remove it",
+    ),
+    (
+        {"linear": {"precision": "fp8"}, "model": {"hidden_size": 264, "head_dim": 64}}, 1,
+        "linear_multiple", "error", "model.hidden_size", "a side of 264 (264), which is not a multiple of 16", "use 256 or 272, or linear.precision bf16",
+    ),
+    (
+        {"linear": {"precision": "int8"}, "model": {"ffn_hidden_size": 720}, "parallel": {"tensor_parallel_size": 2}}, 2,
+        "linear_multiple", "error", "model.ffn_hidden_size", "a side of 360 (720 / tensor_parallel_size 2), which", "use 704 or 736, a smaller",
+    ),
+    (
+        {"linear": {"precision": "fp8"}, "model": {"head_dim": 40, "num_key_value_heads": 1}}, 1,
+        "linear_multiple", "error", "model.num_key_value_heads", "a side of 40 (1 x head_dim 40), which", "change head_dim, or linear.precision bf16",
+    ),
+    (
+        {"linear": {"precision": "fp8"}, "training": {"dtype": "fp32"}}, 1,
+        "low_bit_linear_in_fp32", "info", "training.dtype", "takes fp32 without a GPU only", "linear.precision bf16",
+    ),
+    (
         {"parallel": {"zero_stage": 0}}, 1,
         "zero_0_in_bf16", "info", "parallel.zero_stage", "0: runs as stage 1", "",
     ),

@@ -9,6 +9,7 @@ import torch
 
 from sagetrain.config import RunConfig
 from sagetrain.data.loader import Batch
+from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.train.engine import Engine, StepResult, init_distributed, partitioner
@@ -44,6 +45,7 @@ def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Transformer:
     """A fresh one, at ZeRO 3 partitioned."""
     dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
     place = {"vocab_size": VOCAB, "groups": groups, "dtype": dtype, "partition": partitioner(cfg, groups)}
+    place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, device=torch.device("cpu"), dtype=dtype)
     return Transformer(cfg.model, cfg.attention, seed=seed, **place)
 
 

@@ -120,6 +120,27 @@ class AttentionConfig(Section):
     """Subtract the mean query of each block before quantizing. No consistent gain in the paper: a guidance finding."""
 
 
+class LinearConfig(Section):
+    """In how many bits the blocks' linear layers multiply. Embedding, output projection and norms stay in 16."""
+
+    precision: Literal["bf16", "fp8", "int8"] = "bf16"
+    """bf16: as training.dtype says. fp8 (Ada, Hopper and newer GPUs) and int8: operands are rounded to 8 bits before
+    each product, scaled by their present magnitudes; results, weights and optimizer keep their precision."""
+    recipe: Literal["tensorwise", "rowwise", "rowwise_bf16_wgrad"] = "rowwise"
+    """What shares a scale: tensorwise (fp8 only) a whole matrix, with gradients in e5m2; rowwise each token and each
+    feature, in e4m3 or INT8; rowwise_bf16_wgrad the same with the gradients of the weights multiplied in 16 bits."""
+    keep_first_blocks: NonNegativeInt = 0
+    """Blocks at the input whose linear layers stay in 16 bits."""
+    keep_last_blocks: NonNegativeInt = 0
+    """Blocks at the output whose linear layers stay in 16 bits."""
+
+    def low_bit_blocks(self, num_layers: int) -> range:
+        """Which of the blocks multiply in 8 bits."""
+        if self.precision == "bf16":
+            return range(0)
+        return range(self.keep_first_blocks, max(self.keep_first_blocks, num_layers - self.keep_last_blocks))
+
+
 class ParallelConfig(Section):
     """How the model and the optimizer state spread over the ranks."""
 
@@ -349,6 +370,7 @@ class RunConfig(Section):
 
     model: ModelConfig
     attention: AttentionConfig = AttentionConfig()
+    linear: LinearConfig = LinearConfig()
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     tokens_per_step: TokensPerStepConfig

@@ -47,6 +47,7 @@ def rank_of(cfg: RunConfig, copies: bool = False, span: float | None = None) -> 
         documents=cfg.data.document_attention,
         document_span=span,
         dtype=cfg.training.dtype,
+        linear=cfg.linear,
         fused=cfg.training.compile != "off",
         recomputes=cfg.training.activation_checkpointing == "full",
         tensor=cfg.parallel.tensor_parallel_size,
@@ -176,11 +177,15 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int, accumul
     """Weights, gradients and optimizer state of a rank with `size` parameters, while it holds all activations."""
     zero, dtype, stage = cfg.deepspeed.get("zero_optimization", {}), cfg.training.dtype, resolved_zero_stage(cfg)
     share, element = -(-size // ranks), rank_of(cfg).element
+    linear = sum(matmul.weights for matmul in of_kind(Matmul, block_operations(cfg.model, cfg.attention, rank_of(cfg))))
+    low = 2 * linear * len(cfg.linear.low_bit_blocks(cfg.model.num_layers))
+    codes = MemoryItem("8-bit weights", low, "codes of linear layers, as they are and transposed")
     if stage == 0:
         return [
             MemoryItem("weights", 4 * size, "fp32"),
             MemoryItem("gradients", 4 * size, "fp32"),
             MemoryItem("optimizer", 8 * size, "two Adam moments in fp32; the weights are their own master copy"),
+            codes,
         ]
     optimizer = MemoryItem("optimizer", 12 * share, f"fp32 master copy and two Adam moments, 1/{ranks} of them")
     if stage == 3:
@@ -200,7 +205,7 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int, accumul
         held = MemoryItem("gradients", 6 * size, "bf16, and their fp32 sum over the accumulation")
     else:
         held = MemoryItem("gradients", 4 * size, "fp32")
-    return [MemoryItem("weights", element * size, dtype), held, optimizer]
+    return [MemoryItem("weights", element * size, dtype), held, optimizer, codes]
 
 
 def _reduction(cfg: RunConfig, size: int, accumulates: bool) -> tuple[MemoryItem, MemoryItem, float]:

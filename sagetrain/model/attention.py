@@ -15,6 +15,7 @@ from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary
 from sagetrain.parallel.collectives import Pending, gather_heads, scatter_heads
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 
@@ -32,6 +33,7 @@ class Attention(nn.Module):
         function: AttentionFunction,
         groups: ParallelGroups,
         *,
+        matmul: Matmul | None,
         sequence_parallel: bool,
         dtype: torch.dtype,
         device: torch.device | None,
@@ -52,7 +54,7 @@ class Attention(nn.Module):
         hidden = model.hidden_size
         query_size = model.num_attention_heads * model.head_dim
         key_value_size = model.num_key_value_heads * model.head_dim
-        layer = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        layer = {"matmul": matmul, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
         sizes = {"q": query_size, "k": key_value_size, "v": key_value_size}
         self.qkv = ColumnParallelLinear(hidden, sizes, groups, **layer)
         self.out = RowParallelLinear(query_size, hidden, groups, **layer)

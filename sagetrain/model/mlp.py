@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from sagetrain.config.schema import ModelConfig
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 
@@ -22,13 +23,14 @@ class MLP(nn.Module):
         model: ModelConfig,
         groups: ParallelGroups,
         *,
+        matmul: Matmul | None,
         sequence_parallel: bool,
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
         super().__init__()
         hidden, inner = model.hidden_size, model.ffn_hidden_size
-        layer = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        layer = {"matmul": matmul, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
         self.gate_up = ColumnParallelLinear(hidden, {"gate": inner, "up": inner}, groups, **layer)
         self.down = RowParallelLinear(inner, hidden, groups, **layer)
 

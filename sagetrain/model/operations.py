@@ -2,7 +2,7 @@
 
 model/accounting.py counts parameters, FLOPs and memory of this list, planning/performance.py its time; neither knows
 the model. Sizes are those of one rank. A new pass over the activations is one entry of `block_operations`; a linear
-layer in other arithmetic is another `Precision` in `Rank.matmul`.
+layer in other arithmetic is another `Precision`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
-from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 
 # Elements moved per token and column, forward and backward, fused by torch.compile and eager. Fused, every kernel reads
 # its inputs and writes its outputs once. Eager, RMSNorm and rotary embedding also write their fp32 intermediates out:
@@ -23,6 +23,11 @@ _ROTARY = 5, 119  # of q and k, QK-norm included
 _SWIGLU = 8, 14
 _LOGIT = 3, 35  # written by the matmul; read for the log-sum-exp; read and replaced by its gradient
 _EMBEDDING = 5
+# Of every operand of a block's linear layers in 8 bits, both of its uses: a reading for the largest magnitudes, one to
+# round, and one byte written. Row-wise, along tokens once more and apart; with the weights' gradients in 16 bits, once.
+# None of it is taken to be fused with norms and SwiGLU, though torch.compile may.
+_CASTS = {"tensorwise": (3, 33), "rowwise": (4, 33), "rowwise_bf16_wgrad": (1.5, 16.5)}
+_RESCALED = 4, 6  # of every result in INT8: int32 written and read again
 _ALL_TO_ALL = 8  # q, k, v and o are packed and unpacked around them
 
 INTO, OUT = "into the layers", "out of the layers"
@@ -157,6 +162,8 @@ class Rank:
     document_span: float | None = None
     """`span` of the documents at hand; None: of text as measured (document_share)."""
     dtype: Literal["bf16", "fp32"] = "bf16"
+    linear: LinearConfig = field(default_factory=LinearConfig)
+    """Of the block's linear layers."""
     fused: bool = True
     """Whether torch.compile fuses what only moves data."""
     recomputes: bool = False
@@ -186,16 +193,32 @@ class Rank:
         """Ranks among which the tokens of the residual stream are sharded."""
         return self.tensor if self.sequence_parallel else 1
 
+    @property
+    def precision(self) -> Precision:
+        """Of the block's linear layers."""
+        if self.linear.precision == "bf16":
+            return Precision(self.dtype, self.dtype, self.dtype)
+        wide = self.linear.recipe == "rowwise_bf16_wgrad"
+        return Precision(self.linear.precision, self.linear.precision, self.dtype if wide else self.linear.precision)
+
     def matmul(
-        self, name: str, outputs: int, inputs: int, *, column_parallel: bool, saved: int = 0, recomputed: bool
+        self,
+        name: str,
+        outputs: int,
+        inputs: int,
+        *,
+        column_parallel: bool,
+        precision: Precision | None = None,
+        saved: int = 0,
+        recomputed: bool,
     ) -> Matmul:
-        """A linear layer with its sizes on this rank."""
+        """A linear layer with its sizes on this rank. precision: dtype by default."""
         return Matmul(
             name=name,
             tokens=self.tokens,
             outputs=outputs,
             inputs=inputs,
-            precision=Precision(self.dtype, self.dtype, self.dtype),
+            precision=precision or Precision(self.dtype, self.dtype, self.dtype),
             column_parallel=column_parallel,
             saved=saved,
             recomputed=recomputed,
@@ -218,10 +241,11 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     again, stream, read = rank.recomputes, hidden / rank.shards, element * hidden
 
     def column(name: str, outputs: int, saved: int = 0) -> Matmul:
-        return rank.matmul(name, outputs, hidden, column_parallel=True, saved=saved, recomputed=again)
+        how = {"precision": rank.precision, "saved": saved, "recomputed": again}
+        return rank.matmul(name, outputs, hidden, column_parallel=True, **how)
 
     def row(name: str, inputs: int) -> Matmul:  # saves its input, which the entry before it counts
-        return rank.matmul(name, hidden, inputs, column_parallel=False, recomputed=again)
+        return rank.matmul(name, hidden, inputs, column_parallel=False, precision=rank.precision, recomputed=again)
 
     def norm(name: str) -> Pass:
         saved, moved = rank.saved_by_norm(hidden), rank.moved(_NORM, stream)
@@ -264,6 +288,7 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         # gate, up and their product; silu(gate) as well when nothing recomputes it
         moving("SwiGLU", rank.moved(_SWIGLU, inner), saved=(3 if rank.fused else 4) * element * inner),
         row("down", inner),
+        moving("casts to 8 bits", _casts(rank, 2 * hidden + query + inner, 2 * (hidden + key + inner) + query)),
         # Two forward and two backward, which sum up all parts of a shard.
         moving("scatters by copies", element * 4 * (rank.shards + 1) * stream * rank.copies),
     )
@@ -273,6 +298,15 @@ def _backends(attention: AttentionConfig) -> tuple[str, ...]:
     """What may run, as Hardware.attention names it; an installed flash-attn is not counted on."""
     sage = {"auto": ("sage scores", "sage"), "scores": ("sage scores",)}.get(attention.recipe, ("sage",))
     return {"auto": (*sage, "sdpa"), "sage": sage}.get(attention.backend, (attention.backend,))
+
+
+def _casts(rank: Rank, inputs: int, outputs: int) -> float:
+    """Bytes per token, of so many columns that linear layers read, and that they write."""
+    linear = rank.linear
+    if linear.precision == "bf16":
+        return 0.0
+    rescaled = rank.moved(_RESCALED, inputs + outputs) if linear.precision == "int8" else 0.0
+    return rank.moved(_CASTS[linear.recipe], inputs + outputs) + rescaled
 
 
 class Ends(NamedTuple):

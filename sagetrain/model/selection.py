@@ -14,7 +14,7 @@ from sagekernels.admission import LIMITS, choose
 from sagekernels.hopper_backward import KEYS
 from sagekernels.launch import is_hopper
 from sagekernels.testing import Shape
-from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.accounting import attention_calls
 from sagetrain.model.backends import (
     FIXED_RECIPE,
@@ -24,6 +24,10 @@ from sagetrain.model.backends import (
     find_varlen_attn,
     token_layout,
 )
+from sagetrain.parallel.lowbit import RECIPES, LowBit
+
+# The least compute capability whose matmuls take it: Ada and Hopper, Turing.
+_CAPABILITY = {"fp8": (8, 9), "int8": (7, 5)}
 
 
 def resolve_backend(
@@ -71,6 +75,38 @@ def resolve_backend(
             return "auto", "the fastest that was admitted"
         case "auto":
             return "sdpa", "auto: nothing to choose from without a GPU and bf16"
+
+
+def matmuls_of(
+    linear: LinearConfig, model: ModelConfig, *, device: torch.device, dtype: torch.dtype
+) -> tuple[list[LowBit | None], str]:
+    """How the linear layers of each block multiply (None: in dtype), and one line that says so.
+
+    Raises:
+        ValueError: there is no such recipe, or it cannot run on this device or in this dtype.
+    """
+    low = linear.low_bit_blocks(model.num_layers)
+    if not low:
+        return [None] * model.num_layers, "in training.dtype"
+    name = f"{linear.precision} {linear.recipe}"
+    matmul = RECIPES.get((linear.precision, linear.recipe))
+    if matmul is None:
+        raise ValueError(f"linear.recipe {linear.recipe} is none of linear.precision {linear.precision}")
+    how = "its torch twin, since there is no GPU"
+    if torch.device(device).type == "cuda":
+        if dtype != torch.bfloat16:
+            raise ValueError(f"linear.precision {linear.precision} needs training.dtype bf16 on a GPU")
+        needed, found = _CAPABILITY[linear.precision], torch.cuda.get_device_capability(device)
+        if found < needed:
+            instead = "bf16, or int8" if linear.precision == "fp8" and found >= _CAPABILITY["int8"] else "bf16"
+            card = f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, found))}"
+            raise ValueError(
+                f"linear.precision {linear.precision} needs a GPU of compute capability {'.'.join(map(str, needed))} "
+                f"or more, {card}; use {instead}"
+            )
+        how = "torch's kernels"
+    blocks = f"{len(low)} of {model.num_layers} blocks" if len(low) < model.num_layers else "all blocks"
+    return [matmul if index in low else None for index in range(model.num_layers)], f"{name} in {blocks} ({how})"
 
 
 def to_be_chosen(attention: AttentionConfig, device: torch.device) -> bool:

@@ -28,7 +28,7 @@ from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, gather_from_region
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
 from sagetrain.parallel.host import cores_of_rank
-from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, shard
+from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, keep_weights, shard
 from sagetrain.parallel.matmul import Matmul, linear
 from sagetrain.parallel.rng import named_generator
 from sagetrain.parallel.topology import ParallelGroups
@@ -65,6 +65,7 @@ class Block(nn.Module):
         function: AttentionFunction,
         groups: ParallelGroups,
         *,
+        matmul: Matmul | None,
         sequence_parallel: bool,
         dtype: torch.dtype,
         device: torch.device | None,
@@ -73,7 +74,7 @@ class Block(nn.Module):
         self.groups = groups
         self.sequence_parallel = sequence_parallel
         norm = {"split_input": sequence_parallel, "dtype": dtype, "device": device}
-        layer = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        layer = {"matmul": matmul, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.attention = Attention(model, qk_norm, function, groups, **layer)
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
@@ -169,6 +170,7 @@ class Transformer(nn.Module):
         model: its shape.
         attention: backend and QK-norm.
         functions: of attention, one for each layer; default: what the backend names, in all of them.
+        matmuls: how linear layers multiply, one for each block (selection.matmuls_of); None: in dtype.
         vocab_size: rows of the embedding, padded so that the tensor-parallel size divides it.
         groups: this rank's place in the layout.
         sequence_parallel: shard residual stream and norms along the sequence.
@@ -192,6 +194,7 @@ class Transformer(nn.Module):
         vocab_size: int,
         groups: ParallelGroups,
         functions: Sequence[AttentionFunction] | None = None,
+        matmuls: Sequence[Matmul | None] | None = None,
         sequence_parallel: bool = False,
         overlap: bool = True,
         activation_checkpointing: Literal["none", "full"] = "none",
@@ -211,14 +214,17 @@ class Transformer(nn.Module):
         if functions is None:
             backend, _ = resolve_backend(attention, model, device=device, dtype=dtype)
             functions = [attention_function(backend, attention, device)] * model.num_layers
+        matmuls = [None] * model.num_layers if matmuls is None else matmuls
         if sequence_parallel and groups.tp_size > 1 and device.type == "cuda":
             copies.connect(groups.tp_group)  # before anything is compiled: that decides which operators are called
         self.embedding = VocabParallelEmbedding(
             vocab_size, model.hidden_size, groups, sequence_parallel=sequence_parallel, **place
         )
         self.blocks = nn.ModuleList(
-            Block(model, attention.qk_norm, function, groups, sequence_parallel=sequence_parallel, **place)
-            for _, function in zip(range(model.num_layers), functions, strict=True)
+            Block(
+                model, attention.qk_norm, function, groups, matmul=matmul, sequence_parallel=sequence_parallel, **place
+            )
+            for _, function, matmul in zip(range(model.num_layers), functions, matmuls, strict=True)
         )
         self.final_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, split_input=sequence_parallel, **place)
         head_weight = self.embedding.weight
@@ -287,8 +293,8 @@ class Transformer(nn.Module):
         return torch.zeros_like(like).requires_grad_(torch.is_grad_enabled()), y
 
     def compile_blocks(self, backend: str = "inductor", *, whole: bool = False) -> None:
-        """torch.compile every block (one graph for all that have the same attention function), the norms outside of
-        them and the loss kernels.
+        """torch.compile every block (one graph for all that have the same attention function and the same matmul), the
+        norms outside of them and the loss kernels.
 
         whole: leave the hooks of modules outside of the graphs. ZeRO-3 gathers weights in them, then (Engine) those of
         a block together, so blocks run alone (`whole_blocks`) and the final norm is not compiled.
@@ -305,6 +311,10 @@ class Transformer(nn.Module):
         if not whole:
             self._normalize = torch.compile(normalize, fullgraph=True, backend=backend, options=options)
         self.head.compiled = backend == "inductor"
+
+    def keep_weights(self) -> None:
+        """Make what linear layers keep of their weights (layers.keep_weights): at first, and whenever these changed."""
+        keep_weights(self, compiled=self.head.compiled)
 
     def _layouts(
         self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from sagetrain.config.arithmetic import data_parallel_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.schema import LinearConfig, RunConfig
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import (
     PREFETCH_BUCKET,
@@ -197,7 +197,7 @@ class _Step:
     """One rank's step, priced."""
 
     def __init__(self, cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None):
-        self.cfg, self.hardware = cfg, hardware
+        self.cfg, self.hardware, layers = cfg, hardware, cfg.model.num_layers
         tensor_size = cfg.parallel.tensor_parallel_size
         self.replicas = world_size // tensor_size
         """Ranks that ZeRO spreads over, data-parallel and context-parallel."""
@@ -212,15 +212,21 @@ class _Step:
         self.parts = parts_of(self.rank.tokens, tensor_size, overlap)
         self.in_halves = attention_calls(cfg.data.micro_batch_size, self.rank.tokens, tensor_size, overlap) > 1
         """Whether each part has an attention of its own."""
-        self.block = block_operations(cfg.model, cfg.attention, self.rank)
+        wide, low = dataclasses.replace(self.rank, linear=LinearConfig()), len(cfg.linear.low_bit_blocks(layers))
+        self.blocks = tuple(
+            (count, block_operations(cfg.model, cfg.attention, rank))
+            for count, rank in ((low, self.rank), (layers - low, wide))
+            if count
+        )
+        """How many there are of each kind: in 8 bits, where the run has any, and in 16."""
         self.ends = end_operations(cfg.model, vocab_size, self.rank)
         self.collectives = collectives(cfg.model, cfg.attention, self.rank, self.parts)
 
     def compute(self) -> tuple[float, float, float]:
         """Seconds of a micro-step's matmuls, attention and data movement."""
-        layers, scale = self.cfg.model.num_layers, 1 / self.hardware.compute_scale
-        blocks, ends = self._seconds(self.block), self._seconds(self.ends)
-        matmul, attention, moving = (layers * block + end for block, end in zip(blocks, ends, strict=True))
+        scale = 1 / self.hardware.compute_scale
+        parts = [(1, self._seconds(self.ends)), *((count, self._seconds(block)) for count, block in self.blocks)]
+        matmul, attention, moving = (sum(count * part[i] for count, part in parts) for i in range(3))
         return scale * matmul, scale * attention, scale * moving
 
     def communication(self, matmul: float, attention: float, elementwise: float) -> list[CollectiveTime]:
@@ -229,9 +235,11 @@ class _Step:
         Attention is no part of the other half where it sees both; a third of a half's computation is forward.
         """
         halves = matmul + elementwise + (attention if self.in_halves else 0.0)
-        columns = [layer for layer in of_kind(Matmul, self.block) if layer.column_parallel]
-        weights = sum(self._matmul(layer, layer.precision.weight_gradient) for layer in columns)
-        weights *= self.accumulation * self.cfg.model.num_layers / self.hardware.compute_scale
+        weights = 0.0
+        for count, block in self.blocks:
+            columns = [layer for layer in of_kind(Matmul, block) if layer.column_parallel]
+            weights += count * sum(self._matmul(layer, layer.precision.weight_gradient) for layer in columns)
+        weights *= self.accumulation / self.hardware.compute_scale
         company = {"forward": halves / 6, "backward": halves / 3, "weight gradients": weights}
         how = (1.0, self.hardware.copy_latency) if self.rank.copies else (OVERLAP, 0.0)
         result = []
@@ -280,7 +288,7 @@ class _Step:
 
     def attention_backend(self) -> str:
         """The fastest of those that the run decides between."""
-        (attention,) = of_kind(Attention, self.block)
+        (attention,) = of_kind(Attention, self.blocks[0][1])
         speeds = self._attention_speeds(attention)
         return max(speeds, key=speeds.__getitem__)
 

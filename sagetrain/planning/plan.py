@@ -21,7 +21,7 @@ from sagetrain.train.tokens_per_step import ScheduleStage, stages
 
 ASSUMED_VOCAB_SIZE = 32_768
 # Rules without which the numbers would mean nothing.
-_NO_MODEL = {"deepspeed_type", "grouped_query_heads"}
+_NO_MODEL = {"deepspeed_type", "grouped_query_heads", "linear_precision_of_gpu"}
 _SPLITS = {"tensor_parallel_split", "tensor_parallel_vocab", "context_parallel_split"}
 _NO_LAYOUT = {*_NO_MODEL, *_SPLITS, "world_size"}
 _NO_SCHEDULE = {"first_stage", "ramp_multiple", "stages_in_order", "warmup_before_end", "whole_micro_steps"}
@@ -84,9 +84,11 @@ def make_plan(
     known = known_vocab_size(cfg.data)
     padded = padded_vocab_size(cfg.model.vocab_size or known or ASSUMED_VOCAB_SIZE)
     span = document_span(cfg.data)
-    if measured_tokens_per_second:
-        hardware = calibrate(cfg, padded, hardware, measured_tokens_per_second, span)
     findings = check(cfg, world_size, vocab_size=known, path=path, overrides=overrides, files=False)
+    if cfg.linear.precision not in hardware.precisions:
+        findings = [_no_arithmetic(cfg, hardware), *findings]
+    elif measured_tokens_per_second:
+        hardware = calibrate(cfg, padded, hardware, measured_tokens_per_second, span)
     refused = {finding.rule for finding in findings if finding.level == "error"}
     memory: list[MemoryItem] = []
     schedule: list[ScheduleStage] = []
@@ -130,6 +132,20 @@ def document_span(data: DataConfig) -> float | None:
         return None
     weights = [source.weight for source in data.train]
     return sum(weight * span for weight, span in zip(weights, spans, strict=True)) / sum(weights)
+
+
+def _no_arithmetic(cfg: RunConfig, hardware: Hardware) -> Finding:
+    """Linear layers in arithmetic that the GPU does not have."""
+    precision = cfg.linear.precision
+    others = [name for name in ("bf16", "int8") if name in hardware.precisions]
+    return Finding(
+        "linear_precision_of_gpu",
+        "error",
+        "linear.precision",
+        precision,
+        f"{hardware.name} has no {precision} matmuls",
+        f"use {' or '.join(others)}, or plan for another GPU (--gpu)",
+    )
 
 
 def _with_way_out(finding: Finding) -> Finding:

@@ -119,6 +119,8 @@ def _model_table(plan: Plan) -> Table:
     note = " (assumed: no tokenizer found, model.vocab_size not set)" if plan.assumed_vocab_size else ""
     backend = attention.backend + (f", recipe {attention.recipe}" if attention.backend in ("sage", "auto") else "")
     smoothing = ", ".join(name for name in ("smooth_k", "smooth_q") if getattr(attention, name)) or "no smoothing"
+    linear, low = plan.cfg.linear, len(plan.cfg.linear.low_bit_blocks(model.num_layers))
+    low_bit = f"{linear.precision}, recipe {linear.recipe}, in {low} of {model.num_layers} blocks"
     done = flops_per_token(model, plan.vocab_size, rank_of(plan.cfg, span=plan.span).span)
     flops = flops_per_token(model, plan.vocab_size, plan.cfg.data.seq_length)
     share, full = (1 - flops_per_token(model, plan.vocab_size, 0) / count for count in (done, flops))
@@ -132,6 +134,7 @@ def _model_table(plan: Plan) -> Table:
             f"{model.num_attention_heads} heads and {model.num_key_value_heads} key/value heads of {model.head_dim}",
         ),
         ("attention", f"{backend}, QK-norm {attention.qk_norm}, {smoothing}"),
+        *([("linear layers", low_bit)] if low else []),
         ("FLOPs per token", f"{done / 1e9:.2f} G, forward and backward; attention is {share:.0%} of it{whole}"),
     ])  # fmt: skip
 

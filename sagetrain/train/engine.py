@@ -202,6 +202,9 @@ class Engine:
             self._base.register_step_pre_hook(self._clip_stage0)
         for state in self._flat_masters():
             self._ensure_state(state)
+        # DeepSpeed writes weights behind the back of autograd's version counters: whoever wrote says so.
+        self._keeps = self.stage < 3 and cfg.linear.precision != "bf16"
+        self._renew()
 
     @property
     def module(self) -> nn.Module:
@@ -232,6 +235,7 @@ class Engine:
             raise RuntimeError(f"the loader gave {count} micro-batches for a step of {accumulation}")
         skipped = self._ds.skipped_steps
         self._ds.step()
+        self._renew()
         # Over the world: tensor-parallel ranks hold the same loss, context-parallel ones that of equally many tokens.
         metrics.mean("train/loss", total / accumulation)
         # On every rank the same.
@@ -266,6 +270,11 @@ class Engine:
         self._norm = square.sqrt().item()
         if self._clip and self._norm > self._clip:
             torch._foreach_mul_([p.grad for p in marked], self._clip / (self._norm + 1e-6))
+
+    def _renew(self) -> None:
+        """Weights in 8 bits, from the weights as they are now: once for all micro-batches of a step."""
+        if self._keeps:
+            self.module.keep_weights()
 
     # -- where the master weights and moments live ---------------------------------------------------------------
 
@@ -343,7 +352,9 @@ class Engine:
         return [*master, (shard.parameter.data.view(-1), 0)]
 
     def weights_changed(self) -> None:
-        """Call after weights were set: ZeRO 3 keeps small parameters gathered and must gather them anew."""
+        """Call after weights were set: ZeRO 3 keeps small parameters gathered and must gather them anew; below, linear
+        layers keep weights in 8 bits."""
+        self._renew()
         if self.stage == 3 and self._ds.optimizer.persistent_parameters:
             persistent = self._ds.optimizer.persistent_parameters
             persistent[0].partition(persistent)

@@ -30,7 +30,7 @@ from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.model.accounting import flops_per_token, num_parameters, overlaps
-from sagetrain.model.selection import choose_attention, resolve_backend
+from sagetrain.model.selection import choose_attention, matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
 from sagetrain.parallel.rng import rng_state, seed_everything
@@ -68,6 +68,7 @@ class Trainer:
         kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             resolve_backend(cfg.attention, cfg.model, device=kind, dtype=self.dtype)
+            self.matmuls, self.linear_reason = matmuls_of(cfg.linear, cfg.model, device=kind, dtype=self.dtype)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -170,6 +171,7 @@ class Trainer:
             dtype=self.dtype,
             device=self.device,
             partition=partitioner(cfg, self.groups),
+            matmuls=self.matmuls,
         )
         compiled = cfg.training.compile == "on" or (cfg.training.compile == "auto" and self.device.type == "cuda")
         if compiled:
@@ -185,7 +187,8 @@ class Trainer:
                 f"sagetrain {__version__}: {size:,} parameters, "
                 f"{dist.get_world_size()} ranks (tensor parallel {self.groups.tp_size}{how}{context} x data parallel"
                 f" {self.groups.dp_size}), ZeRO {engine.stage}, {cfg.training.dtype}, torch.compile"
-                f" {'on' if compiled else 'off'}, attention {self.attention.backend} ({self.attention_reason})"
+                f" {'on' if compiled else 'off'}, attention {self.attention.backend} ({self.attention_reason}),"
+                f" linear layers {self.linear_reason}"
             )
             if engine.stage != cfg.parallel.zero_stage:
                 self._say(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules import engine, layout, model, schedule
+from sagetrain.config.rules import engine, layout, linear, model, schedule
 from sagetrain.config.schema import RunConfig
 
 
@@ -14,6 +14,7 @@ def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[
     """
     return [
         *model.findings(cfg),
+        *linear.findings(cfg),
         *layout.findings(cfg, world_size, vocab_size),
         *schedule.findings(cfg, world_size),
         *engine.findings(cfg),

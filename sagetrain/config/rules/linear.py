@@ -1,0 +1,73 @@
+"""Linear layers in 8 bits: recipes that there are, and sizes that their kernels take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sagetrain.config.errors import Finding
+from sagetrain.config.rules.findings import error, neighbours, no_effect
+from sagetrain.config.schema import RunConfig
+
+# Of every size of a rank's matrices: torch's FP8 kernels read 16 bytes at a time.
+_MULTIPLE = 16
+
+
+def findings(cfg: RunConfig) -> Iterator[Finding]:
+    """What cannot be multiplied in 8 bits, and settings that leave nothing to."""
+    linear, model, tensor = cfg.linear, cfg.model, cfg.parallel.tensor_parallel_size
+    kept = {name: getattr(linear, name) for name in ("keep_first_blocks", "keep_last_blocks")}
+    if linear.precision == "bf16":
+        for name, blocks in kept.items():
+            if blocks:
+                yield no_effect(f"linear.{name}", blocks, "linear.precision bf16: all blocks are in 16 bits")
+        return
+    if linear.precision == "int8" and linear.recipe == "tensorwise":
+        yield error(
+            "linear_recipe",
+            "linear.recipe",
+            "tensorwise",
+            "is no recipe of linear.precision int8: 127 steps are too few for a whole matrix, whose rows differ",
+            "use rowwise or rowwise_bf16_wgrad, or linear.precision fp8",
+        )
+    if not linear.low_bit_blocks(model.num_layers):
+        name, blocks = max(kept.items(), key=lambda item: item[1])
+        yield error(
+            "linear_blocks",
+            f"linear.{name}",
+            blocks,
+            f"together keep {sum(kept.values())} of the {model.num_layers} blocks in 16 bits: "
+            f"none is left for linear.precision {linear.precision}",
+            "keep fewer, or use linear.precision bf16",
+        )
+    sizes = {
+        "model.hidden_size": (model.hidden_size, 1, 1),
+        "model.ffn_hidden_size": (model.ffn_hidden_size, 1, tensor),
+        "model.num_attention_heads": (model.num_attention_heads, model.head_dim, tensor),
+        "model.num_key_value_heads": (model.num_key_value_heads, model.head_dim, tensor),
+    }
+    for key, (value, width, ranks) in sizes.items():
+        size, rest = divmod(value * width, ranks)
+        if rest or size % _MULTIPLE == 0:  # what does not divide is layout.py's
+            continue
+        made_of = (f" x head_dim {width}" if width > 1 else "") + (
+            f" / tensor_parallel_size {ranks}" if ranks > 1 else ""
+        )
+        change = f"use {neighbours(value, _MULTIPLE * ranks)}" if width == 1 else "change head_dim"
+        smaller = ", a smaller tensor_parallel_size" if ranks > 1 else ""
+        yield error(
+            "linear_multiple",
+            key,
+            value,
+            f"makes matrices with a side of {size} ({value}{made_of}), which is not a multiple of {_MULTIPLE}, as "
+            f"linear.precision {linear.precision} needs",
+            f"{change}{smaller}, or linear.precision bf16",
+        )
+    if cfg.training.dtype == "fp32":
+        yield Finding(
+            "low_bit_linear_in_fp32",
+            "info",
+            "training.dtype",
+            "fp32",
+            f"linear.precision {linear.precision} takes fp32 without a GPU only, where its torch twin runs",
+            "use training.dtype bf16, or linear.precision bf16, on a GPU",
+        )
