@@ -49,7 +49,7 @@ def write_config(path: Path, corpus: Path, run_dir: Path, tp_size: int = 1, **se
         "checkpoint": {"every_tokens": 2560},
     }
     for name, section in sections.items():
-        tree[name] = {**tree[name], **section}
+        tree[name] = {**tree.get(name, {}), **section}
     path.write_text(yaml.safe_dump(tree))
     return path
 

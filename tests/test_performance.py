@@ -277,6 +277,40 @@ def test_a_linear_layer_in_other_arithmetic_is_one_change(monkeypatch):
     assert (after.attention, after.elementwise) == (before.attention, before.elementwise)
 
 
+def test_linear_layers_in_8_bits_are_priced_in_their_blocks():
+    """Of three matmuls all or two run twice as fast, in the blocks that are not kept; rounding moves bytes."""
+    card = dataclasses.replace(SIMPLE, precisions={**SIMPLE.precisions, "fp8": 2.0, "int8": 2.0})
+
+    def step(*overrides: str) -> StepPrediction:
+        return predict(config("325m", *overrides), 1, VOCAB, card)
+
+    before, cfg = step(), config()
+    head = 262_144 * (flops_per_token(cfg.model, VOCAB, 0) - flops_per_token(cfg.model, 0, 0)) / 1e14
+    fp8 = "linear.precision=fp8"
+    for overrides, share in (
+        ((fp8, "linear.recipe=tensorwise"), 1 / 2),
+        ((fp8,), 1 / 2),
+        ((fp8, "linear.recipe=rowwise_bf16_wgrad"), 2 / 3),
+        ((fp8, "linear.keep_first_blocks=4", "linear.keep_last_blocks=1"), 5 / 8),  # of 20
+    ):
+        low = step(*overrides)
+        assert low.matmul - head == pytest.approx((before.matmul - head) * share)
+        assert low.attention == before.attention
+        assert low.elementwise > before.elementwise
+        assert low.mfu == pytest.approx(before.mfu * before.seconds / low.seconds)  # of the 16-bit peak
+    casts = step(fp8).elementwise - before.elementwise
+    # Three bytes read or written to round by rows, five by columns.
+    assert casts == pytest.approx(262_144 * 20 * 8 * _columns(cfg.model) / 1e12)
+    assert step("linear.precision=int8").elementwise - before.elementwise == pytest.approx(2 * casts)
+
+
+def _columns(model) -> int:
+    """That a block's linear layers read and write."""
+    query, key = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
+    reads = 2 * model.hidden_size + query + model.ffn_hidden_size
+    return reads + query + 2 * key + 2 * model.hidden_size + 2 * model.ffn_hidden_size
+
+
 # -- what moves the prediction -----------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from sagetrain.config import ConfigError, dump_config, load_config
 from sagetrain.config.reference import keys, markdown
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.token_file import TokenFile
-from sagetrain.hardware import H200
+from sagetrain.hardware import H200, HARDWARE
 from sagetrain.model.accounting import flops_per_token, memory_per_rank, num_parameters
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
 from sagetrain.planning.show import show_key_reference, show_plan
@@ -360,6 +360,28 @@ def test_what_is_piped_has_no_limit_and_findings_come_first():
     assert second.startswith("error ") and second.endswith("[whole_micro_steps]")
     assert fix.startswith("    fix: use ") and fix.endswith("or take one of the layouts proposed below")
     assert re.search(r"^1: (\w+\.\w+=\S+ ?)+$", text, re.MULTILINE)
+
+
+def test_linear_layers_in_8_bits_are_planned():
+    """With memory for their codes, as long as a rank has whole weights; and refused where the GPU has no such matmuls."""
+    eight = ("linear.precision=fp8", "linear.keep_first_blocks=2")
+    errors, text = plan(CONFIGS / "1b.yaml", 8, *eight)
+    assert errors == 0
+    assert "linear layers fp8, recipe rowwise, in 18 of 20 blocks" in text
+    cfg = load_config(CONFIGS / "1b.yaml", eight)
+    of_block = (2048 + 2 * 512 + 2048 + 3 * 5632) * 2048
+    found = {item.name: item.bytes for item in memory_per_rank(cfg, 8, ASSUMED_VOCAB_SIZE)}
+    assert found["8-bit weights"] == 2 * 18 * of_block
+    names = {item.name for item in memory_per_rank(load_config(CONFIGS / "1b.yaml"), 8, ASSUMED_VOCAB_SIZE)}
+    assert "8-bit weights" not in names
+    partitioned = load_config(CONFIGS / "1b.yaml", [*eight, "parallel.zero_stage=3"])
+    assert "8-bit weights" not in {item.name for item in memory_per_rank(partitioned, 8, ASSUMED_VOCAB_SIZE)}
+    for measured in (None, 50_000.0):
+        out = io.StringIO()
+        arguments = (["linear.precision=fp8"], 8, Console(file=out, width=400))
+        assert show_plan(CONFIGS / "1b.yaml", *arguments, HARDWARE["a100"], measured) == 1
+        assert "NVIDIA A100 SXM 80 GB has no fp8 matmuls [linear_precision_of_gpu]" in out.getvalue()
+        assert "fix: use bf16 or int8, or plan for another GPU (--gpu)" in out.getvalue()
 
 
 def test_brief_says_what_one_needs():

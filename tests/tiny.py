@@ -30,7 +30,7 @@ def config(stage: int, dtype: str = "fp32", **sections: dict) -> RunConfig:
         "parallel": {"zero_stage": stage},
     }
     for name, section in sections.items():
-        tree[name] = {**tree[name], **section}
+        tree[name] = {**tree.get(name, {}), **section}
     return RunConfig.model_validate(tree)
 
 
