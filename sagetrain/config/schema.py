@@ -354,8 +354,20 @@ class LoggingConfig(Section):
     """Write TensorBoard events into run_dir/tensorboard."""
 
 
+class NoiseScaleConfig(Section):
+    """The gradient noise scale (arXiv 1812.06162): steps of fewer tokens are mostly noise."""
+
+    every_steps: PositiveInt | None = 10
+    """Steps between two measurements, which read the gradients of every micro-batch once more, and under context
+    parallelism add them up over ranks. Steps of a single micro-batch give none. null: never."""
+    decay: Fraction = 0.9
+    """What a measurement leaves of the averages of variance and squared gradient before it."""
+
+
 class StabilityConfig(Section):
     """What INT8 attention costs, measured while training, and what follows from it."""
+
+    noise_scale: NoiseScaleConfig = NoiseScaleConfig()
 
 
 class GuidanceConfig(Section):

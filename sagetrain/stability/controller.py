@@ -22,8 +22,9 @@ class Taken:
     tokens: int
     """Tokens seen, this step included."""
     tokens_per_step: int
-    metrics: Mapping[str, float]
-    """Every number that was added while it ran, by name, over all ranks."""
+    metrics: dict[str, float]
+    """Every number that was added while it ran, by name, over all ranks. A controller may make others of them: those
+    after it read them, and they are logged."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ training (we run it as ZeRO 1); fp32 with ZeRO 0 reports no gradient norm (we me
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import datetime
@@ -30,6 +31,7 @@ from sagetrain.data.loader import Batch
 from sagetrain.model.accounting import reduce_bucket_size
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import Mpu, ParallelGroups
+from sagetrain.stability.noise_scale import GradientNoise
 from sagetrain.train import rendezvous
 from sagetrain.train.ledger import fold
 from sagetrain.train.optimizer import build_optimizer
@@ -200,6 +202,9 @@ class Engine:
             )
         if self.stage == 0:
             self._base.register_step_pre_hook(self._clip_stage0)
+        self._base.register_step_pre_hook(self._show_gradients)
+        self._noise: GradientNoise | None = None
+        self._own_weights: list[tuple[str, torch.Tensor]] = []
         for state in self._flat_masters():
             self._ensure_state(state)
         # DeepSpeed writes weights behind the back of autograd's version counters: whoever wrote says so.
@@ -214,8 +219,13 @@ class Engine:
     def device(self) -> torch.device:
         return torch.device(self._ds.device)
 
-    def step(self, batches: Iterable[Batch], accumulation: int, lr: float, stop: bool) -> StepResult:
-        """Forward and backward over `accumulation` micro-batches, then one optimizer update at `lr`."""
+    def step(
+        self, batches: Iterable[Batch], accumulation: int, lr: float, stop: bool, noise: GradientNoise | None = None
+    ) -> StepResult:
+        """Forward and backward over `accumulation` micro-batches, then one optimizer update at `lr`.
+
+        noise: takes note of the gradients of this step.
+        """
         if accumulation != self._ds.gradient_accumulation_steps():
             self._ds.set_train_batch_size(self._micro_batch * accumulation * self.groups.num_replicas)
         for group in self._base.param_groups:
@@ -226,7 +236,8 @@ class Engine:
         total, count, samples = torch.zeros((), device=self.device, dtype=torch.float64), 0, []
         for batch in batches:
             loss = self.forward(batch)
-            self._ds.backward(loss)
+            with noise.micro_batch() if noise else contextlib.nullcontext():
+                self._ds.backward(loss)
             total += loss.detach()
             count += 1
             samples += batch.sample_ids
@@ -234,12 +245,18 @@ class Engine:
         if count != accumulation:
             raise RuntimeError(f"the loader gave {count} micro-batches for a step of {accumulation}")
         skipped = self._ds.skipped_steps
+        self._noise = noise
+        self._own_weights = [(s.name, s.tensors["weight"]) for s in self.shards() if s.tensors] if noise else []
         self._ds.step()
         self._renew()
+        norm = self._norm if self.stage == 0 else self._ds.get_global_grad_norm()
+        if noise:
+            clipped = self._clip / (norm + 1e-6) if self._clip and norm > self._clip else 1.0
+            noise.finish(accumulation, clipped, copies=1 if self.stage else self.groups.num_replicas)
         # Over the world: tensor-parallel ranks hold the same loss, context-parallel ones that of equally many tokens.
         metrics.mean("train/loss", total / accumulation)
         # On every rank the same.
-        metrics.mean("train/grad_norm", self._norm if self.stage == 0 else self._ds.get_global_grad_norm())
+        metrics.mean("train/grad_norm", norm)
         metrics.sum("stop", stop)
         metrics.sum("folds", fold(samples, self.groups.dp_rank))
         found = metrics.reduce(self.device)
@@ -275,6 +292,21 @@ class Engine:
         """Weights in 8 bits, from the weights as they are now: once for all micro-batches of a step."""
         if self._keeps:
             self.module.keep_weights()
+
+    def _show_gradients(self, *_) -> None:
+        """Before the optimizer reads them: what this rank owns of the step's gradients, clipped. DeepSpeed steps one
+        group of parameters after the other; those of others are not there yet, or not there any more."""
+        if self._noise is None:
+            return
+        masters = {m.data_ptr(): m for group in self._base.param_groups for m in group["params"] if m.grad is not None}
+        starts, parts = sorted(masters), []
+        for name, weight in self._own_weights if masters else ():
+            master = masters[starts[max(0, bisect.bisect_right(starts, weight.data_ptr()) - 1)]]
+            first = (weight.data_ptr() - master.data_ptr()) // master.element_size()
+            if 0 <= first < master.numel():
+                parts.append((name, master.grad.view(-1).narrow(0, first, weight.numel())))
+        if parts:
+            self._noise.of_step(parts)
 
     # -- where the master weights and moments live ---------------------------------------------------------------
 

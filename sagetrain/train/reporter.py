@@ -43,6 +43,7 @@ class Reporter:
         self._logging, self._device = logging, device
         self._flops, self._full = flops_per_token, flops_per_token(seq_length)
         self._clock = Throughput()
+        self._latest: dict[str, float] = {}
         if self._main:
             self._writer = MetricsWriter(run_dir, state.step, state.tokens, total_tokens, logging.tensorboard)
 
@@ -65,7 +66,9 @@ class Reporter:
             self._writer.say(f"step {state.step}: {event.text}")
 
     def step(self, state: TrainState, result: StepResult, size: int, lr: float) -> None:
-        """All numbers of a step of `size` tokens that has brought the run to `state`, and what the clock says."""
+        """All numbers of a step of `size` tokens that has brought the run to `state`, and what the clock says. A row
+        has those, too, that only steps between it and the row before had: what is measured now and then."""
+        self._latest |= result.metrics
         self._clock.add(size, self._flops(result.span))
         if not self._writer or (state.step % self._logging.every_steps and not result.stop):
             return
@@ -83,7 +86,8 @@ class Reporter:
             "perf/mfu_full_attention": rate * self._full / peak if peak else None,
             "perf/memory_gib": memory_gib(self._device),
         }
-        self.write(state, {**result.metrics, **derived})
+        self.write(state, {**self._latest, **derived})
+        self._latest.clear()
         self._writer.progress(state.step, state.tokens, result.loss, lr, rate)
 
     @contextmanager

@@ -36,6 +36,7 @@ from sagetrain.parallel import copies
 from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Controller, Taken
+from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
 from sagetrain.train import attention, checkpoint, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine, init_distributed, partitioner
@@ -96,7 +97,8 @@ class Trainer:
         self.micro_step = token_multiple(cfg, self.groups.dp_size)
         self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
         self.engine = self._build_engine()
-        self.controllers: list[Controller] = []
+        self.noise = GradientNoise(self.engine.module, self.groups, self.device)
+        self.controllers: list[Controller] = self._build_controllers()
         self._resume(found, damaged)
         for controller in self.controllers:
             controller.restore(self.state.controllers.get(controller.name, {}))
@@ -195,6 +197,11 @@ class Trainer:
                     "parallel.zero_stage 0 runs as 1: DeepSpeed's bf16 at stage 0 changes the weights at start-up"
                 )
         return engine
+
+    def _build_controllers(self) -> list[Controller]:
+        """In the order in which they read, and add to, a step's numbers."""
+        stability, data = self.cfg.stability, self.cfg.data
+        return [NoiseScale(data.micro_batch_size * data.seq_length, stability.noise_scale.decay)]
 
     # -- resume and save -----------------------------------------------------------------------------------------
 
@@ -334,18 +341,26 @@ class Trainer:
         batches = self.watchdog.over(self.loader.step_batches(state.sequences, size, following))
         # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
         stop = self.stop.name is not None or self.saver.failed
-        result = self.engine.step(batches, size // self.micro_step, lr, stop)
+        noise = self.noise if self._noise_is_due(size) else None
+        result = self.engine.step(batches, size // self.micro_step, lr, stop, noise)
         samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
         check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
         if not (result.applied and math.isfinite(result.loss) and math.isfinite(result.grad_norm)):  # on every rank
             drop = {*cfg.training.drop_steps, state.step + 1}
             raise not_finite(state, samples, result.loss, result.grad_norm, self.attention, drop)
         state.advance(size, cfg.data.seq_length)
+        taken = Taken(state.step, state.tokens, size, result.metrics)
+        events = [event for controller in self.controllers for event in controller.after_step(taken)]
         self.reporter.step(state, result, size, lr)
-        for controller in self.controllers:
-            for event in controller.after_step(Taken(state.step, state.tokens, size, result.metrics)):
-                self.reporter.event(state, event)
+        for event in events:
+            self.reporter.event(state, event)
         return result.stop
+
+    def _noise_is_due(self, size: int) -> bool:
+        """Whether the step at hand measures the noise of its gradients: one of several micro-batches."""
+        every, data = self.cfg.stability.noise_scale.every_steps, self.cfg.data
+        several = size > data.micro_batch_size * data.seq_length
+        return every is not None and (self.state.step + 1) % every == 0 and several
 
     def _drop(self, size: int) -> None:
         """Pass over the samples of a step that training.drop_steps names: every later one has those it would have."""

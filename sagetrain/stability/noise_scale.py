@@ -1,0 +1,182 @@
+"""How noisy the gradient is, from the gradients that a step computes anyway.
+
+A step is n micro-batches of b tokens, on all data-parallel ranks together. The gradient of one, g_i, is that of the
+whole distribution, G, plus noise of covariance S / b, where S is that of a single token's; the step's is their mean.
+(Tokens of a micro-batch are not independent: S is what a token adds at this micro-batch and sequence length.) So
+
+    E |g_i|^2 = |G|^2 + tr(S) / b            small: the mean of |g_i|^2 over the micro-batches
+    E |mean|^2 = |G|^2 + tr(S) / (n b)       mean:  the squared norm of the step's gradient, before clipping
+
+    tr(S)  = b n / (n - 1) (small - mean)
+    |G|^2  = (n mean - small) / (n - 1)
+
+neither with a bias. Their quotient tr(S) / |G|^2 is the gradient noise scale B_simple, in tokens (An Empirical Model of
+Large-Batch Training, arXiv 1812.06162, appendix A.1): steps of fewer tokens are mostly noise, steps of more have ever
+less of it. A quotient of estimates is biased by their noise, so both are averaged over steps first, each by itself:
+exponentially, with what the zeros at the beginning take away divided out.
+
+Layers are "0", "1", ... for the blocks, "embedding" (tied: its gradient as output projection, too), "head" (output
+projection and final norm) and "all". Every parameter counts once, whatever the layout: shards add up over
+tensor-parallel ranks, copies are divided by their number, and under context parallelism, where the gradient of a
+micro-batch is spread over ranks, those ranks add up gradients, not norms.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.stability.controller import Event, Taken
+
+ALL = "all"
+
+
+def layer_of(name: str) -> str:
+    """The layer that a parameter belongs to, by its name in the Transformer."""
+    if block := re.match(r"blocks\.(\d+)\.", name):
+        return block[1]
+    return "embedding" if name.startswith("embedding.") else "head"
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    """All layers, in the order of the model."""
+    return list(dict.fromkeys(layer_of(name) for name, _ in model.named_parameters()))
+
+
+class LayerSquares:
+    """Sums of squares by layer, over every rank's part of the parameters, each element of the model counted once."""
+
+    def __init__(self, model: nn.Module, groups: ParallelGroups, device: torch.device) -> None:
+        named = list(model.named_parameters())
+        self.layers = layers_of(model)
+        self.place = {name: place for place, (name, _) in enumerate(named)}
+        """Of each parameter, in the vectors that `add` takes."""
+        copies = [1 if parameter.tensor_model_parallel else groups.tp_size for _, parameter in named]
+        self._layer = torch.tensor([self.layers.index(layer_of(name)) for name, _ in named], device=device)
+        self._share = 1 / torch.tensor(copies, dtype=torch.float64, device=device)
+        self._groups = groups
+
+    def add(self, what: str, squares: Tensor, factor: Tensor | float, copies: int) -> None:
+        """Enter `factor` times the squares, by parameter, as "<what with the layer for *>", summed over all ranks.
+        copies: so many replicas say the same."""
+        by_layer = squares.new_zeros(len(self.layers)).index_add(0, self._layer, squares * self._share) * factor
+        for layer, value in zip(self.layers, by_layer.unbind(), strict=True):
+            self._groups.metrics.sum(what.replace("*", layer), value, copies)
+
+
+class GradientNoise:
+    """What a step's gradients say about their noise: the squared norms of one micro-batch's and of the step's.
+
+    It adds noise/<layer>/small and noise/<layer>/mean to groups.metrics, which NoiseScale makes estimates of. It costs
+    a pass over the gradients of every micro-batch, and under context parallelism their all-reduce.
+    """
+
+    def __init__(self, model: nn.Module, groups: ParallelGroups, device: torch.device) -> None:
+        self._groups = groups
+        self._parameters = [parameter for _, parameter in model.named_parameters()]
+        self._squares = LayerSquares(model, groups, device)
+        self._norms = torch.zeros(len(self._parameters), dtype=torch.float32, device=device)
+        self._small = torch.zeros(len(self._parameters), dtype=torch.float64, device=device)
+        self._mean = torch.zeros_like(self._small)
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Around the backward pass of a micro-batch. Hooks see a gradient, of all uses of a parameter together, before
+        it is added to those of other micro-batches."""
+        self._norms.zero_()
+        hooks = [p.register_hook(partial(self._note, self._norms[i])) for i, p in enumerate(self._parameters)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._small += self._norms.double().square()
+
+    def _note(self, norm: Tensor, gradient: Tensor) -> None:
+        gradient = gradient.detach()
+        if self._groups.cp_group is not None:
+            gradient = gradient.float()  # a copy, or DeepSpeed's
+            gradient = gradient.clone() if gradient.dtype == torch.float32 else gradient
+            dist.all_reduce(gradient, group=self._groups.cp_group)
+        torch.linalg.vector_norm(gradient, dtype=torch.float32, out=norm)
+
+    def of_step(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Take parts of the step's mean gradient, each with its parameter's name; no part on two replicas."""
+        names, parts = zip(*gradients, strict=True)
+        places = torch.tensor([self._squares.place[name] for name in names], device=self._mean.device)
+        self._mean.index_add_(0, places, torch.stack(torch._foreach_norm(list(parts))).double().square())
+
+    def finish(self, accumulation: int, clipping: Tensor | float, copies: int) -> None:
+        """After the step.
+
+        Args:
+            accumulation: the loss of each micro-batch was divided by it.
+            clipping: what the step's gradients had been multiplied by.
+            copies: so many replicas gave the same to `of_step`.
+        """
+        cp_size, micro_batches = self._groups.cp_size, accumulation * self._groups.dp_size
+        factor = (accumulation / cp_size) ** 2 / micro_batches
+        self._squares.add("noise/*/small", self._small, factor, cp_size)
+        self._squares.add("noise/*/mean", self._mean, clipping**-2, copies)
+        self._small.zero_()
+        self._mean.zero_()
+
+
+class NoiseScale:
+    """A controller that decides nothing: it makes estimates of what GradientNoise has measured, and remembers them.
+
+    In the place of that it leaves noise/<layer>/scale_tokens, noise/<layer>/variance, tr(S), and
+    noise/<layer>/gradient_square, |G|^2, averaged over steps.
+
+    Args:
+        micro_batch_tokens: b.
+        decay: what a measurement takes over of the average before it.
+    """
+
+    name = "noise_scale"
+
+    def __init__(self, micro_batch_tokens: int, decay: float) -> None:
+        self._micro_batch_tokens, self._decay = micro_batch_tokens, decay
+        self._averages: dict[str, list[float]] = {}
+
+    def variance(self, layer: str) -> float | None:
+        """tr(S), the variance of one token's gradient; None before the first measurement."""
+        if layer not in self._averages:
+            return None
+        weight, variance, _ = self._averages[layer]
+        return variance / weight
+
+    def after_step(self, taken: Taken) -> list[Event]:
+        """Make estimates, if this step was measured."""
+        measured = {key.split("/")[1] for key in taken.metrics if re.fullmatch(r"noise/\w+/small", key)}
+        pairs = {layer: [taken.metrics.pop(f"noise/{layer}/{of}") for of in ("small", "mean")] for layer in measured}
+        if pairs:
+            pairs[ALL] = [sum(pair[i] for pair in pairs.values()) for i in (0, 1)]
+        n = taken.tokens_per_step // self._micro_batch_tokens
+        for layer, (small, mean) in pairs.items():
+            variance = self._micro_batch_tokens * n / (n - 1) * (small - mean)
+            square = (n * mean - small) / (n - 1)
+            before = self._averages.get(layer, [0.0, 0.0, 0.0])
+            pairs_of = zip(before, (1.0, variance, square), strict=True)
+            average = [self._decay * old + (1 - self._decay) * new for old, new in pairs_of]
+            self._averages[layer] = average
+            weight, variance, square = average
+            taken.metrics[f"noise/{layer}/variance"] = variance / weight
+            taken.metrics[f"noise/{layer}/gradient_square"] = square / weight
+            if square > 0:  # or nothing but noise was seen so far
+                taken.metrics[f"noise/{layer}/scale_tokens"] = variance / square
+        return []
+
+    def state(self) -> dict[str, Any]:
+        return {"averages": self._averages}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._averages = {layer: list(average) for layer, average in state.get("averages", {}).items()}

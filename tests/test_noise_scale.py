@@ -1,0 +1,171 @@
+"""The gradient noise scale against gradients of single micro-batches, at every layout and ZeRO stage."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import tiny
+from distributed import run_distributed
+from sagetrain.data.loader import Batch
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.stability.controller import Taken
+from sagetrain.stability.noise_scale import GradientNoise, NoiseScale, layer_of
+from sagetrain.train import engine as engine_module
+
+MICRO_BATCHES = 4
+
+
+def config(stage: int, dtype: str = "fp32"):
+    return tiny.config(
+        stage, dtype, model={"num_attention_heads": 4, "tie_embeddings": True}, optimizer={"clip_grad": 0.05}
+    )
+
+
+def global_batch() -> torch.Tensor:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randint(0, tiny.VOCAB, (MICRO_BATCHES, tiny.SEQ + 1), generator=draw)
+
+
+def squares_of(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, gradient in gradients.items():
+        found[layer_of(name)] = found.get(layer_of(name), 0.0) + gradient.double().square().sum().item()
+    return found
+
+
+def by_hand() -> dict[str, float]:
+    """Mean square of the micro-batches' gradients, and the square of their mean, in float64, one process."""
+    model = tiny.model(config(0), ParallelGroups.single()).double()
+    each = []
+    for row in global_batch():
+        model.zero_grad()
+        model(row[None, :-1], row[None, 1:]).backward()
+        each.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    mean = {name: torch.stack([gradients[name] for gradients in each]).mean(0) for name in each[0]}
+    small = [squares_of(gradients) for gradients in each]
+    found = {f"noise/{layer}/small": sum(s[layer] for s in small) / len(small) for layer in small[0]}
+    return found | {f"noise/{layer}/mean": square for layer, square in squares_of(mean).items()}
+
+
+def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[tuple, dict[str, float], float]]:
+    """What each (tp, cp, stage, dtype, compile backend, sequence parallel) measures in its second step, in which the
+    learning rate of the first was 0, and its loss."""
+    results = []
+    for layout in layouts:
+        tp_size, cp_size, stage, dtype, backend, sequence = layout
+        torch._dynamo.reset()
+        cfg, groups = config(stage, dtype), tiny.join(tp_size, cp_size)
+        model = Transformer(
+            cfg.model,
+            cfg.attention,
+            vocab_size=tiny.VOCAB,
+            groups=groups,
+            seed=3,
+            sequence_parallel=sequence,
+            activation_checkpointing="full" if sequence else "none",
+            dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
+            partition=engine_module.partitioner(cfg, groups),
+        )
+        if backend:
+            model.compile_blocks(backend, whole=stage == 3)
+        engine = engine_module.Engine(cfg, model, groups, 1)
+        noise = GradientNoise(engine.module, groups, engine.device)
+        batches = [
+            Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
+            for row in global_batch()[groups.dp_rank :: groups.dp_size]
+        ]
+        graphs = []
+        for watch in (None, noise, noise):
+            result = engine.step(batches, len(batches), 0.0, False, watch)
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert len(set(graphs)) == 1  # hooks on parameters make nobody compile anew
+        results.append((layout, result.metrics, result.loss))
+    return results
+
+
+WORLDS = {
+    1: [(1, 1, 0, "fp32", "", False), (1, 1, 1, "fp32", "", False), (1, 1, 1, "bf16", "", False)],
+    2: [
+        *((1, 1, stage, "fp32", "", False) for stage in range(4)),
+        *((2, 1, stage, "fp32", "", stage % 2 == 1) for stage in range(4)),
+        (1, 2, 1, "fp32", "", False),
+        (1, 2, 3, "fp32", "", False),
+        (1, 1, 1, "fp32", "aot_eager", False),
+        (1, 1, 3, "fp32", "aot_eager", False),
+        (1, 1, 3, "bf16", "", False),
+    ],
+    4: [(2, 1, 2, "fp32", "", True), (2, 2, 0, "fp32", "", False), (2, 1, 1, "fp32", "aot_eager", False)],
+}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_squares_are_those_of_explicit_gradients_at_every_layout(world: int) -> None:
+    """In fp32 to its rounding; in bf16 to that of gradients of 8 bits, each of which is off by up to 2^-9."""
+    exact = by_hand()
+    assert exact["noise/0/small"] > 2 * exact["noise/0/mean"]  # there is noise to be seen
+    for rank in run_distributed(measured, world, WORLDS[world]):
+        for layout, metrics, _ in rank:
+            found = {name: value for name, value in metrics.items() if name.startswith("noise/")}
+            assert found == pytest.approx(exact, rel=2e-5 if layout[3] == "fp32" else 2e-2), layout
+
+
+class Known(torch.nn.Module):
+    """loss = weight . x: the gradient of a micro-batch is x, of known mean and covariance."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(width))
+        self.weight.tensor_model_parallel = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight @ x
+
+
+def test_the_estimates_of_a_known_covariance() -> None:
+    """g = G + noise of covariance S / b, b = 8 tokens: over 400 steps of 4, both estimates and their quotient. Spread
+    of one estimate of tr(S): sqrt(2 / (3 width)) of it."""
+    width, tokens, n, groups = 64, 8, 4, ParallelGroups.single()
+    model, scale = Known(width), NoiseScale(tokens, decay=0.995)
+    noise = GradientNoise(model, groups, torch.device("cpu"))
+    draw = torch.Generator().manual_seed(0)
+    deviations, true = torch.linspace(0.5, 2, width), torch.full((width,), 0.3)
+    for step in range(400):
+        gradients = true + deviations / tokens**0.5 * torch.randn(n, width, generator=draw)
+        for x in gradients:
+            with noise.micro_batch():
+                (model(x) / n).backward()
+        noise.of_step([("weight", gradients.mean(0) * 0.25)])
+        noise.finish(n, clipping=0.25, copies=1)
+        taken = Taken(step + 1, 0, n * tokens, groups.metrics.reduce(torch.device("cpu")))
+        assert scale.after_step(taken) == []
+    variance, square = deviations.square().sum().item(), true.square().sum().item()
+    assert taken.metrics["noise/head/variance"] == pytest.approx(variance, rel=0.02)
+    assert taken.metrics["noise/head/gradient_square"] == pytest.approx(square, rel=0.1)
+    assert taken.metrics["noise/all/scale_tokens"] == pytest.approx(variance / square, rel=0.1)
+    assert not [name for name in taken.metrics if name.endswith(("/small", "/mean"))]
+
+
+def test_the_first_measurement_stands_for_itself_and_later_ones_are_averaged() -> None:
+    def step(small: float, mean: float) -> dict[str, float]:
+        taken = Taken(1, 0, 40, {"noise/0/small": small, "noise/0/mean": mean})
+        scale.after_step(taken)
+        return taken.metrics
+
+    scale = NoiseScale(10, decay=0.5)  # steps of 4 micro-batches
+    assert step(5.0, 2.0) == pytest.approx({
+        **{f"noise/{layer}/variance": 40.0 for layer in ("0", "all")},
+        **{f"noise/{layer}/gradient_square": 1.0 for layer in ("0", "all")},
+        **{f"noise/{layer}/scale_tokens": 40.0 for layer in ("0", "all")},
+    })  # fmt: skip
+    later = step(9.0, 6.0)  # 40 and 5: the newer one counts twice
+    assert later["noise/0/gradient_square"] == pytest.approx((1 + 2 * 5) / 3)
+    again = NoiseScale(10, decay=0.5)
+    again.restore(json.loads(json.dumps(scale.state())))
+    assert again.variance("0") == scale.variance("0") == pytest.approx(40)
+    assert "noise/0/scale_tokens" not in step(40.0, 1.0)  # on average no gradient: no quotient
+    again.restore({})
+    assert again.variance("0") is None
