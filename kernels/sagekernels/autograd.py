@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import hopper, reference
+from . import hopper, observe, reference
 from .backward import triton_backward
 from .forward import document_bounds_triton, triton_forward
 from .launch import is_hopper
@@ -180,6 +180,7 @@ def _forward(
     o, saved = _functions(backend, q.device)[0](
         q, k, v, causal=causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q, bounds=bounds, recipe=recipe
     )
+    observe.forward(q, k, saved, causal, bounds)
     means = [q.new_empty(0, dtype=torch.float32) if mean is None else mean for mean in (saved.q_mean, saved.k_mean)]
     return o, saved.lse, *saved.q, *saved.k, *means
 
@@ -245,6 +246,7 @@ def _backward(
     )
     options = {"causal": causal, "scale": scale, "bounds": bounds, "recipe": recipe}
     grads = _functions(backend, do.device)[1](do, k, v, o, kept, **options)
+    observe.backward(do, v, o, kept, grads, scale, recipe)
     return tuple(grad.contiguous() for grad in grads)
 
 

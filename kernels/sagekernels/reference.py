@@ -85,9 +85,9 @@ def visible(
     return mask
 
 
-def _chunks(length: int, columns: int, batch_heads: int) -> list[range]:
-    """Query ranges of whole tiles such that one range's scores stay within CHUNK_SCORES."""
-    step = max(1, CHUNK_SCORES // max(1, columns * batch_heads * TILE)) * TILE
+def _chunks(length: int, columns: int, batch_heads: int, scores: int | None = None) -> list[range]:
+    """Query ranges of whole tiles such that one range's scores stay within `scores` (None: CHUNK_SCORES)."""
+    step = max(1, (scores or CHUNK_SCORES) // max(1, columns * batch_heads * TILE)) * TILE
     return [range(a, min(a + step, length)) for a in range(0, length, step)]
 
 
@@ -144,9 +144,15 @@ def rounded_tiles(x: Tensor, axes: tuple[int, ...], steps: int = 1) -> Tensor:
     The axes are those of [..., M / TILE, TILE, N / TILE, TILE]: (-3,) is one scale per column of a tile, (-1,) per row.
     Twice the `steps` are for what is never negative: its codes 0 .. 254 are stored shifted, as -127 .. 127.
     """
+    codes, scale = tile_codes(x, axes, steps)
+    return (codes * (scale / steps)).flatten(-2, -1).flatten(-3, -2)
+
+
+def tile_codes(x: Tensor, axes: tuple[int, ...], steps: int = 1) -> tuple[Tensor, Tensor]:
+    """Codes (whole float32 numbers) and scales of rounded_tiles, as tiles: [..., M / TILE, TILE, N / TILE, TILE]."""
     tiles = x.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE))
     scale, inverse = scale_and_inverse(tiles.abs().amax(axes, keepdim=True))
-    return (torch.round(tiles * (steps * inverse)) * (scale / steps)).flatten(-2, -1).flatten(-3, -2)
+    return torch.round(tiles * (steps * inverse)), scale
 
 
 def pad_to_tile(x: Tensor, dim: int, value: float = 0.0) -> Tensor:

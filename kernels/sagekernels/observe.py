@@ -1,0 +1,239 @@
+"""What INT8 attention loses while it runs: calls of sage_attention beside float32, on a bounded sample of each.
+
+The operators (autograd.py) tell the observer of every call when it runs, in the order of the calls, under torch.compile
+too: that changes no graph and no result. The exact attention is computed from the same q, k, v and dO in float32, from
+which the INT8 results are a thousand times further away than it is from the truth. Of the quantized side
+
+    O, dQ, dK, dV     are what the kernels gave;
+    P, delta, dP, dS  never leave the kernels. They are computed as the backward does it (reference.py): P from the
+                      codes and the log-sum-exp that the forward saved, delta = rowsum(dO o O), dP = dO V^T of 16-bit
+                      operands, dS = P o (dP - delta), before it is rounded.
+
+The sample of a call: some pairs of a sequence and a key/value head, with all its query heads, as many as have no more
+than so many scores together; other pairs at every turn. Where one pair alone has more, the last rows of its sequence,
+as many as fit (at least a tile). The last keys are seen by the last queries alone, so these rows of O, delta, P, dP, dS
+and dQ and these keys of dK and dV are all exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .quantize import TILE, Codes, quantize_twin
+from .reference import RECIPES, Saved, ScoresOfCodes, _chunks, pad_to_tile, tile_codes, visible
+
+# Scores of a sample that are held at once; with all that is made of them about 250 MiB.
+_CHUNK_SCORES = 1 << 22
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Observer(Protocol):
+    """Hears of calls. Tensors as in reference.py; what it wants to keep it has to copy."""
+
+    def forward(self, q: Tensor, k: Tensor, saved: Saved, causal: bool, bounds: Tensor | None) -> None:
+        """A forward pass has run."""
+        ...
+
+    def backward(
+        self, do: Tensor, v: Tensor, o: Tensor, saved: Saved, grads: Gradients, scale: float, recipe: str
+    ) -> None:
+        """A backward pass has run, and gave the gradients of q, k and v."""
+        ...
+
+
+_observers: list[Observer] = []  # one, while `observed`
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Tell the observer of all calls in this process, in any thread: backward passes run in their own."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def forward(q: Tensor, k: Tensor, saved: Saved, causal: bool, bounds: Tensor | None) -> None:
+    """For the operators: a forward pass has run."""
+    for observer in _observers:
+        observer.forward(q, k, saved, causal, bounds)
+
+
+def backward(do: Tensor, v: Tensor, o: Tensor, saved: Saved, grads: Gradients, scale: float, recipe: str) -> None:
+    """For the operators: a backward pass has run."""
+    for observer in _observers:
+        observer.backward(do, v, o, saved, grads, scale, recipe)
+
+
+class Sample(NamedTuple):
+    """What is looked at of a call of causal attention."""
+
+    pairs: list[tuple[int, int, int]]
+    """Row of the batch, sequence within the row, key/value head."""
+    kv_heads: int
+    length: int
+    """Tokens of a sequence."""
+    first: int
+    """First token of the sequences that is looked at as a query and as a key with a gradient; a multiple of TILE."""
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, sequences: int, scores: int, turn: int) -> Sample:
+        """Of q [B, N, H, D] and k [B, N, H_kv, D], rows of so many sequences that no document spans: `scores` at most,
+        unless a tile of queries has more."""
+        (batch, tokens, heads, _), kv_heads = q.shape, k.shape[2]
+        if tokens % (sequences * TILE):  # tiles are counted along the row: one would lie in two sequences
+            sequences = 1
+        length, group = tokens // sequences, heads // kv_heads
+        pairs = [(b, s, m) for b in range(batch) for s in range(sequences) for m in range(kv_heads)]
+        count = min(len(pairs), max(1, scores // (length * length * group)))
+        rows = max(TILE, scores // (count * length * group) // TILE * TILE)
+        first = -(-max(0, length - rows) // TILE) * TILE
+        return cls([pairs[(turn * count + i) % len(pairs)] for i in range(count)], kv_heads, length, first)
+
+    def take(self, x: Tensor, first: int = 0, per: int = 1) -> Tensor:
+        """[B, N, heads, ...] -> [pairs, heads / H_kv, tokens from `first` on, ...]. x has an entry for `per` tokens."""
+        group = x.shape[2] // self.kv_heads
+
+        def of(b: int, s: int, m: int) -> Tensor:
+            start, stop = s * self.length + first, (s + 1) * self.length
+            return x[b, start // per : -(-stop // per), m * group : (m + 1) * group]
+
+        return torch.stack([of(*pair) for pair in self.pairs]).transpose(1, 2)
+
+    def take_saved(self, saved: Saved) -> Saved:
+        """The queries that are looked at and the keys that they see, as a batch of pairs with one key/value head."""
+
+        def codes(whole: Codes, first: int) -> Codes:
+            return Codes(*(self.take(x.transpose(1, 2), first) for x in whole))
+
+        q_mean = None if saved.q_mean is None else self.take(saved.q_mean.transpose(1, 2), self.first, TILE)
+        k_mean = None if saved.k_mean is None else torch.stack([saved.k_mean[b, m : m + 1] for b, _, m in self.pairs])
+        lse = self.take(saved.lse.transpose(1, 2), self.first)
+        return Saved(lse, codes(saved.q, self.first), codes(saved.k, 0), q_mean, k_mean)
+
+
+class Kept(NamedTuple):
+    """What has to be kept of a forward pass until its backward pass: copies of the sample's q and k, in their dtype."""
+
+    sample: Sample
+    q: Tensor
+    """[pairs, H / H_kv, queries, D]."""
+    k: Tensor
+    """[pairs, 1, length, D]."""
+    starts: Tensor | None
+    """int32 [pairs, 1, queries, 1]: the first token of each query's document in its sequence."""
+
+
+@torch.no_grad()
+def keep(q: Tensor, k: Tensor, causal: bool, bounds: Tensor | None, sample: Sample) -> Kept:
+    """The sample of a forward pass. Raises NotImplementedError where attention is not causal."""
+    if not causal:
+        raise NotImplementedError("only causal attention is observed")
+    starts = None
+    if bounds is not None:
+        starts = sample.take(bounds[0, :, None].expand(1, -1, sample.kv_heads), sample.first)
+        shifts = [s * sample.length for _, s, _ in sample.pairs]
+        starts = torch.stack([x - shift for x, shift in zip(starts, shifts, strict=True)])[..., None]
+    return Kept(sample, sample.take(q, sample.first).contiguous(), sample.take(k).contiguous(), starts)
+
+
+class Measured(NamedTuple):
+    """Sums over a sample, float64, to be added to those of other samples."""
+
+    squares: dict[str, Tensor]
+    """||x - exact||^2, ||x||^2 and ||exact||^2 of O, delta, P, dP, dS, dQ, dK and dV."""
+    zeros: dict[str, Tensor]
+    """Of the entries of dS that are not zero, how many INT8 rounds to zero on the way to dQ and to dK, and how many
+    there are. Empty where a recipe does not round dS to INT8."""
+    scales: dict[str, Tensor]
+    """Least and largest scale of the INT8 codes of Q, K, dO and dS; groups of zeros have none."""
+    largest_logit: Tensor
+    """Of q k^T * scale, exact."""
+
+
+@torch.no_grad()
+def measure(
+    kept: Kept, do: Tensor, v: Tensor, o: Tensor, saved: Saved, grads: Gradients, scale: float, recipe: str
+) -> Measured:
+    """The sample of a call beside exact attention. Shapes as the observer hears them."""
+    sample, first, rules = kept.sample, kept.sample.first, RECIPES[recipe]
+    found = Measured({}, {}, {}, torch.full((), -math.inf, dtype=torch.float64, device=do.device))
+    q, k, v = kept.q.float(), kept.k.float(), sample.take(v).float()
+    do, o, dq, dk, dv = (sample.take(x, first).float() for x in (do, o, *grads))
+    part = sample.take_saved(saved)
+    codes = ScoresOfCodes(kept.k.transpose(1, 2), part, True, scale, None)
+    _add_range(found.scales, "Q", part.q.scale)
+    _add_range(found.scales, "K", part.k.scale)
+    if rules.int8_gradients:
+        _add_range(found.scales, "dO", quantize_twin(do.transpose(1, 2), per_tile=rules.per_tile).scale)
+    delta = (do * o).sum(-1, keepdim=True)
+    exact_dk, exact_dv = torch.zeros_like(dk), torch.zeros_like(dv)
+    for rows in _chunks(q.shape[2], k.shape[2], q.shape[0] * q.shape[1], _CHUNK_SCORES):
+        here, seen = slice(rows.start, rows.stop), codes.seen(rows)
+        mask = visible(rows, seen, codes.n_k - codes.n_q, True, None, do.device)
+        if kept.starts is not None:
+            mask = mask & (torch.arange(seen, device=do.device) >= kept.starts[:, :, here])
+        logits = (q[:, :, here] @ k[:, :, :seen].mT * scale).masked_fill(~mask, -math.inf)
+        exact_p = torch.softmax(logits, -1)
+        p = torch.exp(codes(rows)[:, 0] - part.lse[:, :, here, None]).masked_fill(~mask, 0)
+        dp = (do[:, :, here] @ v[:, :, :seen].mT).masked_fill(~mask, 0)
+        exact_o = exact_p @ v[:, :, :seen]
+        exact_delta = (do[:, :, here] * exact_o).sum(-1, keepdim=True)
+        ds, exact_ds = p * (dp - delta[:, :, here]), exact_p * (dp - exact_delta)
+        exact_dk[:, :, : seen - first] += (exact_ds[..., first:].mT @ q[:, :, here]).sum(1, keepdim=True) * scale
+        exact_dv[:, :, : seen - first] += (exact_p[..., first:].mT @ do[:, :, here]).sum(1, keepdim=True)
+        _add(found.squares, "O", o[:, :, here], exact_o)
+        _add(found.squares, "delta", delta[:, :, here], exact_delta)
+        _add(found.squares, "P", p, exact_p)
+        _add(found.squares, "dP", dp, dp)  # of the same 16-bit operands in every recipe
+        _add(found.squares, "dS", ds, exact_ds)
+        _add(found.squares, "dQ", dq[:, :, here], exact_ds @ k[:, :, :seen] * scale)
+        if rules.int8_gradients:
+            along_queries, along_keys = rules.scale_axes
+            _add_rounding(found, "dQ", ds * part.k.scale[:, :, None, :seen], along_keys)
+            _add_rounding(found, "dK", ds * part.q.scale[:, :, here, None], along_queries)
+        torch.maximum(found.largest_logit, logits.max(), out=found.largest_logit)
+    _add(found.squares, "dK", dk, exact_dk)
+    _add(found.squares, "dV", dv, exact_dv)
+    return found
+
+
+def _add(squares: dict[str, Tensor], name: str, x: Tensor, exact: Tensor) -> None:
+    norms = [torch.linalg.vector_norm(y, dtype=torch.float64) for y in (x - exact, x, exact)]
+    squares[name] = squares.get(name, 0) + torch.stack(norms).square()
+
+
+def _add_range(scales: dict[str, Tensor], name: str, scale: Tensor) -> None:
+    least, largest = torch.where(scale > 0, scale, math.inf).min().double(), scale.max().double()
+    if name in scales:
+        least, largest = torch.minimum(least, scales[name][0]), torch.maximum(largest, scales[name][1])
+    scales[name] = torch.stack((least, largest))
+
+
+def _add_rounding(found: Measured, name: str, ds: Tensor, axes: tuple[int, ...]) -> None:
+    """Note what happens to dS, with the folded scale of its partner, on the way to a gradient."""
+    padded = pad_to_tile(pad_to_tile(ds, -1), -2)
+    codes, scale = tile_codes(padded, axes)
+    total = torch.count_nonzero(padded)
+    counts = torch.stack((total - torch.count_nonzero(codes), total)).double()
+    found.zeros[name] = found.zeros.get(name, 0) + counts
+    _add_range(found.scales, "dS", scale)
+
+
+def pooled_rel_l2(error: float, square: float, exact: float) -> float:
+    """||x - exact|| / ||exact|| from sums of Measured.squares; 0 where both vanish."""
+    return math.sqrt(error / exact) if exact else (math.inf if error else 0.0)
+
+
+def pooled_cosine(error: float, square: float, exact: float) -> float:
+    """<x, exact> / (||x|| ||exact||) from the same: 2 <x, exact> = ||x||^2 + ||exact||^2 - ||x - exact||^2."""
+    size = math.sqrt(square * exact)
+    return (square + exact - error) / (2 * size) if size else float(not error)

@@ -1,0 +1,228 @@
+"""Calls of sage_attention as an observer hears of them, and the sums of a sample against float64 by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from sagekernels import observe, sage_attention
+from sagekernels.observe import Kept, Sample, keep, measure, observed, pooled_cosine, pooled_rel_l2
+from sagekernels.quantize import TILE, quantize_twin, tile_means, token_mean
+from sagekernels.reference import RECIPES
+from sagekernels.testing import Shape, exact_results, random_inputs, results_of
+
+EVERYTHING = 1 << 40
+
+
+class Listener:
+    """Measures the sample of every call."""
+
+    def __init__(self, sequences: int = 1, scores: int = EVERYTHING, turn: int = 0) -> None:
+        self.how, self.kept, self.found = (sequences, scores, turn), [], []
+
+    def forward(self, q, k, saved, causal, bounds) -> None:
+        self.kept.append(keep(q, k, causal, bounds, Sample.of(q, k, *self.how)))
+
+    def backward(self, do, v, o, saved, grads, scale, recipe) -> None:
+        self.found.append(measure(self.kept.pop(), do, v, o, saved, grads, scale, recipe))
+
+
+def visible(shape: Shape) -> Tensor:
+    """bool [N, N]: causal, and within one document."""
+    documents = torch.arange(len(shape.documents) or 1).repeat_interleave(torch.tensor(shape.documents or (shape.n_q,)))
+    return (documents[:, None] == documents[None, :]).tril()
+
+
+def scores_of(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    """[H, N, N] of q [N, H, D] and k [N, H_kv, D]."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return (torch.einsum("nhd,mhd->hnm", q, k) * q.shape[-1] ** -0.5).masked_fill(~mask, -math.inf)
+
+
+def by_hand(shape: Shape, inputs: tuple, ours: tuple, recipe: str, smooth_q: bool) -> dict[str, tuple[Tensor, Tensor]]:
+    """Ours and exact of every tensor in float64, each product written out over the whole matrices."""
+    mask, group = visible(shape), shape.heads // shape.kv_heads
+    q, k, v, do = (x[0].double() for x in inputs)
+    mean = tile_means(inputs[0]) if smooth_q else None
+    per_tile = RECIPES[recipe].per_tile
+    k_mean = token_mean(inputs[1])
+    q8 = quantize_twin(inputs[0], mean=mean, per_tile=per_tile).dequantized()[0].transpose(0, 1).double()
+    k8 = quantize_twin(inputs[1], mean=k_mean, per_tile=per_tile).dequantized()[0].transpose(0, 1).double()
+    s8 = scores_of(q8, k8, mask)
+    if smooth_q:
+        means = mean[0].transpose(0, 1).repeat_interleave(TILE, 0)[: shape.n_q].double()
+        bias = scores_of(means, k - k_mean[0].transpose(0, 1).double(), mask)
+        s8 = torch.where(mask, s8 + bias, s8)
+    wide_v = v.repeat_interleave(group, 1)
+    dp = torch.einsum("nhd,mhd->hnm", do, wide_v).masked_fill(~mask, 0)
+    p8, p = s8.softmax(-1), scores_of(q, k, mask).softmax(-1)
+    o = torch.einsum("hnm,mhd->nhd", p, wide_v)
+    deltas = [(do * x).sum(-1).T for x in (ours[0][0].double(), o)]
+    ds8, ds = (x * (dp - delta[..., None]) for x, delta in zip((p8, p), deltas, strict=True))
+    exact = exact_results(*inputs, cu_seqlens=shape.cu_seqlens())
+    pairs = {"delta": tuple(deltas), "P": (p8, p), "dP": (dp, dp), "dS": (ds8, ds)}
+    return pairs | dict(zip(("O", "dQ", "dK", "dV"), zip(ours, exact, strict=True), strict=True))
+
+
+SHAPES = {
+    "grouped heads": Shape(n_q=160, n_k=160, heads=4, kv_heads=2),
+    "documents": Shape(n_q=256, n_k=256, heads=2, kv_heads=1, documents=(70, 0, 58, 100, 28)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("recipe", "smooth_q"), [("paper", False), ("fine", True), ("scores", False)])
+def test_the_sums_are_those_of_whole_matrices_in_float64(shape: Shape, recipe: str, smooth_q: bool) -> None:
+    inputs = random_inputs(shape, sigma=2.0, k_mean=1.0, do_scale=1e-9, seed=7)
+    listener = Listener(sequences=2 if shape.documents else 1)
+    with observed(listener):
+        how = {"recipe": recipe, "smooth_q": smooth_q, "bounds": shape.bounds()}
+        ours = results_of(sage_attention, *inputs, **how)
+    (found,) = listener.found
+    truth = by_hand(shape, inputs, ours, recipe, smooth_q)
+    assert found.squares.keys() == truth.keys()
+    for name, (x, exact) in truth.items():
+        error, size = (x - exact).double().norm().item(), exact.double().norm().item()
+        sums = found.squares[name].tolist()
+        assert sums[2] == pytest.approx(size**2, rel=1e-4), name
+        assert pooled_rel_l2(*sums) == pytest.approx(error / size, rel=2e-3), name
+        cosine = torch.nn.functional.cosine_similarity(x.double().flatten(), exact.double().flatten(), 0).item()
+        assert 1 - pooled_cosine(*sums) == pytest.approx(1 - cosine, rel=1e-2, abs=1e-9), name
+    q, k = (x[0].double() for x in inputs[:2])
+    assert found.largest_logit.item() == pytest.approx(scores_of(q, k, visible(shape)).max().item(), rel=1e-5)
+
+
+def test_zeros_and_scales_by_hand() -> None:
+    """fine: dQ gets dS times the scale of K, one scale per row of a tile; paper: one for the tile, for dK as well."""
+    shape = Shape(n_q=128, n_k=128, heads=1, kv_heads=1)
+    inputs = random_inputs(shape, sigma=2.0, seed=3)
+    for recipe, size in (("fine", 1), ("paper", TILE)):
+        listener = Listener()
+        with observed(listener):
+            ours = results_of(sage_attention, *inputs, recipe=recipe)
+        (found,) = listener.found
+        ds = by_hand(shape, inputs, ours, recipe, False)["dS"][0][0]
+        k_scale = quantize_twin(inputs[1], mean=token_mean(inputs[1]), per_tile=size > 1).scale[0, 0].double()
+        folded, zero, scales = ds * k_scale, 0, []
+        for i in range(0, 128, size):
+            for j in range(0, i + size, TILE):
+                x = folded[i : i + size, j : j + TILE]
+                scales.append(x.abs().max().item() / 127)
+                zero += ((x / scales[-1]).round() == 0).logical_and(x != 0).sum().item()
+        total = (ds != 0).sum().item()
+        assert found.zeros["dQ"].tolist() == pytest.approx([zero, total], abs=3)
+        assert 0 < found.zeros["dQ"][0] < total and found.zeros["dK"][1] == total
+        q_scale = quantize_twin(inputs[0], per_tile=size > 1).scale
+        assert found.scales["Q"].tolist() == [q_scale.min().item(), q_scale.max().item()]
+        assert found.scales["dS"][0] <= min(x for x in scales if x) * (1 + 1e-4)
+        assert found.scales["dS"][1] >= max(scales) * (1 - 1e-4)
+    assert listener.found[0].scales.keys() == {"Q", "K", "dO", "dS"}
+
+
+def test_without_int8_gradients_nothing_is_said_of_their_rounding() -> None:
+    listener, inputs = Listener(), random_inputs(Shape(n_q=64, n_k=64))
+    with observed(listener):
+        results_of(sage_attention, *inputs, recipe="scores")
+    assert listener.found[0].zeros == {} and listener.found[0].scales.keys() == {"Q", "K"}
+
+
+def test_a_sample_of_pairs_takes_turns() -> None:
+    q, k = torch.empty(2, 128, 4, 16), torch.empty(2, 128, 2, 16)
+    whole = Sample.of(q, k, 2, EVERYTHING, 0)
+    assert len(whole.pairs) == len(set(whole.pairs)) == 8 and whole.length == 64 and whole.first == 0
+    budget = 3 * 64 * 64 * 2
+    turns = [Sample.of(q, k, 2, budget, turn).pairs for turn in range(8)]
+    assert all(len(pairs) == 3 for pairs in turns)
+    assert {pair for pairs in turns for pair in pairs} == set(whole.pairs)
+    assert Sample.of(q[:, :100], k[:, :100], 2, EVERYTHING, 0).length == 100  # 50 would cut a tile
+
+
+@pytest.mark.parametrize("documents", [(), (300, 84, 256)])
+def test_the_last_rows_of_a_long_sequence_are_exact(documents: tuple[int, ...]) -> None:
+    """As much as fits: O, P, dS and dQ of the last rows, dK and dV of the last keys, as in the whole."""
+    shape = Shape(n_q=640, n_k=640, heads=2, kv_heads=1, documents=documents)
+    inputs = random_inputs(shape, sigma=2.0, seed=5)
+    listener = Listener(scores=2 * 640 * 150)
+    with observed(listener):
+        ours = results_of(sage_attention, *inputs, recipe="paper", bounds=shape.bounds())
+    first = 640 - 128
+    (found,) = listener.found
+    for name, (x, exact) in by_hand(shape, inputs, ours, "paper", False).items():
+        rows = (..., slice(first, None), slice(None)) if name in ("P", "dP", "dS") else (..., slice(first, None))
+        if name in ("O", "dQ", "dK", "dV"):
+            rows = (slice(None), slice(first, None))
+        x, exact = x[rows].double(), exact[rows].double()
+        sums = found.squares[name].tolist()
+        assert sums[2] == pytest.approx(exact.square().sum().item(), rel=1e-4), name
+        assert pooled_rel_l2(*sums) == pytest.approx(((x - exact).norm() / exact.norm()).item(), rel=2e-3), name
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(n_q=300, n_k=300, heads=2, kv_heads=1)
+    inputs, found = random_inputs(shape), []
+    for scores in (observe._CHUNK_SCORES, 1):
+        monkeypatch.setattr(observe, "_CHUNK_SCORES", scores)
+        listener = Listener()
+        with observed(listener):
+            results_of(sage_attention, *inputs)
+        found.append(listener.found[0])
+    whole, chunked = found
+    for name in whole.squares:
+        torch.testing.assert_close(whole.squares[name], chunked.squares[name], rtol=1e-4, atol=0)
+    for name in whole.scales:
+        torch.testing.assert_close(whole.scales[name], chunked.scales[name], rtol=1e-4, atol=0)
+    assert whole.zeros["dK"][1] == chunked.zeros["dK"][1]
+
+
+def test_compiled_calls_are_heard_and_give_the_same() -> None:
+    """In the order of the calls, each backward pass with what its forward pass saved; no graph is made for it."""
+    inputs = random_inputs(Shape(n_q=64, n_k=64), dtype=torch.float32)
+
+    def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sage_attention(sage_attention(q, k, v, recipe="paper"), k, v)
+
+    class Order:
+        """The addresses of what was saved, and the recipes."""
+
+        def __init__(self) -> None:
+            self.forwards, self.backwards = [], []
+
+        def forward(self, q, k, saved, causal, bounds) -> None:
+            self.forwards.append(saved.lse.data_ptr())
+
+        def backward(self, do, v, o, saved, grads, scale, recipe) -> None:
+            self.backwards.append((saved.lse.data_ptr(), recipe))
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled, order = torch.compile(twice, fullgraph=True, backend="aot_eager"), Order()
+    before = results_of(compiled, *inputs)
+    with observed(order):
+        after = results_of(compiled, *inputs)
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    first, second = order.forwards
+    assert order.backwards == [(second, "fine"), (first, "paper")]
+
+
+def test_no_attention_but_causal_is_observed() -> None:
+    q, k, v, do = random_inputs(Shape(n_q=64, n_k=64))
+    with observed(Listener()), pytest.raises(NotImplementedError, match="only causal"):
+        results_of(sage_attention, q, k, v, do, causal=False)
+
+
+def test_pooled_numbers_of_nothing() -> None:
+    assert (pooled_rel_l2(0.0, 0.0, 0.0), pooled_cosine(0.0, 0.0, 0.0)) == (0.0, 1.0)
+    assert (pooled_rel_l2(1.0, 1.0, 0.0), pooled_cosine(1.0, 1.0, 0.0)) == (math.inf, 0.0)
+
+
+def test_what_is_kept_is_a_copy() -> None:
+    """The model's own q and k may be overwritten before the backward pass."""
+    q, k, *_ = random_inputs(Shape(n_q=64, n_k=64))
+    kept: Kept = keep(q, k, True, None, Sample.of(q, k, 1, EVERYTHING, 0))
+    before = kept.k.clone()
+    k.zero_()
+    assert torch.equal(kept.k, before)
