@@ -306,6 +306,23 @@ def export(
     )
 
 
+@app.command("import")
+def import_folder(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder of Llama, Mistral or Qwen3.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to write; it must not exist yet.")],
+) -> None:
+    """Make of a Hugging Face folder a run folder to start from, with training.init_from."""
+    with _Errors(run_dir=run_dir):
+        from sagetrain.interop.importing import import_folder as read
+
+        done = read(folder, run_dir, report=_warn)
+    typer.echo(
+        f"{run_dir}: {done.architecture}, {done.parameters:,} parameters in {done.tensors} tensors, tokenizer "
+        f"{done.tokenizer or 'none'}, sequences of up to {done.seq_length:,} tokens; start from it with "
+        f"training.init_from={run_dir} and the model and attention sections of its config.yaml"
+    )
+
+
 def _text(prompt: str | None, file: Path | None) -> str:
     """What to continue: the prompt, standard input or a file."""
     if prompt is not None and file is not None:

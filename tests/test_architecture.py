@@ -135,6 +135,7 @@ def test_few_see_the_whole_configuration():
         "sagetrain/train/run_folder.py",
         "sagetrain/model/accounting.py",
         "sagetrain/inference/load.py",
+        "sagetrain/interop/importing.py",
         "sagetrain/planning/performance.py",
         "sagetrain/planning/layouts.py",
         "sagetrain/planning/plan.py",

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.inference.load import open_run
-from sagetrain.interop.huggingface import INDEX, WEIGHTS, config_json, tensor_names
+from sagetrain.interop.huggingface import INDEX, WEIGHTS, Weight, config_json, weights
 from sagetrain.interop.tokenizer_files import tokenizer_files
 from sagetrain.train.checkpoint import CheckpointError, Reader
 
@@ -51,7 +51,7 @@ def export(
 
     Args:
         folder: does not exist yet, or is empty. It appears when everything in it is written.
-        dtype: of the weights in it. Default: what the run computed in.
+        dtype: of the weights in it. Default: what the run computed in; what was imported stays as it is.
         shard_bytes: largest size of a file of weights, unless a single tensor is larger.
         report: hears what could not go along.
 
@@ -62,12 +62,16 @@ def export(
     run = open_run(run_dir, report, step)
     reader, cfg = run.reader, run.cfg
     config = config_json(cfg.model, cfg.attention, run.vocab_size, cfg.data.seq_length)
-    stored = dtype or {"bf16": "bfloat16", "fp32": "float32"}[cfg.training.dtype]
+    tensors = {
+        weight: _dtype(reader, weight, dtype, cfg.training.dtype)
+        for weight in weights(cfg.model, cfg.attention, run.vocab_size)
+    }
     eos = run.tokenizer.eos_id if run.tokenizer else None
     # Nothing was trained to follow a bos token: it is an eos that stands before every document.
-    tokens = {"bos_token_id": eos, "eos_token_id": eos}
+    tokens = reader.manifest["state"].get("imported", {}).get("tokens") or {"bos_token_id": eos, "eos_token_id": eos}
+    computed_in = str(next(iter(tensors.values()))).removeprefix("torch.")
     files = {
-        "config.json": _json(config | tokens | {"torch_dtype": stored}),
+        "config.json": _json(config | tokens | {"torch_dtype": computed_in}),
         "generation_config.json": _json(tokens),
     }
     if run.tokenizer is None:
@@ -78,52 +82,58 @@ def export(
         except ConfigError as error:
             report(f"no tokenizer.json: {error}; AutoTokenizer will not load the folder, use its tokenizer.model")
             files[run.tokenizer.file_name] = run.tokenizer.model
-    names = {theirs: ours for ours, theirs in tensor_names(cfg.model, cfg.attention)}
-    sizes = {theirs: _shape(reader, ours, run.vocab_size) for theirs, ours in names.items()}
-    shards = _shards(sizes, getattr(torch, stored).itemsize, shard_bytes)
-    total = sum(map(prod, sizes.values())) * getattr(torch, stored).itemsize
+    shards = _shards(tensors, shard_bytes)
+    total = sum(prod(weight.shape) * kind.itemsize for weight, kind in tensors.items())
     if len(shards) > 1:
-        where = {name: file for file, theirs in shards.items() for name in theirs}
+        where = {weight.theirs: file for file, part in shards.items() for weight in part}
         files[INDEX] = _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
     with published(folder) as temporary:
         for name, content in files.items():
             (temporary / name).write_bytes(content)
-        for file, theirs in shards.items():
-            tensors = {name: _tensor(reader, names[name], sizes[name], getattr(torch, stored)) for name in theirs}
-            save_file(tensors, temporary / file, metadata={"format": "pt"})
+        for file, part in shards.items():
+            values = {weight.theirs: _values(reader, weight, tensors[weight]) for weight in part}
+            save_file(values, temporary / file, metadata={"format": "pt"})
             # safetensors lets its user alone read the file: who else may is for the umask to say.
             (temporary / file).chmod((temporary / "config.json").stat().st_mode & 0o777)
-            del tensors
-    return Exported(config["architectures"][0], run.step, len(names), total, len(shards))
+            del values
+    return Exported(config["architectures"][0], run.step, len(tensors), total, len(shards))
 
 
-def _shape(reader: Reader, name: str, vocab_size: int) -> tuple[int, ...]:
-    """Of a tensor without the rows that pad the vocabulary."""
-    rows, *rest = reader.tensors[name]["shape"]
-    return (vocab_size if name in ("embedding.weight", "head.weight") else rows, *rest)
+def _dtype(reader: Reader, weight: Weight, asked: Dtype | None, computed_in: str) -> torch.dtype:
+    """Of a weight in the folder: as asked, or as it was imported, or what the run computed in."""
+    kept = reader.tensors.get(weight.ours, {}).get("dtype")
+    found: torch.dtype = getattr(torch, asked or kept or {"bf16": "bfloat16", "fp32": "float32"}[computed_in])
+    return found
 
 
-def _tensor(reader: Reader, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    out = torch.empty(shape, dtype=dtype)
-    reader.fill(out.view(-1), name, "weight", 0, 1)  # the first rows are the first values of the flattened tensor
+def _values(reader: Reader, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(weight.shape, dtype=dtype)
+    # Without the rows that pad the vocabulary: the first rows are the first values of the flattened tensor.
+    reader.fill(out.view(-1), weight.ours, "weight", 0, 1)
     return out
 
 
-def _shards(sizes: Mapping[str, tuple[int, ...]], itemsize: int, most: int) -> dict[str, list[str]]:
-    """Names of tensors by the file that they go to."""
-    parts: list[list[str]] = [[]]
-    used = 0
-    for name, shape in sizes.items():
-        size = prod(shape) * itemsize
-        if parts[-1] and used + size > most:
-            parts.append([])
-            used = 0
-        parts[-1].append(name)
-        used += size
+def _shards(tensors: Mapping[Weight, torch.dtype], most: int) -> dict[str, list[Weight]]:
+    """The weights of each file."""
+    parts = [*cut(tensors, most)]
     if len(parts) == 1:
         return {WEIGHTS: parts[0]}
     stem = WEIGHTS.removesuffix(".safetensors")
     return {f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, 1)}
+
+
+def cut(tensors: Mapping[Weight, torch.dtype], most: int) -> Iterator[list[Weight]]:
+    """The weights in their order, in parts of up to `most` bytes; a larger one is a part of its own."""
+    part: list[Weight] = []
+    used = 0
+    for weight, dtype in tensors.items():
+        size = prod(weight.shape) * dtype.itemsize
+        if part and used + size > most:
+            yield part
+            part, used = [], 0
+        part.append(weight)
+        used += size
+    yield part
 
 
 @contextmanager

@@ -10,7 +10,8 @@
       latest                             name of the newest folder (for people; loading looks at the folders themselves)
 
 A piece is the range [start, stop) of the flattened tensor-parallel slice (tp_rank of tp_size along tp_dim) of a
-parameter; `dp` in a file's name counts replicas, context-parallel ones included. A checkpoint is written (saver.py)
+parameter; `dp` in a file's name counts replicas, context-parallel ones included. What `sagetrain import` writes has
+weights alone, in the dtype that they came in, and files named weights-N. A checkpoint is written (saver.py)
 into a folder with a temporary name, synced to disk, and renamed once its manifest is in it, so a folder without a
 manifest, or with files that do not match it, is never loaded.
 """
