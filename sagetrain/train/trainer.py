@@ -170,6 +170,7 @@ class Trainer:
             overlap=overlaps(cfg),
             activation_checkpointing=cfg.training.activation_checkpointing,
             seed=cfg.training.seed,
+            perturb=cfg.training.perturb,
             dtype=self.dtype,
             device=self.device,
             partition=partitioner(cfg, self.groups),

@@ -40,6 +40,14 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "use an even head_dim; by default it is hidden_size / num_attention_heads",
         )
     yield from _rope_scaling(model)
+    if cfg.training.perturb > model.hidden_size:
+        yield error(
+            "perturb_channel",
+            "training.perturb",
+            cfg.training.perturb,
+            f"names a channel, and model.hidden_size is {model.hidden_size}",
+            f"use 1 to {model.hidden_size}, or 0 for none",
+        )
     limits = {"sage": (16, 256), "flash": (8, 256)}.get(cfg.attention.backend)
     if limits and not limits[0] <= head_dim <= limits[1]:
         yield error(

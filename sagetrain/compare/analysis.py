@@ -1,0 +1,168 @@
+"""From runs to verdicts: pairs of a seed, per row, variant and kind of loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, Record, curve
+from sagetrain.compare.results import Results
+from sagetrain.compare.statistics import Verdict, gap_curve, judge, rounding_band, spread
+
+LOSSES = {"training": "train_end", "validation": "valid_end"}
+"""Kind of loss -> where a Record has it."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A variant in a row."""
+
+    variant: str
+    losses: dict[str, float | None]
+    """Means over the seeds that are finished, by kind of loss."""
+    verdicts: dict[str, Verdict]
+    """By kind of loss; of the baseline none."""
+    finished: int
+    """Seeds."""
+    diverged: tuple[int, ...]
+    """Seeds whose run diverged."""
+    failed: tuple[int, ...]
+    tokens_per_second: float | None
+    events: dict[str, int]
+    """By kind, of all seeds together."""
+
+    def verdict(self, kind: str) -> str:
+        """In words; runs that diverged come first, as no mean has them."""
+        runs = self.finished + len(self.diverged)
+        said = [f"diverged in {len(self.diverged)} of {runs}"] if self.diverged else []
+        return "; ".join([*said, str(self.verdicts[kind])])
+
+
+@dataclass(frozen=True)
+class Table:
+    """A row of the question: the baseline, its bands, and every variant beside it."""
+
+    row: str
+    tokens_per_step: int
+    noise_scale: float | None
+    """Of the baseline, in tokens."""
+    baseline: Line
+    seed_band: dict[str, float | None]
+    """Standard deviation of the baseline over seeds, by kind of loss."""
+    rounding_band: dict[str, float | None]
+    """Root mean square difference of equal runs, by kind of loss."""
+    again: int
+    """Pairs of equal runs."""
+    lines: tuple[Line, ...]
+
+
+def tables(results: Results, margin: float) -> list[Table]:
+    """One for each row."""
+    return [_table(results, row.name, margin) for row in results.rows]
+
+
+def to_json(tables_: list[Table]) -> list[dict[str, Any]]:
+    """JSON types alone."""
+    return [asdict(table) for table in tables_]
+
+
+def _table(results: Results, row: str, margin: float) -> Table:
+    base, again = results.of(row, results.baseline), results.of(row, results.baseline, again=True)
+    bands = {kind: rounding_band(_pairs(again, base, key)) for kind, key in LOSSES.items()}
+    scales = [run.noise_scale for run in base.values() if run.noise_scale is not None]
+    lines = []
+    for variant in results.question.variants[1:]:
+        runs = results.of(row, variant.name)
+        verdicts = {kind: judge(_pairs(runs, base, key), margin, bands[kind]) for kind, key in LOSSES.items()}
+        lines.append(_line(variant.name, runs, verdicts))
+    return Table(
+        row,
+        max((run.tokens_per_step for run in base.values()), default=0),
+        sum(scales) / len(scales) if scales else None,
+        _line(results.baseline, base, {}),
+        {kind: spread(_values(base, key)) for kind, key in LOSSES.items()},
+        bands,
+        len(_pairs(again, base, LOSSES["training"])),
+        tuple(lines),
+    )
+
+
+def _line(variant: str, runs: Mapping[int, Record], verdicts: dict[str, Verdict]) -> Line:
+    rates = [run.tokens_per_second for run in runs.values() if run.tokens_per_second]
+    events: dict[str, int] = {}
+    for run in runs.values():
+        for kind, count in run.events.items():
+            events[kind] = events.get(kind, 0) + count
+    values = {kind: _values(runs, key) for kind, key in LOSSES.items()}
+    return Line(
+        variant,
+        {kind: sum(found) / len(found) if found else None for kind, found in values.items()},
+        verdicts,
+        sum(run.status == FINISHED for run in runs.values()),
+        tuple(seed for seed, run in runs.items() if run.status == DIVERGED),
+        tuple(seed for seed, run in runs.items() if run.status == FAILED),
+        sum(rates) / len(rates) if rates else None,
+        events,
+    )
+
+
+def _values(runs: Mapping[int, Record], key: str) -> list[float]:
+    found = (getattr(run, key) for run in runs.values() if run.status == FINISHED)
+    return [value for value in found if value is not None]
+
+
+def _pairs(runs: Mapping[int, Record], base: Mapping[int, Record], key: str) -> list[float]:
+    """Differences to the baseline of the same seed, where both are finished."""
+    found = []
+    for seed, run in runs.items():
+        other = base.get(seed)
+        if other is None or not run.status == other.status == FINISHED:
+            continue
+        ours, theirs = getattr(run, key), getattr(other, key)
+        if ours is not None and theirs is not None:
+            found.append(ours - theirs)
+    return found
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Gaps of training losses to the baseline over tokens, for a plot: [(tokens seen, nats per token)]."""
+
+    row: str
+    gaps: dict[str, list[list[tuple[int, float]]]]
+    """By variant, one for each seed; runs that ended early too, as far as they came."""
+    seed_band: list[tuple[int, float]]
+    """Standard deviation of the baseline over seeds; empty with fewer than two."""
+    rounding_band: list[tuple[int, float]]
+    """Root mean square difference of equal runs; empty without any."""
+
+
+def curves(results: Results) -> list[Curves]:
+    """One for each row."""
+    return [_curves(results, row.name) for row in results.rows]
+
+
+def _curves(results: Results, row: str) -> Curves:
+    base = {seed: curve(run) for seed, run in results.of(row, results.baseline).items()}
+    again = {seed: curve(run) for seed, run in results.of(row, results.baseline, again=True).items()}
+    gaps = {
+        variant.name: [
+            gap_curve(curve(run), base[seed])
+            for seed, run in results.of(row, variant.name).items()
+            if seed in base and run.train
+        ]
+        for variant in results.question.variants[1:]
+    }
+    equal = [gap_curve(points, base[seed]) for seed, points in again.items() if seed in base]
+    first = next(iter(base.values()), [])
+    seeds = [gap_curve(points, first) for points in base.values() if points]
+    return Curves(row, gaps, _over(seeds, spread), _over(equal, rounding_band))
+
+
+def _over(found: list[list[tuple[int, float]]], what: Any) -> list[tuple[int, float]]:
+    """A figure of several curves, where all of them are."""
+    points = [dict(each) for each in found]
+    shared = [tokens for tokens in points[0] if all(tokens in other for other in points)] if points else []
+    values = [(tokens, what([other[tokens] for other in points])) for tokens in shared]
+    return [(tokens, value) for tokens, value in values if value is not None]

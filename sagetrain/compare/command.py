@@ -1,0 +1,248 @@
+"""What `sagetrain compare` does: run what is missing, keep what came out, write the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from sagetrain import __version__
+from sagetrain.compare import records, results, runner
+from sagetrain.compare.analysis import Table, curves, tables, to_json
+from sagetrain.compare.page import page
+from sagetrain.compare.plot import can_plot, plot_gaps
+from sagetrain.compare.question import OWN, Job, Question, differences
+from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, STOPPED, Record
+from sagetrain.compare.results import Call, Results
+from sagetrain.config.arithmetic import padded_vocab_size
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.load import load_config
+from sagetrain.data.token_file import TokenFile, write_atomic
+from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.model.accounting import num_parameters
+from sagetrain.train.run_folder import flat
+
+PAGE, PLOT, TABLES = "README.md", "gap.png", "results.json"
+_SAY_SECONDS = 30.0
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where and how runs go."""
+
+    output: Path
+    run_dirs: Path
+    gpus: tuple[str, ...]
+    """Their numbers or names, as in CUDA_VISIBLE_DEVICES."""
+    per_gpu: int
+    devices: str
+
+
+def places(output: Path, run_dirs: Path | None, per_gpu: int) -> Places:
+    """The GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, or its cores."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    gpus = tuple(named or map(str, range(count))) if count else ()
+    devices = f"{len(gpus)} x {_gpu_name()}" if gpus else f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
+    return Places(output, run_dirs or output / "runs", gpus, per_gpu, f"{devices}, {per_gpu} runs at a time"
+                  + (" on each" if gpus else ""))  # fmt: skip
+
+
+def _gpu_name() -> str:
+    """By nvidia-smi: torch would take half a GB of the GPU for the answer."""
+    program = shutil.which("nvidia-smi")
+    words = [program or "", "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False) if program else None
+    return done.stdout.splitlines()[0].strip() if done and done.stdout.strip() else "GPU"
+
+
+def compare(
+    question: Question,
+    where: Places,
+    say: Say,
+    *,
+    command: str,
+    time_limit: float | None = None,
+    start: runner.Start = runner.start_process,
+) -> Results:
+    """Run every job that has not ended, as far as signals and time allow; what is in the folder then.
+
+    command: as it was typed, for the page. start: see runner.
+
+    Raises:
+        ConfigError: the question cannot be asked, or the folder holds another one.
+    """
+    begin, stop = time.monotonic(), runner.Stop(time_limit)
+    question.check()
+    found = _results(question, Call(_now(), command, where.devices, _versions(), gpus=len(where.gpus)))
+    if (where.output / results.QUESTION).exists():
+        before = results.load(where.output)
+        found = results.together([("this command", found), (str(where.output), before)])
+    jobs = list(question.jobs())
+    for job in jobs:
+        _refuse_others(found, job, where.run_dirs / job.folder)
+        if job in found.runs and found.runs[job].status == FAILED:  # has another try
+            del found.runs[job]
+        _reread(found, job, where.run_dirs / job.folder)
+    missing = [job for job in jobs if job not in found.runs or not found.runs[job].ended]
+    found.save(where.output)
+    say(f"{len(jobs)} runs, {len(missing)} to go, {where.devices}: {where.output}")
+
+    def ended(job: Job, code: int | None) -> None:
+        found.runs[job] = _ended(found, job, code, where)
+        found.save(where.output)
+        say(_sentence(found.runs[job], where.run_dirs / f"{job.folder}.log"))
+
+    with stop:
+        runner.Runner(
+            runner.slots(where.gpus, where.per_gpu, os.cpu_count() or 1),
+            lambda job: question.command(job, where.run_dirs / job.folder),
+            lambda job: where.run_dirs / f"{job.folder}.log",
+            ended,
+            _Progress(found, jobs, where.run_dirs, say),
+            start,
+        ).run(missing, stop)
+    if stop.why:
+        say(f"stopped by {stop.why}; the same command continues")
+    found.calls[-1] = replace(found.calls[-1], seconds=round(time.monotonic() - begin, 1))
+    found.save(where.output)
+    return found
+
+
+def _results(question: Question, call: Call) -> Results:
+    """Nothing but the question."""
+    cfg = question.config(Job(question.rows[0].name, question.baseline, 0))
+    vocab = cfg.model.vocab_size or Tokenizer.load(find_tokenizer(cfg.data)).vocab_size
+    tokens = sum(TokenFile(source.path).num_tokens for source in cfg.data.train)
+    size = num_parameters(cfg.model, cfg.attention, padded_vocab_size(vocab))
+    return Results(question, question.settings(), size, tokens, [call])
+
+
+def _refuse_others(found: Results, job: Job, run_dir: Path) -> None:
+    """ConfigError if a run folder holds a run of something else."""
+    if not (run_dir / "config.yaml").exists():
+        return
+    tree = flat(load_config(run_dir / "config.yaml").model_dump(mode="json"))
+    there = {key: tree[key] for key in tree if key not in OWN}
+    if changed := differences(found.settings[f"{job.row}/{job.variant}"], there):
+        lines = [f"{key}: {theirs!r} there, {ours!r} now" for key, (ours, theirs) in changed.items()]
+        what = "\n  ".join([f"{run_dir} holds a run with other settings:", *lines])
+        raise ConfigError(f"{what}\n  remove it, or use another --output (--run-dirs)")
+
+
+def _reread(found: Results, job: Job, run_dir: Path) -> None:
+    """Take what a run folder of an earlier call says."""
+    if (run_dir / "metrics.jsonl").exists():
+        known = [found.runs[job]] if job in found.runs else []
+        found.runs |= records.merged([*known, _read(found, job, run_dir)])
+
+
+def _read(found: Results, job: Job, run_dir: Path) -> Record:
+    settings = found.settings[f"{job.row}/{job.variant}"]
+    return records.read_run(job, run_dir, settings["training.total_tokens"], bool(settings["data.valid"]))
+
+
+def _ended(found: Results, job: Job, code: int | None, where: Places) -> Record:
+    """What a run left behind that ended with an exit code; None: it was asked to stop."""
+    record = _read(found, job, where.run_dirs / job.folder)
+    if not code or record.status == FINISHED:
+        return record
+    status = DIVERGED if runner.is_divergence(code) else FAILED
+    return replace(record, status=status, said=runner.end_of_log(where.run_dirs / f"{job.folder}.log"))
+
+
+def _sentence(record: Record, log: Path) -> str:
+    if record.status in (FAILED, DIVERGED):
+        lines = "\n".join(f"    {line}" for line in record.said.splitlines())
+        return f"{record.job}: {record.status} after {record.tokens:,} tokens; {log} ends with\n{lines}"
+    losses = (("training", record.train_end), ("validation", record.valid_end))
+    said = ", ".join(f"{kind} loss {loss:.4f}" for kind, loss in losses if loss is not None)
+    seen = f"at {record.tokens:,} of {record.total_tokens:,} tokens" if record.status == STOPPED else ""
+    return f"{record.job}: " + " ".join(part for part in (record.status, seen, said) if part)
+
+
+class _Progress:
+    """Says now and then how far the runs are, in one line."""
+
+    def __init__(self, found: Results, jobs: Sequence[Job], run_dirs: Path, say: Say):
+        self._found, self._jobs, self._run_dirs, self._say = found, jobs, run_dirs, say
+        self._next = time.monotonic() + _SAY_SECONDS
+
+    def __call__(self, running: Sequence[Job]) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _SAY_SECONDS
+        ended = sum(job in self._found.runs and self._found.runs[job].ended for job in self._jobs)
+        self._say(" | ".join([f"{ended} of {len(self._jobs)} runs ended", *map(self._far, running)]))
+
+    def _far(self, job: Job) -> str:
+        total = self._found.settings[f"{job.row}/{job.variant}"]["training.total_tokens"]
+        rows = [row for row in _last_rows(self._run_dirs / job.folder / "metrics.jsonl") if "train/loss" in row]
+        return f"{job}: {rows[-1]['tokens'] / total:.0%}, {rows[-1]['train/loss']:.3f}" if rows else f"{job}: starting"
+
+
+def _last_rows(path: Path, size: int = 1 << 16) -> list[dict]:
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        lines = file.read().decode(errors="replace").splitlines()
+    rows = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # cut, by us or by the run that is writing it
+            continue
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def report(found: Results, output: Path, margin: float, title: str, say: Say) -> list[Table]:
+    """Write the page, the tables as json and the plot, and say every verdict."""
+    if not found.runs:
+        raise ConfigError(f"{output}: no run has begun: there is nothing to report")
+    found.save(output)
+    lines = tables(found, margin)
+    plot = can_plot()
+    if not plot:
+        plot_gaps(curves(found), found.baseline, output / PLOT)
+    else:
+        say(plot)
+    write_atomic(output / TABLES, (json.dumps(to_json(lines), indent=1) + "\n").encode())
+    write_atomic(output / PAGE, page(found, lines, margin, title, plot or PLOT).encode())
+    for table in lines:
+        for line in table.lines:
+            place = f"{table.row} " if table.row else ""
+            for kind in line.verdicts:
+                if kind == "training" or line.losses[kind] is not None:
+                    say(f"{place}{line.variant}, {kind} loss: {line.verdict(kind)}")
+    say(f"{output / PAGE}")
+    return lines
+
+
+def read_folders(folders: Sequence[str]) -> Results:
+    """The results of folders of earlier calls as one, their runs read again where they are."""
+    parts = []
+    for name in folders:
+        found = results.load(Path(name))
+        for job in found.question.jobs():
+            _reread(found, job, Path(name) / "runs" / job.folder)
+        parts.append((name, found))
+    return results.together(parts)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _versions() -> str:
+    return f"sagetrain {__version__}, torch {torch.__version__}"

@@ -1,0 +1,183 @@
+"""One page about a comparison: question, settings, tables, plot, what it does not show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sagetrain.compare.analysis import LOSSES, Line, Table
+from sagetrain.compare.question import differences
+from sagetrain.compare.records import DIVERGED, FAILED, STOPPED
+from sagetrain.compare.results import Results
+from sagetrain.compare.statistics import Verdict
+
+_SHOWN = (
+    "model.num_layers",
+    "model.hidden_size",
+    "data.seq_length",
+    "training.total_tokens",
+    "optimizer.lr",
+    "lr_schedule.shape",
+    "lr_schedule.warmup_tokens",
+    "lr_schedule.decay_tokens",
+    "lr_schedule.min_lr",
+    "attention.qk_norm",
+    "training.dtype",
+)
+"""Settings of the baseline that the page names."""
+_MANY_PASSES = 4
+"""Beyond, validation losses tell of over-fitting, and training losses of pairs alone are compared."""
+
+
+def page(results: Results, tables: Sequence[Table], margin: float, title: str, plot: str) -> str:
+    """Markdown. plot: name of the picture, or why there is none."""
+    return "\n".join([*_head(results, title), *_body(results, tables, margin, plot)]) + "\n"
+
+
+def _head(results: Results, title: str) -> Iterator[str]:
+    yield f"# {title or _question(results)}"
+    yield ""
+    settings = next(iter(results.settings.values()))
+    first, last = results.calls[0].date[:10], results.calls[-1].date[:10]
+    gpu_minutes = sum(call.seconds * call.gpus for call in results.calls) / 60
+    devices = ", ".join(dict.fromkeys(call.devices for call in results.calls))
+    spent = f" ({gpu_minutes:,.0f} GPU minutes)" if gpu_minutes else ""
+    versions = ", ".join(dict.fromkeys(call.versions for call in results.calls))
+    yield f"{first if first == last else f'{first} to {last}'}, {devices}{spent}, {versions}."
+    yield f"{results.parameters / 1e6:,.1f}M parameters, {_passes(results)}."
+    yield ", ".join(f"{key} {settings[key]}" for key in _SHOWN if settings.get(key) is not None) + "."
+    yield ""
+    yield f"- baseline `{results.baseline}`: {_meant(results, results.question.variants[0])}"
+    for variant in results.question.variants[1:]:
+        yield f"- `{variant.name}`: {_meant(results, variant)}"
+    yield ""
+    yield "```"
+    yield from dict.fromkeys(call.command for call in results.calls)
+    yield "```"
+    yield ""
+
+
+def _question(results: Results) -> str:
+    names = [f"`{variant.name}`" for variant in results.question.variants[1:]]
+    if not names:
+        return f"How far apart are equal runs of `{results.baseline}`?"
+    return f"Does {' or '.join(names)} end on another loss than `{results.baseline}`?"
+
+
+def _meant(results: Results, variant: Any) -> str:
+    row = results.rows[0].name
+    ours, theirs = (results.settings.get(f"{row}/{name}", {}) for name in (results.baseline, variant.name))
+    changed = [f"{key} = {value}" for key, (_, value) in differences(ours, theirs).items()] if theirs else []
+    words = list(variant.overrides) or ([variant.config] if variant.config else [])
+    return "; ".join(part for part in (" ".join(words), ", ".join(changed)) if part) or "as configured"
+
+
+def _passes(results: Results) -> str:
+    if not results.data_tokens:
+        return "tokens of data.train unknown"
+    rows = []
+    for row in results.rows:
+        total = results.settings[f"{row.name}/{results.baseline}"]["training.total_tokens"]
+        of = f" at {row.name}" if row.name else ""
+        rows.append(f"{total / 1e6:,.1f}M tokens{of} ({total / results.data_tokens:.1f} passes)")
+    return f"{results.data_tokens / 1e6:,.1f}M tokens of text; " + ", ".join(dict.fromkeys(rows))
+
+
+def _body(results: Results, tables: Sequence[Table], margin: float, plot: str) -> Iterator[str]:
+    for table in tables:
+        yield from _section(table)
+    yield from ([f"![gap over tokens]({plot})"] if plot.endswith(".png") else [f"({plot}.)"])
+    yield ""
+    yield from _reading(margin)
+    yield ""
+    yield from _not_shown(results, tables)
+
+
+def _section(table: Table) -> Iterator[str]:
+    scale = ""
+    if table.noise_scale:
+        share = table.tokens_per_step / table.noise_scale
+        scale = f"; gradient noise scale {table.noise_scale:,.0f} tokens, tokens per step are {share:.2g} of it"
+    yield f"## {table.row or 'Losses'}"
+    yield ""
+    yield f"{table.tokens_per_step:,} tokens per step{scale}. {_bands(table)}"
+    yield ""
+    kinds = [kind for kind in LOSSES if table.baseline.losses[kind] is not None] or ["training"]
+    head = [
+        "",
+        "seeds",
+        *(column for kind in kinds for column in (f"{kind} loss", "gap", "verdict")),
+        "tokens/s",
+        "events",
+    ]
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for line in (table.baseline, *table.lines):
+        yield f"| {' | '.join(_cells(line, kinds))} |"
+    yield ""
+
+
+def _cells(line: Line, kinds: Sequence[str]) -> Iterator[str]:
+    yield line.variant
+    yield f"{line.finished}"
+    for kind in kinds:
+        yield _number(line.losses[kind])
+        if kind in line.verdicts:
+            verdict = line.verdicts[kind]
+            yield "" if verdict.gap is None else f"{verdict.gap:+.4f} ({_power(verdict)})"
+            yield line.verdict(kind)
+        else:
+            yield ""
+            yield "baseline" + (f"; diverged in {len(line.diverged)}" if line.diverged else "")
+    yield "" if line.tokens_per_second is None else f"{line.tokens_per_second:,.0f}"
+    yield ", ".join(f"{count} {kind}" for kind, count in sorted(line.events.items()))
+
+
+def _power(verdict: Verdict) -> str:
+    return "no power" if verdict.seen is None else f"could see {verdict.seen:.4f}"
+
+
+def _bands(table: Table) -> str:
+    """The spreads that a gap has to be seen against."""
+    parts = []
+    for kind in LOSSES:
+        seeds, rounding = table.seed_band[kind], table.rounding_band[kind]
+        if seeds is not None:
+            parts.append(f"seed band of the {kind} loss {seeds:.4f}")
+        if rounding is not None:
+            parts.append(f"rounding band {rounding:.4f} ({table.again} pair{'s' * (table.again > 1)})")
+    return f"{', '.join(parts)}." if parts else "No band was measured: one seed, no run again."
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _reading(margin: float) -> Iterator[str]:
+    yield (
+        "How to read it: losses in nats per token; the training loss is the mean over the last 5 % of the tokens. A "
+        "gap is the mean difference to the baseline of the same seed (same initialization and samples), "
+        "+- t(.975, n - 1) s / sqrt(n) of the n differences with standard deviation s. That is also the power: a "
+        "smaller gap would not have been called. The seed band is the standard deviation of the baseline over seeds, "
+        "the rounding band the root mean square difference of two runs that differ in one rounding at the start: no "
+        f"claim is made below it. Level: the whole interval lies within {margin:g}."
+    )
+
+
+def _not_shown(results: Results, tables: Sequence[Table]) -> Iterator[str]:
+    """What a reader must not take from the page, as far as the runs themselves tell."""
+    yield "What it does not show:"
+    yield ""
+    yield "- Other models, data, lengths of training or tokens per step than those above."
+    few = sorted({len(line.verdicts["training"].differences) for table in tables for line in table.lines} & {0, 1, 2})
+    if few:
+        yield f"- Settings with {' or '.join(map(str, few))} pairs: a claim that separates two settings needs three."
+    if any(table.rounding_band["training"] is None for table in tables):
+        yield "- Whether chance in the rounding alone makes such gaps, where no rounding band was measured (--band)."
+    totals = [results.settings[f"{row.name}/{results.baseline}"]["training.total_tokens"] for row in results.rows]
+    if results.data_tokens and max(totals) > _MANY_PASSES * results.data_tokens:
+        yield f"- Generalization: past {_MANY_PASSES} passes over the text validation losses are over-fitted."
+    for status, meaning in ((STOPPED, "not finished"), (FAILED, "failed, not by its losses"), (DIVERGED, "diverged")):
+        found = [str(job) for job, run in results.runs.items() if run.status == status]
+        if found:
+            yield f"- Runs that are in no mean ({meaning}): {', '.join(found)}."

@@ -1,0 +1,60 @@
+"""The gap of every variant over tokens, against the bands of seed and rounding noise, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sagetrain.compare.analysis import Curves
+
+
+def can_plot() -> str:
+    """Why no picture can be made, or nothing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return (
+            "no plot: matplotlib is not installed; pip install 'sagetrain[plots]' and run the same with --report-only"
+        )
+    return ""
+
+
+def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
+    """One panel a row: thin lines are seeds, thick ones their mean."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.6 + 3.2 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
+    for panel, row in zip(panels, rows, strict=True):
+        bands = ((row.seed_band, "0.88", "seeds"), (row.rounding_band, "0.7", "rounding"))
+        for band, grey, name in bands:
+            if band:
+                tokens, half = zip(*band, strict=True)
+                low = [-value for value in half]
+                panel.fill_between(_millions(tokens), low, half, color=grey, label=f"{baseline}: {name}", lw=0)
+        panel.axhline(0, color="black", linewidth=0.8)
+        for number, (variant, seeds) in enumerate(row.gaps.items()):
+            color, drawn = f"C{number}", [points for points in seeds if points]
+            for points in drawn:
+                panel.plot(_millions([x for x, _ in points]), [y for _, y in points], color=color, lw=0.6, alpha=0.5)
+            mean = _mean(drawn)
+            if mean:
+                tokens, gaps = zip(*mean, strict=True)
+                panel.plot(_millions(tokens), gaps, color=color, linewidth=1.8, label=f"{variant} ({len(drawn)})")
+        panel.set_title(row.row, fontsize=10)
+        panel.set_ylabel(f"training loss - {baseline}")
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize=8, loc="best")
+    panels[-1].set_xlabel("tokens seen, millions")
+    figure.savefig(path, dpi=110)
+
+
+def _mean(seeds: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
+    """Of the seeds that are there, at every point that all of them have."""
+    points = [dict(each) for each in seeds]
+    shared = [tokens for tokens in points[0] if all(tokens in other for other in points)] if points else []
+    return [(tokens, sum(other[tokens] for other in points) / len(points)) for tokens in shared]
+
+
+def _millions(tokens: Sequence[int]) -> list[float]:
+    return [value / 1e6 for value in tokens]

@@ -1,0 +1,237 @@
+"""What is compared with what: variants against a baseline, at every setting of a row, over seeds. Checked here, before
+anything starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sagetrain.config.check import check
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.load import load_config
+from sagetrain.config.schema import RunConfig
+from sagetrain.data.tokenizer import known_vocab_size
+from sagetrain.train.run_folder import flat
+
+SHARED = (
+    "model",
+    "attention.qk_norm",
+    "data",
+    "tokens_per_step",
+    "training.seed",
+    "training.total_tokens",
+    "training.drop_steps",
+    "evaluation",
+)
+"""What runs of a pair have alike: initialization, samples, when weights change and what is measured. Keys, sections."""
+_FREE = ("data.num_workers", "data.micro_batch_size", "evaluation.every_tokens")
+"""Inside of these, what changes none of that."""
+OWN = ("training.seed", "training.run_dir", "training.perturb")
+"""What each run gets from here."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A variant or a row: a name, and what it sets."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    config: str = ""
+    """Of a variant: its file."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: the first variant is the baseline; `again`: a second time, with another rounding."""
+
+    row: str
+    variant: str
+    seed: int
+    again: bool = False
+
+    @property
+    def folder(self) -> str:
+        """Of the run, below that of all runs."""
+        parts = [self.row, self.variant, f"seed-{self.seed}" + ("-again" if self.again else "")]
+        return "/".join(part for part in parts if part)
+
+    def __str__(self) -> str:
+        words = [self.row, self.variant, f"seed {self.seed}", *(["again"] if self.again else [])]
+        return " ".join(word for word in words if word)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Everything that says which runs there are."""
+
+    variants: tuple[Setting, ...]
+    rows: tuple[Setting, ...] = (Setting(""),)
+    overrides: tuple[str, ...] = ()
+    """Of all runs."""
+    seeds: int = 1
+    band: int = 0
+    """For so many seeds the baseline is run a second time."""
+    allow: tuple[str, ...] = ()
+    """Keys or sections of SHARED that may differ nonetheless."""
+    first_seed: int = 0
+
+    @property
+    def baseline(self) -> str:
+        return self.variants[0].name
+
+    def default_output(self) -> Path:
+        """The baseline's run_dir with -compare."""
+        run_dir = self.config(Job(self.rows[0].name, self.baseline, 0)).training.run_dir
+        return Path(f"{run_dir}-compare")
+
+    def jobs(self) -> Iterator[Job]:
+        """All runs, seed after seed: what is stopped early has whole pairs."""
+        for seed in range(self.first_seed, self.first_seed + self.seeds):
+            for row in self.rows:
+                for variant in self.variants:
+                    yield Job(row.name, variant.name, seed)
+                    if variant.name == self.baseline and seed < self.first_seed + self.band:
+                        yield Job(row.name, variant.name, seed, again=True)
+
+    def command(self, job: Job, run_dir: Path | str) -> list[str]:
+        """CONFIG [KEY=VALUE]... of a run."""
+        own = [f"training.seed={job.seed}", f"training.run_dir={run_dir}", f"training.perturb={int(job.again)}"]
+        return [*self._given(job), *own]
+
+    def _given(self, job: Job) -> list[str]:
+        """The same as it was asked for, before the run's own seed, folder and rounding."""
+        variant = next(variant for variant in self.variants if variant.name == job.variant)
+        row = next(row for row in self.rows if row.name == job.row)
+        return [variant.config, *self.overrides, *row.overrides, *variant.overrides]
+
+    def config(self, job: Job) -> RunConfig:
+        """The whole configuration of a run, as it was asked for."""
+        path, *overrides = self._given(job)
+        return load_config(path, overrides)
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """By `row/variant`: every key by its dotted name, less those that are a run's own."""
+        jobs = [Job(row.name, variant.name, 0) for row in self.rows for variant in self.variants]
+        trees = {f"{job.row}/{job.variant}": flat(self.config(job).model_dump(mode="json")) for job in jobs}
+        return {name: {key: tree[key] for key in tree if key not in OWN} for name, tree in trees.items()}
+
+    def check(self) -> None:
+        """ConfigError naming everything for which these runs could not be compared, or one of them not start."""
+        problems = list(self._unknown_allowed())
+        for row in self.rows:
+            baseline = flat(self.config(Job(row.name, self.baseline, 0)).model_dump(mode="json"))
+            for variant in self.variants:
+                path, *overrides = self._given(Job(row.name, variant.name, 0))
+                cfg = load_config(path, overrides)
+                findings = check(cfg, 1, vocab_size=known_vocab_size(cfg.data), path=path, overrides=overrides)
+                problems += [f"{variant.name}: {finding}" for finding in findings if finding.level == "error"]
+                for key, (ours, theirs) in differences(baseline, flat(cfg.model_dump(mode="json"))).items():
+                    if _within(key, SHARED) and not _within(key, (*_FREE, *self.allow)):
+                        problems.append(
+                            f"{key}: {ours!r} in {self.baseline}, {theirs!r} in {variant.name}: the runs of a pair "
+                            "share initialization, samples and steps. Give both the same"
+                            + ("" if key in OWN else f", or accept the difference with --allow {key}")
+                        )
+        if problems:
+            raise ConfigError("\n  ".join(["these runs cannot be compared; nothing was started:", *problems]))
+
+    def _unknown_allowed(self) -> Iterator[str]:
+        for key in self.allow:
+            if not any(_within(key, [shared]) or _within(shared, [key]) for shared in SHARED):
+                yield f"--allow {key}: what may not differ is {', '.join(SHARED)}; everything else may"
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types alone."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> Question:
+        """What to_json gave."""
+
+        def setting(value: Mapping[str, Any]) -> Setting:
+            return Setting(value["name"], tuple(value["overrides"]), value["config"])
+
+        return cls(
+            tuple(map(setting, tree["variants"])),
+            tuple(map(setting, tree["rows"])),
+            tuple(tree["overrides"]),
+            tree["seeds"],
+            tree["band"],
+            tuple(tree["allow"]),
+            tree["first_seed"],
+        )
+
+
+def asked(
+    configs: Sequence[str],
+    variants: Sequence[str],
+    rows: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    baseline: str | None = None,
+    seeds: int,
+    band: int,
+    allow: Sequence[str],
+) -> Question:
+    """The question that a command line asks.
+
+    configs: files, the first is the baseline. variants: texts `NAME: KEY=VALUE ...`, of the first file with these
+    overrides. rows: the same for all variants alike. baseline: what to call the first; default: as its file.
+
+    Raises:
+        ConfigError: a name or a text that cannot be used, or nothing to compare.
+    """
+    if not configs:
+        raise ConfigError("name a configuration: sagetrain compare A.yaml B.yaml")
+    first, *others = configs
+    named = [
+        Setting(_usable(baseline or Path(first).stem, "--baseline"), config=first),
+        *(Setting(_usable(Path(path).stem, path), config=path) for path in others),
+        *(named_overrides(text, "--variant", first) for text in variants),
+    ]
+    if len(named) == 1 and not band:
+        raise ConfigError(
+            f"{first} alone: name another configuration to compare it with, or --variant 'NAME: KEY=VALUE'; or --band, "
+            "to run it against itself"
+        )
+    settings = tuple(named_overrides(text, "--row") for text in rows) or (Setting(""),)
+    for kind in (named, settings):
+        names = [setting.name for setting in kind]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(
+                    f"{name!r} names two variants or rows: give each a name of its own (--variant, --row)"
+                )
+    if not 0 <= band <= seeds:
+        raise ConfigError(f"--band {band}: the baseline is run again for so many of the --seeds {seeds}, at most all")
+    seed = load_config(first, [*overrides, *settings[0].overrides]).training.seed
+    return Question(tuple(named), settings, tuple(overrides), seeds, band, tuple(allow), seed)
+
+
+def named_overrides(text: str, option: str, config: str = "") -> Setting:
+    """`NAME: KEY=VALUE KEY=VALUE`, as on a command line; a value may hold spaces."""
+    name, colon, rest = text.partition(":")
+    words = re.split(r"\s+(?=[\w.]+=)", rest.strip())
+    if not (colon and name and all(re.match(r"[\w.]+=", word) for word in words)):
+        raise ConfigError(f"{option} {text!r}: is written 'NAME: KEY=VALUE', for example "
+                          "'paper: attention.backend=sage attention.recipe=paper'")  # fmt: skip
+    return Setting(_usable(name.strip(), option), tuple(words), config)
+
+
+def _usable(name: str, where: str) -> str:
+    if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
+        raise ConfigError(f"{where}: the name {name!r} becomes that of a folder: use letters, digits and . _ - + =")
+    return name
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs between two flat configurations, by key."""
+    keys = [*ours, *(key for key in theirs if key not in ours)]
+    return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
+
+
+def _within(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)

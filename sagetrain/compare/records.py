@@ -1,0 +1,146 @@
+"""What is kept of a run: a line of losses.jsonl, small enough to be carried from machine to machine."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sagetrain.compare.question import Job
+from sagetrain.compare.statistics import end_of, thinned
+from sagetrain.config.errors import ConfigError
+from sagetrain.data.token_file import write_atomic
+
+FINISHED, DIVERGED, FAILED, STOPPED = "finished", "diverged", "failed", "stopped"
+_RANKS = (STOPPED, FAILED, DIVERGED, FINISHED)
+_NOISE_SCALE = "noise/scale_tokens"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run as far as it came. Losses in nats per token."""
+
+    row: str
+    variant: str
+    seed: int
+    again: bool
+    status: str
+    """finished; diverged: a loss that is not finite ended it; failed: something else did; stopped: not ended yet."""
+    tokens: int = 0
+    total_tokens: int = 0
+    tokens_per_step: int = 0
+    """At the end."""
+    train_end: float | None = None
+    """Mean training loss over the last 5 % of the tokens."""
+    valid_end: float | None = None
+    """Last validation loss."""
+    tokens_per_second: float | None = None
+    """Median."""
+    noise_scale: float | None = None
+    """Gradient noise scale in tokens: median over the second half of the run, where it is measured."""
+    events: dict[str, int] = field(default_factory=dict)
+    """Events of the run by kind (spikes, say)."""
+    train: list[list[float]] = field(default_factory=list)
+    """[tokens seen, mean loss] of every 10 reported steps."""
+    valid: list[list[float]] = field(default_factory=list)
+    """[tokens seen, validation loss]."""
+    said: str = ""
+    """The end of the log of a run that failed or diverged."""
+
+    @property
+    def job(self) -> Job:
+        return Job(self.row, self.variant, self.seed, self.again)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to be run."""
+        return self.status in (FINISHED, DIVERGED)
+
+
+def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool) -> Record:
+    """What a run folder says by now: finished or stopped. evaluated: the run has held-out data."""
+    rows, tokens = _rows(run_dir / "metrics.jsonl"), 0
+    points, valid, rates, scales = [], [], [], []
+    for row in rows:
+        tokens = row["tokens"]
+        if "train/loss" in row:
+            points.append((tokens, row["train/tokens_per_step"], row["train/loss"]))
+            rates.append(row["perf/tokens_per_second"])
+        if "valid/loss" in row:
+            valid.append([tokens, row["valid/loss"]])
+        if _NOISE_SCALE in row and tokens >= total_tokens / 2:
+            scales.append(row[_NOISE_SCALE])
+    done = tokens >= total_tokens and (not evaluated or (bool(valid) and valid[-1][0] >= total_tokens))
+    return Record(
+        job.row,
+        job.variant,
+        job.seed,
+        job.again,
+        FINISHED if done else STOPPED,
+        tokens,
+        total_tokens,
+        points[-1][1] if points else 0,
+        _rounded(end_of(points)),
+        _rounded(valid[-1][1]) if valid else None,
+        round(statistics.median(rates)) if rates else None,
+        round(statistics.median(scales)) if scales else None,
+        dict(Counter(row["kind"] for row in _rows(run_dir / "events.jsonl"))),
+        [[seen, round(loss, 4)] for seen, loss in thinned(points)],
+        [[seen, round(loss, 6)] for seen, loss in valid],
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Of a file that may be growing, or was cut short."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def load(path: Path) -> list[Record]:
+    """The lines of a losses.jsonl; none where there is no file.
+
+    Raises:
+        ConfigError: a line is not of ours.
+    """
+    try:
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [Record(**json.loads(line)) for line in lines]
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: not what sagetrain compare writes ({error}); restore or remove it") from error
+
+
+def save(path: Path, records: Iterable[Record]) -> None:
+    """One line a run."""
+    write_atomic(path, "".join(json.dumps(asdict(record)) + "\n" for record in records).encode())
+
+
+def merged(records: Iterable[Record]) -> dict[Job, Record]:
+    """One for each run: of several, the one that has ended best, then the one that came further."""
+    best: dict[Job, Record] = {}
+    for record in records:
+        known = best.get(record.job)
+        if known is None or _standing(record) > _standing(known):
+            best[record.job] = record
+    return best
+
+
+def _standing(record: Record) -> tuple[int, int]:
+    return _RANKS.index(record.status), record.tokens
+
+
+def curve(record: Record) -> Sequence[tuple[int, float]]:
+    """Its training losses over tokens seen."""
+    return [(int(tokens), loss) for tokens, loss in record.train]

@@ -1,0 +1,137 @@
+"""The folders of comparisons: what was asked, in compare.json, and a line for each run, in losses.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sagetrain.compare import records
+from sagetrain.compare.question import Job, Question, Setting, differences
+from sagetrain.compare.records import Record
+from sagetrain.config.errors import ConfigError
+from sagetrain.data.token_file import write_atomic
+
+QUESTION, LOSSES = "compare.json", "losses.jsonl"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One start of the command."""
+
+    date: str
+    """When it began, YYYY-MM-DD HH:MM UTC."""
+    command: str
+    devices: str
+    """`2 x NVIDIA H200`."""
+    versions: str
+    seconds: float = 0.0
+    gpus: int = 0
+
+
+@dataclass
+class Results:
+    """What was asked and what came out, of one folder or of several."""
+
+    question: Question
+    settings: dict[str, dict[str, Any]]
+    """Question.settings."""
+    parameters: int
+    data_tokens: int
+    """In data.train of the baseline."""
+    calls: list[Call]
+    runs: dict[Job, Record] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> tuple[Setting, ...]:
+        return self.question.rows
+
+    @property
+    def baseline(self) -> str:
+        return self.question.baseline
+
+    @property
+    def failed(self) -> list[Record]:
+        """Runs that ended for another reason than their losses."""
+        return [run for run in self.runs.values() if run.status == records.FAILED]
+
+    def of(self, row: str, variant: str, again: bool = False) -> dict[int, Record]:
+        """The runs of a variant in a row, by seed."""
+        found = {
+            job.seed: run
+            for job, run in self.runs.items()
+            if (job.row, job.variant, job.again) == (row, variant, again)
+        }
+        return dict(sorted(found.items()))
+
+    def save(self, folder: Path) -> None:
+        """Write both files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tree = {
+            "question": asdict(self.question),
+            "settings": self.settings,
+            "parameters": self.parameters,
+            "data_tokens": self.data_tokens,
+            "calls": [asdict(call) for call in self.calls],
+        }
+        write_atomic(folder / QUESTION, (json.dumps(tree, indent=1) + "\n").encode())
+        order = list(self.question.jobs())
+        known = [job for job in order if job in self.runs] + [job for job in self.runs if job not in order]
+        records.save(folder / LOSSES, (self.runs[job] for job in known))
+
+
+def load(folder: Path) -> Results:
+    """What a folder holds.
+
+    Raises:
+        ConfigError: nothing that `save` wrote.
+    """
+    path = folder / QUESTION
+    try:
+        tree = json.loads(path.read_text())
+        question = Question.from_json(tree["question"])
+        calls = [Call(**call) for call in tree["calls"]]
+        result = Results(question, tree["settings"], tree["parameters"], tree["data_tokens"], calls)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{folder}: holds no {QUESTION}: name folders that sagetrain compare has written") from error
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path}: not what sagetrain compare writes ({error!r}); restore or remove it") from error
+    result.runs = records.merged(records.load(folder / LOSSES))
+    return result
+
+
+def together(parts: Sequence[tuple[str, Results]]) -> Results:
+    """Several as one: rows, variants, seeds and calls of all, and of a run that is in several the one that came
+    furthest. They may have different rows, variants and seeds.
+
+    parts: (where from, results).
+
+    Raises:
+        ConfigError: baselines of different names, or a variant or row of one name with different settings.
+    """
+    (where, first), *others = parts
+    result = replace(first, settings=dict(first.settings), calls=list(first.calls))
+    variants, rows = ({s.name: s for s in settings} for settings in (first.question.variants, first.rows))
+    for place, other in others:
+        if other.baseline != first.baseline:
+            raise ConfigError(
+                f"{where} compares with {first.baseline}, {place} with {other.baseline}: not one question"
+            )
+        for name, settings in other.settings.items():
+            known = result.settings.setdefault(name, settings)
+            if changed := differences(known, settings):
+                lines = [f"{key}: {a!r} and {b!r}" for key, (a, b) in changed.items()]
+                raise ConfigError(
+                    "\n  ".join([f"{where} and {place} have different settings for {name.strip('/')}:", *lines])
+                    + "\n  give what differs another name (--variant, --row), or use another --output"
+                )
+        for known_settings, settings in ((variants, other.question.variants), (rows, other.rows)):
+            for setting in settings:
+                known_settings.setdefault(setting.name, setting)
+        calls = [call for call in other.calls if call not in result.calls]
+        result.calls = sorted([*result.calls, *calls], key=lambda call: call.date)
+    result.question = replace(first.question, variants=tuple(variants.values()), rows=tuple(rows.values()))
+    result.runs = records.merged(run for _, part in parts for run in part.runs.values())
+    return result

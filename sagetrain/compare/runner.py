@@ -1,0 +1,150 @@
+"""Runs side by side on the GPUs there are, each an ordinary `sagetrain train`; stopped and continued like one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from sagetrain.compare.question import Job
+
+_TICK = 0.2
+_DIVERGED = 4  # exit code of training that cannot go on
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Process(Protocol):
+    """What subprocess.Popen is to us."""
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        ...
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal."""
+        ...
+
+
+Start = Callable[[Sequence[str], Mapping[str, str], Path], Process]
+"""(words after `sagetrain train`, environment, log) -> the run's process."""
+
+
+def start_process(words: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
+    """`sagetrain train WORDS` with its output at the end of `log`; signals of a terminal do not reach it."""
+    command = [sys.executable, "-m", "sagetrain", "train", *words]
+    with log.open("ab") as output:
+        return subprocess.Popen(command, env=dict(env), stdout=output, stderr=output, start_new_session=True)
+
+
+def slots(gpus: Sequence[str], per_gpu: int, cores: int) -> list[dict[str, str]]:
+    """Environments of the runs that go side by side: `per_gpu` on each GPU, in all where there is none.
+
+    cores: of this host, which runs without a GPU share.
+    """
+    if gpus:
+        return [{"CUDA_VISIBLE_DEVICES": gpu} for _ in range(per_gpu) for gpu in gpus]
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // per_gpu))
+    return [{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads} for _ in range(per_gpu)]
+
+
+class Stop:
+    """Whether to stop: a signal came (SIGTERM, SIGUSR1, Ctrl-C), or the time is up. The second signal ends all at once.
+
+    Context manager: inside, the signals are its own.
+    """
+
+    def __init__(self, seconds: float | None = None):
+        self.why, self.at_once = "", False
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+        self._seconds = seconds
+
+    def __enter__(self) -> Stop:
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        self._before = {number: signal.signal(number, self._ask) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, _frame: object) -> None:
+        self.at_once = bool(self.why)
+        self.why = self.why or signal.Signals(number).name
+
+    def __bool__(self) -> bool:
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self.why = self.why or f"--time-limit {self._seconds:g}"
+        return bool(self.why)
+
+
+class Runner:
+    """Starts jobs in slots and says how they ended.
+
+    Args:
+        command: of a job: CONFIG [KEY=VALUE]...
+        log: file of a job's output.
+        ended: called with (job, exit code) for each run that is over; the code is None if it was asked to stop and did.
+        tick: called every now and then, with the jobs that run.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Mapping[str, str]],
+        command: Callable[[Job], Sequence[str]],
+        log: Callable[[Job], Path],
+        ended: Callable[[Job, int | None], None],
+        tick: Callable[[Sequence[Job]], None],
+        start: Start = start_process,
+    ):
+        self._places, self._command, self._log = places, command, log
+        self._ended, self._tick, self._start = ended, tick, start
+
+    def run(self, jobs: Sequence[Job], stop: Stop) -> None:
+        """All of them, until `stop`: then those that run are asked to save, and waited for."""
+        waiting, running, asked = deque(jobs), dict[int, tuple[Job, Process]](), False
+        while waiting or running:
+            if stop and not asked:
+                asked = True
+                waiting.clear()
+                _tell(running, signal.SIGTERM)
+            if stop.at_once:
+                _tell(running, signal.SIGKILL)
+            for place, (job, process) in list(running.items()):
+                if (code := process.poll()) is not None:
+                    del running[place]
+                    self._ended(job, None if asked and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM) else code)
+            for place in range(len(self._places)):
+                if waiting and place not in running:
+                    job = waiting.popleft()
+                    running[place] = job, self._launch(job, self._places[place])
+            self._tick([job for job, _ in running.values()])
+            if running:
+                time.sleep(_TICK)
+
+    def _launch(self, job: Job, place: Mapping[str, str]) -> Process:
+        log = self._log(job)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        env = {key: value for key, value in os.environ.items() if key not in _LAUNCHED}
+        return self._start(self._command(job), {**env, **place}, log)
+
+
+def _tell(running: Mapping[int, tuple[Job, Process]], number: int) -> None:
+    for _, process in running.values():
+        process.send_signal(number)
+
+
+def is_divergence(code: int) -> bool:
+    """Whether a run ended because its loss was not finite, or it could not go on for another reason of training."""
+    return code == _DIVERGED
+
+
+def end_of_log(path: Path, lines: int = 8) -> str:
+    """What a run said last; a folder of the log is enough to find the rest."""
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return "\n".join(text.splitlines()[-lines:])

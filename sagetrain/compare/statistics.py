@@ -1,0 +1,141 @@
+"""Paired differences of losses: how large, how sure, and what they could have shown. Pure functions."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CONFIDENCE = 0.975
+"""Two-sided 95 %: what t() is asked for everywhere."""
+
+
+def t(probability: float, freedom: int) -> float:
+    """Quantile of Student's t distribution, at a probability in (.5, 1) and a whole number of degrees of freedom."""
+    if not (0.5 < probability < 1 and freedom >= 1):
+        raise ValueError(f"t({probability}, {freedom}): takes .5 < probability < 1 and freedom >= 1")
+    low, high = 0.0, 1.0
+    while _t_distribution(high, freedom) < probability:
+        high *= 2
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_distribution(middle, freedom) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def _t_distribution(value: float, freedom: int) -> float:
+    """P(T < value), value >= 0: the finite sums for whole degrees of freedom (Abramowitz and Stegun, 26.7.3-4)."""
+    angle = math.atan(value / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    if freedom == 1:
+        return 0.5 + angle / math.pi
+    term = total = cosine if freedom % 2 else 1.0
+    for k in range(3 if freedom % 2 else 2, freedom, 2):
+        term *= cosine**2 * (k - 1) / k
+        total += term
+    within = 2 / math.pi * (angle + sine * total) if freedom % 2 else sine * total
+    return (1 + within) / 2
+
+
+def rounding_band(differences: Sequence[float]) -> float | None:
+    """Root mean square of the differences of pairs that should be equal; None without pairs."""
+    return math.sqrt(statistics.fmean(d * d for d in differences)) if differences else None
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Standard deviation over seeds; None of fewer than two."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What pairs say about a difference. All in nats per token; a positive gap is a higher loss than the baseline's."""
+
+    differences: tuple[float, ...]
+    """One a seed."""
+    gap: float | None
+    """Their mean; None without pairs."""
+    uncertainty: float | None
+    """Half of the 95 % confidence interval of the gap, t(.975, n - 1) s / sqrt(n): also the power, the smallest gap
+    that would have been called. None with fewer than two pairs."""
+    band: float | None
+    """Rounding band, of one pair: no claim below it."""
+    margin: float
+    call: str
+    """worse | better | level | undecided."""
+
+    @property
+    def seen(self) -> float | None:
+        """The smallest gap that would have been called."""
+        return None if self.uncertainty is None else max(self.uncertainty, self.band or 0.0)
+
+    def __str__(self) -> str:
+        if self.gap is None:
+            return "no pair"
+        if self.uncertainty is None:
+            return f"not decided: one pair ({self.gap:+.4f}) has no uncertainty"
+        size = f"{abs(self.gap):.4f} +- {self.uncertainty:.4f}"
+        if self.call == "level":
+            return f"level within {self.margin:g} ({self.gap:+.4f} +- {self.uncertainty:.4f})"
+        if self.call == "undecided":
+            return f"not decided ({self.gap:+.4f}): could have seen no less than {self.seen:.4f}"
+        return f"{self.call} by {size}"
+
+
+def judge(differences: Sequence[float], margin: float, band: float | None = None) -> Verdict:
+    """The verdict on paired differences.
+
+    level: the whole confidence interval lies within +-margin. worse, better: the interval does not reach 0 and the gap
+    is above the rounding band. Else undecided.
+    """
+    gap = statistics.fmean(differences) if differences else None
+    deviation, uncertainty, call = spread(differences), None, "undecided"
+    if gap is not None and deviation is not None:
+        count = len(differences)
+        uncertainty = t(CONFIDENCE, count - 1) * deviation / math.sqrt(count)
+        if abs(gap) + uncertainty <= margin:
+            call = "level"
+        elif abs(gap) > max(uncertainty, band or 0.0):
+            call = "worse" if gap > 0 else "better"
+    return Verdict(tuple(differences), gap, uncertainty, band, margin, call)
+
+
+def end_of(points: Sequence[tuple[int, int, float]], share: float = 0.05) -> float | None:
+    """Mean loss over the last `share` of the tokens; the last step at least.
+
+    points: (tokens seen, tokens of the step, its loss), one for each reported step.
+    """
+    if not points:
+        return None
+    last = points[-1][0]
+    kept = [(size, loss) for tokens, size, loss in points if tokens > (1 - share) * last] or [points[-1][1:]]
+    return sum(size * loss for size, loss in kept) / sum(size for size, _ in kept)
+
+
+def thinned(points: Sequence[tuple[int, int, float]], steps: int = 10) -> list[tuple[int, float]]:
+    """(tokens seen, mean loss) of every `steps` steps, as end_of takes them; fewer in the last one."""
+    groups = [points[start : start + steps] for start in range(0, len(points), steps)]
+    return [(group[-1][0], statistics.fmean(loss for _, _, loss in group)) for group in groups]
+
+
+def at(curve: Sequence[tuple[int, float]], tokens: float) -> float | None:
+    """The value of a curve at a number of tokens, linear between its points; None outside of it."""
+    after = bisect_left(curve, (tokens, -math.inf))
+    if after < len(curve) and curve[after][0] == tokens:
+        return curve[after][1]
+    if after in (0, len(curve)):
+        return None
+    (before, low), (beyond, high) = curve[after - 1], curve[after]
+    return low + (high - low) * (tokens - before) / (beyond - before)
+
+
+def gap_curve(
+    curve: Sequence[tuple[int, float]], baseline: Sequence[tuple[int, float]], points: int = 60
+) -> list[tuple[int, float]]:
+    """Difference of two curves over tokens, in the means of at most `points` equal pieces of the baseline's."""
+    differences = [(tokens, value - loss) for tokens, loss in baseline if (value := at(curve, tokens)) is not None]
+    size = -(-len(differences) // points) or 1
+    pieces = [differences[start : start + size] for start in range(0, len(differences), size)]
+    return [(piece[-1][0], statistics.fmean(value for _, value in piece)) for piece in pieces]

@@ -1,0 +1,315 @@
+"""sagetrain compare: real runs side by side, stopped and continued, and the page that comes out."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forked import Command
+from runs import write_config
+from sagetrain.compare import command, records, results, runner
+from sagetrain.compare.analysis import curves, tables
+from sagetrain.compare.command import Places, compare, read_folders, report
+from sagetrain.compare.question import Job, Question, asked
+from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, STOPPED, Record
+from sagetrain.compare.results import Call, Results
+from sagetrain.config import ConfigError
+
+PAPER = "paper: attention.recipe=paper"
+SHORT = ["training.total_tokens=7680", "logging.tensorboard=false"]  # 25 steps of 8 and 16 sequences
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    folder = tmp_path_factory.mktemp("compare")
+    return write_config(folder / "base.yaml", corpus, folder / "run", checkpoint={"every_tokens": 2560})
+
+
+def start(words: Sequence[str], env: Mapping[str, str], log: Path) -> Command:
+    """A run, without the seconds that its imports would take."""
+    return Command(["sagetrain", "train", *words], dict(env), log, Path.cwd())
+
+
+def ask(base: Path, variants: Sequence[str] = (PAPER,), overrides: Sequence[str] = SHORT, **more: object) -> Question:
+    how = {"seeds": 2, "band": 1, "allow": (), **more}
+    return asked([str(base)], variants, [], overrides, **how)
+
+
+def go(question: Question, output: Path, **more: object) -> tuple[Results, list[str]]:
+    said: list[str] = []
+    where = Places(output, output / "runs", (), 2, "CPU")
+    found = compare(question, where, said.append, command="sagetrain compare base.yaml", start=start, **more)
+    return found, said
+
+
+@pytest.fixture(scope="module")
+def done(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output folder of five runs: two seeds of two variants, and the baseline again."""
+    output = tmp_path_factory.mktemp("output")
+    found, said = go(ask(base), output)
+    assert [run.status for run in found.runs.values()] == [FINISHED] * 5, said
+    report(found, output, 0.01, "", said.append)
+    return output
+
+
+def losses(output: Path, folder: str) -> list[tuple[int, float]]:
+    rows = map(json.loads, (output / "runs" / folder / "metrics.jsonl").read_text().splitlines())
+    return [(row["tokens"], row["train/loss"]) for row in rows if "train/loss" in row]
+
+
+def test_pairs_share_samples_and_initialization_and_the_second_rounding_is_another(done: Path) -> None:
+    first = {name: losses(done, name) for name in ("base/seed-0", "base/seed-0-again", "paper/seed-0", "base/seed-1")}
+    assert len({tuple(tokens for tokens, _ in run) for run in first.values()}) == 1
+    begin = {name: run[0][1] - first["base/seed-0"][0][1] for name, run in first.items()}
+    assert abs(begin["base/seed-0-again"]) < 2e-6
+    assert 0 < abs(begin["paper/seed-0"]) < 5e-5 < abs(begin["base/seed-1"])
+    assert first["base/seed-0-again"] != first["base/seed-0"]
+
+
+def test_the_page_has_what_a_reader_needs(done: Path) -> None:
+    page = (done / "README.md").read_text()
+    for part in (
+        "Does `paper` end on another loss than `base`?",
+        "attention.recipe=paper",
+        "sagetrain compare base.yaml",
+        "| paper | 2 |",
+        "rounding band",
+        "seed band",
+        "could see ",
+        "![gap over tokens](gap.png)",
+        "What it does not show",
+        "a claim that separates two settings needs three",
+        " passes)",
+        "t(.975, n - 1) s / sqrt(n)",
+    ):
+        assert part in page, part
+    assert (done / "gap.png").read_bytes().startswith(b"\x89PNG")
+    (table,) = json.loads((done / "results.json").read_text())
+    (line,) = table["lines"]
+    gaps = [losses(done, f"paper/seed-{seed}")[-1][1] - losses(done, f"base/seed-{seed}")[-1][1] for seed in (0, 1)]
+    verdict = line["verdicts"]["training"]
+    assert verdict["differences"] == pytest.approx(gaps, abs=2e-6)  # 5 % of 20 to 25 steps: the last
+    assert verdict["gap"] == pytest.approx(sum(gaps) / 2, abs=2e-6)
+    assert verdict["uncertainty"] == pytest.approx(12.7062 * abs(gaps[0] - gaps[1]) / 2, abs=1e-4)
+    assert line["verdicts"]["validation"]["gap"] is not None
+
+
+def test_what_is_finished_is_not_repeated_and_seeds_are_added(done: Path, base: Path, tmp_path: Path) -> None:
+    """On another machine too, which has nothing but the small files."""
+    for name in (results.QUESTION, results.LOSSES):
+        (tmp_path / name).write_bytes((done / name).read_bytes())
+    found, said = go(ask(base), tmp_path)
+    assert "5 runs, 0 to go" in said[0]
+    assert not (tmp_path / "runs").exists()
+    assert len(found.calls) == 2
+
+
+def test_another_question_in_the_same_folder_is_refused(done: Path, base: Path) -> None:
+    with pytest.raises(ConfigError, match=r"different settings for paper:\n  attention\.recipe: 'scores' and 'paper'"):
+        go(ask(base, ["paper: attention.recipe=scores"]), done)
+    (config,) = [done / results.QUESTION]
+    kept = config.read_bytes()
+    config.unlink()
+    try:
+        with pytest.raises(ConfigError, match=r"holds a run with other settings:\n  optimizer\.lr: 0\.003 there, 0\.1"):
+            go(ask(base, overrides=[*SHORT, "optimizer.lr=0.1"]), done)
+    finally:
+        config.write_bytes(kept)
+
+
+def test_stopped_by_a_signal_it_saves_and_the_same_command_continues(done: Path, base: Path, tmp_path: Path) -> None:
+    question = ask(base, ["other: optimizer.weight_decay=0.0"], seeds=1, band=0)
+    seen: list[Command] = []
+
+    def interrupted(words: Sequence[str], env: Mapping[str, str], log: Path) -> Command:
+        seen.append(start(words, env, log))
+        return seen[-1]
+
+    class Once(runner.Stop):
+        """SIGTERM to this process as soon as both runs have taken a few steps."""
+
+        def __bool__(self) -> bool:
+            runs = [tmp_path / "runs" / name / "seed-0" / "metrics.jsonl" for name in ("base", "other")]
+            if not self.why and all(path.exists() and '"step": 3,' in path.read_text() for path in runs):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().__bool__()
+
+    where = Places(tmp_path, tmp_path / "runs", (), 2, "CPU")
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "Stop", Once)
+        first = compare(question, where, said.append, command="x", start=interrupted)
+    assert [run.status for run in first.runs.values()] == [STOPPED, STOPPED], said
+    assert len(seen) == 2 and "stopped by SIGTERM; the same command continues" in said
+    second, _ = go(question, tmp_path)
+    assert [run.status for run in second.runs.values()] == [FINISHED, FINISHED]
+    assert "resumed from step-" in (tmp_path / "runs/base/seed-0.log").read_text()
+    assert losses(tmp_path, "base/seed-0") == losses(done, "base/seed-0")
+
+
+def test_the_time_limit_stops_like_a_signal(base: Path, tmp_path: Path) -> None:
+    found, said = go(ask(base, seeds=1, band=0), tmp_path, time_limit=0.01)
+    assert any(text.startswith("stopped by --time-limit 0.01") for text in said)
+    assert all(run.status == STOPPED for run in found.runs.values())
+
+
+def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Path) -> None:
+    """Exit codes of runs, without the runs: 4 is a loss that is not finite, others are no data."""
+    codes = {"wild": 4, "broken": 1, "base": 0}
+    started: list[str] = []
+
+    class Over:
+        def __init__(self, code: int):
+            self.code = code
+
+        def poll(self) -> int:
+            return self.code
+
+        def send_signal(self, number: int) -> None:
+            raise AssertionError(number)
+
+    def ends(words: Sequence[str], env: Mapping[str, str], log: Path) -> Over:
+        run_dir = Path(next(word for word in words if word.startswith("training.run_dir=")).partition("=")[2])
+        name = run_dir.parent.name
+        started.append(name)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        log.write_text("".join(f"line {n}\n" for n in range(20)) + f"{name} ends")
+        tokens = 7680 if name == "base" else 256
+        row = {"step": 1, "tokens": tokens, "train/loss": 5.0, "train/tokens_per_step": 256}
+        rows = [{**row, "perf/tokens_per_second": 10.0}, {"step": 1, "tokens": tokens, "valid/loss": 5.0}]
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+        return Over(codes[name])
+
+    question = ask(base, ["wild: optimizer.lr=9", "broken: optimizer.lr=8"], seeds=1, band=0)
+    where = Places(tmp_path, tmp_path / "runs", (), 2, "CPU")
+    said: list[str] = []
+    found = compare(question, where, said.append, command="x", start=ends)
+    assert [run.status for run in found.runs.values()] == [FINISHED, DIVERGED, FAILED]
+    assert any("wild seed 0: diverged after 256 tokens" in text and "wild ends" in text for text in said)
+    assert (
+        "line 19" in found.runs[Job("", "broken", 0)].said and "line 2\n" not in found.runs[Job("", "broken", 0)].said
+    )
+    report(found, tmp_path, 0.01, "", said.append)
+    page = (tmp_path / "README.md").read_text()
+    assert "diverged in 1 of 1; no pair" in page
+    assert "(failed, not by its losses): broken seed 0" in page
+    started.clear()  # what failed is tried again, what diverged is not
+    compare(question, where, said.append, command="x", start=ends)
+    assert started == ["broken"]
+
+
+def test_runs_are_dealt_out_to_gpus_and_to_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in runner.slots(("3", "5"), 2, 16)] == ["3", "5", "3", "5"]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert runner.slots((), 2, 16) == [{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "8"}] * 2
+
+
+# -- many folders, and pages without runs ------------------------------------------------------------------------
+
+
+SETTINGS = {"training.total_tokens": 50_000, "data.valid": [1], "optimizer.lr": 1e-3}
+
+
+def made(question: Question, gap: float, seeds: Sequence[int], row: str = "", settings: dict | None = None) -> Results:
+    """Results of runs that never were: losses fall as 3 + 1 / step, the variant's end `gap` higher."""
+
+    def run(variant: str, seed: int, again: bool, extra: float) -> Record:
+        noise = 0.001 * math.sin(7 * seed + extra)
+        train = [[1000 * n, 3 + 1 / n + 0.02 * seed + noise + extra * n / 50] for n in range(1, 51)]
+        end = train[-1][1]
+        return Record(row, variant, seed, again, FINISHED, 50_000, 50_000, 100, end, end + 0.1, 1e5, 400.0, {}, train)
+
+    runs = [run(variant, seed, False, extra) for seed in seeds for variant, extra in (("base", 0.0), ("paper", gap))]
+    runs += [run("base", seed, True, 0.0005) for seed in seeds]
+    tree = settings or SETTINGS
+    known = {f"{row}/{variant.name}": tree for variant in question.variants}
+    call = Call(f"2026-11-22 10:0{seeds[0]} UTC", f"call {row} {seeds[0]}", "2 x NVIDIA H200", "torch 2.13", 600.0, 2)
+    rows = tuple(replace(each, name=row) for each in question.rows)
+    asking = replace(question, rows=rows, seeds=len(seeds), first_seed=seeds[0])
+    return Results(asking, known, 43_000_000, 10_000, [call], records.merged(runs))
+
+
+def test_several_calls_become_one_page(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on a fresh machine of which the small files came back: seeds and rows of all, by variant and seed."""
+    question = ask(base)
+    for name, seeds, row in (("a", [0, 1], "16K"), ("b", [2, 3], "16K"), ("c", [0], "1M")):
+        made(question, 0.02, seeds, row).save(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    found, said = read_folders(["a", "b", "c"]), []
+    small, large = report(found, Path("page"), 0.005, "What does it cost?", said.append)
+    assert len(small.lines[0].verdicts["training"].differences) == 4
+    assert small.lines[0].verdicts["training"].call == "worse"
+    assert small.noise_scale == 400.0 and small.again == 4
+    assert large.lines[0].verdicts["training"].call == "undecided"
+    assert any(text.startswith("16K paper, training loss: worse by 0.02") for text in said)
+    page = Path("page/README.md").read_text()
+    for part in (
+        "# What does it cost?",
+        "call 16K 0",
+        "call 16K 2",
+        "(60 GPU minutes)",
+        "## 16K",
+        "## 1M",
+        "(5.0 passes)",
+    ):
+        assert part in page, part
+    assert "tokens per step are 0.25 of it" in page
+    assert "Generalization: past 4 passes" in page
+    again = read_folders(["page"])  # the page's own folder is enough to make it once more
+    assert tables(again, 0.005) == tables(found, 0.005)
+    (first, _) = curves(found)
+    assert len(first.gaps["paper"]) == 4 and first.rounding_band and first.seed_band
+
+
+def test_folders_of_different_questions_are_refused(base: Path, tmp_path: Path) -> None:
+    question = ask(base)
+    made(question, 0.02, [0]).save(tmp_path / "a")
+    made(question, 0.02, [1], settings=SETTINGS | {"optimizer.lr": 2e-3}).save(tmp_path / "b")
+    with pytest.raises(ConfigError, match=r"different settings for base:\n  optimizer\.lr: 0\.001 and 0\.002"):
+        read_folders([str(tmp_path / "a"), str(tmp_path / "b")])
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError, match=r"holds no compare\.json"):
+        read_folders([str(tmp_path / "none")])
+    (tmp_path / "a" / results.LOSSES).write_text('{"row": 1}\n')
+    with pytest.raises(ConfigError, match="not what sagetrain compare writes"):
+        read_folders([str(tmp_path / "a")])
+
+
+def test_of_two_records_of_a_run_the_finished_one_counts() -> None:
+    stopped = Record("", "paper", 0, False, STOPPED, tokens=900)
+    diverged, finished = replace(stopped, status=DIVERGED, tokens=100), replace(stopped, status=FINISHED, tokens=1000)
+    for order in ([stopped, diverged, finished], [finished, diverged, stopped]):
+        assert records.merged(order) == {finished.job: finished}
+    further = replace(stopped, tokens=950)
+    assert records.merged([further, stopped]) == {stopped.job: further}
+
+
+def test_without_matplotlib_tables_come_and_the_extra_is_named(base: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    said: list[str] = []
+    report(made(ask(base), 0.02, [0, 1]), tmp_path, 0.01, "", said.append)
+    assert (
+        said[0]
+        == "no plot: matplotlib is not installed; pip install 'sagetrain[plots]' and run the same with --report-only"
+    )
+    assert not (tmp_path / "gap.png").exists()
+    assert "(no plot: matplotlib is not installed" in (tmp_path / "README.md").read_text()
+    assert json.loads((tmp_path / "results.json").read_text())
+
+
+def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(command, "_gpu_name", lambda: "NVIDIA H200")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,7")
+    where = command.places(tmp_path, None, 4)
+    assert (where.gpus, where.devices) == (("2", "7"), "2 x NVIDIA H200, 4 runs at a time on each")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert command.places(tmp_path, None, 4).gpus == ("0", "1")

@@ -1,0 +1,80 @@
+"""The statistics of sagetrain compare, against values that are known."""
+
+import math
+
+import pytest
+
+from sagetrain.compare.statistics import end_of, gap_curve, judge, rounding_band, spread, t, thinned
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [
+    (1, 12.7062), (2, 4.30265), (3, 3.18245), (4, 2.77645), (5, 2.57058), (7, 2.36462), (10, 2.22814), (30, 2.04227),
+    (120, 1.97993),
+])  # fmt: skip
+def test_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> None:
+    assert t(0.975, freedom) == pytest.approx(quantile, rel=5e-6)
+
+
+def test_quantiles_of_other_probabilities() -> None:
+    assert t(0.95, 3) == pytest.approx(2.35336, rel=5e-6)
+    assert t(0.995, 4) == pytest.approx(4.60409, rel=5e-6)
+    assert t(0.75, 1) == pytest.approx(1.0)
+    for probability, freedom in ((0.5, 3), (1.0, 3), (0.975, 0)):
+        with pytest.raises(ValueError, match="takes"):
+            t(probability, freedom)
+
+
+def test_four_pairs_that_spread_by_4e_3_can_show_6e_3() -> None:
+    """The example of the plan of our experiments: s = .004 and n = 4 give .0064."""
+    differences = [0.004 * x * math.sqrt(3) / 2 for x in (1, 1, -1, -1)]
+    assert spread(differences) == pytest.approx(0.004)
+    verdict = judge(differences, margin=0.005)
+    assert verdict.uncertainty == pytest.approx(0.00636, abs=1e-5)
+    assert (verdict.call, verdict.gap) == ("undecided", pytest.approx(0))
+    assert str(verdict) == "not decided (+0.0000): could have seen no less than 0.0064"
+
+
+@pytest.mark.parametrize(("differences", "margin", "band", "call", "text"), [
+    ([0.020, 0.022, 0.024], 0.01, None, "worse", "worse by 0.0220 +- 0.0050"),
+    ([-0.020, -0.022, -0.024], 0.01, None, "better", "better by 0.0220 +- 0.0050"),
+    ([0.020, 0.022, 0.024], 0.03, None, "level", "level within 0.03 (+0.0220 +- 0.0050)"),
+    ([0.020, 0.022, 0.024], 0.01, 0.03, "undecided", "not decided (+0.0220): could have seen no less than 0.0300"),
+    ([0.01, -0.02, 0.05], 0.01, 0.001, "undecided", "not decided (+0.0133): could have seen no less than 0.0872"),
+    ([0.02], 0.1, None, "undecided", "not decided: one pair (+0.0200) has no uncertainty"),
+    ([], 0.1, None, "undecided", "no pair"),
+])  # fmt: skip
+def test_verdicts(differences: list[float], margin: float, band: float | None, call: str, text: str) -> None:
+    verdict = judge(differences, margin, band)
+    assert (verdict.call, str(verdict)) == (call, text)
+
+
+def test_the_rounding_band_is_about_zero_not_about_the_mean() -> None:
+    assert rounding_band([]) is None
+    assert rounding_band([0.003, 0.003]) == pytest.approx(0.003)
+    assert rounding_band([0.003, -0.004]) == pytest.approx(math.sqrt(12.5e-6))
+
+
+def test_the_end_of_a_run_is_its_last_twentieth_by_tokens() -> None:
+    points = [(100 * n, 100, float(n)) for n in range(1, 101)]
+    assert end_of(points) == pytest.approx(98)  # steps 96 to 100
+    ramped = [*points, (10_300, 300, 4.0)]  # tokens > 9785: three small steps and a large one
+    assert end_of(ramped) == pytest.approx((100 * (98 + 99 + 100) + 300 * 4.0) / 600)
+    assert end_of(points[:3]) == 3.0
+    assert end_of([]) is None
+
+
+def test_thinned_curves_keep_every_step() -> None:
+    points = [(100 * n, 100, float(n)) for n in range(1, 26)]
+    assert thinned(points) == [(1000, 5.5), (2000, 15.5), (2500, 23.0)]
+
+
+def test_the_gap_of_two_curves() -> None:
+    baseline = [(100 * n, 5.0 - 0.01 * n) for n in range(1, 121)]
+    above = [(tokens, loss + 0.5) for tokens, loss in baseline]
+    curve = gap_curve(above, baseline, points=60)
+    assert [tokens for tokens, _ in curve] == [200 * n for n in range(1, 61)]
+    assert [gap for _, gap in curve] == pytest.approx([0.5] * 60)
+    coarse = [point for point in above if point[0] % 1000 == 0]  # other steps: linear in between, nothing outside
+    assert gap_curve(coarse, baseline, points=1000)[0] == (1000, pytest.approx(0.5))
+    assert gap_curve(coarse, baseline, points=1000)[-1] == (12_000, pytest.approx(0.5))
+    assert gap_curve([], baseline) == []
