@@ -29,7 +29,7 @@ SHORT = ["training.total_tokens=7680", "logging.tensorboard=false"]  # 25 steps 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     folder = tmp_path_factory.mktemp("compare")
-    return write_config(folder / "base.yaml", corpus, folder / "run", checkpoint={"every_tokens": 2560})
+    return write_config(folder / "base.yaml", corpus, folder / "run", attention={"recipe": "fine"})
 
 
 def start(words: Sequence[str], env: Mapping[str, str], log: Path) -> Command:
@@ -77,12 +77,12 @@ def test_the_page_has_what_a_reader_needs(done: Path) -> None:
     page = (done / "README.md").read_text()
     for part in (
         "Does `paper` end on another loss than `base`?",
-        "attention.recipe=paper",
+        "- `paper`: attention.recipe = paper",
         "sagetrain compare base.yaml",
         "| paper | 2 |",
         "rounding band",
-        "seed band",
-        "could see ",
+        "Seed band",
+        "could see",
         "![gap over tokens](gap.png)",
         "What it does not show",
         "a claim that separates two settings needs three",

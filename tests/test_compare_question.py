@@ -13,7 +13,7 @@ from sagetrain.config import ConfigError
 
 @pytest.fixture
 def base(tmp_path: Path, corpus: Path) -> Path:
-    return write_config(tmp_path / "base.yaml", corpus, tmp_path / "run")
+    return write_config(tmp_path / "base.yaml", corpus, tmp_path / "run", attention=FINE)
 
 
 def question(*configs: Path, variants=(), rows=(), overrides=(), seeds=2, band=0, allow=(), baseline=None):
@@ -21,6 +21,7 @@ def question(*configs: Path, variants=(), rows=(), overrides=(), seeds=2, band=0
     return asked(names, variants, rows, overrides, seeds=seeds, band=band, allow=allow, baseline=baseline)
 
 
+FINE = {"recipe": "fine"}
 PAPER = "paper: attention.recipe=paper attention.smooth_k=true"
 
 
@@ -93,6 +94,7 @@ def test_files_are_variants_and_differ_like_them(base: Path, tmp_path: Path, cor
         tmp_path / "other.yaml",
         corpus,
         tmp_path / "b",
+        attention=FINE,
         training={"seed": 1, "run_dir": "b", "total_tokens": 5120, "dtype": "fp32"},
     )
     with pytest.raises(ConfigError, match="nothing was started") as error:
@@ -102,6 +104,15 @@ def test_files_are_variants_and_differ_like_them(base: Path, tmp_path: Path, cor
     asking = question(base, other, overrides=["training.total_tokens=5120", "training.seed=0"])
     asking.check()
     assert [variant.name for variant in asking.variants] == ["base", "other"]
+
+
+@pytest.mark.parametrize(("override", "key"), [
+    ("attention.recipe=auto", "recipe"), ("attention={backend: auto, recipe: fine}", "backend"),
+])  # fmt: skip
+def test_what_a_run_would_time_for_itself_has_to_be_named(base: Path, override: str, key: str) -> None:
+    question(base, variants=["other: attention.backend=sdpa attention.recipe=auto"]).check()
+    with pytest.raises(ConfigError, match=f"other: attention.{key} auto is timed when a run begins"):
+        question(base, variants=[f"other: {override}"]).check()
 
 
 def test_a_variant_that_could_not_start_is_an_error_before_anything_starts(base: Path) -> None:

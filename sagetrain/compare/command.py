@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -191,7 +192,7 @@ class _Progress:
         return f"{job}: {rows[-1]['tokens'] / total:.0%}, {rows[-1]['train/loss']:.3f}" if rows else f"{job}: starting"
 
 
-def _last_rows(path: Path, size: int = 1 << 16) -> list[dict]:
+def _last_rows(path: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with path.open("rb") as file:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from sagetrain.compare.analysis import LOSSES, Line, Table
-from sagetrain.compare.question import differences
+from sagetrain.compare.question import Setting, differences
 from sagetrain.compare.records import DIVERGED, FAILED, STOPPED
 from sagetrain.compare.results import Results
-from sagetrain.compare.statistics import Verdict
 
 _SHOWN = (
     "model.num_layers",
@@ -64,12 +62,11 @@ def _question(results: Results) -> str:
     return f"Does {' or '.join(names)} end on another loss than `{results.baseline}`?"
 
 
-def _meant(results: Results, variant: Any) -> str:
+def _meant(results: Results, variant: Setting) -> str:
     row = results.rows[0].name
     ours, theirs = (results.settings.get(f"{row}/{name}", {}) for name in (results.baseline, variant.name))
     changed = [f"{key} = {value}" for key, (_, value) in differences(ours, theirs).items()] if theirs else []
-    words = list(variant.overrides) or ([variant.config] if variant.config else [])
-    return "; ".join(part for part in (" ".join(words), ", ".join(changed)) if part) or "as configured"
+    return ", ".join(changed) or variant.config
 
 
 def _passes(results: Results) -> str:
@@ -84,8 +81,8 @@ def _passes(results: Results) -> str:
 
 
 def _body(results: Results, tables: Sequence[Table], margin: float, plot: str) -> Iterator[str]:
-    for table in tables:
-        yield from _section(table)
+    for table, row in zip(tables, results.rows, strict=True):
+        yield from _section(table, row)
     yield from ([f"![gap over tokens]({plot})"] if plot.endswith(".png") else [f"({plot}.)"])
     yield ""
     yield from _reading(margin)
@@ -93,20 +90,21 @@ def _body(results: Results, tables: Sequence[Table], margin: float, plot: str) -
     yield from _not_shown(results, tables)
 
 
-def _section(table: Table) -> Iterator[str]:
+def _section(table: Table, row: Setting) -> Iterator[str]:
     scale = ""
     if table.noise_scale:
         share = table.tokens_per_step / table.noise_scale
         scale = f"; gradient noise scale {table.noise_scale:,.0f} tokens, tokens per step are {share:.2g} of it"
     yield f"## {table.row or 'Losses'}"
     yield ""
-    yield f"{table.tokens_per_step:,} tokens per step{scale}. {_bands(table)}"
+    own = f"{' '.join(row.overrides)}; " if row.overrides else ""
+    yield f"{own}{table.tokens_per_step:,} tokens per step{scale}. {_bands(table)}"
     yield ""
     kinds = [kind for kind in LOSSES if table.baseline.losses[kind] is not None] or ["training"]
     head = [
         "",
         "seeds",
-        *(column for kind in kinds for column in (f"{kind} loss", "gap", "verdict")),
+        *(column for kind in kinds for column in (f"{kind} loss", "verdict", "could see")),
         "tokens/s",
         "events",
     ]
@@ -124,17 +122,13 @@ def _cells(line: Line, kinds: Sequence[str]) -> Iterator[str]:
         yield _number(line.losses[kind])
         if kind in line.verdicts:
             verdict = line.verdicts[kind]
-            yield "" if verdict.gap is None else f"{verdict.gap:+.4f} ({_power(verdict)})"
             yield line.verdict(kind)
+            yield _number(verdict.seen)
         else:
-            yield ""
             yield "baseline" + (f"; diverged in {len(line.diverged)}" if line.diverged else "")
+            yield ""
     yield "" if line.tokens_per_second is None else f"{line.tokens_per_second:,.0f}"
     yield ", ".join(f"{count} {kind}" for kind, count in sorted(line.events.items()))
-
-
-def _power(verdict: Verdict) -> str:
-    return "no power" if verdict.seen is None else f"could see {verdict.seen:.4f}"
 
 
 def _bands(table: Table) -> str:
@@ -146,7 +140,7 @@ def _bands(table: Table) -> str:
             parts.append(f"seed band of the {kind} loss {seeds:.4f}")
         if rounding is not None:
             parts.append(f"rounding band {rounding:.4f} ({table.again} pair{'s' * (table.again > 1)})")
-    return f"{', '.join(parts)}." if parts else "No band was measured: one seed, no run again."
+    return f"{', '.join(parts)}.".capitalize() if parts else "No band was measured: one seed, no run again."
 
 
 def _number(value: float | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.schema import AttentionConfig, RunConfig
 from sagetrain.data.tokenizer import known_vocab_size
 from sagetrain.train.run_folder import flat
 
@@ -128,6 +128,7 @@ class Question:
                 cfg = load_config(path, overrides)
                 findings = check(cfg, 1, vocab_size=known_vocab_size(cfg.data), path=path, overrides=overrides)
                 problems += [f"{variant.name}: {finding}" for finding in findings if finding.level == "error"]
+                problems += [f"{variant.name}: {said}" for said in _timed(cfg.attention)]
                 for key, (ours, theirs) in differences(baseline, flat(cfg.model_dump(mode="json"))).items():
                     if _within(key, SHARED) and not _within(key, (*_FREE, *self.allow)):
                         problems.append(
@@ -225,6 +226,16 @@ def _usable(name: str, where: str) -> str:
     if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
         raise ConfigError(f"{where}: the name {name!r} becomes that of a folder: use letters, digits and . _ - + =")
     return name
+
+
+def _timed(attention: AttentionConfig) -> Iterator[str]:
+    """What each run would decide for itself, by the clock."""
+    for key, value in {"backend": attention.backend, "recipe": attention.recipe}.items():
+        if value == "auto" and (key == "backend" or attention.backend == "sage"):
+            yield (
+                f"attention.{key} auto is timed when a run begins, and runs of one variant may not come to the same: "
+                f"name it (attention.{key}={'sdpa' if key == 'backend' else 'fine'}, say)"
+            )
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

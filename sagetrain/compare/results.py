@@ -127,8 +127,8 @@ def together(parts: Sequence[tuple[str, Results]]) -> Results:
                     "\n  ".join([f"{where} and {place} have different settings for {name.strip('/')}:", *lines])
                     + "\n  give what differs another name (--variant, --row), or use another --output"
                 )
-        for known_settings, settings in ((variants, other.question.variants), (rows, other.rows)):
-            for setting in settings:
+        for known_settings, more in ((variants, other.question.variants), (rows, other.rows)):
+            for setting in more:
                 known_settings.setdefault(setting.name, setting)
         calls = [call for call in other.calls if call not in result.calls]
         result.calls = sorted([*result.calls, *calls], key=lambda call: call.date)
