@@ -1,0 +1,162 @@
+"""Linear layers in 8 bits on a GPU: torch's kernels, eager and compiled, against the twin on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
+from sagetrain.model.selection import matmuls_of
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
+from sagetrain.parallel.lowbit import E4M3, E5M2, INT8, RECIPES, Rounded, product, quantize
+from sagetrain.parallel.topology import ParallelGroups
+
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CAPABILITY < (8, 9), reason="needs an NVIDIA GPU with FP8 matmuls: make test-gpu"),
+]
+SINGLE = ParallelGroups.single()
+SIZES = {"q": 256, "k": 64, "v": 64}
+every_recipe = pytest.mark.parametrize("name", RECIPES, ids=" ".join)
+
+
+def _random(seed: int, rows: int, columns: int) -> Tensor:
+    """bf16 on the CPU; rows of their own magnitudes, and one of zeros."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=draw) * torch.exp2(2 * torch.randn(rows, 1, generator=draw))
+    x[rows // 2] = 0
+    return x.bfloat16()
+
+
+def _error(found: Tensor, truth: Tensor) -> float:
+    return ((found.double().cpu() - truth.double().cpu()).norm() / truth.double().norm().cpu()).item()
+
+
+def _poison() -> None:
+    """What is allocated next holds NaN."""
+    torch.full((2**26,), torch.nan, device="cuda")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("per_row", [True, False])
+@pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
+def test_codes_are_the_twins(number: torch.dtype, per_row: bool, compiled: bool) -> None:
+    """At magnitudes from 1e-30 to 1e30, as they lie in memory and transposed. INT8: a quotient of another rounding
+    moves a code in a thousand by one."""
+    torch._dynamo.reset()
+    call = torch.compile(quantize, fullgraph=True, dynamic=False) if compiled else quantize
+    for scale in (1e-30, 1e-12, 1.0, 1e30):
+        x = (_random(1, 300, 512) * scale).bfloat16()
+        for operand in (x, x.t()):
+            codes, scales = quantize(operand, number, per_row)
+            _poison()
+            found, found_scales = call(operand.cuda(), number, per_row)
+            assert found.is_contiguous()
+            moved = (found.cpu().float() - codes.float()).abs()
+            if number == INT8:
+                torch.testing.assert_close(found_scales.cpu(), scales, rtol=1e-6, atol=0)
+                assert moved.max() <= 1 and (moved > 0).float().mean() < 1e-3
+            else:
+                assert torch.equal(found_scales.cpu(), scales)
+                assert moved.max() == 0
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("per_row", [True, False])
+@pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
+def test_products_are_the_twins(number: torch.dtype, per_row: bool, fast: bool) -> None:
+    """Of the same codes, but for the sum's precision (fast: the tensor cores' own) and bf16's rounding."""
+    for rows, columns, others in ((300, 512, 256), (1001, 4096, 2048), (64, 16, 16)):
+        a = quantize(_random(1, rows, columns), number, per_row)
+        b = quantize(_random(2, others, columns), E4M3 if number == E5M2 else number, per_row)
+        truth = product(a, b, torch.float64)
+        on_gpu = [Rounded(*(part.cuda() for part in operand)) for operand in (a, b)]
+        _poison()
+        found = product(*on_gpu, torch.bfloat16, fast)
+        assert found.shape == (rows, others) and found.dtype == torch.bfloat16
+        assert _error(found, truth) < (0.01 if fast and number != INT8 else 0.003)
+
+
+def _layer(name: tuple[str, str], device: str) -> ColumnParallelLinear:
+    layer = ColumnParallelLinear(
+        512, SIZES, SINGLE, matmul=RECIPES[name], dtype=torch.bfloat16, device=torch.device(device)
+    )
+    with torch.no_grad():
+        for seed, parameter in enumerate(layer.parameters()):
+            parameter.copy_(_random(5 + seed, *parameter.shape))
+    return layer
+
+
+def _results(layer: ColumnParallelLinear, call, x: Tensor, grad: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    y = torch.cat(call(x), 1)
+    return [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), grad)]
+
+
+@every_recipe
+@pytest.mark.parametrize("tokens", [1024, 1001])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_layers_compute_as_the_twin(name: tuple[str, str], tokens: int, compiled: bool, kept: bool) -> None:
+    torch._dynamo.reset()
+    x, grad = _random(1, tokens, 512), 1e-6 * _random(2, tokens, sum(SIZES.values()))
+    truth = _results(layer := _layer(name, "cpu"), layer, x, grad)
+    layer = _layer(name, "cuda")
+    if kept:
+        keep_weights(layer, compiled=compiled)
+    call = torch.compile(layer, fullgraph=True) if compiled else layer
+    _poison()
+    for found, expected in zip(_results(layer, call, x.cuda(), grad.cuda()), truth, strict=True):
+        assert _error(found, expected) < 0.01
+
+
+@every_recipe
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_hidden(name: tuple[str, str], bad: float) -> None:
+    torch._dynamo.reset()
+    layer = _layer(name, "cuda")
+    call = torch.compile(layer, fullgraph=True)
+    for in_x in (True, False):
+        x, grad = _random(1, 64, 512).cuda(), _random(2, 64, sum(SIZES.values())).cuda()
+        (x if in_x else grad)[3, 4] = bad
+        y, grad_x, *grad_weights = _results(layer, call, x, grad)
+        assert y.isfinite().all() != in_x
+        assert grad_x.isfinite().all() == in_x
+        assert not all(g.isfinite().all() for g in grad_weights)
+
+
+SHAPE = ModelConfig(num_layers=4, hidden_size=256, ffn_hidden_size=512, num_attention_heads=4, num_key_value_heads=2)
+
+
+def _model(linear: LinearConfig) -> Transformer:
+    place = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    matmuls, _ = matmuls_of(linear, SHAPE, **place)
+    attention = AttentionConfig(backend="sdpa")
+    return Transformer(SHAPE, attention, vocab_size=1024, groups=SINGLE, matmuls=matmuls, **place)
+
+
+@every_recipe
+def test_a_compiled_model_in_8_bits_stays_beside_16(name: tuple[str, str]) -> None:
+    """Compiled and eager round apart where kernels are fused; both are as far from 16 bits as 8 bits are."""
+    tokens = torch.randint(0, 1024, (2, 513), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    results = []
+    for kind in ("16 bits", "eager", "compiled"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        precision, recipe = name
+        model = _model(LinearConfig() if kind == "16 bits" else LinearConfig(precision=precision, recipe=recipe))
+        if kind == "compiled":
+            model.compile_blocks()
+        model.keep_weights()
+        loss = model(inputs, labels)
+        loss.backward()
+        results.append((loss.item(), torch.cat([p.grad.float().flatten() for p in model.parameters()])))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] < SHAPE.num_layers + 5  # blocks share theirs
+    (exact, true_gradient), *others = results
+    for loss, gradient in others:
+        assert loss == pytest.approx(exact, rel=0.005)
+        assert _error(gradient, true_gradient) < 0.2

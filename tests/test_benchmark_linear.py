@@ -1,0 +1,54 @@
+"""The benchmark of linear layers, without a GPU: its sizes, its check, its table."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from sagetrain.config.load import load_config
+
+ROOT = Path(__file__).parent.parent
+SPEC = importlib.util.spec_from_file_location("benchmark_linear", ROOT / "launch/benchmark_linear.py")
+benchmark = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(benchmark)
+
+
+def test_layers_are_those_of_a_block() -> None:
+    found = benchmark.layers_of(load_config(ROOT / "configs/1b.yaml").model)
+    assert found["qkv"] == (2048, {"q": 2048, "k": 512, "v": 512})
+    assert {name: (n, sum(sizes.values())) for name, (n, sizes) in found.items()} == {
+        "qkv": (2048, 3072),
+        "out": (2048, 2048),
+        "gate_up": (2048, 11264),
+        "down": (5632, 2048),
+    }
+
+
+def test_every_way_passes_the_check_and_what_is_wrong_does_not() -> None:
+    sizes, device = {"a": 64, "b": 32}, torch.device("cpu")
+    draw = torch.Generator().manual_seed(2)
+    x = torch.randn(48, 128, generator=draw).bfloat16()
+    grads = [torch.randn(48, size, generator=draw).bfloat16() for size in sizes.values()]
+    ways = benchmark.ways_of(128, sizes, device)
+    assert list(ways) == ["bf16", *(" ".join(name) for name in benchmark.RECIPES)]
+    for name, layer in ways.items():
+        benchmark.check(name, layer, x, grads)
+        assert all(p.grad is None for p in layer.parameters())
+        with pytest.raises(SystemExit, match=f"{name}: the output is wrong by nan"):
+            benchmark.check(name, layer, torch.full_like(x, torch.nan), grads)
+    stale = ways["fp8 rowwise"]
+    with torch.no_grad():
+        stale.a.neg_()
+    with pytest.raises(SystemExit, match="fp8 rowwise: the output is wrong"):
+        benchmark.check("fp8 rowwise", stale, x, grads)
+
+
+def test_the_table_compares_speeds() -> None:
+    text = benchmark.table({"up": {"bf16": 2.0, "fp8": 1.0}, "down": {"bf16": 1.0, "fp8": 1.0}})
+    assert [line.split() for line in text.splitlines()] == [
+        ["layer", "bf16,", "ms", "fp8"],
+        ["up", "2.000", "2.00"],
+        ["down", "1.000", "1.00"],
+        ["block", "3.000", "1.50"],
+    ]
