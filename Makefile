@@ -30,9 +30,9 @@ test: $(STAMP)  ## the whole test suite, CPU only; JOBS=0: all in one process
 coverage: $(STAMP)  ## the test suite (twice as slow) with a coverage figure of what its own process runs, not ranks
 	$(BIN)/python -m pytest -q --ignore=tests/gpu --cov=sagetrain --cov-report=term:skip-covered
 
-HOST_PACKAGES := iproute2 openssh-client openssh-server pdsh
-host-tools:  ## as root on Debian: install what tests/test_hosts.py makes two hosts of (elsewhere that file is skipped)
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get && ! { command -v ip && command -v sshd && command -v pdsh; }; then \
+HOST_PACKAGES := iproute2 openssh-client openssh-server pdsh chromium chromium-driver
+host-tools:  ## as root on Debian: install two hosts for tests/test_hosts.py, a browser for tests/test_report.py (else skipped)
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get && ! { command -v ip && command -v sshd && command -v pdsh && command -v chromedriver; }; then \
 	    export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1; \
 	    { apt-get update && apt-get install -y --no-install-recommends $(HOST_PACKAGES); } || true; \
 	fi > /dev/null 2>&1

@@ -422,6 +422,25 @@ def import_folder(
     )
 
 
+@app.command()
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, finished or not.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Page to write.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Write one HTML page about runs, to look at without a network.
+
+    Curves over tokens with all runs in each, events (resumes, spikes, changes of precision), and the settings that
+    differ.
+    """
+    with _Errors():
+        from sagetrain.report.page import write_report
+
+        size = write_report(run_dirs, output)
+    typer.echo(f"{output}: {len(run_dirs)} run{'s' * (len(run_dirs) > 1)}, {size / 1e6:.1f} MB; open it in a browser")
+
+
 def _text(prompt: str | None, file: Path | None) -> str:
     """What to continue: the prompt, standard input or a file."""
     if prompt is not None and file is not None:

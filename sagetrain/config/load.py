@@ -185,3 +185,10 @@ def _hint_for_unknown(path: KeyPath, section: type[Section]) -> str:
 
 def _dotted(path: KeyPath) -> str:
     return ".".join(map(str, path))
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, by dotted key."""
+    if isinstance(tree, dict):
+        return {k: v for key, sub in tree.items() for k, v in flat(sub, f"{prefix}{key}.").items()}
+    return {prefix[:-1]: tree}

@@ -59,11 +59,12 @@ class Reporter:
         if self._writer:
             self._writer.write(state.step, state.tokens, values)
 
-    def event(self, state: TrainState, event: Event) -> None:
-        """A line for people, and a row of events.jsonl."""
+    def event(self, state: TrainState, event: Event, say: bool = True) -> None:
+        """A row of events.jsonl, and a line for people unless it was said before."""
         if self._writer:
             self._writer.event(state.step, state.tokens, event)
-            self._writer.say(f"step {state.step}: {event.text}")
+            if say:
+                self._writer.say(f"step {state.step}: {event.text}")
 
     def step(self, state: TrainState, result: StepResult, size: int, lr: float) -> None:
         """All numbers of a step of `size` tokens that has brought the run to `state`, and what the clock says. A row

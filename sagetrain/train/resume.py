@@ -6,13 +6,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from sagetrain.config.load import flat
 from sagetrain.data import verify
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.train import checkpoint
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine
 from sagetrain.train.ledger import Ledger, TrainState
-from sagetrain.train.run_folder import flat
 
 
 def restore(reader: Reader, engine: Engine, identity: dict[str, Any], files: dict[str, str], order: str) -> TrainState:

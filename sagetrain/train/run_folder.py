@@ -13,12 +13,12 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import yaml
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.load import dump_config
+from sagetrain.config.load import dump_config, flat
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.token_file import write_atomic
 from sagetrain.train.checkpoint import CheckpointError
@@ -114,10 +114,3 @@ def changed_settings(old_text: str, new_text: str) -> list[str]:
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in sorted({*old, *new}) if old.get(key) != new.get(key)
     ]
-
-
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, by dotted key."""
-    if isinstance(tree, dict):
-        return {k: v for key, sub in tree.items() for k, v in flat(sub, f"{prefix}{key}.").items()}
-    return {prefix[:-1]: tree}

@@ -35,7 +35,7 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
 from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.stability.controller import Controller, Taken
+from sagetrain.stability.controller import Controller, Event, Taken
 from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
 from sagetrain.train import attention, checkpoint, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
@@ -297,6 +297,10 @@ class Trainer:
             self.folder.describe(cfg, self.engine.config, self.findings)
         flops = partial(flops_per_token, cfg.model, padded_vocab_size(self.vocab_size))
         self.reporter.open(self.folder.path, state, total, cfg.logging, flops, cfg.data.seq_length, self.device)
+        if state.step:
+            ranks = dist.get_world_size()
+            text = f"resumed at {state.tokens:,} tokens with {ranks} rank{'s' * (ranks > 1)}"
+            self.reporter.event(state, Event("resume", text, {"ranks": ranks}), say=False)
         self._announce()
         first, stopped = state.step, False
         while state.tokens < total and not stopped:

@@ -1,0 +1,148 @@
+"""The page itself: one file, nothing from a network. plotly draws the curves in the browser."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sagetrain import __version__
+from sagetrain.config.errors import ConfigError
+from sagetrain.data.token_file import write_atomic
+from sagetrain.report.read import RunRecord, different_settings, read_runs
+
+
+class Chart(NamedTuple):
+    """Some metrics on one pair of axes."""
+
+    title: str
+    metrics: tuple[str, ...]
+    """The first is drawn as a line, others dashed, with markers where they are few."""
+    logarithmic: bool = False
+    from_zero: bool = False
+
+
+CHARTS = (
+    Chart("Loss", ("train/loss", "valid/loss")),
+    Chart("Gradient norm", ("train/grad_norm",), logarithmic=True),
+    Chart("Learning rate", ("train/lr",), from_zero=True),
+    Chart("Tokens per step", ("train/tokens_per_step", "noise/all/scale_tokens"), from_zero=True),
+    Chart("Throughput, tokens per second", ("perf/tokens_per_second",), from_zero=True),
+    Chart("Relative L2 error of quantized dS, worst layer", ("quant/*/dS/rel_l2",), logarithmic=True),
+    Chart("Relative L2 error of dQ and dK, worst layer", ("quant/*/dQ/rel_l2", "quant/*/dK/rel_l2"), logarithmic=True),
+    Chart("Relative L2 error of O and dV, worst layer", ("quant/*/O/rel_l2", "quant/*/dV/rel_l2"), logarithmic=True),
+)
+"""What comes first. Every other metric has a chart of its own in the last section of the page."""
+
+
+def write_report(folders: Sequence[Path], output: Path) -> int:
+    """Write the page about these runs, in the place of an older one; returns its size in bytes.
+
+    Raises:
+        ConfigError: plotly is not installed, or a folder is no run's.
+    """
+    page = render(read_runs(folders)).encode()
+    write_atomic(output, page)
+    return len(page)
+
+
+def render(runs: Sequence[RunRecord]) -> str:
+    """The page as text."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        fix = "pip install 'sagetrain[report]'"
+        raise ConfigError(f"sagetrain report draws with plotly, which is not installed: {fix}") from None
+    folder = resources.files("sagetrain.report")
+    data = {
+        "runs": [run.name for run in runs],
+        "charts": [_chart(chart, runs) for chart in _charts(runs)],
+        "events": [[[e["tokens"], e.get("kind", ""), e.get("text", "")] for e in run.events] for run in runs],
+    }
+    parts = {
+        "title": html.escape(", ".join(run.name for run in runs)),
+        "version": __version__,
+        "summary": _summary(runs),
+        "legend": "".join(f"<li>{html.escape(run.name)}</li>" for run in runs) if len(runs) > 1 else "",
+        "difference": "What differs" if len(runs) > 1 else "Settings",
+        "settings": _settings(runs),
+        "events": _events(runs),
+        # "</script>" within a name would end the element.
+        "data": json.dumps(data).replace("</", "<\\/"),
+        "script": (folder / "page.js").read_text(),
+        "plotly": get_plotlyjs(),
+    }
+    page = (folder / "page.html").read_text()
+    for name, text in parts.items():
+        page = page.replace(f"{{{{{name}}}}}", text)
+    return page
+
+
+def _charts(runs: Sequence[RunRecord]) -> list[tuple[Chart, bool]]:
+    """With data, each with whether it is one of the first."""
+    there = {metric for run in runs for metric in run.curves}
+    first = [chart for chart in CHARTS if there & set(chart.metrics)]
+    others = sorted(there - {metric for chart in first for metric in chart.metrics})
+    return [*((chart, True) for chart in first), *((Chart(metric, (metric,)), False) for metric in others)]
+
+
+def _chart(entry: tuple[Chart, bool], runs: Sequence[RunRecord]) -> dict[str, Any]:
+    chart, is_first = entry
+    traces = [
+        {"run": i, "metric": metric, "rank": rank, "x": run.curves[metric][0], "y": run.curves[metric][1]}
+        for rank, metric in enumerate(chart.metrics)
+        for i, run in enumerate(runs)
+        if metric in run.curves
+    ]
+    return {
+        "title": chart.title,
+        "log": chart.logarithmic,
+        "fromZero": chart.from_zero,
+        "first": is_first,
+        "traces": traces,
+    }
+
+
+def _summary(runs: Sequence[RunRecord]) -> str:
+    labels = list(dict.fromkeys(label for run in runs for label in run.summary))
+    rows = [[run.name, *(run.summary.get(label, "") for label in labels)] for run in runs]
+    return _table(["run", *labels], rows)
+
+
+def _settings(runs: Sequence[RunRecord]) -> str:
+    if len(runs) == 1:
+        settings = sorted(runs[0].settings.items())
+        table = _table(["setting", "value"], [[key, _value(value)] for key, value in settings])
+        return f"<details><summary>All {len(settings)} settings</summary>{table}</details>"
+    different = different_settings(runs)
+    if not different:
+        return "<p>None: all settings are the same.</p>"
+    rows = [[key, *map(_value, row)] for key, row in different.items()]
+    return _table(["setting", *(run.name for run in runs)], rows)
+
+
+def _events(runs: Sequence[RunRecord]) -> str:
+    rows = [
+        [run.name, f"{event['tokens']:,}", event.get("kind", ""), event.get("text", "")]
+        for run in runs
+        for event in run.events
+    ]
+    if not rows:
+        return "<p>None.</p>"
+    table = _table(["run", "tokens", "event", "what"], rows)
+    return f"<details{' open' * (len(rows) <= 12)}><summary>{len(rows)}</summary>{table}</details>"
+
+
+def _value(value: Any) -> str:
+    return "-" if value is None else json.dumps(value) if isinstance(value, list | dict) else str(value)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f'<div class="wide"><table><thead>{line(head, "th")}</thead><tbody>{body}</tbody></table></div>'

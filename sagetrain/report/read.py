@@ -1,0 +1,144 @@
+"""What run folders hold for a page about them: curves over tokens, events, settings."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.load import flat
+
+MAX_POINTS = 2_000
+"""Of one curve. A longer one keeps the least and the largest value of every stretch, so that no spike is lost."""
+
+_LAYER = re.compile(r"/\d+(?=/)")
+
+Curve = tuple[list[int], list[float]]
+"""Tokens seen, values."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What one run wrote.
+
+    `curves` go by metric. Metrics that differ in their layer alone are one: quant/*/dS/rel_l2 is the largest over all
+    layers, the least where it is a cosine. `events` have tokens, kind and text.
+    """
+
+    name: str
+    curves: Mapping[str, Curve]
+    events: Sequence[Mapping[str, Any]]
+    settings: Mapping[str, Any]
+    summary: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
+    """The runs in these folders, by the shortest names that tell them apart.
+
+    Raises:
+        ConfigError: a folder is no run's, or has no metrics yet.
+    """
+    return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+
+
+def different_settings(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+    """Dotted key -> its value in every run, of those that are not the same in all; None where a run has no such key."""
+    keys = sorted({key for run in runs for key in run.settings})
+    values = {key: [run.settings.get(key) for run in runs] for key in keys}
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+
+
+def thinned(tokens: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> Curve:
+    """At most so many points: of every stretch the least and the largest value, in their order."""
+    count = len(tokens)
+    if count <= most:
+        return list(tokens), list(values)
+    stretches, keep = most // 2, []
+    for i in range(stretches):
+        stretch = range(i * count // stretches, (i + 1) * count // stretches)
+        keep += sorted({min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)})
+    return [tokens[i] for i in keep], [values[i] for i in keep]
+
+
+def _read(folder: Path, name: str) -> RunRecord:
+    path = folder / "metrics.jsonl"
+    rows = list(_rows(path))
+    if not rows:
+        why = "it holds no metrics yet" if path.exists() else "there is no metrics.jsonl in it"
+        raise ConfigError(f"{folder} is no run to report on: {why}; give the training.run_dir of a run that has begun")
+    config = folder / "config.yaml"
+    settings = flat(yaml.safe_load(config.read_text())) if config.exists() else {}
+    settings.pop("training.run_dir", None)
+    curves: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for metric, value in row.items():
+            if metric in ("step", "tokens", "wall_time") or not isinstance(value, int | float):
+                continue
+            curve = curves.setdefault(_LAYER.sub("/*", metric), {})
+            worst = min if metric.endswith("/cosine") else max
+            curve[row["tokens"]] = worst(value, curve.get(row["tokens"], value))
+    events = [*_saves(rows), *_rows(folder / "events.jsonl")]
+    return RunRecord(
+        name,
+        {metric: thinned(*_columns(curve)) for metric, curve in sorted(curves.items())},
+        sorted(events, key=lambda event: event["tokens"]),
+        settings,
+        _summary(rows),
+    )
+
+
+def _rows(path: Path) -> Iterable[dict[str, Any]]:
+    """Of a file that may be growing: the last line may be cut short."""
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "tokens" in row:
+            yield row
+
+
+def _columns(curve: Mapping[int, float]) -> Curve:
+    tokens = sorted(curve)
+    return tokens, [curve[at] for at in tokens]
+
+
+def _saves(rows: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    for row in rows:
+        if "perf/save_stall_seconds" in row:
+            text = f"checkpoint of step {row['step']}: training stood still for {row['perf/save_stall_seconds']:.2f} s"
+            yield {"tokens": row["tokens"], "step": row["step"], "kind": "save", "text": text}
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Label -> text, for people."""
+    steps = [row for row in rows if "train/loss" in row]
+    valid = [row["valid/loss"] for row in rows if "valid/loss" in row]
+    found = {"steps": f"{max(row['step'] for row in rows):,}", "tokens": f"{max(row['tokens'] for row in rows):,}"}
+    if steps:
+        last = [row["train/loss"] for row in steps[-max(1, len(steps) // 20) :]]
+        found["training loss (last 5 %)"] = f"{sum(last) / len(last):.4f}"
+        if rates := [row["perf/tokens_per_second"] for row in steps if "perf/tokens_per_second" in row]:
+            found["tokens/s (median)"] = f"{median(rates):,.0f}"
+    if valid:
+        found["validation loss (last)"] = f"{valid[-1]:.4f}"
+        found["validation loss (least)"] = f"{min(valid):.4f}"
+    return found
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise ConfigError(f"the same run is named twice: {', '.join(map(str, folders))}")

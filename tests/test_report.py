@@ -1,0 +1,171 @@
+"""The page of `sagetrain report`, also in a real browser where this machine has one."""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from sagetrain import cli
+from sagetrain.config.errors import ConfigError
+from sagetrain.report.page import render, write_report
+from sagetrain.report.read import MAX_POINTS, different_settings, read_runs, thinned
+from sagetrain.stability.controller import Event
+from sagetrain.train.metrics import MetricsWriter
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two runs as the trainer's own writer leaves them."""
+    folders = []
+    for k, (name, backend) in enumerate([("sdpa", "sdpa"), ("</script><b>sage", "sage")]):
+        folder = tmp_path_factory.mktemp("runs") / name.replace("/", "-")
+        folder.mkdir()
+        writer = MetricsWriter(folder, 0, 0, 1000 * STEPS, tensorboard=False)
+        for step in range(1, STEPS + 1):
+            values = {
+                "train/loss": 3 + math.exp(-step / 10) + 0.01 * k,
+                "train/grad_norm": 1.0 + (step == 30) * 9,
+                "train/lr": 1e-3,
+                "train/tokens_per_step": 1000,
+                "perf/tokens_per_second": 5e4,
+            }
+            if k:
+                values |= {f"quant/{layer}/dS/{what}": 0.1 * (layer + 1) for layer in (0, 1) for what in ("rel_l2",)}
+                values |= {f"quant/{layer}/dS/cosine": 0.9 - 0.1 * layer for layer in (0, 1)}
+            writer.write(step, 1000 * step, values)
+        for step, loss in ((20, 3.3), (STEPS, 3.1)):
+            writer.write(step, 1000 * step, {"valid/loss": loss})
+        writer.write(30, 30_000, {"perf/save_stall_seconds": 0.25, "perf/save_publish_seconds": 2.0})
+        writer.event(30, 30_000, Event("spike", "gradient norm 10 <is> far above 1", {}))
+        writer.close()
+        settings = {"attention": {"backend": backend}, "training": {"seed": 0, "run_dir": str(folder)}}
+        (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+        folders.append(folder)
+    return folders
+
+
+def test_what_is_read_of_a_run(runs: list[Path]) -> None:
+    sdpa, sage = read_runs(runs)
+    assert (sdpa.name, sage.name) == ("sdpa", "<-script><b>sage")
+    tokens, norms = sdpa.curves["train/grad_norm"]
+    assert tokens == [1000 * step for step in range(1, STEPS + 1)] and norms[29] == 10 and max(norms[30:]) == 1
+    assert set(sage.curves["quant/*/dS/rel_l2"][1]) == {0.2}, "of several layers the worst"
+    assert set(sage.curves["quant/*/dS/cosine"][1]) == {0.8}
+    assert [(event["tokens"], event["kind"]) for event in sdpa.events] == [(30_000, "save"), (30_000, "spike")]
+    assert different_settings([sdpa, sage]) == {"attention.backend": ["sdpa", "sage"]}
+    assert sdpa.summary["validation loss (last)"] == "3.1000" and sdpa.summary["steps"] == "60"
+
+
+def test_a_thinned_curve_keeps_its_spikes() -> None:
+    count = 50 * MAX_POINTS
+    values = [math.sin(i / 1000) for i in range(count)]
+    values[12_345], values[54_321] = 99.0, -99.0
+    tokens, kept = thinned(range(count), values)
+    assert len(kept) <= MAX_POINTS and tokens == sorted(tokens)
+    assert (max(kept), min(kept)) == (99.0, -99.0) and kept[tokens.index(12_345)] == 99.0
+    assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
+
+
+def test_the_page_needs_no_network_and_trusts_no_name(runs: list[Path]) -> None:
+    page = render(read_runs(runs))
+    outside = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", outside) and "@import" not in outside
+    assert "<b>sage" not in outside.partition('id="data"')[0] and "gradient norm 10 &lt;is&gt; far" in outside
+    assert "{{" not in outside
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+    assert data["runs"] == ["sdpa", "<-script><b>sage"]
+    assert {chart["title"] for chart in data["charts"] if chart["first"]} >= {"Loss", "Gradient norm"}
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (None, "there is no metrics.jsonl in it"),
+        ("", "it holds no metrics yet"),
+        ('{"step": 1, "tok', "it holds no metrics yet"),
+    ],
+)
+def test_a_folder_without_metrics_is_an_error_that_names_it(tmp_path: Path, found: str | None, said: str) -> None:
+    if found is not None:
+        (tmp_path / "metrics.jsonl").write_text(found)
+    with pytest.raises(ConfigError, match=f"{tmp_path} is no run to report on: {said}"):
+        write_report([tmp_path], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_one_run_named_twice_is_an_error(runs: list[Path]) -> None:
+    with pytest.raises(ConfigError, match="the same run is named twice"):
+        read_runs([runs[0], runs[0]])
+
+
+def test_the_command_says_what_it_wrote(runs: list[Path], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(cli.app, ["report", *map(str, runs), "-o", str(page)])
+    assert result.exit_code == 0 and result.output.startswith(f"{page}: 2 runs, ") and page.exists()
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------
+
+browser = pytest.mark.skipif(
+    not (shutil.which("chromium") and shutil.which("chromedriver")),
+    reason="no Chromium here (make host-tools installs one)",
+)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    from selenium.webdriver import Chrome, ChromeOptions
+    from selenium.webdriver.chrome.service import Service
+
+    options = ChromeOptions()
+    profile = tmp_path_factory.mktemp("profile")
+    flags = "headless no-sandbox disable-gpu disable-dev-shm-usage no-first-run disable-sync"
+    quiet = "disable-background-networking disable-component-update"  # no search for hosts at every start
+    for flag in (*flags.split(), *quiet.split(), f"user-data-dir={profile}"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    options.binary_location = shutil.which("chromium")
+    chrome = Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    chrome.set_page_load_timeout(300)
+    yield chrome
+    chrome.quit()
+
+
+@browser
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_curves_are_drawn_at_every_width_in_light_and_dark(
+    runs: list[Path], tmp_path: Path, driver, width: int, scheme: str
+) -> None:
+    page = tmp_path / "report.html"
+    write_report(runs, page)
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    driver.execute_cdp_cmd("Network.enable", {})
+    driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["http://*", "https://*"]})
+    driver.get(page.as_uri())
+    script = driver.execute_script
+    assert script("return document.getElementsByTagName('b').length") == 0
+    charts = script("return [...document.querySelectorAll('#first .chart')].map(c => "
+                    "[...c.querySelectorAll('.scatterlayer path.js-line')].map(p => p.getTotalLength()))")  # fmt: skip
+    assert len(charts) == 6 and [len(lengths) for lengths in charts] == [4, 2, 2, 2, 2, 1]
+    assert all(length > 100 for lengths in charts for length in lengths), "pixels"
+    fit = "c => c.querySelector('.main-svg').getBoundingClientRect().width <= c.clientWidth"
+    assert script(f"return [...document.querySelectorAll('.chart')].every({fit})"), "each within its frame"
+    assert script("return document.documentElement.scrollWidth") <= width, "nothing to scroll to the side"
+    background = script("return getComputedStyle(document.body).backgroundColor")
+    paper = script("return document.querySelector('.chart .main-svg').style.background")
+    assert background == paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 23, 29)"}[scheme]
+    script("document.getElementById('more').open = true")
+    script("document.getElementById('more').dispatchEvent(new Event('toggle'))")
+    assert script("return document.querySelectorAll('#others .scatterlayer').length") > 0
+    assert [entry for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
