@@ -20,6 +20,8 @@ import socket
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -220,11 +222,20 @@ class Engine:
         return torch.device(self._ds.device)
 
     def step(
-        self, batches: Iterable[Batch], accumulation: int, lr: float, stop: bool, noise: GradientNoise | None = None
+        self,
+        batches: Iterable[Batch],
+        accumulation: int,
+        lr: float,
+        stop: bool,
+        noise: GradientNoise | None = None,
+        probe: Callable[[Callable[[], torch.Tensor]], None] | None = None,
     ) -> StepResult:
         """Forward and backward over `accumulation` micro-batches, then one optimizer update at `lr`.
 
-        noise: takes note of the gradients of this step.
+        Args:
+            noise: takes note of the gradients of this step.
+            probe: called first, with the forward pass of the first micro-batch to its loss; it may run that as often as
+                it likes, but accumulate no gradient. Not at ZeRO 3, whose hooks cannot take that.
         """
         if accumulation != self._ds.gradient_accumulation_steps():
             self._ds.set_train_batch_size(self._micro_batch * accumulation * self.groups.num_replicas)
@@ -235,6 +246,8 @@ class Engine:
         metrics.clear()
         total, count, samples = torch.zeros((), device=self.device, dtype=torch.float64), 0, []
         for batch in batches:
+            if probe and not count:
+                probe(partial(self.module, **self._inputs(batch)))
             loss = self.forward(batch)
             with noise.micro_batch() if noise else contextlib.nullcontext():
                 self._ds.backward(loss)
@@ -266,7 +279,10 @@ class Engine:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Mean loss of one micro-batch, under context parallelism of this rank's slice of it (scalar, fp32)."""
-        return self._ds(**batch.inputs(self.device, self.groups.cp_rank, self.groups.cp_size))
+        return self._ds(**self._inputs(batch))
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        return batch.inputs(self.device, self.groups.cp_rank, self.groups.cp_size)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:

@@ -30,6 +30,7 @@ from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.model.accounting import flops_per_token, num_parameters, overlaps
+from sagetrain.model.backends import attention_function
 from sagetrain.model.selection import choose_attention, matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
@@ -37,6 +38,7 @@ from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Controller, Event, Taken
 from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
+from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
 from sagetrain.train import attention, checkpoint, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine, init_distributed, partitioner
@@ -98,6 +100,8 @@ class Trainer:
         self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
         self.engine = self._build_engine()
         self.noise = GradientNoise(self.engine.module, self.groups, self.device)
+        exact = attention_function("sdpa", self.attention, self.device)
+        self.probe = QuantizationProbe(self.engine.module, exact, self.groups, self.device, cfg.training.seed)
         self.controllers: list[Controller] = self._build_controllers()
         self._resume(found, damaged)
         for controller in self.controllers:
@@ -202,7 +206,9 @@ class Trainer:
     def _build_controllers(self) -> list[Controller]:
         """In the order in which they read, and add to, a step's numbers."""
         stability, data = self.cfg.stability, self.cfg.data
-        return [NoiseScale(data.micro_batch_size * data.seq_length, stability.noise_scale.decay)]
+        micro_batch = data.micro_batch_size * data.seq_length
+        noise = NoiseScale(micro_batch, stability.noise_scale.decay)
+        return [noise, QuantNoise(micro_batch, noise)]
 
     # -- resume and save -----------------------------------------------------------------------------------------
 
@@ -346,8 +352,12 @@ class Trainer:
         batches = self.watchdog.over(self.loader.step_batches(state.sequences, size, following))
         # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
         stop = self.stop.name is not None or self.saver.failed
-        noise = self.noise if self._noise_is_due(size) else None
-        result = self.engine.step(batches, size // self.micro_step, lr, stop, noise)
+        several = size > cfg.data.micro_batch_size * cfg.data.seq_length  # one gradient says nothing about its noise
+        noise = self.noise if several and self._due(cfg.stability.noise_scale.every_steps) else None
+        probe = (
+            partial(self.probe.measure, state.step + 1) if self._due(cfg.stability.quant_noise.every_steps) else None
+        )
+        result = self.engine.step(batches, size // self.micro_step, lr, stop, noise, probe)
         samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
         check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
         if not (result.applied and math.isfinite(result.loss) and math.isfinite(result.grad_norm)):  # on every rank
@@ -361,11 +371,9 @@ class Trainer:
             self.reporter.event(state, event)
         return result.stop
 
-    def _noise_is_due(self, size: int) -> bool:
-        """Whether the step at hand measures the noise of its gradients: one of several micro-batches."""
-        every, data = self.cfg.stability.noise_scale.every_steps, self.cfg.data
-        several = size > data.micro_batch_size * data.seq_length
-        return every is not None and (self.state.step + 1) % every == 0 and several
+    def _due(self, every: int | None) -> bool:
+        """Whether the step at hand is one of those that something is measured in."""
+        return every is not None and (self.state.step + 1) % every == 0
 
     def _drop(self, size: int) -> None:
         """Pass over the samples of a step that training.drop_steps names: every later one has those it would have."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import no_effect
+from sagetrain.config.rules.findings import error, no_effect
 from sagetrain.config.schema import RunConfig
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
     """Measurements that there is nothing to take of."""
     yield from _noise_scale(cfg)
+    if cfg.stability.quant_noise.every_steps:
+        yield from _quant_noise(cfg)
 
 
 def _noise_scale(cfg: RunConfig) -> Iterator[Finding]:
@@ -20,3 +22,43 @@ def _noise_scale(cfg: RunConfig) -> Iterator[Finding]:
     if asked and max(cfg.tokens_per_step.named_tokens.values()) <= micro_batch:
         why = f"steps of one micro-batch of {micro_batch} tokens: there is nothing to compare it with"
         yield no_effect("stability.noise_scale.every_steps", asked, why)
+
+
+def _quant_noise(cfg: RunConfig) -> Iterator[Finding]:
+    key, every = "stability.quant_noise.every_steps", cfg.stability.quant_noise.every_steps
+    backend = cfg.attention.backend
+    if backend not in ("sage", "auto"):
+        yield error(
+            "probe_of_16_bits",
+            key,
+            every,
+            f"attention.backend {backend} quantizes nothing: there is no error to measure",
+            "set it to null, or use attention.backend sage",
+        )
+    if cfg.stability.noise_scale.every_steps is None:
+        yield error(
+            "probe_without_noise",
+            key,
+            every,
+            "relates the error of quantized attention to the noise of the gradients, which is not measured",
+            "set stability.noise_scale.every_steps, to 10 for instance",
+        )
+    if cfg.parallel.zero_stage == 3:
+        yield error(
+            "probe_at_zero_3",
+            key,
+            every,
+            "a probe computes gradients beside those of the step, which DeepSpeed's hooks of parallel.zero_stage 3 "
+            "cannot take",
+            "set it to null, or use parallel.zero_stage 2 (with tensor_parallel_size for memory)",
+        )
+    micro_batch = cfg.data.micro_batch_size * cfg.data.seq_length
+    if max(cfg.tokens_per_step.named_tokens.values()) <= micro_batch:
+        yield error(
+            "probe_without_noise",
+            key,
+            every,
+            f"steps are one micro-batch of {micro_batch} tokens, whose gradient says nothing about its noise: that "
+            "takes accumulation, or data-parallel ranks",
+            "use more tokens per step, or a smaller data.micro_batch_size",
+        )
