@@ -384,6 +384,20 @@ def test_linear_layers_in_8_bits_are_planned():
         assert "fix: use bf16 or int8, or plan for another GPU (--gpu)" in out.getvalue()
 
 
+def test_eight_bits_that_do_not_pay_are_a_finding():
+    """INT8's results are rescaled apart; a model whose matmuls are small has nothing to gain either way."""
+    small = ("model.hidden_size=256", "model.ffn_hidden_size=512", "model.head_dim=16", "attention.backend=sdpa")
+    for overrides, pays in (
+        (["linear.precision=fp8"], True),
+        (["linear.precision=int8"], False),
+        (["linear.precision=fp8", *small], False),
+    ):
+        errors, text = plan(CONFIGS / "1b.yaml", 8, *overrides)
+        assert errors == 0
+        assert ("[linear_precision_gain]" in text) == (not pays), overrides
+    assert "is not predicted to be faster with recipe rowwise:" in text
+
+
 def test_brief_says_what_one_needs():
     errors, text = plan(CONFIGS / "1b.yaml", 8, brief=True)
     assert errors == 0

@@ -11,7 +11,7 @@ from sagetrain.config.arithmetic import data_parallel_size, padded_vocab_size, t
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import load_config
-from sagetrain.config.schema import DataConfig, RunConfig
+from sagetrain.config.schema import DataConfig, LinearConfig, RunConfig
 from sagetrain.data.tokenizer import known_vocab_size
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import MemoryItem, memory_per_rank
@@ -101,6 +101,10 @@ def make_plan(
             multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
             schedule = stages(cfg.tokens_per_step, cfg.training.total_tokens, multiple)
             chosen = layout(cfg, world_size, padded, hardware, span)
+            if cfg.linear.precision != "bf16":
+                wide = cfg.model_copy(update={"linear": LinearConfig()})
+                gain = _gain(cfg, chosen, layout(wide, world_size, padded, hardware, span))
+                findings = [*findings, *([gain] if gain else [])]
     proposed = None if refused & _NO_MODEL else propose(cfg, world_size, padded, hardware, span)
     if proposed:
         findings = [_with_way_out(finding) for finding in findings]
@@ -145,6 +149,21 @@ def _no_arithmetic(cfg: RunConfig, hardware: Hardware) -> Finding:
         precision,
         f"{hardware.name} has no {precision} matmuls",
         f"use {' or '.join(others)}, or plan for another GPU (--gpu)",
+    )
+
+
+def _gain(cfg: RunConfig, low: Layout, wide: Layout) -> Finding | None:
+    """Linear layers whose casts take longer than their matmuls save; `wide`: the same layout in 16 bits."""
+    ours, theirs = (each.prediction.tokens_per_second for each in (low, wide))
+    if ours > 1.01 * theirs:
+        return None
+    return Finding(
+        "linear_precision_gain",
+        "warning",
+        "linear.precision",
+        cfg.linear.precision,
+        f"is not predicted to be faster with recipe {cfg.linear.recipe}: {ours:,.0f} tokens/s, with bf16 {theirs:,.0f}",
+        "use linear.precision bf16, another linear.recipe, or larger micro-batches where the host is the limit",
     )
 
 
