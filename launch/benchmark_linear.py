@@ -107,16 +107,15 @@ def milliseconds(action: Callable[[], None]) -> float:
     return start.elapsed_time(end) / CALLS
 
 
-def measure(inputs: int, sizes: dict[str, int], tokens: int) -> dict[str, float]:
+def measure(inputs: int, sizes: dict[str, int], tokens: int, recipes: Sequence[str]) -> dict[str, float]:
     """Milliseconds of forward and backward by way, at one layer's sizes."""
     device = torch.device("cuda")
     draw, place = torch.Generator(device).manual_seed(1), {"device": device, "dtype": torch.bfloat16}
     x = torch.randn(tokens, inputs, generator=draw, **place).requires_grad_()
     grads = [1e-3 * torch.randn(tokens, size, generator=draw, **place) for size in sizes.values()]
-    ways = ways_of(inputs, sizes, device)
+    ways = {name: way for name, way in ways_of(inputs, sizes, device).items() if name == "bf16" or name in recipes}
     actions = {}
     for name, layer in ways.items():
-        torch._dynamo.reset()
         layer.compile(fullgraph=True, dynamic=False)
         check(name, layer, x, grads)
 
@@ -152,15 +151,20 @@ def main() -> None:
     shipped = ["configs/1b.yaml", "configs/7b.yaml"]
     parser.add_argument("--config", nargs="+", default=shipped, help="models (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch (default: %(default)s)")
+    every = [" ".join(name) for name in RECIPES]
+    parser.add_argument("--recipes", nargs="+", default=every, choices=every, help="default: all of them")
     parser.add_argument("--json", type=Path, help="write the milliseconds there as well")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
+    torch._dynamo.config.recompile_limit = 1000  # one graph for each size and recipe, all of the same code
     found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": args.tokens, "ms": {}}
     print(f"{found['gpu']}, torch {torch.__version__}, {args.tokens:,} tokens")
     for path in args.config:
         rows = {}
         for layer, (inputs, sizes) in layers_of(load_config(path).model).items():
-            rows[f"{layer} {inputs} x {sum(sizes.values())}"] = measure(inputs, sizes, args.tokens)
+            name = f"{layer} {inputs} x {sum(sizes.values())}"
+            rows[name] = measure(inputs, sizes, args.tokens, args.recipes)
+            print(f"{path} {name}: {rows[name]['bf16']:.3f} ms in bf16", flush=True)
         found["ms"][path] = rows
         print(f"\n{path}\n{table(rows)}", flush=True)
     if args.json:

@@ -226,7 +226,9 @@ class MasterAdamW:
         for master, gradient in zip(self.masters, self.gradients, strict=True):
             master.grad = gradient
         fused = parameters[0].is_cuda
-        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+        # There is no warm-up: at 1e-4 the losses of a wide model swing by more than any arithmetic is apart.
+        lr = min(1e-4, 0.032 / min(p.shape[-1] for p in parameters if p.dim() == 2))
+        self.optimizer = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
 
     @torch.no_grad()
     def step(self) -> None:
