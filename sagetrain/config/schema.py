@@ -376,11 +376,30 @@ class QuantNoiseConfig(Section):
     less than 1 % of any run, and memory for the gradients of three. Not at ZeRO 3."""
 
 
+class SpikesConfig(Section):
+    """Steps whose loss or gradient norm is not finite, or far above those of the steps before (a spike)."""
+
+    policy: Literal["stop", "skip", "rewind"] = "stop"
+    """stop: a step that is not finite ends the run; a spike is reported and trained on. skip: either is left out,
+    without an update, and stays on record as dropped. rewind: back to the newest checkpoint, and on in the data behind
+    the step; all samples in between are dropped."""
+    threshold: PositiveFloat = 8.0
+    """A spike is more than median + threshold x spread of the window; the spread is 1.4826 x the median distance from
+    the median (for normal numbers one standard deviation), and at least 1 % of the median."""
+    window: Annotated[int, Field(ge=8)] = 128
+    """Steps that a step is compared with, and in which max_events are counted."""
+    grace_steps: Annotated[int, Field(ge=4)] = 64
+    """No spike is seen before so many steps are known; what is not finite is."""
+    max_events: PositiveInt = 3
+    """How many times in `window` steps the run may skip or rewind; once more ends it."""
+
+
 class StabilityConfig(Section):
     """What INT8 attention costs, measured while training, and what follows from it."""
 
     noise_scale: NoiseScaleConfig = NoiseScaleConfig()
     quant_noise: QuantNoiseConfig = QuantNoiseConfig()
+    spikes: SpikesConfig = SpikesConfig()
 
 
 class GuidanceConfig(Section):

@@ -52,6 +52,11 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(folder: Path) -> int:
+    """The step that a folder is the checkpoint of."""
+    return int(folder.name.removeprefix("step-"))
+
+
 # -- deleting ------------------------------------------------------------------------------------------------------
 
 
@@ -129,10 +134,13 @@ def problems(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
     return found
 
 
-def newest_whole(root: Path, report: Callable[[str], None]) -> tuple[Path | None, list[Path]]:
-    """The newest checkpoint whose files are all as its manifest says, and the damaged ones passed over on the way
-    (each goes to `report`); collective. Raises CheckpointError when there are checkpoints but none is whole."""
-    candidates, damaged = _broadcast([str(f) for f in _folders(root)]), []
+def newest_whole(
+    root: Path, report: Callable[[str], None], wanted: Callable[[int], bool] = lambda step: True
+) -> tuple[Path | None, list[Path]]:
+    """The newest checkpoint, of those of wanted steps, whose files are all as its manifest says, and the damaged ones
+    passed over on the way (each goes to `report`); collective. Raises CheckpointError when there are such checkpoints
+    but none is whole."""
+    candidates, damaged = _broadcast([str(f) for f in _folders(root) if wanted(step_of(f))]), []
     for folder in map(Path, reversed(candidates)):
         wrong = [p for found in _gather(problems(folder, _rank(), _world_size())) for p in found]
         if not wrong:
@@ -151,7 +159,7 @@ def whole_at(root: Path, step: int) -> Path:
     """The checkpoint of a step. Raises CheckpointError if there is none, or it is damaged."""
     folder, there = root / folder_name(step), _folders(root)
     if folder not in there:
-        steps = ", ".join(str(int(each.name.removeprefix("step-"))) for each in there) or "none"
+        steps = ", ".join(str(step_of(each)) for each in there) or "none"
         raise CheckpointError(f"{root} has no checkpoint of step {step}; it has steps: {steps}")
     if wrong := problems(folder):
         raise CheckpointError(f"checkpoint {folder} is damaged: {'; '.join(wrong)}")

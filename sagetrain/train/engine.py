@@ -13,13 +13,15 @@ import bisect
 import collections
 import contextlib
 import datetime
+import functools
 import io
 import logging
+import math
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,13 +35,17 @@ from sagetrain.data.loader import Batch
 from sagetrain.model.accounting import reduce_bucket_size
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import Mpu, ParallelGroups
-from sagetrain.stability.noise_scale import GradientNoise
+from sagetrain.stability.controller import Event
+from sagetrain.stability.noise_scale import GradientNoise, LayerSquares
+from sagetrain.stability.spikes import Verdict
 from sagetrain.train import rendezvous
 from sagetrain.train.ledger import fold
 from sagetrain.train.optimizer import build_optimizer
 
 # How long the ranks of a run may need to come: hosts start at different times.
 _ARRIVAL_MINUTES = 10
+
+_LAYER = "layer/"
 
 
 def init_distributed(timeout_minutes: float) -> torch.device:
@@ -162,15 +168,18 @@ class ParameterShard:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know of a step. metrics: every number that was added while it ran, by name; stop: some rank was
-    asked to stop; folds: sum over all ranks of ledger.fold of the samples they trained on; span: sum of the squared
-    lengths of the documents that attention stayed within, over all tokens."""
+    """What all ranks know of a step. metrics: every number that was added while it ran, by name; applied: the update
+    was made; stop: some rank was asked to stop; folds: sum over all ranks of ledger.fold of the samples they trained
+    on; span: sum of the squared lengths of the documents that attention stayed within, over all tokens; event: what is
+    wrong with the step; layer_norms: then, gradient norm of each layer, if DeepSpeed found it finite."""
 
     metrics: dict[str, float]
     applied: bool
     stop: bool
     folds: int
     span: float
+    event: Event | None = None
+    layer_norms: dict[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -202,16 +211,13 @@ class Engine:
             self._ds, *_ = deepspeed.initialize(
                 model=model, optimizer=self._base, config=self.config, mpu=Mpu(groups), dist_init_required=False
             )
-        if self.stage == 0:
-            self._base.register_step_pre_hook(self._clip_stage0)
-        self._base.register_step_pre_hook(self._show_gradients)
-        self._noise: GradientNoise | None = None
-        self._own_weights: list[tuple[str, torch.Tensor]] = []
         for state in self._flat_masters():
             self._ensure_state(state)
         # DeepSpeed writes weights behind the back of autograd's version counters: whoever wrote says so.
         self._keeps = self.stage < 3 and cfg.linear.precision != "bf16"
         self._renew()
+        self._own_weights = [(s.name, s.tensors["weight"]) for s in self.shards() if s.tensors]
+        self._base.step = self._judged(self._base.step)
 
     @property
     def module(self) -> nn.Module:
@@ -229,13 +235,18 @@ class Engine:
         stop: bool,
         noise: GradientNoise | None = None,
         probe: Callable[[Callable[[], torch.Tensor]], None] | None = None,
+        judge: Callable[[Mapping[str, float]], Verdict] = lambda metrics: Verdict(),
     ) -> StepResult:
-        """Forward and backward over `accumulation` micro-batches, then one optimizer update at `lr`.
+        """Forward and backward over `accumulation` micro-batches, then one optimizer update at `lr`, if `judge` allows.
+
+        A step that is refused, or whose gradient DeepSpeed finds not finite, leaves the weights and the optimizer's
+        state as they were, to the last bit.
 
         Args:
             noise: takes note of the gradients of this step.
             probe: called first, with the forward pass of the first micro-batch to its loss; it may run that as often as
                 it likes, but accumulate no gradient. Not at ZeRO 3, whose hooks cannot take that.
+            judge: asked on every rank, with the step's numbers but those of `noise`.
         """
         if accumulation != self._ds.gradient_accumulation_steps():
             self._ds.set_train_batch_size(self._micro_batch * accumulation * self.groups.num_replicas)
@@ -257,25 +268,48 @@ class Engine:
             metrics.mean("span", batch.span)
         if count != accumulation:
             raise RuntimeError(f"the loader gave {count} micro-batches for a step of {accumulation}")
-        skipped = self._ds.skipped_steps
-        self._noise = noise
-        self._own_weights = [(s.name, s.tensors["weight"]) for s in self.shards() if s.tensors] if noise else []
-        self._ds.step()
-        self._renew()
-        norm = self._norm if self.stage == 0 else self._ds.get_global_grad_norm()
-        if noise:
-            clipped = self._clip / (norm + 1e-6) if self._clip and norm > self._clip else 1.0
-            noise.finish(accumulation, clipped, copies=1 if self.stage else self.groups.num_replicas)
         # Over the world: tensor-parallel ranks hold the same loss, context-parallel ones that of equally many tokens.
         metrics.mean("train/loss", total / accumulation)
-        # On every rank the same.
-        metrics.mean("train/grad_norm", norm)
         metrics.sum("stop", stop)
         metrics.sum("folds", fold(samples, self.groups.dp_rank))
-        found = metrics.reduce(self.device)
-        applied = self._ds.skipped_steps == skipped
-        stop, folds, span = found.pop("stop") > 0, int(found.pop("folds")), found.pop("span")
-        return StepResult(found, applied, stop, folds, span)
+
+        @functools.cache
+        def verdict() -> tuple[dict[str, float], Verdict]:
+            norm = self._norm if self.stage == 0 else self._ds.optimizer._global_grad_norm  # on every rank the same
+            metrics.mean("train/grad_norm", norm)
+            found = metrics.reduce(self.device)
+            return found, judge(found)
+
+        self._verdict, self._noise, self._squares, skipped = verdict, noise, None, self._ds.skipped_steps
+        self._ds.step()
+        self._renew()
+        found, judged = verdict()  # here for the first time if the gradient is not finite and DeepSpeed has stopped
+        found.update(self._of_gradients(accumulation, found["train/grad_norm"]))
+        layers = [name for name in found if name.startswith(_LAYER)]
+        return StepResult(
+            found,
+            applied=judged.apply and self._ds.skipped_steps == skipped,
+            stop=found.pop("stop") > 0,
+            folds=int(found.pop("folds")),
+            span=found.pop("span"),
+            event=judged.event,
+            layer_norms={name.removeprefix(_LAYER): math.sqrt(found.pop(name)) for name in layers},
+        )
+
+    def _judged(self, update: Callable[[], None]) -> Callable[[], None]:
+        """The base optimizer's step, which DeepSpeed calls when it knows the norm (at most stages once for each group
+        or sub-group of parameters), but only if the step's verdict allows it."""
+
+        def judged_update() -> None:
+            if self.stage == 0:
+                self._clip_stage0()
+            _, verdict = self._verdict()
+            if self._noise or verdict.event:
+                self._show_gradients(bool(verdict.event))
+            if verdict.apply:
+                update()
+
+        return judged_update
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Mean loss of one micro-batch, under context parallelism of this rank's slice of it (scalar, fp32)."""
@@ -293,7 +327,7 @@ class Engine:
             metrics.mean("valid/loss", self.forward(batch), batch.weight)
         return metrics.reduce(self.device)["valid/loss"]
 
-    def _clip_stage0(self, *_) -> None:
+    def _clip_stage0(self) -> None:
         """Global gradient norm and clipping for fp32 at stage 0; replicated parameters count once."""
         marked = [p for p in self.module.parameters() if p.grad is not None]
         own = [p.grad for p in marked if p.tensor_model_parallel or self.groups.tp_rank == 0]
@@ -309,11 +343,10 @@ class Engine:
         if self._keeps:
             self.module.keep_weights()
 
-    def _show_gradients(self, *_) -> None:
+    @torch.no_grad()
+    def _show_gradients(self, by_layer: bool) -> None:
         """Before the optimizer reads them: what this rank owns of the step's gradients, clipped. DeepSpeed steps one
         group of parameters after the other; those of others are not there yet, or not there any more."""
-        if self._noise is None:
-            return
         masters = {m.data_ptr(): m for group in self._base.param_groups for m in group["params"] if m.grad is not None}
         starts, parts = sorted(masters), []
         for name, weight in self._own_weights if masters else ():
@@ -321,8 +354,25 @@ class Engine:
             first = (weight.data_ptr() - master.data_ptr()) // master.element_size()
             if 0 <= first < master.numel():
                 parts.append((name, master.grad.view(-1).narrow(0, first, weight.numel())))
-        if parts:
+        if parts and self._noise:
             self._noise.of_step(parts)
+        if by_layer and self._squares is None:  # on ranks that own nothing too
+            self._squares = torch.zeros(len(self._shapes), dtype=torch.float64, device=self.device)
+        for name, part in parts if by_layer else ():
+            self._squares[list(self._shapes).index(name)] += torch.linalg.vector_norm(part).double().square()
+
+    def _of_gradients(self, accumulation: int, norm: float) -> dict[str, float]:
+        """What the gradients of the step have shown, once all of them were there; collective, if there is anything."""
+        if not self._noise and self._squares is None:
+            return {}
+        clipped = self._clip / (norm + 1e-6) if self._clip and self._clip < norm < math.inf else 1.0
+        copies = 1 if self.stage else self.groups.num_replicas
+        if self._noise:
+            self._noise.finish(accumulation, clipped, copies)
+        if self._squares is not None:
+            by_layer = LayerSquares(self.module, self.groups, self.device)
+            by_layer.add(f"{_LAYER}*", self._squares, clipped**-2, copies)
+        return self.groups.metrics.reduce(self.device)
 
     # -- where the master weights and moments live ---------------------------------------------------------------
 

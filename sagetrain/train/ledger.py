@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sagetrain.config.schema import AttentionConfig
+from sagetrain.config.schema import AttentionConfig, SpikesConfig
 from sagetrain.train.checkpoint import CheckpointError
 from sagetrain.train.guard import TrainingError
 
@@ -41,7 +41,8 @@ class Ledger:
 
     `head` begins as the fingerprint of the order of samples; each step hashes it with its first sample and their count.
     `segments` are the runs of equal steps, [first sample, samples per step, steps], from which it is found again, and
-    `dropped` the steps (the first is 1) whose samples were passed over without an update, because the user said so.
+    `dropped` the steps (the first is 1) whose samples were passed over without an update, because the user said so
+    (training.drop_steps) or a policy did (stability.spikes); or whose update was given up by going back before it.
     """
 
     head: str = ""
@@ -52,6 +53,10 @@ class Ledger:
     def steps(self) -> int:
         """Steps so far, dropped ones included."""
         return sum(times for _, _, times in self.segments)
+
+    def samples_of_steps(self) -> list[int]:
+        """How many samples each step had."""
+        return [count for _, count, times in self.segments for _ in range(times)]
 
     def add(self, first: int, count: int, dropped: bool = False) -> None:
         """Enter one step over samples first .. first + count - 1."""
@@ -136,18 +141,19 @@ class TrainState:
         self.sequences += tokens // seq_length
 
 
-def not_finite(
+def left_out(
     state: TrainState,
     samples: int,
-    loss: float,
-    grad_norm: float,
+    text: str,
+    settings: SpikesConfig,
     attention: AttentionConfig,
     drop: Iterable[int],
 ) -> TrainingError:
-    """The error of a step that has no finite loss or gradient, with the ways on that are open to the run.
+    """The error of a step that may not be applied and not be left out, with the ways on that are open to the run.
 
     Args:
         state: before the step, which is over the next `samples` samples.
+        text: what is wrong with it.
         attention: with the backend that runs.
         drop: training.drop_steps that would pass over it.
     """
@@ -158,8 +164,10 @@ def not_finite(
             ways.append("begin another training.run_dir with attention.qk_norm=before_rope")
     numbers = ",".join(map(str, sorted(drop)))
     ways.append(f"pass over its samples with training.drop_steps=[{numbers}], which every later checkpoint records")
+    used_up = ""
+    if settings.policy != "stop":
+        used_up = f", after {settings.max_events} in {settings.window} steps (stability.spikes.max_events)"
     return TrainingError(
-        f"step {state.step + 1} (sequences {state.sequences:,} to {state.sequences + samples - 1:,}): loss {loss}, "
-        f"gradient norm {grad_norm}. Nothing of this step was saved, and run again as it was it would be the same: "
-        f"{'; or '.join(ways)}"
+        f"step {state.step + 1} (sequences {state.sequences:,} to {state.sequences + samples - 1:,}): {text}{used_up}. "
+        f"Nothing of this step was saved, and run again as it was it would be the same: {'; or '.join(ways)}"
     )

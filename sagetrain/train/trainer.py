@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -39,15 +38,16 @@ from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Controller, Event, Taken
 from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
 from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
+from sagetrain.stability.spikes import METRIC, Spikes
 from sagetrain.train import attention, checkpoint, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
-from sagetrain.train.engine import Engine, init_distributed, partitioner
+from sagetrain.train.engine import Engine, StepResult, init_distributed, partitioner
 from sagetrain.train.guard import StopSignal, TrainingError, Watchdog
-from sagetrain.train.ledger import Ledger, TrainState, check_consumed, not_finite
+from sagetrain.train.ledger import Ledger, TrainState, check_consumed, left_out
 from sagetrain.train.lr_schedule import learning_rate
 from sagetrain.train.rendezvous import ended_by_signals
 from sagetrain.train.reporter import Reporter
-from sagetrain.train.resume import restore
+from sagetrain.train.resume import go_back, restore
 from sagetrain.train.run_folder import RunFolder, changed_settings
 from sagetrain.train.saver import Saver
 from sagetrain.train.tokens_per_step import change_at_resume, stages, tokens_per_step
@@ -102,6 +102,7 @@ class Trainer:
         self.noise = GradientNoise(self.engine.module, self.groups, self.device)
         exact = attention_function("sdpa", self.attention, self.device)
         self.probe = QuantizationProbe(self.engine.module, exact, self.groups, self.device, cfg.training.seed)
+        self.spikes = Spikes(cfg.stability.spikes)
         self.controllers: list[Controller] = self._build_controllers()
         self._resume(found, damaged)
         for controller in self.controllers:
@@ -208,7 +209,7 @@ class Trainer:
         stability, data = self.cfg.stability, self.cfg.data
         micro_batch = data.micro_batch_size * data.seq_length
         noise = NoiseScale(micro_batch, stability.noise_scale.decay)
-        return [noise, QuantNoise(micro_batch, noise)]
+        return [self.spikes, noise, QuantNoise(micro_batch, noise)]
 
     # -- resume and save -----------------------------------------------------------------------------------------
 
@@ -295,26 +296,27 @@ class Trainer:
                 self.reporter.close()
 
     def _train(self) -> bool:
-        cfg, state, total = self.cfg, self.state, self.cfg.training.total_tokens
+        cfg, total = self.cfg, self.cfg.training.total_tokens
         every_eval = cfg.evaluation.every_tokens or max(1, total // 10)
         every_save = cfg.checkpoint.every_tokens or max(1, total // 10)
-        self._saved_step, self._waited = state.step, False
+        self._saved_step, self._waited = self.state.step, False
         if self.main:
             self.folder.describe(cfg, self.engine.config, self.findings)
         flops = partial(flops_per_token, cfg.model, padded_vocab_size(self.vocab_size))
-        self.reporter.open(self.folder.path, state, total, cfg.logging, flops, cfg.data.seq_length, self.device)
-        if state.step:
+        self.reporter.open(self.folder.path, self.state, total, cfg.logging, flops, cfg.data.seq_length, self.device)
+        if self.state.step:
             ranks = dist.get_world_size()
-            text = f"resumed at {state.tokens:,} tokens with {ranks} rank{'s' * (ranks > 1)}"
-            self.reporter.event(state, Event("resume", text, {"ranks": ranks}), say=False)
+            text = f"resumed at {self.state.tokens:,} tokens with {ranks} rank{'s' * (ranks > 1)}"
+            self.reporter.event(self.state, Event("resume", text, {"ranks": ranks}), say=False)
         self._announce()
-        first, stopped = state.step, False
-        while state.tokens < total and not stopped:
-            before, size = state.tokens, tokens_per_step(cfg.tokens_per_step, state.tokens)
-            if state.step + 1 in cfg.training.drop_steps:
-                self._drop(size)
+        first, stopped = self.state.step, False
+        while self.state.tokens < total and not stopped:
+            before, size = self.state.tokens, tokens_per_step(cfg.tokens_per_step, self.state.tokens)
+            if self.state.step + 1 in cfg.training.drop_steps:
+                self._drop(size, "training.drop_steps")
             else:
                 stopped = self._step(size)
+            state = self.state  # another one if the step went back to a checkpoint
             self.reporter.saved(self.saver)
             if state.step == first + 1:  # what compiling left is no garbage: to look through it takes .3 s each time
                 gc.collect()
@@ -323,10 +325,11 @@ class Trainer:
             if self.valid and running and _crossed(before, state.tokens, every_eval):
                 with self.reporter.off_the_clock():
                     self._evaluate()
-            if stopped or (running and _crossed(before, state.tokens, every_save)):
+            due = stopped or (running and _crossed(before, state.tokens, every_save))
+            if due and self._saved_step != state.step:
                 with self.reporter.off_the_clock():
                     self.save()
-        finished = state.tokens >= total
+        state, finished = self.state, self.state.tokens >= total
         if finished and self.valid and state.step > first:
             self._evaluate()
         if finished and self._saved_step != state.step:
@@ -357,15 +360,17 @@ class Trainer:
         probe = (
             partial(self.probe.measure, state.step + 1) if self._due(cfg.stability.quant_noise.every_steps) else None
         )
-        result = self.engine.step(batches, size // self.micro_step, lr, stop, noise, probe)
+        judge = partial(self.spikes.judge, tokens=size)
+        result = self.engine.step(batches, size // self.micro_step, lr, stop, noise, probe, judge)
         samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
         check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
-        if not (result.applied and math.isfinite(result.loss) and math.isfinite(result.grad_norm)):  # on every rank
-            drop = {*cfg.training.drop_steps, state.step + 1}
-            raise not_finite(state, samples, result.loss, result.grad_norm, self.attention, drop)
+        if not result.applied:
+            self._leave_out(size, result)
+            return result.stop
         state.advance(size, cfg.data.seq_length)
-        taken = Taken(state.step, state.tokens, size, result.metrics)
-        events = [event for controller in self.controllers for event in controller.after_step(taken)]
+        if result.event:
+            result.metrics[METRIC] = 1.0
+        events = [result.event] * bool(result.event) + self._ask_controllers(size, result.metrics)
         self.reporter.step(state, result, size, lr)
         for event in events:
             self.reporter.event(state, event)
@@ -375,13 +380,60 @@ class Trainer:
         """Whether the step at hand is one of those that something is measured in."""
         return every is not None and (self.state.step + 1) % every == 0
 
-    def _drop(self, size: int) -> None:
-        """Pass over the samples of a step that training.drop_steps names: every later one has those it would have."""
+    def _ask_controllers(self, size: int, metrics: dict[str, float]) -> list[Event]:
+        taken = Taken(self.state.step, self.state.tokens, size, metrics)
+        return [event for controller in self.controllers for event in controller.after_step(taken)]
+
+    def _leave_out(self, size: int, result: StepResult) -> None:
+        """What the policy says of a step whose update was not made; the same on every rank."""
+        cfg, state, step, settings = self.cfg, self.state, self.state.step + 1, self.spikes.settings
+        if settings.policy == "stop" or not self.spikes.may_act(step):
+            drop = {*cfg.training.drop_steps, step}
+            samples = size // cfg.data.seq_length
+            raise left_out(state, samples, result.event.text, settings, self.attention, drop)
+        if settings.policy == "rewind":
+            weights_of = self._go_back(size, result.event)
+            done = f"back to the weights of step {weights_of}; steps {weights_of + 1} to {step} are dropped"
+        else:
+            self._drop(size, "stability.spikes.policy skip")
+            weights_of, done = state.step, "left out"
+        self.spikes.act(step, weights_of)
+        fields = {**result.event.fields, "action": settings.policy, "weights_of": weights_of}
+        spike = Event("spike", f"{result.event.text}: {done}", fields)
+        for event in [spike, *self._ask_controllers(size, {METRIC: 1.0})]:
+            self.reporter.event(self.state, event)
+        if settings.policy == "rewind":
+            self.save()  # or a run that is killed now would begin once more with the steps that were given up
+
+    def _go_back(self, size: int, event: Event) -> int:
+        """Take weights and optimizer of an earlier checkpoint and stand behind the present step; that one's step."""
+        cfg, step = self.cfg, self.state.step + 1
+        self.saver.wait()
+        self.reporter.saved(self.saver)
+        may = partial(self.spikes.may_go_back, step)
+        folder, _ = checkpoint.newest_whole(self.folder.checkpoints, self._say, may)
+        if folder is None:
+            raise TrainingError(
+                f"step {step}: {event.text}, and stability.spikes.policy rewind finds no checkpoint to go back to but "
+                "those that it went back to lately; keep more of them (checkpoint.keep_last), save them more often "
+                "(checkpoint.every_tokens), or use policy skip. Nothing of this step was saved"
+            )
+        self._drop(size, "stability.spikes.policy rewind")
+        self.state = go_back(
+            Reader(folder), self.engine, self._identity(), self.files, self.stream.fingerprint, self.state.ledger,
+            cfg.data.seq_length,
+        )  # fmt: skip
+        for controller in self.controllers:
+            controller.restore(self.state.controllers.get(controller.name, {}))
+        return checkpoint.step_of(folder)
+
+    def _drop(self, size: int, why: str) -> None:
+        """Pass over the samples of a step: every later one has those it would have."""
         first = self.state.sequences
         self.state.advance(size, self.cfg.data.seq_length, dropped=True)
         self.reporter.write(self.state, {"train/dropped_tokens": size})
         self._say(
-            f"step {self.state.step}: dropped (training.drop_steps): sequences {first:,} to "
+            f"step {self.state.step}: dropped ({why}): sequences {first:,} to "
             f"{self.state.sequences - 1:,} are passed over without an update"
         )
 

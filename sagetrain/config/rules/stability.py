@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import error, no_effect
+from sagetrain.config.rules.findings import error, no_effect, warning
 from sagetrain.config.schema import RunConfig
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
-    """Measurements that there is nothing to take of."""
+    """Measurements that there is nothing to take of, policies that cannot work."""
     yield from _noise_scale(cfg)
     if cfg.stability.quant_noise.every_steps:
         yield from _quant_noise(cfg)
+    yield from _spikes(cfg)
 
 
 def _noise_scale(cfg: RunConfig) -> Iterator[Finding]:
@@ -61,4 +62,28 @@ def _quant_noise(cfg: RunConfig) -> Iterator[Finding]:
             f"steps are one micro-batch of {micro_batch} tokens, whose gradient says nothing about its noise: that "
             "takes accumulation, or data-parallel ranks",
             "use more tokens per step, or a smaller data.micro_batch_size",
+        )
+
+
+def _spikes(cfg: RunConfig) -> Iterator[Finding]:
+    key, spikes = "stability.spikes", cfg.stability.spikes
+    if spikes.grace_steps > spikes.window:
+        yield error(
+            "grace_in_window",
+            f"{key}.grace_steps",
+            spikes.grace_steps,
+            f"is more than stability.spikes.window {spikes.window}, which never knows so many steps: no spike would be "
+            "seen",
+            f"use at most {spikes.window}, or a longer window",
+        )
+    if spikes.policy == "stop" and "max_events" in spikes.model_fields_set and spikes.max_events != 3:
+        yield no_effect(f"{key}.max_events", spikes.max_events, "policy stop, which leaves out no step")
+    if spikes.policy == "rewind" and spikes.max_events > 1 and cfg.checkpoint.keep_last < 3:
+        yield warning(
+            "checkpoints_to_go_back_to",
+            "checkpoint.keep_last",
+            cfg.checkpoint.keep_last,
+            "leaves stability.spikes.policy rewind nothing to go back to a second time: each rewind is saved at once, "
+            "and that and the checkpoint it went back to are the two newest",
+            "use 3 or more, or stability.spikes.max_events 1",
         )

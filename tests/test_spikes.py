@@ -1,0 +1,155 @@
+"""Spikes and steps that are not finite: what is one, and that a step left out leaves no trace in the run's state."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+import tiny
+from distributed import run_distributed
+from sagetrain.config.schema import SpikesConfig
+from sagetrain.stability.controller import Event, Taken
+from sagetrain.stability.spikes import Spikes, Verdict
+from sagetrain.train.engine import StepResult
+
+TOKENS = 1024
+
+
+def numbers(loss: float, norm: float) -> dict[str, float]:
+    return {"train/loss": loss, "train/grad_norm": norm}
+
+
+def after(steps: int, tokens: int = TOKENS, **settings: object) -> Spikes:
+    """A detector that has seen so many ordinary steps: losses about 3 +- .1, norms about .5 +- .05."""
+    spikes, draw = Spikes(SpikesConfig(**{"window": 64, "grace_steps": 32, **settings})), random.Random(1)
+    for step in range(1, steps + 1):
+        taken = numbers(draw.gauss(3, 0.1), draw.gauss(0.5, 0.05))
+        assert spikes.after_step(Taken(step, step * tokens, tokens, taken)) == []
+    return spikes
+
+
+def test_what_is_a_spike() -> None:
+    spikes = after(100)
+    for ordinary in (numbers(3.4, 0.6), numbers(0.1, 0.01), numbers(3.0, 0.7)):
+        assert spikes.judge(ordinary, TOKENS) == Verdict()
+    limits = spikes.limits(TOKENS)
+    assert limits["loss"] == pytest.approx(3.8, abs=0.35) and limits["gradient norm"] == pytest.approx(0.9, abs=0.15)
+    verdict = spikes.judge(numbers(3.0, 5.0), TOKENS)
+    assert verdict.apply  # policy stop reports it
+    assert verdict.event.text == f"gradient norm 5, above {limits['gradient norm']:.5g}"
+    assert verdict.event.fields["finite"] and verdict.event.fields["grad_norm"] == 5.0
+    assert "loss 9, above" in spikes.judge(numbers(9.0, 0.5), TOKENS).event.text
+
+
+def test_values_that_never_differ_have_a_spread_of_one_percent() -> None:
+    spikes = Spikes(SpikesConfig(window=16, grace_steps=8, threshold=5))
+    for step in range(8):
+        spikes.after_step(Taken(step + 1, 0, TOKENS, numbers(2.0, 1.0)))
+    assert spikes.judge(numbers(2.09, 1.04), TOKENS).event is None
+    assert spikes.judge(numbers(2.11, 1.0), TOKENS).event is not None
+
+
+def test_a_spike_among_the_window_hardly_moves_the_limit() -> None:
+    spikes = after(64)
+    before = spikes.limits(TOKENS)["loss"]
+    spikes.after_step(Taken(65, 0, TOKENS, numbers(1e6, 1e6)))
+    assert spikes.limits(TOKENS)["loss"] == pytest.approx(before, abs=0.05)
+
+
+def test_what_is_not_finite_is_never_applied_and_spikes_wait_for_the_grace_steps() -> None:
+    for known in (0, 100):
+        for bad in (numbers(math.nan, 1.0), numbers(1.0, math.inf)):
+            verdict = after(known).judge(bad, TOKENS)
+            assert not verdict.apply and not verdict.event.fields["finite"]
+    assert after(31).judge(numbers(99.0, 99.0), TOKENS) == Verdict()
+    assert after(32).judge(numbers(99.0, 99.0), TOKENS).event is not None
+
+
+def test_fewer_tokens_per_step_make_the_norm_larger_by_the_root_of_their_ratio() -> None:
+    spikes = after(64, tokens=16 * TOKENS)
+    norms = spikes.limits(16 * TOKENS)["gradient norm"], spikes.limits(TOKENS)["gradient norm"]
+    assert norms[1] == pytest.approx(4 * norms[0])
+    assert spikes.limits(64 * TOKENS) == spikes.limits(16 * TOKENS)
+
+
+def test_policies_that_leave_out_may_do_so_a_few_times_in_a_window() -> None:
+    spikes = after(64, policy="skip", max_events=2)
+    assert not spikes.judge(numbers(9.0, 0.5), TOKENS).apply
+    for step in (70, 80):
+        assert spikes.may_act(step)
+        spikes.act(step, step)
+    assert not spikes.may_act(81)
+    again = after(0, policy="skip", max_events=2)
+    again.restore(spikes.state())
+    assert again.state() == spikes.state() and again.limits(TOKENS) == spikes.limits(TOKENS)
+    assert not again.may_act(133) and again.may_act(134)  # 70 is 64 steps ago
+
+
+def test_a_second_rewind_goes_further_back() -> None:
+    spikes = after(64, policy="rewind")
+    spikes.act(step=100, weights_of=90)
+    assert [step for step in (80, 90, 95, 100, 110) if spikes.may_go_back(120, step)] == [80, 110]
+    spikes.restore({})  # that of a checkpoint from before: the run itself has not forgotten
+    assert not spikes.may_go_back(120, 90)
+    assert spikes.may_go_back(164, 90)
+
+
+# -- the update that is not made --------------------------------------------------------------------------------------
+
+
+def tensors(engine) -> dict[str, torch.Tensor]:
+    """All that an update changes: masters, moments, the weights that the model computes with, Adam's step counts."""
+    found = {f"{s.name}|{k}": t.clone() for s in engine.shards() for k, t in s.tensors.items()}
+    found |= {f"{s.name}|{i}": t.clone() for s in engine.shards() for i, (t, _) in enumerate(engine.weights(s))}
+    found |= {f"step|{i}": engine._ensure_state(m)["step"].clone() for i, m in enumerate(engine._flat_masters())}
+    return found
+
+
+def step(engine, number: int, verdict: Verdict, factor: float = 1.0) -> StepResult:
+    """A step whose loss is multiplied by `factor`, and whose verdict is fixed."""
+    take, forward = engine.step, engine.forward
+    engine.step = lambda *what, **how: take(*what, **how, judge=lambda metrics: verdict)
+    engine.forward = lambda batch: forward(batch) * factor
+    try:
+        return tiny.global_step(engine, number)
+    finally:
+        engine.step, engine.forward = take, forward
+
+
+def left_out(layouts: list[tuple[int, int, str]]) -> list[list]:
+    """For each (tp_size, stage, dtype): what differs after steps that were refused; then whether the run goes on as one
+    that never saw them; then, of refused steps and of one applied, the norm beside that of the layers together."""
+    results = []
+    for tp_size, stage, dtype in layouts:
+        cfg, groups = tiny.config(stage, dtype, optimizer={"clip_grad": 0.5}), tiny.join(tp_size)
+        ours, theirs = tiny.engine(cfg, groups), tiny.engine(cfg, groups)
+        for number in range(3):
+            tiny.global_step(ours, number), tiny.global_step(theirs, number)
+        before, wrong = tensors(ours), Event("spike", "test")
+        refused = [step(ours, 3, Verdict(False, wrong), factor) for factor in (1.0, 1e3, math.nan, math.inf)]
+        assert all(not result.applied and result.event is wrong for result in refused)
+        after = tensors(ours)
+        changed = [name for name in before if not before[name].equal(after[name])]
+        same = all(tiny.global_step(ours, n).metrics == tiny.global_step(theirs, n).metrics for n in range(3, 6))
+        applied = step(ours, 7, Verdict(True, wrong))
+        assert applied.applied
+        norms = [
+            (r.grad_norm, math.hypot(*r.layer_norms.values()), len(r.layer_norms)) for r in (*refused[:2], applied)
+        ]
+        results.append([changed, same, norms])
+    return results
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_step_left_out_changes_nothing_at_any_stage(tp_size: int) -> None:
+    layouts = [(tp_size, 0, "fp32"), *((tp_size, stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16"))]
+    every = run_distributed(left_out, 2, layouts)
+    for found in every:
+        for layout, (changed, same, norms) in zip(layouts, found, strict=True):
+            assert changed == [] and same, layout
+            for whole, layers, count in norms:
+                assert layers == pytest.approx(whole, rel=1e-4 if layout[2] == "fp32" else 1e-2), layout
+                assert count == 4  # embedding, two blocks, head
