@@ -10,6 +10,7 @@ import torch
 
 import tiny
 from distributed import run_distributed
+from sagetrain.config.rules import fit
 from sagetrain.config.schema import SpikesConfig
 from sagetrain.stability.controller import Event, Taken
 from sagetrain.stability.spikes import Spikes, Verdict
@@ -95,6 +96,28 @@ def test_a_second_rewind_goes_further_back() -> None:
     spikes.restore({})  # that of a checkpoint from before: the run itself has not forgotten
     assert not spikes.may_go_back(120, 90)
     assert spikes.may_go_back(164, 90)
+
+
+@pytest.mark.parametrize(
+    ("spikes", "keep_last", "level", "words"),
+    [
+        (
+            {"grace_steps": 200},
+            3,
+            "error",
+            "stability.spikes.grace_steps = 200: is more than stability.spikes.window 128",
+        ),
+        ({"max_events": 9}, 3, "warning", "stability.spikes.max_events = 9: has no effect with policy stop"),
+        ({"policy": "rewind"}, 2, "warning", "checkpoint.keep_last = 2: leaves stability.spikes.policy rewind nothing"),
+        ({"policy": "rewind", "max_events": 1}, 2, None, ""),
+        ({"policy": "skip"}, 1, None, ""),
+    ],
+)
+def test_settings_that_cannot_work_are_named(spikes, keep_last, level, words) -> None:
+    cfg = tiny.config(1, stability={"spikes": spikes}, checkpoint={"keep_last": keep_last})
+    found = [finding for finding in fit(cfg, 1) if "spikes" in str(finding)]
+    assert [finding.level for finding in found] == ([level] if level else [])
+    assert not level or words in str(found[0])
 
 
 # -- the update that is not made --------------------------------------------------------------------------------------

@@ -1,0 +1,32 @@
+"""Token files that make a step go wrong by real means."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from sagetrain.config.schema import DataSource
+from sagetrain.data.loader import SampleStream
+from sagetrain.data.token_file import TokenFile, TokenFileWriter
+
+
+def spoiled(corpus: Path, folder: Path, samples: Iterable[int], seq_length: int = 32, token: int = 500) -> Path:
+    """A copy of the corpus in which some samples of a run (seed 0) are nothing but one token, again and again."""
+    folder.mkdir()
+    for file in corpus.iterdir():
+        shutil.copy(file, folder)
+    file = TokenFile(corpus / "train")
+    tokens = np.array(file.tokens(0, file.num_tokens))
+    stream = SampleStream([DataSource(path=str(corpus / "train"))], seq_length, 0)
+    for sample in samples:
+        _, window = stream.locate(sample)
+        tokens[window * seq_length : (window + 1) * seq_length] = token
+    ends = [file.document_start(document) for document in range(1, file.num_documents)]
+    writer = TokenFileWriter(folder / "train", 512)
+    writer.add(tokens, np.diff([0, *ends, len(tokens)]))
+    writer.finish()
+    writer.publish({**file.provenance(), "sha256": writer.sha256})
+    return folder

@@ -1,0 +1,132 @@
+"""Runs over data that is spoiled in places, with real processes: what is skipped or gone back from stays on record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forked import PATIENCE
+from runs import at_step, finish, kill_all, log_of, start, training_rows, write_config
+from sagetrain.train import checkpoint
+from sagetrain.train.ledger import Ledger
+from spoiled import spoiled
+
+
+def samples_of(step: int) -> range:
+    """Of the first 20 steps."""
+    return range(8 * (step - 1), 8 * step)
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory, corpus) -> Path:
+    """The corpus with steps 15 and 18 spoiled."""
+    return spoiled(corpus, tmp_path_factory.mktemp("bad") / "bad", [*samples_of(15), *samples_of(18)])
+
+
+def config(folder: Path, corpus: Path, policy: str, name: str = "run", **keys: object) -> Path:
+    """A run of 40 steps with a checkpoint about every 5; `keys` of training or of stability.spikes."""
+    spikes = {"window": 16, "grace_steps": 6, "policy": policy}
+    spikes |= {key: keys.pop(key) for key in ("max_events",) if key in keys}
+    sections = {"stability": {"spikes": spikes}, "checkpoint": {"every_tokens": 1280, "keep_last": 4}}
+    sections |= {"attention": {"backend": "sdpa"}, "evaluation": {"every_tokens": 10**9}, "training": keys}
+    return write_config(folder / f"{name}.yaml", corpus, folder / name, **sections)
+
+
+def state_of(run_dir: Path) -> dict:
+    """Of the newest checkpoint, whose ledger holds every sample once."""
+    folder = checkpoint.newest(run_dir / "checkpoints")
+    state = checkpoint.read_manifest(folder)["state"]
+    order = state["identity"]["order of samples (hash of token files, weights, seq_length and seed)"]
+    Ledger.verified(state["ledger"], order, state["step"], state["sequences"], folder)
+    assert state["sequences"] == 20 * 8 + 20 * 16
+    return state
+
+
+def events_of(run_dir: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "spike"]
+
+
+def rows_of(run_dir: Path) -> dict[int, float]:
+    return {row["step"]: row["train/loss"] for row in training_rows(run_dir)}
+
+
+def test_a_spike_is_reported_and_what_policy_stop_trains_on(tmp_path, bad) -> None:
+    run = config(tmp_path, bad, "stop")
+    finish("sagetrain", run)
+    assert [event["step"] for event in events_of(tmp_path / "run")] == [15, 18]
+    assert "step 15: gradient norm" in log_of(run)
+    assert state_of(tmp_path / "run")["ledger"]["dropped"] == []
+    assert sorted(rows_of(tmp_path / "run")) == list(range(1, 41))
+
+
+def test_a_skipped_step_is_a_dropped_one_after_kill_9_and_on_another_layout(tmp_path, bad) -> None:
+    finish("sagetrain", config(tmp_path, bad, "skip", "undisturbed"))
+    finish("sagetrain", config(tmp_path, bad, "stop", "dropped", drop_steps=[15, 18]))
+    undisturbed, dropped = tmp_path / "undisturbed", tmp_path / "dropped"
+    state = state_of(undisturbed)
+    assert (state["ledger"]["dropped"], state["optimizer_steps"]) == ([15, 18], 38)
+    assert state_of(dropped)["ledger"] == state["ledger"]
+    assert rows_of(undisturbed) == rows_of(dropped)
+    events = events_of(undisturbed)
+    assert [(event["step"], event["action"]) for event in events] == [(15, "skip"), (18, "skip")]
+    assert all(event["grad_norm"] > event["grad_norm_limit"] for event in events)
+
+    run = config(tmp_path, bad, "skip")
+    run.write_text(run.read_text().replace("every_tokens: 1280", "every_tokens: 2560"))
+    assert at_step("ranks", run, 15, kill_all) != 0  # that is the skip; the next save is at 20
+    newest = checkpoint.newest(tmp_path / "run/checkpoints")
+    finish("sagetrain", run)
+    assert f"resumed from {newest.name}" in log_of(run) and "2 wrote that checkpoint, 1 go on" in log_of(run)
+    assert state_of(tmp_path / "run")["ledger"] == state["ledger"]
+    assert [event["step"] for event in events_of(tmp_path / "run")] == [15, 18]
+    ours, theirs = rows_of(tmp_path / "run"), rows_of(undisturbed)
+    assert ours.keys() == theirs.keys() and ours == pytest.approx(theirs, abs=1e-3)
+
+
+def test_a_rewind_gives_up_the_steps_since_a_checkpoint_and_a_second_one_more(tmp_path, bad) -> None:
+    finish("ranks", config(tmp_path, bad, "rewind", "undisturbed"))
+    finish("ranks", config(tmp_path, bad, "stop", "dropped", drop_steps=list(range(6, 19))))
+    undisturbed = tmp_path / "undisturbed"
+    events = events_of(undisturbed)
+    assert [(event["step"], event["action"], event["weights_of"]) for event in events] == [
+        (15, "rewind", 10),
+        (18, "rewind", 5),
+    ]
+    state = state_of(undisturbed)
+    assert (state["ledger"]["dropped"], state["optimizer_steps"]) == (list(range(6, 19)), 27)
+    assert state_of(tmp_path / "dropped")["ledger"] == state["ledger"]
+    ours, theirs = rows_of(undisturbed), rows_of(tmp_path / "dropped")
+    assert {step: ours[step] for step in theirs} == theirs  # as if the steps had never been
+
+    run = config(tmp_path, bad, "rewind")
+    assert at_step("ranks", run, 16, kill_all) != 0  # while what the rewind has made is on its way to the disk, maybe
+    finish("ranks", run)
+    assert "resumed from step-" in log_of(run)
+    assert state_of(tmp_path / "run")["ledger"] == state["ledger"]
+    given_up = {step: loss for step, loss in ours.items() if step not in state["ledger"]["dropped"]}
+    assert {step: rows_of(tmp_path / "run")[step] for step in given_up} == given_up
+
+
+@pytest.mark.parametrize(
+    ("policy", "keys", "words", "newest"),
+    [
+        ("skip", {"max_events": 1}, "after 1 in 16 steps (stability.spikes.max_events)", 15),
+        ("rewind", {"max_events": 1}, "training.drop_steps=[18]", 15),
+    ],
+)
+def test_once_too_often_ends_the_run_with_all_that_was_saved(tmp_path, bad, policy, keys, words, newest) -> None:
+    run = config(tmp_path, bad, policy, **keys)
+    assert start("sagetrain", run).wait(PATIENCE) == 4
+    assert "error: step 18 (sequences 136 to 143): gradient norm" in log_of(run) and words in log_of(run)
+    assert checkpoint.newest(tmp_path / "run/checkpoints").name == checkpoint.folder_name(newest)
+
+
+def test_a_rewind_without_a_checkpoint_to_go_back_to_says_so(tmp_path, corpus) -> None:
+    run = config(tmp_path, spoiled(corpus, tmp_path / "bad", samples_of(8)), "rewind")
+    text = run.read_text().replace("every_tokens: 1280", "every_tokens: 2560")
+    run.write_text(text)
+    assert start("sagetrain", run).wait(PATIENCE) == 4
+    assert "finds no checkpoint to go back to" in log_of(run) and "starts anew" in log_of(run)
