@@ -148,8 +148,10 @@ def ranks_of(launcher: Command) -> list[psutil.Process]:
 def kill_all(process: Command) -> None:
     """kill -9 of the launcher and of every rank, youngest first."""
     launcher = psutil.Process(process.pid)
-    for child in reversed([launcher, *launcher.children(recursive=True)]):
+    children = launcher.children(recursive=True)
+    for child in reversed([launcher, *children]):
         child.send_signal(signal.SIGKILL)
+    psutil.wait_procs(children, timeout=PATIENCE)  # until then they hold the run's folder
 
 
 def final_tensors(run_dir: Path) -> dict:
