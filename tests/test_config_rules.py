@@ -305,6 +305,18 @@ CASES = [
         "held_out_data", "warning", "data.valid", '"x": is also a training source', "not trained on",
     ),
     (
+        {"training": {"init_from": "x/checkpoints/step-00000005"}}, 1,
+        "init_from_itself", "error", "training.init_from", "is this run's own folder", "leave it out",
+    ),
+    (
+        {"training": {"init_from": "/nowhere"}}, 1,
+        "data_files", "warning", "training.init_from", "no checkpoint there", "`sagetrain import` wrote",
+    ),
+    (
+        {"training": {"init_moments": True}}, 1,
+        "no_effect", "warning", "training.init_moments", "has no effect with no training.init_from", "remove",
+    ),
+    (
         {"deepspeed": {"zero_optimization": 3}}, 1,
         "deepspeed_type", "error", "deepspeed.zero_optimization", "3: must be a section", "write keys below it",
     ),

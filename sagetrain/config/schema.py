@@ -301,6 +301,11 @@ class TrainingConfig(Section):
     """Folder of everything the run writes: checkpoints, metrics.jsonl, TensorBoard, resolved configuration."""
     total_tokens: PositiveInt
     """Tokens to train on."""
+    init_from: str | None = None
+    """Start with the weights of another run, or of one of its checkpoints, and all else new: data, seq_length,
+    rope_theta, schedules. Model and tokenizer must be the same. Once this run has a checkpoint it goes on from that."""
+    init_moments: bool = False
+    """Take over the moments of AdamW too, with init_from."""
     seed: NonNegativeInt = 0
     """Seed of initialization and sample order."""
     perturb: NonNegativeInt = 0

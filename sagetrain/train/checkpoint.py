@@ -166,6 +166,19 @@ def whole_at(root: Path, step: int) -> Path:
     return folder
 
 
+def whole(path: Path, report: Callable[[str], None]) -> Path:
+    """The checkpoint that a path names: itself, or the newest whole one of a run folder; collective. Raises
+    CheckpointError if there is none."""
+    if not (path / "manifest.json").is_file():
+        folder, _ = newest_whole(path / "checkpoints", report)
+        if folder is None:
+            raise CheckpointError(f"{path} has no checkpoint")
+        return folder
+    if wrong := [problem for found in _gather(problems(path, _rank(), _world_size())) for problem in found]:
+        raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(wrong)}")
+    return path
+
+
 def set_aside(folder: Path) -> None:
     """Rename a damaged checkpoint (rank 0 calls it), so that it is neither loaded, nor counted, nor overwritten."""
     number = 0
@@ -278,15 +291,15 @@ def check_shapes(reader: Reader, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 @torch.no_grad()
-def load_engine(reader: Reader, engine, optimizer_steps: int) -> None:
-    """Restore weights and Adam moments of this rank's Engine, block by block."""
+def load_engine(reader: Reader, engine, optimizer_steps: int, *, moments: bool = True) -> None:
+    """Restore weights and, unless told otherwise, Adam moments of this rank's Engine, block by block."""
     groups, shards = engine.groups, list(engine.shards())
     where = (groups.tp_rank, groups.tp_size)
     check_shapes(reader, {shard.name: shard.global_shape for shard in shards})
     for shard in shards:
         for copy, start in engine.weights(shard):
             reader.fill(copy, shard.name, "weight", *where, start)
-        for kind in KINDS[1:] if shard.tensors else ():
+        for kind in KINDS[1:] if shard.tensors and moments else ():
             reader.fill(shard.tensors[kind], shard.name, kind, *where, shard.start)
     engine.weights_changed()
     engine.set_optimizer_steps(optimizer_steps)

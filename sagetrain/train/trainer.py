@@ -39,7 +39,7 @@ from sagetrain.stability.controller import Controller, Event, Taken
 from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
 from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
 from sagetrain.stability.spikes import METRIC, Spikes
-from sagetrain.train import attention, checkpoint, roster
+from sagetrain.train import attention, checkpoint, origin, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine, StepResult, init_distributed, partitioner
 from sagetrain.train.guard import StopSignal, TrainingError, Watchdog
@@ -67,6 +67,7 @@ class Trainer:
         self.tokenizer_hash = tokenizer.sha256 if tokenizer else None
         self.stream = self._stream(cfg.data.train)
         valid = self._stream(cfg.data.valid) if cfg.data.valid else None
+        origin.check(self.folder.checkpoints, cfg.training, self._identity())
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
         kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
@@ -219,6 +220,7 @@ class Trainer:
             "model": self.cfg.model.model_dump(),
             "attention.qk_norm": self.cfg.attention.qk_norm,
             "vocab_size": self.vocab_size,
+            "training.init_from": self.cfg.training.init_from,
             "training.seed": self.cfg.training.seed,
             "data.seq_length": self.cfg.data.seq_length,
             "tokenizer (SHA-256)": self.tokenizer_hash,
@@ -227,6 +229,7 @@ class Trainer:
 
     def _resume(self, folder: Path | None, damaged: list[Path]) -> None:
         if folder is None:
+            self.origin = origin.start_from(self.cfg.training, self.engine, self.folder.path, self._say)
             return
         if self.cfg.checkpoint.resume == "never":
             raise CheckpointError(
@@ -237,6 +240,7 @@ class Trainer:
         if self.stream.keep_order(reader.manifest["state"]["identity"].get(_ORDER, "")):
             self._say("the shares of data.train are those that the run began with, coarser than a new run's")
         self.state = restore(reader, self.engine, self._identity(), self.files, self.stream.fingerprint)
+        self.origin = reader.manifest["state"].get("init_from")
         if self.main:
             for bad in damaged:
                 checkpoint.set_aside(bad)
@@ -269,7 +273,8 @@ class Trainer:
         self.state.controllers = {controller.name: controller.state() for controller in self.controllers}
         state = {
             **asdict(self.state),
-            "optimizer_steps": self.state.optimizer_steps,
+            "optimizer_steps": self.state.optimizer_steps + (self.origin or {}).get("optimizer_steps", 0),
+            "init_from": self.origin,
             "identity": self._identity(),
             "attention": {"backend": self.attention.backend, "recipe": self.attention.recipe},
             "files": self.files,

@@ -1,4 +1,4 @@
-"""The token files and the tokenizer that a run reads, and how documents share a sequence."""
+"""The token files, the tokenizer and the run that a run starts from, and how documents share a sequence."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     """Files that are not there (errors if they are `required`, else warnings), read more than once, or held out of
     nothing; documents that attend to each other from positions of their own."""
     yield from _files(cfg, required)
+    yield from _start(cfg, required)
     yield from repeats(cfg)
     if cfg.data.document_positions and not cfg.data.document_attention:
         yield error(
@@ -80,6 +81,27 @@ def _files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         )
         message = "no such file" if cfg.data.tokenizer else f"no {cfg.data.tokenizer_path}"
         yield _missing(required, "data.tokenizer", cfg.data.tokenizer, message, fix)
+
+
+def _start(cfg: RunConfig, required: bool) -> Iterator[Finding]:
+    """A run to start from that is this one, or is not there although it will be read."""
+    start, run_dir = cfg.training.init_from, Path(cfg.training.run_dir)
+    if start is None:
+        if cfg.training.init_moments:
+            yield no_effect("training.init_moments", True, "no training.init_from")
+    elif Path(start).resolve().is_relative_to(run_dir.resolve()):
+        yield error(
+            "init_from_itself",
+            "training.init_from",
+            start,
+            "is this run's own folder: it goes on from its checkpoints anyway",
+            "leave it out to go on, or choose another training.run_dir for a new run",
+        )
+    elif not any(run_dir.glob("checkpoints/step-*")):
+        found = (Path(start) / "manifest.json").is_file() or any(Path(start).glob("checkpoints/step-*/manifest.json"))
+        if not found:
+            fix = "name the folder of a run, one of its checkpoints/step-N, or what `sagetrain import` wrote"
+            yield _missing(required, "training.init_from", start, "no checkpoint there", fix)
 
 
 def repeats(cfg: RunConfig) -> Iterator[Finding]:

@@ -1,0 +1,109 @@
+"""A run that starts with the weights of another: what must fit, and what it takes over. The other one is only read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import TrainingConfig
+from sagetrain.data.token_file import write_atomic
+from sagetrain.train import checkpoint
+from sagetrain.train.checkpoint import CheckpointError, Reader
+from sagetrain.train.engine import Engine
+from sagetrain.train.run_folder import flat
+
+RECORD = "init_from.json"
+"""What a run folder calls the record of the checkpoint that its run began with."""
+# What of a model may differ in a new phase: how far its positions reach, and what drew weights that are replaced. Its
+# vocabulary is compared by itself: a model section may leave it to the tokenizer.
+_FREE = ("rope_theta", "rope_scaling", "init_std", "vocab_size")
+
+
+def check(root: Path, training: TrainingConfig, identity: Mapping[str, Any]) -> None:
+    """See that a run can start, before any rank waits for another. A run that has checkpoints of its own, in `root`,
+    goes on from these: what it began with is not looked at again, and may be gone.
+
+    Args:
+        identity: of the run, by setting (Trainer._identity).
+
+    Raises:
+        ConfigError: training.init_from is no run and no checkpoint, or is one of another model, vocabulary or
+            tokenizer, or has no moments where they are wanted; or training.run_dir is an imported folder itself.
+    """
+    if own := checkpoint.newest(root):
+        with contextlib.suppress(CheckpointError):  # damaged: another one may be whole
+            if "imported" in checkpoint.read_manifest(own)["state"]:
+                raise ConfigError(
+                    f"training.run_dir {training.run_dir} holds an imported model, which is no run that could go on: "
+                    f"give the run a folder of its own, with training.init_from: {training.run_dir}"
+                )
+        return
+    if training.init_from is None:
+        return
+    path = Path(training.init_from)
+    folder = path if (path / "manifest.json").is_file() else checkpoint.newest(path / "checkpoints")
+    if folder is None:
+        raise ConfigError(f"training.init_from {path}: is no checkpoint, and no run folder that has one")
+    try:
+        state = checkpoint.read_manifest(folder)["state"]
+    except CheckpointError as error:
+        raise ConfigError(f"training.init_from {path}: {error}; name another checkpoint") from error
+    if training.init_moments and "imported" in state:
+        raise ConfigError(
+            f"training.init_moments: {folder} was imported and has weights alone; set training.init_moments: false"
+        )
+    if differences := _differences(state["identity"], identity):
+        raise ConfigError(
+            f"training.init_from {path} does not fit this run: {'; '.join(differences)}. Take model and "
+            f"attention.qk_norm from {folder / 'config.yaml'}, and data.tokenizer and data made with it from that run"
+        )
+
+
+def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    before, now = flat(theirs["model"]), flat(ours["model"])
+    keys = [key for key in now if key in before and key.partition(".")[0] not in _FREE]
+    found = [f"model.{key}: {before[key]!r} there, {now[key]!r} here" for key in keys if before[key] != now[key]]
+    for key in ("attention.qk_norm", "vocab_size"):
+        if theirs[key] != ours[key]:
+            found.append(f"{key}: {theirs[key]!r} there, {ours[key]!r} here")
+    key = "tokenizer (SHA-256)"
+    if theirs[key] and ours[key] and theirs[key] != ours[key]:
+        found.append(f"tokenizer: {theirs[key][:12]} there, {ours[key][:12]} here (SHA-256)")
+    return found
+
+
+def start_from(
+    training: TrainingConfig, engine: Engine, folder: Path, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Give the engine the weights, and if wanted the Adam moments, of training.init_from; collective.
+
+    Returns the record of what it was, which also goes to the run folder `folder`; None without training.init_from.
+
+    Raises:
+        CheckpointError: its files are not whole, or it is of another shape.
+    """
+    if training.init_from is None:
+        return None
+    source = checkpoint.whole(Path(training.init_from), say)
+    reader = Reader(source)
+    state = reader.manifest["state"]
+    steps = state["optimizer_steps"] if training.init_moments else 0
+    checkpoint.load_engine(reader, engine, steps, moments=training.init_moments)
+    record = {
+        "checkpoint": str(source.absolute()),
+        "manifest (SHA-256)": checkpoint.sha256(source / "manifest.json"),
+        "step": state["step"],
+        "tokens": state["tokens"],
+        "optimizer_steps": steps,
+    }
+    if dist.get_rank() == 0:
+        write_atomic(folder / RECORD, (json.dumps(record, indent=2) + "\n").encode())
+    what = "weights and moments" if training.init_moments else "weights"
+    say(f"{what} of {source} ({state['tokens']:,} tokens seen); this run counts its own from 0")
+    return record
