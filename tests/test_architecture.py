@@ -108,10 +108,10 @@ def test_kernels_stand_alone():
         assert roots(imports(path)) <= STDLIB | {"torch", "triton", "numpy", "sagekernels"}, name_of(path)
 
 
-def test_kernels_are_imported_where_attention_is_defined_and_chosen():
+def test_kernels_are_imported_where_attention_is_defined_chosen_and_measured():
     users = {name_of(path) for path in SOURCES if "sagekernels" in roots(imports(path))}
     users -= {name_of(path) for path in below("kernels/sagekernels")}
-    assert users == {"sagetrain/model/backends.py", "sagetrain/model/selection.py"}
+    assert users == {f"sagetrain/{name}.py" for name in ("model/backends", "model/selection", "stability/monitor")}
 
 
 def test_deepspeed_is_imported_inside_functions_of_the_engine():

@@ -51,7 +51,7 @@ def by_hand(shape: Shape, inputs: tuple, ours: tuple, recipe: str, smooth_q: boo
     k_mean = token_mean(inputs[1])
     q8 = quantize_twin(inputs[0], mean=mean, per_tile=per_tile).dequantized()[0].transpose(0, 1).double()
     k8 = quantize_twin(inputs[1], mean=k_mean, per_tile=per_tile).dequantized()[0].transpose(0, 1).double()
-    s8 = scores_of(q8, k8, mask)
+    s8 = scores_of(q8, k8, mask) if RECIPES[recipe].int8_scores else scores_of(q, k, mask)
     if smooth_q:
         means = mean[0].transpose(0, 1).repeat_interleave(TILE, 0)[: shape.n_q].double()
         bias = scores_of(means, k - k_mean[0].transpose(0, 1).double(), mask)
@@ -74,7 +74,9 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize(("recipe", "smooth_q"), [("paper", False), ("fine", True), ("scores", False)])
+@pytest.mark.parametrize(
+    ("recipe", "smooth_q"), [("paper", False), ("fine", True), ("scores", False), ("gradients", False)]
+)
 def test_the_sums_are_those_of_whole_matrices_in_float64(shape: Shape, recipe: str, smooth_q: bool) -> None:
     inputs = random_inputs(shape, sigma=2.0, k_mean=1.0, do_scale=1e-9, seed=7)
     listener = Listener(sequences=2 if shape.documents else 1)
@@ -88,7 +90,7 @@ def test_the_sums_are_those_of_whole_matrices_in_float64(shape: Shape, recipe: s
         error, size = (x - exact).double().norm().item(), exact.double().norm().item()
         sums = found.squares[name].tolist()
         assert sums[2] == pytest.approx(size**2, rel=1e-4), name
-        assert pooled_rel_l2(*sums) == pytest.approx(error / size, rel=2e-3), name
+        assert pooled_rel_l2(*sums) == pytest.approx(error / size, rel=2e-3, abs=1e-6), name
         cosine = torch.nn.functional.cosine_similarity(x.double().flatten(), exact.double().flatten(), 0).item()
         assert 1 - pooled_cosine(*sums) == pytest.approx(1 - cosine, rel=1e-2, abs=1e-9), name
     q, k = (x[0].double() for x in inputs[:2])
@@ -99,7 +101,7 @@ def test_zeros_and_scales_by_hand() -> None:
     """fine: dQ gets dS times the scale of K, one scale per row of a tile; paper: one for the tile, for dK as well."""
     shape = Shape(n_q=128, n_k=128, heads=1, kv_heads=1)
     inputs = random_inputs(shape, sigma=2.0, seed=3)
-    for recipe, size in (("fine", 1), ("paper", TILE)):
+    for recipe, size in (("fine", 1), ("gradients", 1), ("paper", TILE)):
         listener = Listener()
         with observed(listener):
             ours = results_of(sage_attention, *inputs, recipe=recipe)

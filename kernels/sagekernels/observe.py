@@ -170,8 +170,12 @@ def measure(
     do, o, dq, dk, dv = (sample.take(x, first).float() for x in (do, o, *grads))
     part = sample.take_saved(saved)
     codes = ScoresOfCodes(kept.k.transpose(1, 2), part, True, scale, None)
-    _add_range(found.scales, "Q", part.q.scale)
-    _add_range(found.scales, "K", part.k.scale)
+    q_scale, k_scale = part.q.scale, part.k.scale
+    if not rules.int8_scores:  # the backward pass makes codes of what the forward pass saved in 16 bits
+        q_scale = quantize_twin(kept.q.transpose(1, 2), per_tile=rules.per_tile).scale
+        k_scale = quantize_twin(kept.k.transpose(1, 2), mean=part.k_mean, per_tile=rules.per_tile).scale
+    _add_range(found.scales, "Q", q_scale)
+    _add_range(found.scales, "K", k_scale)
     if rules.int8_gradients:
         _add_range(found.scales, "dO", quantize_twin(do.transpose(1, 2), per_tile=rules.per_tile).scale)
     delta = (do * o).sum(-1, keepdim=True)
@@ -198,8 +202,8 @@ def measure(
         _add(found.squares, "dQ", dq[:, :, here], exact_ds @ k[:, :, :seen] * scale)
         if rules.int8_gradients:
             along_queries, along_keys = rules.scale_axes
-            _add_rounding(found, "dQ", ds * part.k.scale[:, :, None, :seen], along_keys)
-            _add_rounding(found, "dK", ds * part.q.scale[:, :, here, None], along_queries)
+            _add_rounding(found, "dQ", ds * k_scale[:, :, None, :seen], along_keys)
+            _add_rounding(found, "dK", ds * q_scale[:, :, here, None], along_queries)
         torch.maximum(found.largest_logit, logits.max(), out=found.largest_logit)
     _add(found.squares, "dK", dk, exact_dk)
     _add(found.squares, "dV", dv, exact_dv)

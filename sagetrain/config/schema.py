@@ -399,9 +399,20 @@ class SpikesConfig(Section):
     """How many times in `window` steps the run may skip or rewind; once more ends it."""
 
 
+class MonitorConfig(Section):
+    """What INT8 attention loses, measured while training beside float32: quant/<layer>/<tensor>/* in the metrics."""
+
+    every_steps: PositiveInt | Literal["auto"] | None = "auto"
+    """Steps between two measurements, each on one micro-batch. auto: 100 where attention quantizes something. null:
+    never."""
+    layers: Literal["all"] | Annotated[list[int], Field(min_length=1)] = "all"
+    """The layers that are measured, from 0; negative ones count from the end."""
+
+
 class StabilityConfig(Section):
     """What INT8 attention costs, measured while training, and what follows from it."""
 
+    monitor: MonitorConfig = MonitorConfig()
     noise_scale: NoiseScaleConfig = NoiseScaleConfig()
     quant_noise: QuantNoiseConfig = QuantNoiseConfig()
     spikes: SpikesConfig = SpikesConfig()

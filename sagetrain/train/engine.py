@@ -166,6 +166,10 @@ class ParameterShard:
         return tuple(self.parameter.global_shape)
 
 
+Watch = Callable[[int, int], contextlib.AbstractContextManager[None]]
+"""Given the sequences of a micro-batch and their length, what its forward and backward pass run in."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What all ranks know of a step. metrics: every number that was added while it ran, by name; applied: the update
@@ -236,6 +240,7 @@ class Engine:
         noise: GradientNoise | None = None,
         probe: Callable[[Callable[[], torch.Tensor]], None] | None = None,
         judge: Callable[[Mapping[str, float]], Verdict] = lambda metrics: Verdict(),
+        watch: Watch | None = None,
     ) -> StepResult:
         """Forward and backward over `accumulation` micro-batches, then one optimizer update at `lr`, if `judge` allows.
 
@@ -246,6 +251,7 @@ class Engine:
             noise: takes note of the gradients of this step.
             probe: called first, with the forward pass of the first micro-batch to its loss; it may run that as often as
                 it likes, but accumulate no gradient. Not at ZeRO 3, whose hooks cannot take that.
+            watch: sees the first micro-batch, forward and backward.
             judge: asked on every rank, with the step's numbers but those of `noise`.
         """
         if accumulation != self._ds.gradient_accumulation_steps():
@@ -259,9 +265,10 @@ class Engine:
         for batch in batches:
             if probe and not count:
                 probe(partial(self.module, **self._inputs(batch)))
-            loss = self.forward(batch)
-            with noise.micro_batch() if noise else contextlib.nullcontext():
-                self._ds.backward(loss)
+            with watch(*batch.tokens.shape) if watch and not count else contextlib.nullcontext():
+                loss = self.forward(batch)
+                with noise.micro_batch() if noise else contextlib.nullcontext():
+                    self._ds.backward(loss)
             total += loss.detach()
             count += 1
             samples += batch.sample_ids

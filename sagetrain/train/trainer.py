@@ -36,6 +36,7 @@ from sagetrain.parallel import copies
 from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Controller, Event, Taken
+from sagetrain.stability.monitor import Monitor
 from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
 from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
 from sagetrain.stability.spikes import METRIC, Spikes
@@ -100,6 +101,7 @@ class Trainer:
         self.micro_step = token_multiple(cfg, self.groups.dp_size)
         self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
         self.engine = self._build_engine()
+        self.monitor = self._build_monitor()
         self.noise = GradientNoise(self.engine.module, self.groups, self.device)
         exact = attention_function("sdpa", self.attention, self.device)
         self.probe = QuantizationProbe(self.engine.module, exact, self.groups, self.device, cfg.training.seed)
@@ -204,6 +206,13 @@ class Trainer:
                     "parallel.zero_stage 0 runs as 1: DeepSpeed's bf16 at stage 0 changes the weights at start-up"
                 )
         return engine
+
+    def _build_monitor(self) -> Monitor:
+        engine, asked = self.engine, self.cfg.stability.monitor
+        monitor = Monitor(asked, engine.module, lambda: ((x.name, x.tensors.get("weight")) for x in engine.shards()))
+        if isinstance(asked.every_steps, int) and not monitor.layers:  # chosen by `auto`
+            self._say(f"stability.monitor: attention {self.attention.backend} quantizes nothing, nothing is measured")
+        return monitor
 
     def _build_controllers(self) -> list[Controller]:
         """In the order in which they read, and add to, a step's numbers."""
@@ -365,8 +374,9 @@ class Trainer:
         probe = (
             partial(self.probe.measure, state.step + 1) if self._due(cfg.stability.quant_noise.every_steps) else None
         )
+        watch = self.monitor.watch(state.step + 1)
         judge = partial(self.spikes.judge, tokens=size)
-        result = self.engine.step(batches, size // self.micro_step, lr, stop, noise, probe, judge)
+        result = self.engine.step(batches, size // self.micro_step, lr, stop, noise, probe, judge, watch)
         samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
         check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
         if not result.applied:

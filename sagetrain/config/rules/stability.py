@@ -11,10 +11,36 @@ from sagetrain.config.schema import RunConfig
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
     """Measurements that there is nothing to take of, policies that cannot work."""
+    yield from _monitor(cfg)
     yield from _noise_scale(cfg)
     if cfg.stability.quant_noise.every_steps:
         yield from _quant_noise(cfg)
     yield from _spikes(cfg)
+
+
+def _monitor(cfg: RunConfig) -> Iterator[Finding]:
+    monitor, layers, backend = cfg.stability.monitor, cfg.model.num_layers, cfg.attention.backend
+    if isinstance(monitor.every_steps, int) and backend not in ("sage", "auto"):
+        yield error(
+            "monitor_of_nothing",
+            "stability.monitor.every_steps",
+            monitor.every_steps,
+            f"attention.backend {backend} quantizes nothing: there is no error to measure",
+            "use auto, which measures where attention quantizes something, or attention.backend sage",
+        )
+    if monitor.layers == "all":
+        return
+    if monitor.every_steps is None:
+        yield no_effect("stability.monitor.layers", monitor.layers, "stability.monitor.every_steps null")
+    outside = [layer for layer in monitor.layers if not -layers <= layer < layers]
+    if outside:
+        yield error(
+            "monitor_layers",
+            "stability.monitor.layers",
+            monitor.layers,
+            f"the model has {layers} layers, {outside[0]} is none of them",
+            f"use numbers from {-layers} to {layers - 1}; -1 is the last layer",
+        )
 
 
 def _noise_scale(cfg: RunConfig) -> Iterator[Finding]:

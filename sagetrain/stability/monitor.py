@@ -1,0 +1,171 @@
+"""What INT8 attention costs, measured while training: every n steps, beside float32, from the same Q, K, V and dO.
+
+Of the first micro-batch of such a step, on each chosen layer, with x as the INT8 path has it and y exact, for x of
+O, delta, P, dP, dS, dQ, dK and dV (sagekernels/observe.py says what is taken of the kernels, and of which sample):
+
+    quant/<layer>/<x>/rel_l2     sqrt(sum (x - y)^2 / sum y^2)
+    quant/<layer>/<x>/cosine     sum x y / sqrt(sum x^2 sum y^2)
+    quant/<layer>/S/largest      largest attention logit, q k^T / sqrt(d), exact
+    quant/<layer>/dS/zero_share_dQ, zero_share_dK
+                                 of the entries of dS that are not zero, the share that INT8 rounds to zero on the way
+                                 to dQ and to dK (not with recipe scores, which keeps them in 16 bits)
+    quant/<layer>/<Q, K, dO, dS>/scale_min, scale_max
+                                 range of the scales of their INT8 codes, those of dO and dS for the step's mean loss
+    quant/<layer>/<Q, K>/gain_mean, gain_max
+                                 learned gains of QK-norm, from the fp32 weights
+
+Layers count from 0. Sums run over the samples of all ranks and are reduced before the root is taken, in the step's one
+collective: a number is that of one large sample, not a mean of the ranks' numbers. So it is the same at every layout
+as long as each rank's sample is all that the rank has.
+
+The kernels' operators tell of their calls as they run, so torch.compile makes no other graph, the observed micro-batch
+computes what it would compute anyway, and no loss of the run changes. Which layer a call belongs to is told by the
+order of the calls: blocks forward, once more from the last to the first where activations are recomputed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sagekernels.observe import Gradients, Kept, Sample, keep, measure, observed, pooled_cosine, pooled_rel_l2
+from sagekernels.reference import Saved
+from sagetrain.config.schema import MonitorConfig
+from sagetrain.model.accounting import attention_calls
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.metrics import Metrics
+
+EVERY_STEPS = 100
+"""What `auto` stands for where attention quantizes something."""
+SAMPLE_SCORES = 1 << 26
+"""Scores of one sample: four heads of a sequence of 4,096 tokens, or the last 512 queries of a head over 131,072."""
+
+Gains = Callable[[], Iterable[tuple[str, Tensor | None]]]
+"""Names of the model's parameters, and what this rank owns of each, or None; all ranks, every entry equally often."""
+
+
+class Monitor:
+    """Measures what attention loses in a Transformer, and adds it to the metrics of its groups.
+
+    Layers that quantize nothing at the time are passed over, so they may change while training.
+    """
+
+    def __init__(self, config: MonitorConfig, model: Transformer, gains: Gains, scores: int = SAMPLE_SCORES) -> None:
+        self._every = EVERY_STEPS if config.every_steps == "auto" else config.every_steps
+        count = len(model.blocks)
+        self._layers = set(range(count)) if config.layers == "all" else {layer % count for layer in config.layers}
+        self._model, self._gains, self._scores = model, gains, scores
+
+    @property
+    def layers(self) -> list[int]:
+        """The chosen ones that quantize something now."""
+        return [layer for layer in self._quantized() if layer in self._layers]
+
+    def watch(self, step: int) -> Callable[[int, int], AbstractContextManager[None]] | None:
+        """`micro_batch` for a micro-batch of step number `step`; None: nothing is measured at that step."""
+        if self._every is None or step % self._every or not self.layers:
+            return None
+        return partial(self.micro_batch, step // self._every)
+
+    def _quantized(self) -> list[int]:
+        return [layer for layer, block in enumerate(self._model.blocks) if block.attention.function.quantized]
+
+    @contextmanager
+    def micro_batch(self, turn: int, num_sequences: int, length: int) -> Iterator[None]:
+        """Measure the forward and backward pass inside, over so many sequences of `length` tokens on this rank (with
+        its context-parallel group). Another `turn` takes another sample.
+
+        Raises:
+            RuntimeError: the calls of attention were not those of one forward and one backward pass.
+        """
+        model, groups = self._model, self._model.groups
+        own_tokens = num_sequences * length // groups.cp_size
+        parts = attention_calls(num_sequences, own_tokens, groups.tp_size, model.overlap)
+        order = [layer for layer in self._quantized() for _ in range(parts)]
+        if model.activation_checkpointing == "full":  # the first time only residual streams are kept
+            order = [*(None for _ in order), *reversed(order)]
+        how = (self._scores, turn, groups.metrics, groups.num_replicas)
+        calls = _Calls(order, set(self.layers), num_sequences // parts, *how)
+        with observed(calls):
+            yield
+        calls.check()
+        self._add_gains(groups.metrics)
+
+    def _add_gains(self, metrics: Metrics) -> None:
+        tags = {
+            f"blocks.{layer}.attention.{norm}.gain": f"quant/{layer}/{tensor}"
+            for layer in self.layers
+            for norm, tensor in (("q_norm", "Q"), ("k_norm", "K"))
+        }
+        for name, gain in self._gains():
+            if tag := tags.get(name):
+                gain = torch.empty(0) if gain is None else gain
+                metrics.derive(f"{tag}/gain_mean", _share, gain.sum(), gain.numel())
+                metrics.max(f"{tag}/gain_max", torch.cat([gain.flatten(), gain.new_full((1,), -math.inf)]).max())
+
+
+@dataclass
+class _Calls:
+    """The observer of one micro-batch."""
+
+    order: list[int | None]
+    """Layers of the forward passes to come; None: of which nothing is kept."""
+    layers: set[int]
+    sequences: int
+    """Of one call."""
+    scores: int
+    turn: int
+    metrics: Metrics
+    replicas: int
+    """Over which gradients are averaged later."""
+    forwards: int = 0
+    kept: dict[int, tuple[int, Kept]] = field(default_factory=dict)
+    """Layer and sample of a forward pass, by the address of what it saved for its backward pass."""
+    measured: int = 0
+
+    def forward(self, q: Tensor, k: Tensor, saved: Saved, causal: bool, bounds: Tensor | None) -> None:
+        layer = self.order[self.forwards] if self.forwards < len(self.order) else None
+        self.forwards += 1
+        if layer in self.layers:
+            sample = Sample.of(q, k, self.sequences // q.shape[0], self.scores, self.turn)
+            self.kept[saved.lse.data_ptr()] = layer, keep(q, k, causal, bounds, sample)
+
+    def backward(
+        self, do: Tensor, v: Tensor, o: Tensor, saved: Saved, grads: Gradients, scale: float, recipe: str
+    ) -> None:
+        if (found := self.kept.pop(saved.lse.data_ptr(), None)) is None:
+            return
+        layer, kept = found
+        self.measured += 1
+        tag, metrics = f"quant/{layer}", self.metrics
+        sums = measure(kept, do, v, o, saved, grads, scale, recipe)
+        for name, squares in sums.squares.items():
+            metrics.derive(f"{tag}/{name}/cosine", pooled_cosine, *squares.unbind())
+            metrics.derive(f"{tag}/{name}/rel_l2", pooled_rel_l2, *squares.unbind())
+        for name, counts in sums.zeros.items():
+            metrics.derive(f"{tag}/dS/zero_share_{name}", _share, *counts.unbind())
+        for name, (least, largest) in sums.scales.items():
+            share = 1 / self.replicas if name.startswith("d") else 1
+            metrics.min(f"{tag}/{name}/scale_min", least * share)
+            metrics.max(f"{tag}/{name}/scale_max", largest * share)
+        metrics.max(f"{tag}/S/largest", sums.largest_logit)
+
+    def check(self) -> None:
+        """Raises RuntimeError unless every call came, and every layer was measured."""
+        expected = sum(layer in self.layers for layer in self.order)
+        if (self.forwards, self.measured) != (len(self.order), expected):
+            raise RuntimeError(
+                f"stability.monitor: {self.forwards} forward passes of INT8 attention and {self.measured} measured "
+                f"backward passes in a micro-batch, not {len(self.order)} and {expected}; "
+                "stability.monitor.every_steps null turns the monitor off"
+            )
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
