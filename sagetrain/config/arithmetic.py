@@ -5,7 +5,7 @@ tokens per step = micro_batch_size x seq_length x data-parallel ranks x accumula
 
 from __future__ import annotations
 
-from sagetrain.config.schema import LrScheduleConfig, RunConfig
+from sagetrain.config.schema import LrScheduleConfig, PrecisionConfig, RunConfig
 
 VOCAB_MULTIPLE = 128
 
@@ -33,3 +33,15 @@ def resolved_zero_stage(cfg: RunConfig) -> int:
 def decay_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:
     """Tokens of the final decay of wsd: as configured, else a tenth of the run."""
     return lr_schedule.decay_tokens or max(1, total_tokens // 10)
+
+
+def scheduled_rung(precision: PrecisionConfig, layer: int, num_layers: int, tokens: int, total_tokens: int) -> int:
+    """The rung that a layer is at least on in a step before which `tokens` were seen: 0 is attention.recipe, then come
+    those of precision.rungs."""
+    found = [0]
+    for floor in precision.floors:
+        everywhere = not (floor.first_layers or floor.last_layers)
+        here = everywhere or layer < floor.first_layers or layer >= num_layers - floor.last_layers
+        if here and tokens >= total_tokens * (1 - (floor.last_fraction or 1)):
+            found.append(precision.rungs.index(floor.rung) + 1)
+    return max(found)

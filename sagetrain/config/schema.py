@@ -409,6 +409,53 @@ class MonitorConfig(Section):
     """The layers that are measured, from 0; negative ones count from the end."""
 
 
+Rung = Literal["fine", "scores", "gradients", "sdpa", "flash", "reference"]
+
+
+class PrecisionFloor(Section):
+    """A rung that some layers are on, or above, for some of the run."""
+
+    rung: Rung
+    """One of stability.precision.rungs."""
+    first_layers: NonNegativeInt = 0
+    """So many layers at the input."""
+    last_layers: NonNegativeInt = 0
+    """And so many at the output. Both 0: all layers."""
+    last_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Only in this last part of training.total_tokens. Default: throughout."""
+
+
+class PrecisionThreshold(Section):
+    """A measured number of each layer that moves it up and down."""
+
+    metric: str = "quant/*/dS/rel_l2"
+    """Its name, with * for the number of the layer: quant/*/TENSOR/METRIC or quant_noise/*/METRIC."""
+    above: PositiveFloat
+    """A layer whose number is above this goes up by one rung."""
+    below: PositiveFloat | None = None
+    """A layer whose number is below this goes down by one rung, to what is scheduled for it. In 16 bits the number is
+    0: such a layer is tried lower after each cool-down. Default: no layer goes down."""
+    cooldown_tokens: NonNegativeInt = 0
+    """Tokens after a layer's move in which no number moves it again."""
+
+
+class PrecisionConfig(Section):
+    """The precision ladder: layers get an attention that quantizes less, by schedule, by measurement, by a spike. Needs
+    attention.backend sage and a recipe by name, which is the lowest rung."""
+
+    rungs: Annotated[list[Rung], Field(min_length=1)]
+    """What layers go up to from attention.recipe, each in less INT8 than the one before: recipes, and a 16-bit backend
+    at the end. For example fine, gradients, sdpa above recipe paper."""
+    floors: list[PrecisionFloor] = []
+    """The schedule: a pure function of the tokens seen and the layer. Where more than one applies, the highest counts.
+    """
+    threshold: PrecisionThreshold | None = None
+    """Default: nothing measured moves a layer."""
+    spike_tokens: PositiveInt | None = None
+    """For so many tokens after a spike, or a step that was not finite and left out, all layers are one rung higher.
+    Default: spikes move nothing."""
+
+
 class StabilityConfig(Section):
     """What INT8 attention costs, measured while training, and what follows from it."""
 
@@ -416,6 +463,8 @@ class StabilityConfig(Section):
     noise_scale: NoiseScaleConfig = NoiseScaleConfig()
     quant_noise: QuantNoiseConfig = QuantNoiseConfig()
     spikes: SpikesConfig = SpikesConfig()
+    precision: PrecisionConfig | None = None
+    """The precision ladder. Default: every layer has the attention of `attention` throughout."""
 
 
 class GuidanceConfig(Section):

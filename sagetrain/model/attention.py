@@ -47,7 +47,7 @@ class Attention(nn.Module):
                 )
         self.function = function
         """May be changed at any time; torch.compile makes one more graph for one that no layer had before. (In a model
-        that was compiled without flash, flash cannot take its place.)"""
+        that was compiled without flash, neither then nor `later`, flash cannot take its place.)"""
         self.groups = groups
         self.head_dim = model.head_dim
         self.qk_norm = qk_norm

@@ -7,7 +7,7 @@ attention works on single tokens, and because shards along the sequence are then
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
@@ -294,15 +294,18 @@ class Transformer(nn.Module):
         # Zeros that want a gradient, like every other residual stream: one graph serves all blocks.
         return torch.zeros_like(like).requires_grad_(torch.is_grad_enabled()), y
 
-    def compile_blocks(self, backend: str = "inductor", *, whole: bool = False) -> None:
+    def compile_blocks(
+        self, backend: str = "inductor", *, whole: bool = False, later: Iterable[AttentionFunction] = ()
+    ) -> None:
         """torch.compile every block (one graph for all that have the same attention function and the same matmul), the
         norms outside of them and the loss kernels.
 
         whole: leave the hooks of modules outside of the graphs. ZeRO-3 gathers weights in them, then (Engine) those of
         a block together, so blocks run alone (`whole_blocks`) and the final norm is not compiled.
+        later: functions that layers may get while training.
         """
         options = ORDERED if self.groups.tp_size > 1 and backend == "inductor" else None
-        traceable = all(block.attention.function.traceable for block in self.blocks)
+        traceable = all(function.traceable for function in (*later, *(b.attention.function for b in self.blocks)))
         how = {"fullgraph": traceable, "backend": backend, "options": options}
         self.whole_blocks = whole
         for block in self.blocks:

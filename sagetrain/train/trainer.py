@@ -29,7 +29,7 @@ from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.model.accounting import flops_per_token, num_parameters, overlaps
-from sagetrain.model.backends import attention_function
+from sagetrain.model.backends import AttentionFunction, attention_function
 from sagetrain.model.selection import choose_attention, matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
@@ -38,6 +38,7 @@ from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Controller, Event, Taken
 from sagetrain.stability.monitor import Monitor
 from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
+from sagetrain.stability.precision import Ladder, rungs_of
 from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
 from sagetrain.stability.spikes import METRIC, Spikes
 from sagetrain.train import attention, checkpoint, origin, roster
@@ -73,6 +74,7 @@ class Trainer:
         kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             resolve_backend(cfg.attention, cfg.model, device=kind, dtype=self.dtype)
+            self._rungs(kind)
             self.matmuls, self.linear_reason = matmuls_of(cfg.linear, cfg.model, device=kind, dtype=self.dtype)
         except ValueError as error:
             raise ConfigError(str(error)) from error
@@ -110,6 +112,8 @@ class Trainer:
         self._resume(found, damaged)
         for controller in self.controllers:
             controller.restore(self.state.controllers.get(controller.name, {}))
+            if isinstance(controller, Ladder):
+                self._say(f"stability.precision: {controller.summary()}")
         if self.main and tokenizer:  # `sagetrain generate` needs nothing but the run folder
             write_atomic(self.folder.path / tokenizer.file_name, tokenizer.model)
         self.saver = Saver(
@@ -146,6 +150,11 @@ class Trainer:
             )
         dist.broadcast_object_list(chosen, src=0, device=self.device)
         return chosen[0]
+
+    def _rungs(self, device: torch.device) -> dict[str, AttentionFunction]:
+        """The attention functions of the precision ladder, if there is one."""
+        cfg, precision = self.cfg, self.cfg.stability.precision
+        return rungs_of(precision, cfg.attention, cfg.model, device=device, dtype=self.dtype) if precision else {}
 
     def _stream(self, sources: list) -> SampleStream:
         seed = self.cfg.training.seed
@@ -186,7 +195,8 @@ class Trainer:
         )
         compiled = cfg.training.compile == "on" or (cfg.training.compile == "auto" and self.device.type == "cuda")
         if compiled:
-            model.compile_blocks(whole=resolved_zero_stage(cfg) == 3)
+            later = self._rungs(self.device).values()
+            model.compile_blocks(whole=resolved_zero_stage(cfg) == 3, later=later)
         first = tokens_per_step(cfg.tokens_per_step, 0)
         engine = Engine(cfg, model, self.groups, first // self.micro_step)
         if self.main:
@@ -216,10 +226,14 @@ class Trainer:
 
     def _build_controllers(self) -> list[Controller]:
         """In the order in which they read, and add to, a step's numbers."""
-        stability, data = self.cfg.stability, self.cfg.data
+        stability, data, total = self.cfg.stability, self.cfg.data, self.cfg.training.total_tokens
         micro_batch = data.micro_batch_size * data.seq_length
         noise = NoiseScale(micro_batch, stability.noise_scale.decay)
-        return [self.spikes, noise, QuantNoise(micro_batch, noise)]
+        controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise)]
+        if stability.precision:
+            layers = [block.attention for block in self.engine.module.blocks]
+            controllers.append(Ladder(stability.precision, self._rungs(self.device), layers, total))
+        return controllers
 
     # -- resume and save -----------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules import engine, layout, linear, model, schedule, stability
+from sagetrain.config.rules import engine, layout, linear, model, precision, schedule, stability
 from sagetrain.config.schema import RunConfig
 
 
@@ -19,4 +19,5 @@ def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[
         *schedule.findings(cfg, world_size),
         *engine.findings(cfg),
         *stability.findings(cfg),
+        *precision.findings(cfg),
     ]

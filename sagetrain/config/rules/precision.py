@@ -1,0 +1,140 @@
+"""The precision ladder: rungs in their order, and something that moves layers between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+
+from sagetrain.config.errors import Finding
+from sagetrain.config.rules.findings import error, no_effect, warning
+from sagetrain.config.schema import PrecisionConfig, RunConfig
+
+# What is less in INT8 than another has the greater number; of equal ones neither is.
+_ORDER = {"paper": 0, "fine": 1, "scores": 2, "gradients": 2, "sdpa": 3, "flash": 3, "reference": 3}
+_16_BIT = 3
+_KEY = "stability.precision"
+
+
+def findings(cfg: RunConfig) -> Iterator[Finding]:
+    """Ladders that stand on nothing, end in INT8, or that no layer goes up."""
+    precision = cfg.stability.precision
+    if precision is None:
+        return
+    yield from _lowest(cfg)
+    yield from _rungs(cfg, precision)
+    yield from _floors(cfg, precision)
+    yield from _threshold(precision)
+    if not (precision.floors or precision.threshold or precision.spike_tokens):
+        yield no_effect(_KEY, precision.rungs, "no floors, threshold or spike_tokens: no layer ever moves")
+
+
+def _lowest(cfg: RunConfig) -> Iterator[Finding]:
+    attention = cfg.attention
+    if attention.backend != "sage":
+        why = (
+            "times one attention for all layers, and a ladder says which layer has which"
+            if attention.backend == "auto"
+            else "quantizes nothing: there is no lower rung than that"
+        )
+        yield error(
+            "precision_backend",
+            "attention.backend",
+            attention.backend,
+            f"{why}, and {_KEY} is set",
+            f"set attention.backend: sage, or remove {_KEY}",
+        )
+    elif attention.recipe == "auto":
+        yield error(
+            "precision_recipe",
+            "attention.recipe",
+            "auto",
+            f"does not say what the lowest rung of {_KEY} is, and which rungs are above it",
+            "name it: attention.recipe paper or fine",
+        )
+
+
+def _rungs(cfg: RunConfig, precision: PrecisionConfig) -> Iterator[Finding]:
+    ladder = [cfg.attention.recipe, *precision.rungs]
+    for i, (lower, higher) in enumerate(pairwise(ladder)):
+        if lower != "auto" and _ORDER[higher] <= _ORDER[lower]:
+            below = "attention.recipe" if i == 0 else "the rung before it"
+            yield error(
+                "precision_order",
+                f"{_KEY}.rungs.{i}",
+                higher,
+                f"is not above {lower}, {below}: each rung has to quantize less than the one before",
+                "take an order such as paper, fine, gradients, sdpa; of scores and gradients one, of 16-bit backends "
+                "one",
+            )
+    last = precision.rungs[-1]
+    if _ORDER[last] < _16_BIT:
+        yield error(
+            "precision_16_bit",
+            f"{_KEY}.rungs",
+            precision.rungs,
+            f"ends with {last}, which quantizes: a ladder has to end where no error of INT8 is left",
+            "add a 16-bit backend at the end: sdpa or flash",
+        )
+    if "flash" in precision.rungs and cfg.training.dtype == "fp32":
+        yield error(
+            "flash_needs_16_bits",
+            f"{_KEY}.rungs.{precision.rungs.index('flash')}",
+            "flash",
+            "flash-attn takes bf16 only, training.dtype is fp32",
+            "use training.dtype bf16, or the rung sdpa",
+        )
+
+
+def _floors(cfg: RunConfig, precision: PrecisionConfig) -> Iterator[Finding]:
+    layers = cfg.model.num_layers
+    for i, floor in enumerate(precision.floors):
+        key = f"{_KEY}.floors.{i}"
+        if floor.rung not in precision.rungs:
+            yield error(
+                "precision_rung",
+                f"{key}.rung",
+                floor.rung,
+                f"is not one of {_KEY}.rungs: {', '.join(precision.rungs)}",
+                "add it there, or name one of them",
+            )
+        for name in ("first_layers", "last_layers"):
+            if (count := getattr(floor, name)) > layers:
+                yield error(
+                    "precision_layers",
+                    f"{key}.{name}",
+                    count,
+                    f"is more than the model's {layers} layers",
+                    f"use at most {layers}, or leave out both first_layers and last_layers to mean all",
+                )
+
+
+def _threshold(precision: PrecisionConfig) -> Iterator[Finding]:
+    threshold = precision.threshold
+    if threshold is None:
+        return
+    key = f"{_KEY}.threshold"
+    if not re.fullmatch(r"quant/\*/\w+/\w+|quant_noise/\*/\w+", threshold.metric):
+        yield error(
+            "precision_metric",
+            f"{key}.metric",
+            threshold.metric,
+            "is no number of single layers that is measured of quantization",
+            "name one with * for the layer: quant/*/dS/rel_l2, say",
+        )
+    if threshold.below is not None and threshold.below >= threshold.above:
+        yield error(
+            "precision_hysteresis",
+            f"{key}.below",
+            threshold.below,
+            f"is not below {key}.above {threshold.above}: layers would go up and down for ever",
+            f"use at most half of it, {threshold.above / 2:g}",
+        )
+    elif threshold.below is not None and threshold.cooldown_tokens == 0:
+        yield warning(
+            "precision_cooldown",
+            f"{key}.cooldown_tokens",
+            0,
+            "a layer that reached 16 bits is tried lower in the very next step",
+            "let a cool-down be some hundred steps of tokens",
+        )

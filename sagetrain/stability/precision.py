@@ -1,0 +1,189 @@
+"""The precision ladder: what each layer's attention computes in INT8, less and less from rung to rung.
+
+The lowest rung is attention.recipe, the others are stability.precision.rungs. Between two steps the rung of a layer is
+
+    min(highest, max(scheduled, measured) + spikes)
+
+    scheduled   by the tokens seen and the layer's place alone (config/arithmetic.scheduled_rung);
+    measured    up by one where the layer's metric is above the threshold, down by one where it is below the lower one,
+                and not again before the cool-down is over. What is not quantized has no error: there the metric is 0;
+    spikes      how many there were in the last spike_tokens tokens.
+
+A layer's function runs its forward and its backward pass, so both are on one rung; and torch.compile makes one graph
+for each rung, when the first layer comes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+
+from sagetrain.config.arithmetic import scheduled_rung
+from sagetrain.config.schema import AttentionConfig, ModelConfig, PrecisionConfig
+from sagetrain.model.attention import Attention
+from sagetrain.model.backends import AttentionFunction, attention_function
+from sagetrain.model.selection import resolve_backend
+from sagetrain.stability.controller import Event, Taken
+
+SPIKE = "train/spike"
+"""Above 0 in Taken.metrics of a step that was a spike or not finite."""
+
+
+def rungs_of(
+    precision: PrecisionConfig,
+    attention: AttentionConfig,
+    model: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, AttentionFunction]:
+    """The functions of all rungs by name, the lowest first.
+
+    Raises:
+        ValueError: one of them cannot run on this device or in this dtype, or its package is not installed.
+    """
+    functions = {}
+    for name in (attention.recipe, *precision.rungs):
+        settings = {"backend": name} if name in ("sdpa", "flash", "reference") else {"recipe": name}
+        settled = attention.model_copy(update=settings)
+        try:
+            backend, _ = resolve_backend(settled, model, device=device, dtype=dtype)
+        except ValueError as error:
+            raise ValueError(f"stability.precision.rungs: {name} cannot run here: {error}") from error
+        functions[name] = attention_function(backend, settled, device)
+    return functions
+
+
+class _Place(NamedTuple):
+    """Why a layer is where it is."""
+
+    scheduled: int
+    measured: int
+    spikes: int
+
+
+class Ladder:
+    """A Controller that hands the layers their attention functions.
+
+    Args:
+        precision: what moves layers.
+        functions: of rungs_of.
+        layers: the attention of every block, in the order of the model.
+        total_tokens: of the run, for what is scheduled in its last part.
+    """
+
+    name = "precision"
+
+    def __init__(
+        self,
+        precision: PrecisionConfig,
+        functions: Mapping[str, AttentionFunction],
+        layers: Sequence[Attention],
+        total_tokens: int,
+    ) -> None:
+        self._settings, self._functions, self._layers = precision, dict(functions), layers
+        self._names, self._total = list(functions), total_tokens
+        self.restore({})
+
+    @property
+    def rungs(self) -> list[str]:
+        """Of every layer, at present."""
+        return [self._names[self._rung(place)] for place in self._places]
+
+    def summary(self) -> str:
+        """The same in words, the lowest rung first."""
+        rungs = self.rungs
+        at = {name: [layer for layer, rung in enumerate(rungs) if rung == name] for name in self._names}
+        return "; ".join(f"{name} in {layers_in_words(layers)}" for name, layers in at.items() if layers)
+
+    def _rung(self, place: _Place) -> int:
+        return min(len(self._names) - 1, max(place.scheduled, place.measured) + place.spikes)
+
+    def after_step(self, taken: Taken) -> list[Event]:
+        """Move layers, for the steps to come."""
+        self._tokens = taken.tokens
+        values = dict(self._measurements(taken.metrics)) if self._settings.threshold else {}
+        for layer, value in values.items():
+            self._measure(layer, value)
+        if self._settings.spike_tokens and taken.metrics.get(SPIKE, 0.0) > 0:
+            self._spikes.append(taken.tokens + self._settings.spike_tokens)
+        self._spikes = [end for end in self._spikes if end > taken.tokens]
+        before = self._places
+        self._set()
+        moves: dict[tuple[str, str, str], list[int]] = {}
+        for layer, (old, new) in enumerate(zip(before, self._places, strict=True)):
+            if self._rung(old) != self._rung(new):
+                names = self._names[self._rung(old)], self._names[self._rung(new)]
+                moves.setdefault((*names, self._cause(old, new, values.get(layer))), []).append(layer)
+        return [
+            Event(
+                "precision",
+                f"attention of {layers_in_words(layers)} from {old} to {new}: {cause}",
+                {"layers": layers, "from": old, "to": new, "cause": cause},
+            )
+            for (old, new, cause), layers in moves.items()
+        ]
+
+    def _measurements(self, metrics: Mapping[str, float]) -> Iterator[tuple[int, float]]:
+        for layer, rung in enumerate(self.rungs):
+            if not self._functions[rung].quantized:
+                yield layer, 0.0
+            elif (value := metrics.get(self._settings.threshold.metric.replace("*", str(layer)))) is not None:
+                yield layer, value
+
+    def _measure(self, layer: int, value: float) -> None:
+        threshold, place, moved = self._settings.threshold, self._places[layer], self._moved[layer]
+        if moved is not None and self._tokens - moved < threshold.cooldown_tokens:
+            return
+        measured = self._measured[layer]
+        if not value <= threshold.above:  # what is not a number too
+            measured = min(max(place.scheduled, place.measured) + 1, len(self._names) - 1)
+        elif threshold.below is not None and value < threshold.below and place.measured > place.scheduled:
+            measured -= not place.spikes  # or the error of a higher rung would move the layer below the next one
+        if measured != self._measured[layer]:
+            self._measured[layer], self._moved[layer] = measured, self._tokens
+
+    def _cause(self, old: _Place, new: _Place, value: float | None) -> str:
+        if old.measured != new.measured:
+            threshold = self._settings.threshold
+            side = f"above {threshold.above:g}" if new.measured > old.measured else f"below {threshold.below:g}"
+            return f"{threshold.metric} {value:.3g} is {side}"
+        if old.spikes != new.spikes:
+            words = ("a spike", f"no spike for {self._settings.spike_tokens:,} tokens")
+            return words[new.spikes < old.spikes]
+        return "schedule"
+
+    def _set(self) -> None:
+        count = len(self._layers)
+        self._places = [
+            _Place(scheduled_rung(self._settings, layer, count, self._tokens, self._total), measured, len(self._spikes))
+            for layer, measured in enumerate(self._measured)
+        ]
+        for layer, rung in zip(self._layers, self.rungs, strict=True):
+            if layer.function != self._functions[rung]:
+                layer.function = self._functions[rung]
+
+    def state(self) -> dict[str, Any]:
+        measured = [self._names[rung] for rung in self._measured]
+        return {"tokens": self._tokens, "measured": measured, "moved": self._moved, "spikes": self._spikes}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """A rung that is not among those of the settings counts as the lowest; what the settings do not move by any
+        more is forgotten."""
+        none = [None] * len(self._layers)
+        self._tokens: int = state.get("tokens", 0)
+        names = state.get("measured", none) if self._settings.threshold else none
+        self._measured = [self._names.index(name) if name in self._names else 0 for name in names]
+        self._moved: list[int | None] = list(state.get("moved", none))
+        self._spikes: list[int] = list(state.get("spikes", [])) if self._settings.spike_tokens else []
+        self._set()
+
+
+def layers_in_words(layers: Sequence[int]) -> str:
+    """Rising numbers: `layer 3`, `layers 0, 5 to 11`."""
+    runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
+    words = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return f"layer{'s' if len(layers) > 1 else ''} {words}"
