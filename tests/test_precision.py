@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import tiny
-from sagetrain.config.arithmetic import scheduled_rung
+from sagetrain.config.arithmetic import layers_in_words, scheduled_rung
 from sagetrain.config.schema import AttentionConfig, PrecisionConfig
 from sagetrain.model.backends import Reference, Sage, Sdpa
 from sagetrain.stability.controller import Event, Taken
-from sagetrain.stability.precision import SPIKE, Ladder, layers_in_words, rungs_of
+from sagetrain.stability.precision import Ladder, rungs_of
+from sagetrain.stability.spikes import METRIC as SPIKE
 
 CPU = torch.device("cpu")
 LAYERS, TOTAL, STEP = 6, 1000, 10

@@ -5,6 +5,9 @@ tokens per step = micro_batch_size x seq_length x data-parallel ranks x accumula
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
 from sagetrain.config.schema import LrScheduleConfig, PrecisionConfig, RunConfig
 
 VOCAB_MULTIPLE = 128
@@ -45,3 +48,10 @@ def scheduled_rung(precision: PrecisionConfig, layer: int, num_layers: int, toke
         if here and tokens >= total_tokens * (1 - (floor.last_fraction or 1)):
             found.append(precision.rungs.index(floor.rung) + 1)
     return max(found)
+
+
+def layers_in_words(layers: Sequence[int]) -> str:
+    """Rising numbers: `layer 3`, `layers 0, 5 to 11`."""
+    runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
+    words = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return f"layer{'s' if len(layers) > 1 else ''} {words}"

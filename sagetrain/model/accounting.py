@@ -170,7 +170,10 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
 
 def block_activation_bytes(cfg: RunConfig) -> int:
     """Bytes per token that autograd saves of one block, on one rank, without activation checkpointing."""
-    return sum(part.saved // part.shards for part in block_operations(cfg.model, cfg.attention, rank_of(cfg)))
+    # On a precision ladder every block may come to its end, where q and k are kept in 16 bits.
+    highest = {"backend": cfg.stability.precision.rungs[-1]} if cfg.stability.precision else {}
+    attention = cfg.attention.model_copy(update=highest)
+    return sum(part.saved // part.shards for part in block_operations(cfg.model, attention, rank_of(cfg)))
 
 
 def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int, accumulates: bool) -> list[MemoryItem]:

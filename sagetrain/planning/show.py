@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from sagetrain.config.arithmetic import data_parallel_size, decay_tokens, token_multiple
+from sagetrain.config.arithmetic import (
+    data_parallel_size,
+    decay_tokens,
+    layers_in_words,
+    scheduled_rung,
+    token_multiple,
+)
 from sagetrain.config.errors import Finding
 from sagetrain.config.reference import keys
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.schema import PrecisionConfig, RunConfig
 from sagetrain.hardware import H200, Hardware
 from sagetrain.model.accounting import MemoryItem, flops_per_token, num_parameters, rank_of, save_host_bytes
 from sagetrain.planning.layouts import Layout, overrides_to, usable_memory
@@ -79,6 +86,8 @@ def _print_proposals(console: Console, plan: Plan, proposed: list[Layout]) -> No
 
 def _tables(plan: Plan) -> list[Table]:
     tables = [_model_table(plan)]
+    if plan.cfg.stability.precision:
+        tables.append(_precision_table(plan.cfg, plan.cfg.stability.precision))
     if plan.memory:
         tables += [_layout_table(plan.cfg, plan.world_size), _memory_table(plan.memory)]
     if plan.chosen:
@@ -137,6 +146,26 @@ def _model_table(plan: Plan) -> Table:
         *([("linear layers", low_bit)] if low else []),
         ("FLOPs per token", f"{done / 1e9:.2f} G, forward and backward; attention is {share:.0%} of it{whole}"),
     ])  # fmt: skip
+
+
+def _precision_table(cfg: RunConfig, precision: PrecisionConfig) -> Table:
+    """What each layer's attention is at least, from how many tokens on."""
+    layers, total = cfg.model.num_layers, cfg.training.total_tokens
+    starts = {0, *(math.ceil(total * (1 - floor.last_fraction)) for floor in precision.floors if floor.last_fraction)}
+    names = [cfg.attention.recipe, *precision.rungs]
+    rows = []
+    for tokens in sorted(starts):
+        rungs = [scheduled_rung(precision, layer, layers, tokens, total) for layer in range(layers)]
+        at = [(name, [layer for layer in range(layers) if rungs[layer] == i]) for i, name in enumerate(names)]
+        rows.append((f"{tokens:,}", "; ".join(f"{name} in {layers_in_words(held)}" for name, held in at if held)))
+    movers = []
+    if precision.threshold:
+        movers.append(f"a layer by {precision.threshold.metric} above {precision.threshold.above:g}")
+    if precision.spike_tokens:
+        movers.append(f"all for {precision.spike_tokens:,} tokens after a spike")
+    more = f"Further up goes {', and '.join(movers)}. " if movers else ""
+    caption = f"{more}Speeds below are those of recipe {names[0]} in all layers, memory that of {names[-1]}."
+    return Table("Precision ladder", ("from tokens", "attention"), rows, numbers=("from tokens",), caption=caption)
 
 
 def _layout_table(cfg: RunConfig, world_size: int) -> Table:

@@ -16,20 +16,17 @@ for each rung, when the first layer comes to it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 
-from sagetrain.config.arithmetic import scheduled_rung
+from sagetrain.config.arithmetic import layers_in_words, scheduled_rung
 from sagetrain.config.schema import AttentionConfig, ModelConfig, PrecisionConfig
 from sagetrain.model.attention import Attention
 from sagetrain.model.backends import AttentionFunction, attention_function
 from sagetrain.model.selection import resolve_backend
 from sagetrain.stability.controller import Event, Taken
-
-SPIKE = "train/spike"
-"""Above 0 in Taken.metrics of a step that was a spike or not finite."""
+from sagetrain.stability.spikes import METRIC as SPIKE
 
 
 def rungs_of(
@@ -180,10 +177,3 @@ class Ladder:
         self._moved: list[int | None] = list(state.get("moved", none))
         self._spikes: list[int] = list(state.get("spikes", [])) if self._settings.spike_tokens else []
         self._set()
-
-
-def layers_in_words(layers: Sequence[int]) -> str:
-    """Rising numbers: `layer 3`, `layers 0, 5 to 11`."""
-    runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
-    words = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
-    return f"layer{'s' if len(layers) > 1 else ''} {words}"

@@ -14,6 +14,11 @@ from sagetrain.config.schema import PrecisionConfig, RunConfig
 _ORDER = {"paper": 0, "fine": 1, "scores": 2, "gradients": 2, "sdpa": 3, "flash": 3, "reference": 3}
 _16_BIT = 3
 _KEY = "stability.precision"
+# Numbers of single layers that are larger where INT8 does more harm.
+_METRICS = (
+    r"quant/\*/(O|delta|P|dP|dS|dQ|dK|dV)/rel_l2|quant/\*/dS/zero_share_d[QK]|quant/\*/S/largest|"
+    r"quant/\*/[QK]/gain_(mean|max)|quant_noise/\*/(bias_)?ratio"
+)
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
@@ -24,7 +29,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     yield from _lowest(cfg)
     yield from _rungs(cfg, precision)
     yield from _floors(cfg, precision)
-    yield from _threshold(precision)
+    yield from _threshold(cfg, precision)
     if not (precision.floors or precision.threshold or precision.spike_tokens):
         yield no_effect(_KEY, precision.rungs, "no floors, threshold or spike_tokens: no layer ever moves")
 
@@ -109,18 +114,27 @@ def _floors(cfg: RunConfig, precision: PrecisionConfig) -> Iterator[Finding]:
                 )
 
 
-def _threshold(precision: PrecisionConfig) -> Iterator[Finding]:
+def _threshold(cfg: RunConfig, precision: PrecisionConfig) -> Iterator[Finding]:
     threshold = precision.threshold
     if threshold is None:
         return
     key = f"{_KEY}.threshold"
-    if not re.fullmatch(r"quant/\*/\w+/\w+|quant_noise/\*/\w+", threshold.metric):
+    source = "monitor" if threshold.metric.startswith("quant/") else "quant_noise"
+    if not re.fullmatch(_METRICS, threshold.metric):
         yield error(
             "precision_metric",
             f"{key}.metric",
             threshold.metric,
-            "is no number of single layers that is measured of quantization",
-            "name one with * for the layer: quant/*/dS/rel_l2, say",
+            "is no number of single layers that grows with the error of quantization",
+            "name one with * for the layer: quant/*/dS/rel_l2 or another rel_l2, quant_noise/*/ratio or bias_ratio",
+        )
+    elif getattr(cfg.stability, source).every_steps is None:
+        yield error(
+            "precision_unmeasured",
+            f"{key}.metric",
+            threshold.metric,
+            f"is not measured: stability.{source}.every_steps is null",
+            f"set stability.{source}.every_steps, to {100 if source == 'monitor' else 500} for instance",
         )
     if threshold.below is not None and threshold.below >= threshold.above:
         yield error(
