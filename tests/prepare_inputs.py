@@ -1,12 +1,16 @@
 """Texts, and `prepare` on them, for the tests of preparation."""
 
+import io
 import json
 import random
 from itertools import pairwise
 from pathlib import Path
 
+import sentencepiece
+
 from sagetrain.data.prepare import Prepared, prepare
 from sagetrain.data.token_file import TokenFile
+from sagetrain.data.tokenizer import Tokenizer
 
 WORDS = ["the", "of", "and", "model", "token", "data", "12", "3.5", "naïve", "Zürich", "東京", "🙂", "def", "return"]
 
@@ -34,6 +38,22 @@ def documents(path: Path) -> list[list[int]]:
     starts = [file.document_start(number) for number in range(file.num_documents)] + [file.num_tokens]
     stream = file.tokens(0, file.num_tokens).tolist()
     return [stream[a:b] for a, b in pairwise(starts)]
+
+
+def published_tokenizer(**options: object) -> Tokenizer:
+    """A SentencePiece model of 400 tokens as others train theirs: with a space before every text, say."""
+    model = io.BytesIO()
+    given = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "vocab_size": 400,
+        "minloglevel": 2,
+    }
+    lines = iter("\n".join(TEXTS).split("\n"))
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **given | options)
+    return Tokenizer(model.getvalue())
 
 
 def quiet(*args, **options) -> Prepared:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import random
 import string
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer as Pipeline
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import saved_runs
+from prepare_inputs import TEXTS, published_tokenizer
 from runs import sagetrain
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import AttentionConfig, RopeScaling
@@ -22,6 +25,7 @@ from sagetrain.inference.load import load_run
 from sagetrain.interop import exporting
 from sagetrain.interop.exporting import export
 from sagetrain.interop.huggingface import config_json
+from sagetrain.interop.tokenizer_files import tokenizer_files
 from sagetrain.model.rotary import rotary_tables
 from sagetrain.train.checkpoint import CheckpointError
 
@@ -165,3 +169,37 @@ def test_the_tokenizer_gives_the_same_ids(runs: Path, model: Path, tmp_path: Pat
     special = "</s> and <s> <unk><0x0A>"
     assert theirs(special, split_special_tokens=True).input_ids == ours.encode(special)
     assert theirs(special).input_ids[0] == ours.eos_id
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"byte_fallback": False}, {"add_dummy_prefix": False, "user_defined_symbols": ["<|x|>", "##"]}]
+)
+def test_published_tokenizers_give_the_same_ids(options: dict) -> None:
+    ours = published_tokenizer(**options)
+    theirs = Pipeline.from_str(tokenizer_files(ours, 128)["tokenizer.json"].decode())
+    draw = random.Random(0)
+    for text in [*TEXTS, *("".join(draw.choices("abcdeo  \n\té日🎉,1", k=30)) + " ##a<|x|>b" for _ in range(300))]:
+        assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text), repr(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model_type": "unigram", "vocab_size": 300}, "not a byte-pair encoding"),
+        ({"normalization_rule_name": "nmt_nfkc"}, r"normalizes text \(nmt_nfkc\)"),
+        ({"user_defined_symbols": ["<|x|>"]}, "user-defined symbols, and puts a space"),
+    ],
+)
+def test_tokenizers_that_stay_sentencepiece_alone(
+    runs: Path, options: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = published_tokenizer(**options)
+    with pytest.raises(ConfigError, match=message):
+        tokenizer_files(tokenizer, 128)
+    opened = replace(exporting.open_run(runs / "llama", print, None), tokenizer=tokenizer)
+    monkeypatch.setattr(exporting, "open_run", lambda *_: opened)
+    said: list[str] = []
+    export(runs / "llama", tmp_path / "out", report=said.append)
+    assert len(said) == 1 and "AutoTokenizer will not load the folder, use its tokenizer.model" in said[0]
+    assert (tmp_path / "out/tokenizer.model").read_bytes() == tokenizer.model
+    assert not (tmp_path / "out/tokenizer.json").exists()

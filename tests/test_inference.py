@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from prepare_inputs import published_tokenizer
 from runs import finish, sagetrain, write_config
 from sagetrain import cli
 from sagetrain.config import ConfigError
@@ -159,5 +161,20 @@ def test_no_token_is_sampled_that_the_tokenizer_does_not_have(run: Path) -> None
         asked: list[int] = []
         decode = loaded.tokenizer.decode
         loaded.tokenizer.decode = lambda ids, asked=asked, decode=decode: (asked.extend(ids), decode(ids))[1]
-        list(generate(loaded, "def ", 20, *options, seed=0))
+        list(generate(loaded, "\n", 20, *options, seed=0))
         assert asked and max(asked) < 259
+
+
+def test_the_space_before_the_first_word_is_kept(run: Path) -> None:
+    """By tokenizers that put a space before every text and leave it out of what they decode."""
+    loaded, tokenizer = load_run(run, print), published_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("get")) == "get"
+    loaded.tokenizer, script = tokenizer, iter([*tokenizer.encode("get one"), tokenizer.eos_id])
+
+    def scripted(context: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(1, context.shape[1], 512)
+        logits[0, -1, next(script)] = 1.0
+        return logits
+
+    loaded.model = scripted
+    assert "".join(generate(loaded, "def", 20, 0.0, 0, seed=0)) == " get one"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.load import TrainedRun
 
 
@@ -42,9 +43,14 @@ def generate(run: TrainedRun, prompt: str, max_tokens: int, temperature: float, 
         if token == run.tokenizer.eos_id:
             break
         tokens.append(token)
-        text = run.tokenizer.decode(tokens[start:])
+        text = _after(run.tokenizer, tokens, start)
         if not text.endswith("�"):  # a character may span several byte tokens
             yield text[len(said) :]
             said, shown = text, len(tokens)
     if shown < len(tokens):
-        yield run.tokenizer.decode(tokens[start:])[len(said) :]
+        yield _after(run.tokenizer, tokens, start)[len(said) :]
+
+
+def _after(tokenizer: Tokenizer, tokens: list[int], start: int) -> str:
+    """The text of tokens[start:], behind the others: of a text's beginning some tokenizers leave out the space."""
+    return tokenizer.decode(tokens)[len(tokenizer.decode(tokens[:start])) :]

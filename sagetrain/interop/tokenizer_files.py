@@ -21,8 +21,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of its types of piece
 def tokenizer_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, bytes]:
     """Content of tokenizer.json, tokenizer_config.json and the SentencePiece model, if it is one, by file name.
 
-    Raises ConfigError for a SentencePiece model that tokenizer.json cannot say: not a byte-pair encoding, or one that
-    normalizes text.
+    Raises ConfigError for a SentencePiece model that tokenizer.json is not made of here: no byte-pair encoding, one
+    that normalizes text, or one with symbols of its user's and a space before every text.
     """
     if tokenizer.file_name == TOKENIZER_JSON:
         tree = json.loads(tokenizer.model)
@@ -56,6 +56,9 @@ def _pipeline(model: Any) -> Pipeline:
         raise ConfigError("its SentencePiece model is not a byte-pair encoding")
     if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
         raise ConfigError(f"its SentencePiece model normalizes text ({normalizer.name})")
+    if normalizer.add_dummy_prefix and any(piece.type == _USER_DEFINED for piece in model.pieces):
+        # The tokenizers package would put the space before every part of a text that such symbols cut out.
+        raise ConfigError("its SentencePiece model has user-defined symbols, and puts a space before a text")
     ids = {_spaced(piece.piece): number for number, piece in enumerate(model.pieces)}
     scores = {_spaced(piece.piece): piece.score for piece in model.pieces if piece.type == _NORMAL}
     # SentencePiece merges any two neighbours that make a piece, the piece of the highest score first.
