@@ -130,6 +130,30 @@ def _positive(x: Rounded) -> Rounded:
     return Rounded(x.codes.double().abs(), x.scale)
 
 
+@pytest.mark.parametrize("name", RECIPES, ids=" ".join)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_travels_is_rounded_as_the_layer_rounds_it(name: tuple[str, str], dtype: torch.dtype) -> None:
+    """FP8: a byte a column and 16 a row, and from it the layer makes the codes of x itself. What is multiplied in 16
+    bits, or with other grids along the tokens (INT8), travels whole."""
+    matmul, x = RECIPES[name], torch.cat([_random(1, 40, 64) * scale for scale in (1e-30, 1.0, 1e30)]).to(dtype)
+    packed = matmul.pack(x)
+    if name in (("fp8", "tensorwise"), ("fp8", "rowwise")):
+        assert (packed.dtype, packed.shape) == (torch.uint8, (120, 64 + 16))
+        found = matmul.unpack(packed, dtype)
+        assert found.dtype == dtype
+        codes, scale = quantize(x, E4M3, True)
+        assert torch.equal(found.double(), codes.double() * scale)
+        again = quantize(found, E4M3, True)
+        assert torch.equal(again.codes.double() * again.scale, codes.double() * scale)
+        x[7, 3], x[50, 0] = torch.nan, torch.inf
+        found = matmul.unpack(matmul.pack(x), dtype)
+        assert found[[7, 50]].isnan().all()
+        assert found.isnan().sum() == 2 * 64
+    else:
+        assert packed is x
+        assert matmul.unpack(packed, dtype) is x
+
+
 # -- the three products ------------------------------------------------------------------------------------------
 
 

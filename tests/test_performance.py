@@ -20,6 +20,7 @@ from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware
 from sagetrain.model import operations
 from sagetrain.model.accounting import flops_per_token, overlaps, parameters_per_rank
 from sagetrain.model.operations import Precision, Rank, document_share
+from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.planning.layouts import layout, memory_finding, overrides_to, propose, usable_memory
 from sagetrain.planning.performance import OVERLAP, StepPrediction, calibrate, predict
@@ -424,30 +425,35 @@ class Calls(TorchDispatchMode):
 
 
 LAYOUTS = [
-    (2, 1, False, "on", 1),
-    (2, 1, True, "on", 1),
-    (2, 1, True, "off", 1),
-    (1, 2, False, "auto", 1),
-    *((1, 1, False, "auto", stage) for stage in (1, 2, 3)),
+    (2, 1, False, "on", 1, {}),
+    (2, 1, True, "on", 1, {}),
+    (2, 1, True, "off", 1, {}),
+    (2, 1, True, "on", 1, {"precision": "fp8", "keep_last_blocks": 1}),
+    (2, 1, True, "on", 1, {"precision": "fp8", "recipe": "rowwise_bf16_wgrad"}),
+    (1, 2, False, "auto", 1, {}),
+    *((1, 1, False, "auto", stage, {}) for stage in (1, 2, 3)),
 ]
-"""Tensor and context parallel size, sequence parallel, overlap, ZeRO stage."""
+"""Tensor and context parallel size, sequence parallel, overlap, ZeRO stage, linear layers."""
 
 
 def real_collectives() -> list[tuple[dict, dict]]:
     """Of a step of two micro-steps on two ranks, in every layout: as called, and as predicted."""
     result = []
-    for tensor, context, sequence, overlap, stage in LAYOUTS:
+    for tensor, context, sequence, overlap, stage, linear in LAYOUTS:
         groups = tiny.join(tensor, context)
         parallel = {"zero_stage": stage, "tensor_parallel_size": tensor, "sequence_parallel": sequence}
         parallel |= {"context_parallel_size": context, "tensor_parallel_overlap": overlap}
         zero = {"stage3_param_persistence_threshold": 0}
-        cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step={"tokens": 2 * 16 * groups.dp_size})
+        wide = {"hidden_size": 64} if linear else {}
+        tokens = {"tokens": 2 * 16 * groups.dp_size}
+        cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step=tokens, linear=linear, model=wide)
         cfg = cfg.model_copy(update={"deepspeed": {"zero_optimization": zero}})
         place = {"vocab_size": tiny.VOCAB, "groups": groups, "sequence_parallel": sequence, "dtype": torch.bfloat16}
         place["overlap"] = overlaps(cfg)
+        place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, device=torch.device("cpu"), dtype=torch.bfloat16)
         engine = Engine(cfg, Transformer(cfg.model, cfg.attention, **place), groups, 2)
-        # DeepSpeed reduces gradients over a group of one as well; activations alone travel in bf16.
-        dtypes = (torch.bfloat16,) if tensor > 1 else (torch.bfloat16, torch.float32)
+        # DeepSpeed reduces gradients over a group of one as well; activations alone travel in bf16, or 8 bits.
+        dtypes = (torch.bfloat16, torch.uint8) if tensor > 1 else (torch.bfloat16, torch.float32)
         for _ in range(2):  # ZeRO-3 learns the order of its modules in the first step
             with Calls(256, dtypes) as calls:
                 tiny.global_step(engine, 0, sequences=2 * groups.dp_size)

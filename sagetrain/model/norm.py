@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, start_enter
 from sagetrain.parallel.layers import annotate
+from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 
@@ -15,6 +16,7 @@ class RMSNorm(nn.Module):
 
     The gain is replicated over the tensor-parallel group. Where the ranks apply it to different data (their heads,
     or their tokens under sequence parallelism), `split_input` makes autograd sum its gradient over the group.
+    `reader`: how the layers multiply that read the result (default: in its dtype).
     """
 
     def __init__(
@@ -24,10 +26,12 @@ class RMSNorm(nn.Module):
         groups: ParallelGroups,
         *,
         split_input: bool,
+        reader: Matmul | None = None,
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self.reader = reader
         self.eps = eps
         self.groups = groups
         self.split_input = split_input
@@ -71,4 +75,5 @@ def normalize(
     """The residual stream x with y added, and what the next column-parallel layer reads of it."""
     if y is not None:
         x = x + finish_leave(y, groups, sequence_parallel)
-    return x, start_enter(norm(x, gain), groups, sequence_parallel)
+    pack = None if norm.reader is None else norm.reader.pack
+    return x, start_enter(norm(x, gain), groups, sequence_parallel, pack)

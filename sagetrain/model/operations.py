@@ -364,9 +364,16 @@ def _tensor_parallel(model: ModelConfig, attention: AttentionConfig, rank: Rank,
         ("backward", OUT, enters, 1, backward),
         ("backward", INTO, leaves, 0, into),
     ]
+    low, packed = len(rank.linear.low_bit_blocks(model.num_layers)), payload
+    if rank.linear.precision == "fp8" and rank.linear.recipe != "rowwise_bf16_wgrad":
+        eight = rank.tokens * (model.hidden_size + 16) // parts  # Matmul.pack
+        packed = (low * eight + (model.num_layers - low) * payload) // model.num_layers
     for moment, what, kind, at_ends, beside in rows:
         if kind and (rank.recomputes or moment != "recomputed"):
-            yield Collective("tensor", moment, what, kind, 2 * parts, at_ends * parts, payload, beside)
+            calls = [(2 * parts, at_ends * parts, payload)]
+            if kind == "all-gather" and what == INTO and packed < payload:
+                calls = [(2 * parts, 0, packed), (0, at_ends * parts, payload)]
+            yield from (Collective("tensor", moment, what, kind, *call, beside) for call in calls)
     yield Collective("tensor", "backward", "into the head", leaves, 0, parts, payload)
     # Gains are whole on every rank but see their rank's heads or tokens: of q and k, and of the residual stream, where
     # a block has the next one's too unless it is recomputed. Nothing runs beside their sum, at the end of a block.

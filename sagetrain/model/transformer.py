@@ -73,7 +73,9 @@ class Block(nn.Module):
         super().__init__()
         self.groups = groups
         self.sequence_parallel = sequence_parallel
-        norm = {"split_input": sequence_parallel, "dtype": dtype, "device": device}
+        # Where nothing is gathered, a norm of another reader is no reason for another graph.
+        reader = matmul if sequence_parallel and groups.tp_size > 1 else None
+        norm = {"split_input": sequence_parallel, "reader": reader, "dtype": dtype, "device": device}
         layer = {"matmul": matmul, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.attention = Attention(model, qk_norm, function, groups, **layer)

@@ -128,8 +128,15 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(grad, ctx.group), None
 
 
-def _start(x: Tensor, groups: ParallelGroups, there: Collective, back: Collective) -> Pending:
-    result = None if there is None else there(x.detach(), groups.tp_group)
+def _start(
+    x: Tensor,
+    groups: ParallelGroups,
+    there: Collective,
+    back: Collective,
+    pack: Callable[[Tensor], Tensor] | None = None,
+) -> Pending:
+    packed = x.detach() if pack is None or there is None else pack(x.detach())
+    result = None if there is None else there(packed, groups.tp_group)
     return (x if back is None else _EndBackward.apply(x)), result
 
 
@@ -152,11 +159,13 @@ def entering(sequence_parallel: bool) -> tuple[Collective, Collective]:
     return (start_all_gather, start_reduce_scatter) if sequence_parallel else (None, start_all_reduce)
 
 
-def start_enter(x: Tensor, groups: ParallelGroups, sequence_parallel: bool) -> Tensor | Pending:
+def start_enter(
+    x: Tensor, groups: ParallelGroups, sequence_parallel: bool, pack: Callable[[Tensor], Tensor] | None = None
+) -> Tensor | Pending:
     """What column-parallel layers read, on its way: all tokens, [tokens (/ tp), ...] -> [tokens, ...]. Without
     sequence parallelism x itself, for any tensor that all ranks hold and use differently: the sum of its gradient is
-    waited for where this was called."""
-    return x if groups.tp_size == 1 else _start(x, groups, *entering(sequence_parallel))
+    waited for where this was called. pack: makes of x what is gathered (Matmul.pack of the layers that read it)."""
+    return x if groups.tp_size == 1 else _start(x, groups, *entering(sequence_parallel), pack)
 
 
 def finish_enter(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:

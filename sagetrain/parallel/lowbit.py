@@ -12,6 +12,8 @@ A scale is that of the values at hand, not of steps before. FP8's are powers of 
 rounds nothing, and a value that is not among the smallest is rounded alike with every such scale, on however many
 ranks its row is spread. Weights that read the same x are one matrix.
 
+Sequence parallelism gathers what column-parallel layers read: FP8 travels in 8 bits, half the bytes (`pack`).
+
 Scales are a rank's own: a shard of W, or of the tokens, is scaled by what it holds. No collective agrees on them; a
 tensor that is spread over ranks has a finer scale for it.
 
@@ -37,6 +39,7 @@ MULTIPLE = 16
 """Of every dim that a product sums over or that its second operand has, the tokens excepted: those are padded."""
 
 _EXPONENT = 0x7F800000  # of an fp32: what remains of it is a power of two
+_MANTISSA = 23  # bits of an fp32 below its exponent
 _LARGEST_SCALE = 2.0**126  # its reciprocal is still a normal fp32
 
 
@@ -110,6 +113,27 @@ class LowBit(Matmul):
         """Codes and scales of the weights, as the output reads them, and transposed, for the gradient of x."""
         whole = _whole(weights)
         return *self._rounded(whole), *self._rounded(whole.t())
+
+    @property
+    def travels(self) -> bool:
+        """Whether x may be gathered in 8 bits: what e4m3 has rounded once, with a power of two for a scale, no other
+        such scale rounds again, along tokens either, but among the smallest."""
+        return self.number == E4M3 and not self.wide_weight_gradient
+
+    def pack(self, x: Tensor) -> Tensor:
+        """uint8 [tokens, in + 16]: codes, then the exponent of the token's scale, as often as keeps rows aligned."""
+        if not self.travels:
+            return x
+        codes, scale = quantize(x, E4M3, per_row=True)
+        exponent = (scale.view(torch.int32) >> _MANTISSA).to(torch.uint8)
+        return torch.cat([codes.view(torch.uint8), exponent.expand(-1, MULTIPLE)], 1)
+
+    def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """[tokens, in]. Layers round it again, to the same codes; inside a graph that is one pass over the bytes."""
+        if packed.dtype != torch.uint8:
+            return packed
+        codes, exponent = packed[:, :-MULTIPLE].view(E4M3), packed[:, -MULTIPLE:][:, :1]
+        return (codes.float() * (exponent.to(torch.int32) << _MANTISSA).view(torch.float32)).to(dtype)
 
     def forward(self, x: Tensor, weights: Sequence[Tensor], kept: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """x W^T of each weight: [tokens, out] each, views of one tensor."""

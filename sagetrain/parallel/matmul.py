@@ -38,6 +38,14 @@ class Matmul:
         """What the products read in place of the weights for as long as these do not change; nothing here."""
         return ()
 
+    def pack(self, x: Tensor) -> Tensor:
+        """What of x [tokens, in] has to travel to the ranks that multiply it: [tokens, n]; here all of it."""
+        return x
+
+    def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """What `pack` made, as x again."""
+        return packed
+
     def forward(self, x: Tensor, weights: Sequence[Tensor], kept: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """x W^T of each weight: [tokens, out] each. kept: what `keep` gave, if it was called."""
         return tuple(x @ weight.t() for weight in weights)
@@ -114,7 +122,7 @@ class _Linear(torch.autograd.Function):
         # has names. There are always more.)
         given, result, *read = tensors
         weights, kept = read[: plan.weights], read[plan.weights :]
-        x = given if result is None else finish(result)
+        x = given if result is None else plan.matmul.unpack(finish(result), given.dtype)
         ctx.plan = plan
         ctx.save_for_backward(x, *read)
         return plan.matmul.forward(x, weights, kept)

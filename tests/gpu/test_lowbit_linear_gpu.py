@@ -64,6 +64,18 @@ def test_codes_are_the_twins(number: torch.dtype, per_row: bool, compiled: bool)
                 assert moved.max() == 0
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_travels_is_the_twins(compiled: bool) -> None:
+    """Under sequence parallelism, between two graphs maybe."""
+    torch._dynamo.reset()
+    matmul, x = RECIPES["fp8", "rowwise"], _random(1, 300, 512)
+    pack, unpack = (torch.compile(f, fullgraph=True) if compiled else f for f in (matmul.pack, matmul.unpack))
+    packed = matmul.pack(x)
+    _poison()
+    assert torch.equal(pack(x.cuda()).cpu(), packed)
+    assert torch.equal(unpack(packed.cuda(), torch.bfloat16).cpu(), matmul.unpack(packed, torch.bfloat16))
+
+
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
