@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 import tiny
 from distributed import run_distributed
-from sagetrain import cli
+from sagetrain import exits
 from sagetrain.config import RunConfig
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.schema import DataSource
@@ -153,8 +153,8 @@ def test_files_beside_the_metrics_stay_as_they_were_on_a_full_disk(small_disk: P
 
 
 def test_the_command_says_which_file_and_what_to_do(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(cli, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
-    with pytest.raises(SystemExit) as ended, cli._Errors(run_dir=Path("run")):
+    monkeypatch.setattr(exits, "leave", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    with pytest.raises(SystemExit) as ended, exits.Errors(run_dir=Path("run")):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/metrics.jsonl")
     assert ended.value.code == 3
     said = "error: run/metrics.jsonl: No space left on device; free some space and run the same command again\n"

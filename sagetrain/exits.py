@@ -1,0 +1,98 @@
+"""How the `sagetrain` command ends: errors as messages and exit codes.
+
+Exit codes: 0 done (or stopped by a signal with a checkpoint), 2 a mistake in the configuration or the arguments (a
+run_dir that cannot be used, say), 3 a checkpoint that cannot be written or used (a full disk, say), 4 training that
+cannot go on, 5 a hang: no progress for training.timeout_minutes (run_dir/stacks shows where each rank stood), 128
+and more a signal before training began. The deepspeed launcher passes them on, torchrun makes each failure a 1.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from sagetrain.config.errors import ConfigError
+
+
+class Errors:
+    """Turns the exceptions that users cause into a message on stderr and an exit code; others keep their traceback.
+
+    When all ranks fail alike, the first of a host says why and the launcher ends the others while they wait; a rank
+    that fails alone speaks for itself.
+    """
+
+    def __init__(self, rank: int = 0, run_dir: Path | None = None):
+        self.rank, self.run_dir = rank, run_dir
+
+    def __enter__(self) -> Errors:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, KeyboardInterrupt):  # what it interrupted has cleaned up
+            leave(130)
+        if self.run_dir and _is_unusable(self.run_dir, error):
+            error = ConfigError(
+                f"training.run_dir {self.run_dir} cannot be used: {error.filename}: {error.strerror}; "
+                "choose another folder, or free this one"
+            )
+        code = None if error is None else _exit_code(error)
+        if code is not None and isinstance(error, OSError):
+            where = error.filename or self.run_dir or "here"
+            error = f"{where}: {error.strerror}; free some space and run the same command again"
+        if code is not None:
+            if self.rank:
+                time.sleep(5 + 3 * int(os.environ.get("LOCAL_RANK", "0")))
+            warn(f"rank {self.rank}: error: {error}" if self.rank else f"error: {error}")
+            leave(code)
+
+
+def _is_unusable(run_dir: Path, error: BaseException | None) -> bool:
+    """Whether the error is that this folder, one above it or something in it cannot be made, read or written."""
+    numbers = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
+    if not (isinstance(error, OSError) and error.errno in numbers and isinstance(error.filename, str | os.PathLike)):
+        return False
+    folder, path = run_dir.absolute(), Path(error.filename).absolute()
+    return folder.is_relative_to(path) or path.is_relative_to(folder)
+
+
+def _exit_code(error: BaseException) -> int | None:
+    if isinstance(error, ConfigError):
+        return 2
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return 3
+    # Imported late: these modules need torch, and may be what failed to import.
+    checkpoint = sys.modules.get("sagetrain.train.checkpoint")
+    trainer = sys.modules.get("sagetrain.train.trainer")
+    if checkpoint and isinstance(error, checkpoint.CheckpointError):
+        return 3
+    if trainer and isinstance(error, trainer.TrainingError):
+        return 4
+    return None
+
+
+def warn(text: str) -> None:
+    """A line on stderr."""
+    typer.echo(text, err=True)
+
+
+def leave_together() -> NoReturn:
+    """End all ranks at once and skip interpreter shutdown, where gloo's threads sometimes abort the process."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier(device_ids=[torch.cuda.current_device()] if torch.cuda.is_available() else None)
+    leave(0)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code, at once."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.leave(code)
