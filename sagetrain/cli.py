@@ -6,6 +6,7 @@ Heavy imports sit inside the commands, so that `--help` and `plan` answer at onc
 from __future__ import annotations
 
 import enum
+import json
 import os
 import shlex
 import shutil
@@ -31,6 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+Backend = enum.Enum("Backend", {name: name for name in ("sdpa", "sage", "flash", "reference")})
 Gpu = enum.Enum("Gpu", {name: name for name in HARDWARE})
 Config = Annotated[str | None, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="The same: --config CONFIG.")]
@@ -379,6 +381,37 @@ class Dtype(enum.Enum):
     """Of exported weights."""
 
     float32, bfloat16, float16 = "float32", "bfloat16", "float16"
+
+
+@app.command()
+def replay(
+    bundle: Annotated[
+        Path, typer.Argument(metavar="BUNDLE", help="Folder that a step left: RUN/spikes/step-00000015.")
+    ],
+    attention: Annotated[
+        Backend, typer.Option("--attention", help="What to take the step with, beside what it had.")
+    ] = Backend.sdpa,
+    recipe: Annotated[str | None, typer.Option(help="Of --attention sage. Default: the run's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Take a step that went wrong again, and say whether its data or the precision of attention is to blame.
+
+    From the checkpoint before it, over the same samples, in the precision that it had and with another attention. A
+    spike that stays is the data's (or the weights'), one that goes away is the precision's, one that does not come
+    back is neither.
+    """
+    with _Errors(int(os.environ.get("RANK", "0"))):
+        _use_cores()
+        from dataclasses import asdict
+
+        from sagetrain.inference.replay import replay as take_again
+        from sagetrain.inference.replay import table
+
+        found = take_again(bundle, attention.value, recipe)
+        if os.environ.get("RANK", "0") == "0":
+            values = {**asdict(found), "verdict": found.verdict}
+            typer.echo(json.dumps(values, indent=1) if as_json else table(found))
+    _leave_together()
 
 
 @app.command()

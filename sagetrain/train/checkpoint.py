@@ -27,7 +27,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,10 @@ def step_of(folder: Path) -> int:
 # -- deleting ------------------------------------------------------------------------------------------------------
 
 
-def prune(root: Path, keep_last: int, keep_every_tokens: int | None) -> None:
-    """Delete old checkpoints (rank 0 calls it): all but the newest `keep_last`, and but the first one at or past
-    each multiple of `keep_every_tokens`. A folder whose manifest cannot be read is left to people."""
+def prune(root: Path, keep_last: int, keep_every_tokens: int | None, needed: Container[str] = ()) -> None:
+    """Delete old checkpoints (rank 0 calls it): all but the newest `keep_last`, but the first one at or past each
+    multiple of `keep_every_tokens`, and but those of needed names. A folder whose manifest cannot be read is left to
+    people."""
     found = []
     for folder in _folders(root):
         with contextlib.suppress(CheckpointError):
@@ -74,7 +75,7 @@ def prune(root: Path, keep_last: int, keep_every_tokens: int | None) -> None:
             multiples.add(multiple)
             kept.add(folder)
     for _, folder in found:
-        if folder not in kept:
+        if folder not in kept and folder.name not in needed:
             try:
                 remove(folder)
             except OSError as error:  # no reason to stop a run whose new checkpoint is safe

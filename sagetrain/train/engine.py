@@ -342,7 +342,7 @@ class Engine:
         if self.groups.tp_size > 1:
             dist.all_reduce(square, group=self.groups.tp_group)
         self._norm = square.sqrt().item()
-        if self._clip and self._norm > self._clip:
+        if self._clip and self._clip < self._norm < math.inf:
             torch._foreach_mul_([p.grad for p in marked], self._clip / (self._norm + 1e-6))
 
     def _renew(self) -> None:

@@ -33,6 +33,8 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.spikes = path / "spikes"
+        """Bundles of steps that went wrong."""
         self.stacks = path / "stacks"
         """Where each rank stood when the run hung."""
         self.attention = path / "attention.json"

@@ -20,7 +20,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -66,6 +66,7 @@ class Saver:
         keep_last, keep_every_tokens: what `prune` keeps after each save.
         timeout: how long one rank's files may take longer than another's.
         alive: called now and then by `wait` as long as this rank's files make progress.
+        needed: names of checkpoints that are kept besides.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class Saver:
         keep_every_tokens: int | None,
         timeout: timedelta,
         alive: Callable[[], None] = lambda: None,
+        needed: Callable[[], Container[str]] = tuple,
     ):
-        self._root, self._groups, self._alive = root, groups, alive
+        self._root, self._groups, self._alive, self._needed = root, groups, alive, needed
         self._keep = keep_last, keep_every_tokens
         self._timeout, self._rank, self._group = timeout, 0, None
         if dist.is_initialized():
@@ -273,7 +275,7 @@ class Saver:
         self._sync(latest)
         os.replace(latest, self._root / "latest")
         self._sync(self._root)
-        prune(self._root, *self._keep)
+        prune(self._root, *self._keep, self._needed())
 
     def _told(self, action: Callable[[], T], what: str) -> T:
         """What `action` returns on rank 0, on every rank; or the same CheckpointError on every rank."""

@@ -41,7 +41,7 @@ from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
 from sagetrain.stability.precision import Ladder, rungs_of
 from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
 from sagetrain.stability.spikes import METRIC, Spikes
-from sagetrain.train import attention, checkpoint, origin, roster
+from sagetrain.train import attention, bundle, checkpoint, origin, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine, StepResult, init_distributed, partitioner
 from sagetrain.train.guard import StopSignal, TrainingError, Watchdog
@@ -107,7 +107,8 @@ class Trainer:
         self.noise = GradientNoise(self.engine.module, self.groups, self.device)
         exact = attention_function("sdpa", self.attention, self.device)
         self.probe = QuantizationProbe(self.engine.module, exact, self.groups, self.device, cfg.training.seed)
-        self.spikes = Spikes(cfg.stability.spikes)
+        self.spikes, self._event_step = Spikes(cfg.stability.spikes), 0
+        self._trail: list[dict[str, Any]] = []  # the steps since the newest checkpoint, for bundles
         self.controllers: list[Controller] = self._build_controllers()
         self._resume(found, damaged)
         for controller in self.controllers:
@@ -123,6 +124,7 @@ class Trainer:
             cfg.checkpoint.keep_every_tokens,
             timedelta(minutes=2 * patience),
             alive=lambda: self.watchdog.begin("saving"),
+            needed=partial(bundle.needed, self.folder.spikes),
         )
         self.saver.reserve(self._shards())
         self.loader = self._loader(self.stream)
@@ -304,6 +306,7 @@ class Trainer:
             "guidance_overrides": list(self.cfg.guidance.override),
             "versions": {"sagetrain": __version__, "torch": torch.__version__},
         }
+        self._trail = [row for row in self._trail if row["step"] > self._saved_step]  # which is published by then
         self.saver.start(state, dump_config(self.cfg), self._shards(), rng_state())
         self._saved_step = self.state.step
 
@@ -393,13 +396,16 @@ class Trainer:
         result = self.engine.step(batches, size // self.micro_step, lr, stop, noise, probe, judge, watch)
         samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
         check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
+        if result.event:
+            self._bundle(size, lr, result)
         if not result.applied:
             self._leave_out(size, result)
             return result.stop
         state.advance(size, cfg.data.seq_length)
+        self._trail.append({"step": state.step, "tokens": size, "loss": result.loss, "grad_norm": result.grad_norm})
         if result.event:
             result.metrics[METRIC] = 1.0
-        events = [result.event] * bool(result.event) + self._ask_controllers(size, result.metrics)
+        events = [result.event] * bool(result.event) + self.ask_controllers(size, result.metrics)
         self.reporter.step(state, result, size, lr)
         for event in events:
             self.reporter.event(state, event)
@@ -409,9 +415,32 @@ class Trainer:
         """Whether the step at hand is one of those that something is measured in."""
         return every is not None and (self.state.step + 1) % every == 0
 
-    def _ask_controllers(self, size: int, metrics: dict[str, float]) -> list[Event]:
+    def ask_controllers(self, size: int, metrics: dict[str, float]) -> list[Event]:
+        """Tell them of the step that has brought the run where it is; what they decide."""
         taken = Taken(self.state.step, self.state.tokens, size, metrics)
         return [event for controller in self.controllers for event in controller.after_step(taken)]
+
+    def _bundle(self, size: int, lr: float, result: StepResult) -> None:
+        """Keep what it takes to take the step at hand again, of several such steps in a row for the first."""
+        state, step, first = self.state, self.state.step + 1, self.state.sequences
+        before, self._event_step = self._event_step, step
+        if before == step - 1 and before:
+            return
+        self.saver.wait()
+        folder = bundle.write(
+            self.folder.spikes,
+            self.folder.checkpoints,
+            state=state,
+            samples=[list(self.stream.locate(first + i)) for i in range(size // self.cfg.data.seq_length)],
+            tokens=size,
+            lr=lr,
+            result=result,
+            attention=[bundle.describe(block.attention.function) for block in self.engine.module.blocks],
+            groups=self.groups,
+            config_text=dump_config(self.cfg.model_copy(update={"attention": self.attention})),
+            trail=self._trail,
+        )
+        self._say(f"step {step}: {folder} has what `sagetrain replay` needs to take it again")
 
     def _leave_out(self, size: int, result: StepResult) -> None:
         """What the policy says of a step whose update was not made; the same on every rank."""
@@ -429,7 +458,7 @@ class Trainer:
         self.spikes.act(step, weights_of)
         fields = {**result.event.fields, "action": settings.policy, "weights_of": weights_of}
         spike = Event("spike", f"{result.event.text}: {done}", fields)
-        for event in [spike, *self._ask_controllers(size, {METRIC: 1.0})]:
+        for event in [spike, *self.ask_controllers(size, {METRIC: 1.0})]:
             self.reporter.event(self.state, event)
         if settings.policy == "rewind":
             self.save()  # or a run that is killed now would begin once more with the steps that were given up
@@ -448,6 +477,7 @@ class Trainer:
                 "(checkpoint.every_tokens), or use policy skip. Nothing of this step was saved"
             )
         self._drop(size, "stability.spikes.policy rewind")
+        self._trail, self._event_step = [], 0
         self.state = go_back(
             Reader(folder), self.engine, self._identity(), self.files, self.stream.fingerprint, self.state.ledger,
             cfg.data.seq_length,

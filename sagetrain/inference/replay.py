@@ -1,0 +1,252 @@
+"""A step that went wrong, taken again from its bundle: in the precision that it had, and with another attention.
+
+The trainer itself goes there, in a folder of its own in which there is nothing but the checkpoint before: the same
+data, order, schedules, controllers and arithmetic. The step is then taken with updates refused, which leaves the weights as
+they are, once for each attention.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.load import load_config
+from sagetrain.config.schema import AttentionConfig
+from sagetrain.model.backends import AttentionFunction, attention_function
+from sagetrain.model.selection import resolve_backend
+from sagetrain.parallel.rng import set_rng_state
+from sagetrain.stability.controller import Event
+from sagetrain.stability.spikes import METRIC, Verdict
+from sagetrain.train import bundle, checkpoint
+from sagetrain.train.checkpoint import CheckpointError
+from sagetrain.train.engine import StepResult
+from sagetrain.train.lr_schedule import learning_rate
+from sagetrain.train.trainer import Trainer
+
+CAUSES = {
+    "data": "it comes back in the recorded precision and stays with {asked}: the data of the step, or weights that "
+    "were bad before it",
+    "precision": "it comes back in the recorded precision and goes away with {asked}: the precision of attention",
+    "hardware": "it does not come back in the recorded precision: hardware, or something that is not reproducible",
+    "open": "it comes back, and {asked} is what it was recorded with: name another --attention to tell data from "
+    "precision",
+}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of one way to take the step."""
+
+    loss: float
+    grad_norm: float
+    layers: dict[str, float]
+    """Gradient norm of each; empty where DeepSpeed found a gradient that is not finite."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a step was, is in the recorded precision, and is with the attention asked for."""
+
+    step: int
+    event: str
+    attention: dict[str, str]
+    """Of `numbers`, by the same keys: "sage fine", or several of them."""
+    numbers: dict[str, Numbers]
+    """By "recorded", "again" and "asked"."""
+    limits: dict[str, float]
+    """Of loss and gradient norm ("grad_norm")."""
+    drift: float
+    """Largest relative difference of a loss on the way there from the recorded one."""
+    cause: str
+    """Of CAUSES."""
+
+    @property
+    def verdict(self) -> str:
+        """In one sentence."""
+        return CAUSES[self.cause].format(asked=self.attention["asked"])
+
+
+def replay(folder: Path, backend: str, recipe: str | None = None) -> Replay:
+    """Take the step of a bundle again.
+
+    Args:
+        folder: of the bundle, in a run's folder.
+        backend: of attention, for the comparison.
+        recipe: of sage; None: the run's.
+
+    Raises:
+        ConfigError: no bundle, or an attention that cannot run here.
+        CheckpointError: no checkpoint is left to begin from.
+    """
+    content = bundle.read(folder)
+    recipes = get_args(AttentionConfig.model_fields["recipe"].annotation)
+    if recipe is not None and recipe not in recipes:
+        raise ConfigError(f"recipe {recipe!r}: it is one of {', '.join(recipes)}")
+    scratch, main = folder / "replay", os.environ.get("RANK", "0") == "0"
+    start = _start(folder.absolute().parent.parent / "checkpoints", content)
+    if main:
+        shutil.rmtree(scratch, ignore_errors=True)
+        (scratch / "checkpoints").mkdir(parents=True)
+        if start is not None:
+            (scratch / "checkpoints" / start.name).symlink_to(start, target_is_directory=True)
+    try:
+        return _replay(folder, content, scratch, backend, recipe)
+    finally:
+        if main:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _start(checkpoints: Path, content: dict[str, Any]) -> Path | None:
+    """The newest checkpoint before the step whose history is that of the bundle; None: the step's run had none yet."""
+    if content["checkpoint"] is None:
+        return None
+    for folder in sorted(checkpoints.glob("step-*"), reverse=True):
+        step = checkpoint.step_of(folder)
+        if step <= content["checkpoint"]:
+            dropped = checkpoint.read_manifest(folder)["state"]["ledger"].get("dropped", [])
+            if dropped == [each for each in content["ledger"]["dropped"] if each <= step]:
+                return folder
+    raise CheckpointError(
+        f"{checkpoints}: no checkpoint of step {content['checkpoint']} or before is left to replay step "
+        f"{content['step']} from; the newest bundle keeps its own, checkpoint.keep_every_tokens others"
+    )
+
+
+def _replay(folder: Path, content: dict[str, Any], scratch: Path, backend: str, recipe: str | None) -> Replay:
+    trainer = _trainer(folder, content, scratch)
+    cfg, model, device = trainer.cfg, trainer.engine.module, trainer.device
+    asked = trainer.attention.model_copy(update={"backend": backend, "recipe": recipe or trainer.attention.recipe})
+    try:
+        resolve_backend(asked, cfg.model, device=device, dtype=trainer.dtype)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    drift = _go_there(trainer, content)
+    before = functions_of(model)
+    if [bundle.describe(function) for function in before] != content["attention"]:
+        trainer.reporter.say(
+            "attention differs from what the bundle says the layers had: its controllers went elsewhere"
+        )
+    other: list[AttentionFunction] = [attention_function(backend, asked, device)] * len(before)
+    again, compared = (_take(trainer, folder, content, functions) for functions in (before, other))
+    limits = {name: float(content["event"][f"{name}_limit"]) for name in ("loss", "grad_norm")}
+    metrics = content["metrics"]
+    recorded = Numbers(
+        float(metrics["train/loss"]),
+        float(metrics["train/grad_norm"]),
+        {name: float(value) for name, value in content["layer_grad_norms"].items()},
+    )
+    if not _wrong(again, limits):
+        cause = "hardware"
+    elif other == before:
+        cause = "open"
+    else:
+        cause = "data" if _wrong(compared, limits) else "precision"
+    return Replay(
+        step=content["step"],
+        event=content["event"]["text"],
+        attention={
+            "recorded": " | ".join(dict.fromkeys(content["attention"])),
+            "again": " | ".join(dict.fromkeys(map(bundle.describe, before))),
+            "asked": bundle.describe(other[0]),
+        },
+        numbers={"recorded": recorded, "again": again, "asked": compared},
+        limits=limits,
+        drift=drift,
+        cause=cause,
+    )
+
+
+def functions_of(model: nn.Module) -> list[AttentionFunction]:
+    """The attention function of each layer."""
+    return [block.attention.function for block in model.blocks]
+
+
+def _trainer(folder: Path, content: dict[str, Any], scratch: Path) -> Trainer:
+    """The run's own, at the checkpoint; in one process without its parallelism, which changes nothing but rounding."""
+    cfg = load_config(folder / "config.yaml")
+    parallel = cfg.parallel.model_copy(update={"world_size": None})
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        # At stage 0 a gradient that is not finite has norms of layers, too.
+        stage = 0 if cfg.training.dtype == "fp32" else cfg.parallel.zero_stage
+        one = {"tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False, "zero_stage": stage}
+        parallel = parallel.model_copy(update=one)
+    spikes = cfg.stability.spikes.model_copy(update={"policy": "stop"})
+    sections = {
+        "parallel": parallel,
+        "training": cfg.training.model_copy(update={"run_dir": str(scratch)}),
+        "checkpoint": cfg.checkpoint.model_copy(update={"resume": "auto"}),
+        "stability": cfg.stability.model_copy(update={"spikes": spikes}),
+    }
+    return Trainer(cfg.model_copy(update=sections), [])
+
+
+def _go_there(trainer: Trainer, content: dict[str, Any]) -> float:
+    """Take the steps between; how far a loss was from the recorded one."""
+    state, ledger, drift = trainer.state, bundle.ledger_of(content), 0.0
+    recorded = {row["step"]: row["loss"] for row in content["steps_between"]}
+    for samples in ledger.samples_of_steps()[state.step :]:
+        tokens, step = samples * trainer.cfg.data.seq_length, state.step + 1
+        if step in ledger.dropped:
+            state.advance(tokens, trainer.cfg.data.seq_length, dropped=True)
+            trainer.ask_controllers(tokens, {METRIC: 1.0})
+            continue
+        result = _step(trainer, tokens, Verdict())
+        state.advance(tokens, trainer.cfg.data.seq_length)
+        trainer.ask_controllers(tokens, result.metrics)
+        if step in recorded:
+            drift = max(drift, abs(result.loss / recorded[step] - 1))
+    return drift
+
+
+def _step(trainer: Trainer, tokens: int, verdict: Verdict) -> StepResult:
+    cfg, state = trainer.cfg, trainer.state
+    lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, tokens, cfg.training.total_tokens)
+    batches = trainer.loader.step_batches(state.sequences, tokens)
+    return trainer.engine.step(batches, tokens // trainer.micro_step, lr, False, judge=lambda metrics: verdict)
+
+
+def _take(trainer: Trainer, folder: Path, content: dict[str, Any], functions: list[AttentionFunction]) -> Numbers:
+    """The step itself, with these attention functions in its layers and without an update."""
+    for block, function in zip(trainer.engine.module.blocks, functions, strict=True):
+        block.attention.function = function
+    rng = folder / f"rng-{trainer.groups.rank:05d}.pt"
+    if rng.is_file():
+        set_rng_state(torch.load(rng, weights_only=True))
+    result = _step(trainer, content["tokens_per_step"], Verdict(False, Event("spike", content["event"]["text"])))
+    return Numbers(result.loss, result.grad_norm, result.layer_norms)
+
+
+def _wrong(numbers: Numbers, limits: dict[str, float]) -> bool:
+    """Whether the step would be an event."""
+    values = {"loss": numbers.loss, "grad_norm": numbers.grad_norm}
+    return any(not math.isfinite(value) or value > limits[name] for name, value in values.items())
+
+
+def table(found: Replay) -> str:
+    """For people: the numbers of each way beside each other, and the verdict."""
+    titles = ["", "limit", "recorded", "again", found.attention["asked"]]
+    rows = [["attention", "", *found.attention.values()]]
+    ways = list(found.numbers.values())
+    for key, name in (("loss", "loss"), ("grad_norm", "gradient norm")):
+        rows.append([name, _number(found.limits[key]), *(_number(getattr(way, key)) for way in ways)])
+    layers = dict.fromkeys(name for way in ways for name in way.layers)
+    for layer in layers:
+        name = f"  layer {layer}" if layer.isdigit() else f"  {layer}"
+        rows.append([name, "", *(_number(way.layers.get(layer)) for way in ways)])
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+             for row in (titles, *rows)]  # fmt: skip
+    way = f"losses on the way there differ from the recorded ones by at most {found.drift:.1e} of their value"
+    return "\n".join([f"step {found.step}: {found.event}", *lines, way, f"{found.cause}: {found.verdict}"])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.5g}"

@@ -1,0 +1,154 @@
+"""Steps that went wrong, taken again: spoiled data, a fault of the quantization, and what does not come back."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import run_distributed
+from runs import finish, log_of, sagetrain, write_config
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.load import load_config
+from sagetrain.config.schema import DataSource
+from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.inference.replay import replay
+from sagetrain.model import transformer
+from sagetrain.model.backends import Sage, TokenLayout
+from sagetrain.train import bundle
+from sagetrain.train.checkpoint import CheckpointError
+from sagetrain.train.trainer import Trainer
+from spoiled import spoiled
+
+STEP = 15
+SAMPLES = range(8 * (STEP - 1), 8 * STEP)
+SPIKES = {"window": 16, "grace_steps": 6}
+
+
+def config(folder: Path, corpus: Path, **sections: dict) -> Path:
+    """A run with a checkpoint about every 10 steps, and at the end."""
+    sections = {"evaluation": {"every_tokens": 10**9}, "stability": {"spikes": SPIKES}, **sections}
+    return write_config(folder / "run.yaml", corpus, folder / "run", **sections)
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory, corpus) -> Path:
+    """Folder of a finished run of two ranks, by INT8 attention, whose step 15 has spoiled samples."""
+    folder = tmp_path_factory.mktemp("bad")
+    finish("ranks", config(folder, spoiled(corpus, folder / "corpus", SAMPLES)))
+    return folder
+
+
+def test_a_bundle_has_all_that_it_takes_and_little_more(bad) -> None:
+    (folder,) = (bad / "run/spikes").iterdir()
+    assert folder.name == "step-00000015" and f"{folder} has what" in log_of(bad / "run.yaml")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "bundle.json", "config.yaml", "rng-00000.pt", "rng-00001.pt"
+    ]  # fmt: skip
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 100_000
+    content = bundle.read(folder)
+    stream = SampleStream([DataSource(path=str(bad / "corpus/train"))], 32, 0)
+    assert content["samples"] == [list(stream.locate(sample)) for sample in SAMPLES]
+    assert (content["step"], content["checkpoint"], content["first_sample"]) == (15, 10, SAMPLES[0])
+    assert [row["step"] for row in content["steps_between"]] == [11, 12, 13, 14]
+    assert content["attention"] == ["sage fine"] * 2 and content["layout"]["data_parallel_size"] == 2
+    norms = content["layer_grad_norms"]
+    assert sorted(norms) == ["0", "1", "embedding", "head"]
+    assert math.hypot(*norms.values()) == pytest.approx(content["event"]["grad_norm"], rel=1e-4)
+    assert load_config(folder / "config.yaml").attention.recipe == "fine"  # that of the run says auto
+    kept = sorted(path.name for path in (bad / "run/checkpoints").glob("step-*"))
+    assert kept == ["step-00000010", "step-00000035", "step-00000040"]  # the bundle's, and the newest two
+
+
+def test_spoiled_data_are_blamed_and_replayed_in_one_process(bad) -> None:
+    folder = bad / "run/spikes/step-00000015"
+    shown = sagetrain("replay", folder)
+    assert shown.returncode == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert lines[0].startswith("step 15: gradient norm 5.") and lines[1].split() == [
+        "limit", "recorded", "again", "sdpa"
+    ]  # fmt: skip
+    assert lines[-1].startswith("data: it comes back in the recorded precision and stays with sdpa")
+    assert any(line.startswith("  layer 1 ") for line in lines)
+    found = json.loads(sagetrain("replay", folder, "--attention", "reference", "--json").stdout)
+    assert found["cause"] == "data" and found["drift"] < 0.01
+    recorded, again = found["numbers"]["recorded"], found["numbers"]["again"]
+    assert again["loss"] == pytest.approx(recorded["loss"], rel=1e-2)  # one rank instead of two, and INT8
+    assert again["layers"] == pytest.approx(recorded["layers"], rel=0.05)
+    assert not (folder / "replay").exists()
+    same = sagetrain("replay", folder, "--attention", "sage")
+    assert "open: it comes back, and sage fine is what it was recorded with" in same.stdout
+
+
+def test_what_cannot_be_replayed_says_why(bad, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="is no replay bundle"):
+        replay(tmp_path, "sdpa")
+    with pytest.raises(ConfigError, match="recipe 'none': it is one of"):
+        replay(bad / "run/spikes/step-00000015", "sage", "none")
+    alone = tmp_path / "spikes/step-00000015"
+    alone.mkdir(parents=True)
+    (alone / "bundle.json").write_bytes((bad / "run/spikes/step-00000015/bundle.json").read_bytes())
+    with pytest.raises(CheckpointError, match="no checkpoint of step 10 or before is left to replay step 15"):
+        replay(alone, "sdpa")
+    refused = sagetrain("replay", bad / "run/spikes/step-00000015", "--attention", "flash")
+    assert refused.returncode == 2 and "attention.backend flash needs a GPU" in refused.stderr
+    assert sagetrain("replay", tmp_path).returncode == 2 and sagetrain("replay", alone).returncode == 3
+
+
+# -- a fault of the quantization --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Faulty(Sage):
+    """Takes a wrong scale where documents lie in one certain way."""
+
+    where: tuple[int, ...] = ()
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+        o = super().__call__(q, k, v, layout)
+        return o * 300 if tuple(layout.cu_seqlens.tolist()) == self.where else o
+
+
+def make_faulty(corpus: str) -> None:
+    """Break INT8 attention in step 15."""
+    stream = SampleStream([DataSource(path=f"{corpus}/train")], 32, 0)
+    loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=4)
+    everywhere = [tuple(batch.cu_seqlens.tolist()) for batch in loader.step_batches(0, 20 * 256)]
+    where = next(each for each in everywhere[2 * (STEP - 1) : 2 * STEP] if everywhere.count(each) == 1)
+    real = transformer.attention_function
+    transformer.attention_function = lambda backend, attention, device: (
+        Faulty("fine", where=where) if backend == "sage" else real(backend, attention, device)
+    )
+
+
+def train(path: str, corpus: str) -> bool:
+    make_faulty(corpus)
+    return Trainer(load_config(path), []).run()
+
+
+def replayed(folder: str, corpus: str, faulty: bool) -> dict:
+    if faulty:
+        make_faulty(corpus)
+    return asdict(replay(Path(folder), "sdpa"))
+
+
+def test_a_fault_of_the_quantization_is_blamed_on_precision_and_one_that_has_gone_on_neither(tmp_path, corpus) -> None:
+    short = {"attention": {"backend": "sage", "recipe": "fine"}, "training": {"total_tokens": 16 * 256}}
+    path = config(tmp_path, corpus, **short)
+    assert run_distributed(train, 1, str(path), str(corpus)) == [True]
+    (folder,) = (tmp_path / "run/spikes").iterdir()
+    (found,) = run_distributed(replayed, 1, str(folder), str(corpus), True)
+    assert found["cause"] == "precision" and found["step"] == STEP
+    again, recorded, asked = (found["numbers"][way] for way in ("again", "recorded", "asked"))
+    assert again["loss"] == pytest.approx(recorded["loss"], rel=1e-5)
+    assert again["layers"] == pytest.approx(recorded["layers"], rel=1e-3)
+    assert asked["grad_norm"] < found["limits"]["grad_norm"] < again["grad_norm"]
+    assert found["drift"] < 1e-5
+    (healthy,) = run_distributed(replayed, 1, str(folder), str(corpus), False)
+    assert healthy["cause"] == "hardware"
+    assert torch.tensor(healthy["numbers"]["again"]["loss"]) < found["limits"]["loss"]
