@@ -12,9 +12,14 @@ from sagetrain.config.schema import DataSource
 from sagetrain.data.loader import SampleStream
 from sagetrain.data.token_file import TokenFile, TokenFileWriter
 
+MIDDLE = 13
+"""Where `begins` is."""
 
-def spoiled(corpus: Path, folder: Path, samples: Iterable[int], seq_length: int = 32, token: int = 500) -> Path:
-    """A copy of the corpus in which some samples of a run (seed 0) are nothing but one token, again and again."""
+
+def spoiled(corpus: Path, folder: Path, samples: Iterable[int], begins: int | None = None) -> Path:
+    """A copy of the corpus in which some samples of a run (sequences of 32 tokens, seed 0) are nothing but one token,
+    again and again. begins: in the middle of this sample a document begins."""
+    seq_length = 32
     folder.mkdir()
     for file in corpus.iterdir():
         shutil.copy(file, folder)
@@ -23,8 +28,10 @@ def spoiled(corpus: Path, folder: Path, samples: Iterable[int], seq_length: int 
     stream = SampleStream([DataSource(path=str(corpus / "train"))], seq_length, 0)
     for sample in samples:
         _, window = stream.locate(sample)
-        tokens[window * seq_length : (window + 1) * seq_length] = token
+        tokens[window * seq_length : (window + 1) * seq_length] = 500
     ends = [file.document_start(document) for document in range(1, file.num_documents)]
+    if begins is not None:
+        ends = sorted({*ends, stream.locate(begins)[1] * seq_length + MIDDLE})
     writer = TokenFileWriter(folder / "train", 512)
     writer.add(tokens, np.diff([0, *ends, len(tokens)]))
     writer.finish()

@@ -1,8 +1,8 @@
 """A step that went wrong, taken again from its bundle: in the precision that it had, and with another attention.
 
 The trainer itself goes there, in a folder of its own in which there is nothing but the checkpoint before: the same
-data, order, schedules, controllers and arithmetic. The step is then taken with updates refused, which leaves the weights as
-they are, once for each attention.
+data, order, schedules, controllers and arithmetic. The step is then taken once for each attention, with updates
+refused: that leaves the weights as they are.
 """
 
 from __future__ import annotations
