@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
@@ -28,6 +30,7 @@ from sagetrain.stability.spikes import METRIC, Verdict
 from sagetrain.train import bundle, checkpoint
 from sagetrain.train.checkpoint import CheckpointError
 from sagetrain.train.engine import StepResult
+from sagetrain.train.guard import TrainingError
 from sagetrain.train.lr_schedule import learning_rate
 from sagetrain.train.trainer import Trainer
 
@@ -166,7 +169,7 @@ def _replay(folder: Path, content: dict[str, Any], scratch: Path, backend: str, 
 
 def functions_of(model: nn.Module) -> list[AttentionFunction]:
     """The attention function of each layer."""
-    return [block.attention.function for block in model.blocks]
+    return [block.attention.function for block in cast(Any, model).blocks]
 
 
 def _trainer(folder: Path, content: dict[str, Any], scratch: Path) -> Trainer:
@@ -196,31 +199,38 @@ def _go_there(trainer: Trainer, content: dict[str, Any]) -> float:
         tokens, step = samples * trainer.cfg.data.seq_length, state.step + 1
         if step in ledger.dropped:
             state.advance(tokens, trainer.cfg.data.seq_length, dropped=True)
-            trainer.ask_controllers(tokens, {METRIC: 1.0})
+            if step not in trainer.cfg.training.drop_steps:
+                trainer.ask_controllers(tokens, {METRIC: 1.0})
             continue
-        result = _step(trainer, tokens, Verdict())
+        result = _step(trainer, tokens, partial(trainer.spikes.judge, tokens=tokens))
+        if not result.applied:
+            raise TrainingError(
+                f"step {step}, on the way to step {content['step']}: {result.event and result.event.text}, which "
+                "was finite when the run took it: it is not reproducible on this machine"
+            )
         state.advance(tokens, trainer.cfg.data.seq_length)
-        trainer.ask_controllers(tokens, result.metrics)
+        trainer.ask_controllers(tokens, result.metrics | ({METRIC: 1.0} if result.event else {}))
         if step in recorded:
             drift = max(drift, abs(result.loss / recorded[step] - 1))
     return drift
 
 
-def _step(trainer: Trainer, tokens: int, verdict: Verdict) -> StepResult:
+def _step(trainer: Trainer, tokens: int, judge: Callable[[Mapping[str, float]], Verdict]) -> StepResult:
     cfg, state = trainer.cfg, trainer.state
     lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, tokens, cfg.training.total_tokens)
     batches = trainer.loader.step_batches(state.sequences, tokens)
-    return trainer.engine.step(batches, tokens // trainer.micro_step, lr, False, judge=lambda metrics: verdict)
+    return trainer.engine.step(batches, tokens // trainer.micro_step, lr, False, judge=judge)
 
 
 def _take(trainer: Trainer, folder: Path, content: dict[str, Any], functions: list[AttentionFunction]) -> Numbers:
     """The step itself, with these attention functions in its layers and without an update."""
-    for block, function in zip(trainer.engine.module.blocks, functions, strict=True):
+    for block, function in zip(cast(Any, trainer.engine.module).blocks, functions, strict=True):
         block.attention.function = function
     rng = folder / f"rng-{trainer.groups.rank:05d}.pt"
     if rng.is_file():
         set_rng_state(torch.load(rng, weights_only=True))
-    result = _step(trainer, content["tokens_per_step"], Verdict(False, Event("spike", content["event"]["text"])))
+    refused = Verdict(False, Event("spike", content["event"]["text"]))
+    result = _step(trainer, content["tokens_per_step"], lambda metrics: refused)
     return Numbers(result.loss, result.grad_norm, result.layer_norms)
 
 
