@@ -164,7 +164,7 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
         ("    - {path: a, weight: 3}\n    - path: b\n", "    []\n", "data.train = []: must be a list of at least one item"),
         ("    - {path: a, weight: 3}\n    - path: b\n", "    a\n", 'data.train = "a": must be a list of at least one item'),
         ("    - path: b\n", "    - b\n", 'data.train.1 = "b": must be a section: {path, weight}'),
-        ("schedule: ramp", "schedule: ramps", 'tokens_per_step.schedule = "ramps": must be one of constant, ramp, stages; did you mean'),
+        ("schedule: ramp", "schedule: ramps", 'tokens_per_step.schedule = "ramps": must be one of constant, ramp, stages, noise_aware; did you mean'),
         ("schedule: ramp", "schedule: 7", "tokens_per_step.schedule = 7: must be one of constant, ramp, stages"),
         ("  schedule: ramp\n", "", "tokens_per_step.schedule: missing; it takes one of constant, ramp, stages"),
         (

@@ -7,6 +7,14 @@ from sagetrain.config.rules import fit
 from test_config_rules import run_config
 
 ONE = {"data": {"micro_batch_size": 1}, "tokens_per_step": {"schedule": "constant", "tokens": 1024}}
+
+
+def aware(**keys: int) -> dict:
+    base = {"start": 65536, "floor": 16384, "ceiling": 262144, "hold_tokens": 10**6}
+    return {"schedule": "noise_aware", **base, **keys}
+
+
+AWARE = {"tokens_per_step": aware(), "stability": {"quant_noise": {"every_steps": 200}}}
 CASES = [
     # sections, world size, rule, level, key, what the message says, what the fix says
     (
@@ -29,7 +37,52 @@ CASES = [
         {**ONE, "stability": {"quant_noise": {"every_steps": 50}}}, 1,
         "probe_without_noise", "error", "stability.quant_noise.every_steps", "one micro-batch of 1024 tokens", "smaller data.micro_batch_size",
     ),
+    (
+        {**AWARE, "attention": {"backend": "sdpa"}}, 1,
+        "noise_aware_of_16_bits", "error", "tokens_per_step.schedule", "attention.backend sdpa quantizes nothing", "use attention.backend sage",
+    ),
+    (
+        {**AWARE, "attention": {"backend": "auto"}}, 1,
+        "noise_aware_of_16_bits", "error", "tokens_per_step.schedule", "may choose one that quantizes nothing", "use attention.backend sage",
+    ),
+    (
+        {**AWARE, "stability": {}}, 1,
+        "noise_aware_unmeasured", "error", "tokens_per_step.schedule", "stability.quant_noise.every_steps is null", "to 200 for instance",
+    ),
+    (
+        {**AWARE, "stability": {**AWARE["stability"], "noise_scale": {"every_steps": None}}}, 1,
+        "noise_aware_unmeasured", "error", "tokens_per_step.schedule", "stability.noise_scale.every_steps is null", "to 10 for instance",
+    ),
+    (
+        {**AWARE, "tokens_per_step": aware(floor=131072, ceiling=65536)}, 1,
+        "noise_aware_bounds", "error", "tokens_per_step.floor", "131072: floor 131072, start 65536 and ceiling 65536", "floor <= start <= ceiling",
+    ),
+    (
+        {**AWARE, "tokens_per_step": aware(start=4194304)}, 1,
+        "noise_aware_bounds", "error", "tokens_per_step.start", "are not in this order", "floor <= start <= ceiling",
+    ),
+    (
+        {**AWARE, "tokens_per_step": aware(multiple=24576)}, 1,
+        "noise_aware_multiple", "error", "tokens_per_step.ceiling", "is not a multiple of tokens_per_step.multiple 24576", "use 245760 or 270336",
+    ),
+    (
+        {**AWARE, "tokens_per_step": aware(floor=2048)}, 1,
+        "noise_aware_floor", "error", "tokens_per_step.floor", "one data-parallel replica with accumulation 1", "use 4096 or more, or a smaller data.micro_batch_size",
+    ),
+    (
+        {**AWARE, "tokens_per_step": aware(floor=8192, multiple=2048)}, 8,
+        "whole_micro_steps", "error", "tokens_per_step.multiple", "2048: is not a multiple of micro_batch_size 2", "use 16384",
+    ),
+    (
+        {**AWARE, "lr_schedule": {"batch_rule": "sqrt"}}, 1,
+        "batch_rule_reference", "error", "lr_schedule.reference_tokens_per_step", "needs it", "65536 if optimizer.lr is meant for the first steps",
+    ),
 ]  # fmt: skip
+
+
+def test_a_noise_aware_schedule_that_can_be_has_no_findings():
+    for world_size in (1, 2, 8):
+        assert fit(run_config(**AWARE), world_size) == []
 
 
 @pytest.mark.parametrize(("sections", "world_size", "rule", "level", "key", "message", "fix"), CASES)

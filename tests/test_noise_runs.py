@@ -6,7 +6,10 @@ import json
 import signal
 from pathlib import Path
 
-from runs import at_step, finish, write_config
+import pytest
+import yaml
+
+from runs import at_step, finish, log_of, write_config
 
 
 def rows(run_dir: Path) -> list[dict]:
@@ -43,3 +46,62 @@ def test_the_noise_of_a_run_is_logged_and_a_resumed_run_goes_on_with_its_average
     # Rows of even steps: what was measured between them is in the next one, and the averages are the same to the bit.
     assert {step: v for step, v in noise_of(tmp_path / "cut").items() if step > 12} == {16: logged[15], 18: logged[18]}
     assert noise_of(tmp_path / "cut", "quant_noise/")[18] == probes[18]
+
+
+# -- tokens_per_step.schedule: noise_aware -------------------------------------------------------------------------
+
+
+def write_noise_aware(path: Path, corpus: Path, run_dir: Path, tokens: int = 32 * 256) -> Path:
+    """A run that begins with 256 tokens per step and may have up to 1,024; INT8 costs next to nothing in it."""
+    write_config(
+        path,
+        corpus,
+        run_dir,
+        stability={"noise_scale": {"every_steps": 2}, "quant_noise": {"every_steps": 2}},
+        lr_schedule={"batch_rule": "sqrt", "reference_tokens_per_step": 256, "shape": "constant", "warmup_tokens": 0},
+        training={"total_tokens": tokens},
+        checkpoint={"every_tokens": 1024},
+    )
+    tree = yaml.safe_load(path.read_text())
+    tree["tokens_per_step"] = {
+        "schedule": "noise_aware", "start": 256, "floor": 256, "ceiling": 1024, "multiple": 256, "hold_tokens": 512,
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def steps_of(run_dir: Path) -> list[tuple[int, int, float]]:
+    return [(row["step"], row["train/tokens_per_step"], row["train/lr"]) for row in rows(run_dir) if "train/lr" in row]
+
+
+def decisions_of(run_dir: Path) -> list[dict]:
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [{**event, "wall_time": 0} for event in events if event["kind"] == "tokens_per_step"]
+
+
+def test_a_noise_aware_run_decides_alike_whether_or_not_it_is_interrupted(tmp_path, corpus) -> None:
+    """To the last bit by one process again, and in the same steps by two data-parallel ranks, whose sums differ."""
+    whole = write_noise_aware(tmp_path / "whole.yaml", corpus, tmp_path / "whole")
+    finish("sagetrain", whole)
+    steps, decisions = steps_of(tmp_path / "whole"), decisions_of(tmp_path / "whole")
+    sizes = [size for _, size, _ in steps]
+    assert sizes == [256] * 3 + [512] * 2 + [768] * 2 + [1024] * 5
+    assert [(event["from"], event["to"], event["first_step"]) for event in decisions] == [
+        (256, 512, 4),
+        (512, 768, 6),
+        (768, 1024, 8),
+    ]
+    assert all("quantization adds" in event["text"] for event in decisions)
+    assert [lr for *_, lr in steps] == pytest.approx([3e-3 * (size / 256) ** 0.5 for size in sizes])
+    assert "tokens per step from 256 to 512 as of step 4" in log_of(whole)
+    for launcher in ("sagetrain", "ranks"):
+        cut = write_noise_aware(tmp_path / f"{launcher}.yaml", corpus, tmp_path / launcher)
+        assert at_step("sagetrain", cut, 4, lambda process: process.send_signal(signal.SIGTERM)) == 0
+        finish(launcher, cut)
+        assert "resumed from step-" in log_of(cut)
+        assert steps_of(tmp_path / launcher) == steps
+        found = decisions_of(tmp_path / launcher)
+        if launcher == "sagetrain":
+            assert found == decisions
+        where = [(event["from"], event["to"], event["first_step"]) for event in found]
+        assert where == [(event["from"], event["to"], event["first_step"]) for event in decisions]

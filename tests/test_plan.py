@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 
 from sagetrain.config import ConfigError, dump_config, load_config
+from sagetrain.config.arithmetic import data_parallel_size
 from sagetrain.config.reference import keys, markdown
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.token_file import TokenFile
@@ -444,6 +445,34 @@ def test_the_key_reference_names_every_key():
         assert f"| `{key.name}` |" in table
         assert key.doc
     assert "| `optimizer.lr` | a number above 0 | required | Peak learning rate. |" in table
-    assert "| `tokens_per_step.schedule` | one of constant, ramp, stages | required |" in table
+    assert "| `tokens_per_step.schedule` | one of constant, ramp, stages, noise_aware | required |" in table
     assert "| `tokens_per_step.ramp_tokens` | a whole number above 0 | required | (ramp) Tokens seen when" in table
     assert "| `data.train.0.weight` | a number above 0 | 1.0 |" in table
+
+
+NOISE_AWARE = "{schedule: noise_aware, start: 262144, floor: 131072, ceiling: 1048576, hold_tokens: 50000000}"
+
+
+def test_a_noise_aware_schedule_is_planned_by_its_bounds():
+    overrides = (f"tokens_per_step={NOISE_AWARE}", "stability.quant_noise.every_steps=200", "data.micro_batch_size=4")
+    errors, text = plan(CONFIGS / "325m.yaml", 8, *overrides)
+    assert errors == 0
+    assert "Schedule, decided while training" in text
+    for row in ("start 262,144 2 300,000", "floor 131,072 1 600,000", "ceiling 1,048,576 8 75,000"):
+        assert row in text
+    assert "quantization's error below 0.1 of the gradient noise, in every layer, in multiples of 131,072" in text
+    _, brief = plan(CONFIGS / "325m.yaml", 8, *overrides, brief=True)
+    assert "steps of 131,072 to 1,048,576 tokens, decided while training" in brief
+
+
+def test_layouts_proposed_for_a_noise_aware_schedule_keep_its_multiple():
+    overrides = [f"tokens_per_step={NOISE_AWARE[:-1]}, multiple: 65536}}", "stability.quant_noise.every_steps=200"]
+    found = make_plan(CONFIGS / "325m.yaml", overrides, 8, H200).proposed
+    assert found
+    for item in found:
+        tokens, data = item.cfg.tokens_per_step, item.cfg.data
+        micro_step = data.micro_batch_size * data.seq_length * data_parallel_size(item.cfg, 8)
+        assert all(size % tokens.rounding == 0 for size in (tokens.start, tokens.floor, tokens.ceiling))
+        assert tokens.rounding % micro_step == 0
+        assert tokens.floor > data.micro_batch_size * data.seq_length
+        assert item.cfg.parallel.zero_stage < 3

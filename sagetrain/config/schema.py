@@ -206,7 +206,7 @@ class ConstantTokens(Section):
 
     @property
     def named_tokens(self) -> dict[str, int]:
-        """Dotted key -> every tokens-per-step value that the schedule names; so in all three schedules."""
+        """Dotted key -> every tokens-per-step value that the schedule names; so in all schedules."""
         return {"tokens_per_step.tokens": self.tokens}
 
 
@@ -256,7 +256,43 @@ class StagedTokens(Section):
         return {f"tokens_per_step.stages.{i}.tokens": stage.tokens for i, stage in enumerate(self.stages)}
 
 
-TokensPerStepConfig = Annotated[Union[ConstantTokens, RampTokens, StagedTokens], Field(discriminator="schedule")]
+class NoiseAwareTokens(Section):
+    """Decided while training: as many as leave enough gradient noise to hide the error of quantized attention in. Needs
+    stability.noise_scale and stability.quant_noise."""
+
+    schedule: Literal["noise_aware"]
+    start: PositiveInt
+    """Tokens per step at the beginning."""
+    floor: PositiveInt
+    """Least tokens per step."""
+    ceiling: PositiveInt
+    """Most tokens per step."""
+    hold_tokens: PositiveInt
+    """Tokens between two changes, at least."""
+    margin: PositiveFloat = 0.1
+    """Largest quant_noise/<layer>/ratio, of any layer, that does not lower them."""
+    headroom: Fraction = 0.5
+    """They are raised where the ratio would be at most this part of the margin. What lies between changes nothing."""
+    max_factor: Annotated[float, Field(gt=1)] = 1.5
+    """Largest change at a time, up or down."""
+    multiple: PositiveInt | None = None
+    """Tokens per step are multiples of this many tokens, the same on any number of ranks; a whole number of micro-steps
+    in every layout used. Default: the largest that divides start, floor and ceiling."""
+
+    @property
+    def named_tokens(self) -> dict[str, int]:
+        named = {"start": self.start, "floor": self.floor, "ceiling": self.ceiling, "multiple": self.multiple}
+        return {f"tokens_per_step.{name}": tokens for name, tokens in named.items() if tokens is not None}
+
+    @property
+    def rounding(self) -> int:
+        """`multiple`, or its default."""
+        return self.multiple or math.gcd(self.start, self.floor, self.ceiling)
+
+
+TokensPerStepConfig = Annotated[
+    Union[ConstantTokens, RampTokens, StagedTokens, NoiseAwareTokens], Field(discriminator="schedule")
+]
 
 
 class OptimizerConfig(Section):
@@ -483,7 +519,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     tokens_per_step: TokensPerStepConfig
-    """Tokens per optimizer step as a function of the tokens seen: constant, ramp or stages."""
+    """Tokens per optimizer step: as a function of the tokens seen (constant, ramp, stages), or noise_aware."""
     optimizer: OptimizerConfig
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     training: TrainingConfig

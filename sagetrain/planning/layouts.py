@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sagetrain.config.arithmetic import data_parallel_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules import fit
-from sagetrain.config.schema import RampTokens, RunConfig
+from sagetrain.config.schema import NoiseAwareTokens, RampTokens, RunConfig
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.planning.performance import StepPrediction, predict
@@ -160,9 +160,9 @@ def _largest(cfg: RunConfig) -> int:
 
 
 def _with_enough_tokens(cfg: RunConfig, world_size: int) -> RunConfig:
-    """Every value of tokens_per_step rounded up to whole micro-steps, those of a ramp to its `multiple` too."""
+    """Every value of tokens_per_step rounded up to whole micro-steps, and to its `multiple` where it has one."""
     multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
-    if isinstance(cfg.tokens_per_step, RampTokens) and cfg.tokens_per_step.multiple:
+    if isinstance(cfg.tokens_per_step, RampTokens | NoiseAwareTokens) and cfg.tokens_per_step.multiple:
         multiple *= -(-cfg.tokens_per_step.multiple // multiple)
     tree = cfg.model_dump()
     for key, tokens in cfg.tokens_per_step.named_tokens.items():

@@ -24,8 +24,16 @@ ASSUMED_VOCAB_SIZE = 32_768
 _NO_MODEL = {"deepspeed_type", "grouped_query_heads", "linear_precision_of_gpu"}
 _SPLITS = {"tensor_parallel_split", "tensor_parallel_vocab", "context_parallel_split"}
 _NO_LAYOUT = {*_NO_MODEL, *_SPLITS, "world_size"}
-_NO_SCHEDULE = {"first_stage", "ramp_multiple", "stages_in_order", "warmup_before_end", "whole_micro_steps"}
-_OF_RANKS = {"world_size", "whole_micro_steps", "ramp_multiple"}
+_NO_SCHEDULE = {
+    "first_stage",
+    "noise_aware_bounds",
+    "noise_aware_multiple",
+    "ramp_multiple",
+    "stages_in_order",
+    "warmup_before_end",
+    "whole_micro_steps",
+}
+_OF_RANKS = {"world_size", "whole_micro_steps", "ramp_multiple", "noise_aware_floor"}
 """Rules that another layout may satisfy."""
 
 

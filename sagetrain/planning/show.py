@@ -17,7 +17,7 @@ from sagetrain.config.arithmetic import (
 )
 from sagetrain.config.errors import Finding
 from sagetrain.config.reference import keys
-from sagetrain.config.schema import PrecisionConfig, RunConfig
+from sagetrain.config.schema import NoiseAwareTokens, PrecisionConfig, RunConfig
 from sagetrain.hardware import H200, Hardware
 from sagetrain.model.accounting import MemoryItem, flops_per_token, num_parameters, rank_of, save_host_bytes
 from sagetrain.planning.layouts import Layout, overrides_to, usable_memory
@@ -91,7 +91,7 @@ def _tables(plan: Plan) -> list[Table]:
     if plan.memory:
         tables += [_layout_table(plan.cfg, plan.world_size), _memory_table(plan.memory)]
     if plan.chosen:
-        tables += [_schedule_table(plan.cfg, plan.schedule), _run_table(plan, plan.chosen.prediction)]
+        tables += [_schedule_table(plan), _run_table(plan, plan.chosen.prediction)]
     if plan.priced:
         layout, name = plan.priced
         tables += [_step_table(layout, name, plan), _communication_table(layout.prediction, name)]
@@ -108,9 +108,12 @@ def _brief_table(plan: Plan) -> Table:
         rows.append(("memory", f"{_size(total)} per rank, of {usable} that {plan.hardware.name} leaves to a run"))
     if plan.chosen:
         steps, trained = _length(plan.schedule)
-        sizes = {row.tokens_per_step for row in plan.schedule}
+        schedule, sizes = plan.cfg.tokens_per_step, {row.tokens_per_step for row in plan.schedule}
+        decided = isinstance(schedule, NoiseAwareTokens)
+        sizes |= {schedule.floor, schedule.ceiling} if decided else set()
         per_step = " to ".join(f"{tokens:,}" for tokens in sorted({min(sizes), max(sizes)}))
-        rows.append(("steps", f"{steps:,} of {per_step} tokens, {trained:,} in all"))
+        count = f"steps of {per_step} tokens, decided while training" if decided else f"{steps:,} of {per_step} tokens"
+        rows.append(("steps", f"{count}, {trained:,} in all"))
         rows.append(("speed", _speed(plan.chosen.prediction) + f": {_duration(trained, plan.chosen.prediction)}"))
     if plan.proposed:
         best = plan.proposed[0]
@@ -203,7 +206,10 @@ def _memory_table(items: list[MemoryItem]) -> Table:
     )
 
 
-def _schedule_table(cfg: RunConfig, stages: list[ScheduleStage]) -> Table:
+def _schedule_table(plan: Plan) -> Table:
+    cfg, stages = plan.cfg, plan.schedule
+    if isinstance(cfg.tokens_per_step, NoiseAwareTokens):
+        return _bounds_table(cfg, cfg.tokens_per_step, token_multiple(cfg, data_parallel_size(cfg, plan.world_size)))
     columns = ("from token", "tokens per step", "micro-steps", "steps", "lr, first step", "lr, last step")
     rows = []
     for row in stages:
@@ -215,6 +221,21 @@ def _schedule_table(cfg: RunConfig, stages: list[ScheduleStage]) -> Table:
         between = (f"... {len(rows) - _MAX_ROWS} more", *[""] * 5)
         rows = [*rows[: _MAX_ROWS // 2], between, *rows[-_MAX_ROWS // 2 :]]
     return Table("Schedule", columns, rows, numbers=columns)
+
+
+def _bounds_table(cfg: RunConfig, schedule: NoiseAwareTokens, micro_step: int) -> Table:
+    """Of tokens per step that nobody knows yet."""
+    numbers = ("tokens per step", "micro-steps", "steps, if all were so")
+    rows = [
+        (name, f"{tokens:,}", f"{tokens // micro_step:,}", f"{-(-cfg.training.total_tokens // tokens):,}")
+        for name, tokens in (("start", schedule.start), ("floor", schedule.floor), ("ceiling", schedule.ceiling))
+    ]
+    caption = (
+        f"As many as leave quantization's error below {schedule.margin:g} of the gradient noise, in every layer, in "
+        f"multiples of {schedule.rounding:,}: changed by a factor of at most {schedule.max_factor:g}, and "
+        f"not within {schedule.hold_tokens:,} tokens of the change before. The rest of this plan counts with the start."
+    )
+    return Table("Schedule, decided while training", ("", *numbers), rows, numbers=numbers, caption=caption)
 
 
 def _run_table(plan: Plan, prediction: StepPrediction) -> Table:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sagetrain.config.schema import ConstantTokens, RampTokens, StagedTokens
+from sagetrain.config.schema import ConstantTokens, NoiseAwareTokens, RampTokens, StagedTokens
 
-Schedule = ConstantTokens | RampTokens | StagedTokens
+Schedule = ConstantTokens | RampTokens | StagedTokens | NoiseAwareTokens
 
 
 class ScheduleStage(NamedTuple):
@@ -27,10 +27,13 @@ class ScheduleStage(NamedTuple):
 def tokens_per_step(schedule: Schedule, tokens_seen: int) -> int:
     """Tokens of the optimizer step that starts at `tokens_seen`; those of a ramp are rounded down to its multiple.
 
+    Of noise_aware, which stability/noise_aware.py decides while training, it is the start, as if nothing were decided.
     Integers throughout, so that every rank and every machine agrees.
     """
     if isinstance(schedule, ConstantTokens):
         return schedule.tokens
+    if isinstance(schedule, NoiseAwareTokens):
+        return schedule.start
     if isinstance(schedule, RampTokens):
         progress = min(tokens_seen, schedule.ramp_tokens)
         on_the_line = schedule.start + (schedule.end - schedule.start) * progress // schedule.ramp_tokens
@@ -41,10 +44,11 @@ def tokens_per_step(schedule: Schedule, tokens_seen: int) -> int:
 def change_at_resume(schedule: Schedule, tokens_seen: int, last: int) -> str | None:
     """What to say where a run of `tokens_seen` tokens, whose last step had `last`, is continued with another schedule.
 
-    None if that step would be taken alike again. The steps taken are facts; those to come follow the tokens seen.
+    None if that step would be taken alike again, or the schedule is noise_aware, which goes on with what it decided.
+    The steps taken are facts; those to come follow the tokens seen.
     """
     now = tokens_per_step(schedule, tokens_seen - last)
-    if now == last:
+    if now == last or isinstance(schedule, NoiseAwareTokens):
         return None
     return (
         f"the checkpoint's last step had {last:,} tokens, which tokens_per_step of this run makes {now:,} (another "
@@ -73,7 +77,7 @@ def _next_change(schedule: Schedule, tokens_seen: int, end: int) -> int:
     """Smallest count of tokens after `tokens_seen` at which the tokens per step may differ; `end` if there is none."""
     if isinstance(schedule, StagedTokens):
         return min((s.from_tokens for s in schedule.stages if s.from_tokens > tokens_seen), default=end)
-    if isinstance(schedule, ConstantTokens) or tokens_seen >= schedule.ramp_tokens:
+    if not isinstance(schedule, RampTokens) or tokens_seen >= schedule.ramp_tokens:
         return end
     now = tokens_per_step(schedule, tokens_seen)
     if tokens_per_step(schedule, schedule.ramp_tokens) == now:

@@ -23,7 +23,7 @@ from sagetrain import __version__
 from sagetrain.config.arithmetic import padded_vocab_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import dump_config
-from sagetrain.config.schema import AttentionConfig, RunConfig
+from sagetrain.config.schema import AttentionConfig, NoiseAwareTokens, RunConfig
 from sagetrain.data import verify
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
@@ -37,6 +37,7 @@ from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Controller, Event, Taken
 from sagetrain.stability.monitor import Monitor
+from sagetrain.stability.noise_aware import NoiseAware
 from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
 from sagetrain.stability.precision import Ladder, rungs_of
 from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
@@ -104,6 +105,8 @@ class Trainer:
         self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
         self.engine = self._build_engine()
         self.monitor = self._build_monitor()
+        schedule = cfg.tokens_per_step
+        self.noise_aware = NoiseAware(schedule) if isinstance(schedule, NoiseAwareTokens) else None
         self.noise = GradientNoise(self.engine.module, self.groups, self.device)
         exact = attention_function("sdpa", self.attention, self.device)
         self.probe = QuantizationProbe(self.engine.module, exact, self.groups, self.device, cfg.training.seed)
@@ -235,6 +238,8 @@ class Trainer:
         if stability.precision:
             layers = [block.attention for block in self.engine.module.blocks]
             controllers.append(Ladder(stability.precision, self._rungs(self.device), layers, total))
+        if self.noise_aware:
+            controllers.append(self.noise_aware)
         return controllers
 
     # -- resume and save -----------------------------------------------------------------------------------------
@@ -342,7 +347,8 @@ class Trainer:
         self._announce()
         first, stopped = self.state.step, False
         while self.state.tokens < total and not stopped:
-            before, size = self.state.tokens, tokens_per_step(cfg.tokens_per_step, self.state.tokens)
+            aware, before = self.noise_aware, self.state.tokens
+            size = aware.now if aware else tokens_per_step(cfg.tokens_per_step, before)
             if self.state.step + 1 in cfg.training.drop_steps:
                 self._drop(size, "training.drop_steps")
             else:
@@ -382,8 +388,9 @@ class Trainer:
         self.watchdog.begin(f"step {state.step + 1}")
         lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, total)
         after = state.tokens + size
-        following = tokens_per_step(cfg.tokens_per_step, after) if after < total else None
-        batches = self.watchdog.over(self.loader.step_batches(state.sequences, size, following))
+        following = self.noise_aware.following if self.noise_aware else tokens_per_step(cfg.tokens_per_step, after)
+        ahead = following if after < total else None
+        batches = self.watchdog.over(self.loader.step_batches(state.sequences, size, ahead))
         # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
         stop = self.stop.name is not None or self.saver.failed
         several = size > cfg.data.micro_batch_size * cfg.data.seq_length  # one gradient says nothing about its noise
@@ -508,7 +515,7 @@ class Trainer:
         cfg, asked = self.cfg, self.cfg.training.total_tokens
         last = stages(cfg.tokens_per_step, asked, self.micro_step)[-1]
         end = last.from_tokens + last.steps * last.tokens_per_step
-        if self.state.step == 0 and end != asked:
+        if self.state.step == 0 and end != asked and not self.noise_aware:
             self._say(f"training.total_tokens {asked:,}: whole steps end at {end:,} tokens")
         wanted = cfg.evaluation.num_sequences
         if self.valid and (held := self.valid.eval_size(wanted)) < wanted:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import error, no_effect, warning
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.rules.findings import error, neighbours, no_effect, warning
+from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
@@ -15,6 +15,8 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     yield from _noise_scale(cfg)
     if cfg.stability.quant_noise.every_steps:
         yield from _quant_noise(cfg)
+    if isinstance(cfg.tokens_per_step, NoiseAwareTokens):
+        yield from _noise_aware(cfg, cfg.tokens_per_step)
     yield from _spikes(cfg)
 
 
@@ -112,4 +114,55 @@ def _spikes(cfg: RunConfig) -> Iterator[Finding]:
             "leaves stability.spikes.policy rewind nothing to go back to a second time: each rewind is saved at once, "
             "and that and the checkpoint it went back to are the two newest",
             "use 3 or more, or stability.spikes.max_events 1",
+        )
+
+
+def _noise_aware(cfg: RunConfig, schedule: NoiseAwareTokens) -> Iterator[Finding]:
+    key, backend = "tokens_per_step.schedule", cfg.attention.backend
+    if backend != "sage":
+        yield error(
+            "noise_aware_of_16_bits",
+            key,
+            schedule.schedule,
+            f"follows the error of quantized attention, and attention.backend {backend} "
+            + ("may choose one that quantizes nothing" if backend == "auto" else "quantizes nothing"),
+            "use attention.backend sage, or another schedule: constant, ramp or stages",
+        )
+    for name in ("noise_scale", "quant_noise"):
+        if getattr(cfg.stability, name).every_steps is None:
+            yield error(
+                "noise_aware_unmeasured",
+                key,
+                schedule.schedule,
+                f"follows what is measured, and stability.{name}.every_steps is null",
+                f"set stability.{name}.every_steps, to {10 if name == 'noise_scale' else 200} for instance",
+            )
+    if not schedule.floor <= schedule.start <= schedule.ceiling:
+        name = "floor" if schedule.floor > schedule.ceiling else "start"
+        yield error(
+            "noise_aware_bounds",
+            f"tokens_per_step.{name}",
+            getattr(schedule, name),
+            f"floor {schedule.floor}, start {schedule.start} and ceiling {schedule.ceiling} are not in this order",
+            "use floor <= start <= ceiling",
+        )
+    for name in ("start", "floor", "ceiling"):
+        tokens = getattr(schedule, name)
+        if tokens % schedule.rounding:
+            yield error(
+                "noise_aware_multiple",
+                f"tokens_per_step.{name}",
+                tokens,
+                f"is not a multiple of tokens_per_step.multiple {schedule.rounding}",
+                f"use {neighbours(tokens, schedule.rounding)}",
+            )
+    micro_batch = cfg.data.micro_batch_size * cfg.data.seq_length
+    if schedule.floor <= micro_batch:
+        yield error(
+            "noise_aware_floor",
+            "tokens_per_step.floor",
+            schedule.floor,
+            f"is no more than one micro-batch of {micro_batch} tokens: one data-parallel replica with accumulation 1, "
+            "whose gradient says nothing about its noise",
+            f"use {2 * micro_batch} or more, or a smaller data.micro_batch_size",
         )

@@ -1,0 +1,114 @@
+"""Tokens per step that follow the measured cost of quantization: noise to hide it in, but no more than it takes.
+
+At every probe (quant_noise.py) the worst layer decides. Of a step of T tokens each layer's ratio and bias_ratio are
+known; at N tokens its ratio would be
+
+    ratio - bias_ratio + bias_ratio N / T
+
+because a bias stays while the noise of the gradient averages out. Where that is above the margin for the present
+tokens per step, they are lowered; where for more of them it is at most `headroom` of the margin, they are raised to
+those. What lies between changes nothing. A change is by max_factor at most (or by one `multiple`, where that is more),
+stays between floor and ceiling, and comes no sooner than hold_tokens after the one before.
+
+The first step of a new size is the one after next: the next is being prepared already when a decision is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from sagetrain.config.schema import NoiseAwareTokens
+from sagetrain.stability.controller import Event, Taken
+from sagetrain.stability.noise_scale import ALL
+
+
+class NoiseAware:
+    """A controller of the tokens per step. It comes after QuantNoise, whose ratios it reads."""
+
+    name = "tokens_per_step"
+    now: int
+    """Tokens of the step to come."""
+    following: int
+    """Tokens of those after it, as far as is decided."""
+
+    def __init__(self, schedule: NoiseAwareTokens) -> None:
+        self._schedule = schedule
+        self.restore({})
+
+    def after_step(self, taken: Taken) -> list[Event]:
+        """Decide, if this step had a probe, and the last change is long enough ago."""
+        self.now = now = self.following
+        held = self._changed is not None and taken.tokens - self._changed < self._schedule.hold_tokens
+        if held or not _layers(taken):
+            return []
+        margin, (layer, ratio) = self._schedule.margin, _worst(taken, now)
+        if ratio > margin:
+            new, cause = self._less(now), f"{_in_words(layer, ratio)}, above the margin of {margin:g}"
+            if new == now:
+                return self._stay_at_floor(layer, ratio, cause)
+        else:
+            new, limit = self._more(now), self._schedule.headroom * margin
+            layer, ratio = _worst(taken, new)
+            if new == now or ratio > limit:
+                self._said = False
+                return []
+            cause = f"there {_in_words(layer, ratio)}, at most {limit:g}"
+        self.following, self._changed, self._said = new, taken.tokens, False
+        first = taken.step + 2
+        fields = {"from": now, "to": new, "first_step": first, "layer": layer, "ratio": ratio}
+        return [Event(self.name, f"tokens per step from {now:,} to {new:,} as of step {first:,}: {cause}", fields)]
+
+    def _stay_at_floor(self, layer: str, ratio: float, cause: str) -> list[Event]:
+        said, self._said = self._said, True
+        floor = self._schedule.floor
+        fields = {"from": floor, "to": floor, "layer": layer, "ratio": ratio}
+        text = f"tokens per step stay at their floor of {floor:,}, although {cause} (said once)"
+        return [] if said else [Event(self.name, text, fields)]
+
+    def _less(self, now: int) -> int:
+        unit = self._schedule.rounding
+        allowed = math.ceil(now / self._schedule.max_factor / unit) * unit
+        return max(self._schedule.floor, min(allowed, now - unit))
+
+    def _more(self, now: int) -> int:
+        unit = self._schedule.rounding
+        allowed = int(now * self._schedule.max_factor / unit) * unit
+        return min(self._schedule.ceiling, max(allowed, now + unit))
+
+    def state(self) -> dict[str, Any]:
+        return {"now": self.now, "following": self.following, "changed": self._changed, "said": self._said}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Sizes that other settings do not allow become the nearest that these do."""
+        start = self._schedule.start
+        self.now, self.following = (self._allowed(state.get(key, start)) for key in ("now", "following"))
+        self._changed: int | None = state.get("changed")
+        self._said: bool = state.get("said", False)
+
+    def _allowed(self, tokens: int) -> int:
+        unit = self._schedule.rounding
+        return min(self._schedule.ceiling, max(self._schedule.floor, tokens // unit * unit))
+
+
+def _layers(taken: Taken) -> list[str]:
+    """Those whose ratio this step has measured."""
+    parts = [name.split("/") for name in taken.metrics if name.startswith("quant_noise/") and name.endswith("/ratio")]
+    return [layer for _, layer, _ in parts if layer != ALL]
+
+
+def _worst(taken: Taken, tokens: int) -> tuple[str, float]:
+    """The layer with the largest ratio at so many tokens per step, and that ratio."""
+
+    def at(layer: str) -> float:
+        ratio, bias = (taken.metrics[f"quant_noise/{layer}/{what}"] for what in ("ratio", "bias_ratio"))
+        return ratio + max(0.0, bias) * (tokens / taken.tokens_per_step - 1)  # an estimate of 0 may be below it
+
+    ratios = {layer: at(layer) for layer in _layers(taken)}
+    layer = max(ratios, key=ratios.__getitem__)
+    return layer, ratios[layer]
+
+
+def _in_words(layer: str, ratio: float) -> str:
+    return f"quantization adds {ratio:.3g} of the gradient noise that is left in layer {layer}"

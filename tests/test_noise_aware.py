@@ -1,0 +1,127 @@
+"""Tokens per step decided by measured ratios: bounds, rate, hysteresis, causes, and a state that is all there is."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from sagetrain.config.schema import NoiseAwareTokens
+from sagetrain.stability.controller import Event, Taken
+from sagetrain.stability.noise_aware import NoiseAware
+
+
+def schedule(**keys: float) -> NoiseAwareTokens:
+    base = {"start": 1024, "floor": 256, "ceiling": 4096, "hold_tokens": 1, "multiple": 128}
+    return NoiseAwareTokens.model_validate({"schedule": "noise_aware", **base, **keys})
+
+
+class Run:
+    """Steps whose probes find the ratios that they are given."""
+
+    def __init__(self, controller: NoiseAware) -> None:
+        self.controller, self.step, self.tokens = controller, 0, 0
+        self.sizes: list[int] = []
+
+    def take(self, ratios: dict[str, tuple[float, float]] | None) -> list[Event]:
+        """ratios: ratio and bias_ratio of each layer at the present tokens per step; None: no probe."""
+        size = self.controller.now
+        metrics = {"train/loss": 3.0}
+        for layer, (ratio, bias) in (ratios or {}).items():
+            metrics |= {f"quant_noise/{layer}/ratio": ratio, f"quant_noise/{layer}/bias_ratio": bias}
+        self.step, self.tokens = self.step + 1, self.tokens + size
+        self.sizes.append(size)
+        return self.controller.after_step(Taken(self.step, self.tokens, size, metrics))
+
+
+def run(**keys: float) -> Run:
+    return Run(NoiseAware(schedule(**keys)))
+
+
+LOW, BETWEEN, HIGH = {"0": (0.001, 0.001)}, {"0": (0.07, 0.0)}, {"0": (0.3, 0.2)}
+
+
+def test_a_decision_takes_effect_one_step_later_and_says_why() -> None:
+    it = run()
+    assert it.take(None) == []
+    (event,) = it.take({"0": (0.05, 0.0), "11": (0.31, 0.2), "all": (9.0, 9.0)})  # the whole is no layer
+    assert event.kind == "tokens_per_step"
+    assert event.text == (
+        "tokens per step from 1,024 to 768 as of step 4: quantization adds 0.31 of the gradient noise that is left in "
+        "layer 11, above the margin of 0.1"
+    )
+    assert event.fields == {"from": 1024, "to": 768, "first_step": 4, "layer": "11", "ratio": 0.31}
+    for _ in range(3):
+        it.take(None)
+    assert it.sizes == [1024, 1024, 1024, 768, 768]
+
+
+def test_more_tokens_are_taken_where_the_bias_leaves_room_for_them() -> None:
+    """Of .045 at 1,024 tokens, .02 are bias: at 1,536 that would be .03, so .055 in all, past half of the margin; with
+    .01 it would be .05."""
+    assert run().take({"0": (0.045, 0.02)}) == []
+    (event,) = run().take({"0": (0.045, 0.01), "head": (0.02, 0.0)})
+    assert (event.fields["from"], event.fields["to"]) == (1024, 1536)
+    assert event.fields["ratio"] == pytest.approx(0.05)
+    assert "there quantization adds 0.05 of the gradient noise that is left in layer 0, at most 0.05" in event.text
+    (event,) = run().take({"0": (0.045, -0.1)})  # no estimate of a square lets a ratio fall with more tokens
+    assert event.fields["ratio"] == 0.045
+
+
+def test_between_headroom_and_margin_nothing_moves() -> None:
+    it = run()
+    assert [it.take(BETWEEN) for _ in range(5)] == [[]] * 5
+    assert set(it.sizes) == {1024}
+
+
+def test_changes_are_bounded_and_apart() -> None:
+    """By a factor of 1.5 in multiples of 128, between 256 and 4096, and at least 4,000 tokens apart."""
+    it = run(hold_tokens=4000)
+    changes = [(it.tokens, event.fields["from"], event.fields["to"]) for _ in range(60) for event in it.take(LOW)]
+    assert [(old, new) for _, old, new in changes] == [(1024, 1536), (1536, 2304), (2304, 3456), (3456, 4096)]
+    assert all(later[0] - earlier[0] >= 4000 for earlier, later in pairwise(changes))
+    assert it.sizes[-1] == 4096
+    it.tokens += 4000
+    down = [event.fields["to"] for _ in range(90) for event in it.take(HIGH)]
+    assert down == [2816, 1920, 1280, 896, 640, 512, 384, 256, 256]  # and once: it stays there
+    assert it.sizes[-1] == 256
+
+
+def test_a_multiple_coarser_than_the_factor_still_lets_it_move() -> None:
+    it = run(multiple=None, floor=1024, start=1024, ceiling=3072)
+    assert [event.fields["to"] for _ in range(6) for event in it.take(LOW)] == [2048, 3072]
+    assert [event.fields["to"] for _ in range(6) for event in it.take(HIGH)] == [2048, 1024, 1024]
+
+
+def test_at_the_floor_it_says_once_that_the_ratio_is_above_the_margin() -> None:
+    it = run(start=256)
+    (event,) = it.take(HIGH)
+    assert event.text.startswith("tokens per step stay at their floor of 256, although quantization adds 0.3 of")
+    assert [it.take(HIGH) for _ in range(3)] == [[]] * 3
+    assert it.take(BETWEEN) == []
+    assert len(it.take(HIGH)) == 1  # again, after it was better
+
+
+def test_all_that_it_remembers_is_its_state() -> None:
+    """Stopped after any step, and continued by another one."""
+    probes = [LOW, None, LOW, HIGH, None, BETWEEN, HIGH, HIGH, LOW, None, LOW, HIGH] * 2
+    whole = run(hold_tokens=3000)
+    events = [whole.take(probe) for probe in probes]
+    assert len(set(whole.sizes)) > 3
+    for stop in range(len(probes)):
+        it = run(hold_tokens=3000)
+        again = [it.take(probe) for probe in probes[:stop]]
+        state = json.loads(json.dumps(it.controller.state()))
+        it.controller = NoiseAware(schedule(hold_tokens=3000))
+        it.controller.restore(state)
+        again += [it.take(probe) for probe in probes[stop:]]
+        assert (it.sizes, again) == (whole.sizes, events)
+
+
+def test_a_state_from_other_settings_is_made_to_fit_and_none_is_the_start() -> None:
+    controller = NoiseAware(schedule(ceiling=2048, multiple=256))
+    controller.restore({"now": 4096, "following": 1408, "changed": 10, "said": False})
+    assert (controller.now, controller.following) == (2048, 1280)
+    controller.restore({})
+    assert (controller.now, controller.following) == (1024, 1024)
