@@ -152,6 +152,7 @@ BAD_KEYS = [
     ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel: not one of LlamaForCausalLM, Mistral"),
     ({"architectures": None}, "architectures None: not one of"),
     ({"attention_bias": True}, "attention_bias True: SageTrain computes these models with False alone"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .* computes full_attention alone"),
     ({"hidden_act": "gelu"}, "hidden_act gelu: .* with silu alone"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "RoPE longrope: not one of default, ll"),

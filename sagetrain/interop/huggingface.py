@@ -150,6 +150,8 @@ def describe(config: dict[str, Any], where: str, report: Callable[[str], None]) 
     for key, value in _WITHOUT.items():
         if config.get(key) not in (value, None):
             raise ConfigError(f"{where}: {key} {config[key]}: SageTrain computes these models with {value} alone")
+    if architecture != "MistralForCausalLM" and set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise ConfigError(f"{where}: layer_types {config['layer_types']}: SageTrain computes full_attention alone")
     if missing := [key for key in (*_SIZES.values(), "vocab_size") if key not in config]:
         raise ConfigError(
             f"{where}: has no {' and no '.join(missing)}; copy the folder again from where it was published"

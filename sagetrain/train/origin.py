@@ -11,12 +11,12 @@ from typing import Any
 import torch.distributed as dist
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.load import flat
 from sagetrain.config.schema import TrainingConfig
 from sagetrain.data.token_file import write_atomic
 from sagetrain.train import checkpoint
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine
-from sagetrain.train.run_folder import flat
 
 RECORD = "init_from.json"
 """What a run folder calls the record of the checkpoint that its run began with."""
