@@ -245,6 +245,14 @@ CASES = [
         "no_effect", "warning", "linear.keep_first_blocks", "has no effect with linear.precision bf16", "remove it",
     ),
     (
+        {"linear": {"keep_layers_below": 1}}, 1,
+        "no_effect", "warning", "linear.keep_layers_below", "has no effect with linear.precision bf16", "remove it",
+    ),
+    (
+        {"linear": {"precision": "fp8", "keep_layers_below": 200_000}, "parallel": {"tensor_parallel_size": 2}}, 2,
+        "linear_blocks", "error", "linear.keep_layers_below", "more than the 196,608 weights that a rank has of the largest layer", "use a smaller one",
+    ),
+    (
         {"linear": {"precision": "fp8"}, "model": {"hidden_size": 264, "head_dim": 64}}, 1,
         "linear_multiple", "error", "model.hidden_size", "a side of 264 (264), which is not a multiple of 16", "use 256 or 272, or linear.precision bf16",
     ),

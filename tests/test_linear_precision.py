@@ -86,6 +86,24 @@ def test_only_linear_layers_of_the_named_blocks_are_in_8_bits(name: tuple[str, s
     assert all(network.get_submodule(path).matmul == RECIPES[name] for path in low)
 
 
+def test_small_layers_stay_in_16_bits() -> None:
+    """By the weights of all that read one x, on a rank."""
+    sizes = {"attention.qkv": 64 * 256, "mlp.gate_up": 64 * 192, "attention.out": 128 * 64, "mlp.down": 96 * 64}
+    for below, number in ((0, 4), (6145, 3), (8192, 3), (8193, 2), (12289, 1), (16385, 0)):
+        network = model(linear_of(("fp8", "rowwise"), keep_layers_below=below))
+        low = {path for path, size in sizes.items() if size >= below}
+        assert len(low) == number
+        for path in sizes:
+            matmul = network.get_submodule(f"blocks.0.{path}").matmul
+            assert isinstance(matmul, LowBit) == (path in low)
+    half = ParallelGroups(Topology(2, 2), rank=0)
+    spread = model(linear_of(("fp8", "rowwise"), keep_layers_below=8192), half, sequence_parallel=True)
+    block = spread.blocks[0]
+    assert isinstance(block.attention.qkv.matmul, LowBit) and not isinstance(block.mlp.gate_up.matmul, LowBit)
+    assert block.attention_norm.reader is block.attention.qkv.matmul
+    assert block.mlp_norm.reader is block.mlp.gate_up.matmul
+
+
 def test_the_choice_is_said() -> None:
     def said(**keys: object) -> str:
         return matmuls_of(LinearConfig(**keys), SHAPE, device=torch.device("cpu"), dtype=torch.float32)[1]
@@ -93,6 +111,7 @@ def test_the_choice_is_said() -> None:
     assert said() == "in training.dtype"
     assert said(precision="fp8") == "fp8 rowwise in all blocks (its torch twin, since there is no GPU)"
     assert said(precision="int8", keep_last_blocks=1).startswith("int8 rowwise in 1 of 2 blocks")
+    assert "in all blocks, layers of 9,000 weights and more (" in said(precision="fp8", keep_layers_below=9000)
     with pytest.raises(ValueError, match=r"linear\.recipe tensorwise is none of linear.precision int8"):
         said(precision="int8", recipe="tensorwise")
 

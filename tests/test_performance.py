@@ -299,6 +299,8 @@ def test_linear_layers_in_8_bits_are_priced_in_their_blocks():
         assert low.attention == before.attention
         assert low.elementwise > before.elementwise
         assert low.mfu == pytest.approx(before.mfu * before.seconds / low.seconds)  # of the 16-bit peak
+    low = step(fp8, "linear.keep_layers_below=2500000")  # all but `out`: of 13 parts of 1024 x 1024, it is one
+    assert low.matmul - head == pytest.approx((before.matmul - head) * (1 - 12 / 13 / 2))
     casts = step(fp8).elementwise - before.elementwise
     # Three bytes read or written to round by rows, five by columns.
     assert casts == pytest.approx(262_144 * 20 * 8 * _columns(cfg.model) / 1e12)
@@ -430,6 +432,7 @@ LAYOUTS = [
     (2, 1, True, "off", 1, {}),
     (2, 1, True, "on", 1, {"precision": "fp8", "keep_last_blocks": 1}),
     (2, 1, True, "on", 1, {"precision": "fp8", "recipe": "rowwise_bf16_wgrad"}),
+    (2, 1, True, "on", 1, {"precision": "fp8", "keep_layers_below": 5000}),  # q, k and v are more, gate and up less
     (1, 2, False, "auto", 1, {}),
     *((1, 1, False, "auto", stage, {}) for stage in (1, 2, 3)),
 ]

@@ -377,6 +377,9 @@ def test_linear_layers_in_8_bits_are_planned():
     assert "8-bit weights" not in names
     partitioned = load_config(CONFIGS / "1b.yaml", [*eight, "parallel.zero_stage=3"])
     assert "8-bit weights" not in {item.name for item in memory_per_rank(partitioned, 8, ASSUMED_VOCAB_SIZE)}
+    fewer = load_config(CONFIGS / "1b.yaml", [*eight, "linear.keep_layers_below=8_000_000"])
+    found = {item.name: item.bytes for item in memory_per_rank(fewer, 8, ASSUMED_VOCAB_SIZE)}
+    assert found["8-bit weights"] == 2 * 18 * 3 * 5632 * 2048
     for measured in (None, 50_000.0):
         out = io.StringIO()
         arguments = (["linear.precision=fp8"], 8, Console(file=out, width=400))

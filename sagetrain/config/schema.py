@@ -133,6 +133,13 @@ class LinearConfig(Section):
     """Blocks at the input whose linear layers stay in 16 bits."""
     keep_last_blocks: NonNegativeInt = 0
     """Blocks at the output whose linear layers stay in 16 bits."""
+    keep_layers_below: NonNegativeInt = 0
+    """Linear layers of fewer weights than this on a rank stay in 16 bits (q, k and v are one layer, gate and up too):
+    rounding takes longer than small matmuls save, by themselves on an H200 below some 8 million (RESULTS.md)."""
+
+    def takes(self, weights: int) -> bool:
+        """Whether a layer of so many weights on a rank multiplies in 8 bits, in a block that does."""
+        return self.precision != "bf16" and weights >= self.keep_layers_below
 
     def low_bit_blocks(self, num_layers: int) -> range:
         """Which of the blocks multiply in 8 bits."""

@@ -180,8 +180,9 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int, accumul
     """Weights, gradients and optimizer state of a rank with `size` parameters, while it holds all activations."""
     zero, dtype, stage = cfg.deepspeed.get("zero_optimization", {}), cfg.training.dtype, resolved_zero_stage(cfg)
     share, element = -(-size // ranks), rank_of(cfg).element
-    linear = sum(matmul.weights for matmul in of_kind(Matmul, block_operations(cfg.model, cfg.attention, rank_of(cfg))))
-    low = 2 * linear * len(cfg.linear.low_bit_blocks(cfg.model.num_layers))
+    layers = of_kind(Matmul, block_operations(cfg.model, cfg.attention, rank_of(cfg)))
+    eight = sum(layer.weights for layer in layers if layer.precision.forward == cfg.linear.precision)
+    low = 2 * eight * len(cfg.linear.low_bit_blocks(cfg.model.num_layers))
     codes = MemoryItem("8-bit weights", low, "codes of linear layers, as they are and transposed")
     if stage == 0:
         return [

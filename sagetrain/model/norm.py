@@ -16,7 +16,6 @@ class RMSNorm(nn.Module):
 
     The gain is replicated over the tensor-parallel group. Where the ranks apply it to different data (their heads,
     or their tokens under sequence parallelism), `split_input` makes autograd sum its gradient over the group.
-    `reader`: how the layers multiply that read the result (default: in its dtype).
     """
 
     def __init__(
@@ -26,12 +25,12 @@ class RMSNorm(nn.Module):
         groups: ParallelGroups,
         *,
         split_input: bool,
-        reader: Matmul | None = None,
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.reader = reader
+        self.reader: Matmul | None = None
+        """How the layers multiply that read the result, where that decides in what form it is gathered."""
         self.eps = eps
         self.groups = groups
         self.split_input = split_input

@@ -240,12 +240,16 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     query, key = heads * model.head_dim, kv_heads * model.head_dim
     again, stream, read = rank.recomputes, hidden / rank.shards, element * hidden
 
-    def column(name: str, outputs: int, saved: int = 0) -> Matmul:
-        how = {"precision": rank.precision, "saved": saved, "recomputed": again}
+    layers = _layers(model, rank)
+    precisions = {name: rank.precision if rank.linear.takes(i * o) else None for name, (i, o) in layers.items()}
+
+    def column(name: str, outputs: int, layer: str, saved: int = 0) -> Matmul:
+        how = {"precision": precisions[layer], "saved": saved, "recomputed": again}
         return rank.matmul(name, outputs, hidden, column_parallel=True, **how)
 
     def row(name: str, inputs: int) -> Matmul:  # saves its input, which the entry before it counts
-        return rank.matmul(name, hidden, inputs, column_parallel=False, precision=rank.precision, recomputed=again)
+        how = {"precision": precisions[name], "recomputed": again}
+        return rank.matmul(name, hidden, inputs, column_parallel=False, **how)
 
     def norm(name: str) -> Pass:
         saved, moved = rank.saved_by_norm(hidden), rank.moved(_NORM, stream)
@@ -264,9 +268,9 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         kept += element * query  # the output a second time, behind the all-to-all
     return (
         norm("attention norm"),
-        column("q", query, saved=read),  # as the layer reads it: gathered
-        column("k", key),
-        column("v", key),
+        column("q", query, "q, k, v", saved=read),  # as the layer reads it: gathered
+        column("k", key, "q, k, v"),
+        column("v", key, "q, k, v"),
         moving("QK-norm and rotary embedding", rank.moved(_ROTARY, query + key), qk_saved, 2 * model.head_dim * normed),
         moving("around all-to-alls", element * _ALL_TO_ALL * (query + key) * (rank.context > 1)),
         Attention(
@@ -283,12 +287,12 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         ),
         row("out", query),
         norm("MLP norm"),
-        column("gate", inner, saved=read),
-        column("up", inner),
+        column("gate", inner, "gate, up", saved=read),
+        column("up", inner, "gate, up"),
         # gate, up and their product; silu(gate) as well when nothing recomputes it
         moving("SwiGLU", rank.moved(_SWIGLU, inner), saved=(3 if rank.fused else 4) * element * inner),
         row("down", inner),
-        moving("casts to 8 bits", _casts(rank, 2 * hidden + query + inner, 2 * (hidden + key + inner) + query)),
+        moving("casts to 8 bits", _casts(rank, layers)),
         # Two forward and two backward, which sum up all parts of a shard.
         moving("scatters by copies", element * 4 * (rank.shards + 1) * stream * rank.copies),
     )
@@ -300,13 +304,25 @@ def _backends(attention: AttentionConfig) -> tuple[str, ...]:
     return {"auto": (*sage, "sdpa"), "sage": sage}.get(attention.backend, (attention.backend,))
 
 
-def _casts(rank: Rank, inputs: int, outputs: int) -> float:
-    """Bytes per token, of so many columns that linear layers read, and that they write."""
+def _layers(model: ModelConfig, rank: Rank) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs on this rank of what is one matmul in 8 bits."""
+    hidden, inner = model.hidden_size, model.ffn_hidden_size // rank.tensor
+    heads, kv_heads = model.num_attention_heads // rank.tensor, model.num_key_value_heads // rank.tensor
+    query, key = heads * model.head_dim, kv_heads * model.head_dim
+    return {
+        "q, k, v": (hidden, query + 2 * key),
+        "out": (query, hidden),
+        "gate, up": (hidden, 2 * inner),
+        "down": (inner, hidden),
+    }
+
+
+def _casts(rank: Rank, layers: dict[str, tuple[int, int]]) -> float:
+    """Bytes per token, of the columns that layers in 8 bits read and write."""
     linear = rank.linear
-    if linear.precision == "bf16":
-        return 0.0
-    rescaled = rank.moved(_RESCALED, inputs + outputs) if linear.precision == "int8" else 0.0
-    return rank.moved(_CASTS[linear.recipe], inputs + outputs) + rescaled
+    columns = sum(i + o for i, o in layers.values() if linear.takes(i * o))
+    rescaled = rank.moved(_RESCALED, columns) if linear.precision == "int8" else 0.0
+    return rank.moved(_CASTS[linear.recipe], columns) + rescaled
 
 
 class Ends(NamedTuple):
@@ -364,10 +380,12 @@ def _tensor_parallel(model: ModelConfig, attention: AttentionConfig, rank: Rank,
         ("backward", OUT, enters, 1, backward),
         ("backward", INTO, leaves, 0, into),
     ]
-    low, packed = len(rank.linear.low_bit_blocks(model.num_layers)), payload
-    if rank.linear.precision == "fp8" and rank.linear.recipe != "rowwise_bf16_wgrad":
+    packed, gathers, linear = payload, 2 * model.num_layers, rank.linear
+    if linear.precision == "fp8" and linear.recipe != "rowwise_bf16_wgrad":
+        readers = [inputs * outputs for inputs, outputs in _layers(model, rank).values()][::2]
+        low = len(linear.low_bit_blocks(model.num_layers)) * sum(map(linear.takes, readers))
         eight = rank.tokens * (model.hidden_size + 16) // parts  # Matmul.pack
-        packed = (low * eight + (model.num_layers - low) * payload) // model.num_layers
+        packed = (low * eight + (gathers - low) * payload) // gathers
     for moment, what, kind, at_ends, beside in rows:
         if kind and (rank.recomputes or moment != "recomputed"):
             calls = [(2 * parts, at_ends * parts, payload)]

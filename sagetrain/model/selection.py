@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -89,9 +90,10 @@ def matmuls_of(
     if not low:
         return [None] * model.num_layers, "in training.dtype"
     name = f"{linear.precision} {linear.recipe}"
-    matmul = RECIPES.get((linear.precision, linear.recipe))
-    if matmul is None:
+    recipe = RECIPES.get((linear.precision, linear.recipe))
+    if recipe is None:
         raise ValueError(f"linear.recipe {linear.recipe} is none of linear.precision {linear.precision}")
+    matmul = replace(recipe, least_weights=linear.keep_layers_below)
     how = "its torch twin, since there is no GPU"
     if torch.device(device).type == "cuda":
         if dtype != torch.bfloat16:
@@ -106,6 +108,7 @@ def matmuls_of(
             )
         how = "torch's kernels"
     blocks = f"{len(low)} of {model.num_layers} blocks" if len(low) < model.num_layers else "all blocks"
+    blocks += f", layers of {linear.keep_layers_below:,} weights and more" if linear.keep_layers_below else ""
     return [matmul if index in low else None for index in range(model.num_layers)], f"{name} in {blocks} ({how})"
 
 

@@ -73,14 +73,14 @@ class Block(nn.Module):
         super().__init__()
         self.groups = groups
         self.sequence_parallel = sequence_parallel
-        # Where nothing is gathered, a norm of another reader is no reason for another graph.
-        reader = matmul if sequence_parallel and groups.tp_size > 1 else None
-        norm = {"split_input": sequence_parallel, "reader": reader, "dtype": dtype, "device": device}
+        norm = {"split_input": sequence_parallel, "dtype": dtype, "device": device}
         layer = {"matmul": matmul, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.attention = Attention(model, qk_norm, function, groups, **layer)
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.mlp = MLP(model, groups, **layer)
+        if sequence_parallel and groups.tp_size > 1:  # else nothing is gathered, and this no reason for another graph
+            self.attention_norm.reader, self.mlp_norm.reader = self.attention.qkv.matmul, self.mlp.gate_up.matmul
 
     def stages(self) -> Stretch:
         """All of them, in their order."""

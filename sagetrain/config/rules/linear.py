@@ -16,10 +16,13 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     """What cannot be multiplied in 8 bits, and settings that leave nothing to."""
     linear, model, tensor = cfg.linear, cfg.model, cfg.parallel.tensor_parallel_size
     kept = {name: getattr(linear, name) for name in ("keep_first_blocks", "keep_last_blocks")}
+    below = linear.keep_layers_below
     if linear.precision == "bf16":
         for name, blocks in kept.items():
             if blocks:
                 yield no_effect(f"linear.{name}", blocks, "linear.precision bf16: all blocks are in 16 bits")
+        if below:
+            yield no_effect("linear.keep_layers_below", below, "linear.precision bf16: all layers are in 16 bits")
         return
     if linear.precision == "int8" and linear.recipe == "tensorwise":
         yield error(
@@ -38,6 +41,17 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f"together keep {sum(kept.values())} of the {model.num_layers} blocks in 16 bits: "
             f"none is left for linear.precision {linear.precision}",
             "keep fewer, or use linear.precision bf16",
+        )
+    qkv = model.head_dim * (model.num_attention_heads + 2 * model.num_key_value_heads)
+    largest = model.hidden_size * max(2 * model.ffn_hidden_size, qkv) // tensor
+    if not linear.takes(largest):
+        yield error(
+            "linear_blocks",
+            "linear.keep_layers_below",
+            below,
+            f"is more than the {largest:,} weights that a rank has of the largest layer: "
+            f"none is left for linear.precision {linear.precision}",
+            "use a smaller one, or linear.precision bf16",
         )
     sizes = {
         "model.hidden_size": (model.hidden_size, 1, 1),
