@@ -36,7 +36,7 @@ def exact_sgd(stage: int, dtype_name: str) -> list[tuple[int, float, float]]:
     """(accumulation, weight's change, the change that the global batch asks for) of each step of this rank."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_name]
     groups = tiny.join(1)
-    engine_module.build_optimizer = lambda model, cfg: torch.optim.SGD(model.parameters(), lr=1.0)
+    engine_module.build_optimizer = lambda model, *_: torch.optim.SGD(model.parameters(), lr=1.0)
     engine = engine_module.Engine(
         tiny.config(stage, dtype_name, optimizer={"clip_grad": 0.0}), Linear(dtype), groups, 1
     )

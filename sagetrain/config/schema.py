@@ -499,6 +499,16 @@ class PrecisionConfig(Section):
     Default: spikes move nothing."""
 
 
+class QkGainConfig(Section):
+    """The learned gains of QK-norm, whose growth the SageBwd paper suspects behind its gap at 2.1M tokens per step."""
+
+    cap: PositiveFloat | None = None
+    """Largest magnitude of a gain: after each step the fp32 weights are clipped to it. Gains begin at 1. Default: none.
+    """
+    decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of these gains alone, as optimizer.weight_decay is of matrices."""
+
+
 class StabilityConfig(Section):
     """What INT8 attention costs, measured while training, and what follows from it."""
 
@@ -506,6 +516,7 @@ class StabilityConfig(Section):
     noise_scale: NoiseScaleConfig = NoiseScaleConfig()
     quant_noise: QuantNoiseConfig = QuantNoiseConfig()
     spikes: SpikesConfig = SpikesConfig()
+    qk_gain: QkGainConfig = QkGainConfig()
     precision: PrecisionConfig | None = None
     """The precision ladder. Default: every layer has the attention of `attention` throughout."""
 

@@ -47,6 +47,11 @@ class RMSNorm(nn.Module):
         return (x_fp32 * scale * gain.float()).to(x.dtype)
 
 
+def is_qk_gain(name: str) -> bool:
+    """Whether a parameter of the Transformer is a gain of QK-norm, by its name."""
+    return name.endswith((".attention.q_norm.gain", ".attention.k_norm.gain"))
+
+
 def enter_gains(*norms: RMSNorm | None, parts: int = 1) -> list[dict[RMSNorm, Tensor]]:
     """The gains for all calls of those norms whose gradients are summed over the group, by norm.
     One dictionary for each of the parts in which tokens come: their gradients have nothing in common before the sum.

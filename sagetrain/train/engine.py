@@ -17,6 +17,7 @@ import functools
 import io
 import logging
 import math
+import operator
 import os
 import socket
 import warnings
@@ -33,6 +34,7 @@ from sagetrain.config.arithmetic import resolved_zero_stage
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.accounting import reduce_bucket_size
+from sagetrain.model.norm import is_qk_gain
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import Mpu, ParallelGroups
 from sagetrain.stability.controller import Event
@@ -208,7 +210,8 @@ class Engine:
         self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
         parameters = sum(torch.Size(shape).numel() for shape in self._shapes.values())
         self.config = deepspeed_config(cfg, groups.num_replicas, accumulation, parameters)
-        self._base = build_optimizer(model, cfg.optimizer)
+        self._base = build_optimizer(model, cfg.optimizer, cfg.stability.qk_gain.decay)
+        self._gain_cap = cfg.stability.qk_gain.cap
         if self.stage == 3 and getattr(model, "whole_blocks", False):
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])  # hooks before and behind a block alone
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory tables at every stage of this
@@ -277,6 +280,8 @@ class Engine:
             raise RuntimeError(f"the loader gave {count} micro-batches for a step of {accumulation}")
         # Over the world: tensor-parallel ranks hold the same loss, context-parallel ones that of equally many tokens.
         metrics.mean("train/loss", total / accumulation)
+        if self._gain_cap:
+            self._count_capped_gains(self._gain_cap)
         metrics.sum("stop", stop)
         metrics.sum("folds", fold(samples, self.groups.dp_rank))
 
@@ -289,6 +294,8 @@ class Engine:
 
         self._verdict, self._noise, self._squares, skipped = verdict, noise, None, self._ds.skipped_steps
         self._ds.step()
+        if self._gain_cap:
+            self._cap_gains(self._gain_cap)
         self._renew()
         found, judged = verdict()  # here for the first time if the gradient is not finite and DeepSpeed has stopped
         found.update(self._of_gradients(accumulation, found["train/grad_norm"]))
@@ -344,6 +351,27 @@ class Engine:
         self._norm = square.sqrt().item()
         if self._clip and self._clip < self._norm < math.inf:
             torch._foreach_mul_([p.grad for p in marked], self._clip / (self._norm + 1e-6))
+
+    @torch.no_grad()
+    def _count_capped_gains(self, cap: float) -> None:
+        """Share of the gains of QK-norm that are at the cap while this step runs."""
+        gains = [shard.tensors["weight"] for shard in self._qk_gains() if shard.tensors]
+        every = torch.cat(gains) if gains else torch.zeros(0, device=self.device)
+        self.groups.metrics.derive("qk_gain/capped_share", operator.truediv, (every.abs() >= cap).sum(), len(every))
+
+    @torch.no_grad()
+    def _cap_gains(self, cap: float) -> None:
+        """Clip the gains of QK-norm: the fp32 masters, and what the model computes with, which is what their rounding
+        would be. Ranks that hold the same gains clip the same."""
+        shards = list(self._qk_gains())
+        values = [values for shard in shards for values, _ in self.weights(shard)]
+        if self.stage == 3:  # small parameters stay gathered; of others this is empty
+            values += [shard.parameter.data.view(-1) for shard in shards]
+        torch._foreach_clamp_max_(values, cap)
+        torch._foreach_clamp_min_(values, -cap)
+
+    def _qk_gains(self) -> Iterator[ParameterShard]:
+        return self.shards(is_qk_gain)
 
     def _renew(self) -> None:
         """Weights in 8 bits, from the weights as they are now: once for all micro-batches of a step."""
@@ -405,9 +433,11 @@ class Engine:
         for master in self._flat_masters():
             self._ensure_state(master)["step"].fill_(steps)
 
-    def shards(self) -> Iterator[ParameterShard]:
-        """This rank's share of every parameter, in the order of the model."""
+    def shards(self, chosen: Callable[[str], bool] = lambda name: True) -> Iterator[ParameterShard]:
+        """This rank's share of every parameter, in the order of the model, or of those whose names are chosen."""
         for name, parameter in self.module.named_parameters():
+            if not chosen(name):
+                continue
             shape = self._shapes[name]
             start, stop, views = self._owned(parameter, shape)
             tensors = views if stop > start else {}
