@@ -157,6 +157,14 @@ def plan(
             "Scales the predicted speed of the GPU to it.",
         ),
     ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            show_default=False,
+            help="Folder of an earlier run: the findings take what it measured about INT8 attention.",
+        ),
+    ] = None,
     brief: Annotated[bool, typer.Option("--brief", help="Only the findings and the few numbers one needs.")] = False,
     show_keys: Annotated[bool, typer.Option("--keys", help="List every key of the YAML instead.")] = False,
 ) -> None:
@@ -176,7 +184,7 @@ def plan(
             return
         path, changes = _named("plan", config, config_option, overrides)
         hardware = replace(HARDWARE[gpu.value], gpus_per_host=gpus_per_host, network_bandwidth=network_gbps * 1e9 / 8)
-        if show_plan(path, changes, world_size, console(), hardware, measured_tokens_per_second, brief):
+        if show_plan(path, changes, world_size, console(), hardware, measured_tokens_per_second, brief, measured):
             _exit(2)
 
 

@@ -26,11 +26,10 @@ from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, STOPPED, Recor
 from sagetrain.compare.results import Call, Results
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.load import load_config
+from sagetrain.config.load import flat, load_config
 from sagetrain.data.token_file import TokenFile, write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import num_parameters
-from sagetrain.train.run_folder import flat
 
 PAGE, PLOT, TABLES = "README.md", "gap.png", "results.json"
 _SAY_SECONDS = 30.0

@@ -11,10 +11,9 @@ from typing import Any
 
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.load import load_config
+from sagetrain.config.load import flat, load_config
 from sagetrain.config.schema import AttentionConfig, RunConfig
 from sagetrain.data.tokenizer import known_vocab_size
-from sagetrain.train.run_folder import flat
 
 SHARED = (
     "model",

@@ -17,7 +17,7 @@ from sagetrain.data.token_file import write_atomic
 
 FINISHED, DIVERGED, FAILED, STOPPED = "finished", "diverged", "failed", "stopped"
 _RANKS = (STOPPED, FAILED, DIVERGED, FINISHED)
-_NOISE_SCALE = "noise/scale_tokens"
+_NOISE_SCALE = "noise/all/scale_tokens"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from sagetrain.config.errors import Finding
 from sagetrain.config.guidance import guidance
 from sagetrain.config.load import locations
+from sagetrain.config.measured import MeasuredRun
 from sagetrain.config.rules import data, fit, layout
 from sagetrain.config.schema import RunConfig
 
@@ -23,16 +24,18 @@ def check(
     path: str | Path | None = None,
     overrides: Sequence[str] = (),
     files: bool = True,
+    measured: MeasuredRun | None = None,
 ) -> list[Finding]:
     """Everything there is to say about a run before it starts, errors first.
 
     vocab_size: of the tokenizer, when known. path, overrides: what `cfg` was loaded from; findings then name file and
-    line. files: whether missing data files are errors (to train) or warnings (to plan on another machine).
+    line. files: whether missing data files are errors (to train) or warnings (to plan on another machine). measured: an
+    earlier run whose measurements the guidance takes.
     """
     findings = [
         *layout.launch(cfg, world_size),
         *fit(cfg, world_size, vocab_size),
-        *guidance(cfg),
+        *guidance(cfg, measured),
         *data.findings(cfg, required=files),
     ]
     if path is not None:

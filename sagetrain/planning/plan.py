@@ -11,6 +11,7 @@ from sagetrain.config.arithmetic import data_parallel_size, padded_vocab_size, t
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import load_config
+from sagetrain.config.measured import MeasuredRun
 from sagetrain.config.schema import DataConfig, LinearConfig, RunConfig
 from sagetrain.data.tokenizer import known_vocab_size
 from sagetrain.hardware import Hardware
@@ -79,10 +80,12 @@ def make_plan(
     world_size: int | None,
     hardware: Hardware,
     measured_tokens_per_second: float | None = None,
+    measured: MeasuredRun | None = None,
 ) -> Plan:
     """The plan of a run on `world_size` ranks (None: on those of the configuration, or 1).
 
     measured_tokens_per_second: of this configuration without data parallelism; the prediction is scaled to it.
+    measured: an earlier run, whose measurements the findings take.
 
     Raises:
         ConfigError: the file cannot be loaded, or no GPU could reach the measured figure.
@@ -92,7 +95,7 @@ def make_plan(
     known = known_vocab_size(cfg.data)
     padded = padded_vocab_size(cfg.model.vocab_size or known or ASSUMED_VOCAB_SIZE)
     span = document_span(cfg.data)
-    findings = check(cfg, world_size, vocab_size=known, path=path, overrides=overrides, files=False)
+    findings = check(cfg, world_size, vocab_size=known, path=path, overrides=overrides, files=False, measured=measured)
     if cfg.linear.precision not in hardware.precisions:
         findings = [_no_arithmetic(cfg, hardware), *findings]
     elif measured_tokens_per_second:

@@ -16,6 +16,7 @@ from sagetrain.config.arithmetic import (
     token_multiple,
 )
 from sagetrain.config.errors import Finding
+from sagetrain.config.measured import read_measured
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import NoiseAwareTokens, PrecisionConfig, RunConfig
 from sagetrain.hardware import H200, Hardware
@@ -40,15 +41,18 @@ def show_plan(
     hardware: Hardware = H200,
     measured_tokens_per_second: float | None = None,
     brief: bool = False,
+    measured: Path | None = None,
 ) -> int:
     """Print the plan of a run on `world_size` ranks; returns the number of errors among the findings.
 
-    measured_tokens_per_second: see make_plan. brief: the findings and the few numbers that one needs.
+    measured_tokens_per_second: see make_plan. measured: folder of an earlier run, for its measurements.
+    brief: the findings and the few numbers that one needs.
 
     Raises:
-        ConfigError: as make_plan.
+        ConfigError: as make_plan and read_measured.
     """
-    plan = make_plan(path, overrides, world_size, hardware, measured_tokens_per_second)
+    earlier = read_measured(measured) if measured else None
+    plan = make_plan(path, overrides, world_size, hardware, measured_tokens_per_second, earlier)
     _print_findings(console, plan.findings)
     for table in [_brief_table(plan)] if brief else _tables(plan):
         console.print()

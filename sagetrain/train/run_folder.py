@@ -13,12 +13,13 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import yaml
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.load import dump_config, flat
+from sagetrain.config.measured import STABILITY_NAME
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.token_file import write_atomic
 from sagetrain.train.checkpoint import CheckpointError
@@ -108,6 +109,20 @@ class RunFolder:
         }.items():
             write_atomic(self.path / name, text.encode())
             (self.path / name).chmod((self.path / name).stat().st_mode & 0o444)
+
+    def tell_stability(self, step: int, tokens: int, metrics: dict[str, dict[str, float]]) -> None:
+        """Write what was measured so far about the run's stability, and its events by kind, to stability.json.
+
+        metrics: of stability.measured.Measured.
+        """
+        events: dict[str, dict[str, Any]] = {}
+        path = self.path / "events.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else ():
+            event = json.loads(line)
+            count = events.get(event["kind"], {"count": 0})["count"] + 1
+            events[event["kind"]] = {"count": count, "last_step": event["step"], "last": event["text"]}
+        tree = {"step": step, "tokens": tokens, "metrics": metrics, "events": events}
+        write_atomic(self.path / STABILITY_NAME, (json.dumps(tree, indent=1) + "\n").encode())
 
 
 def changed_settings(old_text: str, new_text: str) -> list[str]:

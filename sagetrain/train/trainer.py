@@ -36,6 +36,7 @@ from sagetrain.parallel import copies
 from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Controller, Event, Taken
+from sagetrain.stability.measured import Measured
 from sagetrain.stability.monitor import Monitor
 from sagetrain.stability.noise_aware import NoiseAware
 from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
@@ -112,7 +113,8 @@ class Trainer:
         self.probe = QuantizationProbe(self.engine.module, exact, self.groups, self.device, cfg.training.seed)
         self.spikes, self._event_step = Spikes(cfg.stability.spikes), 0
         self._trail: list[dict[str, Any]] = []  # the steps since the newest checkpoint, for bundles
-        self.controllers: list[Controller] = self._build_controllers()
+        self.measured = Measured()
+        self.controllers: list[Controller] = [*self._build_controllers(), self.measured]
         self._resume(found, damaged)
         for controller in self.controllers:
             controller.restore(self.state.controllers.get(controller.name, {}))
@@ -314,6 +316,11 @@ class Trainer:
         self._trail = [row for row in self._trail if row["step"] > self._saved_step]  # which is published by then
         self.saver.start(state, dump_config(self.cfg), self._shards(), rng_state())
         self._saved_step = self.state.step
+        self._tell_stability()
+
+    def _tell_stability(self) -> None:
+        if self.main:
+            self.folder.tell_stability(self.state.step, self.state.tokens, self.measured.state()["metrics"])
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -325,6 +332,8 @@ class Trainer:
             except TrainingError as error:  # raised on every rank; a checkpoint of better days may still be on its way
                 with contextlib.suppress(CheckpointError):
                     self.saver.wait()
+                with contextlib.suppress(OSError):
+                    self._tell_stability()
                 newest = checkpoint.newest(self.folder.checkpoints)
                 where = f"continues from {newest.name}" if newest else "starts anew: no checkpoint was written yet"
                 raise TrainingError(f"{error}. The same command {where}") from None

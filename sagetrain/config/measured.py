@@ -1,0 +1,104 @@
+"""What an earlier run measured about its stability, read from its folder: what INT8 attention adds to the gradients of
+weights, against the noise that they have anyway.
+
+sagetrain/stability/quant_noise.py defines the ratio and its parts. At n' micro-batches a step instead of n, it says,
+
+    ratio' = ratio - bias_ratio + bias_ratio n' / n
+
+since the noise left in a step falls like 1 / n, the independent part of the error with it, and the bias stays. Micro-
+batches are as large as those of the run that measured: n' / n is the quotient of the tokens per step.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sagetrain.config import yaml_nodes
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import RunConfig
+
+STABILITY_NAME = "stability.json"
+"""In the run folder; train/run_folder.py writes it."""
+ALL = "all"
+"""What the whole model is called among the layers."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Squared error of the quantized weight gradients over the gradient noise that is left in a step."""
+
+    ratio: float
+    bias_ratio: float
+    """The part of it that is the same at every rotation of heads: bias, which more tokens per step do not average."""
+    tokens_per_step: int
+    """At which it was measured."""
+
+    def at(self, tokens_per_step: int) -> float:
+        """What it would be, by the formula above."""
+        bias = max(self.bias_ratio, 0.0)  # an estimate, which may be below 0 where there is hardly any
+        return self.ratio + bias * (tokens_per_step / self.tokens_per_step - 1)
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """The last measurements of a run."""
+
+    path: str
+    ratios: dict[str, Ratio]
+    """By layer; ALL: of the whole model."""
+    noise_scale: float | None
+    """Gradient noise scale of the whole model, in tokens."""
+    errors: dict[str, float]
+    """Relative L2 error by `layer/tensor`, of what INT8 attention computes."""
+    settings: dict[str, dict[str, Any]]
+    """Of the run, by section."""
+
+    def differing(self, cfg: RunConfig) -> list[str]:
+        """`key: theirs, here ours`, for what the measurement depends on."""
+        ours = cfg.model_dump(mode="json")
+        return [
+            f"{section}.{key} {value} there, {ours[section][key]} here"
+            for section in ("model", "attention", "optimizer")
+            for key, value in self.settings.get(section, {}).items()
+            if key in ours[section] and ours[section][key] != value
+        ]
+
+
+def read_measured(path: str | Path) -> MeasuredRun:
+    """What the run in a folder has measured.
+
+    Raises:
+        ConfigError: no run folder, or nothing was measured there.
+    """
+    folder = Path(path)
+    try:
+        metrics = json.loads((folder / STABILITY_NAME).read_text())["metrics"]
+        settings, _, _ = yaml_nodes.parse((folder / "config.yaml").read_text())
+        ratios = {
+            layer: Ratio(entry["last"], metrics[f"quant_noise/{layer}/bias_ratio"]["last"], entry["tokens_per_step"])
+            for name, entry in metrics.items()
+            if name.startswith("quant_noise/") and name.endswith("/ratio")
+            for layer in [name.split("/")[1]]
+        }
+        errors = {
+            "/".join(name.split("/")[1:3]): entry["last"]
+            for name, entry in metrics.items()
+            if name.startswith("quant/") and name.endswith("/rel_l2")
+        }
+        scale = metrics.get(f"noise/{ALL}/scale_tokens", {}).get("last")
+    except OSError as error:
+        raise ConfigError(
+            f"--measured {folder}: {error.filename}: {error.strerror}; name the folder of a run (its training.run_dir) "
+            f"that has saved a checkpoint: {STABILITY_NAME} is written with it"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--measured {folder}: {STABILITY_NAME} is not what a run writes ({error!r})") from error
+    if not (ratios or errors or scale is not None):
+        raise ConfigError(
+            f"--measured {folder}: the run measured neither its gradient noise nor what INT8 attention loses; turn "
+            "that on (section stability of `sagetrain plan --keys`) and take steps of more than one micro-batch"
+        )
+    return MeasuredRun(str(folder), ratios, scale, errors, settings if isinstance(settings, dict) else {})
