@@ -89,6 +89,13 @@ def test_a_difference_may_be_allowed(base: Path) -> None:
         question(base, variants=bare, allow=["attention", "optimizer"]).check()
 
 
+def test_weights_to_start_from_are_shared_and_have_no_other_rounding(base: Path) -> None:
+    with pytest.raises(ConfigError, match=r"training\.init_from: None in base, 'runs/x' in other"):
+        question(base, variants=["other: training.init_from=runs/x"]).check()
+    with pytest.raises(ConfigError, match="replaces that by other weights"):
+        question(base, variants=[PAPER], overrides=["training.init_from=runs/x"], band=1).check()
+
+
 def test_files_are_variants_and_differ_like_them(base: Path, tmp_path: Path, corpus: Path) -> None:
     other = write_config(
         tmp_path / "other.yaml",

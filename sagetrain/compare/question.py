@@ -23,6 +23,8 @@ SHARED = (
     "training.seed",
     "training.total_tokens",
     "training.drop_steps",
+    "training.init_from",
+    "training.init_moments",
     "evaluation",
 )
 """What runs of a pair have alike: initialization, samples, when weights change and what is measured. Keys, sections."""
@@ -124,6 +126,7 @@ class Question:
             baseline = flat(self.config(Job(row.name, self.baseline, 0)).model_dump(mode="json"))
             for variant in self.variants:
                 path, *overrides = self._given(Job(row.name, variant.name, 0))
+                overrides += ["training.perturb=1"] * (self.band > 0 and variant.name == self.baseline)
                 cfg = load_config(path, overrides)
                 findings = check(cfg, 1, vocab_size=known_vocab_size(cfg.data), path=path, overrides=overrides)
                 problems += [f"{variant.name}: {finding}" for finding in findings if finding.level == "error"]
