@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from distributed import run_distributed
-from runs import finish, log_of, sagetrain, write_config
+from forked import PATIENCE
+from runs import finish, log_of, sagetrain, start, write_config
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import DataSource
@@ -100,6 +101,19 @@ def test_what_cannot_be_replayed_says_why(bad, tmp_path) -> None:
     assert sagetrain("replay", tmp_path).returncode == 2 and sagetrain("replay", alone).returncode == 3
 
 
+def test_a_step_that_is_not_finite_before_the_first_checkpoint_is_replayed_from_the_beginning(tmp_path, corpus) -> None:
+    path = config(tmp_path, corpus, optimizer={"lr": 1e30}, attention={"backend": "sdpa"})
+    assert start("ranks", path).wait(PATIENCE) == 4
+    (folder,) = (tmp_path / "run/spikes").iterdir()
+    content = bundle.read(folder)
+    assert content["checkpoint"] is None and not content["event"]["finite"]
+    assert content["layer_grad_norms"] == {}  # DeepSpeed has cleared them
+    found = json.loads(sagetrain("replay", folder, "--attention", "reference", "--json").stdout)
+    assert found["cause"] == "data" and found["step"] == content["step"] > 1
+    assert not math.isfinite(found["numbers"]["again"]["grad_norm"])
+    assert sorted(found["numbers"]["again"]["layers"]) == ["0", "1", "embedding", "head"]
+
+
 # -- a fault of the quantization --------------------------------------------------------------------------------------
 
 
@@ -143,6 +157,9 @@ def test_a_fault_of_the_quantization_is_blamed_on_precision_and_one_that_has_gon
     assert again["layers"] == pytest.approx(recorded["layers"], rel=1e-3)
     assert asked["grad_norm"] < found["limits"]["grad_norm"] < again["grad_norm"]
     assert found["drift"] < 1e-5
+    pair = run_distributed(replayed, 2, str(folder), True)
+    assert [each["cause"] for each in pair] == ["precision"] * 2
+    assert pair[0]["numbers"]["again"]["loss"] == pytest.approx(recorded["loss"], rel=1e-2)
     (healthy,) = run_distributed(replayed, 1, str(folder), False)
     assert healthy["cause"] == "hardware"
     assert torch.tensor(healthy["numbers"]["again"]["loss"]) < found["limits"]["loss"]

@@ -482,6 +482,7 @@ class Trainer:
     def _go_back(self, size: int, event: Event) -> int:
         """Take weights and optimizer of an earlier checkpoint and stand behind the present step; that one's step."""
         cfg, step = self.cfg, self.state.step + 1
+        self.watchdog.begin("going back to a checkpoint")
         self.saver.wait()
         self.reporter.saved(self.saver)
         may = partial(self.spikes.may_go_back, step)
