@@ -5,9 +5,10 @@
 
 A step is forward and backward of some micro-batches of random tokens, whole causal sequences, then AdamW (torch's fused
 one) with fp32 master weights for the bf16 parameters; both sides take it alike. Ours is an attention backend or recipe,
-with linear layers in 16 bits or as after the plus (linear.precision and recipe). Plain PyTorch is what a careful user
-writes by hand: torch.compile over the whole model, FlashAttention-4 where it is installed (else SDPA, cuDNN first), and
-linear layers in bf16 or by torchao's convert_to_float8_training, the output projection left out.
+with linear layers in 16 bits or as after the plus: linear.precision, recipe, keep_layers_below (fp8:rowwise:8000000).
+Plain PyTorch is what a careful user writes by hand: torch.compile over the whole model, FlashAttention-4 where it is
+installed (else SDPA, cuDNN first), and linear layers in bf16 or by torchao's convert_to_float8_training, the output
+projection left out.
 
 Before anything is timed, all of them take a few steps on one sequence, and their losses must agree. MFU is a share of
 the 16-bit peak for all of them.
@@ -190,10 +191,13 @@ class Case:
         attention = {"recipe": name} if name in ("fine", "paper", "scores") else {"backend": name}
         model = self._transformer(AttentionConfig(**attention))
         if linear:
-            precision, _, recipe = linear.partition(":")
+            precision, recipe, *below = linear.split(":")
+            matmul = dataclasses.replace(RECIPES[precision, recipe], least_weights=int(*below))
             for layer in model.blocks.modules():
-                if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-                    layer.matmul = RECIPES[precision, recipe]
+                if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+                    continue
+                if matmul.suits(sum(weight.numel() for weight in layer.parameters())):
+                    layer.matmul = matmul
             keep_weights(model)
 
         def compiled() -> Callable[..., Tensor]:

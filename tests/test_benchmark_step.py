@@ -28,11 +28,17 @@ def program(monkeypatch: pytest.MonkeyPatch) -> dict:
 
 
 def test_every_row_is_timed_or_said_to_be_not_installed(program: dict, capsys: pytest.CaptureFixture) -> None:
-    program["main"]([*TINY, "--ours", "sdpa,scores,scores+fp8:tensorwise"])
+    program["main"]([*TINY, "--ours", "sdpa,scores,scores+fp8:tensorwise,sdpa+fp8:rowwise:9000"])
     text = capsys.readouterr().out
     assert "2 micro-batches of 2 x 64 tokens; attention of plain PyTorch: SDPA" in text
     timed = re.findall(r"^(.+?) +[\d.]+ ms +\d+ tokens/s  MFU -", text, re.MULTILINE)
-    assert timed == ["sagetrain sdpa", "sagetrain scores", "sagetrain scores+fp8:tensorwise", "plain"]
+    assert timed == [
+        "sagetrain sdpa",
+        "sagetrain scores",
+        "sagetrain scores+fp8:tensorwise",
+        "sagetrain sdpa+fp8:rowwise:9000",
+        "plain",
+    ]
     for recipe in ("tensorwise", "rowwise"):
         assert text.index(f"plain + torchao {recipe}: not installed") < text.index(" tokens/s  MFU")
     assert re.findall(r"^(sagetrain .+): [\d.]+ x plain$", text, re.MULTILINE) == timed[:-1]
