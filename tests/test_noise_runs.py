@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
 import yaml
 
-from runs import at_step, finish, log_of, write_config
+from runs import finish, log_of, write_config
 
 
 def rows(run_dir: Path) -> list[dict]:
@@ -23,9 +22,13 @@ def noise_of(run_dir: Path, prefix: str = "noise/") -> dict[int, dict[str, float
 
 def test_the_noise_of_a_run_is_logged_and_a_resumed_run_goes_on_with_its_averages(tmp_path, corpus) -> None:
     stability = {"noise_scale": {"every_steps": 3}, "quant_noise": {"every_steps": 9}}
-    sections = {"training": {"total_tokens": 18 * 256}, "stability": stability}
-    whole = write_config(tmp_path / "whole.yaml", corpus, tmp_path / "whole", **sections)
-    finish("sagetrain", whole)
+    sections = {"lr_schedule": {"shape": "constant"}, "logging": {"every_steps": 1}, "stability": stability}
+
+    def write(name: str, tokens: int, **changes: dict) -> Path:
+        changed = {**sections, "training": {"total_tokens": tokens}, **changes}
+        return write_config(tmp_path / f"{name}.yaml", corpus, tmp_path / name, **changed)
+
+    finish("sagetrain", write("whole", 18 * 256))
     logged = noise_of(tmp_path / "whole")
     assert sorted(logged) == [3, 6, 9, 12, 15, 18]
     layers = {"embedding", "0", "1", "head", "all"}
@@ -40,12 +43,12 @@ def test_the_noise_of_a_run_is_logged_and_a_resumed_run_goes_on_with_its_average
         for what in ("error_square", "bias_square", "ratio", "bias_ratio")
     }
     assert 0 < probes[9]["quant_noise/all/ratio"] < 1
-    cut = write_config(tmp_path / "cut.yaml", corpus, tmp_path / "cut", **sections, logging={"every_steps": 2})
-    assert at_step("sagetrain", cut, 8, lambda process: process.send_signal(signal.SIGTERM)) == 0
-    finish("sagetrain", cut)
-    # Rows of even steps: what was measured between them is in the next one, and the averages are the same to the bit.
-    assert {step: v for step, v in noise_of(tmp_path / "cut").items() if step > 12} == {16: logged[15], 18: logged[18]}
-    assert noise_of(tmp_path / "cut", "quant_noise/")[18] == probes[18]
+    for steps in (8, 18):  # stopped at the eighth and continued, with rows of even steps
+        finish("sagetrain", write("cut", steps * 256, logging={"every_steps": 2}))
+    # What was measured between two rows is in the next one, and the averages are the same to the last bit.
+    next_row = {3: 4, 6: 6, 9: 10, 12: 12, 15: 16, 18: 18}
+    assert noise_of(tmp_path / "cut") == {next_row[step]: values for step, values in logged.items()}
+    assert noise_of(tmp_path / "cut", "quant_noise/") == {10: probes[9], 18: probes[18]}
 
 
 # -- tokens_per_step.schedule: noise_aware -------------------------------------------------------------------------
@@ -94,11 +97,11 @@ def test_a_noise_aware_run_decides_alike_whether_or_not_it_is_interrupted(tmp_pa
     assert all("quantization adds" in event["text"] for event in decisions)
     assert [lr for *_, lr in steps] == pytest.approx([3e-3 * (size / 256) ** 0.5 for size in sizes])
     assert "tokens per step from 256 to 512 as of step 4" in log_of(whole)
-    for launcher in ("sagetrain", "ranks"):
-        cut = write_noise_aware(tmp_path / f"{launcher}.yaml", corpus, tmp_path / launcher)
-        assert at_step("sagetrain", cut, 4, lambda process: process.send_signal(signal.SIGTERM)) == 0
-        finish(launcher, cut)
-        assert "resumed from step-" in log_of(cut)
+    for launcher, tokens in (("sagetrain", 1280), ("ranks", 768)):  # right after a decision, and one step later
+        cut = tmp_path / f"{launcher}.yaml"
+        finish("sagetrain", write_noise_aware(cut, corpus, tmp_path / launcher, tokens))
+        finish(launcher, write_noise_aware(cut, corpus, tmp_path / launcher))
+        assert f"resumed from step-{4 if tokens == 1280 else 3:08d}" in log_of(cut)
         assert steps_of(tmp_path / launcher) == steps
         found = decisions_of(tmp_path / launcher)
         if launcher == "sagetrain":
