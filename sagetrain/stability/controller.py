@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Taken:
-    """A step that was taken."""
+    """A step that was taken; or that was left out (spikes.py), which only spikes.METRIC in `metrics` says."""
 
     step: int
     """Its number; the first is 1."""

@@ -25,6 +25,7 @@ from sagetrain.data.token_file import write_atomic
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.stability.controller import Event
 from sagetrain.stability.spikes import plain
 from sagetrain.train.checkpoint import folder_name, newest, step_of
 from sagetrain.train.engine import StepResult
@@ -46,6 +47,7 @@ def write(
     samples: list[list[int]],
     tokens: int,
     lr: float,
+    event: Event,
     result: StepResult,
     attention: list[str],
     groups: ParallelGroups,
@@ -57,6 +59,7 @@ def write(
     Args:
         spikes: run_dir/spikes.
         state: before the step.
+        event: what is wrong with it.
         samples: source and window in it of each of the step's samples, which follow `state.sequences`.
         attention: what each layer had.
         trail: step, tokens per step, loss and gradient norm of the steps before, back to the newest checkpoint.
@@ -77,7 +80,7 @@ def write(
         "tokens_seen": state.tokens,
         "tokens_per_step": tokens,
         "lr": lr,
-        "event": {"text": result.event.text, **result.event.fields},
+        "event": {"text": event.text, **event.fields},
         "metrics": {name: plain(value) for name, value in result.metrics.items()},
         "layer_grad_norms": {name: plain(value) for name, value in result.layer_norms.items()},
         "attention": attention,
@@ -98,7 +101,7 @@ def write(
 def read(folder: Path) -> dict[str, Any]:
     """The content of bundle.json. Raises ConfigError if this is none, or of another format."""
     try:
-        content = json.loads((folder / "bundle.json").read_text())
+        content: dict[str, Any] = json.loads((folder / "bundle.json").read_text())
         found = content["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

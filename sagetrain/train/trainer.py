@@ -413,7 +413,7 @@ class Trainer:
         samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
         check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
         if result.event:
-            self._bundle(size, lr, result)
+            self._bundle(size, lr, result.event, result)
         if not result.applied:
             self._leave_out(size, result)
             return result.stop
@@ -436,7 +436,7 @@ class Trainer:
         taken = Taken(self.state.step, self.state.tokens, size, metrics)
         return [event for controller in self.controllers for event in controller.after_step(taken)]
 
-    def _bundle(self, size: int, lr: float, result: StepResult) -> None:
+    def _bundle(self, size: int, lr: float, event: Event, result: StepResult) -> None:
         """Keep what it takes to take the step at hand again, of several such steps in a row for the first."""
         state, step, first = self.state, self.state.step + 1, self.state.sequences
         before, self._event_step = self._event_step, step
@@ -450,6 +450,7 @@ class Trainer:
             samples=[list(self.stream.locate(first + i)) for i in range(size // self.cfg.data.seq_length)],
             tokens=size,
             lr=lr,
+            event=event,
             result=result,
             attention=[bundle.describe(block.attention.function) for block in self.engine.module.blocks],
             groups=self.groups,
