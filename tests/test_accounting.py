@@ -187,6 +187,16 @@ def test_saved_activations_are_those_of_autograd(backend, qk_norm, compile_, kv_
     assert saved_bytes_per_token(cfg, compile_ == "on") == pytest.approx(block_activation_bytes(cfg), rel=tolerance)
 
 
+def test_scores_in_16_bits_keep_more_and_a_ladder_as_much_as_its_highest_rung():
+    gradients = run_config(attention={"backend": "sage", "recipe": "gradients"}, training={"compile": "off"})
+    kept = saved_bytes_per_token(gradients, False)  # and the mean of K, of each sequence
+    assert kept == pytest.approx(block_activation_bytes(gradients), rel=1e-3)
+    ladder = run_config(
+        attention={"backend": "sage", "recipe": "fine"}, stability={"precision": {"rungs": ["sdpa"], "spike_tokens": 1}}
+    )
+    assert block_activation_bytes(ladder) == block_activation_bytes(run_config(attention={"backend": "sdpa"}))
+
+
 def parallel_cases() -> list[RunConfig]:
     return [
         run_config(
