@@ -144,7 +144,8 @@ def in_four_processes() -> list[float]:
             check_sage(groups, documents)
             for backend in ("reference", "sdpa", "sage"):
                 check_model(groups, backend, documents)
-    check_model(groups, "sdpa", True, sequence_parallel=True, activation_checkpointing="full")
+    for how in ("full", "selective"):
+        check_model(groups, "sdpa", True, sequence_parallel=True, activation_checkpointing=how)
     check_compiled(groups)
     with pytest.raises(ValueError, match=r"4 heads are not a multiple of tensor_parallel_size \(4\) x context"):
         model(ParallelGroups(Topology(8, 4, 2), rank=0), "sdpa")

@@ -161,7 +161,7 @@ def compiled_losses(
 
 @pytest.mark.parametrize(
     ("world", "tp_size", "again", "cp_size"),
-    [(2, 1, "full", 1), (4, 2, "none", 1), (4, 2, "full", 1), (2, 1, "none", 2)],
+    [(2, 1, "full", 1), (4, 2, "none", 1), (4, 2, "full", 1), (2, 1, "none", 2), (2, 1, "selective", 1)],
 )
 def test_zero_3_runs_compiled_blocks(world, tp_size, again, cp_size):
     """DeepSpeed's hooks cannot be compiled: weights are gathered before a block is entered, whose graph has none."""

@@ -1,5 +1,7 @@
 """The whole model under tensor, sequence and data parallelism against the one-process model, on gloo, in fp32."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,6 +96,22 @@ def _check_compiled(groups: ParallelGroups, sequence_parallel: bool, overlap: bo
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
 
 
+def _check_selective(groups: ParallelGroups) -> None:
+    """Recomputing what is cheap changes no bit: collectives whose results are needed again run again."""
+    for sequence_parallel, compiled in itertools.product((False, True), (False, True)):
+        results = []
+        for how in ("none", "selective"):
+            torch._dynamo.reset()
+            model = _model(groups, tied=True, sequence_parallel=sequence_parallel, activation_checkpointing=how)
+            if compiled:
+                model.compile_blocks(backend="aot_eager")
+            loss = model(*_batch(), **PACKED)
+            loss.backward()
+            results.append([loss.detach(), *(p.grad for p in model.parameters())])
+        torch.testing.assert_close(*results, rtol=0, atol=0)
+        assert torch._C._distributed_c10d._get_work_registry_size() == 0  # what was started was finished
+
+
 def _check_tensor_parallel(tp_size: int) -> None:
     groups = ParallelGroups.create(Topology(dist.get_world_size(), tp_size))
     _check_model(groups, {}, tied=False)
@@ -104,6 +122,7 @@ def _check_tensor_parallel(tp_size: int) -> None:
         _check_model(groups, {}, tied=True, activation_checkpointing="full")
         _check_model(groups, PACKED, tied=True, overlap=False)
         _check_model(groups, PACKED, tied=False, overlap=False, sequence_parallel=True)
+        _check_selective(groups)
         for sequence_parallel, overlap in ((True, True), (False, True), (True, False)):
             _check_compiled(groups, sequence_parallel, overlap)
     with pytest.raises(ValueError, match="not a multiple of tensor_parallel_size"):

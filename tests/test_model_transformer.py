@@ -2,11 +2,13 @@
 
 import copy
 import math
+from collections import Counter
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama_reference import reference_loss
 from sagekernels import attention_reference
@@ -138,11 +140,48 @@ def test_logits_are_those_of_the_loss() -> None:
     torch.testing.assert_close(model(tokens, labels), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("packing", [{}, PACKED], ids=["plain", "packed"])
-def test_activation_checkpointing_changes_nothing(packing: dict) -> None:
-    plain = _gradients(_shake(_model()), *_batch(), **packing)
-    recomputed = _gradients(_shake(_model(activation_checkpointing="full")), *_batch(), **packing)
-    _assert_same(recomputed, plain, 0.0)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backend", ["sdpa", "sage"])
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_activation_checkpointing_changes_nothing(how: str, backend: str, compiled: bool) -> None:
+    found = []
+    for mode in ("none", how):
+        model = _shake(_model(backend=backend, activation_checkpointing=mode))
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        if compiled:
+            model.compile_blocks(backend="aot_eager")
+        found.append([_gradients(model, *_batch(), **packing) for packing in ({}, PACKED)])
+        assert not torch._dynamo.utils.counters["graph_break"]
+    for plain, recomputed in zip(*found, strict=True):
+        _assert_same(recomputed, plain, 0.0)
+
+
+class Counted(TorchDispatchMode):
+    """How often each operator runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        self.calls[operator.name()] += 1
+        return operator(*arguments, **(options or {}))
+
+
+def test_what_is_dear_runs_once() -> None:
+    """Seven matmuls a block forward, twice as many backward, and the head's."""
+    calls = {}
+    for mode in ("none", "selective", "full"):
+        model = _model(backend="sage", activation_checkpointing=mode)
+        with Counted() as counted:
+            model(*_batch()).backward()
+        calls[mode] = counted.calls
+    names = "aten::mm", "sagekernels::forward", "aten::silu", "aten::rsqrt"
+    once, kept, twice = ([calls[mode][name] for name in names] for mode in calls)
+    mm, attention, silu, norms = once
+    assert kept == [mm, attention, 2 * silu, 2 * norms - 1]  # the final norm is outside of the blocks
+    assert twice == [mm + 2 * 7, 2 * attention, 2 * silu, 2 * norms - 1]
 
 
 def test_activation_checkpointing_keeps_block_inputs_only() -> None:

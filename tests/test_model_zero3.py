@@ -88,7 +88,7 @@ def _zero3(cases: list[tuple[int, bool, str]]) -> list[list[float]]:
 
 
 def test_zero3_trains_like_plain_torch() -> None:
-    cases = [(1, True, "none"), (1, False, "full"), (2, True, "full")]
+    cases = [(1, True, "none"), (1, False, "full"), (2, True, "full"), (2, True, "selective")]
     expected = [_plain(tied) for _, tied, _ in cases]
     for curves in run_distributed(_zero3, 2, cases):
         for actual, truth in zip(curves, expected, strict=True):

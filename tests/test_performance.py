@@ -204,6 +204,9 @@ def test_recomputing_adds_one_forward():
     block = flops_per_token(cfg.model, 0, 0) / 3  # forward of all blocks
     assert again.matmul - plain.matmul == pytest.approx(262_144 * block / 2 / 1e14)
     assert again.attention == pytest.approx(plain.attention * 9 / 7)
+    some = predict(config("325m", *layout_of(2), "training.activation_checkpointing=selective"), 2, VOCAB, SIMPLE)
+    assert (some.matmul, some.attention) == (plain.matmul, plain.attention)
+    assert (some.elementwise, some.collectives) == (again.elementwise, again.collectives)
     packed = predict(config("325m", "data.document_attention=true"), 1, VOCAB, SIMPLE)
     assert packed.attention == pytest.approx(2 * plain.attention / 4 * document_share(4096))
     assert len(again.collectives) == len(plain.collectives) + 1

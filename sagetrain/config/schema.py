@@ -357,8 +357,9 @@ class TrainingConfig(Section):
     runs, on deterministic machines too (`sagetrain compare --band`)."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Arithmetic of the model; master weights and optimizer state are fp32 in either case."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """Recompute every block in the backward pass (full) instead of keeping its activations."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it: all of every block (full), or what is cheap
+    (selective: norms, rotary embedding, SwiGLU, collectives; the results of matmuls and of attention are kept)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of the blocks; auto: on with a GPU. At ZeRO 3 a compiled block's weights are gathered together."""
     drop_steps: list[PositiveInt] = []

@@ -4,6 +4,7 @@ that planning runs anywhere."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from sagetrain.config.arithmetic import data_parallel_size, resolved_zero_stage, token_multiple
@@ -49,7 +50,7 @@ def rank_of(cfg: RunConfig, copies: bool = False, span: float | None = None) -> 
         dtype=cfg.training.dtype,
         linear=cfg.linear,
         fused=cfg.training.compile != "off",
-        recomputes=cfg.training.activation_checkpointing == "full",
+        recompute=cfg.training.activation_checkpointing,
         tensor=cfg.parallel.tensor_parallel_size,
         context=cfg.parallel.context_parallel_size,
         sequence_parallel=cfg.parallel.sequence_parallel,
@@ -169,11 +170,16 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
 
 
 def block_activation_bytes(cfg: RunConfig) -> int:
-    """Bytes per token that autograd saves of one block, on one rank, without activation checkpointing."""
+    """Bytes per token that autograd saves of one block that it runs, on one rank; with activation checkpointing
+    `selective`, what that keeps."""
+    return _saved(cfg, rank_of(cfg))
+
+
+def _saved(cfg: RunConfig, rank: Rank) -> int:
     # On a precision ladder every block may come to its end, where q and k are kept in 16 bits.
     highest = {"backend": cfg.stability.precision.rungs[-1]} if cfg.stability.precision else {}
     attention = cfg.attention.model_copy(update=highest)
-    return sum(part.saved // part.shards for part in block_operations(cfg.model, attention, rank_of(cfg)))
+    return sum(part.saved // part.shards for part in block_operations(cfg.model, attention, rank))
 
 
 def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int, accumulates: bool) -> list[MemoryItem]:
@@ -242,17 +248,20 @@ def _reduction(cfg: RunConfig, size: int, accumulates: bool) -> tuple[MemoryItem
 
 def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryItem]]:
     """What all blocks keep of a micro-batch until backward; what the block whose backward runs has beyond that."""
-    layers, saved = cfg.model.num_layers, block_activation_bytes(cfg)
-    if rank.recomputes:
+    layers, saved = cfg.model.num_layers, _saved(cfg, rank)
+    whole = _saved(cfg, replace(rank, recompute="none"))
+    again = {"none": 0, "selective": whole - saved, "full": whole}[rank.recompute]
+    if rank.recompute == "full":
         inputs = rank.tokens * rank.element * cfg.model.hidden_size // rank.shards
         kept = MemoryItem("activations", layers * inputs, "input of every block")
     else:
         what = "fused by torch.compile" if rank.fused else "not compiled: fp32 intermediates are kept"
+        what = "results of matmuls and attention" if rank.recomputes else what
         what = f"{saved:,} bytes per token and block, {what}"
         kept = MemoryItem("activations", layers * rank.tokens * saved, what)
     return kept, [
-        MemoryItem("recomputed", rank.tokens * saved * rank.recomputes, "activations of one block"),
-        MemoryItem("workspace", rank.tokens * saved, "gradients inside one block: about what it saved (a guess)"),
+        MemoryItem("recomputed", rank.tokens * again, "activations of one block"),
+        MemoryItem("workspace", rank.tokens * whole, "gradients inside one block: about what it saved (a guess)"),
     ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
@@ -166,7 +166,8 @@ class Rank:
     """Of the block's linear layers."""
     fused: bool = True
     """Whether torch.compile fuses what only moves data."""
-    recomputes: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    """training.activation_checkpointing."""
     tensor: int = 1
     """Ranks that share the layers."""
     context: int = 1
@@ -192,6 +193,11 @@ class Rank:
     def shards(self) -> int:
         """Ranks among which the tokens of the residual stream are sharded."""
         return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether blocks run alone, and with their collectives, at least in part, once more in the backward pass."""
+        return self.recompute != "none"
 
     @property
     def precision(self) -> Precision:
@@ -238,7 +244,7 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     hidden, inner, element = model.hidden_size, model.ffn_hidden_size // rank.tensor, rank.element
     heads, kv_heads = model.num_attention_heads // rank.tensor, model.num_key_value_heads // rank.tensor
     query, key = heads * model.head_dim, kv_heads * model.head_dim
-    again, stream, read = rank.recomputes, hidden / rank.shards, element * hidden
+    again, stream, read = rank.recompute == "full", hidden / rank.shards, element * hidden
 
     layers = _layers(model, rank)
     precisions = {name: rank.precision if rank.linear.takes(i * o) else None for name, (i, o) in layers.items()}
@@ -262,11 +268,11 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     qk_saved = normed * (rank.saved_by_norm(query, heads) + rank.saved_by_norm(key, kv_heads))
     # sage keeps q and k with a scale per token, as INT8 where the scores are; v and o, and the others all, in 16 bits.
     sage = attention.backend == "sage"
-    kept = (query + key) * (1 if sage and attention.recipe != "gradients" else element) + 4 * (heads + kv_heads) * sage
-    kept += element * (key + query) + 4 * heads  # and the log-sum-exp
+    codes = (query + key) * (1 if sage and attention.recipe != "gradients" else element) + 4 * (heads + kv_heads) * sage
+    kept = codes + element * (key + query) + 4 * heads  # and the log-sum-exp
     if rank.context > 1:
         kept += element * query  # the output a second time, behind the all-to-all
-    return (
+    listed = (
         norm("attention norm"),
         column("q", query, "q, k, v", saved=read),  # as the layer reads it: gathered
         column("k", key, "q, k, v"),
@@ -295,6 +301,24 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         moving("casts to 8 bits", _casts(rank, layers)),
         # Two forward and two backward, which sum up all parts of a shard.
         moving("scatters by copies", element * 4 * (rank.shards + 1) * stream * rank.copies),
+    )
+    if rank.recompute != "selective":
+        return listed
+    # The block's input, and what matmuls and attention made: v is one of the former, q and k before they are normalized
+    # and rotated too. No gradient needs what `down` made: torch.compile sees that, but for partial sums.
+    columns = {"attention norm": hidden, "q": query, "k": key, "v": key, "attention": query, "out": hidden}
+    columns |= {"gate": inner, "up": inner, "down": hidden * (rank.tensor > 1 or not rank.fused)}
+    dear = {name: element * count for name, count in columns.items()}
+    dear["attention"] += 4 * heads + sage * codes
+    if attention.backend == "flash":  # whose own operators torch does not see
+        dear["attention"] = 0
+    return tuple(
+        replace(
+            part,
+            saved=dear.get(part.name, 0),
+            recomputed=isinstance(part, Pass) or (isinstance(part, Attention) and not dear[part.name]),
+        )
+        for part in listed
     )
 
 

@@ -19,7 +19,8 @@ staggered   Under tensor parallelism the tokens go in two halves, the second one
             half catches up, attention takes both at once, and the second falls behind again.
 
 recomputed  Every block by itself, from residual stream to residual stream: so little is kept for the backward pass,
-            which computes the block once more.
+            which computes the block once more; all of it, or (`selective`) what is cheap: the results of matmuls and of
+            attention are kept.
 
 Whole and staggered walk one stretch at a time, which torch.compile makes one graph of: from the `project` of a block to
 the `normalize` of the next one. The second half enters it one stage earlier, with the sum of the block before still on
@@ -35,7 +36,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from sagetrain.model.backends import TokenLayout
 from sagetrain.model.norm import RMSNorm
@@ -99,6 +105,30 @@ def staggered(
     return first, second
 
 
+# By the beginnings of their names: not every torch has all of them.
+_DEAR = (
+    "aten.mm.",
+    "aten._scaled_mm",
+    "aten._int_mm",
+    "aten._scaled_dot_product_",
+    "torch_attn.",
+    "sagekernels.forward",
+)
+
+
+def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    dear = str(operator).startswith(_DEAR)
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(block: Callable[..., tuple[Tensor, ...]], *inputs: Any) -> tuple[Tensor, ...]:
+    """What a block makes of its inputs, which with the results of its matmuls and of attention is all that it keeps for
+    the backward pass. To be called inside of what torch.compile traces: outside it would not see single operators.
+    (FlashAttention's own package is none that it could see, so it runs again.)"""
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
 def recomputed(
     blocks: Iterable[nn.Module],
     layouts: Sequence[TokenLayout],
@@ -107,7 +137,8 @@ def recomputed(
     again: bool,
     stop_early: bool,
 ) -> tuple[Tensor, ...]:
-    """Residual streams through every block by itself. Not `again`: only that, nothing is computed twice.
+    """Residual streams through every block by itself. Not `again`: only that, nothing but what blocks see to themselves
+    (`selective`) is computed twice.
 
     stop_early: end the second pass with the last tensor that the backward pass needs.
     """

@@ -67,12 +67,15 @@ class Block(nn.Module):
         *,
         matmul: Matmul | None,
         sequence_parallel: bool,
+        selective: bool = False,
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
         super().__init__()
         self.groups = groups
         self.sequence_parallel = sequence_parallel
+        self.selective = selective
+        """Whether, alone, it keeps the dear for its backward pass and recomputes the cheap."""
         norm = {"split_input": sequence_parallel, "dtype": dtype, "device": device}
         layer = {"matmul": matmul, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
@@ -122,6 +125,13 @@ class Block(nn.Module):
         all summed up: what activation checkpointing keeps should be little, and not be on its way, and ZeRO-3's hooks
         see when backward comes and goes by arguments and results that are tensors.
         """
+        if self.selective and next_norm is None and torch.is_grad_enabled():
+            return schedule.selective(self._walk, layouts, None, *halves)
+        return self._walk(layouts, next_norm, *halves)
+
+    def _walk(
+        self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | None, *halves: Half | Tensor
+    ) -> Sequence[Half] | tuple[Tensor, ...]:
         norms = self.attention_norm, self.attention.q_norm, self.attention.k_norm, self.mlp_norm, next_norm
         parts = schedule.split(layouts, enter_gains(*norms, parts=len(halves)))
         before, attend, after = self.stages()
@@ -177,7 +187,8 @@ class Transformer(nn.Module):
         groups: this rank's place in the layout.
         sequence_parallel: shard residual stream and norms along the sequence.
         overlap: under tensor parallelism, take the tokens in two halves.
-        activation_checkpointing: "full" recomputes every block in the backward pass.
+        activation_checkpointing: "full" recomputes every block in the backward pass, "selective" all of it but matmuls
+            and attention.
         seed: of the initialization, which depends on nothing else: no layout, no device.
         perturb: if not 0, this channel of the first block's norm (the first is 1) has the next gain above 1.
         dtype: of parameters and residual stream.
@@ -200,7 +211,7 @@ class Transformer(nn.Module):
         matmuls: Sequence[Matmul | None] | None = None,
         sequence_parallel: bool = False,
         overlap: bool = True,
-        activation_checkpointing: Literal["none", "full"] = "none",
+        activation_checkpointing: Literal["none", "selective", "full"] = "none",
         seed: int = 0,
         perturb: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -226,7 +237,14 @@ class Transformer(nn.Module):
         )
         self.blocks = nn.ModuleList(
             Block(
-                model, attention.qk_norm, function, groups, matmul=matmul, sequence_parallel=sequence_parallel, **place
+                model,
+                attention.qk_norm,
+                function,
+                groups,
+                matmul=matmul,
+                sequence_parallel=sequence_parallel,
+                selective=activation_checkpointing == "selective",
+                **place,
             )
             for _, function, matmul in zip(range(model.num_layers), functions, matmuls, strict=True)
         )
@@ -270,13 +288,14 @@ class Transformer(nn.Module):
         layouts = self._layouts(tokens, positions, cu_seqlens, max_seqlen)
         halves = [self._embed(part) for part in flat.chunk(parts)]
         region = self.groups, self.sequence_parallel
-        recompute = self.activation_checkpointing == "full" and torch.is_grad_enabled()
+        recompute = self.activation_checkpointing != "none" and torch.is_grad_enabled()
         if recompute or self.whole_blocks:
             streams = tuple(x + finish_leave(y, *region) for x, y in halves)
             # A collective that is started once more has to be finished once more: recomputed to the end, as a compiled
             # block is anyway. (Its ZeRO-3 hook, at the very end, would give the weights back too early.)
             stop_early = self.groups.tp_size == 1 or self.whole_blocks
-            streams = schedule.recomputed(self.blocks, layouts, streams, again=recompute, stop_early=stop_early)
+            again = recompute and self.activation_checkpointing == "full"
+            streams = schedule.recomputed(self.blocks, layouts, streams, again=again, stop_early=stop_early)
             halves = [self._normalize(x, None, self.final_norm, None, *region) for x in streams]
         else:
             norms = [*(block.attention_norm for block in self.blocks), self.final_norm]

@@ -67,7 +67,7 @@ def memory_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: H
         f"{memory / 2**30:.1f} GiB per rank",
         f"more than the {usable / 2**30:.1f} GiB that {hardware.name} leaves to a run",
         "take one of the layouts proposed below: more tensor_parallel_size or zero_stage, a smaller micro_batch_size, "
-        "activation_checkpointing full",
+        "activation_checkpointing selective or full",
     )
 
 
@@ -123,7 +123,7 @@ def _candidates(cfg: RunConfig, world_size: int) -> Iterator[RunConfig]:
     stages = (1, 2, 3) if cfg.training.dtype == "bf16" else (0, 1, 2, 3)
     micro_batches = sorted({*_MICRO_BATCHES, cfg.data.micro_batch_size})
     for split, context, stage, again, micro in itertools.product(
-        splits, splits, stages, ("none", "full"), micro_batches
+        splits, splits, stages, ("none", "selective", "full"), micro_batches
     ):
         if world_size % (split * context):
             continue
