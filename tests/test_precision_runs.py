@@ -169,3 +169,29 @@ def test_a_run_resumes_in_the_middle_of_a_ladder_at_any_layout(corpus, tmp_path,
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 12
     assert losses[0] == pytest.approx(losses[2], abs=0.02)  # INT8 codes differ between layouts now and then
+
+
+def train_measured(corpus: str, run_dir: str) -> list[dict]:
+    """Six steps whose monitor moves the layers; the events."""
+    cfg = tiny.config(1, attention={"backend": "sage", "recipe": "paper"}).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
+    cfg["training"].update(run_dir=run_dir, total_tokens=6 * STEP)
+    cfg["stability"]["monitor"] = {"every_steps": 1}
+    cfg["stability"]["precision"] = {
+        "rungs": ["fine", "gradients", "sdpa"],
+        "floors": [{"rung": "gradients", "last_layers": 1}],
+        "threshold": {"metric": "quant/*/dQ/rel_l2", "above": 1e-4},
+    }
+    trainer = Trainer(RunConfig.model_validate(cfg), [])
+    assert trainer.run()
+    return rows_of(Path(run_dir) / "events.jsonl")
+
+
+def test_what_the_monitor_measures_moves_layers(corpus, tmp_path) -> None:
+    """Layers of different rungs are measured side by side, until none quantizes anything."""
+    (events,) = run_distributed(train_measured, 1, str(corpus), str(tmp_path))
+    moves = [(row["step"], row["layers"], row["to"]) for row in events if row["kind"] == "precision"]
+    assert moves == [(1, [0], "fine"), (1, [1], "sdpa"), (2, [0], "gradients"), (3, [0], "sdpa")]
+    measured = {row["step"]: {key.split("/")[1] for key in row if key.startswith("quant/")}
+                for row in rows_of(tmp_path / "metrics.jsonl") if "train/loss" in row}  # fmt: skip
+    assert measured == {1: {"0", "1"}, 2: {"0"}, 3: {"0"}, 4: set(), 5: set(), 6: set()}
