@@ -316,7 +316,8 @@ def compare(
             line = shlex.join(["sagetrain", *sys.argv[1:]])
             found = comparing.compare(question, where, _warn, command=line, time_limit=time_limit)
             output, failed = where.output, bool(found.failed)
-        comparing.report(found, output, margin, title, _warn)
+        if found.runs or report_only:  # or it was stopped before any run began
+            comparing.report(found, output, margin, title, _warn)
         if failed:
             _warn(f"error: {len(found.failed)} runs failed; the same command tries them again")
             _exit(4)

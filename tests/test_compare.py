@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from forked import Command
-from runs import write_config
+from runs import sagetrain, write_config
 from sagetrain.compare import command, records, results, runner
 from sagetrain.compare.analysis import curves, tables
 from sagetrain.compare.command import Places, compare, read_folders, report
@@ -248,7 +248,8 @@ def test_several_calls_become_one_page(base: Path, tmp_path: Path, monkeypatch: 
     assert small.lines[0].verdicts["training"].call == "worse"
     assert small.noise_scale == 400.0 and small.again == 4
     assert large.lines[0].verdicts["training"].call == "undecided"
-    assert any(text.startswith("16K paper, training loss: worse by 0.02") for text in said)
+    (told,) = (text for text in said if text.startswith("16K paper, training loss: "))
+    assert told.startswith("16K paper, training loss: worse by 0.0200 +- ") and told.endswith(", inside the seed band")
     page = Path("page/README.md").read_text()
     for part in (
         "# What does it cost?",
@@ -266,6 +267,18 @@ def test_several_calls_become_one_page(base: Path, tmp_path: Path, monkeypatch: 
     assert tables(again, 0.005) == tables(found, 0.005)
     (first, _) = curves(found)
     assert len(first.gaps["paper"]) == 4 and first.rounding_band and first.seed_band
+
+
+def test_the_command_makes_a_page_of_folders(base: Path, tmp_path: Path) -> None:
+    for name, seeds in (("a", [0, 1]), ("b", [2])):
+        made(ask(base), 0.02, seeds).save(tmp_path / name)
+    output = tmp_path / "page"
+    done = sagetrain("compare", "--report-only", tmp_path / "a", tmp_path / "b", "-o", output, "--margin", 0.5)
+    assert done.returncode == 0, done.stderr
+    assert "paper, training loss: level within 0.5" in done.stderr and str(output / "README.md") in done.stderr
+    assert len((output / "losses.jsonl").read_text().splitlines()) == 9
+    done = sagetrain("compare", base, "--variant", "other: data.seq_length=16")
+    assert done.returncode == 2 and "error: these runs cannot be compared; nothing was started" in done.stderr
 
 
 def test_folders_of_different_questions_are_refused(base: Path, tmp_path: Path) -> None:

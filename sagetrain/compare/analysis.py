@@ -31,12 +31,18 @@ class Line:
     tokens_per_second: float | None
     events: dict[str, int]
     """By kind, of all seeds together."""
+    seed_band: dict[str, float | None]
+    """Standard deviation of the baseline over seeds, by kind of loss."""
 
     def verdict(self, kind: str) -> str:
         """In words; runs that diverged come first, as no mean has them."""
+        verdict, band = self.verdicts[kind], self.seed_band[kind]
         runs = self.finished + len(self.diverged)
         said = [f"diverged in {len(self.diverged)} of {runs}"] if self.diverged else []
-        return "; ".join([*said, str(self.verdicts[kind])])
+        if verdict.call in ("worse", "better") and band is not None and verdict.gap is not None:
+            inside = abs(verdict.gap) <= band
+            return "; ".join([*said, f"{verdict}, {'inside' if inside else 'outside'} the seed band"])
+        return "; ".join([*said, str(verdict)])
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,6 @@ class Table:
     noise_scale: float | None
     """Of the baseline, in tokens."""
     baseline: Line
-    seed_band: dict[str, float | None]
-    """Standard deviation of the baseline over seeds, by kind of loss."""
     rounding_band: dict[str, float | None]
     """Root mean square difference of equal runs, by kind of loss."""
     again: int
@@ -71,24 +75,26 @@ def _table(results: Results, row: str, margin: float) -> Table:
     base, again = results.of(row, results.baseline), results.of(row, results.baseline, again=True)
     bands = {kind: rounding_band(_pairs(again, base, key)) for kind, key in LOSSES.items()}
     scales = [run.noise_scale for run in base.values() if run.noise_scale is not None]
+    seed_band = {kind: spread(_values(base, key)) for kind, key in LOSSES.items()}
     lines = []
     for variant in results.question.variants[1:]:
         runs = results.of(row, variant.name)
         verdicts = {kind: judge(_pairs(runs, base, key), margin, bands[kind]) for kind, key in LOSSES.items()}
-        lines.append(_line(variant.name, runs, verdicts))
+        lines.append(_line(variant.name, runs, verdicts, seed_band))
     return Table(
         row,
         max((run.tokens_per_step for run in base.values()), default=0),
         sum(scales) / len(scales) if scales else None,
-        _line(results.baseline, base, {}),
-        {kind: spread(_values(base, key)) for kind, key in LOSSES.items()},
+        _line(results.baseline, base, {}, seed_band),
         bands,
         len(_pairs(again, base, LOSSES["training"])),
         tuple(lines),
     )
 
 
-def _line(variant: str, runs: Mapping[int, Record], verdicts: dict[str, Verdict]) -> Line:
+def _line(
+    variant: str, runs: Mapping[int, Record], verdicts: dict[str, Verdict], seed_band: dict[str, float | None]
+) -> Line:
     rates = [run.tokens_per_second for run in runs.values() if run.tokens_per_second]
     events: dict[str, int] = {}
     for run in runs.values():
@@ -104,6 +110,7 @@ def _line(variant: str, runs: Mapping[int, Record], verdicts: dict[str, Verdict]
         tuple(seed for seed, run in runs.items() if run.status == FAILED),
         sum(rates) / len(rates) if rates else None,
         events,
+        seed_band,
     )
 
 

@@ -135,7 +135,7 @@ def _bands(table: Table) -> str:
     """The spreads that a gap has to be seen against."""
     parts = []
     for kind in LOSSES:
-        seeds, rounding = table.seed_band[kind], table.rounding_band[kind]
+        seeds, rounding = table.baseline.seed_band[kind], table.rounding_band[kind]
         if seeds is not None:
             parts.append(f"seed band of the {kind} loss {seeds:.4f}")
         if rounding is not None:
