@@ -356,6 +356,48 @@ def evaluate(
 
 
 @app.command()
+def diagnose(
+    run_dir: RunDir,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(help="INT8 recipe; may come several times. Default: what the run was trained with, else fine."),
+    ] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, show_default=False, help="Sequences to measure on. Default: a micro-batch.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", show_default=False, help="Write the numbers here too.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", metavar="PATH", show_default=False, help="Draw them (.png).")
+    ] = None,
+    checkpoint: Checkpoint = None,
+) -> None:
+    """What INT8 attention loses on a checkpoint, layer by layer: the papers' Table 2.
+
+    \b
+    sagetrain diagnose runs/325m --recipe paper --recipe fine --plot errors.png
+    """
+    with _Errors(run_dir=run_dir):
+        _use_cores()
+        import json
+
+        from sagetrain.data.token_file import write_atomic
+        from sagetrain.inference import diagnose as diagnosis
+        from sagetrain.inference.load import load_run
+        from sagetrain.planning.tables import console, print_table
+
+        diagnosis.check_outputs(json_file, picture)
+        found = diagnosis.diagnose(load_run(run_dir, _warn, checkpoint), recipe or [], sequences, _warn)
+        for table in diagnosis.tables(found):
+            print_table(console(), table)
+        if json_file:
+            write_atomic(json_file, json.dumps(found.to_json(), indent=1).encode())
+        if picture:
+            diagnosis.plot(found, picture)
+
+
+@app.command()
 def generate(
     run_dir: RunDir,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; -: standard input.")] = None,

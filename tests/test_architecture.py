@@ -74,7 +74,7 @@ MAY_IMPORT = {
     "data": {"data", "config"},
     "stability": {"stability", "model", "parallel", "config"},
     "train": {"train", "stability", "model", "parallel", "data", "config", "hardware", "__version__"},
-    "inference": {"inference", "train", "stability", "model", "parallel", "data", "config"},
+    "inference": {"inference", "planning", "stability", "train", "model", "parallel", "data", "config"},
     "interop": {"interop", "inference", "train", "model", "parallel", "data", "config"},
     "report": {"report", "data", "config", "__version__"},
     "planning": {"planning", "train", "model", "data", "config", "hardware"},

@@ -113,6 +113,11 @@ LAYOUTS = {  # tensor and context parallel size, ranks, ZeRO, documents, compile
     "context parallel, documents": (1, 2, 2, 2, True, False, {}),
     "compiled, documents": (1, 1, 1, 1, True, True, {}),
     "ZeRO 2, data parallel, recomputed": (1, 1, 2, 2, False, False, {"training": {"activation_checkpointing": "full"}}),
+    "in part recomputed": (1, 1, 1, 1, False, False, {"training": {"activation_checkpointing": "selective"}}),
+    "in part recomputed, compiled": (
+        *(2, 1, 2, 1, False, True),
+        {"training": {"activation_checkpointing": "selective"}, "parallel": {"sequence_parallel": True}},
+    ),
     "recomputed, compiled, halves": (
         *(2, 1, 2, 0, False, True),
         {"training": {"activation_checkpointing": "full"}, "parallel": {"tensor_parallel_overlap": "on"}},

@@ -1,0 +1,140 @@
+"""`sagetrain diagnose`: the papers' Table 2 of a checkpoint that was trained with 16-bit attention."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+import tiny
+from distributed import run_distributed
+from sagekernels.testing import cosine, exact_results, rel_l2
+from sagetrain import cli, exits
+from sagetrain.config import ConfigError, RunConfig
+from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.inference import diagnose as diagnosis
+from sagetrain.inference.diagnose import diagnose
+from sagetrain.inference.load import load_run
+from sagetrain.model.backends import Sage
+from sagetrain.train.trainer import Trainer
+
+HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def train(corpus: str, run_dir: str) -> None:
+    cfg = tiny.config(1, model=HEADS).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}], valid=[{"path": f"{corpus}/valid"}], micro_batch_size=2)
+    cfg["data"].update(seq_length=64)
+    cfg["tokens_per_step"].update(tokens=128)
+    cfg["training"].update(run_dir=run_dir, total_tokens=4 * 128)
+    Trainer(RunConfig.model_validate(cfg), []).run()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    folder = tmp_path_factory.mktemp("diagnose") / "run"
+    run_distributed(train, 1, str(corpus), str(folder))
+    return folder
+
+
+def test_the_numbers_are_those_of_the_checkpoint_on_its_data(run: Path) -> None:
+    """O, dQ, dK and dV of both layers, in float64, on the first two held-out sequences."""
+    loaded = load_run(run, print)
+    found = diagnose(loaded, ["paper", "scores"], report=print)
+    assert (found.step, found.sequences, found.seq_length) == (4, 2, 64)
+    assert list(found.recipes) == ["paper", "scores"]
+
+    again, seen = load_run(run, print), []
+    data = again.cfg.data
+    for block in again.model.blocks:
+
+        def tapped(q, k, v, layout, attention=block.attention):
+            for x in (q, k, v):
+                x.retain_grad()
+            o = Sage("paper")(q, k, v, layout)
+            o.retain_grad()
+            seen.append((q, k, v, o, layout.cu_seqlens))
+            return o
+
+        block.attention.function = Sage("paper")
+        block.attention.attend = tapped
+    stream = SampleStream.configured(data, data.valid, 0, again.vocab_size, again.tokenizer.sha256)
+    (batch,) = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=2, num_workers=0).eval_batches(2)
+    again.model(**batch.inputs(again.device)).backward()
+    assert len(seen) == 2
+    for (q, k, v, o, cu_seqlens), layer in zip(seen, found.recipes["paper"], strict=True):
+        row = [x.flatten(0, 1)[None] for x in (q, k, v, o.grad)]
+        exact = exact_results(*row, cu_seqlens=cu_seqlens)
+        for name, x, truth in zip(("O", "dQ", "dK", "dV"), (o, q.grad, k.grad, v.grad), exact, strict=True):
+            x = x.flatten(0, 1)[None]
+            assert layer[f"{name}/rel_l2"] == pytest.approx(rel_l2(x, truth), rel=1e-3)
+            assert layer[f"{name}/cosine"] == pytest.approx(cosine(x, truth), rel=1e-4)
+    for paper, scores in zip(*found.recipes.values(), strict=True):
+        assert paper["dV/rel_l2"] > 2 * scores["dV/rel_l2"] > 0  # of Q K^T alone
+        assert paper["S/largest"] == pytest.approx(scores["S/largest"], rel=2e-2)  # what is below differs
+        assert "dS/zero_share_dQ" in paper and "dS/zero_share_dQ" not in scores
+    assert not any(p.grad is not None for p in loaded.model.parameters())
+
+
+def command(monkeypatch, capsys, *words: object) -> tuple[str, str]:
+    """The command line in this process; what it prints, and the errors."""
+    monkeypatch.setattr(exits, "leave", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    arguments = [str(word) for word in words]
+    typer.main.get_command(cli.app)(arguments, standalone_mode=False)
+    return capsys.readouterr()
+
+
+def test_the_command_prints_tables_and_writes_json_and_a_picture(run, tmp_path, monkeypatch, capsys) -> None:
+    places = tmp_path / "errors.json", tmp_path / "errors.png"
+    recipes = ["--recipe", "paper", "--recipe", "gradients"]
+    said, _ = command(
+        monkeypatch, capsys, "diagnose", run, *recipes, "--sequences", 3, "--json", places[0], "--plot", places[1]
+    )
+    written = json.loads(places[0].read_text())
+    assert written["sequences"] == 4  # whole micro-batches
+    assert list(written["recipes"]) == ["paper", "gradients"]
+    for recipe, layers in written["recipes"].items():
+        assert f"Recipe {recipe}, step 4, 4 sequences of 64 tokens: cosine / relative L2 against float32" in said
+        for layer in layers:
+            assert f"{layer['dS/cosine']:.4f} / {layer['dS/rel_l2']:.4f}" in said
+            assert f"{layer['dS/zero_share_dK']:.1%}" in said and f"{layer['S/largest']:.2f}" in said
+    worst = max(layer["dS/rel_l2"] for layer in written["recipes"]["paper"])
+    assert f"largest relative L2 of dS: layer {'01'[written['recipes']['paper'][1]['dS/rel_l2'] == worst]}" in said
+    picture = places[1].read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_the_default_is_fine_for_a_run_with_16_bit_attention(run: Path) -> None:
+    assert list(diagnose(load_run(run, print), [], report=print).recipes) == ["fine"]
+
+
+def test_what_cannot_be_done_is_said_before_anything_is_computed(run, tmp_path, monkeypatch, capsys) -> None:
+    with pytest.raises(ConfigError, match="--recipe fast: there is no such recipe; there are fine, paper, scores"):
+        diagnose(load_run(run, print), ["fast"])
+    with pytest.raises(ConfigError, match=r"--json .*none/x.json: there is no folder .*none; make it first"):
+        diagnosis.check_outputs(tmp_path / "none/x.json", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"matplotlib is not installed; pip install 'sagetrain\[plots\]'"):
+        diagnosis.check_outputs(None, tmp_path / "x.png")
+    with pytest.raises(SystemExit) as ended:
+        command(monkeypatch, capsys, "diagnose", run, "--plot", tmp_path / "x.png")
+    assert ended.value.code == 2 and "error: --plot" in capsys.readouterr().err
+
+
+def test_fewer_sequences_than_asked_for(run: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Loader, "eval_size", lambda self, asked: min(asked, 5))
+    said: list[str] = []
+    found = diagnose(load_run(run, print), ["scores"], 50, report=said.append)
+    assert found.sequences == 4
+    assert said == ["50 sequences were asked for, and the data has 4 in whole micro-batches of 2"]
+
+
+def test_int8_attention_that_cannot_run_here(run: Path) -> None:
+    loaded = load_run(run, print)
+    narrow = loaded.cfg.model.model_copy(update={"head_dim": 8})
+    loaded.cfg = loaded.cfg.model_copy(update={"model": narrow})
+    with pytest.raises(ConfigError, match=r"sage supports head_dim 16 to 256, not 8.*cannot be diagnosed here"):
+        diagnose(loaded, ["fine"])
