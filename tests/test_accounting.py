@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from distributed import run_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.data.loader import Batch
 from sagetrain.model.accounting import (
     block_activation_bytes,
     flops_per_token,
@@ -323,6 +324,7 @@ def measured_peak() -> dict[int, tuple[int, int]]:
     """ZeRO stage -> peak bytes of a whole step on almost no tokens, in bf16, and as estimated."""
     init_distributed(timeout_minutes=10)
     groups, tokens, result = ParallelGroups.create(Topology(2, 1)), torch.zeros(1, 16, dtype=torch.long), {}
+    batch = Batch(tokens, tokens, positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
     all_reduce = torch.distributed.all_reduce
 
     def slowly(*args, **kwargs):
@@ -343,9 +345,7 @@ def measured_peak() -> dict[int, tuple[int, int]]:
         for _ in range(5):
             held = sum(t.untyped_storage().nbytes() for address, t in live_tensors().items() if address not in before)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
-                for _ in range(2):
-                    engine._ds.backward(engine._ds(tokens, tokens))
-                engine._ds.step()
+                engine.step([batch, batch], 2, 1e-3, stop=False)
             events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
             changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
             peaks.append(held + max(itertools.accumulate(changes)))
