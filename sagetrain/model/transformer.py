@@ -82,8 +82,11 @@ class Block(nn.Module):
         self.attention = Attention(model, qk_norm, function, groups, **layer)
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.mlp = MLP(model, groups, **layer)
-        if sequence_parallel and groups.tp_size > 1:  # else nothing is gathered, and this no reason for another graph
-            self.attention_norm.reader, self.mlp_norm.reader = self.attention.qkv.matmul, self.mlp.gate_up.matmul
+        if sequence_parallel and groups.tp_size > 1:
+            # Of layers in fewer bits alone: another reader is another graph, for the last block's next norm as well.
+            readers = (self.attention_norm, self.attention.qkv), (self.mlp_norm, self.mlp.gate_up)
+            for own, reader in readers:
+                own.reader = reader.matmul if reader.matmul is matmul else None
 
     def stages(self) -> Stretch:
         """All of them, in their order."""
