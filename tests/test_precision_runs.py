@@ -122,7 +122,8 @@ def train(corpus: str, run_dir: str, tp_size: int, stop_after: int | None) -> tu
     trainer.engine.step = measured
     assert trainer.run() == (stop_after is None)
     functions = [type(block.attention.function).__name__ for block in trainer.engine.module.blocks]
-    return functions, trainer.controllers[-1].summary()
+    (ladder,) = (controller for controller in trainer.controllers if isinstance(controller, Ladder))
+    return functions, ladder.summary()
 
 
 def rows_of(path: Path) -> list[dict]:
