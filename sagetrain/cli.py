@@ -505,6 +505,37 @@ def import_folder(
 
 
 @app.command()
+def doctor(
+    config: Config = None,
+    overrides: Overrides = None,
+    disk_mib: Annotated[int, typer.Option(min=1, help="Written to the folder of the run, and removed.")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say what this machine has and lacks for training, and what to do about it.
+
+    \b
+    sagetrain doctor configs/7b.yaml                                     # this process and its GPU
+    torchrun --nproc-per-node 8 -m sagetrain doctor configs/7b.yaml      # all of them, and the links between them
+    deepspeed --hostfile launch/hostfile --module sagetrain doctor configs/7b.yaml
+
+    With a configuration attention is tried at its model's shapes, and the disk where its training.run_dir is.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    with _Errors(rank):
+        from sagetrain.config.load import load_config
+        from sagetrain.doctor import examine, show
+
+        cfg = load_config(Path(config), overrides or []) if config else None
+        run_dir, interface = (cfg.training.run_dir, cfg.training.network_interface) if cfg else (".", None)
+        checks = examine(cfg.model if cfg else None, Path(run_dir), interface, disk_mib)
+        if rank == 0:
+            typer.echo(json.dumps([vars(check) for check in checks], indent=2)) if as_json else show(checks)
+        bad = rank == 0 and any(check.verdict == "bad" for check in checks)
+    if bad:
+        raise typer.Exit(2)
+
+
+@app.command()
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, finished or not.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Page to write.")] = Path(

@@ -250,12 +250,14 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     precisions = {name: rank.precision if rank.linear.takes(i * o) else None for name, (i, o) in layers.items()}
 
     def column(name: str, outputs: int, layer: str, saved: int = 0) -> Matmul:
-        how = {"precision": precisions[layer], "saved": saved, "recomputed": again}
-        return rank.matmul(name, outputs, hidden, column_parallel=True, **how)
+        precision = precisions[layer]
+        return rank.matmul(
+            name, outputs, hidden, column_parallel=True, precision=precision, saved=saved, recomputed=again
+        )
 
     def row(name: str, inputs: int) -> Matmul:  # saves its input, which the entry before it counts
-        how = {"precision": precisions[name], "recomputed": again}
-        return rank.matmul(name, hidden, inputs, column_parallel=False, **how)
+        precision = precisions[name]
+        return rank.matmul(name, hidden, inputs, column_parallel=False, precision=precision, recomputed=again)
 
     def norm(name: str) -> Pass:
         saved, moved = rank.saved_by_norm(hidden), rank.moved(_NORM, stream)

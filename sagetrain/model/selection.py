@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sagekernels.admission import LIMITS, choose
+from sagekernels.admission import LIMITS, Admission, admit, choose
 from sagekernels.hopper_backward import KEYS
 from sagekernels.launch import is_hopper
 from sagekernels.testing import Shape
@@ -174,6 +174,26 @@ def choose_attention(
     limits = {f"sage {recipe}": LIMITS[recipe] for recipe in recipes}
     how = {"cache": cache, "limits": limits, "options": repr(attention), "say": say}
     return named[choose(candidates, shape, dtype=dtype, device=device, **how)]
+
+
+def admissions(
+    attention: AttentionConfig, model: ModelConfig, *, device: torch.device, dtype: torch.dtype
+) -> dict[str, Admission]:
+    """sagekernels' verdict on every attention function that can run here, at this model's heads, with documents."""
+    found = {}
+    heads = {"heads": model.num_attention_heads, "kv_heads": model.num_key_value_heads, "head_dim": model.head_dim}
+    shape = Shape(batch=1, n_q=517, n_k=517, documents=(400, 117), **heads)
+    for name in ("sage scores", "sage fine", "sage paper", "flash", "sdpa"):
+        backend, _, recipe = name.partition(" ")
+        settled = attention.model_copy(update={"backend": backend, "recipe": recipe or "fine"})
+        try:
+            resolve_backend(settled, model, device=device, dtype=dtype)
+        except ValueError:  # not here
+            continue
+        function = _plain(attention_function(backend, settled, device))
+        limits = LIMITS[recipe or "fine"]
+        found[name] = admit(function, shape, dtype=dtype, device=device, limits=limits)
+    return found
 
 
 def _typical(documents: Sequence[Sequence[int]], num_sequences: int) -> tuple[int, ...]:

@@ -114,7 +114,8 @@ def _brief_table(plan: Plan) -> Table:
         steps, trained = _length(plan.schedule)
         schedule, sizes = plan.cfg.tokens_per_step, {row.tokens_per_step for row in plan.schedule}
         decided = isinstance(schedule, NoiseAwareTokens)
-        sizes |= {schedule.floor, schedule.ceiling} if decided else set()
+        if isinstance(schedule, NoiseAwareTokens):
+            sizes |= {schedule.floor, schedule.ceiling}
         per_step = " to ".join(f"{tokens:,}" for tokens in sorted({min(sizes), max(sizes)}))
         count = f"steps of {per_step} tokens, decided while training" if decided else f"{steps:,} of {per_step} tokens"
         rows.append(("steps", f"{count}, {trained:,} in all"))

@@ -295,13 +295,7 @@ def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[s
         "cp": cp,
         "tp": tp,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "versions": {
-            "sagetrain": f"{sagetrain.__version__} (sources {_source_hash()})",
-            "torch": torch.__version__,
-            "triton": _installed("triton"),
-            "deepspeed": _installed("deepspeed"),
-            "python": ".".join(platform.python_version_tuple()[:2]),
-        },
+        "versions": versions(),
         "configuration": {name: value for name, value in tree.items() if name not in LOCAL_KEYS},
         "files": {name: digest[:12] for name, digest in files.items()},
         "environment": {
@@ -309,6 +303,17 @@ def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[s
             for name, value in os.environ.items()
             if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_")) or name == "OMP_NUM_THREADS"
         },
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that must be the same on all hosts, by name."""
+    return {
+        "sagetrain": f"{sagetrain.__version__} (sources {_source_hash()})",
+        "torch": torch.__version__,
+        "triton": _installed("triton"),
+        "deepspeed": _installed("deepspeed"),
+        "python": ".".join(platform.python_version_tuple()[:2]),
     }
 
 

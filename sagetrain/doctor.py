@@ -1,0 +1,245 @@
+"""What this machine, or every host of a launch, has and lacks for training: versions, GPUs, links, disk, clock.
+
+Each rank looks at its own device, the first rank of a host at the host. What they find goes to rank 0 through the
+key-value store, which works where the ranks' fast network does not; only then is that network tried.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
+from sagetrain.hardware import HARDWARE
+from sagetrain.model.selection import admissions, matmuls_of
+from sagetrain.train import roster
+from sagetrain.train.engine import init_distributed
+
+EXAMPLE = ModelConfig(
+    num_layers=20, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, num_key_value_heads=4
+)
+"""Whose shapes are tried without a configuration: those of configs/1b.yaml."""
+
+MINUTES = 5.0
+"""All that ranks wait for one another."""
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at."""
+
+    what: str
+    where: str
+    """Host, or host and rank."""
+    verdict: Literal["ok", "look", "bad"]
+    """look: training runs, maybe slower or at a risk. bad: it does not, or not as configured."""
+    found: str
+    fix: str = ""
+
+
+def examine(model: ModelConfig | None, run_dir: Path, interface: str | None, disk_mib: int) -> list[Check]:
+    """All checks of all ranks on rank 0, on the others their own; collective if a launcher started several."""
+    roster.use_interface(interface)
+    device = init_distributed(MINUTES)
+    rank, world_size, host = dist.get_rank(), dist.get_world_size(), socket.gethostname()
+    own: list[Check] = []
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        own += [*versions(host), *host_limits(host), *disk(run_dir, disk_mib, host)]
+    own += gpu(device, model or EXAMPLE, f"{host}, rank {rank}")
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"doctor/{rank}", json.dumps([asdict(check) for check in own]))
+    if rank:
+        store.wait(["doctor/go"], timedelta(minutes=MINUTES))
+        store.set(f"doctor/clock/{rank}", repr(time.time()))
+        all_checks = own
+    else:
+        found = [json.loads(store.get(f"doctor/{other}")) for other in range(world_size)]
+        all_checks = [Check(**check) for checks in found for check in checks]
+        all_checks += disagreements(all_checks)
+        store.set("doctor/go", "")
+        now = time.time()
+        all_checks += clocks({other: float(store.get(f"doctor/clock/{other}")) - now for other in range(1, world_size)})
+    if world_size > 1:
+        all_checks += links(device, host)
+    return all_checks
+
+
+# -- a host ------------------------------------------------------------------------------------------------------
+
+
+def versions(host: str) -> list[Check]:
+    """Of what runs; `disagreements` compares hosts."""
+    known = {**roster.versions(), "CUDA": torch.version.cuda or "none"}
+    if torch.cuda.is_available():
+        known["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return [Check("versions", host, "ok", ", ".join(f"{name} {text}" for name, text in known.items()))]
+
+
+def disagreements(checks: Iterable[Check]) -> list[Check]:
+    """Hosts that have other versions than the first."""
+    first, *others = [check for check in checks if check.what == "versions"]
+    return [
+        Check("versions", check.where, "bad", f"not those of {first.where}", roster.FIXES["versions"])
+        for check in others
+        if check.found != first.found
+    ]
+
+
+def host_limits(host: str) -> list[Check]:
+    """Shared memory, which NCCL and gloo use between ranks of a host, and open files."""
+    shared = shutil.disk_usage("/dev/shm").free
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return [
+        Check("shared memory", host, "ok", f"{shared / 2**30:.1f} GiB free")
+        if shared >= 2**30
+        else Check("shared memory", host, "look", f"{shared / 2**20:.0f} MiB free in /dev/shm; NCCL may need 1 GiB",
+                   "in a container: --shm-size=8g, or --ipc=host"),
+        Check("open files", host, "ok", f"{files:,}")
+        if files >= 4096 or files == resource.RLIM_INFINITY
+        else Check("open files", host, "look", f"limit {files:,}", "ulimit -n 65536 in what starts the ranks"),
+    ]  # fmt: skip
+
+
+def disk(run_dir: Path, size_mib: int, host: str) -> list[Check]:
+    """Speed, locks and free space of where checkpoints go. Nothing is left there."""
+    folder = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if folder.exists())
+    block = os.urandom(MIB)
+    try:
+        with TemporaryFile(dir=folder) as file:
+            begin = time.perf_counter()
+            for _ in range(size_mib):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            written = size_mib * MIB / (time.perf_counter() - begin)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locks = Check("locks", host, "ok", f"{folder} has them")
+            except OSError as error:
+                locks = Check("locks", host, "look", f"{folder} has none ({error.strerror})",
+                              "nothing keeps a second run out of the run folder; start no other one there")  # fmt: skip
+    except OSError as error:
+        return [Check("run_dir", host, "bad", f"{folder}: {error.strerror}", "choose another training.run_dir")]
+    free = shutil.disk_usage(folder).free
+    slow = written < 200e6
+    found = f"{folder}: writes {written / 1e9:.2f} GB/s, {free / 1e9:,.0f} GB free"
+    fix = "a checkpoint takes 12 bytes a parameter; save to a faster disk, or less often" if slow else ""
+    speed = Check("disk", host, "look" if slow else "ok", found, fix)
+    return [speed, locks]
+
+
+def clocks(ahead: dict[int, float]) -> list[Check]:
+    """Seconds by which the clocks of other ranks are ahead of rank 0's, the way of a message included."""
+    if not ahead:
+        return []
+    rank = max(ahead, key=lambda rank: abs(ahead[rank]))
+    found = f"rank {rank} is {ahead[rank]:+.3f} s from rank 0"
+    if abs(ahead[rank]) < 1:
+        return [Check("clocks", "all hosts", "ok", f"at most {found}")]
+    return [Check("clocks", "all hosts", "look", found, "synchronize the hosts (NTP): times in logs do not compare")]
+
+
+# -- a rank ------------------------------------------------------------------------------------------------------
+
+
+def gpu(device: torch.device, model: ModelConfig, where: str) -> list[Check]:
+    """The device, the attention functions that it computes correctly at this model's shapes, and 8-bit matmuls."""
+    if device.type != "cuda":
+        fix = "install an NVIDIA driver, and torch with CUDA, to train at speed"
+        checks = [Check("GPU", where, "look", f"none; {torch.get_num_threads()} threads", fix)]
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        major, minor = torch.cuda.get_device_capability(device)
+        text = f"{torch.cuda.get_device_name(device)}, {total / 2**30:.0f} GiB, compute capability {major}.{minor}"
+        busy = total - free > 2 * 2**30
+        used = f"{text}; {(total - free) / 2**30:.1f} GiB in use by others"
+        fix = "end what else runs on it (nvidia-smi)"
+        checks = [Check("GPU", where, "look", used, fix) if busy else Check("GPU", where, "ok", text)]
+    return [*checks, *_attention(device, model, where), *_linear(device, model, where)]
+
+
+def _attention(device: torch.device, model: ModelConfig, where: str) -> list[Check]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    results = admissions(AttentionConfig(), model, device=device, dtype=dtype)
+    passed = [name for name, admission in results.items() if admission.passed]
+    checks = [
+        Check("attention", where, "bad", f"{name}: {admission.reason}", "it is refused; report this with the versions")
+        for name, admission in results.items()
+        if not admission.passed
+    ]
+    return [Check("attention", where, "ok", f"agree with float64: {', '.join(passed)}"), *checks]
+
+
+def _linear(device: torch.device, model: ModelConfig, where: str) -> list[Check]:
+    try:
+        fp8 = LinearConfig(precision="fp8")
+        matmuls_of(fp8, model, device=device, dtype=torch.bfloat16)
+    except ValueError as error:
+        return [Check("FP8 matmuls", where, "look", f"no: {error}", "linear.precision bf16 (the default)")]
+    how = "torch's kernels" if device.type == "cuda" else "their twin in torch: exact, slow"
+    return [Check("FP8 matmuls", where, "ok", how)]
+
+
+# -- between ranks -----------------------------------------------------------------------------------------------
+
+
+def links(device: torch.device, host: str) -> list[Check]:
+    """Bus bandwidth of an all-reduce over all ranks. Collective; rank 0's answer counts."""
+    world_size, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    x = torch.zeros((256 if device.type == "cuda" else 4) * MIB // 4, device=device)
+    for _ in range(2):
+        dist.all_reduce(x)
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else dist.barrier
+    wait()
+    begin, times = time.perf_counter(), 5
+    for _ in range(times):
+        dist.all_reduce(x)
+    wait()
+    seconds = (time.perf_counter() - begin) / times
+    rate = 2 * (world_size - 1) / world_size * x.nbytes / seconds
+    found = f"all-reduce of {x.nbytes / MIB:.0f} MiB over {world_size} ranks: {rate / 1e9:.2f} GB/s bus bandwidth"
+    known = device.type == "cuda" and next(
+        (h for h in HARDWARE.values() if h.name.split()[1] in torch.cuda.get_device_name(device)), None
+    )
+    if known:
+        expected, _ = known.link(1, world_size)
+        found += f", {rate / expected:.2f} of what plan reckons with"
+        if rate < expected / 2:
+            fix = "NCCL_DEBUG=INFO shows which way it goes; training.network_interface, the drivers of the adapters"
+            return [Check("links", "all ranks", "look", found, fix)]
+    return [Check("links", "all ranks" if world_size > local else host, "ok", found)]
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------
+
+
+def show(checks: Iterable[Check]) -> None:
+    """One table, the same findings of several ranks on one line."""
+    lines: dict[tuple[str, str, str, str], list[str]] = {}
+    for check in checks:
+        lines.setdefault((check.what, check.verdict, check.found, check.fix), []).append(check.where)
+    table = Table("", "check", "where", "found", "what to do", box=None, pad_edge=False)
+    for (what, verdict, found, fix), places in lines.items():
+        where = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
+        table.add_row(verdict, what, where, found, fix)
+    # As wide as it needs where nobody looks at a terminal: a log wraps by itself.
+    Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False).print(table)

@@ -1,0 +1,96 @@
+"""sagetrain doctor: on one process, on two that meet, and with what it should find."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from forked import PATIENCE, Command
+from runs import ROOT, free_port, write_config
+from sagetrain import doctor
+from sagetrain.doctor import Check, clocks, disagreements, disk, host_limits, show
+from sagetrain.model import selection
+
+
+def checks_of(words: list[str], tmp_path: Path) -> list[dict]:
+    log, errors = tmp_path / "out", tmp_path / "err"
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    assert Command(words, env, log, ROOT, errors).wait(PATIENCE) == 0, errors.read_text()
+    text = log.read_text()
+    return json.loads(text[text.index("[\n") :])
+
+
+def test_two_ranks_report_to_one_table(tmp_path: Path, corpus: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "new" / "run")
+    words = ["ranks", "2", str(free_port()), "doctor", str(config), "--disk-mib", "1", "--json"]
+    found = checks_of(words, tmp_path)
+    whats = [check["what"] for check in found]
+    assert whats.count("GPU") == whats.count("attention") == 2, "each rank for itself"
+    assert whats.count("disk") == 1, "once a host"
+    assert [check for check in found if check["verdict"] == "bad"] == []
+    (links,) = [check for check in found if check["what"] == "links"]
+    assert "4 MiB over 2 ranks" in links["found"] and float(links["found"].split()[-4]) > 0
+    (clock,) = [check for check in found if check["what"] == "clocks"]
+    assert clock["verdict"] == "ok"
+    (attention, _) = [check for check in found if check["what"] == "attention"]
+    assert {"sage fine", "sage scores", "sage paper", "sdpa"} <= {*attention["found"].partition(": ")[2].split(", ")}
+    assert not (tmp_path / "new").exists(), "nothing is made"
+
+
+def test_an_attention_function_that_is_wrong_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    right = selection._plain
+
+    def wrong(function):
+        return lambda *problem: right(function)(*problem) * (1.5 if function.name == "sdpa" else 1)
+
+    monkeypatch.setattr(selection, "_plain", wrong)
+    (good, bad) = doctor._attention(torch.device("cpu"), doctor.EXAMPLE, "here")
+    assert good.verdict == "ok" and "sdpa" not in good.found
+    assert bad.verdict == "bad" and bad.found.startswith("sdpa: ")
+
+
+def test_hosts_with_other_versions_are_bad() -> None:
+    checks = [
+        Check("versions", host, "ok", found) for host, found in (("a", "torch 1"), ("b", "torch 2"), ("c", "torch 1"))
+    ]
+    (bad,) = disagreements(checks)
+    assert (bad.where, bad.verdict) == ("b", "bad") and "constraints.txt" in bad.fix
+
+
+def test_clocks_that_differ() -> None:
+    assert clocks({}) == []
+    assert clocks({1: 0.01, 2: -0.02})[0].verdict == "ok"
+    (check,) = clocks({1: 0.01, 2: -75.0})
+    assert check.verdict == "look" and "rank 2 is -75.000 s" in check.found and "NTP" in check.fix
+
+
+def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
+    (check,) = disk(Path("/proc/run"), 1, "here")
+    assert check.verdict == "bad" and "training.run_dir" in check.fix
+    speed, locks = disk(tmp_path / "not" / "there", 1, "here")
+    assert "GB/s" in speed.found and locks.verdict == "ok" and list(tmp_path.iterdir()) == []
+
+
+def test_limits_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1024, 4096))
+    files = host_limits("here")[1]
+    assert files.verdict == "look" and "ulimit -n" in files.fix
+
+
+def test_equal_findings_share_a_line(capsys: pytest.CaptureFixture) -> None:
+    show([Check("GPU", f"a, rank {rank}", "ok", "H200") for rank in range(8)])
+    out = capsys.readouterr().out
+    assert out.count("H200") == 1 and "a, rank 0 and 7 more" in out
+
+
+def test_the_command_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from sagetrain import cli
+
+    found = [Check("run_dir", "here", "bad", "no room", "make some")]
+    monkeypatch.setattr(doctor, "examine", lambda *_: found)
+    result = CliRunner().invoke(cli.app, ["doctor"])
+    assert result.exit_code == 2 and "no room" in result.output and "make some" in result.output
