@@ -1,0 +1,19 @@
+"""Arguments and options that several commands of cli.py and cli_studies.py have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Config = Annotated[str | None, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the YAML, e.g. optimizer.lr=3e-4", show_default=False),
+]
+RunDir = Annotated[Path, typer.Argument(help="Folder of a run (its training.run_dir).")]
+Checkpoint = Annotated[
+    int | None,
+    typer.Option("--checkpoint", metavar="STEP", min=1, show_default=False, help="Its checkpoint of this step."),
+]
