@@ -17,7 +17,10 @@ from sagetrain.data.prepare import prepare
 from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
 
 # The slowest first: files are dealt out to processes whole, and one that begins last would be waited for.
-SLOW = ("test_engine", "test_faults", "test_hosts", "test_resume", "test_accounting", "test_performance")
+SLOW = (
+    *("test_engine", "test_faults", "test_hosts", "test_resume", "test_accounting", "test_spikes"),
+    *("test_precision_runs", "test_linear_precision", "test_performance"),
+)
 
 torch.set_num_threads(1)  # two on a busy machine wait for each other: a sixth of the speed of one
 
