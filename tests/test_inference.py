@@ -171,10 +171,37 @@ def test_the_space_before_the_first_word_is_kept(run: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("get")) == "get"
     loaded.tokenizer, script = tokenizer, iter([*tokenizer.encode("get one"), tokenizer.eos_id])
 
-    def scripted(context: torch.Tensor) -> torch.Tensor:
-        logits = torch.zeros(1, context.shape[1], 512)
-        logits[0, -1, next(script)] = 1.0
-        return logits
+    class Scripted:
+        blocks = ()
 
-    loaded.model = scripted
+        def __call__(self, context: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            logits = torch.zeros(1, context.shape[1], 512)
+            logits[0, -1, next(script)] = 1.0
+            return logits
+
+    loaded.model = Scripted()
     assert "".join(generate(loaded, "def", 20, 0.0, 0, seed=0)) == " get one"
+
+
+def test_the_likeliest_text_is_that_of_the_whole_context(run: Path) -> None:
+    """Kept keys and values change nothing, and a full context (32 tokens here) goes on with its later half."""
+    loaded = load_run(run, print)
+    asked: list[list[int]] = []
+    decode = loaded.tokenizer.decode
+    loaded.tokenizer.decode = lambda ids: (asked.append(list(ids)), decode(ids))[1]
+    loaded.tokenizer.eos_id = -1
+    list(generate(loaded, "def get(", 60, 0.0, 0, seed=0))
+    tokens, start = max(asked, key=len), len(loaded.tokenizer.encode("def get("))
+    assert len(tokens) == start + 60
+    first = 0
+    for end in range(start, len(tokens)):
+        if end - first > 32:
+            first = end - 17
+        with torch.no_grad():
+            logits = loaded.model(torch.tensor([tokens[first:end]]))[0, -1, : loaded.tokenizer.vocab_size]
+        assert logits.max() - logits[tokens[end]] < 1e-5
+
+
+def test_a_prompt_longer_than_the_context_is_refused(run: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the prompt has \d+ tokens, more than the context of 32 .*seq_length"):
+        next(generate(load_run(run, print), "def get(self):\n" * 20, 1, 0.0, 0, seed=0))

@@ -9,6 +9,7 @@ import torch
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.load import TrainedRun
 
 
@@ -16,8 +17,9 @@ from sagetrain.inference.load import TrainedRun
 def generate(run: TrainedRun, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[str]:
     """Continue `prompt`, yielding the text piece by piece until `max_tokens` or the end-of-document token.
 
-    temperature 0 takes the likeliest token; top_k 0 samples from all. The whole context is recomputed for every
-    token: right for a look at a model, not for serving it. ConfigError if the run has no tokenizer.
+    temperature 0 takes the likeliest token; top_k 0 samples from all. Keys and values are kept, so a token costs one
+    token's work; when the context (data.seq_length) is full, its later half is read anew. ConfigError if the run has no
+    tokenizer, or the prompt is longer than the context.
     """
     if run.tokenizer is None:
         raise ConfigError(
@@ -29,10 +31,19 @@ def generate(run: TrainedRun, prompt: str, max_tokens: int, temperature: float, 
     if not tokens:
         tokens = [run.tokenizer.eos_id]  # what precedes every document in the token file
     start = shown = len(tokens)
+    context = run.cfg.data.seq_length
+    if start > context:
+        raise ConfigError(
+            f"the prompt has {start:,} tokens, more than the context of {context:,} that the run was trained with "
+            "(data.seq_length); shorten it"
+        )
+    model, new = CachedModel(run.model, context), tokens
     said, known = "", min(run.vocab_size, run.tokenizer.vocab_size)
     for _ in range(max_tokens):
-        context = torch.tensor([tokens[-run.cfg.data.seq_length :]], device=run.device)
-        logits = run.model(context)[0, -1, :known].float().cpu()
+        if len(new) > model.room:
+            model.forget()
+            new = tokens[-(context // 2 + 1) :]
+        logits = model(torch.tensor([new], device=run.device))[0, -1, :known].float().cpu()
         if temperature > 0:
             logits /= temperature
             if top_k:
@@ -43,6 +54,7 @@ def generate(run: TrainedRun, prompt: str, max_tokens: int, temperature: float, 
         if token == run.tokenizer.eos_id:
             break
         tokens.append(token)
+        new = [token]
         text = _after(run.tokenizer, tokens, start)
         if not text.endswith("�"):  # a character may span several byte tokens
             yield text[len(said) :]
