@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _no_command_outlives_its_test() -> Iterator[None]:
     yield
     Command.end_all()
+
+
+@pytest.fixture(autouse=True)
+def _this_process_is_no_rank() -> Iterator[None]:
+    """Or a world of one that a test made here would hand on its port, which it holds, to later tests' commands."""
+    yield
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,9 @@ def test_the_package_the_module_and_the_launchers_script_can_be_run(words: list[
 @pytest.mark.parametrize("imported", ["typer.models", "torch.types"])
 def test_ctrl_c_is_no_traceback_at_any_time(imported: str) -> None:
     program = [sys.executable, "-X", "importtime", "-m", "sagetrain", "generate", "none"]
-    process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True)
+    # A suite that a shell started in the background hands on that SIGINT is ignored.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     for line in process.stderr:
         if line.endswith(f" {imported}\n"):
             process.send_signal(signal.SIGINT)
