@@ -126,7 +126,8 @@ def test_another_question_in_the_same_folder_is_refused(done: Path, base: Path) 
 
 def test_stopped_by_a_signal_it_saves_and_the_same_command_continues(base: Path, tmp_path: Path) -> None:
     # Long enough that no run is over when the signal comes, however busy the machine.
-    question = ask(base, ["other: optimizer.weight_decay=0.0"], [*SHORT, "training.total_tokens=76800"], seeds=1, band=0)
+    longer = [*SHORT, "training.total_tokens=76800"]
+    question = ask(base, ["other: optimizer.weight_decay=0.0"], longer, seeds=1, band=0)
     seen: list[Command] = []
 
     def interrupted(words: Sequence[str], env: Mapping[str, str], log: Path) -> Command:
