@@ -93,6 +93,8 @@ def prepare(
 ) -> None:
     """Turn text into token files (.bin and .idx, which Megatron-LM reads too), and train a tokenizer when asked.
 
+    Interrupted, it goes on where it was when it is called again with the same arguments.
+
     \b
     sagetrain prepare corpus/*.jsonl.zst -o data/train --vocab-size 32000 --valid-fraction 0.005
     """

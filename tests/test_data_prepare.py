@@ -8,18 +8,15 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
-from forked import PATIENCE
 from prepare_inputs import TEXTS, documents, make_texts, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.data import token_file
 from sagetrain.data.prepare import prepare
 from sagetrain.data.sources import CHUNK_BYTES, Corpus
-from sagetrain.data.token_file import TokenFile
 from sagetrain.data.tokenizer import train_tokenizer
 
 
@@ -209,50 +206,6 @@ def test_prepare_needs_no_torch():
 
 
 # -- interruptions -----------------------------------------------------------------------------------------------------
-
-
-def test_kill_leaves_nothing_that_looks_finished(tmp_path, model):
-    path = write_jsonl(tmp_path / "a.jsonl", make_texts(4000) * 20)
-    script = (
-        "import sys; from sagetrain.data.prepare import prepare\n"
-        "if __name__ == '__main__': prepare([sys.argv[1]], sys.argv[2], tokenizer=sys.argv[3], num_workers=2)"
-    )
-    (tmp_path / "run.py").write_text(script)
-    out = tmp_path / "out" / "train"
-    process = subprocess.Popen(
-        [sys.executable, tmp_path / "run.py", path, out, model], start_new_session=True, stderr=subprocess.DEVNULL
-    )
-    partial = token_file.token_path(out, ".bin.partial")
-    deadline = time.monotonic() + PATIENCE
-    while not (partial.exists() and partial.stat().st_size > 0) and time.monotonic() < deadline:
-        assert process.poll() is None
-        time.sleep(0.01)
-    with pytest.raises(ConfigError, match="another process is writing"):
-        quiet([str(path)], out, tokenizer=model)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert {file.name for file in out.parent.iterdir()} <= {"train.bin.partial", "train.idx.partial"}
-    with pytest.raises(ConfigError, match="does not exist"):
-        TokenFile(out)
-    while time.monotonic() < deadline and processes_of_session(process.pid):
-        time.sleep(0.05)
-    assert processes_of_session(process.pid) == []  # the workers have followed
-    small = write_jsonl(tmp_path / "b.jsonl", TEXTS)
-    quiet([str(small)], out, tokenizer=model)
-    assert len(documents(out)) == len(TEXTS)
-    assert not list(out.parent.glob("*.partial"))
-
-
-def processes_of_session(session: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
 
 
 def test_a_failure_at_any_rename_leaves_whole_files_or_none(tmp_path, model, monkeypatch):

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.sources import Chunk
+from sagetrain.data.sources import Chunk, Place
 from sagetrain.data.token_file import token_dtype
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -43,6 +43,8 @@ class Encoded:
     continues: bool
     origin: str
     consumed: int
+    after: Place | None
+    """As in Chunk."""
 
 
 class Encoder:
@@ -84,7 +86,7 @@ class Encoder:
             if pieces
         }
         first_bad = str(bad[0]) if bad else None
-        return Encoded(parts, empty, len(bad), first_bad, chunk.continues, chunk.origin, chunk.consumed)
+        return Encoded(parts, empty, len(bad), first_bad, chunk.continues, chunk.origin, chunk.consumed, chunk.after)
 
     def _side(self, key: bytes) -> str:
         if not self.valid_fraction:

@@ -1,7 +1,8 @@
 """`sagetrain prepare`: text in, token files and tokenizer out.
 
 One process reads, several turn text into tokens, and the results are written in the order of reading: the files are the
-same bytes whatever the number of workers. Memory does not grow with the corpus.
+same bytes whatever the number of workers. Memory does not grow with the corpus. A call that was interrupted is gone on
+with by the next one (journal.py).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, tokenizer_in
-from sagetrain.data.encode import Encoded, Encoder, encode
-from sagetrain.data.sources import Corpus
+from sagetrain.data.encode import Encoder, encode
+from sagetrain.data.journal import Journal, Unfinished
+from sagetrain.data.progress import Progress
+from sagetrain.data.sources import Corpus, Place
 from sagetrain.data.token_file import (
     TokenFile,
     TokenFileWriter,
@@ -106,8 +107,9 @@ def prepare(
     Raises:
         ConfigError: for everything that the caller can put right.
 
-    An interrupted call leaves only *.partial files; calling again starts over. A call whose result is already there,
-    from the same inputs, returns at once.
+    An interrupted call leaves only *.partial files, and calling again with the same arguments goes on where it was
+    recorded last, every ten seconds or so; num_workers may change. A call whose result is already there, from the same
+    inputs, returns at once.
     """
     begin = time.perf_counter()
     if os.fspath(output).endswith("/") or Path(output).is_dir():
@@ -131,11 +133,17 @@ def prepare(
         "valid_fraction": valid_fraction,
         "tokenizer": given.sha256 if given else [vocab_size, tokenizer_sample],
     } | ({"skip_bad_lines": True} if skip_bad_lines else {})
+    journal = Journal(output)
     if _already_there(outputs, model_path, request, overwrite):
+        journal.discard()
         say(f"{output}: already prepared from the same inputs")
         return _result(outputs, model_path, begin, True)
+    unfinished = journal.read(request, overwrite)
+    if unfinished and not all(token_path(path, ".bin.partial").exists() for path in outputs.values()):
+        journal.discard()  # interrupted between the renames at its very end
+        unfinished = None
     if not overwrite:
-        _check_model(outputs, model_path, request)
+        _check_model(outputs, model_path, request, unfinished)
     if "valid" not in outputs and output.name != "valid":
         _check_held_out(output, sources, request)
 
@@ -143,6 +151,8 @@ def prepare(
         say(note)
     if given:
         model = given.model
+    elif unfinished:
+        model = journal.tokenizer(unfinished)
     else:
         say(f"training a tokenizer of {vocab_size:,} tokens")
         model = train_tokenizer(corpus.sample(tokenizer_sample), vocab_size)
@@ -151,13 +161,29 @@ def prepare(
     _check_siblings(output.parent, outputs, encoder.tokenizer)
 
     writers: dict[str, TokenFileWriter] = {}
-    first_bad = None
+    counts = {side: Counts() for side in outputs}
+    place, first_bad = Place(), None
+    if unfinished:
+        counts = {side: Counts(**recorded) for side, recorded in unfinished.counts.items()}
+        place, first_bad = unfinished.place, unfinished.first_bad
+        say(f"{output}: going on after {_tokens(counts)}, in {corpus.inputs[place.input].name}")
     try:
         for side, path in outputs.items():
-            writers[side] = TokenFileWriter(path, encoder.tokenizer.vocab_size)
-        counts = {side: Counts() for side in outputs}
-        with _Progress(corpus.size) as progress:
-            for encoded in encode(corpus, encoder, num_workers):
+            written = unfinished.written[side] if unfinished else None
+            writers[side] = TokenFileWriter(path, encoder.tokenizer.vocab_size, written)
+
+        def record(progress: Progress) -> None:
+            written = {side: writer.written() for side, writer in writers.items()}
+            by_side = {side: asdict(each) for side, each in counts.items()}
+            sha256 = encoder.tokenizer.sha256
+            journal.write(
+                Unfinished(request, sha256, place, progress.done, by_side, written, first_bad), None if given else model
+            )
+
+        with Progress(corpus, place, unfinished.progress if unfinished else 0) as progress:
+            if journal.due:  # training the tokenizer took long
+                record(progress)
+            for encoded in encode(corpus.chunks(place), encoder, num_workers):
                 for side, part in encoded.parts.items():
                     writers[side].add(part.tokens, part.lengths, encoded.continues)
                     counts[side].tokens += len(part.tokens)
@@ -165,11 +191,15 @@ def prepare(
                 counts["train"].empty_documents += encoded.empty_documents
                 counts["train"].bad_lines += encoded.bad_lines
                 first_bad = first_bad or encoded.first_bad
-                progress.update(encoded, sum(each.tokens for each in counts.values()))
+                progress.update(encoded)
+                if encoded.after and journal.due:
+                    place = encoded.after
+                    record(progress)
         for side, writer in writers.items():
             writer.finish()
             counts[side].documents = writer.num_documents
             if writer.num_documents == 0:
+                journal.discard()
                 bad = f" ({_many(counts['train'].bad_lines, 'bad line')}, the first: {first_bad})" if first_bad else ""
                 raise ConfigError(f"{writer.path}: no document with text went into this file{bad}; nothing is written")
         with writing(model_path):
@@ -178,9 +208,12 @@ def prepare(
                 (output.parent / name).unlink(missing_ok=True)
         for side in reversed(list(writers)):
             writers[side].publish(_provenance(sources, counts[side], encoder.tokenizer, writers[side], request))
+        journal.discard()
     finally:
+        if journal.exists:
+            say(f"{output}: unfinished; the same command goes on with it")
         for writer in reversed(list(writers.values())):  # the first may have made the folder
-            writer.abort()
+            writer.abort(keep=journal.exists)
     for side, path in outputs.items():
         say(f"{path}: {counts[side].tokens:,} tokens, {_many(counts[side].documents, 'document')}")
     if counts["train"].empty_documents:
@@ -234,7 +267,9 @@ def _already_there(outputs: dict[str, Path], model_path: Path, request: dict[str
     return len(existing) == len(outputs) and model_path.is_file()
 
 
-def _check_model(outputs: dict[str, Path], model_path: Path, request: dict[str, Any]) -> None:
+def _check_model(
+    outputs: dict[str, Path], model_path: Path, request: dict[str, Any], unfinished: Unfinished | None
+) -> None:
     """ConfigError if the folder's tokenizer would be replaced by another one: checkpoints need the old one."""
     there = tokenizer_in(model_path.parent)
     if not there.is_file():
@@ -242,7 +277,8 @@ def _check_model(outputs: dict[str, Path], model_path: Path, request: dict[str, 
     theirs = sha256(there.read_bytes()).hexdigest()
     # An interrupted call with this request may have left the tokenizer that it trained, and one of two token files.
     records = [record for path in outputs.values() if (record := read_provenance(path)).get("request") == request]
-    if request["tokenizer"] != theirs and all(record["tokenizer_sha256"] != theirs for record in records):
+    known = [record["tokenizer_sha256"] for record in records]
+    if theirs not in [request["tokenizer"], *known, *([unfinished.tokenizer_sha256] if unfinished else [])]:
         raise ConfigError(
             f"{there} exists and would be replaced by another tokenizer; models trained with it could not be used "
             f"any more. Write to another folder (-o), keep it with --tokenizer {there} and no --vocab-size, or "
@@ -306,43 +342,9 @@ def _result(outputs: dict[str, Path], model_path: Path, begin: float, already_th
     return Prepared(outputs["train"], outputs.get("valid"), model_path, counts, vocab_size, seconds, already_there)
 
 
+def _tokens(counts: dict[str, Counts]) -> str:
+    return _many(sum(each.tokens for each in counts.values()), "token")
+
+
 def _many(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
-
-
-# -- progress ----------------------------------------------------------------------------------------------------------
-
-
-class _Progress:
-    """A bar on a terminal, a line every ten seconds elsewhere: bytes read, or tokens if the size is not known."""
-
-    def __init__(self, total: int | None):
-        self._bar = tqdm(
-            total=total,
-            unit=" tokens" if total is None else "B",
-            unit_scale=True,
-            desc="tokenizing",
-            mininterval=0.2 if sys.stderr.isatty() else 10.0,
-            dynamic_ncols=True,
-        )
-        self._origin, self._consumed, self._tokens = "", 0, 0
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if error is None and self._bar.total:
-            self._bar.update(self._bar.total - self._bar.n)
-        self._bar.close()
-
-    def update(self, encoded: Encoded, tokens: int) -> None:
-        """Advance to what has been read of the chunk's input, and to `tokens` in all."""
-        if self._bar.total is None:
-            self._bar.update(tokens - self._tokens)
-            self._tokens = tokens
-            return
-        if encoded.origin != self._origin:
-            self._origin, self._consumed = encoded.origin, 0
-        self._bar.set_postfix_str(f"{tokens / 1e6:,.1f}M tokens", refresh=False)
-        self._bar.update(encoded.consumed - self._consumed)
-        self._consumed = encoded.consumed

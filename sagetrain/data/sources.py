@@ -36,6 +36,19 @@ _STDLIB_LEFT_OUT = {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib
                     "turtledemo"}  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Place:
+    """How far a corpus has been read."""
+
+    input: int = 0
+    """The input in hand; those before it have been read."""
+    records: int = 0
+    """Its records that have been read."""
+    offset: int = 0
+    """The byte after them where reading can begin there; 0: reading begins at the input's beginning and leaves them
+    out, which costs far less than turning them into tokens."""
+
+
 @dataclass
 class Chunk:
     """Consecutive records of one input, as the reader hands them to a worker."""
@@ -56,6 +69,10 @@ class Chunk:
     """The first record is the rest of the document that the chunk before left unfinished."""
     unfinished: bool = False
     """The document of the last record goes on in the next chunk."""
+    offset: int = 0
+    """As in Place, where the chunk ends."""
+    after: Place | None = None
+    """What has been read with this chunk; None inside of a document."""
 
     def texts(self, text_key: str, skip_bad: bool = False) -> Iterator[str | ConfigError | None]:
         """The records' texts in order; None stands for an empty document.
@@ -124,7 +141,8 @@ class Input:
     """One file or dataset: how to read it, how large it is, what makes it the same one next time."""
 
     name: str
-    read: Callable[[], Iterator[Chunk]]
+    read: Callable[[Place], Iterator[Chunk]]
+    """Chunks of the input; those of a place's records may be left out."""
     size: int | None
     """Bytes on disk, for the progress bar; None: unknown."""
     identity: list[Any]
@@ -157,9 +175,19 @@ class Corpus:
         for source in sources:
             self.inputs += self._resolve(source, glob, config_name, split)
 
-    def __iter__(self) -> Iterator[Chunk]:
-        for each in self.inputs:
-            yield from each.read()
+    def chunks(self, start: Place = Place()) -> Iterator[Chunk]:
+        """What comes after `start`."""
+        for number, each in enumerate(self.inputs[start.input :], start.input):
+            place = start if number == start.input else Place(number)
+            for chunk in each.read(place):
+                known = place.records - chunk.first + 1
+                if known >= len(chunk.records):
+                    continue
+                if known > 0:
+                    chunk.first, chunk.records = chunk.first + known, chunk.records[known:]
+                if not chunk.unfinished:
+                    chunk.after = Place(number, chunk.first + len(chunk.records) - 1, chunk.offset)
+                yield chunk
 
     @property
     def size(self) -> int | None:
@@ -180,7 +208,7 @@ class Corpus:
         left = max_characters
         for each in sorted(self.inputs, key=lambda each: blake2b(each.name.encode()).digest()):
             from_this = 0
-            for chunk in each.read():
+            for chunk in each.read(Place()):
                 for text in chunk.texts(self.text_key, self._skip_bad):
                     if isinstance(text, str) and from_this < share and left > 0:
                         text = text[: min(share - from_this, left)]
@@ -229,17 +257,17 @@ class Corpus:
     def _file(self, path: Path) -> Input:
         structured = _ends(path, *_STRUCTURED)
         if _ends(path, ".parquet"):
-            read = lambda: _read_parquet(path, self.text_key)  # noqa: E731
+            read = lambda place: _read_parquet(path, self.text_key)  # noqa: E731
         elif structured:
-            read = lambda: _read_lines(path)  # noqa: E731
+            read = lambda place: _read_lines(path, place)  # noqa: E731
         else:
-            read = lambda: _read_text(path)  # noqa: E731
+            read = lambda place: _read_text(path)  # noqa: E731
         stat = path.stat()
         identity = [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
         return Input(str(path), read, stat.st_size, identity, one_document=not structured)
 
     def _dataset(self, name: str, load: Callable[[], Any], identity: list[Any]) -> Input:
-        return Input(name, lambda: _read_dataset(name, load(), self.text_key), None, identity)
+        return Input(name, lambda place: _read_dataset(name, load(), self.text_key, place), None, identity)
 
 
 def _ends(path: str | Path, *suffixes: str) -> bool:
@@ -250,10 +278,14 @@ def _ends(path: str | Path, *suffixes: str) -> bool:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Decompressed blocks of a file, and how many bytes of it had been read. ConfigError if it cannot be read."""
+def _blocks(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
+    """Decompressed blocks of a file, and how many bytes of it had been read. ConfigError if it cannot be read.
+
+    `start`: byte of an uncompressed file to begin at.
+    """
     try:
         with open(path, "rb") as raw:
+            raw.seek(start)
             if _ends(path, ".gz"):
                 file = gzip.GzipFile(fileobj=raw)
                 blocks: Iterable[bytes] = iter(lambda: file.read(_BLOCK), b"")
@@ -261,7 +293,7 @@ def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
                 blocks = _zstd_blocks(path, raw)
             else:
                 blocks = iter(lambda: raw.read(_BLOCK), b"")
-            first = True
+            first = start == 0
             for block in blocks:
                 if first and block:
                     block, first = block.removeprefix(b"\xef\xbb\xbf"), False  # a byte order mark is not text
@@ -288,30 +320,36 @@ def _zstd_blocks(path: Path, raw: io.BufferedReader) -> Iterator[bytes]:
         raise ConfigError(f"cannot read {path}: it ends in the middle of a zstd frame (cut short?)")
 
 
-def _read_lines(path: Path) -> Iterator[Chunk]:
+def _read_lines(path: Path, place: Place) -> Iterator[Chunk]:
     """Chunks of whole lines."""
-    number, size, consumed, lines = 1, 0, 0, []
-    for line, consumed in _lines(_blocks(path)):
+    number = place.records + 1 if place.offset else 1
+    size, consumed, rest, lines = 0, 0, 0, []
+    plain = not _ends(path, ".gz", ".zst")
+    for line, consumed, rest in _lines(_blocks(path, place.offset)):
         lines.append(line)
         size += len(line)
         if size >= CHUNK_BYTES or len(lines) >= CHUNK_RECORDS:
-            yield Chunk(str(path), "line", number, lines, consumed)
+            yield Chunk(str(path), "line", number, lines, consumed, offset=consumed - rest if plain else 0)
             number, size, lines = number + len(lines), 0, []
     if lines:
-        yield Chunk(str(path), "line", number, lines, consumed)
+        yield Chunk(str(path), "line", number, lines, consumed, offset=consumed - rest if plain else 0)
 
 
-def _lines(blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
-    rest: list[bytes] = []
+def _lines(blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, int, int]]:
+    """Lines, how many bytes of the file had been read, and how many of the last block come after the line."""
+    parts: list[bytes] = []
     consumed = 0
     for block, consumed in blocks:
         begin, *others = block.split(b"\n")
-        rest.append(begin)
+        parts.append(begin)
+        rest = len(block) - len(begin)
         for line in others:
-            yield b"".join(rest), consumed
-            rest = [line]
-    if any(rest):
-        yield b"".join(rest), consumed
+            rest -= 1
+            yield b"".join(parts), consumed, rest
+            parts = [line]
+            rest -= len(line)
+    if any(parts):
+        yield b"".join(parts), consumed, 0
 
 
 def _read_text(path: Path) -> Iterator[Chunk]:
@@ -346,7 +384,7 @@ def _read_text(path: Path) -> Iterator[Chunk]:
 
 def _refuse_json_lines(path: Path) -> None:
     """ConfigError if the first line with text is a JSON object."""
-    line = next(line for line, _ in _lines(_blocks(path)) if line.strip())
+    line = next(line for line, *_ in _lines(_blocks(path)) if line.strip())
     try:
         json.loads(line)
     except ValueError:
@@ -430,12 +468,12 @@ def _load_saved(path: str, split: str) -> Any:
     return loaded
 
 
-def _read_dataset(name: str, dataset: Any, text_key: str) -> Iterator[Chunk]:
+def _read_dataset(name: str, dataset: Any, text_key: str, place: Place) -> Iterator[Chunk]:
     names = dataset.column_names  # None: a stream that does not know them yet
     if names is not None and text_key in names:
         dataset = dataset.select_columns([text_key])  # other columns may be costly to decode
-    number = 1
-    for batch in dataset.iter(batch_size=512):
+    number = place.records + 1
+    for batch in dataset.skip(place.records).iter(batch_size=512):
         if text_key not in batch:
             raise ConfigError(f"{name}: {no_such_key(text_key, batch)}")
         yield Chunk(name, "row", number, batch[text_key])
@@ -460,7 +498,7 @@ def _stdlib() -> list[Input]:
     if not files:
         raise ConfigError(f"{STDLIB}: this Python has no library sources in {root}")
     identity = [STDLIB, sys.version, str(root), len(files)]
-    return [Input(STDLIB, lambda: _read_stdlib(files), sum(path.stat().st_size for path in files), identity)]
+    return [Input(STDLIB, lambda place: _read_stdlib(files), sum(path.stat().st_size for path in files), identity)]
 
 
 def _read_stdlib(files: list[Path]) -> Iterator[Chunk]:

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
@@ -54,11 +55,11 @@ class TokenFileWriter:
     .idx last; whatever happens before, nothing looks like a finished file.
     """
 
-    def __init__(self, path: str | os.PathLike, vocab_size: int):
-        """Opens the partial files, in a new folder if need be.
+    def __init__(self, path: str | os.PathLike, vocab_size: int, written: dict[str, Any] | None = None):
+        """Opens the partial files, in a new folder if need be; goes on after what an earlier one had `written`.
 
-        ConfigError, here and in what follows, if they cannot be written (a full disk, say), or another process writes
-        there.
+        ConfigError, here and in what follows, if they cannot be written (a full disk, say), another process writes
+        there, or they do not begin with what had been written.
         """
         self.path = Path(path)
         self.dtype = token_dtype(vocab_size)
@@ -72,8 +73,28 @@ class TokenFileWriter:
         self._new_folders = [each for each in (folder, *folder.parents) if not each.exists()]
         self._idx = _open_locked(token_path(path, ".idx.partial"))
         with writing(token_path(path, ".bin.partial")):
-            self._bin = open(token_path(path, ".bin.partial"), "wb", buffering=_BLOCK)  # noqa: SIM115
+            fd = os.open(token_path(path, ".bin.partial"), os.O_RDWR | os.O_CREAT, 0o666)
+            self._bin = open(fd, "r+b", buffering=_BLOCK)  # noqa: SIM115
+        if written:
+            self._go_on(written)
+        self._bin.truncate(self._bin.seek(self.num_tokens * self.dtype.itemsize))
         self._idx.write(bytes(_HEADER.size))  # the header comes last: no magic yet
+        self._idx.truncate(self._idx.seek(_HEADER.size + 4 * self.num_documents))
+
+    def _go_on(self, written: dict[str, Any]) -> None:
+        left = written["tokens"] * self.dtype.itemsize
+        while block := self._bin.read(min(left, 4 * _BLOCK)):
+            self._hash.update(block)
+            left -= len(block)
+        index = _HEADER.size + 4 * written["documents"]
+        if left or self._hash.hexdigest() != written["sha256"] or os.fstat(self._idx.fileno()).st_size < index:
+            self._bin.close()
+            self._idx.close()
+            raise ConfigError(
+                f"{self.path}.bin.partial and .idx.partial no longer hold what an unfinished call had written: delete "
+                f"{self.path}.*.partial to start over"
+            )
+        self.num_tokens, self.num_documents = written["tokens"], written["documents"]
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, continues: bool = False) -> None:
         """Append documents: `tokens` holds them end to end, `lengths` their lengths (all at least 1).
@@ -100,21 +121,34 @@ class TokenFileWriter:
         self.num_documents += len(lengths) - 1
         self._open_length = int(lengths[-1])
 
+    def written(self) -> dict[str, Any]:
+        """Bring what was added, whole documents, to the disk; what another writer needs to go on after it."""
+        self._close_document()
+        self._to_disk()
+        return {"tokens": self.num_tokens, "documents": self.num_documents, "sha256": self._hash.hexdigest()}
+
     def finish(self) -> None:
         """Complete both partial files and bring them to the disk."""
+        self._close_document()
         with writing(token_path(self.path, ".idx")):
             self._write_index()
+        self._to_disk()
+        self.sha256 = self._hash.hexdigest()
+
+    def _to_disk(self) -> None:
         for file, suffix in ((self._bin, ".bin"), (self._idx, ".idx")):
             with writing(token_path(self.path, suffix)):
                 file.flush()
                 os.fsync(file.fileno())
-        self.sha256 = self._hash.hexdigest()
 
-    def _write_index(self) -> None:
+    def _close_document(self) -> None:
         if self._open_length:
-            self._idx.write(struct.pack("<i", self._open_length))
+            with writing(token_path(self.path, ".idx")):
+                self._idx.write(struct.pack("<i", self._open_length))
             self.num_documents += 1
             self._open_length = 0
+
+    def _write_index(self) -> None:
         self._idx.flush()
         offset = 0
         for start in range(0, self.num_documents, _BLOCK):
@@ -139,12 +173,14 @@ class TokenFileWriter:
         self._bin.close()
         self._idx.close()
 
-    def abort(self) -> None:
-        """Remove the partial files, and the folders that were made for them unless something else is in there."""
+    def abort(self, keep: bool = False) -> None:
+        """Close the partial files. Unless they are to be kept, remove them, and the folders that were made for them if
+        nothing else is in there."""
         for file, suffix in ((self._bin, ".bin.partial"), (self._idx, ".idx.partial")):
             if not file.closed:
                 with suppress(FileNotFoundError):
-                    os.unlink(token_path(self.path, suffix))
+                    if not keep:
+                        os.unlink(token_path(self.path, suffix))
                 with suppress(OSError):  # a full disk does not take what is still buffered
                     file.close()
         for folder in self._new_folders:
@@ -334,7 +370,7 @@ def read_provenance(path: str | os.PathLike) -> dict[str, Any]:
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a small file so that it is either whole or as it was; an OSError names it, and leaves nothing behind."""
-    temporary = Path(f"{path}.partial")
+    temporary = Path(f"{path}.{platform.node()}-{os.getpid()}.partial")  # another host may write the same
     try:
         with open(temporary, "wb") as file:
             file.write(data)
@@ -360,7 +396,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _open_locked(path: Path):
-    """Open for writing from scratch, unless another process has it open this way."""
+    """Open for writing, unless another process has it open this way."""
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -374,6 +410,5 @@ def _open_locked(path: Path):
             raise ConfigError(f"another process is writing {path}: wait for it, or choose another output") from error
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                file.truncate(0)
                 return file
-        file.close()  # between opening and locking its writer has published or removed it: not ours to empty
+        file.close()  # between opening and locking its writer has published or removed it: not ours to write

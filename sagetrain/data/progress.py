@@ -1,0 +1,61 @@
+"""How far `sagetrain prepare` has come: a bar on a terminal, a line every ten seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from tqdm import tqdm
+
+from sagetrain.data.encode import Encoded
+from sagetrain.data.sources import Corpus, Place
+
+
+class Progress:
+    """Bytes read of all, the time left and tokens a second; tokens alone if the size is not known."""
+
+    def __init__(self, corpus: Corpus, place: Place, done: int):
+        """`done`: what an earlier call's bar had come to at `place`."""
+        self._bar = tqdm(
+            total=corpus.size,
+            initial=done,
+            unit=" tokens" if corpus.size is None else "B",
+            unit_scale=True,
+            desc="tokenizing",
+            mininterval=0.2 if sys.stderr.isatty() else 10.0,
+            dynamic_ncols=True,
+        )
+        self._origin = corpus.inputs[place.input].name
+        self._consumed = done - sum(each.size or 0 for each in corpus.inputs[: place.input])
+        self._tokens = 0
+        self._begin = time.monotonic()
+
+    @property
+    def done(self) -> int:
+        """What the bar has come to."""
+        return int(self._bar.n)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None and self._bar.total:
+            self._bar.update(self._bar.total - self._bar.n)
+        self._bar.close()
+
+    def update(self, encoded: Encoded) -> None:
+        """Advance to what has been read of the chunk's input."""
+        tokens = sum(len(part.tokens) for part in encoded.parts.values())
+        self._tokens += tokens
+        if self._bar.total is None:
+            self._bar.update(tokens)
+            return
+        if encoded.origin != self._origin:
+            self._origin, self._consumed = encoded.origin, 0
+        rate = self._tokens / (time.monotonic() - self._begin + 1e-9)
+        self._bar.set_postfix_str(f"{rate / 1e6:,.2f}M tokens/s", refresh=False)
+        self._bar.update(encoded.consumed - self._consumed)
+        self._consumed = encoded.consumed
