@@ -1,4 +1,4 @@
-"""The `sagetrain` command: with cli_studies.py the only place that reads the command line.
+"""The `sagetrain` command: with cli_generate.py and cli_studies.py the only place that reads the command line.
 
 Heavy imports sit inside the commands, so that `--help` and `plan` answer at once and without torch.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import enum
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from sagetrain import __version__
-from sagetrain.cli_options import Checkpoint, Config, Overrides, RunDir
+from sagetrain.cli_generate import generation
+from sagetrain.cli_options import Checkpoint, Config, InferenceAttention, Overrides, RunDir
 from sagetrain.cli_studies import studies
 from sagetrain.config.errors import ConfigError
 from sagetrain.exits import Errors as _Errors
@@ -31,6 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # whose tables cut option names where a terminal is narrow
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(generation)
 app.add_typer(studies)
 
 Gpu = enum.Enum("Gpu", {name: name for name in HARDWARE})
@@ -48,6 +49,9 @@ def sagetrain(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    local_rank: Annotated[
+        int, typer.Option("--local_rank", "--local-rank", hidden=True, help="Given by `deepspeed --module sagetrain`.")
+    ] = 0,
 ) -> None:
     """Pretrain Llama-like models with trainable INT8 attention (SageBwd).
 
@@ -224,6 +228,7 @@ def evaluate(
         str | None,
         typer.Option(metavar="PATH", help="Token file, without suffix, to evaluate on. Default: data.valid."),
     ] = None,
+    attention: InferenceAttention = None,
     checkpoint: Checkpoint = None,
 ) -> None:
     """Loss and perplexity of a run's newest checkpoint on its held-out data."""
@@ -232,7 +237,7 @@ def evaluate(
         from sagetrain.inference.evaluate import evaluate as loss_of
         from sagetrain.inference.load import load_run
 
-        run = load_run(run_dir, _warn, checkpoint)
+        run = load_run(run_dir, _warn, checkpoint, attention=attention.value if attention else None)
         asked = num_sequences or run.cfg.evaluation.num_sequences
         result = loss_of(run, asked, path=data, report=_warn)
     if result.sequences < asked:
@@ -244,37 +249,6 @@ def evaluate(
             f"unigram loss      {result.unigram_loss:.4f} nats per token: by the tokens' frequencies in the training "
             "data, the best without context"
         )
-
-
-@app.command()
-def generate(
-    run_dir: RunDir,
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; -: standard input.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="Continue the text of a file (UTF-8), to its last character.")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 100,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token each time; else at least 1e-6.")
-    ] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")] = 50,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
-    checkpoint: Checkpoint = None,
-) -> None:
-    """Continue a text with a run's newest checkpoint."""
-    with _Errors(run_dir=run_dir):
-        _use_cores()
-        from sagetrain.inference.generate import generate as text_after
-        from sagetrain.inference.load import load_run
-
-        if not (temperature == 0 or temperature >= 1e-6):  # logits over it would not be finite; nor is nan
-            raise ConfigError(f"--temperature {temperature}: neither 0 nor at least 1e-6; 0 takes the likeliest token")
-        text = _text(prompt, file)
-        run = load_run(run_dir, _warn, checkpoint)
-        typer.echo(text, nl=False)
-        for piece in text_after(run, text, max_tokens, temperature, top_k, seed):
-            typer.echo(piece, nl=False)
-    typer.echo()
 
 
 class Dtype(enum.Enum):
@@ -320,24 +294,6 @@ def import_folder(
         f"{done.tokenizer or 'none'}, sequences of up to {done.seq_length:,} tokens; start from it with "
         f"training.init_from={run_dir} and the model and attention sections of its config.yaml"
     )
-
-
-def _text(prompt: str | None, file: Path | None) -> str:
-    """What to continue: the prompt, standard input or a file."""
-    if prompt is not None and file is not None:
-        raise ConfigError(f"give either a prompt or --file {file}, not both")
-    try:
-        if prompt == "-":
-            return sys.stdin.buffer.read().decode()
-        if file is not None:
-            return file.read_bytes().decode()
-        (prompt or "").encode()
-    except OSError as error:
-        raise ConfigError(f"--file {file} cannot be read: {error.strerror}") from error
-    except UnicodeError as error:
-        what = f"the text of {file}" if file else "standard input" if prompt == "-" else f"the prompt {prompt!r}"
-        raise ConfigError(f"{what} is not UTF-8 ({error.reason}); convert it") from error
-    return prompt or ""
 
 
 def _named(command: str, first: str | None, option: Path | None, others: list[str] | None) -> tuple[Path, list[str]]:

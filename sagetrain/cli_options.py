@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated
 
@@ -16,4 +17,9 @@ RunDir = Annotated[Path, typer.Argument(help="Folder of a run (its training.run_
 Checkpoint = Annotated[
     int | None,
     typer.Option("--checkpoint", metavar="STEP", min=1, show_default=False, help="Its checkpoint of this step."),
+]
+Attention = enum.Enum("Attention", {name: name for name in ("sdpa", "sage", "flash", "reference")})
+InferenceAttention = Annotated[
+    Attention | None,
+    typer.Option("--attention", show_default=False, help="Compute with this attention. Default: the run's own."),
 ]

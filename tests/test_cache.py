@@ -20,28 +20,58 @@ def model(qk_norm: str = "before_rope", **shape: object) -> Transformer:
     return Transformer(config, attention, vocab_size=64, groups=ParallelGroups.single(), seed=3).eval()
 
 
+def texts(*lengths: int) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 64, (length,), generator=draw).tolist() for length in lengths]
+
+
+def check(logits: torch.Tensor, whole: Transformer, text: list[int]) -> None:
+    torch.testing.assert_close(logits, whole(torch.tensor([text]))[0, -1], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("heads", [4, 2, 1])
 @pytest.mark.parametrize("qk_norm", ["none", "before_rope", "after_rope"])
 @pytest.mark.parametrize("scaling", [None, YARN])
 @torch.no_grad()
 def test_logits_are_those_of_the_whole_context(heads: int, qk_norm: str, scaling: RopeScaling | None) -> None:
-    """Of a prompt, then several tokens together, then one at a time, for two sequences."""
+    """Of rows that are as long as each other, then, with a third one, of different lengths."""
     whole = model(qk_norm, num_key_value_heads=heads, rope_scaling=scaling)
-    tokens = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(0))
-    cached = CachedModel(whole, 20)
-    pieces = [cached(piece) for piece in tokens.split([7, 5, *[1] * 8], 1)]
-    torch.testing.assert_close(torch.cat(pieces, 1), whole(tokens), rtol=0, atol=1e-5)
-    assert cached.room == 0
+    rows, cached = texts(20, 20, 20), CachedModel(whole, 3, 20)
+    starts = [12, 12, 3]
+    for step in range(6):
+        for row in (0, 1) if step == 0 else (2,) if step == 3 else ():
+            check(cached.read(row, rows[row][: starts[row]]), whole, rows[row][: starts[row]])
+        ends = [start + 1 for start in cached.lengths]
+        logits = cached([text[end - 1] for text, end in zip(rows, ends, strict=False)])
+        assert len(logits) == (2 if step < 3 else 3)
+        for got, text, end in zip(logits, rows, ends, strict=False):
+            check(got, whole, text[:end])
+
+
+@torch.no_grad()
+def test_rows_are_read_anew_and_dropped() -> None:
+    whole = model()
+    first, second, third = texts(9, 5, 7)
+    cached = CachedModel(whole, 3, 12)
+    for row, text in enumerate((first, second, third)):
+        cached.read(row, text)
+    cached.read(1, first[:2])
+    cached.drop(0)
+    assert cached.lengths == [7, 2]
+    logits = cached([1, 2])
+    check(logits[0], whole, [*third, 1])
+    check(logits[1], whole, [*first[:2], 2])
 
 
 @torch.no_grad()
 def test_the_model_itself_stays_as_it_is() -> None:
     whole = model()
-    tokens = torch.arange(12).view(1, -1)
-    before, cached = whole(tokens), CachedModel(whole, 12)
-    cached(tokens)
-    assert torch.equal(whole(tokens), before)
+    (text,) = texts(12)
+    before, cached = whole(torch.tensor([text])), CachedModel(whole, 1, 12)
+    read = cached.read(0, text)
+    assert torch.equal(whole(torch.tensor([text])), before)
     with pytest.raises(ValueError, match="13 tokens are more than the context of 12"):
-        cached(tokens[:, :1])
-    cached.forget()
-    assert torch.equal(cached(tokens), before)
+        cached([1])
+    with pytest.raises(ValueError, match="13 tokens are more than the context of 12"):
+        cached.read(0, [*text, 1])
+    assert torch.equal(cached.read(0, text), read)

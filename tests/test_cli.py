@@ -27,6 +27,7 @@ def command(*words: object) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("words", [
     ["-m", "sagetrain", "train", "--config", "none.yaml"],
     ["-m", "sagetrain.cli", "train", "none.yaml"],
+    ["-m", "sagetrain", "--local_rank=0", "train", "none.yaml"],  # as deepspeed --module calls it
     ["launch/train.py", "--local_rank=0", "none.yaml", "optimizer.lr=1"],  # as the deepspeed launcher calls it
 ])  # fmt: skip
 def test_the_package_the_module_and_the_launchers_script_can_be_run(words: list[str]) -> None:

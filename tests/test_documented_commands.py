@@ -116,24 +116,29 @@ def train(words: list[str], world_size: int) -> None:
     assert [str(finding) for finding in findings if finding.level == "error"] == []
 
 
-def script(path: str) -> None:
-    assert path == "launch/train.py"
-
-
 def deepspeed(words: list[str]) -> None:
     given = runner.parse_args(words)
-    script(given.user_script)
     ranks = given.num_gpus
     if ranks <= 0:  # those of a host file, which is made from the example
         example = Path(f"{given.hostfile}.example").read_text()
         ranks = sum(map(int, re.findall(r"^\w+ slots=(\d+)", example, re.M)))
-    train(given.user_args, ranks)
+    on_ranks(given.user_script, given.module, given.user_args, ranks)
+
+
+def on_ranks(script: str, is_module: bool, words: list[str], ranks: int) -> None:
+    """What a launcher starts: training, or any command."""
+    if is_module:
+        assert script == "sagetrain"
+        sagetrain(words)
+    else:
+        assert script == "launch/train.py"
+        train(words, ranks)
 
 
 def torch_run(words: list[str]) -> None:
     given = torchrun.parse_args(words)
-    script(given.training_script)
-    train(given.training_script_args, int(given.nnodes) * int(given.nproc_per_node))
+    ranks = int(given.nnodes.rpartition(":")[2]) * int(given.nproc_per_node)
+    on_ranks(given.training_script, given.module, given.training_script_args, ranks)
 
 
 def sbatch(words: list[str]) -> None:

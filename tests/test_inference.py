@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from prepare_inputs import published_tokenizer
 from runs import finish, sagetrain, write_config
-from sagetrain import cli
-from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.prepare import prepare
 from sagetrain.data.token_file import TokenFile, TokenFileWriter, read_provenance
 from sagetrain.inference import load
 from sagetrain.inference.evaluate import evaluate
-from sagetrain.inference.generate import generate
 from sagetrain.inference.load import load_run
 
 
@@ -83,27 +76,6 @@ def test_any_checkpoint_can_be_named(run: Path) -> None:
     assert "has no checkpoint of step 99; it has steps: 5, 10" in missing.stderr
 
 
-def test_text_comes_from_a_file_or_from_standard_input(monkeypatch, tmp_path: Path) -> None:
-    (tmp_path / "prompt.txt").write_bytes("über\n".encode())
-    (tmp_path / "latin.txt").write_bytes("über".encode("latin1"))
-    assert cli._text(None, tmp_path / "prompt.txt") == "über\n"
-    assert (cli._text(None, None), cli._text("as is", None)) == ("", "as is")
-    for content, file, message in (
-        (None, tmp_path / "latin.txt", r"the text of .*latin\.txt is not UTF-8"),
-        (None, tmp_path / "none", "--file .*none cannot be read: No such file"),
-        ("x", tmp_path / "prompt.txt", "either a prompt or --file"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            cli._text(content, file)
-    for content, name in (("über\n".encode(), "prompt.txt"), (b"\xfc", None)):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-        if name:
-            assert cli._text("-", None) == "über\n"
-        else:
-            with pytest.raises(ConfigError, match="standard input is not UTF-8"):
-                cli._text("-", None)
-
-
 def test_generate_continues_the_prompt_and_repeats_itself(run: Path) -> None:
     first, again, other = (
         sagetrain("generate", run, "def get(", "--max-tokens", 12, "--seed", seed).stdout for seed in (0, 0, 1)
@@ -151,57 +123,3 @@ def test_what_was_trained_elsewhere_runs_on_sdpa(run: Path, monkeypatch: pytest.
     loaded = load_run(run, said.append)
     assert said == ["attention.backend flash needs a GPU; sdpa is used here"]
     assert loaded.model.blocks[0].attention.function.name == "sdpa" and math.isfinite(evaluate(loaded, 1).loss)
-
-
-def test_no_token_is_sampled_that_the_tokenizer_does_not_have(run: Path) -> None:
-    """model.vocab_size may be larger than the tokenizer's."""
-    loaded = load_run(run, print)
-    loaded.tokenizer.vocab_size = 3 + 256  # bytes alone
-    for options in ((5.0, 0), (5.0, 500), (0.0, 0)):
-        asked: list[int] = []
-        decode = loaded.tokenizer.decode
-        loaded.tokenizer.decode = lambda ids, asked=asked, decode=decode: (asked.extend(ids), decode(ids))[1]
-        list(generate(loaded, "\n", 20, *options, seed=0))
-        assert asked and max(asked) < 259
-
-
-def test_the_space_before_the_first_word_is_kept(run: Path) -> None:
-    """By tokenizers that put a space before every text and leave it out of what they decode."""
-    loaded, tokenizer = load_run(run, print), published_tokenizer()
-    assert tokenizer.decode(tokenizer.encode("get")) == "get"
-    loaded.tokenizer, script = tokenizer, iter([*tokenizer.encode("get one"), tokenizer.eos_id])
-
-    class Scripted:
-        blocks = ()
-
-        def __call__(self, context: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            logits = torch.zeros(1, context.shape[1], 512)
-            logits[0, -1, next(script)] = 1.0
-            return logits
-
-    loaded.model = Scripted()
-    assert "".join(generate(loaded, "def", 20, 0.0, 0, seed=0)) == " get one"
-
-
-def test_the_likeliest_text_is_that_of_the_whole_context(run: Path) -> None:
-    """Kept keys and values change nothing, and a full context (32 tokens here) goes on with its later half."""
-    loaded = load_run(run, print)
-    asked: list[list[int]] = []
-    decode = loaded.tokenizer.decode
-    loaded.tokenizer.decode = lambda ids: (asked.append(list(ids)), decode(ids))[1]
-    loaded.tokenizer.eos_id = -1
-    list(generate(loaded, "def get(", 60, 0.0, 0, seed=0))
-    tokens, start = max(asked, key=len), len(loaded.tokenizer.encode("def get("))
-    assert len(tokens) == start + 60
-    first = 0
-    for end in range(start, len(tokens)):
-        if end - first > 32:
-            first = end - 17
-        with torch.no_grad():
-            logits = loaded.model(torch.tensor([tokens[first:end]]))[0, -1, : loaded.tokenizer.vocab_size]
-        assert logits.max() - logits[tokens[end]] < 1e-5
-
-
-def test_a_prompt_longer_than_the_context_is_refused(run: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the prompt has \d+ tokens, more than the context of 32 .*seq_length"):
-        next(generate(load_run(run, print), "def get(self):\n" * 20, 1, 0.0, 0, seed=0))

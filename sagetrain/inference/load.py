@@ -1,4 +1,4 @@
-"""A run's checkpoint as a model, in one process, on a GPU or without one."""
+"""A run's checkpoint as a model, in one process or over the ranks of a launcher, on GPUs or without one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 
 from sagetrain.config.arithmetic import padded_vocab_size
+from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import RunConfig, tokenizer_in
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.inference.ranks import Ranks
 from sagetrain.model.selection import resolve_backend
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train import checkpoint
 from sagetrain.train.attention import kept
 from sagetrain.train.checkpoint import CheckpointError, Reader
@@ -74,29 +75,52 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
     return OpenRun(cfg, reader, tokenizer, state["identity"]["vocab_size"], state["step"], state["tokens"])
 
 
-def load_run(run_dir: Path, report: Callable[[str], None], step: int | None = None) -> TrainedRun:
-    """The checkpoint of `open_run` as a model. `report` hears what was passed over, and what runs otherwise here."""
+def load_run(
+    run_dir: Path,
+    report: Callable[[str], None],
+    step: int | None = None,
+    *,
+    attention: str | None = None,
+    ranks: Ranks | None = None,
+) -> TrainedRun:
+    """The checkpoint of `open_run` as a model. `report` hears what was passed over, and what runs otherwise here.
+
+    Args:
+        attention: a backend (model/backends.py) in place of the one that the run was trained with.
+        ranks: that share the model, tensor parallel; all of them call it. Default: this process has all of it.
+
+    Raises:
+        CheckpointError: as open_run.
+        ConfigError: `attention` cannot run here, or the model cannot be spread over so many ranks.
+    """
     run = open_run(run_dir, report, step)
-    cfg, device, groups = run.cfg, torch.device("cuda" if torch.cuda.is_available() else "cpu"), ParallelGroups.single()
+    ranks = ranks or Ranks.alone()
+    cfg, device, groups = run.cfg, ranks.device, ranks.groups
     trained = kept(cfg.attention, run.reader.folder)
     dtype = torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32
     try:
-        backend, _ = resolve_backend(trained, cfg.model, device=device, dtype=dtype)
-    except ValueError as error:  # trained on other hardware
-        report(f"{error}; sdpa is used here")
+        asked = trained if attention is None else trained.model_copy(update={"backend": attention})
+        backend, _ = resolve_backend(asked, cfg.model, device=device, dtype=dtype)
+    except ValueError as error:
+        if attention is not None:
+            raise ConfigError(f"--attention {attention}: {error}") from error
+        report(f"{error}; sdpa is used here")  # trained on other hardware
         backend = "sdpa"
     if backend == "auto":  # not recorded by the version that trained it
         backend = "sdpa"
-    attention = trained.model_copy(update={"backend": backend})
-    model = Transformer(
-        cfg.model,
-        attention,
-        vocab_size=padded_vocab_size(run.vocab_size),
-        groups=groups,
-        seed=cfg.training.seed,
-        dtype=dtype,
-        device=device,
-    )
+    try:
+        model = Transformer(
+            cfg.model,
+            trained.model_copy(update={"backend": backend}),
+            vocab_size=padded_vocab_size(run.vocab_size),
+            groups=groups,
+            overlap=False,  # which would take a batch apart
+            seed=cfg.training.seed,
+            dtype=dtype,
+            device=device,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{error}: start the command on fewer ranks") from error
     checkpoint.load_weights(run.reader, model, groups)
     model.eval()
     return TrainedRun(cfg, model, run.tokenizer, run.vocab_size, run.step, run.tokens, device)

@@ -1,0 +1,160 @@
+"""The command that writes text: generate. cli.py has the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sagetrain.cli_options import Checkpoint, InferenceAttention, RunDir
+from sagetrain.config.errors import ConfigError
+from sagetrain.exits import Errors as _Errors
+from sagetrain.exits import leave_together as _leave_together
+from sagetrain.exits import warn as _warn
+
+if TYPE_CHECKING:
+    from sagetrain.inference.generate import Completion
+
+generation = typer.Typer()
+
+
+@generation.command()
+def generate(
+    run_dir: RunDir,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue; -: standard input.", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="The same, and repeatable.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Continue the text of a file (UTF-8), to its last character.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Continue each line of a file, or each record's prompt of a .jsonl; empty lines are none.",
+        ),
+    ] = None,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", "-i", help="Continue each line of standard input as it comes.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the likeliest token each time; else at least 1e-6.")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")] = 50,
+    top_p: Annotated[
+        float, typer.Option(help="Of these only from the fewest that have this probability together, above 0 to 1.")
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End before this text, which is not printed. Repeatable."),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling: of each prompt alone, whatever the batch.")
+    ] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are continued at the same time.")] = 8,
+    attention: InferenceAttention = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print a line of JSON for each prompt: prompt, text, tokens, and why it ended."),
+    ] = False,
+    checkpoint: Checkpoint = None,
+) -> None:
+    """Continue texts with a run's newest checkpoint.
+
+    One text is printed while it is written, several in their order, with an empty line between. A model that needs
+    several GPUs is spread over the ranks of a launcher:
+
+    \b
+    torchrun --nproc-per-node 2 -m sagetrain generate runs/7b "Once"
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    with _Errors(rank, run_dir):
+        from sagetrain.parallel.host import use_cores
+
+        use_cores()
+        from sagetrain.inference.generate import Sampling
+        from sagetrain.inference.generate import generate as completions
+        from sagetrain.inference.load import load_run
+        from sagetrain.inference.prompts import read_prompts
+        from sagetrain.inference.ranks import Ranks
+
+        sampling = Sampling(max_tokens, temperature, top_k, top_p, tuple(stop or ()), seed)
+        words = [*([prompt] if prompt is not None else []), *(prompts or [])]
+        if prompt is not None and prompts:
+            raise ConfigError("give either a prompt or --prompt, not both; --prompt is repeatable")
+        if interactive and (words or file or prompt_file):
+            raise ConfigError("--interactive reads its prompts from standard input: leave the others out")
+        ranks = Ranks.join()
+        given = [] if interactive else ranks.tell(lambda: read_prompts(words, file, prompt_file))
+        run = load_run(
+            run_dir,
+            _warn if ranks.main else lambda text: None,
+            checkpoint,
+            attention=attention.value if attention else None,
+            ranks=ranks,
+        )
+        while interactive and (line := ranks.tell(_next_line)) is not None:
+            try:
+                _show(completions(run, [line], sampling), 1, as_json, ranks.main)
+            except ConfigError as error:  # too long: the next one may be shorter
+                if ranks.main:
+                    _warn(f"error: {error}")
+        if given:
+            _show(completions(run, given, sampling, batch_size), len(given), as_json, ranks.main)
+    if world_size > 1:
+        _leave_together()
+
+
+def _show(pieces: Iterator[tuple[Completion, str]], count: int, as_json: bool, main: bool) -> None:
+    """Print completions in the order of their prompts: one as it grows, of several each when it is finished."""
+    finished: dict[int, Completion] = {}
+    shown = 0
+    streamed = count == 1 and not as_json
+    for done, piece in pieces:
+        if not main:
+            continue
+        if streamed:
+            typer.echo((piece if shown else done.prompt + piece), nl=bool(done.finish))
+            shown = 1
+        elif done.finish:
+            finished[done.number] = done
+            while shown in finished:
+                done = finished.pop(shown)
+                if as_json:
+                    record = {
+                        "prompt": done.prompt,
+                        "text": done.text,
+                        "prompt_tokens": done.prompt_tokens,
+                        "tokens": len(done.tokens),
+                        "finish": done.finish,
+                    }
+                    typer.echo(json.dumps(record, ensure_ascii=False))
+                else:
+                    typer.echo(("\n" if shown else "") + done.prompt + done.text)
+                shown += 1
+
+
+def _next_line() -> str | None:
+    """What the user types next, not empty; None at the end of standard input."""
+    while True:
+        if sys.stdin.isatty():
+            typer.echo("> ", nl=False, err=True)
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return None
+        try:
+            text = line.decode().removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            _warn(f"error: the line is not UTF-8 ({error.reason}); convert it")
+            continue
+        if text.strip():
+            return text

@@ -1,0 +1,77 @@
+"""The prompts that a user names: on the command line, in files, on standard input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sagetrain.config.errors import ConfigError
+
+JSON_LINES = (".jsonl", ".ndjson")
+
+
+def read_prompts(words: Sequence[str] = (), file: Path | None = None, prompt_file: Path | None = None) -> list[str]:
+    """What to continue: the words themselves ("-": standard input), the text of `file`, or every line of
+    `prompt_file`, as it is or, in a .jsonl or .ndjson, the `prompt` of its record. Nothing named: one empty prompt.
+
+    Raises:
+        ConfigError: two of the three are named, or something cannot be read or is not UTF-8.
+    """
+    named = [name for name, given in (("a prompt", words), ("--file", file), ("--prompt-file", prompt_file)) if given]
+    if len(named) > 1:
+        raise ConfigError(f"give either {' or '.join(named)}, not both")
+    if file is not None:
+        return [_text_of(file, "--file")]
+    if prompt_file is not None:
+        return _lines_of(prompt_file)
+    return [_word(word) for word in words or [""]]
+
+
+def _word(word: str) -> str:
+    try:
+        if word == "-":
+            return sys.stdin.buffer.read().decode()
+        word.encode()
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        what = "standard input" if word == "-" else f"the prompt {word!r}"
+        raise ConfigError(f"{what} is not UTF-8 ({error.reason}); convert it") from error
+    return word
+
+
+def _text_of(file: Path, option: str) -> str:
+    try:
+        return file.read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(f"{option} {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the text of {file} is not UTF-8 ({error.reason}); convert it") from error
+
+
+def _lines_of(file: Path) -> list[str]:
+    lines = [(number, line) for number, line in enumerate(_text_of(file, "--prompt-file").split("\n"), 1)]
+    prompts = [
+        _prompt_in(line, f"{file}, line {number}") if file.suffix in JSON_LINES else line.removesuffix("\r")
+        for number, line in lines
+        if line.strip()
+    ]
+    if not prompts:
+        raise ConfigError(f"--prompt-file {file} holds no prompt: every line is empty")
+    return prompts
+
+
+def _prompt_in(line: str, where: str) -> str:
+    try:
+        record: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f'{where}: not JSON ({error}); a record is {{"prompt": "some text"}}') from error
+    prompt = record.get("prompt") if isinstance(record, dict) else None
+    if not isinstance(prompt, str):
+        raise ConfigError(f'{where}: has no text in "prompt"; a record is {{"prompt": "some text"}}')
+    try:
+        prompt.encode()
+    except UnicodeError as error:
+        raise ConfigError(f"{where}: its prompt is not valid Unicode: half of a surrogate pair") from error
+    return prompt

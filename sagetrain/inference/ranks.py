@@ -1,0 +1,67 @@
+"""The processes that share one model because it does not fit one GPU: tensor parallel, over all ranks of a launcher."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.parallel.topology import ParallelGroups, Topology
+from sagetrain.train.engine import init_distributed
+
+T = TypeVar("T")
+
+_PATIENCE = timedelta(days=7)
+"""Ranks wait for what a user types."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process, or all that RANK and WORLD_SIZE tell of."""
+
+    groups: ParallelGroups
+    device: torch.device
+    _words: dist.ProcessGroup | None = None
+    """Over which rank 0 tells the others what to do."""
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        """This process, on a GPU or without one."""
+        return cls(ParallelGroups.single(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+    @classmethod
+    def join(cls) -> Ranks:
+        """Wait for the others, if there are any; collective. RanksMissing, a ConfigError, if not all come."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls.alone()
+        device = init_distributed(timeout_minutes=10)
+        groups = ParallelGroups.create(Topology(size, size))
+        return cls(groups, device, dist.new_group(backend="gloo", timeout=_PATIENCE))
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the rank that reads and writes."""
+        return self.groups.rank == 0
+
+    def tell(self, make: Callable[[], T]) -> T:
+        """What rank 0 makes, on all of them; its ConfigError too."""
+        if self._words is None:
+            return make()
+        box: list[Any] = [None]
+        if self.main:
+            try:
+                box = [make()]
+            except ConfigError as error:
+                box = [error]
+        dist.broadcast_object_list(box, src=0, group=self._words)
+        if isinstance(box[0], ConfigError):
+            raise box[0]
+        told: T = box[0]
+        return told
