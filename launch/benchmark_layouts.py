@@ -39,7 +39,7 @@ from sagetrain.hardware import of_device
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.planning.performance import predict
 from sagetrain.planning.plan import document_span
-from sagetrain.train.engine import free_port
+from sagetrain.train.rendezvous import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 2  # steps that compile and fill caches

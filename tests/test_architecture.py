@@ -127,13 +127,14 @@ def test_the_command_line_loads_nothing_heavy():
 
 
 def test_few_see_the_whole_configuration():
-    """Trainer, engine, the run folder that keeps it, and the roster that compares it between hosts; everything else
-    gets its section. Tools that look at a run from outside (plan, eval) are not part of it."""
+    """Trainer, engine, steering, the run folder that keeps it, and the roster that compares it between hosts;
+    everything else gets its section. Tools that look at a run from outside (plan, eval) are not part of it."""
     whole = {name_of(path) for path in SOURCES if "sagetrain.config.schema.RunConfig" in imports(path)}
     inside = {path for path in whole if not path.startswith("sagetrain/config/")}
     assert inside <= {
         "sagetrain/train/trainer.py",
         "sagetrain/train/engine.py",
+        "sagetrain/train/steering.py",
         "sagetrain/train/roster.py",
         "sagetrain/train/run_folder.py",
         "sagetrain/model/accounting.py",
@@ -218,6 +219,18 @@ def section_classes() -> list[type[schema.Section]]:
         for value in vars(schema).values()
         if isinstance(value, type) and issubclass(value, schema.Section) and value is not schema.Section
     ]
+
+
+def test_the_schema_has_every_section_there_is():
+    """Wherever it is defined: one place to import it from."""
+    defined = {
+        node.name
+        for path in below("sagetrain/config/sections")
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert defined | {"RunConfig"} == {section.__name__ for section in section_classes()} | {"Section"}
+    assert defined <= set(schema.__all__)
 
 
 @pytest.mark.parametrize("section", section_classes(), ids=lambda section: section.__name__)

@@ -15,6 +15,7 @@ from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.noise_scale import GradientNoise, NoiseScale, layer_of
 from sagetrain.train import engine as engine_module
+from sagetrain.train.step import Observers
 
 MICRO_BATCHES = 4
 
@@ -80,7 +81,7 @@ def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[
         ]
         graphs = []
         for watch in (None, noise, noise):
-            result = engine.step(batches, len(batches), 0.0, False, watch)
+            result = engine.step(batches, len(batches), 0.0, False, Observers(noise=watch))
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         assert len(set(graphs)) == 1  # hooks on parameters make nobody compile anew
         results.append((layout, result.metrics, result.loss))

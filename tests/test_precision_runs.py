@@ -122,7 +122,7 @@ def train(corpus: str, run_dir: str, tp_size: int, stop_after: int | None) -> tu
     trainer.engine.step = measured
     assert trainer.run() == (stop_after is None)
     functions = [type(block.attention.function).__name__ for block in trainer.engine.module.blocks]
-    (ladder,) = (controller for controller in trainer.controllers if isinstance(controller, Ladder))
+    (ladder,) = (controller for controller in trainer.steering.controllers if isinstance(controller, Ladder))
     return functions, ladder.summary()
 
 

@@ -17,6 +17,7 @@ from sagetrain.stability.controller import Taken
 from sagetrain.stability.noise_scale import NoiseScale
 from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise, Rotated, random_rotation
 from sagetrain.train import engine as engine_module
+from sagetrain.train.step import Observers
 
 CPU = torch.device("cpu")
 
@@ -155,7 +156,7 @@ def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, dict[str,
         groups = tiny.join(*layout[:2])
         engine = tiny.engine(config(layout[2]), groups)
         same = batches(ParallelGroups.single(), sequences=1)
-        found = engine.step(same, 1, 1e-2, False, probe=probe_of(engine, 5)).metrics
+        found = engine.step(same, 1, 1e-2, False, Observers(probe=probe_of(engine, 5))).metrics
         results.append((layout, {name: value for name, value in found.items() if name.startswith("quant_noise/")}))
     return results
 
@@ -193,7 +194,7 @@ def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[l
     for step in range(4):
         own = batches(groups, step)
         probe = probe_of(engine, step) if probes and step % 2 else None
-        result = engine.step(own, len(own), 1e-2, False, probe=probe)
+        result = engine.step(own, len(own), 1e-2, False, Observers(probe=probe))
         numbers.append((result.loss, result.grad_norm))
         assert ("quant_noise/0/error_square" in result.metrics) == bool(probe)
     return numbers, [shard.tensors["weight"].clone() for shard in engine.shards() if shard.tensors]

@@ -14,7 +14,7 @@ from sagetrain.config.rules import fit
 from sagetrain.config.schema import SpikesConfig
 from sagetrain.stability.controller import Event, Taken
 from sagetrain.stability.spikes import Spikes, Verdict
-from sagetrain.train.engine import StepResult
+from sagetrain.train.step import Observers, StepResult
 
 TOKENS = 1024
 
@@ -134,7 +134,7 @@ def tensors(engine) -> dict[str, torch.Tensor]:
 def step(engine, number: int, verdict: Verdict, factor: float = 1.0) -> StepResult:
     """A step whose loss is multiplied by `factor`, and whose verdict is fixed."""
     take, forward = engine.step, engine.forward
-    engine.step = lambda *what, **how: take(*what, **how, judge=lambda metrics: verdict)
+    engine.step = lambda *what, **how: take(*what, **how, observers=Observers(judge=lambda metrics: verdict))
     engine.forward = lambda batch: forward(batch) * factor
     try:
         return tiny.global_step(engine, number)

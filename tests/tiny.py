@@ -12,8 +12,9 @@ from sagetrain.data.loader import Batch
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.train.engine import Engine, StepResult, init_distributed, partitioner
+from sagetrain.train.engine import Engine, init_distributed, partitioner
 from sagetrain.train.saver import Saver
+from sagetrain.train.step import StepResult
 
 VOCAB, SEQ = 128, 16
 

@@ -29,9 +29,9 @@ from sagetrain.stability.controller import Event
 from sagetrain.stability.spikes import METRIC, Verdict
 from sagetrain.train import bundle, checkpoint
 from sagetrain.train.checkpoint import CheckpointError
-from sagetrain.train.engine import StepResult
 from sagetrain.train.guard import TrainingError
 from sagetrain.train.lr_schedule import learning_rate
+from sagetrain.train.step import Observers, StepResult
 from sagetrain.train.trainer import Trainer
 
 CAUSES = {
@@ -200,16 +200,16 @@ def _go_there(trainer: Trainer, content: dict[str, Any]) -> float:
         if step in ledger.dropped:
             state.advance(tokens, trainer.cfg.data.seq_length, dropped=True)
             if step not in trainer.cfg.training.drop_steps:
-                trainer.ask_controllers(tokens, {METRIC: 1.0})
+                trainer.steering.ask(state, tokens, {METRIC: 1.0})
             continue
-        result = _step(trainer, tokens, partial(trainer.spikes.judge, tokens=tokens))
+        result = _step(trainer, tokens, partial(trainer.steering.spikes.judge, tokens=tokens))
         if not result.applied:
             raise TrainingError(
                 f"step {step}, on the way to step {content['step']}: {result.event and result.event.text}, which "
                 "was finite when the run took it: it is not reproducible on this machine"
             )
         state.advance(tokens, trainer.cfg.data.seq_length)
-        trainer.ask_controllers(tokens, result.metrics | ({METRIC: 1.0} if result.event else {}))
+        trainer.steering.ask(state, tokens, result.metrics | ({METRIC: 1.0} if result.event else {}))
         if step in recorded:
             drift = max(drift, abs(result.loss / recorded[step] - 1))
     return drift
@@ -219,7 +219,7 @@ def _step(trainer: Trainer, tokens: int, judge: Callable[[Mapping[str, float]], 
     cfg, state = trainer.cfg, trainer.state
     lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, tokens, cfg.training.total_tokens)
     batches = trainer.loader.step_batches(state.sequences, tokens)
-    return trainer.engine.step(batches, tokens // trainer.micro_step, lr, False, judge=judge)
+    return trainer.engine.step(batches, tokens // trainer.micro_step, lr, False, Observers(judge=judge))
 
 
 def _take(trainer: Trainer, folder: Path, content: dict[str, Any], functions: list[AttentionFunction]) -> Numbers:

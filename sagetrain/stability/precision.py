@@ -30,20 +30,20 @@ from sagetrain.stability.spikes import METRIC as SPIKE
 
 
 def rungs_of(
-    precision: PrecisionConfig,
+    precision: PrecisionConfig | None,
     attention: AttentionConfig,
     model: ModelConfig,
     *,
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, AttentionFunction]:
-    """The functions of all rungs by name, the lowest first.
+    """The functions of all rungs by name, the lowest first; none without a ladder.
 
     Raises:
         ValueError: one of them cannot run on this device or in this dtype, or its package is not installed.
     """
-    functions = {}
-    for name in (attention.recipe, *precision.rungs):
+    functions: dict[str, AttentionFunction] = {}
+    for name in (attention.recipe, *precision.rungs) if precision else ():
         settings = {"backend": name} if name in ("sdpa", "flash", "reference") else {"recipe": name}
         settled = attention.model_copy(update=settings)
         try:

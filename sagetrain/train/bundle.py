@@ -28,8 +28,8 @@ from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event
 from sagetrain.stability.spikes import plain
 from sagetrain.train.checkpoint import folder_name, newest, step_of
-from sagetrain.train.engine import StepResult
 from sagetrain.train.ledger import Ledger, TrainState
+from sagetrain.train.step import StepResult
 
 FORMAT = 1
 

@@ -9,7 +9,6 @@ training (we run it as ZeRO 1); fp32 with ZeRO 0 reports no gradient norm (we me
 
 from __future__ import annotations
 
-import bisect
 import collections
 import contextlib
 import datetime
@@ -19,10 +18,9 @@ import logging
 import math
 import operator
 import os
-import socket
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,17 +35,17 @@ from sagetrain.model.accounting import reduce_bucket_size
 from sagetrain.model.norm import is_qk_gain
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import Mpu, ParallelGroups
-from sagetrain.stability.controller import Event
-from sagetrain.stability.noise_scale import GradientNoise, LayerSquares
 from sagetrain.stability.spikes import Verdict
 from sagetrain.train import rendezvous
+from sagetrain.train.gradients import StepGradients
 from sagetrain.train.ledger import fold
 from sagetrain.train.optimizer import build_optimizer
+from sagetrain.train.step import Observers, StepResult
 
 # How long the ranks of a run may need to come: hosts start at different times.
 _ARRIVAL_MINUTES = 10
 
-_LAYER = "layer/"
+_NOBODY = Observers()
 
 
 def init_distributed(timeout_minutes: float) -> torch.device:
@@ -59,7 +57,7 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(key, value)
     if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(free_port()) if os.environ["WORLD_SIZE"] == "1" else "29500"
+        os.environ["MASTER_PORT"] = str(rendezvous.free_port()) if os.environ["WORLD_SIZE"] == "1" else "29500"
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -80,13 +78,6 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     _place = None if dist.is_initialized() else rendezvous.meet(min(_ARRIVAL_MINUTES, timeout_minutes))
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
     return device
-
-
-def free_port() -> int:
-    """A port of this host that nobody listens on at the moment."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int, parameters: int) -> dict:
@@ -168,36 +159,6 @@ class ParameterShard:
         return tuple(self.parameter.global_shape)
 
 
-Watch = Callable[[int, int], contextlib.AbstractContextManager[None]]
-"""Given the sequences of a micro-batch and their length, what its forward and backward pass run in."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What all ranks know of a step. metrics: every number that was added while it ran, by name; applied: the update
-    was made; stop: some rank was asked to stop; folds: sum over all ranks of ledger.fold of the samples they trained
-    on; span: sum of the squared lengths of the documents that attention stayed within, over all tokens; event: what is
-    wrong with the step; layer_norms: then, gradient norm of each layer, if DeepSpeed found it finite."""
-
-    metrics: dict[str, float]
-    applied: bool
-    stop: bool
-    folds: int
-    span: float
-    event: Event | None = None
-    layer_norms: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def loss(self) -> float:
-        """Mean over the global batch."""
-        return self.metrics["train/loss"]
-
-    @property
-    def grad_norm(self) -> float:
-        """Global, before clipping."""
-        return self.metrics["train/grad_norm"]
-
-
 class Engine:
     """One optimizer step at a time over a Transformer, with any accumulation, at any ZeRO stage."""
 
@@ -223,7 +184,9 @@ class Engine:
         # DeepSpeed writes weights behind the back of autograd's version counters: whoever wrote says so.
         self._keeps = self.stage < 3 and cfg.linear.precision != "bf16"
         self._renew()
-        self._own_weights = [(s.name, s.tensors["weight"]) for s in self.shards() if s.tensors]
+        own = [(shard.name, shard.tensors["weight"]) for shard in self.shards() if shard.tensors]
+        copies = 1 if self.stage else groups.num_replicas
+        self._gradients = StepGradients(self._base, own, self.module, groups, self.device, self._clip, copies)
         self._base.step = self._judged(self._base.step)
 
     @property
@@ -235,28 +198,15 @@ class Engine:
         return torch.device(self._ds.device)
 
     def step(
-        self,
-        batches: Iterable[Batch],
-        accumulation: int,
-        lr: float,
-        stop: bool,
-        noise: GradientNoise | None = None,
-        probe: Callable[[Callable[[], torch.Tensor]], None] | None = None,
-        judge: Callable[[Mapping[str, float]], Verdict] = lambda metrics: Verdict(),
-        watch: Watch | None = None,
+        self, batches: Iterable[Batch], accumulation: int, lr: float, stop: bool, observers: Observers = _NOBODY
     ) -> StepResult:
-        """Forward and backward over `accumulation` micro-batches, then one optimizer update at `lr`, if `judge` allows.
+        """Forward and backward over `accumulation` micro-batches, then one optimizer update at `lr`, if
+        observers.judge allows. `stop`: this rank was asked to, which all ranks learn.
 
         A step that is refused, or whose gradient DeepSpeed finds not finite, leaves the weights and the optimizer's
         state as they were, to the last bit.
-
-        Args:
-            noise: takes note of the gradients of this step.
-            probe: called first, with the forward pass of the first micro-batch to its loss; it may run that as often as
-                it likes, but accumulate no gradient. Not at ZeRO 3, whose hooks cannot take that.
-            watch: sees the first micro-batch, forward and backward.
-            judge: asked on every rank, with the step's numbers but those of `noise`.
         """
+        noise, probe, watch = observers.noise, observers.probe, observers.watch
         if accumulation != self._ds.gradient_accumulation_steps():
             self._ds.set_train_batch_size(self._micro_batch * accumulation * self.groups.num_replicas)
         for group in self._base.param_groups:
@@ -290,16 +240,17 @@ class Engine:
             norm = self._norm if self.stage == 0 else self._ds.optimizer._global_grad_norm  # on every rank the same
             metrics.mean("train/grad_norm", norm)
             found = metrics.reduce(self.device)
-            return found, judge(found)
+            return found, observers.judge(found)
 
-        self._verdict, self._noise, self._squares, skipped = verdict, noise, None, self._ds.skipped_steps
+        self._verdict, skipped = verdict, self._ds.skipped_steps
+        self._gradients.begin(noise)
         self._ds.step()
         if self._gain_cap:
             self._cap_gains(self._gain_cap)
         self._renew()
         found, judged = verdict()  # here for the first time if the gradient is not finite and DeepSpeed has stopped
-        found.update(self._of_gradients(accumulation, found["train/grad_norm"]))
-        layers = [name for name in found if name.startswith(_LAYER)]
+        shown, layer_norms = self._gradients.finish(accumulation, found["train/grad_norm"])
+        found.update(shown)
         return StepResult(
             found,
             applied=judged.apply and self._ds.skipped_steps == skipped,
@@ -307,7 +258,7 @@ class Engine:
             folds=int(found.pop("folds")),
             span=found.pop("span"),
             event=judged.event,
-            layer_norms={name.removeprefix(_LAYER): math.sqrt(found.pop(name)) for name in layers},
+            layer_norms=layer_norms,
         )
 
     def _judged(self, update: Callable[[], None]) -> Callable[[], None]:
@@ -318,8 +269,7 @@ class Engine:
             if self.stage == 0:
                 self._clip_stage0()
             _, verdict = self._verdict()
-            if self._noise or verdict.event:
-                self._show_gradients(bool(verdict.event))
+            self._gradients.show(by_layer=bool(verdict.event))
             if verdict.apply:
                 update()
 
@@ -377,37 +327,6 @@ class Engine:
         """Weights in 8 bits, from the weights as they are now: once for all micro-batches of a step."""
         if self._keeps:
             self.module.keep_weights()
-
-    @torch.no_grad()
-    def _show_gradients(self, by_layer: bool) -> None:
-        """Before the optimizer reads them: what this rank owns of the step's gradients, clipped. DeepSpeed steps one
-        group of parameters after the other; those of others are not there yet, or not there any more."""
-        masters = {m.data_ptr(): m for group in self._base.param_groups for m in group["params"] if m.grad is not None}
-        starts, parts = sorted(masters), []
-        for name, weight in self._own_weights if masters else ():
-            master = masters[starts[max(0, bisect.bisect_right(starts, weight.data_ptr()) - 1)]]
-            first = (weight.data_ptr() - master.data_ptr()) // master.element_size()
-            if 0 <= first < master.numel():
-                parts.append((name, master.grad.view(-1).narrow(0, first, weight.numel())))
-        if parts and self._noise:
-            self._noise.of_step(parts)
-        if by_layer and self._squares is None:  # on ranks that own nothing too
-            self._squares = torch.zeros(len(self._shapes), dtype=torch.float64, device=self.device)
-        for name, part in parts if by_layer else ():
-            self._squares[list(self._shapes).index(name)] += torch.linalg.vector_norm(part).double().square()
-
-    def _of_gradients(self, accumulation: int, norm: float) -> dict[str, float]:
-        """What the gradients of the step have shown, once all of them were there; collective, if there is anything."""
-        if not self._noise and self._squares is None:
-            return {}
-        clipped = self._clip / (norm + 1e-6) if self._clip and self._clip < norm < math.inf else 1.0
-        copies = 1 if self.stage else self.groups.num_replicas
-        if self._noise:
-            self._noise.finish(accumulation, clipped, copies)
-        if self._squares is not None:
-            by_layer = LayerSquares(self.module, self.groups, self.device)
-            by_layer.add(f"{_LAYER}*", self._squares, clipped**-2, copies)
-        return self.groups.metrics.reduce(self.device)
 
     # -- where the master weights and moments live ---------------------------------------------------------------
 

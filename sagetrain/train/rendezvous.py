@@ -35,6 +35,13 @@ class RanksMissing(ConfigError):
     """Not all ranks of a run came; the message says who did."""
 
 
+def free_port() -> int:
+    """A port of this host that nobody listens on at the moment."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """SIGTERM, SIGUSR1 and Ctrl-C end the process at once, with code 128 + signal, while the block waits for others.

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from sagetrain.config.schema import LoggingConfig
 from sagetrain.stability.controller import Event
 from sagetrain.train import checkpoint
-from sagetrain.train.engine import StepResult
 from sagetrain.train.ledger import TrainState
 from sagetrain.train.metrics import MetricsWriter, Throughput, memory_gib, peak_flops
 from sagetrain.train.saver import Saver
+from sagetrain.train.step import StepResult
 
 
 class Reporter:

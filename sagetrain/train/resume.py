@@ -41,26 +41,3 @@ def restore(reader: Reader, engine: Engine, identity: dict[str, Any], files: dic
     if rng is not None:
         set_rng_state(rng)
     return TrainState(state["step"], state["tokens"], state["sequences"], ledger, state.get("controllers", {}))
-
-
-def go_back(
-    reader: Reader,
-    engine: Engine,
-    identity: dict[str, Any],
-    files: dict[str, str],
-    order: str,
-    ledger: Ledger,
-    seq_length: int,
-) -> TrainState:
-    """Load a checkpoint of the run itself, and pass over the samples of all steps since: they count as dropped.
-
-    Args:
-        ledger: how far the run has come; the state that is returned has come as far.
-
-    Raises:
-        CheckpointError: as in `restore`.
-    """
-    state = restore(reader, engine, identity, files, order)
-    for samples in ledger.samples_of_steps()[state.step :]:
-        state.advance(samples * seq_length, seq_length, dropped=True)
-    return state

@@ -29,31 +29,26 @@ from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.model.accounting import flops_per_token, num_parameters, overlaps
-from sagetrain.model.backends import AttentionFunction, attention_function
+from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import choose_attention, matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
 from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.stability.controller import Controller, Event, Taken
-from sagetrain.stability.measured import Measured
-from sagetrain.stability.monitor import Monitor
-from sagetrain.stability.noise_aware import NoiseAware
-from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
-from sagetrain.stability.precision import Ladder, rungs_of
-from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
-from sagetrain.stability.spikes import METRIC, Spikes
+from sagetrain.stability.controller import Event
+from sagetrain.stability.precision import rungs_of
 from sagetrain.train import attention, bundle, checkpoint, origin, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
-from sagetrain.train.engine import Engine, StepResult, init_distributed, partitioner
+from sagetrain.train.engine import Engine, init_distributed, partitioner
 from sagetrain.train.guard import StopSignal, TrainingError, Watchdog
-from sagetrain.train.ledger import Ledger, TrainState, check_consumed, left_out
+from sagetrain.train.ledger import Ledger, TrainState, check_consumed
 from sagetrain.train.lr_schedule import learning_rate
 from sagetrain.train.rendezvous import ended_by_signals
 from sagetrain.train.reporter import Reporter
-from sagetrain.train.resume import go_back, restore
+from sagetrain.train.resume import restore
 from sagetrain.train.run_folder import RunFolder, changed_settings
 from sagetrain.train.saver import Saver
+from sagetrain.train.steering import Steering
 from sagetrain.train.tokens_per_step import change_at_resume, stages, tokens_per_step
 
 _ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
@@ -105,21 +100,7 @@ class Trainer:
         self.micro_step = token_multiple(cfg, self.groups.dp_size)
         self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
         self.engine = self._build_engine()
-        self.monitor = self._build_monitor()
-        schedule = cfg.tokens_per_step
-        self.noise_aware = NoiseAware(schedule) if isinstance(schedule, NoiseAwareTokens) else None
-        self.noise = GradientNoise(self.engine.module, self.groups, self.device)
-        exact = attention_function("sdpa", self.attention, self.device)
-        self.probe = QuantizationProbe(self.engine.module, exact, self.groups, self.device, cfg.training.seed)
-        self.spikes, self._event_step = Spikes(cfg.stability.spikes), 0
-        self._trail: list[dict[str, Any]] = []  # the steps since the newest checkpoint, for bundles
-        self.measured = Measured()
-        self.controllers: list[Controller] = [*self._build_controllers(), self.measured]
         self._resume(found, damaged)
-        for controller in self.controllers:
-            controller.restore(self.state.controllers.get(controller.name, {}))
-            if isinstance(controller, Ladder):
-                self._say(f"stability.precision: {controller.summary()}")
         if self.main and tokenizer:  # `sagetrain generate` needs nothing but the run folder
             write_atomic(self.folder.path / tokenizer.file_name, tokenizer.model)
         self.saver = Saver(
@@ -132,6 +113,10 @@ class Trainer:
             needed=partial(bundle.needed, self.folder.spikes),
         )
         self.saver.reserve(self._shards())
+        self.steering = Steering(
+            cfg, self.engine, self.attention, self._rungs(self.device), self.stream, self.folder, self.saver,
+            self.reporter, self.state.controllers,
+        )  # fmt: skip
         self.loader = self._loader(self.stream)
         self.valid = self._loader(valid) if valid else None
 
@@ -160,8 +145,8 @@ class Trainer:
 
     def _rungs(self, device: torch.device) -> dict[str, AttentionFunction]:
         """The attention functions of the precision ladder, if there is one."""
-        cfg, precision = self.cfg, self.cfg.stability.precision
-        return rungs_of(precision, cfg.attention, cfg.model, device=device, dtype=self.dtype) if precision else {}
+        cfg = self.cfg
+        return rungs_of(cfg.stability.precision, cfg.attention, cfg.model, device=device, dtype=self.dtype)
 
     def _stream(self, sources: list) -> SampleStream:
         seed = self.cfg.training.seed
@@ -224,26 +209,6 @@ class Trainer:
                 )
         return engine
 
-    def _build_monitor(self) -> Monitor:
-        engine, asked = self.engine, self.cfg.stability.monitor
-        monitor = Monitor(asked, engine.module, lambda: ((x.name, x.tensors.get("weight")) for x in engine.shards()))
-        if isinstance(asked.every_steps, int) and not monitor.layers:  # chosen by `auto`
-            self._say(f"stability.monitor: attention {self.attention.backend} quantizes nothing, nothing is measured")
-        return monitor
-
-    def _build_controllers(self) -> list[Controller]:
-        """In the order in which they read, and add to, a step's numbers."""
-        stability, data, total = self.cfg.stability, self.cfg.data, self.cfg.training.total_tokens
-        micro_batch = data.micro_batch_size * data.seq_length
-        noise = NoiseScale(micro_batch, stability.noise_scale.decay)
-        controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise)]
-        if stability.precision:
-            layers = [block.attention for block in self.engine.module.blocks]
-            controllers.append(Ladder(stability.precision, self._rungs(self.device), layers, total))
-        if self.noise_aware:
-            controllers.append(self.noise_aware)
-        return controllers
-
     # -- resume and save -----------------------------------------------------------------------------------------
 
     def _identity(self) -> dict[str, Any]:
@@ -271,7 +236,7 @@ class Trainer:
         reader = Reader(folder)
         if self.stream.keep_order(reader.manifest["state"]["identity"].get(_ORDER, "")):
             self._say("the shares of data.train are those that the run began with, coarser than a new run's")
-        self.state = restore(reader, self.engine, self._identity(), self.files, self.stream.fingerprint)
+        self.state = self._restored(reader)
         self.origin = reader.manifest["state"].get("init_from")
         if self.main:
             for bad in damaged:
@@ -286,6 +251,17 @@ class Trainer:
                 last = segments[-1][1] * self.cfg.data.seq_length
                 if said := change_at_resume(self.cfg.tokens_per_step, self.state.tokens, last):
                     self._say(said)
+
+    def _restored(self, reader: Reader) -> TrainState:
+        return restore(reader, self.engine, self._identity(), self.files, self.stream.fingerprint)
+
+    def _go_back(self, wanted: Callable[[int], bool]) -> TrainState | None:
+        """Load the newest whole checkpoint of a wanted step, if there is one."""
+        self.watchdog.begin("going back to a checkpoint")
+        self.saver.wait()
+        self.reporter.saved(self.saver)
+        folder, _ = checkpoint.newest_whole(self.folder.checkpoints, self._say, wanted)
+        return self._restored(Reader(folder)) if folder else None
 
     def _shards(self):
         """What this rank writes of the model and the optimizer."""
@@ -302,7 +278,7 @@ class Trainer:
             self._waited = True
             self._say(f"step {self.state.step}: training waits for the checkpoint before this one (said once): the disk"
                       " takes longer than checkpoint.every_tokens")  # fmt: skip
-        self.state.controllers = {controller.name: controller.state() for controller in self.controllers}
+        self.state.controllers = self.steering.state()
         state = {
             **asdict(self.state),
             "optimizer_steps": self.state.optimizer_steps + (self.origin or {}).get("optimizer_steps", 0),
@@ -313,14 +289,14 @@ class Trainer:
             "guidance_overrides": list(self.cfg.guidance.override),
             "versions": {"sagetrain": __version__, "torch": torch.__version__},
         }
-        self._trail = [row for row in self._trail if row["step"] > self._saved_step]  # which is published by then
+        self.steering.forget(self._saved_step)  # which is published by then
         self.saver.start(state, dump_config(self.cfg), self._shards(), rng_state())
         self._saved_step = self.state.step
         self._tell_stability()
 
     def _tell_stability(self) -> None:
         if self.main:
-            self.folder.tell_stability(self.state.step, self.state.tokens, self.measured.state()["metrics"])
+            self.folder.tell_stability(self.state.step, self.state.tokens, self.steering.measured)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -356,10 +332,10 @@ class Trainer:
         self._announce()
         first, stopped = self.state.step, False
         while self.state.tokens < total and not stopped:
-            aware, before = self.noise_aware, self.state.tokens
-            size = aware.now if aware else tokens_per_step(cfg.tokens_per_step, before)
+            before = self.state.tokens
+            size = self.steering.tokens_of_step(before)
             if self.state.step + 1 in cfg.training.drop_steps:
-                self._drop(size, "training.drop_steps")
+                self.steering.drop(self.state, size, "training.drop_steps")
             else:
                 stopped = self._step(size)
             state = self.state  # another one if the step went back to a checkpoint
@@ -393,126 +369,30 @@ class Trainer:
 
     def _step(self, size: int) -> bool:
         """One optimizer step over the next `size` tokens. Returns whether some rank was asked to stop."""
-        cfg, state, total = self.cfg, self.state, self.cfg.training.total_tokens
+        cfg, state = self.cfg, self.state
         self.watchdog.begin(f"step {state.step + 1}")
-        lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, total)
-        after = state.tokens + size
-        following = self.noise_aware.following if self.noise_aware else tokens_per_step(cfg.tokens_per_step, after)
-        ahead = following if after < total else None
+        lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, cfg.training.total_tokens)
+        ahead = self.steering.tokens_ahead(state.tokens + size)
         batches = self.watchdog.over(self.loader.step_batches(state.sequences, size, ahead))
         # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
         stop = self.stop.name is not None or self.saver.failed
-        several = size > cfg.data.micro_batch_size * cfg.data.seq_length  # one gradient says nothing about its noise
-        noise = self.noise if several and self._due(cfg.stability.noise_scale.every_steps) else None
-        probe = (
-            partial(self.probe.measure, state.step + 1) if self._due(cfg.stability.quant_noise.every_steps) else None
-        )
-        watch = self.monitor.watch(state.step + 1)
-        judge = partial(self.spikes.judge, tokens=size)
-        result = self.engine.step(batches, size // self.micro_step, lr, stop, noise, probe, judge, watch)
+        observers = self.steering.observers(state.step + 1, size)
+        result = self.engine.step(batches, size // self.micro_step, lr, stop, observers)
         samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
         check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
         if result.event:
-            self._bundle(size, lr, result.event, result)
+            self.steering.keep_bundle(state, size, lr, result)
         if not result.applied:
-            self._leave_out(size, result)
+            self.state = self.steering.leave_out(state, size, result, self._go_back)
+            if self.state is not state:
+                self.save()  # or a run that is killed now would begin once more with the steps that were given up
             return result.stop
         state.advance(size, cfg.data.seq_length)
-        self._trail.append({"step": state.step, "tokens": size, "loss": result.loss, "grad_norm": result.grad_norm})
-        if result.event:
-            result.metrics[METRIC] = 1.0
-        events = [result.event] * bool(result.event) + self.ask_controllers(size, result.metrics)
+        events = self.steering.taken(state, size, result)
         self.reporter.step(state, result, size, lr)
         for event in events:
             self.reporter.event(state, event)
         return result.stop
-
-    def _due(self, every: int | None) -> bool:
-        """Whether the step at hand is one of those that something is measured in."""
-        return every is not None and (self.state.step + 1) % every == 0
-
-    def ask_controllers(self, size: int, metrics: dict[str, float]) -> list[Event]:
-        """Tell them of the step that has brought the run where it is; what they decide."""
-        taken = Taken(self.state.step, self.state.tokens, size, metrics)
-        return [event for controller in self.controllers for event in controller.after_step(taken)]
-
-    def _bundle(self, size: int, lr: float, event: Event, result: StepResult) -> None:
-        """Keep what it takes to take the step at hand again, of several such steps in a row for the first."""
-        state, step, first = self.state, self.state.step + 1, self.state.sequences
-        before, self._event_step = self._event_step, step
-        if before == step - 1 and before:
-            return
-        self.saver.wait()
-        folder = bundle.write(
-            self.folder.spikes,
-            self.folder.checkpoints,
-            state=state,
-            samples=[list(self.stream.locate(first + i)) for i in range(size // self.cfg.data.seq_length)],
-            tokens=size,
-            lr=lr,
-            event=event,
-            result=result,
-            attention=[bundle.describe(block.attention.function) for block in self.engine.module.blocks],
-            groups=self.groups,
-            config_text=dump_config(self.cfg.model_copy(update={"attention": self.attention})),
-            trail=self._trail,
-        )
-        self._say(f"step {step}: {folder} has what `sagetrain replay` needs to take it again")
-
-    def _leave_out(self, size: int, result: StepResult) -> None:
-        """What the policy says of a step whose update was not made; the same on every rank."""
-        cfg, state, step, settings = self.cfg, self.state, self.state.step + 1, self.spikes.settings
-        if settings.policy == "stop" or not self.spikes.may_act(step):
-            drop = {*cfg.training.drop_steps, step}
-            samples = size // cfg.data.seq_length
-            raise left_out(state, samples, result.event.text, settings, self.attention, drop)
-        if settings.policy == "rewind":
-            weights_of = self._go_back(size, result.event)
-            done = f"back to the weights of step {weights_of}; steps {weights_of + 1} to {step} are dropped"
-        else:
-            self._drop(size, "stability.spikes.policy skip")
-            weights_of, done = state.step, "left out"
-        self.spikes.act(step, weights_of)
-        fields = {**result.event.fields, "action": settings.policy, "weights_of": weights_of}
-        spike = Event("spike", f"{result.event.text}: {done}", fields)
-        for event in [spike, *self.ask_controllers(size, {METRIC: 1.0})]:
-            self.reporter.event(self.state, event)
-        if settings.policy == "rewind":
-            self.save()  # or a run that is killed now would begin once more with the steps that were given up
-
-    def _go_back(self, size: int, event: Event) -> int:
-        """Take weights and optimizer of an earlier checkpoint and stand behind the present step; that one's step."""
-        cfg, step = self.cfg, self.state.step + 1
-        self.watchdog.begin("going back to a checkpoint")
-        self.saver.wait()
-        self.reporter.saved(self.saver)
-        may = partial(self.spikes.may_go_back, step)
-        folder, _ = checkpoint.newest_whole(self.folder.checkpoints, self._say, may)
-        if folder is None:
-            raise TrainingError(
-                f"step {step}: {event.text}, and stability.spikes.policy rewind finds no checkpoint to go back to but "
-                "those that it went back to lately; keep more of them (checkpoint.keep_last), save them more often "
-                "(checkpoint.every_tokens), or use policy skip. Nothing of this step was saved"
-            )
-        self._drop(size, "stability.spikes.policy rewind")
-        self._trail, self._event_step = [], 0
-        self.state = go_back(
-            Reader(folder), self.engine, self._identity(), self.files, self.stream.fingerprint, self.state.ledger,
-            cfg.data.seq_length,
-        )  # fmt: skip
-        for controller in self.controllers:
-            controller.restore(self.state.controllers.get(controller.name, {}))
-        return checkpoint.step_of(folder)
-
-    def _drop(self, size: int, why: str) -> None:
-        """Pass over the samples of a step: every later one has those it would have."""
-        first = self.state.sequences
-        self.state.advance(size, self.cfg.data.seq_length, dropped=True)
-        self.reporter.write(self.state, {"train/dropped_tokens": size})
-        self._say(
-            f"step {self.state.step}: dropped ({why}): sequences {first:,} to "
-            f"{self.state.sequences - 1:,} are passed over without an update"
-        )
 
     def _evaluate(self) -> None:
         self.watchdog.begin("evaluation")
@@ -526,7 +406,7 @@ class Trainer:
         cfg, asked = self.cfg, self.cfg.training.total_tokens
         last = stages(cfg.tokens_per_step, asked, self.micro_step)[-1]
         end = last.from_tokens + last.steps * last.tokens_per_step
-        if self.state.step == 0 and end != asked and not self.noise_aware:
+        if self.state.step == 0 and end != asked and not isinstance(cfg.tokens_per_step, NoiseAwareTokens):
             self._say(f"training.total_tokens {asked:,}: whole steps end at {end:,} tokens")
         wanted = cfg.evaluation.num_sequences
         if self.valid and (held := self.valid.eval_size(wanted)) < wanted:

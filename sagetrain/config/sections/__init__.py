@@ -1,0 +1,1 @@
+"""The sections of the configuration, one module a subject; config/schema.py puts them together."""

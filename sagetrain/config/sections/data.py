@@ -1,0 +1,56 @@
+"""Token files and their tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from sagetrain.config.sections.base import Section
+
+TOKENIZER_NAME, TOKENIZER_JSON = "tokenizer.model", "tokenizer.json"
+"""What `sagetrain prepare` calls the tokenizer that it leaves beside a token file: a SentencePiece model, or one of
+Hugging Face's tokenizers."""
+
+
+def tokenizer_in(folder: Path) -> Path:
+    """The tokenizer of a folder of token files, or of a run; a file that does not exist if there is none."""
+    other = folder / TOKENIZER_JSON
+    return other if other.is_file() and not (folder / TOKENIZER_NAME).is_file() else folder / TOKENIZER_NAME
+
+
+class DataSource(Section):
+    """One token file and its share of the mix."""
+
+    path: str
+    """Path of a token file written by `sagetrain prepare`, without .bin/.idx."""
+    weight: PositiveFloat = 1.0
+    """Relative share of the sequences drawn from this source; the weights of a list need not sum to 1."""
+
+
+class DataConfig(Section):
+    """Token files, and how sequences are cut from them."""
+
+    train: Annotated[list[DataSource], Field(min_length=1)]
+    """Training sources, blended by weight."""
+    valid: list[DataSource] = []
+    """Held-out sources for evaluation. Empty: no evaluation."""
+    tokenizer: str | None = None
+    """SentencePiece model (tokenizer.model) or Hugging Face tokenizer (tokenizer.json). Default: the one that
+    `sagetrain prepare` left beside train[0]; token files from elsewhere need none if model.vocab_size is given."""
+    seq_length: PositiveInt
+    """Tokens of one training sequence (context length)."""
+    micro_batch_size: PositiveInt
+    """Sequences one rank processes at once."""
+    document_attention: bool = True
+    """Attention does not cross document boundaries inside a packed sequence."""
+    document_positions: bool = True
+    """Rotary positions restart at every document boundary. Needs document_attention."""
+    num_workers: NonNegativeInt = 1
+    """Threads that prepare batches ahead of the step; 0 prepares them in the training thread."""
+
+    @property
+    def tokenizer_path(self) -> str:
+        """The tokenizer file: as configured, else beside the first training source."""
+        return self.tokenizer or str(tokenizer_in(Path(self.train[0].path).parent))

@@ -1,0 +1,112 @@
+"""What is computed, and in how many bits: model, attention, linear layers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from sagetrain.config.sections.base import Section
+
+
+class RopeScaling(Section):
+    """Rotary frequencies of a model that was stretched to sequences longer than those it was first trained on: fast
+    ones stay as they are, slow ones are divided by `factor`, those between get a share of both."""
+
+    type: Literal["llama3", "yarn"]
+    """Where fast ends and slow begins: llama3 by wavelengths, yarn (arXiv 2309.00071) by turns."""
+    factor: PositiveFloat
+    """How much longer the sequences are."""
+    original_seq_length: PositiveInt
+    """Context length before."""
+    low_freq_factor: PositiveFloat = 1.0
+    """llama3: frequencies that turn less often than so in original_seq_length tokens are slow."""
+    high_freq_factor: PositiveFloat = 4.0
+    """llama3: frequencies that turn more often than so are fast."""
+    beta_slow: PositiveFloat = 1.0
+    """yarn: frequencies that turn less often than so in original_seq_length tokens are slow."""
+    beta_fast: PositiveFloat = 32.0
+    """yarn: frequencies that turn more often than so are fast."""
+    attention_factor: PositiveFloat | None = None
+    """yarn: q and k are multiplied by it. Default: 0.1 ln(factor) + 1."""
+
+
+class ModelConfig(Section):
+    """Shape of the Llama-style decoder."""
+
+    num_layers: PositiveInt
+    """Transformer blocks."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    ffn_hidden_size: PositiveInt
+    """Inner width of the SwiGLU MLP (gate and up each have this many columns)."""
+    num_attention_heads: PositiveInt
+    """Query heads."""
+    num_key_value_heads: PositiveInt = Field(
+        default_factory=lambda data: data["num_attention_heads"], validate_default=True
+    )
+    """Key/value heads (grouped-query attention). Default: num_attention_heads."""
+    head_dim: PositiveInt = Field(
+        default_factory=lambda data: data["hidden_size"] // data["num_attention_heads"], validate_default=True
+    )
+    """Width of one head. Default: hidden_size / num_attention_heads."""
+    vocab_size: PositiveInt | None = None
+    """Tokens of the vocabulary. Default: that of data.tokenizer. Padded up to a multiple of 128 inside the model."""
+    tie_embeddings: bool = False
+    """Use one matrix as input embedding and output projection."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary position embedding."""
+    rope_scaling: RopeScaling | None = None
+    """Of models that were stretched to longer sequences."""
+    norm_eps: PositiveFloat = 1e-6
+    """Epsilon of every RMSNorm, QK-norm included."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights; projections into the residual stream get it / sqrt(2 num_layers)."""
+
+
+class AttentionConfig(Section):
+    """Which attention runs, and the SageBwd settings."""
+
+    backend: Literal["sage", "sdpa", "flash", "reference", "auto"] = "sage"
+    """sage: trainable INT8 attention (its torch twin on a machine without a GPU). sdpa: torch's 16-bit attention.
+    flash: an installed flash-attn 2, 3 or 4. reference: plain matmuls. auto: the fastest of sage, flash and sdpa that
+    passes the admission test on this GPU, timed once, when the run begins, with documents as long as the data's; a run
+    that continues keeps it. Without a GPU: sdpa."""
+    recipe: Literal["auto", "fine", "paper", "scores", "gradients"] = "auto"
+    """What sage quantizes and how: paper (six of the seven products, one scale per tile), fine (all but P V and
+    dO V^T, the finest scales that each product allows), scores (Q K^T alone, forward and backward), gradients (dV, dK
+    and dQ alone, as in fine). auto: the faster of fine and scores, chosen as backend auto is; without a GPU: fine."""
+    qk_norm: Literal["none", "before_rope", "after_rope"] = "before_rope"
+    """RMS normalization of each head's q and k with learned gain, before or after the rotary embedding."""
+    smooth_k: bool = True
+    """Subtract the mean key before quantizing (SageBwd section 3). Turning it off triggers a guidance finding."""
+    smooth_q: bool = False
+    """Subtract the mean query of each block before quantizing. No consistent gain in the paper: a guidance finding."""
+
+
+class LinearConfig(Section):
+    """In how many bits the blocks' linear layers multiply. Embedding, output projection and norms stay in 16."""
+
+    precision: Literal["bf16", "fp8", "int8"] = "bf16"
+    """bf16: as training.dtype says. fp8 (Ada, Hopper and newer GPUs) and int8: operands are rounded to 8 bits before
+    each product, scaled by their present magnitudes; results, weights and optimizer keep their precision."""
+    recipe: Literal["tensorwise", "rowwise", "rowwise_bf16_wgrad"] = "rowwise"
+    """What shares a scale: tensorwise (fp8 only) a whole matrix, with gradients in e5m2; rowwise each token and each
+    feature, in e4m3 or INT8; rowwise_bf16_wgrad the same with the gradients of the weights multiplied in 16 bits."""
+    keep_first_blocks: NonNegativeInt = 0
+    """Blocks at the input whose linear layers stay in 16 bits."""
+    keep_last_blocks: NonNegativeInt = 0
+    """Blocks at the output whose linear layers stay in 16 bits."""
+    keep_layers_below: NonNegativeInt = 0
+    """Linear layers of fewer weights than this on a rank stay in 16 bits (q, k and v are one layer, gate and up too):
+    rounding takes longer than small matmuls save, by themselves on an H200 below some 8 million (RESULTS.md)."""
+
+    def takes(self, weights: int) -> bool:
+        """Whether a layer of so many weights on a rank multiplies in 8 bits, in a block that does."""
+        return self.precision != "bf16" and weights >= self.keep_layers_below
+
+    def low_bit_blocks(self, num_layers: int) -> range:
+        """Which of the blocks multiply in 8 bits."""
+        if self.precision == "bf16":
+            return range(0)
+        return range(self.keep_first_blocks, max(self.keep_first_blocks, num_layers - self.keep_last_blocks))

@@ -1,0 +1,143 @@
+"""What changes over the tokens seen: tokens per step, learning rate; and the optimizer."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal, Union
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from sagetrain.config.sections.base import Fraction, Section
+
+
+class ConstantTokens(Section):
+    """The same tokens per step throughout."""
+
+    schedule: Literal["constant"]
+    tokens: PositiveInt
+    """Tokens per optimizer step."""
+
+    @property
+    def named_tokens(self) -> dict[str, int]:
+        """Dotted key -> every tokens-per-step value that the schedule names; so in all schedules."""
+        return {"tokens_per_step.tokens": self.tokens}
+
+
+class RampTokens(Section):
+    """Linear in the tokens seen, from start to end (up or down), then constant."""
+
+    schedule: Literal["ramp"]
+    start: PositiveInt
+    """Tokens per step at the beginning."""
+    end: PositiveInt
+    """Tokens per step after the ramp."""
+    ramp_tokens: PositiveInt
+    """Tokens seen when the ramp ends."""
+    multiple: PositiveInt | None = None
+    """The ramp's tokens per step are rounded down to multiples of this many tokens, the same on any number of ranks;
+    a whole number of micro-steps in every layout used. Default: the largest that divides both ends."""
+
+    @property
+    def named_tokens(self) -> dict[str, int]:
+        named = {"start": self.start, "end": self.end, "multiple": self.multiple}
+        return {f"tokens_per_step.{name}": tokens for name, tokens in named.items() if tokens is not None}
+
+    @property
+    def rounding(self) -> int:
+        """`multiple`, or its default."""
+        return self.multiple or math.gcd(self.start, self.end)
+
+
+class Stage(Section):
+    """One piece of a staged schedule."""
+
+    from_tokens: NonNegativeInt
+    """Tokens seen at which this stage begins; the first stage begins at 0."""
+    tokens: PositiveInt
+    """Tokens per optimizer step in this stage."""
+
+
+class StagedTokens(Section):
+    """Piecewise constant, up or down."""
+
+    schedule: Literal["stages"]
+    stages: Annotated[list[Stage], Field(min_length=1)]
+    """Stages in increasing order of from_tokens."""
+
+    @property
+    def named_tokens(self) -> dict[str, int]:
+        return {f"tokens_per_step.stages.{i}.tokens": stage.tokens for i, stage in enumerate(self.stages)}
+
+
+class NoiseAwareTokens(Section):
+    """Decided while training: as many as leave enough gradient noise to hide the error of quantized attention in. Needs
+    stability.noise_scale and stability.quant_noise."""
+
+    schedule: Literal["noise_aware"]
+    start: PositiveInt
+    """Tokens per step at the beginning."""
+    floor: PositiveInt
+    """Least tokens per step."""
+    ceiling: PositiveInt
+    """Most tokens per step."""
+    hold_tokens: PositiveInt
+    """Tokens between two changes, at least."""
+    margin: PositiveFloat = 0.1
+    """Largest quant_noise/<layer>/ratio, of any layer, that does not lower them."""
+    headroom: Fraction = 0.5
+    """They are raised where the ratio would be at most this part of the margin. What lies between changes nothing."""
+    max_factor: Annotated[float, Field(gt=1)] = 1.5
+    """Largest change at a time, up or down."""
+    multiple: PositiveInt | None = None
+    """Tokens per step are multiples of this many tokens, the same on any number of ranks; a whole number of micro-steps
+    in every layout used. Default: the largest that divides start, floor and ceiling."""
+
+    @property
+    def named_tokens(self) -> dict[str, int]:
+        named = {"start": self.start, "floor": self.floor, "ceiling": self.ceiling, "multiple": self.multiple}
+        return {f"tokens_per_step.{name}": tokens for name, tokens in named.items() if tokens is not None}
+
+    @property
+    def rounding(self) -> int:
+        """`multiple`, or its default."""
+        return self.multiple or math.gcd(self.start, self.floor, self.ceiling)
+
+
+TokensPerStepConfig = Annotated[
+    Union[ConstantTokens, RampTokens, StagedTokens, NoiseAwareTokens], Field(discriminator="schedule")
+]
+
+
+class OptimizerConfig(Section):
+    """AdamW with fp32 master weights."""
+
+    lr: PositiveFloat
+    """Peak learning rate."""
+    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] = (
+        0.9,
+        0.95,
+    )
+    """AdamW's decay rates."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay of matrices; norm gains and biases get none."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+class LrScheduleConfig(Section):
+    """Learning rate as a function of the tokens seen."""
+
+    shape: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Decay after the warm-up: cosine or linear over the run, wsd (stable, then linear decay at the end), constant."""
+    warmup_tokens: NonNegativeInt = 0
+    """Tokens of linear warm-up from 0."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the run."""
+    decay_tokens: PositiveInt | None = None
+    """Only for wsd: tokens of the final decay. Default: a tenth of training.total_tokens."""
+    batch_rule: Literal["none", "sqrt", "linear"] = "none"
+    """What a change of tokens per step does to the learning rate: none, or times (tokens / reference)^0.5 or ^1."""
+    reference_tokens_per_step: PositiveInt | None = None
+    """Tokens per step at which optimizer.lr holds unscaled. Required unless batch_rule is none."""

@@ -1,0 +1,231 @@
+"""What watches a run's steps, and what follows from it: one place for all of stability.
+
+Between the batches of a step and its update stand the observers; between two steps the controllers decide how the run
+goes on. What a controller remembers is in every checkpoint. A step that goes wrong leaves a bundle and, as the policy
+says, ends the run, is left out, or sends the run back to a checkpoint. Every rank does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from sagetrain.config.load import dump_config
+from sagetrain.config.schema import AttentionConfig, NoiseAwareTokens, RunConfig
+from sagetrain.data.loader import SampleStream
+from sagetrain.model.backends import AttentionFunction, attention_function
+from sagetrain.stability.controller import Controller, Event, Taken
+from sagetrain.stability.measured import Measured
+from sagetrain.stability.monitor import Monitor
+from sagetrain.stability.noise_aware import NoiseAware
+from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
+from sagetrain.stability.precision import Ladder
+from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
+from sagetrain.stability.spikes import METRIC, Spikes
+from sagetrain.train import bundle
+from sagetrain.train.engine import Engine
+from sagetrain.train.guard import TrainingError
+from sagetrain.train.ledger import TrainState, left_out
+from sagetrain.train.reporter import Reporter
+from sagetrain.train.run_folder import RunFolder
+from sagetrain.train.saver import Saver
+from sagetrain.train.step import Observers, StepResult
+from sagetrain.train.tokens_per_step import tokens_per_step
+
+GoBack = Callable[[Callable[[int], bool]], TrainState | None]
+"""Load the newest whole checkpoint, of those of wanted steps; the state that it holds. None: there is none."""
+
+
+class Steering:
+    """The observers and controllers of one run.
+
+    Args:
+        attention: with nothing left to decide.
+        rungs: of the precision ladder, if there is one.
+        stream: which samples a bundle names.
+        remembered: what `state` returned when the run's checkpoint was written; {}: it begins.
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        engine: Engine,
+        attention: AttentionConfig,
+        rungs: Mapping[str, AttentionFunction],
+        stream: SampleStream,
+        folder: RunFolder,
+        saver: Saver,
+        reporter: Reporter,
+        remembered: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self._cfg, self._engine, self._attention, self._stream = cfg, engine, attention, stream
+        self._folder, self._saver, self._reporter = folder, saver, reporter
+        model: Any = engine.module
+        groups, device, stability, schedule = engine.groups, engine.device, cfg.stability, cfg.tokens_per_step
+        owned = lambda: ((shard.name, shard.tensors.get("weight")) for shard in engine.shards())  # noqa: E731
+        self._monitor = Monitor(stability.monitor, model, owned)
+        if isinstance(stability.monitor.every_steps, int) and not self._monitor.layers:  # chosen by `auto`
+            reporter.say(f"stability.monitor: attention {attention.backend} quantizes nothing, nothing is measured")
+        self._noise = GradientNoise(model, groups, device)
+        exact = attention_function("sdpa", attention, device)
+        self._probe = QuantizationProbe(model, exact, groups, device, cfg.training.seed)
+        self.spikes, self._event_step = Spikes(stability.spikes), 0
+        self._trail: list[dict[str, Any]] = []  # the steps since the newest checkpoint, for bundles
+        micro_batch = cfg.data.micro_batch_size * cfg.data.seq_length
+        noise = NoiseScale(micro_batch, stability.noise_scale.decay)
+        # In the order in which they read, and add to, a step's numbers.
+        self.controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise)]
+        ladder, self._aware, self._measured = None, None, Measured()
+        if stability.precision:
+            layers = [block.attention for block in model.blocks]
+            ladder = Ladder(stability.precision, rungs, layers, cfg.training.total_tokens)
+            self.controllers.append(ladder)
+        if isinstance(schedule, NoiseAwareTokens):
+            self._aware = NoiseAware(schedule)
+            self.controllers.append(self._aware)
+        self.controllers.append(self._measured)
+        self._restore(remembered)
+        if ladder:
+            reporter.say(f"stability.precision: {ladder.summary()}")
+
+    # -- what a checkpoint has of it -----------------------------------------------------------------------------
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """What each controller remembers, by its name."""
+        return {controller.name: controller.state() for controller in self.controllers}
+
+    def _restore(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        for controller in self.controllers:
+            controller.restore(states.get(controller.name, {}))
+
+    def forget(self, step: int) -> None:
+        """A checkpoint of this step is published: bundles of later steps begin with it."""
+        self._trail = [row for row in self._trail if row["step"] > step]
+
+    @property
+    def measured(self) -> dict[str, dict[str, float]]:
+        """Every number that was measured about the run's stability (stability/measured.py)."""
+        metrics: dict[str, dict[str, float]] = self._measured.state()["metrics"]
+        return metrics
+
+    # -- around a step -------------------------------------------------------------------------------------------
+
+    def tokens_of_step(self, tokens: int) -> int:
+        """Of the step to come, after so many tokens."""
+        return self._aware.now if self._aware else tokens_per_step(self._cfg.tokens_per_step, tokens)
+
+    def tokens_ahead(self, tokens: int) -> int | None:
+        """Of the step after the one to come, which ends at so many tokens: to prepare for. None: the run ends there."""
+        if tokens >= self._cfg.training.total_tokens:
+            return None
+        return self._aware.following if self._aware else tokens_per_step(self._cfg.tokens_per_step, tokens)
+
+    def observers(self, step: int, size: int) -> Observers:
+        """Of a step of `size` tokens."""
+        data, stability = self._cfg.data, self._cfg.stability
+        several = size > data.micro_batch_size * data.seq_length  # one gradient says nothing about its noise
+        return Observers(
+            noise=self._noise if several and _due(stability.noise_scale.every_steps, step) else None,
+            probe=partial(self._probe.measure, step) if _due(stability.quant_noise.every_steps, step) else None,
+            watch=self._monitor.watch(step),
+            judge=partial(self.spikes.judge, tokens=size),
+        )
+
+    def taken(self, state: TrainState, size: int, result: StepResult) -> list[Event]:
+        """Take note of a step that has brought the run to `state`; what it was, and what the controllers decide."""
+        self._trail.append({"step": state.step, "tokens": size, "loss": result.loss, "grad_norm": result.grad_norm})
+        if result.event:
+            result.metrics[METRIC] = 1.0
+        return [*([result.event] if result.event else []), *self.ask(state, size, result.metrics)]
+
+    def ask(self, state: TrainState, size: int, metrics: dict[str, float]) -> list[Event]:
+        """Tell the controllers of the step that has brought the run to `state`; what they decide."""
+        taken = Taken(state.step, state.tokens, size, metrics)
+        return [event for controller in self.controllers for event in controller.after_step(taken)]
+
+    # -- steps that go wrong -------------------------------------------------------------------------------------
+
+    def keep_bundle(self, state: TrainState, size: int, lr: float, result: StepResult) -> None:
+        """Keep what it takes to take the step after `state` again, of several such steps in a row for the first."""
+        step, event = state.step + 1, result.event
+        assert event, "a bundle is of a step that went wrong"
+        before, self._event_step = self._event_step, step
+        if before == step - 1 and before:
+            return
+        self._saver.wait()
+        samples = range(state.sequences, state.sequences + size // self._cfg.data.seq_length)
+        model: Any = self._engine.module
+        folder = bundle.write(
+            self._folder.spikes,
+            self._folder.checkpoints,
+            state=state,
+            samples=[list(self._stream.locate(sample)) for sample in samples],
+            tokens=size,
+            lr=lr,
+            event=event,
+            result=result,
+            attention=[bundle.describe(block.attention.function) for block in model.blocks],
+            groups=self._engine.groups,
+            config_text=dump_config(self._cfg.model_copy(update={"attention": self._attention})),
+            trail=self._trail,
+        )
+        self._reporter.say(f"step {step}: {folder} has what `sagetrain replay` needs to take it again")
+
+    def leave_out(self, state: TrainState, size: int, result: StepResult, go_back: GoBack) -> TrainState:
+        """What the policy says of the step after `state`, whose update was not made: where the run stands then.
+
+        Raises:
+            TrainingError: it ends.
+        """
+        cfg, step, settings, event = self._cfg, state.step + 1, self.spikes.settings, result.event
+        assert event, "a step is left out because something is wrong with it"
+        if settings.policy == "stop" or not self.spikes.may_act(step):
+            drop = {*cfg.training.drop_steps, step}
+            samples = size // cfg.data.seq_length
+            raise left_out(state, samples, event.text, settings, self._attention, drop)
+        if settings.policy == "rewind":
+            state, weights_of = self._rewind(state, size, event, go_back)
+            done = f"back to the weights of step {weights_of}; steps {weights_of + 1} to {step} are dropped"
+        else:
+            weights_of, done = state.step, "left out"
+            self.drop(state, size, "stability.spikes.policy skip")
+        self.spikes.act(step, weights_of)
+        fields = {**event.fields, "action": settings.policy, "weights_of": weights_of}
+        spike = Event("spike", f"{event.text}: {done}", fields)
+        for event in [spike, *self.ask(state, size, {METRIC: 1.0})]:
+            self._reporter.event(state, event)
+        return state
+
+    def _rewind(self, state: TrainState, size: int, event: Event, go_back: GoBack) -> tuple[TrainState, int]:
+        """Weights and optimizer of an earlier checkpoint, behind the present step; that one's step."""
+        step, seq_length = state.step + 1, self._cfg.data.seq_length
+        back = go_back(partial(self.spikes.may_go_back, step))
+        if back is None:
+            raise TrainingError(
+                f"step {step}: {event.text}, and stability.spikes.policy rewind finds no checkpoint to go back to but "
+                "those that it went back to lately; keep more of them (checkpoint.keep_last), save them more often "
+                "(checkpoint.every_tokens), or use policy skip. Nothing of this step was saved"
+            )
+        self.drop(state, size, "stability.spikes.policy rewind")
+        weights_of = back.step
+        for samples in state.ledger.samples_of_steps()[weights_of:]:
+            back.advance(samples * seq_length, seq_length, dropped=True)
+        self._trail, self._event_step = [], 0
+        self._restore(back.controllers)
+        return back, weights_of
+
+    def drop(self, state: TrainState, size: int, why: str) -> None:
+        """Pass over the samples of a step: every later one has those it would have."""
+        first = state.sequences
+        state.advance(size, self._cfg.data.seq_length, dropped=True)
+        self._reporter.write(state, {"train/dropped_tokens": size})
+        self._reporter.say(
+            f"step {state.step}: dropped ({why}): sequences {first:,} to {state.sequences - 1:,} are passed over "
+            "without an update"
+        )
+
+
+def _due(every: int | None, step: int) -> bool:
+    """Whether it is one of the steps that something is measured in."""
+    return every is not None and step % every == 0
