@@ -112,6 +112,14 @@ def test_a_tokenizer_that_was_replaced_is_refused(run: Path) -> None:
         tokenizer.write_bytes(kept)
 
 
+def test_loss_with_another_attention(run: Path) -> None:
+    own, exact, fp4 = (evaluate(load_run(run, print, attention=name), 8).loss for name in (None, "reference", "fp4"))
+    assert own != exact != fp4 != own
+    assert abs(own - exact) < 1e-3 and abs(fp4 - exact) < 1e-2
+    shown = sagetrain("eval", run, "--attention", "fp4", "--num-sequences", 8).stdout
+    assert f"validation loss   {fp4:.4f}" in shown
+
+
 def test_what_was_trained_elsewhere_runs_on_sdpa(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose backend this machine does not have (flash, or sage in fp32 on a GPU)."""
 

@@ -159,7 +159,9 @@ class _Source:
 def _must_be(slot_text: str, value: Any, choices: Sequence[Any]) -> str:
     """`must be ...`, with a hint where the mistake is a common one."""
     hint = ""
-    if isinstance(value, str):
+    if value == "fp4":
+        hint = "; FP4 attention is for inference alone: sagetrain eval --attention fp4, generate --attention fp4"
+    elif isinstance(value, str):
         near = difflib.get_close_matches(value, [choice for choice in choices if isinstance(choice, str)], 1)
         if near:
             hint = f"; did you mean {near[0]}?"

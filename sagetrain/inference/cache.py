@@ -33,7 +33,7 @@ class Cached(AttentionFunction):
     """A layer's attention over the tokens that each row holds, of which it is given those that are new.
 
     A text is read by the layer's own function. Later tokens, one a row, go through torch's in the precision of their
-    inputs: an INT8 function quantizes blocks of tokens, and there is no block in one.
+    inputs, unless it takes them: an INT8 function quantizes blocks of tokens, and there is no block in one.
     """
 
     name = "cached"
@@ -55,6 +55,11 @@ class Cached(AttentionFunction):
                 cache[:rows, call.slots] = new[:, 0]
             else:
                 cache[call.slots] = new[:, 0]
+        if self.whole.takes_few_queries:
+            held = [
+                (self._k[row, None, :length], self._v[row, None, :length]) for row, length in enumerate(call.lengths)
+            ]
+            return torch.cat([self.whole(q[row, None], *kv, layout) for row, kv in enumerate(held)])
         keys, values = (x[:rows, :longest].transpose(1, 2) for x in (self._k, self._v))
         # The heads that share keys are as several queries: nothing is repeated.
         queries = q.reshape(rows, k.shape[2], -1, q.shape[3])

@@ -1,4 +1,4 @@
-"""Attention functions: softmax(q k^T) v by INT8 kernels, torch, flash-attn or plain matmuls, each one a value.
+"""Attention functions: softmax(q k^T) v by INT8 or FP4 kernels, torch, flash-attn or plain matmuls, each one a value.
 selection.py says which one runs.
 
 Shape letters: B sequences, S tokens of a sequence, T tokens of this rank (B * S, or a slice of every sequence under
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sagekernels import attention_reference, document_bounds, sage_attention
+from sagekernels import attention_reference, document_bounds, fp4_attention, sage_attention
 from sagekernels.reference import RECIPES
 from sagetrain.config.schema import AttentionConfig
 
@@ -85,6 +85,8 @@ class AttentionFunction:
     """What it reads of TokenLayout."""
     traceable: ClassVar[bool] = True
     """Whether torch.compile can look into it; otherwise it compiles the pieces of the block around it."""
+    takes_few_queries: ClassVar[bool] = False
+    """Whether it also takes fewer queries than keys, the last ones, and is what it is with one of them."""
 
     @property
     def quantized(self) -> frozenset[Product]:
@@ -118,6 +120,8 @@ def attention_function(backend: str, attention: AttentionConfig, device: torch.d
             return Flash(find_flash(torch.device(device))[1])
         case "reference":
             return Reference()
+        case "fp4":
+            return Fp4()
     raise ValueError(f"unknown attention backend {backend!r}")
 
 
@@ -146,6 +150,22 @@ class Sage(AttentionFunction):
         q, k, v = _as_rows(q, layout), _as_rows(k, layout), _as_rows(v, layout)
         how = {"recipe": self.recipe, "smooth_k": self.smooth_k, "smooth_q": self.smooth_q}
         return _as_sequences(sage_attention(q, k, v, causal=True, bounds=layout.bounds, **how), layout)
+
+
+@dataclass(frozen=True)
+class Fp4(AttentionFunction):
+    """FP4 attention, for inference alone: NotImplementedError where a gradient is wanted. No attention.backend."""
+
+    name = "fp4"
+    documents = "bounds"
+    traceable = False
+    takes_few_queries = True
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+        # A query by itself is its own mean: without the mean nothing would be left to quantize.
+        smooth_q = q.shape[1] > 1
+        q, k, v = _as_rows(q, layout), _as_rows(k, layout), _as_rows(v, layout)
+        return _as_sequences(fp4_attention(q, k, v, causal=True, smooth_q=smooth_q, bounds=layout.bounds), layout)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ _CAPABILITY = {"fp8": (8, 9), "int8": (7, 5)}
 def resolve_backend(
     attention: AttentionConfig, model: ModelConfig, *, device: torch.device, dtype: torch.dtype
 ) -> tuple[str, str]:
-    """The backend that will run, one of sage, sdpa, flash and reference, and one line that says why or how. `auto`:
-    choose_attention has to tell.
+    """The backend that will run, one of sage, sdpa, flash, reference and (for inference, by name alone) fp4, and one
+    line that says why or how. `auto`: choose_attention has to tell.
 
     Raises:
         ValueError: the backend cannot run on this device or in this dtype, or its package is not installed.
@@ -43,8 +43,8 @@ def resolve_backend(
     on_gpu = torch.device(device).type == "cuda"
     sixteen_bit = dtype in (torch.bfloat16, torch.float16)
     match attention.backend:
-        case "sage" if not 16 <= model.head_dim <= 256:
-            raise ValueError(f"attention.backend sage supports head_dim 16 to 256, not {model.head_dim}; use sdpa")
+        case "sage" | "fp4" as name if not 16 <= model.head_dim <= 256:
+            raise ValueError(f"attention.backend {name} supports head_dim 16 to 256, not {model.head_dim}; use sdpa")
         case "sage" if not on_gpu:
             recipe = FIXED_RECIPE if attention.recipe == "auto" else attention.recipe
             return "sage", f"INT8 recipe {recipe}: its torch twin, since there is no GPU; exact but slow"
@@ -72,6 +72,8 @@ def resolve_backend(
             return "sdpa", "torch's SDPA; documents through a mask"
         case "reference":
             return "reference", "plain matmuls"
+        case "fp4":
+            return "fp4", "FP4, forward only"
         case "auto" if on_gpu and sixteen_bit:
             return "auto", "the fastest that was admitted"
         case "auto":
