@@ -110,7 +110,7 @@ def quantize_fp4(x: Tensor, *, format: str = "nvfp4", unit: Tensor | float = 1.0
     """
     rules = FORMATS[format]
     n = x.shape[-1]
-    groups = pad(x, (0, -n % rules.group)).unflatten(-1, (-1, rules.group))
+    groups = pad(x, (0, -n % rules.group)).reshape(*x.shape[:-1], -1, rules.group)
     largest = groups.abs().amax(-1)
     if rules.e8m0:
         scale = e8m0_scale(largest)
@@ -130,11 +130,12 @@ def quantize_probabilities(p: Tensor, *, format: str = "nvfp4", two_level: bool 
     """
     if not two_level:
         return quantize_fp4(p, format=format).dequantized()
-    tiles = p.unflatten(-1, (-1, TILE))
+    tiles = p.reshape(*p.shape[:-1], -1, TILE)
     largest = tiles.amax(-1, keepdim=True)
     top = FORMATS[format].largest
     relative = torch.where(largest > 0, tiles / largest, 0.0) * top
-    return (quantize_fp4(relative, format=format).dequantized() * (largest / top)).flatten(-2)
+    codes = quantize_fp4(relative, format=format)
+    return torch.flatten(codes.dequantized() * (largest / top), -2)
 
 
 def fp4_attention(

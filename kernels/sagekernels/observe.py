@@ -183,6 +183,7 @@ def measure(
     for rows in _chunks(q.shape[2], k.shape[2], q.shape[0] * q.shape[1], _CHUNK_SCORES):
         here, seen = slice(rows.start, rows.stop), codes.seen(rows)
         mask = visible(rows, seen, codes.n_k - codes.n_q, True, None, do.device)
+        assert mask is not None, "causal"
         if kept.starts is not None:
             mask = mask & (torch.arange(seen, device=do.device) >= kept.starts[:, :, here])
         logits = (q[:, :, here] @ k[:, :, :seen].mT * scale).masked_fill(~mask, -math.inf)

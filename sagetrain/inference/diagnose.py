@@ -60,8 +60,7 @@ def diagnose(
         ConfigError: a recipe that there is not, INT8 attention that cannot run here, or data that cannot be read.
     """
     model, data = run.model, run.cfg.data
-    blocks: Any = model.blocks
-    trained = blocks[0].attention.function
+    trained = model.functions[0]
     for recipe in recipes:
         if recipe not in RECIPES:
             raise ConfigError(f"--recipe {recipe}: there is no such recipe; there are {', '.join(RECIPES)}")
@@ -84,14 +83,13 @@ def diagnose(
     found: dict[str, list[dict[str, float]]] = {}
     for recipe in recipes:
         function = attention_function("sage", attention.model_copy(update={"recipe": recipe}), run.device)
-        for block in blocks:
-            block.attention.function = function
+        model.functions = [function] * len(model.functions)
         monitor = Monitor(MonitorConfig(every_steps=1), model, model.named_parameters, _SCORES)
         for turn, batch in enumerate(loader.eval_batches(count)):
             with torch.enable_grad(), monitor.micro_batch(turn, *batch.tokens.shape):
                 model(**batch.inputs(run.device)).backward()
         numbers = model.groups.metrics.reduce(run.device)
-        at = [f"quant/{layer}/" for layer in range(len(blocks))]
+        at = [f"quant/{layer}/" for layer in range(len(model.functions))]
         found[recipe] = [
             {name.removeprefix(tag): value for name, value in numbers.items() if name.startswith(tag)} for tag in at
         ]

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
-from torch import nn
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import AttentionConfig
 from sagetrain.model.backends import AttentionFunction, attention_function
 from sagetrain.model.selection import resolve_backend
+from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.stability.controller import Event
 from sagetrain.stability.spikes import METRIC, Verdict
@@ -125,14 +125,14 @@ def _start(checkpoints: Path, content: dict[str, Any]) -> Path | None:
 
 def _replay(folder: Path, content: dict[str, Any], scratch: Path, backend: str, recipe: str | None) -> Replay:
     trainer = _trainer(folder, content, scratch)
-    cfg, model, device = trainer.cfg, trainer.engine.module, trainer.device
+    cfg, model, device = trainer.cfg, cast(Transformer, trainer.engine.module), trainer.device
     asked = trainer.attention.model_copy(update={"backend": backend, "recipe": recipe or trainer.attention.recipe})
     try:
         resolve_backend(asked, cfg.model, device=device, dtype=trainer.dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     drift = _go_there(trainer, content)
-    before = functions_of(model)
+    before = model.functions
     if [bundle.describe(function) for function in before] != content["attention"]:
         trainer.reporter.say(
             "attention differs from what the bundle says the layers had: its controllers went elsewhere"
@@ -165,11 +165,6 @@ def _replay(folder: Path, content: dict[str, Any], scratch: Path, backend: str, 
         drift=drift,
         cause=cause,
     )
-
-
-def functions_of(model: nn.Module) -> list[AttentionFunction]:
-    """The attention function of each layer."""
-    return [block.attention.function for block in cast(Any, model).blocks]
 
 
 def _trainer(folder: Path, content: dict[str, Any], scratch: Path) -> Trainer:
@@ -224,8 +219,7 @@ def _step(trainer: Trainer, tokens: int, judge: Callable[[Mapping[str, float]], 
 
 def _take(trainer: Trainer, folder: Path, content: dict[str, Any], functions: list[AttentionFunction]) -> Numbers:
     """The step itself, with these attention functions in its layers and without an update."""
-    for block, function in zip(cast(Any, trainer.engine.module).blocks, functions, strict=True):
-        block.attention.function = function
+    cast(Transformer, trainer.engine.module).functions = functions
     rng = folder / f"rng-{trainer.groups.rank:05d}.pt"
     if rng.is_file():
         set_rng_state(torch.load(rng, weights_only=True))

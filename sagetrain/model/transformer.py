@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -318,6 +318,16 @@ class Transformer(nn.Module):
         # Zeros that want a gradient, like every other residual stream: one graph serves all blocks.
         return torch.zeros_like(like).requires_grad_(torch.is_grad_enabled()), y
 
+    @property
+    def functions(self) -> list[AttentionFunction]:
+        """The attention function of every block. They may be set, to others for a while, say."""
+        return [cast(Block, block).attention.function for block in self.blocks]
+
+    @functions.setter
+    def functions(self, functions: Iterable[AttentionFunction]) -> None:
+        for block, function in zip(self.blocks, functions, strict=True):
+            cast(Block, block).attention.function = function
+
     def compile_blocks(
         self, backend: str = "inductor", *, whole: bool = False, later: Iterable[AttentionFunction] = ()
     ) -> None:
@@ -329,7 +339,7 @@ class Transformer(nn.Module):
         later: functions that layers may get while training.
         """
         options = ORDERED if self.groups.tp_size > 1 and backend == "inductor" else None
-        traceable = all(function.traceable for function in (*later, *(b.attention.function for b in self.blocks)))
+        traceable = all(function.traceable for function in (*later, *self.functions))
         how = {"fullgraph": traceable, "backend": backend, "options": options}
         self.whole_blocks = whole
         for block in self.blocks:
@@ -356,8 +366,7 @@ class Transformer(nn.Module):
         parts = attention_calls(num_sequences, tokens.numel(), self.groups.tp_size, self.overlap)
         num_sequences //= parts
         num_tokens = num_sequences * length * self.groups.cp_size
-        wanted = {block.attention.function.documents for block in self.blocks}
-        layouts = []
+        wanted, layouts = {function.documents for function in self.functions}, []
         for part, own_positions in enumerate(positions.chunk(parts)):
             rope = self.config.head_dim, self.config.rope_theta, self.config.rope_scaling
             cos, sin = rotary_tables(own_positions.flatten(), *rope)

@@ -77,7 +77,7 @@ class Monitor:
         return partial(self.micro_batch, step // self._every)
 
     def _quantized(self) -> list[int]:
-        return [layer for layer, block in enumerate(self._model.blocks) if block.attention.function.quantized]
+        return [layer for layer, function in enumerate(self._model.functions) if function.quantized]
 
     @contextmanager
     def micro_batch(self, turn: int, num_sequences: int, length: int) -> Iterator[None]:
@@ -90,9 +90,9 @@ class Monitor:
         model, groups = self._model, self._model.groups
         own_tokens = num_sequences * length // groups.cp_size
         parts = attention_calls(num_sequences, own_tokens, groups.tp_size, model.overlap)
-        order = [layer for layer in self._quantized() for _ in range(parts)]
+        order: list[int | None] = [layer for layer in self._quantized() for _ in range(parts)]
         if model.activation_checkpointing == "full":  # the first time only residual streams are kept
-            order = [*(None for _ in order), *reversed(order)]
+            order = [*[None] * len(order), *reversed(order)]
         how = (self._scores, turn, groups.metrics, groups.num_replicas)
         calls = _Calls(order, set(self.layers), num_sequences // parts, *how)
         with observed(calls):

@@ -35,6 +35,8 @@ class NoiseAware:
 
     def __init__(self, schedule: NoiseAwareTokens) -> None:
         self._schedule = schedule
+        self._changed: int | None
+        self._said: bool
         self.restore({})
 
     def after_step(self, taken: Taken) -> list[Event]:
@@ -84,8 +86,8 @@ class NoiseAware:
         """Sizes that other settings do not allow become the nearest that these do."""
         start = self._schedule.start
         self.now, self.following = (self._allowed(state.get(key, start)) for key in ("now", "following"))
-        self._changed: int | None = state.get("changed")
-        self._said: bool = state.get("said", False)
+        self._changed = state.get("changed")
+        self._said = state.get("said", False)
 
     def _allowed(self, tokens: int) -> int:
         unit = self._schedule.rounding

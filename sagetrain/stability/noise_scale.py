@@ -59,7 +59,7 @@ class LayerSquares:
         self.layers = layers_of(model)
         self.place = {name: place for place, (name, _) in enumerate(named)}
         """Of each parameter, in the vectors that `add` takes."""
-        copies = [1 if parameter.tensor_model_parallel else groups.tp_size for _, parameter in named]
+        copies = [1 if getattr(p, "tensor_model_parallel") else groups.tp_size for _, p in named]  # noqa: B009
         self._layer = torch.tensor([self.layers.index(layer_of(name)) for name, _ in named], device=device)
         self._share = 1 / torch.tensor(copies, dtype=torch.float64, device=device)
         self._groups = groups
@@ -92,7 +92,9 @@ class GradientNoise:
         """Around the backward pass of a micro-batch. Hooks see a gradient, of all uses of a parameter together, before
         it is added to those of other micro-batches."""
         self._norms.zero_()
-        hooks = [p.register_hook(partial(self._note, self._norms[i])) for i, p in enumerate(self._parameters)]
+        hooks: list[Any] = []
+        for norm, parameter in zip(self._norms, self._parameters, strict=True):
+            hooks.append(parameter.register_hook(partial(self._note, norm)))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:

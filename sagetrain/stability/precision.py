@@ -83,6 +83,10 @@ class Ladder:
     ) -> None:
         self._settings, self._functions, self._layers = precision, dict(functions), layers
         self._names, self._total = list(functions), total_tokens
+        self._tokens: int
+        self._spikes: list[int]
+        self._moved: list[int | None]
+        self._places: list[_Place]
         self.restore({})
 
     @property
@@ -102,7 +106,8 @@ class Ladder:
     def after_step(self, taken: Taken) -> list[Event]:
         """Move layers, for the steps to come."""
         self._tokens = taken.tokens
-        values = dict(self._measurements(taken.metrics)) if self._settings.threshold else {}
+        threshold = self._settings.threshold
+        values = dict(self._measurements(threshold.metric, taken.metrics)) if threshold else {}
         for layer, value in values.items():
             self._measure(layer, value)
         if self._settings.spike_tokens and taken.metrics.get(SPIKE, 0.0) > 0:
@@ -124,15 +129,16 @@ class Ladder:
             for (old, new, cause), layers in moves.items()
         ]
 
-    def _measurements(self, metrics: Mapping[str, float]) -> Iterator[tuple[int, float]]:
+    def _measurements(self, metric: str, metrics: Mapping[str, float]) -> Iterator[tuple[int, float]]:
         for layer, rung in enumerate(self.rungs):
             if not self._functions[rung].quantized:
                 yield layer, 0.0
-            elif (value := metrics.get(self._settings.threshold.metric.replace("*", str(layer)))) is not None:
+            elif (value := metrics.get(metric.replace("*", str(layer)))) is not None:
                 yield layer, value
 
     def _measure(self, layer: int, value: float) -> None:
         threshold, place, moved = self._settings.threshold, self._places[layer], self._moved[layer]
+        assert threshold, "nothing is measured without one"
         if moved is not None and self._tokens - moved < threshold.cooldown_tokens:
             return
         measured = self._measured[layer]
@@ -144,8 +150,8 @@ class Ladder:
             self._measured[layer], self._moved[layer] = measured, self._tokens
 
     def _cause(self, old: _Place, new: _Place, value: float | None) -> str:
-        if old.measured != new.measured:
-            threshold = self._settings.threshold
+        threshold = self._settings.threshold
+        if threshold and old.measured != new.measured:
             side = f"above {threshold.above:g}" if new.measured > old.measured else f"below {threshold.below:g}"
             return f"{threshold.metric} {value:.3g} is {side}"
         if old.spikes != new.spikes:
@@ -170,10 +176,10 @@ class Ladder:
     def restore(self, state: Mapping[str, Any]) -> None:
         """A rung that is not among those of the settings counts as the lowest; what the settings do not move by any
         more is forgotten."""
-        none = [None] * len(self._layers)
-        self._tokens: int = state.get("tokens", 0)
+        none: list[None] = [None] * len(self._layers)
+        self._tokens = state.get("tokens", 0)
         names = state.get("measured", none) if self._settings.threshold else none
         self._measured = [self._names.index(name) if name in self._names else 0 for name in names]
-        self._moved: list[int | None] = list(state.get("moved", none))
-        self._spikes: list[int] = list(state.get("spikes", [])) if self._settings.spike_tokens else []
+        self._moved = list(state.get("moved", none))
+        self._spikes = list(state.get("spikes", [])) if self._settings.spike_tokens else []
         self._set()

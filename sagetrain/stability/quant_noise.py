@@ -75,7 +75,8 @@ def random_rotation(size: int, seed: int, name: str) -> Tensor:
     """An orthogonal matrix, fp32 [size, size], uniform over all of them, that depends on (seed, name) alone."""
     normal = torch.randn(size, size, generator=named_generator(seed, name), dtype=torch.float64)
     q, r = torch.linalg.qr(normal)
-    return (q * r.diagonal().sign()).float()
+    rotation: Tensor = (q * r.diagonal().sign()).float()
+    return rotation
 
 
 class QuantizationProbe:
@@ -98,7 +99,7 @@ class QuantizationProbe:
     def measure(self, step: int, run: Callable[[], Tensor]) -> None:
         """At a step that has not begun: `run` is the forward pass of a micro-batch, the same each time, to its loss.
         Nothing, where no layer quantizes anything."""
-        layers = [block.attention.function for block in self._model.blocks]
+        layers = self._model.functions
         if not any(layer.quantized for layer in layers):
             return
         gradients = [
@@ -134,14 +135,12 @@ class QuantizationProbe:
 @contextmanager
 def _attending(model: Transformer, functions: Sequence[AttentionFunction]) -> Iterator[None]:
     """Every layer with the function named for it, for a while."""
-    before = [block.attention.function for block in model.blocks]
+    before = model.functions
     try:
-        for block, function in zip(model.blocks, functions, strict=True):
-            block.attention.function = function
+        model.functions = functions
         yield
     finally:
-        for block, function in zip(model.blocks, before, strict=True):
-            block.attention.function = function
+        model.functions = before
 
 
 class QuantNoise:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -9,7 +11,7 @@ from sagetrain.config.schema import OptimizerConfig
 from sagetrain.model.norm import is_qk_gain
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, qk_gain_decay: float = 0.0) -> list[dict]:
+def parameter_groups(model: nn.Module, weight_decay: float, qk_gain_decay: float = 0.0) -> list[dict[str, Any]]:
     """Split the parameters by their `no_weight_decay` mark (set by the layers), in the order of the model; the gains of
     QK-norm apart if they decay."""
     decayed = [p for p in model.parameters() if not getattr(p, "no_weight_decay", False)]

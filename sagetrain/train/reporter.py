@@ -74,9 +74,9 @@ class Reporter:
         if not self._writer or (state.step % self._logging.every_steps and not result.stop):
             return
         with self.off_the_clock():
-            self._row(state, result, size, lr)
+            self._row(self._writer, state, result, size, lr)
 
-    def _row(self, state: TrainState, result: StepResult, size: int, lr: float) -> None:
+    def _row(self, writer: MetricsWriter, state: TrainState, result: StepResult, size: int, lr: float) -> None:
         rate, flops = self._clock.take()
         peak = (peak_flops(self._device) or 0) * dist.get_world_size()
         derived = {
@@ -87,9 +87,9 @@ class Reporter:
             "perf/mfu_full_attention": rate * self._full / peak if peak else None,
             "perf/memory_gib": memory_gib(self._device),
         }
-        self.write(state, {**self._latest, **derived})
+        writer.write(state.step, state.tokens, {**self._latest, **derived})
         self._latest.clear()
-        self._writer.progress(state.step, state.tokens, result.loss, lr, rate)
+        writer.progress(state.step, state.tokens, result.loss, lr, rate)
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
@@ -102,7 +102,7 @@ class Reporter:
         """The checkpoints that have been published since the last call."""
         while saved := saver.take_saved():
             if self._writer:
-                figures = {
+                figures: dict[str, float | None] = {
                     "perf/save_stall_seconds": saved.stall_seconds,
                     "perf/save_publish_seconds": saved.publish_seconds,
                 }

@@ -100,7 +100,7 @@ class RunFolder:
         """Remove the token: every host has found it."""
         self._token.unlink(missing_ok=True)
 
-    def describe(self, cfg: RunConfig, deepspeed: dict, findings: list[Finding]) -> None:
+    def describe(self, cfg: RunConfig, deepspeed: dict[str, Any], findings: list[Finding]) -> None:
         """Write the resolved configuration, the generated DeepSpeed dict and the findings, read-only."""
         for name, text in {
             "config.yaml": dump_config(cfg),

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import AttentionConfig, NoiseAwareTokens, RunConfig
 from sagetrain.data.loader import SampleStream
 from sagetrain.model.backends import AttentionFunction, attention_function
+from sagetrain.model.transformer import Block, Transformer
 from sagetrain.stability.controller import Controller, Event, Taken
 from sagetrain.stability.measured import Measured
 from sagetrain.stability.monitor import Monitor
@@ -61,7 +62,7 @@ class Steering:
     ) -> None:
         self._cfg, self._engine, self._attention, self._stream = cfg, engine, attention, stream
         self._folder, self._saver, self._reporter = folder, saver, reporter
-        model: Any = engine.module
+        model = cast(Transformer, engine.module)
         groups, device, stability, schedule = engine.groups, engine.device, cfg.stability, cfg.tokens_per_step
         owned = lambda: ((shard.name, shard.tensors.get("weight")) for shard in engine.shards())  # noqa: E731
         self._monitor = Monitor(stability.monitor, model, owned)
@@ -78,7 +79,7 @@ class Steering:
         self.controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise)]
         ladder, self._aware, self._measured = None, None, Measured()
         if stability.precision:
-            layers = [block.attention for block in model.blocks]
+            layers = [cast(Block, block).attention for block in model.blocks]
             ladder = Ladder(stability.precision, rungs, layers, cfg.training.total_tokens)
             self.controllers.append(ladder)
         if isinstance(schedule, NoiseAwareTokens):
@@ -103,11 +104,10 @@ class Steering:
         """A checkpoint of this step is published: bundles of later steps begin with it."""
         self._trail = [row for row in self._trail if row["step"] > step]
 
-    @property
-    def measured(self) -> dict[str, dict[str, float]]:
-        """Every number that was measured about the run's stability (stability/measured.py)."""
-        metrics: dict[str, dict[str, float]] = self._measured.state()["metrics"]
-        return metrics
+    def tell(self, state: TrainState) -> None:
+        """Write what was measured so far about the run's stability (stability.json)."""
+        if self._engine.groups.rank == 0:
+            self._folder.tell_stability(state.step, state.tokens, self._measured.state()["metrics"])
 
     # -- around a step -------------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Steering:
             return
         self._saver.wait()
         samples = range(state.sequences, state.sequences + size // self._cfg.data.seq_length)
-        model: Any = self._engine.module
+        model = cast(Transformer, self._engine.module)
         folder = bundle.write(
             self._folder.spikes,
             self._folder.checkpoints,
@@ -165,7 +165,7 @@ class Steering:
             lr=lr,
             event=event,
             result=result,
-            attention=[bundle.describe(block.attention.function) for block in model.blocks],
+            attention=[bundle.describe(function) for function in model.functions],
             groups=self._engine.groups,
             config_text=dump_config(self._cfg.model_copy(update={"attention": self._attention})),
             trail=self._trail,

@@ -292,11 +292,7 @@ class Trainer:
         self.steering.forget(self._saved_step)  # which is published by then
         self.saver.start(state, dump_config(self.cfg), self._shards(), rng_state())
         self._saved_step = self.state.step
-        self._tell_stability()
-
-    def _tell_stability(self) -> None:
-        if self.main:
-            self.folder.tell_stability(self.state.step, self.state.tokens, self.steering.measured)
+        self.steering.tell(self.state)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -309,7 +305,7 @@ class Trainer:
                 with contextlib.suppress(CheckpointError):
                     self.saver.wait()
                 with contextlib.suppress(OSError):
-                    self._tell_stability()
+                    self.steering.tell(self.state)
                 newest = checkpoint.newest(self.folder.checkpoints)
                 where = f"continues from {newest.name}" if newest else "starts anew: no checkpoint was written yet"
                 raise TrainingError(f"{error}. The same command {where}") from None
