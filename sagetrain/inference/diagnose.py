@@ -3,7 +3,8 @@
 The checkpoint's weights run forward and backward on the run's own data with attention of a recipe, observed as while
 training (stability/monitor.py): cosine and relative L2 of O, delta, P, dP, dS, dQ, dK and dV against float32, from the
 same Q, K, V and dO. So checkpoints trained with 16-bit attention can be asked too what a recipe would lose.
-All layers run with the recipe: those further up read what the layers below them made with it.
+All layers run with the recipe: those further up read what the layers below them made with it. Without one, layers of
+a run with a precision ladder run on the rungs that they were on, and those in 16 bits have no errors to show.
 
 Of each layer and micro-batch the sample has at most 2^28 scores: 16 heads of one sequence of 4,096 tokens, other
 ones in every micro-batch (sagekernels/observe.py).
@@ -22,13 +23,16 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import AttentionConfig, MonitorConfig
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.inference.load import TrainedRun
-from sagetrain.model.backends import FIXED_RECIPE, Sage, attention_function
+from sagetrain.model.backends import FIXED_RECIPE, AttentionFunction, Sage, attention_function
 from sagetrain.model.selection import resolve_backend
 from sagetrain.planning.tables import Table
 from sagetrain.stability.monitor import Monitor
+from sagetrain.train.bundle import describe
 
 TENSORS = ("delta", "P", "dP", "dS", "O", "dQ", "dK", "dV")
 RECIPES = tuple(name for name in get_args(AttentionConfig.model_fields["recipe"].annotation) if name != "auto")
+LADDER = "ladder"
+"""In the place of a recipe: every layer on its rung."""
 _SCORES = 1 << 28
 
 
@@ -40,8 +44,10 @@ class Diagnosis:
     tokens: int
     sequences: int
     seq_length: int
+    attention: list[str]
+    """Of every layer of the checkpoint: "sage fine", "sdpa"."""
     recipes: dict[str, list[dict[str, float]]]
-    """By recipe and layer: the monitor's numbers, as "<tensor>/<metric>"."""
+    """By recipe, or LADDER, and layer: the monitor's numbers, as "<tensor>/<metric>"; none of a layer in 16 bits."""
 
     def to_json(self) -> dict[str, Any]:
         """The same, of JSON types only."""
@@ -51,7 +57,7 @@ class Diagnosis:
 def diagnose(
     run: TrainedRun, recipes: Sequence[str], num_sequences: int | None = None, report: Callable[[str], None] = print
 ) -> Diagnosis:
-    """Errors of every layer with each of the recipes; of none: the one that the run was trained with, or else fine.
+    """Errors of every layer with each of the recipes; of none: what the run was trained with, or else fine.
 
     num_sequences: of data.valid, or of data.train where there is none; whole micro-batches, and one at least. report:
     hears where the data has fewer. Changes the run's model: its attention, and no parameter wants a gradient any more.
@@ -60,11 +66,11 @@ def diagnose(
         ConfigError: a recipe that there is not, INT8 attention that cannot run here, or data that cannot be read.
     """
     model, data = run.model, run.cfg.data
-    trained = model.functions[0]
+    trained = model.functions
     for recipe in recipes:
         if recipe not in RECIPES:
             raise ConfigError(f"--recipe {recipe}: there is no such recipe; there are {', '.join(RECIPES)}")
-    recipes = list(dict.fromkeys(recipes)) or [trained.recipe if isinstance(trained, Sage) else FIXED_RECIPE]
+    recipes = list(dict.fromkeys(recipes)) or [_own(trained)]
     attention = run.cfg.attention.model_copy(update={"backend": "sage"})
     try:
         resolve_backend(attention, run.cfg.model, device=run.device, dtype=model.embedding.weight.dtype)
@@ -82,18 +88,28 @@ def diagnose(
     model.requires_grad_(False)
     found: dict[str, list[dict[str, float]]] = {}
     for recipe in recipes:
-        function = attention_function("sage", attention.model_copy(update={"recipe": recipe}), run.device)
-        model.functions = [function] * len(model.functions)
+        if recipe != LADDER:
+            function = attention_function("sage", attention.model_copy(update={"recipe": recipe}), run.device)
+            model.functions = [function] * len(trained)
         monitor = Monitor(MonitorConfig(every_steps=1), model, model.named_parameters, _SCORES)
         for turn, batch in enumerate(loader.eval_batches(count)):
             with torch.enable_grad(), monitor.micro_batch(turn, *batch.tokens.shape):
                 model(**batch.inputs(run.device)).backward()
         numbers = model.groups.metrics.reduce(run.device)
-        at = [f"quant/{layer}/" for layer in range(len(model.functions))]
+        at = [f"quant/{layer}/" for layer in range(len(trained))]
         found[recipe] = [
             {name.removeprefix(tag): value for name, value in numbers.items() if name.startswith(tag)} for tag in at
         ]
-    return Diagnosis(run.step, run.tokens, count, data.seq_length, found)
+    own = [describe(function) for function in trained]
+    return Diagnosis(run.step, run.tokens, count, data.seq_length, own, found)
+
+
+def _own(functions: Sequence[AttentionFunction]) -> str:
+    quantized = [function for function in functions if function.quantized]
+    if not quantized:
+        return FIXED_RECIPE
+    first = functions[0]
+    return first.recipe if isinstance(first, Sage) and all(function == first for function in functions) else LADDER
 
 
 def tables(diagnosis: Diagnosis) -> list[Table]:
@@ -103,14 +119,16 @@ def tables(diagnosis: Diagnosis) -> list[Table]:
 
 def _tables(diagnosis: Diagnosis, recipe: str, layers: list[dict[str, float]]) -> list[Table]:
     what = f"{diagnosis.sequences} sequences of {diagnosis.seq_length:,} tokens"
-    title = f"Recipe {recipe}, step {diagnosis.step}, {what}: cosine / relative L2 against float32"
-    worst = max(range(len(layers)), key=lambda layer: layers[layer]["dS/rel_l2"])
+    whose = "Each layer on its rung" if recipe == LADDER else f"Recipe {recipe}"
+    title = f"{whose}, step {diagnosis.step}, {what}: cosine / relative L2 against float32"
+    names = [f"{layer} ({own})" if recipe == LADDER else str(layer) for layer, own in enumerate(diagnosis.attention)]
+    worst = max(range(len(layers)), key=lambda layer: layers[layer].get("dS/rel_l2", 0.0))
     said = f"largest relative L2 of dS: layer {worst}, {layers[worst]['dS/rel_l2']:.4f}"
     errors = [
-        [str(layer), *(f"{found[f'{x}/cosine']:.4f} / {found[f'{x}/rel_l2']:.4f}" for x in TENSORS)]
-        for layer, found in enumerate(layers)
+        [name, *(_cell(found, [f"{x}/cosine", f"{x}/rel_l2"], "{:.4f} / {:.4f}") for x in TENSORS)]
+        for name, found in zip(names, layers, strict=True)
     ]
-    others = [[str(layer), *_others(found)] for layer, found in enumerate(layers)]
+    others = [[name, *_others(found)] for name, found in zip(names, layers, strict=True)]
     legend = "gains of QK-norm: mean (largest); dS to 0: what INT8 rounds to zero of it; scales: those of INT8 codes"
     return [
         Table(title, ("layer", *TENSORS), errors, ("layer", *TENSORS), caption=said),
@@ -124,17 +142,18 @@ _OTHERS = (
 )
 
 
+def _cell(found: dict[str, float], names: Sequence[str], form: str) -> str:
+    """ "-": the layer, its recipe or the model has no such thing."""
+    return form.format(*(found[name] for name in names)) if names[0] in found else "-"
+
+
 def _others(found: dict[str, float]) -> list[str]:
-    """Cells of _OTHERS; "-": the recipe or the model has no such thing."""
-
-    def cell(names: Sequence[str], form: str) -> str:
-        return form.format(*(found[name] for name in names)) if names[0] in found else "-"
-
+    """Cells of _OTHERS."""
     return [
-        cell(["S/largest"], "{:.2f}"),
-        *(cell([f"{x}/gain_mean", f"{x}/gain_max"], "{:.2f} ({:.2f})") for x in "QK"),
-        *(cell([f"dS/zero_share_{x}"], "{:.1%}") for x in ("dQ", "dK")),
-        *(cell([f"{x}/scale_min", f"{x}/scale_max"], "{:.0e} to {:.0e}") for x in ("Q", "K", "dO", "dS")),
+        _cell(found, ["S/largest"], "{:.2f}"),
+        *(_cell(found, [f"{x}/gain_mean", f"{x}/gain_max"], "{:.2f} ({:.2f})") for x in "QK"),
+        *(_cell(found, [f"dS/zero_share_{x}"], "{:.1%}") for x in ("dQ", "dK")),
+        *(_cell(found, [f"{x}/scale_min", f"{x}/scale_max"], "{:.0e} to {:.0e}") for x in ("Q", "K", "dO", "dS")),
     ]
 
 
@@ -161,7 +180,8 @@ def plot(diagnosis: Diagnosis, path: Path) -> None:
     panels = figure.subplots(2, 4, sharex=True).flatten()
     for panel, name in zip(panels, TENSORS, strict=True):
         for recipe, layers in diagnosis.recipes.items():
-            panel.plot([found[f"{name}/rel_l2"] for found in layers], marker=".", label=recipe)
+            errors = {layer: found[f"{name}/rel_l2"] for layer, found in enumerate(layers) if found}
+            panel.plot(list(errors), list(errors.values()), marker=".", label=recipe)
         panel.set_title(name, fontsize=10)
         panel.set_ylim(bottom=0)
     for panel in panels[4:]:

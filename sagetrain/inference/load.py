@@ -14,8 +14,10 @@ from sagetrain.config.load import load_config
 from sagetrain.config.schema import RunConfig, tokenizer_in
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.inference.ranks import Ranks
+from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import resolve_backend
 from sagetrain.model.transformer import Transformer
+from sagetrain.stability.precision import Ladder, rungs_of
 from sagetrain.train import checkpoint
 from sagetrain.train.attention import kept
 from sagetrain.train.checkpoint import CheckpointError, Reader
@@ -83,10 +85,11 @@ def load_run(
     attention: str | None = None,
     ranks: Ranks | None = None,
 ) -> TrainedRun:
-    """The checkpoint of `open_run` as a model. `report` hears what was passed over, and what runs otherwise here.
+    """The checkpoint of `open_run` as a model, each layer on the rung of the precision ladder that it was on. `report`
+    hears what was passed over, what the rungs are, and what runs otherwise here.
 
     Args:
-        attention: a backend (model/backends.py) in place of the one that the run was trained with.
+        attention: a backend (model/backends.py) for all layers, in place of what the run was trained with.
         ranks: that share the model, tensor parallel; all of them call it. Default: this process has all of it.
 
     Raises:
@@ -98,9 +101,12 @@ def load_run(
     cfg, device, groups = run.cfg, ranks.device, ranks.groups
     trained = kept(cfg.attention, run.reader.folder)
     dtype = torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32
+    precision = cfg.stability.precision if attention is None else None
+    rungs: dict[str, AttentionFunction] = {}
     try:
         asked = trained if attention is None else trained.model_copy(update={"backend": attention})
         backend, _ = resolve_backend(asked, cfg.model, device=device, dtype=dtype)
+        rungs = rungs_of(precision, trained, cfg.model, device=device, dtype=dtype)
     except ValueError as error:
         if attention is not None:
             raise ConfigError(f"--attention {attention}: {error}") from error
@@ -123,4 +129,8 @@ def load_run(
         raise ConfigError(f"{error}: start the command on fewer ranks") from error
     checkpoint.load_weights(run.reader, model, groups)
     model.eval()
+    if precision and rungs:
+        ladder = Ladder(precision, rungs, model.attention_layers, cfg.training.total_tokens)
+        ladder.restore(run.reader.manifest["state"]["controllers"][ladder.name])
+        report(f"attention as at step {run.step}: {ladder.summary()}")
     return TrainedRun(cfg, model, run.tokenizer, run.vocab_size, run.step, run.tokens, device)

@@ -319,14 +319,18 @@ class Transformer(nn.Module):
         return torch.zeros_like(like).requires_grad_(torch.is_grad_enabled()), y
 
     @property
+    def attention_layers(self) -> list[Attention]:
+        return [cast(Block, block).attention for block in self.blocks]
+
+    @property
     def functions(self) -> list[AttentionFunction]:
-        """The attention function of every block. They may be set, to others for a while, say."""
-        return [cast(Block, block).attention.function for block in self.blocks]
+        """Those of the attention layers. They may be set, to others for a while, say."""
+        return [layer.function for layer in self.attention_layers]
 
     @functions.setter
     def functions(self, functions: Iterable[AttentionFunction]) -> None:
-        for block, function in zip(self.blocks, functions, strict=True):
-            cast(Block, block).attention.function = function
+        for layer, function in zip(self.attention_layers, functions, strict=True):
+            layer.function = function
 
     def compile_blocks(
         self, backend: str = "inductor", *, whole: bool = False, later: Iterable[AttentionFunction] = ()

@@ -15,7 +15,7 @@ from sagetrain.config.load import dump_config
 from sagetrain.config.schema import AttentionConfig, NoiseAwareTokens, RunConfig
 from sagetrain.data.loader import SampleStream
 from sagetrain.model.backends import AttentionFunction, attention_function
-from sagetrain.model.transformer import Block, Transformer
+from sagetrain.model.transformer import Transformer
 from sagetrain.stability.controller import Controller, Event, Taken
 from sagetrain.stability.measured import Measured
 from sagetrain.stability.monitor import Monitor
@@ -79,8 +79,7 @@ class Steering:
         self.controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise)]
         ladder, self._aware, self._measured = None, None, Measured()
         if stability.precision:
-            layers = [cast(Block, block).attention for block in model.blocks]
-            ladder = Ladder(stability.precision, rungs, layers, cfg.training.total_tokens)
+            ladder = Ladder(stability.precision, rungs, model.attention_layers, cfg.training.total_tokens)
             self.controllers.append(ladder)
         if isinstance(schedule, NoiseAwareTokens):
             self._aware = NoiseAware(schedule)
