@@ -1,7 +1,9 @@
 """The order of samples depends on the seed alone, any place is reached in O(1), and documents are where they are."""
 
+import hashlib
 import os
 import random
+import resource
 import struct
 import threading
 import time
@@ -16,11 +18,13 @@ from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data import verify
 from sagetrain.data.loader import Loader, SampleStream
-from sagetrain.data.order import COARSE_SLOTS, blend_pattern, blend_slots, nearest_slots
+from sagetrain.data.patterns import COARSE_SLOTS, Pattern, earlier_slots, nearest_slots
 from sagetrain.data.token_file import TokenFileWriter
 
 EOS = 0
 S = 16
+RECORDED = "e74ecd3834d9d1b02d3b3037f1da884c8065f15b043033ff12515b00504b3c4d"
+ONE = "2097e6ff949abd49294fd7ea61e96fb094c76cee7542a2a6120f8ed76db1eddb"
 
 
 def write(path: Path, num_tokens: int, seed: int = 0, provenance: dict | None = None) -> DataSource:
@@ -60,35 +64,97 @@ def mixed(tmp_path) -> SampleStream:
 # -- mix ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_in_the_order_that_it_began_in(tmp_path):
-    """Before shares were kept to 1 %, a pattern had 4096 slots whatever the shares."""
+def test_a_run_goes_on_in_the_order_that_it_began_in(tmp_path, mixed):
+    """Fingerprint and samples were recorded when a blend was a pattern of slots."""
+    recorded = "7a853b5801efa6307ed3b03036b3d6c49567c57bad3575fd9d0746ed9c1a36fc"
+    now = mixed.fingerprint
+    assert now != recorded and not mixed.keep_order(now) and not mixed.keep_order("another")
+    assert mixed.keep_order(recorded) and mixed.fingerprint == recorded
+    places = [mixed.locate(i) for i in range(3 * COARSE_SLOTS)]
+    assert hashlib.sha256(str(places).encode()).hexdigest() == RECORDED
+
+
+@pytest.mark.parametrize("version", ["coarse", "fine"])
+def test_both_earlier_patterns_are_known(tmp_path, version):
     paths = [write(tmp_path / name, size).path for name, size in (("a", 3000), ("b", 900))]
-
-    def blended(*weights):
-        return SampleStream([DataSource(path=p, weight=w) for p, w in zip(paths, weights, strict=True)], S, 0)
-
-    new, right = blended(1.5, COARSE_SLOTS), blended(1, 3)
-    assert not right.keep_order(right.fingerprint) and not new.keep_order(right.fingerprint)
-    fine = new.fingerprint
-    slots = nearest_slots([1.5, COARSE_SLOTS], COARSE_SLOTS)
-    old = new._fingerprint(slots)
-    assert old != fine and new.keep_order(old) and new.fingerprint == old
-    pattern, _ = blend_pattern(slots)
-    assert [new.locate(i)[0] for i in range(2 * COARSE_SLOTS)] == [*pattern, *pattern]
-    assert not new.keep_order(fine)
+    weights = [1.5, COARSE_SLOTS]
+    stream = SampleStream([DataSource(path=p, weight=w) for p, w in zip(paths, weights, strict=True)], S, 0)
+    coarse = nearest_slots(weights, COARSE_SLOTS)
+    assert next(earlier_slots(weights)) == coarse
+    slots = coarse if version == "coarse" else [*earlier_slots(weights)][-1]
+    assert (sum(slots) == COARSE_SLOTS) == (version == "coarse")
+    assert stream.keep_order(stream._fingerprint(1, slots))
+    pattern = Pattern(slots)
+    assert [stream.locate(i)[0] for i in range(9000)] == [pattern.locate(i)[0] for i in range(9000)]
 
 
-def test_the_order_of_existing_runs_stays(mixed):
-    """Recorded before patterns of other sizes came."""
-    assert mixed.fingerprint == "7a853b5801efa6307ed3b03036b3d6c49567c57bad3575fd9d0746ed9c1a36fc"
+def test_one_source_keeps_its_fingerprint(stream):
+    assert stream.fingerprint == ONE and not stream.keep_order(ONE)
 
 
 def test_stream_follows_the_mix(mixed):
-    drawn = np.bincount([mixed.locate(i)[0] for i in range(3 * COARSE_SLOTS)])
-    assert (drawn == 3 * np.array(blend_slots([0.5, 0.3, 0.2], [""] * 3))).all()
+    drawn = np.bincount([mixed.locate(i)[0] for i in range(10_000)])
+    assert drawn.tolist() == [5000, 3000, 2000]
     start = 12345  # any aligned or unaligned stretch
     part = np.bincount([mixed.locate(i)[0] for i in range(start, start + 100)])
     assert np.abs(part - [50, 30, 20]).max() <= 2
+
+
+def test_files_of_a_pattern_are_one_source(tmp_path):
+    """Every window of each once an epoch, too short a file left out, and each by its size."""
+    sizes = {"web-1": 700, "web-2": 5, "web-3": 400, "web-4": 1700}
+    for seed, (name, size) in enumerate(sizes.items()):
+        write(tmp_path / name, size, seed)
+    (tmp_path / "web-5.bin.partial").write_bytes(b"")
+    stream = SampleStream([DataSource(path=str(tmp_path / "web-*"))], S, seed=1)
+    parts = [SampleStream([DataSource(path=str(tmp_path / name))], S, 0) for name in sizes if name != "web-2"]
+    assert stream.num_windows == sum(part.num_windows for part in parts)
+    assert stream.num_tokens == sum(sizes.values())
+
+    def windows(stream: SampleStream) -> list[tuple]:
+        samples = [stream.sample(i) for i in range(stream.num_windows)]
+        return [(sample.tokens.tobytes(), *sample.document_starts) for sample in samples]
+
+    assert sorted(windows(stream)) == sorted(window for part in parts for window in windows(part))
+    fingerprint = stream.fingerprint
+    write(tmp_path / "web-6", 100)
+    assert SampleStream([DataSource(path=str(tmp_path / "web-*"))], S, seed=1).fingerprint != fingerprint
+    with pytest.raises(ConfigError, match=r"none-\*: no .*none-\*\.idx; `sagetrain prepare`"):
+        SampleStream([DataSource(path=str(tmp_path / "none-*"))], S, 0)
+    with pytest.raises(ConfigError, match=r"web-\[2\] has 5 tokens, too few for one sequence"):
+        SampleStream([DataSource(path=str(tmp_path / "web-[2]"))], S, 0)
+
+
+def test_proportional_weights_pass_over_all_text_equally_often(tmp_path):
+    sources = [write(tmp_path / f"s{n}", size, n) for n, size in enumerate((4801, 161, 1601))]
+    proportional = [DataSource(path=source.path, weight="proportional") for source in sources]
+    stream = SampleStream(proportional, S, seed=3)
+    assert stream.num_windows == 300 + 10 + 100
+    drawn = [stream.locate(i) for i in range(stream.num_windows)]
+    assert len(set(drawn)) == stream.num_windows
+
+
+def test_thousands_of_small_sources(tmp_path):
+    """More than a process may have open when it starts; found by their places."""
+    count = 1200
+    for number in range(count):
+        write(tmp_path / f"{number:04}", 2 * S + 1, number)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+    try:
+        sources = [DataSource(path=str(tmp_path / f"{number:04}")) for number in range(count)]
+        stream = SampleStream(sources, S, seed=0)
+        assert sorted(stream.locate(i)[0] for i in range(count)) == list(range(count))
+        assert len({stream.sample(i).tokens.tobytes() for i in range(count)}) > 1
+        assert SampleStream([DataSource(path=str(tmp_path / "*"))], S, seed=0).num_windows == 2 * count
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_files_than_a_process_may_open(source, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (300, 400))
+    with pytest.raises(ConfigError, match=r"files of the run are 1, .* a process may have 400 here \(ulimit -Hn\)"):
+        SampleStream([source], S, 0)
 
 
 # -- order -------------------------------------------------------------------------------------------------------------

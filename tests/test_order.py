@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sagetrain.config import ConfigError
-from sagetrain.data.order import COARSE_SLOTS, blend_pattern, blend_slots, permute
+from sagetrain.data.order import Blend, permute
+from sagetrain.data.patterns import COARSE_SLOTS, Pattern, earlier_slots
 
 
 @settings(max_examples=80, deadline=None)
@@ -41,25 +41,60 @@ def test_permute_on_a_huge_range():
     assert abs(np.corrcoef(np.arange(3000), places)[0, 1]) < 0.08
 
 
-SMALL = [[1.5 / COARSE_SLOTS, 1], [2e-3, 1, 7], [1e-4, 1], [1] * 5000]
+def drawn(blend: Blend | Pattern, count: int, first: int = 0) -> np.ndarray:
+    """(source, rank) of `count` samples, int [count, 2]."""
+    return np.array([blend.locate(index) for index in range(first, first + count)])
 
 
-@pytest.mark.parametrize("weights", [[1], [1, 1], [0.5, 0.3, 0.2], [3.3] * 7, [1 / COARSE_SLOTS, 1], *SMALL])
-def test_blend_is_exact_and_even(weights):
-    slots = blend_slots(weights, [""] * len(weights))
-    share, total = np.array(weights) / sum(weights), sum(slots)
-    assert (total == COARSE_SLOTS) == (weights not in SMALL)  # the order of runs that had the right shares
+MIXES = [[1], [1, 1], [0.5, 0.3, 0.2], [3.3] * 7, [1, 1e-5], [0.6, 0.3, 0.1, 1e-5, 3e-5], [1 / k for k in range(1, 60)]]
+
+
+@pytest.mark.parametrize("weights", MIXES)
+def test_every_source_has_its_share_at_any_point(weights):
+    count = 150_000 if min(weights) < 1e-4 else 20_000
+    sources, ranks = drawn(Blend(weights), count).T
+    share = np.array(weights) / sum(weights)
+    for source in range(len(weights)):
+        used = np.cumsum(sources == source)
+        assert ranks[sources == source].tolist() == list(range(used[-1]))
+        off = np.abs(used - share[source] * np.arange(1, count + 1)).max()
+        assert off <= (1 if share[source] < 1e-3 else 1.25), (source, off)
+
+
+def test_a_small_share_is_exact_late_in_a_long_run():
+    """Of 1e-5, 10 million samples after 10**12: a pattern of slots keeps it to 1 %, which is 100,000 samples there."""
+    blend = Blend([1 - 1e-5, 1e-5])
+    step, first = 100_000, 10**12
+    ranks = []
+    for start in range(first, first + 100 * step, step):
+        near = range(start - 2, start + step + 2)
+        low, high = near[0], near[-1]
+        # The rank of the small source grows by one from its share of one end to that of the other.
+        before = [blend.locate(low)[1] if blend.locate(low)[0] == 1 else low - blend.locate(low)[1]]
+        after = [high - blend.locate(high)[1] if blend.locate(high)[0] == 0 else blend.locate(high)[1]]
+        ranks += [before[0] - low * 1e-5, after[0] - high * 1e-5]
+    assert np.abs(ranks).max() <= 1
+
+
+def test_thousands_of_sources():
+    rng = np.random.default_rng(0)
+    weights = rng.integers(1, 1000, 5000).tolist()
+    blend, count = Blend(weights), 40_000
+    used = np.bincount(drawn(blend, count, 10**9)[:, 0], minlength=5000)
+    assert np.abs(used - count * np.array(weights) / sum(weights)).max() <= 3  # at both ends
+    assert Blend([0.5, 0.3, 0.2]).shares == Blend([5, 3, 2]).shares == [5, 3, 2]
+
+
+@pytest.mark.parametrize("weights", [[1, 1], [0.5, 0.3, 0.2], [1.5 / COARSE_SLOTS, 1], [1e-4, 1], [1] * 5000])
+def test_the_blends_of_earlier_versions(weights):
+    *_, slots = earlier_slots(weights)
+    total, share = sum(slots), np.array(weights) / sum(weights)
     assert np.abs(np.array(slots) / total / share - 1).max() <= 0.01
-    pattern, ranks = blend_pattern(slots)
-    assert len(pattern) == total
+    assert (total == COARSE_SLOTS) == (len(weights) < 4 and min(share) > 2e-3)
+    blend = drawn(Pattern(slots), total + 10)
     for source in range(0, len(slots), max(1, len(slots) // 20)):
-        used = np.cumsum(pattern == source)
+        used = np.cumsum(blend[:total, 0] == source)
         assert used[-1] == slots[source]
-        assert ranks[pattern == source].tolist() == list(range(slots[source]))
+        assert blend[blend[:, 0] == source, 1].tolist() == list(range(sum(blend[:, 0] == source)))
         fair = np.arange(1, total + 1) * slots[source] / total
         assert np.abs(used - fair).max() <= max(1, len(weights) / 2)
-
-
-def test_blend_refuses_a_vanishing_weight():
-    with pytest.raises(ConfigError, match=r"data source b: weight 1e-06 of 1 is a share of 1\.0e-06, too small"):
-        blend_slots([1, 1e-6], ["a", "b"])

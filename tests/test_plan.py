@@ -450,7 +450,7 @@ def test_the_key_reference_names_every_key():
     assert "| `optimizer.lr` | a number above 0 | required | Peak learning rate. |" in table
     assert "| `tokens_per_step.schedule` | one of constant, ramp, stages, noise_aware | required |" in table
     assert "| `tokens_per_step.ramp_tokens` | a whole number above 0 | required | (ramp) Tokens seen when" in table
-    assert "| `data.train.0.weight` | a number above 0 | 1.0 |" in table
+    assert "| `data.train.0.weight` | a number above 0 or proportional | 1.0 |" in table
 
 
 NOISE_AWARE = "{schedule: noise_aware, start: 262144, floor: 131072, ceiling: 1048576, hold_tokens: 50000000}"

@@ -123,7 +123,7 @@ def _results(question: Question, call: Call) -> Results:
     """Nothing but the question."""
     cfg = question.config(Job(question.rows[0].name, question.baseline, 0))
     vocab = cfg.model.vocab_size or Tokenizer.load(find_tokenizer(cfg.data)).vocab_size
-    tokens = sum(TokenFile(source.path).num_tokens for source in cfg.data.train)
+    tokens = sum(TokenFile(path).num_tokens for source in cfg.data.train for path in source.files)
     size = num_parameters(cfg.model, cfg.attention, padded_vocab_size(vocab))
     return Results(question, question.settings(), size, tokens, [call])
 

@@ -153,7 +153,9 @@ class _Source:
 
     def _report(self, path: KeyPath, rule: str, value: Any = _ABSENT, where: str = "") -> None:
         key = _dotted(path) + ("" if value is _ABSENT else f" = {shown(value)}")
-        self.problems.append(": ".join(part for part in (where or self.where(path), key, rule) if part))
+        problem = ": ".join(part for part in (where or self.where(path), key, rule) if part)
+        if problem not in self.problems:  # of a union, each member complains
+            self.problems.append(problem)
 
 
 def _must_be(slot_text: str, value: Any, choices: Sequence[Any]) -> str:

@@ -54,8 +54,11 @@ class Slot(NamedTuple):
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The allowed values when they are listed one by one."""
-        return get_args(self.annotation) if get_origin(self.annotation) is Literal else ()
+        """The allowed values that are listed one by one."""
+        args = get_args(self.annotation)
+        if get_origin(self.annotation) in (Union, types.UnionType):
+            return tuple(choice for arg in args for choice in Slot(arg).choices)
+        return args if get_origin(self.annotation) is Literal else ()
 
 
 def slot_of(field: FieldInfo) -> Slot:
@@ -89,6 +92,8 @@ def locate(location: KeyPath) -> tuple[KeyPath, type[Section] | None, Slot]:
         if len(members) > 1 and part in members:
             slot = Slot(members[part])
             continue
+        if not members and slot.item is None and get_origin(slot.annotation) in (Union, types.UnionType):
+            break  # what follows names a member of a union of plain values
         path = (*path, part)
         section = next(iter(members.values()), None)
         if section is None:
@@ -108,7 +113,7 @@ def describe(slot: Slot) -> str:
     if origin is Annotated:
         return describe(Slot(args[0], (*args[1:], *metadata)))
     if origin is Literal:
-        return f"one of {', '.join(map(str, args))}"
+        return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
     if origin in (Union, types.UnionType):
         return " or ".join("null" if arg is type(None) else describe(Slot(arg, metadata)) for arg in args)
     if origin is list:

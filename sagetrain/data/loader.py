@@ -6,7 +6,7 @@ tokens per step changes nothing about which sequences come next.
 
 - A source is cut into windows of seq_length tokens (what is left at its end is not used). Each epoch of a source
   visits all of its windows once, in an order given by a keyed permutation that is computed, not stored.
-- Sources are blended by a fixed pattern of slots that spreads each source evenly: shares are exact to 1 % of each.
+- Sources are blended evenly: at any point each has had its share of the samples so far, to a sample or two.
 - Windows run through the stream of documents without padding; document boundaries come from the token file's index.
 """
 
@@ -26,7 +26,9 @@ import torch
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataConfig, DataSource
 from sagetrain.data import order
+from sagetrain.data.patterns import COARSE_SLOTS, Pattern, earlier_slots
 from sagetrain.data.token_file import TokenFile
+from sagetrain.data.token_files import open_sources
 
 _EVALUATION_SEED = 0  # the same held-out sequences whatever the seed of the run
 
@@ -108,26 +110,25 @@ class SampleStream:
         """Open the token files.
 
         With `vocab_size`, tokens outside of it are errors; with `tokenizer_sha256`, files made with another tokenizer.
-        ConfigError for these, if a file is missing, damaged or shorter than one sequence, if files were made with
-        different tokenizers, or if a weight is too small to be kept.
+        ConfigError for these, if a file is missing or damaged, a source shorter than one sequence, or if files were
+        made with different tokenizers. Weights are all numbers, or all "proportional" (config.rules.data).
         """
         self.seq_length = seq_length
         self.seed = seed
         self.document_attention = document_attention
         self.document_positions = document_positions
         self._vocab_size = vocab_size
-        self._files = [TokenFile(source.path) for source in sources]
-        self._windows = [(file.num_tokens - 1) // seq_length for file in self._files]
-        for file, windows in zip(self._files, self._windows, strict=True):
-            if windows < 1:
-                raise ConfigError(
-                    f"token file {file.path} has {file.num_tokens:,} tokens, too few for one sequence of "
-                    f"data.seq_length {seq_length:,} (and the token after it)"
-                )
+        self._sources = open_sources(sources, seq_length)
+        self._files = [file for source in self._sources for file in source.files]
         _check_tokenizers(self._files, tokenizer_sha256)
-        self._identities = [file.identity() for file in self._files]
-        self._weights = [source.weight for source in sources]
-        self._blend(order.blend_slots(self._weights, [source.path for source in sources]))
+        self._identities = [source.identity() for source in self._sources]
+        self._weights = [
+            source.num_windows if source.weight == "proportional" else source.weight for source in self._sources
+        ]
+        self._blend: order.Blend | Pattern = order.Blend(self._weights)
+        # One source has one order, and the fingerprint that it has always had.
+        one = len(sources) == 1
+        self.fingerprint = self._fingerprint(1, [COARSE_SLOTS]) if one else self._fingerprint(2, self._blend.shares)
 
     @classmethod
     def configured(
@@ -147,12 +148,12 @@ class SampleStream:
     @property
     def num_windows(self) -> int:
         """Different sequences of all sources together."""
-        return sum(self._windows)
+        return sum(source.num_windows for source in self._sources)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all sources together."""
-        return sum(file.num_tokens for file in self._files)
+        return sum(source.num_tokens for source in self._sources)
 
     def validate(self, deep: bool, progress: Callable[[int], None] = lambda tokens: None) -> None:
         """Check every index, and with `deep` every token and checksum; ConfigError names the file that is damaged.
@@ -179,16 +180,16 @@ class SampleStream:
 
     def locate(self, index: int, seed: int | None = None) -> tuple[int, int]:
         """(source, window) of global sample `index`, in the order of `seed` (default: the stream's)."""
-        block, slot = divmod(index, len(self._pattern))
-        source = int(self._pattern[slot])
-        epoch, position = divmod(block * self._slots[source] + int(self._ranks[slot]), self._windows[source])
+        source, rank = self._blend.locate(index)
+        windows = self._sources[source].num_windows
+        epoch, position = divmod(rank, windows)
         key = order.mixed(order.mixed(self.seed if seed is None else seed, source), epoch)
-        return source, order.permute(position, self._windows[source], key)
+        return source, order.permute(position, windows, key)
 
     def sample(self, index: int, seed: int | None = None) -> Sample:
-        """Global sample `index` >= 0, in O(1)."""
+        """Global sample `index` >= 0; what it takes does not grow with it."""
         source, window = self.locate(index, seed)
-        file = self._files[source]
+        file, window = self._sources[source].window(window)
         start = window * self.seq_length
         tokens = file.tokens(start, start + self.seq_length + 1)
         if self._vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
@@ -205,27 +206,25 @@ class SampleStream:
         return [[stop - start for start, stop in pairwise(row)] for row in edges]
 
     def keep_order(self, fingerprint: str) -> bool:
-        """Take the order that versions with coarser shares gave this data, if it is the one of `fingerprint`; whether.
+        """Take the order that an earlier version gave this data, if it is the one of `fingerprint`; whether.
 
         So a run goes on in the order that it began in.
         """
-        slots = order.nearest_slots(self._weights, order.COARSE_SLOTS)
-        coarse = 0 not in slots and slots != self._slots and self._fingerprint(slots) == fingerprint
-        if coarse:
-            self._blend(slots)
-        return coarse
+        if fingerprint == self.fingerprint or len(self._sources) == 1:
+            return False
+        for slots in earlier_slots(self._weights):
+            if self._fingerprint(1, slots) == fingerprint:
+                self._blend, self.fingerprint = Pattern(slots), fingerprint
+                return True
+        return False
 
-    def _blend(self, slots: list[int]) -> None:
-        self._slots = slots
-        self._pattern, self._ranks = order.blend_pattern(slots)
-        self.fingerprint = self._fingerprint(slots)
-
-    def _fingerprint(self, slots: list[int]) -> str:
+    def _fingerprint(self, version: int, shares: list[int]) -> str:
+        """`version` of the rules: 1 is patterns.py, 2 is order.Blend."""
         content = {
-            "order": 1,  # version of the rules of order.py
+            "order": version,
             "seq_length": self.seq_length,
             "seed": self.seed,
-            "slots": slots,
+            "slots": shares,
             "files": self._identities,
         }
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()

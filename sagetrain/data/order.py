@@ -1,14 +1,12 @@
-"""The order of samples: a keyed permutation of each source's windows, and the pattern that blends the sources."""
+"""The order of samples: a keyed permutation of each source's windows, and the blend of the sources."""
 
 from __future__ import annotations
 
-import numpy as np
+from bisect import bisect_left
+from fractions import Fraction
+from itertools import accumulate
+from math import gcd, lcm
 
-from sagetrain.config.errors import ConfigError
-
-COARSE_SLOTS = 4096
-_MOST_SLOTS = 1 << 22
-_EXACT = 0.01  # of each source's share
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
 
@@ -39,57 +37,34 @@ def mixed(key: int, value: int) -> int:
     return x ^ x >> 31
 
 
-def blend_slots(weights: list[float], names: list[str]) -> list[int]:
-    """Slots of the pattern for each source: as few as keep each share to 1 %, from COARSE_SLOTS in all, doubling.
+class Blend:
+    """Which source each sample comes from, exact however small a share is; O(log^2 sources), and no memory for samples.
 
-    ConfigError if a share is so small that the largest pattern does not keep it.
+    The sources, largest share first, are cut in two parts near half of their weight, and so on down to one source. Of
+    the first m samples that reach two parts, the first part gets its share of m, rounded. As a part of several sources
+    is at most 2/3 of the two, no source is ever 2 samples away from its share of the samples so far, most are within 1.
     """
-    share = np.array(weights, dtype=np.float64) / sum(weights)
-    total = COARSE_SLOTS
-    while True:
-        slots = nearest_slots(weights, total)
-        off = np.abs(np.array(slots) / (share * total) - 1)
-        if off.max() <= _EXACT:
-            return slots
-        if total == _MOST_SLOTS:
-            worst = int(off.argmax())
-            raise ConfigError(
-                f"data source {names[worst]}: weight {weights[worst]:g} of {sum(weights):g} is a share of "
-                f"{share[worst]:.1e}, too small for the mix to keep to 1 %: raise it to 1/{_MOST_SLOTS // 100}, or "
-                "leave the source out"
-            )
-        total *= 2
 
+    def __init__(self, weights: list[float]):
+        exact = [Fraction(str(weight)) for weight in weights]  # 0.3 is 3/10
+        whole = [int(weight * lcm(*(each.denominator for each in exact))) for weight in exact]
+        self.shares = [weight // gcd(*whole) for weight in whole]
+        """Whole numbers in the ratio of the weights."""
+        self._sources = sorted(range(len(weights)), key=lambda source: -self.shares[source])
+        self._ends = [0, *accumulate(self.shares[source] for source in self._sources)]
 
-def nearest_slots(weights: list[float], total: int) -> list[int]:
-    """The nearest to each share, `total` in all (largest remainders)."""
-    exact = [weight / sum(weights) * total for weight in weights]
-    slots = [int(share) for share in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda source: slots[source] - exact[source])
-    for source in by_remainder[: total - sum(slots)]:
-        slots[source] += 1
-    return slots
-
-
-def blend_pattern(slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """(source of each slot, how many earlier slots have the same source): int [slots in all] each.
-
-    Any stretch has nearly the right mix: of COARSE_SLOTS, each goes to the source that is furthest behind its share; in
-    larger patterns the n-th slot of a source is the one nearest to (n + 1/2) / its slots.
-    """
-    total = sum(slots)
-    if total > COARSE_SLOTS:
-        source = np.repeat(np.arange(len(slots), dtype=np.int32), slots)
-        rank = np.concatenate([np.arange(count, dtype=np.int32) for count in slots])
-        place = np.argsort((rank + 0.5) / np.array(slots)[source], kind="stable")
-        return source[place], rank[place]
-    share = np.array(slots, dtype=np.float64) / total
-    used = np.zeros(len(slots), dtype=np.int64)
-    pattern = np.empty(total, dtype=np.int64)
-    ranks = np.empty(total, dtype=np.int64)
-    for slot in range(total):
-        behind = np.where(used < slots, share * (slot + 1) - used, -np.inf)
-        source = int(behind.argmax())
-        pattern[slot], ranks[slot] = source, used[source]
-        used[source] += 1
-    return pattern, ranks
+    def locate(self, index: int) -> tuple[int, int]:
+        """(source of sample `index`, how many samples it had before)."""
+        first, last, rank, ends = 0, len(self._sources), index, self._ends
+        while last - first > 1:
+            begin, end = ends[first], ends[last]
+            cut = bisect_left(ends, -(-(begin + end) // 2), first + 1, last - 1)
+            if cut > first + 1 and begin + end - 2 * ends[cut - 1] < 2 * ends[cut] - begin - end:
+                cut -= 1  # the one before is nearer
+            part, both = ends[cut] - begin, end - begin
+            before = (2 * rank * part + both) // (2 * both)
+            if (2 * (rank + 1) * part + both) // (2 * both) > before:
+                last, rank = cut, before
+            else:
+                first, rank = cut, rank - before
+        return self._sources[first], rank

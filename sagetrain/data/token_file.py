@@ -34,6 +34,7 @@ _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 _BLOCK = 1 << 20  # elements handled at once where the whole would not fit in memory
 _SAMPLE, _SAMPLE_STEP, _MOST_SAMPLES = 1 << 11, 1 << 19, 1 << 14  # tokens, tokens, blocks: of TokenFile.content
+_SMALL_INDEX = 1 << 16  # bytes
 _SPAN_SEQUENCES = 1 << 10  # of TokenFile.document_span
 _LONGEST = np.iinfo(np.int32).max
 
@@ -191,8 +192,8 @@ class TokenFileWriter:
 class TokenFile:
     """Read access to a token file. Safe to share between threads; memory does not grow with what has been read.
 
-    The index is memory-mapped. Tokens are read with pread rather than through a map: pages of a map would count as
-    this process's memory, and a file cut short under a map ends the process without a message.
+    The index is memory-mapped, unless it is small. Tokens are read with pread rather than through a map: pages of a map
+    would count as this process's memory, and a file cut short under a map ends the process without a message.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -217,7 +218,8 @@ class TokenFile:
             raise self._damaged("it holds no documents")
         self.dtype = np.dtype(_DTYPES[code])
         self._header = header
-        index = np.memmap(idx, mode="r", dtype=np.uint8).view(np.ndarray)
+        small = expected <= _SMALL_INDEX  # a map costs a page, a place among the system's maps and an open file
+        index = np.fromfile(idx, np.uint8) if small else np.memmap(idx, mode="r", dtype=np.uint8).view(np.ndarray)
         lengths_end, offsets_end = _HEADER.size + 4 * sequences, _HEADER.size + 12 * sequences
         self._lengths = index[_HEADER.size : lengths_end].view("<i4")
         self._offsets = index[lengths_end:offsets_end].view("<i8")

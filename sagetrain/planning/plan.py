@@ -12,7 +12,7 @@ from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import load_config
 from sagetrain.config.measured import MeasuredRun
-from sagetrain.config.schema import DataConfig, LinearConfig, RunConfig
+from sagetrain.config.schema import DataConfig, DataSource, LinearConfig, RunConfig
 from sagetrain.data.tokenizer import known_vocab_size
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import MemoryItem, memory_per_rank
@@ -34,6 +34,7 @@ _NO_SCHEDULE = {
     "warmup_before_end",
     "whole_micro_steps",
 }
+_SPAN_SOURCES = 64  # of which document_span is taken
 _OF_RANKS = {"world_size", "whole_micro_steps", "ramp_multiple", "noise_aware_floor"}
 """Rules that another layout may satisfy."""
 
@@ -137,16 +138,26 @@ def make_plan(
 
 def document_span(data: DataConfig) -> float | None:
     """Of the sequences that data.train gives (model.operations.Rank.span); None where its files are not there."""
-    if not (data.document_attention and all(Path(f"{source.path}.idx").is_file() for source in data.train)):
+    if not (data.document_attention and all(map(_is_there, data.train))):
         return None
     from sagetrain.data.token_file import TokenFile  # numpy, which a plan without data needs not
 
+    spans, weights = [], []
     try:
-        spans = [TokenFile(source.path).document_span(data.seq_length) for source in data.train]
+        for source in data.train[:: -(-len(data.train) // _SPAN_SOURCES)]:
+            files = [TokenFile(path) for path in source.files[:_SPAN_SOURCES]]
+            largest = max(files, key=lambda file: file.num_tokens)  # stands for all of a pattern's
+            spans.append(largest.document_span(data.seq_length))
+            text = sum(file.num_tokens for file in files)
+            weights.append(text if source.weight == "proportional" else source.weight)
     except ConfigError:  # the findings name the file, or the run will
         return None
-    weights = [source.weight for source in data.train]
     return sum(weight * span for weight, span in zip(weights, spans, strict=True)) / sum(weights)
+
+
+def _is_there(source: DataSource) -> bool:
+    files = source.files
+    return bool(files) and all(Path(f"{path}.idx").is_file() for path in files)
 
 
 def _no_arithmetic(cfg: RunConfig, hardware: Hardware) -> Finding:

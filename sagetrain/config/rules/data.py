@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +10,16 @@ from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error, no_effect, warning
 from sagetrain.config.schema import RunConfig
 
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
+"""Names of what `sagetrain prepare --shard` writes."""
+
 
 def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     """Files that are not there (errors if they are `required`, else warnings), read more than once, or held out of
     nothing; documents that attend to each other from positions of their own."""
     yield from _files(cfg, required)
     yield from _start(cfg, required)
+    yield from _weights(cfg)
     yield from repeats(cfg)
     if cfg.data.document_positions and not cfg.data.document_attention:
         yield error(
@@ -27,7 +32,8 @@ def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         )
     if cfg.evaluation.every_tokens is not None and not cfg.data.valid:
         yield no_effect("evaluation.every_tokens", cfg.evaluation.every_tokens, "no data.valid to evaluate on")
-    shared = sorted({source.path for source in cfg.data.train} & {source.path for source in cfg.data.valid})
+    held_out = {path for source in cfg.data.valid for path in source.files}
+    shared = sorted(held_out.intersection(path for source in cfg.data.train for path in source.files))
     if shared:
         yield warning(
             "held_out_data",
@@ -40,11 +46,15 @@ def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
 
 def _files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     """Token files and tokenizer that do not exist; errors if they are required, else warnings."""
-    sources = [
-        (f"data.{name}.{i}.path", source.path)
-        for name in ("train", "valid")
-        for i, source in enumerate(getattr(cfg.data, name))
-    ]
+    sources = []
+    for name in ("train", "valid"):
+        for i, source in enumerate(getattr(cfg.data, name)):
+            key, files = f"data.{name}.{i}.path", source.files
+            sources += [(key, prefix) for prefix in files]
+            if not files:
+                fix = "see that `sagetrain prepare` has written them; the pattern goes without .bin and .idx"
+                yield _missing(required, key, source.path, "no token file of this pattern", fix)
+            yield from _parts(key, source.path, files)
     has_tokenizer = Path(cfg.data.tokenizer_path).is_file()
     # Token files from elsewhere: what training needs to know of their tokenizer is the size of its vocabulary.
     elsewhere = not has_tokenizer and cfg.data.tokenizer is None and cfg.model.vocab_size is not None
@@ -83,6 +93,38 @@ def _files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         yield _missing(required, "data.tokenizer", cfg.data.tokenizer, message, fix)
 
 
+def _parts(key: str, path: str, files: list[str]) -> Iterator[Finding]:
+    """Parts of `sagetrain prepare --shard` that a pattern does not meet: not done yet, or not copied."""
+    parts = [match.groups() for file in files if (match := _PART.fullmatch(Path(file).name))]
+    for name, count in sorted({(name, count) for name, _, count in parts}):
+        there = {int(number) for other, number, of in parts if (other, of) == (name, count)}
+        lacking = [number for number in range(1, int(count) + 1) if number not in there]
+        if lacking:
+            yield warning(
+                "missing_parts",
+                key,
+                path,
+                f"of {int(count)} parts of {name} there are {len(there)}; the first that is missing: {lacking[0]}",
+                f"finish it with `sagetrain prepare --shard {lacking[0]}/{int(count)}`, or copy it there",
+            )
+
+
+def _weights(cfg: RunConfig) -> Iterator[Finding]:
+    """Weights of which some are numbers and some are not: a share of the text and a share of what?"""
+    for name in ("train", "valid"):
+        weights = [source.weight for source in getattr(cfg.data, name)]
+        if "proportional" in weights and set(weights) != {"proportional"}:
+            number = next(i for i, weight in enumerate(weights) if weight != "proportional")
+            yield error(
+                "mixed_weights",
+                f"data.{name}.{number}.weight",
+                weights[number],
+                "is a number, and other weights of the list are proportional: the two have no common measure",
+                "make all of them proportional or all numbers; a pattern (path: data/web-*) takes many files as one "
+                "source, with one number, each by its size",
+            )
+
+
 def _start(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     """A run to start from that is this one, or is not there although it will be read."""
     start, run_dir = cfg.training.init_from, Path(cfg.training.run_dir)
@@ -107,9 +149,13 @@ def _start(cfg: RunConfig, required: bool) -> Iterator[Finding]:
 def repeats(cfg: RunConfig) -> Iterator[Finding]:
     """Training sources that the run reads more than once; a warning past four passes, up to which repeated text is
     nearly as good as new (arXiv 2305.16264)."""
-    weights = sum(source.weight for source in cfg.data.train)
-    for i, source in enumerate(cfg.data.train):
-        held, read = _tokens(source.path), cfg.training.total_tokens * source.weight / weights
+    sizes = [sum(map(_tokens, source.files)) for source in cfg.data.train]
+    weights = [
+        size if source.weight == "proportional" else source.weight
+        for source, size in zip(cfg.data.train, sizes, strict=True)
+    ]
+    for i, (source, held) in enumerate(zip(cfg.data.train, sizes, strict=True)):
+        read = cfg.training.total_tokens * weights[i] / (sum(weights) or 1)
         if held and read > held:
             yield Finding(
                 "data_repeats",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -24,9 +25,18 @@ class DataSource(Section):
     """One token file and its share of the mix."""
 
     path: str
-    """Path of a token file written by `sagetrain prepare`, without .bin/.idx."""
-    weight: PositiveFloat = 1.0
-    """Relative share of the sequences drawn from this source; the weights of a list need not sum to 1."""
+    """Path of a token file written by `sagetrain prepare`, without .bin/.idx; or a pattern such as data/train-* of
+    many, which are read as one."""
+    weight: PositiveFloat | Literal["proportional"] = 1.0
+    """Relative share of the sequences drawn from this source; the weights of a list need not sum to 1. proportional, at
+    all of them: its share of the text, so that all text is passed over equally often."""
+
+    @property
+    def files(self) -> list[str]:
+        """Paths of its token files, sorted; of a pattern, those that are there."""
+        if not any(sign in self.path for sign in "*?[") or Path(f"{self.path}.idx").is_file():
+            return [self.path]
+        return sorted(file.removesuffix(".idx") for file in glob.glob(f"{self.path}.idx"))
 
 
 class DataConfig(Section):
@@ -53,4 +63,5 @@ class DataConfig(Section):
     @property
     def tokenizer_path(self) -> str:
         """The tokenizer file: as configured, else beside the first training source."""
-        return self.tokenizer or str(tokenizer_in(Path(self.train[0].path).parent))
+        first = next(iter(self.train[0].files), self.train[0].path)
+        return self.tokenizer or str(tokenizer_in(Path(first).parent))

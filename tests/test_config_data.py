@@ -1,0 +1,79 @@
+"""Sources of many files and weights by size: what a configuration may say of them, and what is found wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from sagetrain.config import ConfigError, RunConfig, load_config
+from sagetrain.config.rules.data import findings
+
+QUICKSTART = Path(__file__).parents[1] / "configs/quickstart.yaml"
+TREE = {
+    "model": {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4},
+    "data": {"seq_length": 1024, "micro_batch_size": 2},
+    "tokens_per_step": {"schedule": "constant", "tokens": 65536},
+    "optimizer": {"lr": 1e-3},
+    "lr_schedule": {"warmup_tokens": 10**6},
+    "training": {"run_dir": "x", "total_tokens": 1000},
+}
+
+
+def config(*train: dict) -> RunConfig:
+    return RunConfig.model_validate(TREE | {"data": {**TREE["data"], "train": list(train)}})
+
+
+@pytest.fixture
+def parts(tmp_path) -> str:
+    """Pattern of two parts of three, of 100 and 500 tokens, and a tokenizer beside them."""
+    for number, tokens in ((1, 100), (3, 500)):
+        name = f"web-{number:05}-of-00003"
+        (tmp_path / f"{name}.bin").write_bytes(bytes(2 * tokens))
+        (tmp_path / f"{name}.idx").write_bytes(bytes(17) + b"\x08")
+        (tmp_path / f"{name}.json").touch()
+    (tmp_path / "tokenizer.model").touch()
+    return str(tmp_path / "web-*")
+
+
+def test_a_pattern_stands_for_the_files_that_are_there(tmp_path, parts):
+    cfg = config({"path": parts})
+    assert cfg.data.train[0].files == [f"{tmp_path}/web-00001-of-00003", f"{tmp_path}/web-00003-of-00003"]
+    assert cfg.data.tokenizer_path == f"{tmp_path}/tokenizer.model"
+    (tmp_path / "a[1].idx").touch()
+    assert config({"path": f"{tmp_path}/a[1]"}).data.train[0].files == [f"{tmp_path}/a[1]"]  # a name, no pattern
+
+
+def test_missing_parts_are_named(parts):
+    missing, repeats = findings(config({"path": parts}), required=True)
+    assert (missing.rule, missing.level, missing.value) == ("missing_parts", "warning", parts)
+    assert missing.message == "of 3 parts of web there are 2; the first that is missing: 2"
+    assert "--shard 2/3" in missing.fix
+    assert "holds 600 tokens, which training.total_tokens passes over 1.7 times" in repeats.message
+
+
+def test_a_pattern_without_files_is_named(tmp_path, parts):
+    found = list(findings(config({"path": parts}, {"path": f"{tmp_path}/none-*"}), required=True))
+    (missing,) = [finding for finding in found if finding.rule == "data_files"]
+    assert (missing.level, missing.key, missing.value) == ("error", "data.train.1.path", f"{tmp_path}/none-*")
+    assert "no token file of this pattern" in missing.message
+
+
+def test_proportional_shares_are_passed_over_equally_often(tmp_path, parts):
+    sources = [{"path": f"{tmp_path}/web-0000{n}-of-00003", "weight": "proportional"} for n in (1, 3)]
+    found = [finding for finding in findings(config(*sources), required=True) if finding.rule == "data_repeats"]
+    assert [finding.message.split("passes over ")[1] for finding in found] == ["1.7 times", "1.7 times"]
+
+
+def test_proportional_does_not_mix_with_numbers():
+    mixed = config({"path": "a", "weight": "proportional"}, {"path": "b", "weight": 2.0})
+    (finding,) = [finding for finding in findings(mixed, required=False) if finding.rule == "mixed_weights"]
+    assert (finding.level, finding.key, finding.value) == ("error", "data.train.1.weight", 2.0)
+    assert "make all of them proportional or all numbers" in finding.fix
+
+
+@pytest.mark.parametrize("weight", ["-1", "proportinal", "[1]"])
+def test_a_weight_is_a_number_or_proportional(weight):
+    with pytest.raises(ConfigError) as raised:
+        load_config(QUICKSTART, [f"data.train.0.weight={weight}"])
+    (line,) = str(raised.value).splitlines()[1:]
+    assert "must be a number above 0 or proportional" in line
+    assert ("did you mean proportional?" in line) == (weight == "proportinal")
