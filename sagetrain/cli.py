@@ -94,6 +94,10 @@ def prepare(
     skip_bad_lines: Annotated[
         bool, typer.Option("--skip-bad-lines", help="Leave out and count lines without text instead of stopping.")
     ] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="K/N", help="Do the K-th of N parts, each on a host, and train on PATH-*."),
+    ] = None,
 ) -> None:
     """Turn text into token files (.bin and .idx, which Megatron-LM reads too), and train a tokenizer when asked.
 
@@ -119,6 +123,7 @@ def prepare(
             num_workers=workers,
             overwrite=overwrite,
             skip_bad_lines=skip_bad_lines,
+            shard=shard,
         )
 
 

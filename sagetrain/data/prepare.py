@@ -8,6 +8,7 @@ with by the next one (journal.py).
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -81,6 +82,7 @@ def prepare(
     num_workers: int = 1,
     overwrite: bool = False,
     skip_bad_lines: bool = False,
+    shard: str | None = None,
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
 ) -> Prepared:
     """Turn text into a token file at `output` (.bin, .idx, .json), with its tokenizer in the same folder:
@@ -102,6 +104,8 @@ def prepare(
         num_workers: processes that turn text into tokens; 1 does it in this process.
         overwrite: replace existing files that were made from something else, the folder's tokenizer too.
         skip_bad_lines: leave out and count lines and rows that hold no text, instead of stopping at the first.
+        shard: "K/N" prepares the K-th of N parts of the text, alike in bytes, as NAME-0000K-of-0000N: each of N hosts
+            does one, and `path: NAME-*` trains on all. Lines are divided, other files are whole in one of the parts.
         say: gets messages for people.
 
     Raises:
@@ -116,23 +120,30 @@ def prepare(
         raise ConfigError(f"output {output} is a folder: name the token file in it, e.g. -o {Path(output) / 'train'}")
     output = Path(output)
     _check_arguments(output, tokenizer, vocab_size, valid_fraction, num_workers)
-    corpus = Corpus(sources, text_key, glob, dataset_config, dataset_split, skip_bad_lines)
+    division = _parse_shard(shard) if shard else None
+    corpus = Corpus(sources, text_key, glob, dataset_config, dataset_split, skip_bad_lines, division)
     if valid_fraction and len(corpus.inputs) == 1 and corpus.inputs[0].one_document:
         raise ConfigError(
             f"{corpus.inputs[0].name}: --valid-fraction {valid_fraction} needs several documents, and a plain text "
             "file is one document: split it into several files, or write it as .jsonl, where each line is a document "
             '({"text": "..."}), or leave out --valid-fraction'
         )
-    outputs = {"train": output} | ({"valid": output.with_name("valid")} if valid_fraction else {})
+    ending = "-{:05}-of-{:05}".format(*division) if division else ""
+    named, output, held_out = output, output.with_name(f"{output.name}{ending}"), output.with_name(f"valid{ending}")
+    outputs = {"train": output} | ({"valid": held_out} if valid_fraction else {})
     given = None if vocab_size else Tokenizer.load(tokenizer or tokenizer_in(output.parent))
     model_path = output.parent / (given.file_name if given else TOKENIZER_NAME)
-    request = {
-        "inputs": len(corpus.inputs),
-        "inputs_sha256": corpus.identity(),
-        "text_key": text_key,
-        "valid_fraction": valid_fraction,
-        "tokenizer": given.sha256 if given else [vocab_size, tokenizer_sample],
-    } | ({"skip_bad_lines": True} if skip_bad_lines else {})
+    request = (
+        {
+            "inputs": len(corpus.all_inputs),
+            "inputs_sha256": corpus.identity(),
+            "text_key": text_key,
+            "valid_fraction": valid_fraction,
+            "tokenizer": given.sha256 if given else [vocab_size, tokenizer_sample],
+        }
+        | ({"skip_bad_lines": True} if skip_bad_lines else {})
+        | ({"shard": list(division)} if division else {})
+    )
     journal = Journal(output)
     if _already_there(outputs, model_path, request, overwrite):
         journal.discard()
@@ -144,8 +155,8 @@ def prepare(
         unfinished = None
     if not overwrite:
         _check_model(outputs, model_path, request, unfinished)
-    if "valid" not in outputs and output.name != "valid":
-        _check_held_out(output, sources, request)
+    if "valid" not in outputs and output != held_out:
+        _check_held_out(output, held_out, sources, request)
 
     for note in corpus.notes:
         say(note)
@@ -202,6 +213,7 @@ def prepare(
                 journal.discard()
                 bad = f" ({_many(counts['train'].bad_lines, 'bad line')}, the first: {first_bad})" if first_bad else ""
                 raise ConfigError(f"{writer.path}: no document with text went into this file{bad}; nothing is written")
+        _check_siblings(output.parent, outputs, encoder.tokenizer)  # by now another host may have written its part
         with writing(model_path):
             write_atomic(model_path, model)
             for name in {TOKENIZER_NAME, TOKENIZER_JSON} - {model_path.name}:  # there is one tokenizer in a folder
@@ -214,6 +226,8 @@ def prepare(
             say(f"{output}: unfinished; the same command goes on with it")
         for writer in reversed(list(writers.values())):  # the first may have made the folder
             writer.abort(keep=journal.exists)
+    if division:
+        say(f"part {division[0]} of {division[1]}; train on all of them by data.train path: {named}-*")
     for side, path in outputs.items():
         say(f"{path}: {counts[side].tokens:,} tokens, {_many(counts[side].documents, 'document')}")
     if counts["train"].empty_documents:
@@ -252,6 +266,14 @@ def _check_arguments(
         raise ConfigError(f"--workers {num_workers} is not positive")
 
 
+def _parse_shard(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text)
+    number, count = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= number <= count:
+        raise ConfigError(f"--shard {text}: give K/N, part K of N, counted from 1: --shard 1/8")
+    return number, count
+
+
 def _already_there(outputs: dict[str, Path], model_path: Path, request: dict[str, Any], overwrite: bool) -> bool:
     """Whether all files exist and come from this request. ConfigError if files of another request are in the way."""
     if overwrite:
@@ -276,8 +298,14 @@ def _check_model(
         return
     theirs = sha256(there.read_bytes()).hexdigest()
     # An interrupted call with this request may have left the tokenizer that it trained, and one of two token files.
-    records = [record for path in outputs.values() if (record := read_provenance(path)).get("request") == request]
-    known = [record["tokenizer_sha256"] for record in records]
+    # Or another host has finished its part.
+    paths = {path.with_suffix("") for path in model_path.parent.glob("*-of-*.idx")} | set(outputs.values())
+    ours = {**request, "shard": None}
+    known = [
+        record["tokenizer_sha256"]
+        for path in paths
+        if {**(record := read_provenance(path)).get("request", {}), "shard": None} == ours
+    ]
     if theirs not in [request["tokenizer"], *known, *([unfinished.tokenizer_sha256] if unfinished else [])]:
         raise ConfigError(
             f"{there} exists and would be replaced by another tokenizer; models trained with it could not be used "
@@ -286,9 +314,8 @@ def _check_model(
         )
 
 
-def _check_held_out(output: Path, sources: list[str], request: dict[str, Any]) -> None:
+def _check_held_out(output: Path, valid: Path, sources: list[str], request: dict[str, Any]) -> None:
     """ConfigError if a `valid` beside the output holds documents that would now be in the output as well."""
-    valid = output.with_name("valid")
     idx = token_path(valid, ".idx")
     if not idx.exists():
         return

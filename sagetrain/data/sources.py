@@ -148,6 +148,8 @@ class Input:
     identity: list[Any]
     one_document: bool = False
     """A plain text file."""
+    part: Callable[[int, int], Input] | None = None
+    """The lines that begin at bytes start to stop - 1 of it; None: it is read whole."""
 
 
 class Corpus:
@@ -161,11 +163,12 @@ class Corpus:
         config_name: str | None = None,
         split: str = "train",
         skip_bad_lines: bool = False,
+        shard: tuple[int, int] | None = None,
     ):
         """Resolve `sources`: files, folders (recursive, `glob` chooses), dataset names, or "python-stdlib".
 
-        `config_name` and `split` are for Hugging Face datasets; `skip_bad_lines` is for `sample`. ConfigError if a
-        source does not exist or is empty.
+        `config_name` and `split` are for Hugging Face datasets; `skip_bad_lines` is for `sample`. With `shard` (K, N)
+        the inputs are the K-th of N parts, alike in bytes. ConfigError if a source does not exist or is empty.
         """
         if not sources:
             raise ConfigError("no source of text given")
@@ -174,6 +177,9 @@ class Corpus:
         self.inputs: list[Input] = []
         for source in sources:
             self.inputs += self._resolve(source, glob, config_name, split)
+        self.all_inputs = self.inputs
+        if shard:
+            self.inputs = _part(self.inputs, *shard)
 
     def chunks(self, start: Place = Place()) -> Iterator[Chunk]:
         """What comes after `start`."""
@@ -196,17 +202,17 @@ class Corpus:
         return None if None in sizes else sum(sizes)
 
     def identity(self) -> str:
-        """A hash of the names, sizes and modification times of all inputs."""
-        return sha256(json.dumps([each.identity for each in self.inputs]).encode()).hexdigest()
+        """A hash of the names, sizes and modification times of all inputs, whatever the part."""
+        return sha256(json.dumps([each.identity for each in self.all_inputs]).encode()).hexdigest()
 
     def sample(self, max_characters: int) -> Iterator[str]:
-        """Texts from the beginnings of the inputs, about `max_characters` in all; deterministic.
+        """Texts from the beginnings of all inputs, about `max_characters` together; deterministic, whatever the part.
 
         Each input gives an equal share. If there are too many for that, a pseudo-random choice of them gives more.
         """
-        share = max(max_characters // len(self.inputs), CHUNK_BYTES)
+        share = max(max_characters // len(self.all_inputs), CHUNK_BYTES)
         left = max_characters
-        for each in sorted(self.inputs, key=lambda each: blake2b(each.name.encode()).digest()):
+        for each in sorted(self.all_inputs, key=lambda each: blake2b(each.name.encode()).digest()):
             from_this = 0
             for chunk in each.read(Place()):
                 for text in chunk.texts(self.text_key, self._skip_bad):
@@ -264,10 +270,46 @@ class Corpus:
             read = lambda place: _read_text(path)  # noqa: E731
         stat = path.stat()
         identity = [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
-        return Input(str(path), read, stat.st_size, identity, one_document=not structured)
+        whole = Input(str(path), read, stat.st_size, identity, one_document=not structured)
+        if structured and not _ends(path, ".parquet", ".gz", ".zst"):
+            whole.part = lambda start, stop: Input(
+                f"{path} from byte {start:,}" if start else str(path),
+                lambda place: _read_lines(path, place, start, stop),
+                stop - start,
+                identity,
+            )
+        return whole
 
     def _dataset(self, name: str, load: Callable[[], Any], identity: list[Any]) -> Input:
         return Input(name, lambda place: _read_dataset(name, load(), self.text_key, place), None, identity)
+
+
+def _part(inputs: list[Input], number: int, count: int) -> list[Input]:
+    """The inputs, or parts of them, that begin in the `number`-th of `count` equal stretches of all bytes; those that
+    are read whole belong where their middle is."""
+    for each in inputs:
+        if each.size is None:
+            raise ConfigError(
+                f"--shard {number}/{count}: {each.name} is a Hugging Face dataset, which cannot be divided by size: "
+                "give its Parquet or JSON files (`hf download` fetches them) as sources"
+            )
+    total = sum(each.size for each in inputs)
+    low, high = total * (number - 1) // count, total * number // count
+    found, begin = [], 0
+    for each in inputs:
+        end = begin + each.size
+        start, stop = max(begin, low) - begin, min(end, high) - begin
+        if each.part and start < stop:
+            found.append(each.part(start, stop))
+        elif not each.part and low <= (begin + end) // 2 < high:
+            found.append(each)
+        begin = end
+    if not found:
+        raise ConfigError(
+            f"--shard {number}/{count}: nothing is left for this part of {len(inputs)} inputs; compressed files, "
+            "Parquet and plain text are not divided: use fewer parts, or more and smaller files"
+        )
+    return found
 
 
 def _ends(path: str | Path, *suffixes: str) -> bool:
@@ -320,19 +362,29 @@ def _zstd_blocks(path: Path, raw: io.BufferedReader) -> Iterator[bytes]:
         raise ConfigError(f"cannot read {path}: it ends in the middle of a zstd frame (cut short?)")
 
 
-def _read_lines(path: Path, place: Place) -> Iterator[Chunk]:
-    """Chunks of whole lines."""
+def _read_lines(path: Path, place: Place, start: int = 0, stop: int | None = None) -> Iterator[Chunk]:
+    """Chunks of whole lines; of an uncompressed file, of those that begin at bytes `start` to `stop` - 1."""
+    name = f"{path} from byte {start:,}" if start else str(path)
     number = place.records + 1 if place.offset else 1
-    size, consumed, rest, lines = 0, 0, 0, []
+    size, consumed, offset, chunk = 0, 0, place.offset or start, []
     plain = not _ends(path, ".gz", ".zst")
-    for line, consumed, rest in _lines(_blocks(path, place.offset)):
-        lines.append(line)
+    # A part begins at the first line that begins in it: after the end of the line that its first byte follows.
+    cut = bool(start) and not place.offset
+    for line, consumed, rest in _lines(_blocks(path, offset - 1 if cut else offset)):
+        if plain and stop is not None and offset >= stop:
+            break
+        if plain:
+            offset = consumed - rest
+        if cut:
+            cut = False
+            continue
+        chunk.append(line)
         size += len(line)
-        if size >= CHUNK_BYTES or len(lines) >= CHUNK_RECORDS:
-            yield Chunk(str(path), "line", number, lines, consumed, offset=consumed - rest if plain else 0)
-            number, size, lines = number + len(lines), 0, []
-    if lines:
-        yield Chunk(str(path), "line", number, lines, consumed, offset=consumed - rest if plain else 0)
+        if size >= CHUNK_BYTES or len(chunk) >= CHUNK_RECORDS:
+            yield Chunk(name, "line", number, chunk, consumed - start, offset=offset)
+            number, size, chunk = number + len(chunk), 0, []
+    if chunk:
+        yield Chunk(name, "line", number, chunk, consumed - start, offset=offset)
 
 
 def _lines(blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, int, int]]:

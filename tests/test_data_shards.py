@@ -1,0 +1,116 @@
+"""`prepare --shard`: the parts together are the whole, and hosts that share a folder do not disturb each other."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from prepare_inputs import TEXTS, documents, make_texts, quiet, write_jsonl
+from sagetrain.config import ConfigError
+from sagetrain.config.schema import DataSource
+from sagetrain.data import journal, sources
+from sagetrain.data.loader import SampleStream
+from sagetrain.data.prepare import prepare
+from sagetrain.data.token_file import TokenFileWriter
+
+
+def write_inputs(folder: Path) -> list[str]:
+    """Lines that are divided, with a byte order mark, blank lines and no end of the last; and files that are not."""
+    plain = write_jsonl(folder / "plain.jsonl", TEXTS)
+    plain.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes().replace(b"\n", b"\r\n\n").rstrip(b"\n"))
+    write_jsonl(folder / "other.jsonl", make_texts(150, seed=1))
+    packed = write_jsonl(folder / "packed.jsonl", make_texts(100, seed=2))
+    (folder / "packed.jsonl.zst").write_bytes(zstandard.compress(packed.read_bytes()))
+    pyarrow.parquet.write_table(pyarrow.table({"text": make_texts(100, seed=3)}), folder / "rows.parquet")
+    return [str(folder / name) for name in ("plain.jsonl", "packed.jsonl.zst", "other.jsonl", "rows.parquet")]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_the_parts_together_are_the_whole(tmp_path, model, count):
+    inputs = write_inputs(tmp_path)
+    options = {"tokenizer": model, "valid_fraction": 0.2}
+    whole = quiet(inputs, tmp_path / "whole/train", **options)
+    said = []
+    for number in range(1, count + 1):
+        result = prepare(inputs, tmp_path / "d/train", shard=f"{number}/{count}", say=said.append, **options)
+        assert result.train.name == f"train-{number:05}-of-{count:05}"
+    assert f"part {count} of {count}; train on all of them by data.train path: {tmp_path}/d/train-*" in said
+    for side in ("train", "valid"):
+        files = [tmp_path / f"d/{side}-{number:05}-of-{count:05}" for number in range(1, count + 1)]
+        assert [document for file in files for document in documents(file)] == documents(tmp_path / f"whole/{side}")
+        assert DataSource(path=f"{tmp_path}/d/{side}-*").files == list(map(str, files))
+    assert SampleStream([DataSource(path=f"{tmp_path}/d/train-*")], 8, 0).num_tokens == whole.counts["train"].tokens
+    assert prepare(inputs, tmp_path / "d/train", shard=f"1/{count}", say=said.append, **options).already_there
+
+
+def test_every_line_is_in_one_part_wherever_it_is_cut(tmp_path):
+    lines = [f'{{"text": "{"x" * (n % 5)}{n}"}}' for n in range(40)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    for count in (1, 2, 5, 11, 39):
+        parts = [sources.Corpus([str(path)], shard=(number, count)) for number in range(1, count + 1)]
+        read = [record.decode() for part in parts for chunk in part.chunks() for record in chunk.records]
+        assert read == lines
+        assert sum(part.size for part in parts) == path.stat().st_size
+
+
+def test_an_interrupted_part_goes_on(tmp_path, model, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(900))
+    arguments = {"tokenizer": model, "shard": "2/3"}
+    quiet([str(path)], tmp_path / "whole/train", **arguments)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr(journal, "SECONDS", 0.0)
+    add, left = TokenFileWriter.add, iter(range(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenFileWriter, "add", lambda self, *args: (next(left), add(self, *args)))
+        with pytest.raises(StopIteration):
+            quiet([str(path)], tmp_path / "d/train", **arguments)
+    said = []
+    prepare([str(path)], tmp_path / "d/train", say=said.append, **arguments)
+    assert "going on after" in said[0]
+    for name in ("train-00002-of-00003.bin", "train-00002-of-00003.idx", "train-00002-of-00003.json"):
+        assert (tmp_path / "d" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_two_hosts_at_once_train_one_tokenizer(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(1500))
+    run = (
+        "import sys; from sagetrain.data.prepare import prepare\n"
+        "prepare([sys.argv[1]], sys.argv[2], vocab_size=350, valid_fraction=0.1, shard=sys.argv[3])"
+    )
+    command = [sys.executable, "-c", run, path, tmp_path / "d/train"]
+    hosts = [subprocess.Popen([*command, f"{number}/2"], stderr=subprocess.PIPE, text=True) for number in (1, 2)]
+    for host in hosts:
+        _, error = host.communicate()
+        assert host.returncode == 0, error
+    whole = quiet([str(path)], tmp_path / "whole/train", vocab_size=350, valid_fraction=0.1)
+    assert (tmp_path / "d/tokenizer.model").read_bytes() == whole.tokenizer.read_bytes()
+    for side in ("train", "valid"):
+        parts = [tmp_path / f"d/{side}-0000{number}-of-00002" for number in (1, 2)]
+        assert [document for part in parts for document in documents(part)] == documents(tmp_path / f"whole/{side}")
+    assert not [name for name in os.listdir(tmp_path / "d") if "partial" in name]
+    quiet([str(path)], tmp_path / "later/train", vocab_size=350, shard="1/2")
+    quiet([str(path)], tmp_path / "later/train", vocab_size=350, shard="2/2")  # finds the tokenizer of the other
+
+
+def test_parts_that_cannot_be(tmp_path, model):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    for shard in ("0/2", "3/2", "2", "a/b", "1/0", "-1/2"):
+        with pytest.raises(ConfigError, match=rf"--shard {shard}: give K/N, part K of N"):
+            quiet([str(path)], tmp_path / "x", tokenizer=model, shard=shard)
+    (tmp_path / "b.txt").write_text("one document")
+    with pytest.raises(ConfigError, match=r"--shard 1/2: nothing is left for this part of 1 inputs; .* fewer parts"):
+        quiet([str(tmp_path / "b.txt")], tmp_path / "x", tokenizer=model, shard="1/2")
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ConfigError, match=r"--shard 1/2: .*saved is a Hugging Face dataset.* Parquet or JSON files"):
+        quiet([str(tmp_path / "saved")], tmp_path / "x", tokenizer=model, shard="1/2")
+    path.write_bytes(path.read_bytes() + b"oops\n")
+    with pytest.raises(ConfigError, match=r"a\.jsonl from byte [\d,]+, line \d+: not valid JSON"):
+        quiet([str(path)], tmp_path / "x", tokenizer=model, shard="2/2")
+    assert not list(tmp_path.glob("x*"))
