@@ -22,14 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sagetrain.config.load import load_config
-from sagetrain.config.schema import ModelConfig
-from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
+from sagetrain.model.linear_choice import LIMITS, errors_of, layer_of, layers_of
 from sagetrain.parallel.lowbit import RECIPES
-from sagetrain.parallel.topology import ParallelGroups
 
 ROUNDS, CALLS = 15, 8
-# Of all elements of a result together: rounding to bf16; to INT8 with a scale per row; to e4m3 and e5m2.
-LIMITS = {"bf16": 0.01, "int8": 0.03, "fp8": 0.1}
 
 
 class Plain(nn.Module):
@@ -44,30 +40,13 @@ class Plain(nn.Module):
         return tuple(F.linear(x, weight) for weight in self.weights)
 
 
-def layers_of(model: ModelConfig) -> dict[str, tuple[int, dict[str, int]]]:
-    """Input features, and output features by weight, of each linear layer of a block."""
-    query, key = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
-    hidden, inner = model.hidden_size, model.ffn_hidden_size
-    return {
-        "qkv": (hidden, {"q": query, "k": key, "v": key}),
-        "out": (query, {"out": hidden}),
-        "gate_up": (hidden, {"gate": inner, "up": inner}),
-        "down": (inner, {"down": hidden}),
-    }
-
-
 def ways_of(inputs: int, sizes: dict[str, int], device: torch.device) -> dict[str, nn.Module]:
     """The layer in bf16 and by every recipe, with the same weights."""
     draw, place = torch.Generator(device).manual_seed(0), {"device": device, "dtype": torch.bfloat16}
     weights = [0.02 * torch.randn(size, inputs, generator=draw, **place) for size in sizes.values()]
     ways: dict[str, nn.Module] = {"bf16": Plain(weights)}
     for name, matmul in RECIPES.items():
-        layer = ColumnParallelLinear(inputs, sizes, ParallelGroups.single(), matmul=matmul, **place)
-        with torch.no_grad():
-            for parameter, weight in zip(layer.parameters(), weights, strict=True):
-                parameter.copy_(weight)
-        keep_weights(layer)
-        ways[" ".join(name)] = layer
+        ways[" ".join(name)] = layer_of(inputs, sizes, weights, matmul, kept=True)
     return ways
 
 
@@ -82,16 +61,7 @@ def check(name: str, layer: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> No
     Raises:
         SystemExit: they are further away than the arithmetic explains.
     """
-    exact = Plain([p.detach().float() for p in layer.parameters()])
-    results = []
-    for one, dtype in ((layer, x.dtype), (exact, torch.float32)):
-        own = x.detach().to(dtype).requires_grad_()
-        y = one(own)
-        torch.autograd.backward(y, [grad.to(dtype) for grad in grads])
-        results.append([torch.cat(y, 1).detach(), own.grad, torch.cat([p.grad for p in one.parameters()])])
-        one.zero_grad()
-    for what, found, truth in zip(("output", "gradient of x", "gradient of the weights"), *results, strict=True):
-        error = ((found.float() - truth).norm() / truth.norm()).item()
+    for what, error in errors_of(layer, x, grads).items():
         if not error < LIMITS[name.split()[0]]:
             raise SystemExit(f"{name}: the {what} is wrong by {error:.3g} of itself; not timed")
 

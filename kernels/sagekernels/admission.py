@@ -82,17 +82,54 @@ def seconds_per_step(
     """Median time of forward and backward together at `shape`."""
     q, k, v, do = random_inputs(shape, dtype=dtype, device=device)
     cu_seqlens = shape.cu_seqlens(device)
+    return median_seconds(lambda: results_of(lambda *x: attend(*x, cu_seqlens), q, k, v, do), device)
+
+
+def median_seconds(action: Callable[[], object], device: torch.device | str) -> float:
+    """Of several calls, each waited for; the first ones compile and warm up."""
     on_gpu = torch.device(device).type == "cuda"
     times = []
     for _ in range(8):
         if on_gpu:
             torch.cuda.synchronize(device)
         start = time.perf_counter()
-        results_of(lambda *x: attend(*x, cu_seqlens), q, k, v, do)
+        action()
         if on_gpu:
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[3:])  # the first ones compile and warm up
+    return statistics.median(times[3:])
+
+
+def decided_once(
+    what: str,
+    key: str,
+    decide: Callable[[], tuple[str, list[str]]],
+    *,
+    sources: Path,
+    device: torch.device | str,
+    cache: Path | None,
+    say: Callable[[str], None],
+) -> str:
+    """The name that `decide` gives, with the lines of a table that says why. Both go to `say` and to the file `cache`:
+    who asks again with the same key, on the same kind of device, with the same torch, Triton and files in the folder
+    `sources`, gets the name that is there."""
+    place = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+    files = b"".join(path.read_bytes() for path in sorted(sources.glob("*.*")) if path.is_file())
+    software = f"torch {torch.__version__} triton {triton.__version__} {hashlib.sha256(files).hexdigest()[:12]}"
+    key = " | ".join((place, software, key))
+    kept = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
+    if key in kept:
+        say(f"{what}: {kept[key]['chosen']} (chosen before, {cache})")
+        return kept[key]["chosen"]
+    chosen, lines = decide()
+    lines = [f"{what} on {place}, {lines[0]}", *lines[1:]]
+    say("\n".join([*lines, f"  chosen: {chosen}"]))
+    if cache is not None:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        temporary = cache.with_name(f"{cache.name}.{os.getpid()}")
+        temporary.write_text(json.dumps({**kept, key: {"chosen": chosen, "table": lines}}, indent=1))
+        temporary.replace(cache)
+    return chosen
 
 
 def choose(
@@ -113,34 +150,21 @@ def choose(
     candidates by name, LIMITS["fine"] of the others. Raises RuntimeError, with every candidate's reason, when none is
     admitted.
     """
-    place = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
-    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*")) if path.is_file())
-    software = f"torch {torch.__version__} triton {triton.__version__} {hashlib.sha256(sources).hexdigest()[:12]}"
     names, documents = " ".join(sorted(candidates)), hashlib.sha256(str(shape.documents).encode()).hexdigest()[:12]
-    key = " | ".join((place, software, str(shape), documents, str(dtype), str(limits), names, options))
-    kept = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
-    if key in kept:
-        say(f"attention: {kept[key]['chosen']} (chosen before, {cache})")
-        return kept[key]["chosen"]
+    key = " | ".join((str(shape), documents, str(dtype), str(limits), names, options))
 
-    lines, speeds = [], {}
-    for name, attend in candidates.items():
-        verdict = admit(attend, shape, dtype=dtype, device=device, limits=limits.get(name, LIMITS["fine"]))
-        if verdict.passed:
-            speeds[name] = seconds_per_step(attend, shape, dtype=dtype, device=device)
-            figures = "  ".join(f"{tensor} {e:.4f}" for tensor, e in verdict.errors.items())
-            lines.append(f"  {name:<12}{1e3 * speeds[name]:>10.3f} ms   {figures}")
-        else:
-            lines.append(f"  {name:<12}  not used: {verdict.reason}")
-    lines = [f"attention on {place}, {shape}, {dtype}: forward + backward, rel-L2 against float64", *lines]
-    table = "\n".join(lines)
-    if not speeds:
-        raise RuntimeError(f"no attention backend is admitted\n{table}")
-    best = min(speeds, key=speeds.__getitem__)
-    say(f"{table}\n  chosen: {best}")
-    if cache is not None:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        temporary = cache.with_name(f"{cache.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({**kept, key: {"chosen": best, "table": lines}}, indent=1))
-        temporary.replace(cache)
-    return best
+    def fastest() -> tuple[str, list[str]]:
+        lines, speeds = [f"{shape}, {dtype}: forward + backward, rel-L2 against float64"], {}
+        for name, attend in candidates.items():
+            verdict = admit(attend, shape, dtype=dtype, device=device, limits=limits.get(name, LIMITS["fine"]))
+            if verdict.passed:
+                speeds[name] = seconds_per_step(attend, shape, dtype=dtype, device=device)
+                figures = "  ".join(f"{tensor} {e:.4f}" for tensor, e in verdict.errors.items())
+                lines.append(f"  {name:<12}{1e3 * speeds[name]:>10.3f} ms   {figures}")
+            else:
+                lines.append(f"  {name:<12}  not used: {verdict.reason}")
+        if not speeds:
+            raise RuntimeError("\n".join(["no attention backend is admitted", *lines]))
+        return min(speeds, key=speeds.__getitem__), lines
+
+    return decided_once("attention", key, fastest, sources=Path(__file__).parent, device=device, cache=cache, say=say)

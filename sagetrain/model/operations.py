@@ -202,7 +202,7 @@ class Rank:
     @property
     def precision(self) -> Precision:
         """Of the block's linear layers."""
-        if self.linear.precision == "bf16":
+        if not self.linear.low_bit:
             return Precision(self.dtype, self.dtype, self.dtype)
         wide = self.linear.recipe == "rowwise_bf16_wgrad"
         return Precision(self.linear.precision, self.linear.precision, self.dtype if wide else self.linear.precision)
@@ -346,6 +346,8 @@ def _layers(model: ModelConfig, rank: Rank) -> dict[str, tuple[int, int]]:
 def _casts(rank: Rank, layers: dict[str, tuple[int, int]]) -> float:
     """Bytes per token, of the columns that layers in 8 bits read and write."""
     linear = rank.linear
+    if not linear.low_bit:
+        return 0.0
     columns = sum(i + o for i, o in layers.values() if linear.takes(i * o))
     rescaled = rank.moved(_RESCALED, columns) if linear.precision == "int8" else 0.0
     return rank.moved(_CASTS[linear.recipe], columns) + rescaled

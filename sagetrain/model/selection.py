@@ -1,22 +1,24 @@
-"""Which attention runs: what a backend's name stands for on this device, and the fastest for `auto`."""
+"""Which attention runs, and how linear layers multiply: what a name stands for on this device, and what `auto` does."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sagekernels.admission import LIMITS, Admission, admit, choose
+from sagekernels.admission import LIMITS, Admission, admit, choose, decided_once, median_seconds
 from sagekernels.hopper_backward import KEYS
 from sagekernels.launch import is_hopper
 from sagekernels.testing import Shape
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
-from sagetrain.model.accounting import attention_calls
+from sagetrain.model import linear_choice
+from sagetrain.model.accounting import attention_calls, parts_of
 from sagetrain.model.backends import (
     FIXED_RECIPE,
     AttentionFunction,
@@ -25,10 +27,13 @@ from sagetrain.model.backends import (
     find_varlen_attn,
     token_layout,
 )
-from sagetrain.parallel.lowbit import RECIPES, LowBit
+from sagetrain.parallel.lowbit import MULTIPLE, RECIPES, LowBit
 
 # The least compute capability whose matmuls take it: Ada and Hopper, Turing.
 _CAPABILITY = {"fp8": (8, 9), "int8": (7, 5)}
+
+# Of linear.recipe auto, from the most exact on.
+_RECIPES = ("rowwise", "tensorwise")
 
 
 def resolve_backend(
@@ -83,7 +88,8 @@ def resolve_backend(
 def matmuls_of(
     linear: LinearConfig, model: ModelConfig, *, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[LowBit | None], str]:
-    """How the linear layers of each block multiply (None: in dtype), and one line that says so.
+    """How the linear layers of each block multiply (None: in dtype; so do all with precision `auto`, for
+    choose_linear has to tell), and one line that says so.
 
     Raises:
         ValueError: there is no such recipe, or it cannot run on this device or in this dtype.
@@ -112,6 +118,78 @@ def matmuls_of(
     blocks = f"{len(low)} of {model.num_layers} blocks" if len(low) < model.num_layers else "all blocks"
     blocks += f", layers of {linear.keep_layers_below:,} weights and more" if linear.keep_layers_below else ""
     return [matmul if index in low else None for index in range(model.num_layers)], f"{name} in {blocks} ({how})"
+
+
+def why_sixteen_bits(
+    linear: LinearConfig, model: ModelConfig, *, tensor_parallel_size: int, device: torch.device, dtype: torch.dtype
+) -> str:
+    """Why there is nothing for choose_linear to choose from, or nothing."""
+    if torch.device(device).type != "cuda":
+        return "nothing is timed without a GPU"
+    try:
+        matmuls_of(
+            linear.model_copy(update={"precision": "fp8", "recipe": _RECIPES[0]}), model, device=device, dtype=dtype
+        )
+    except ValueError as error:
+        return str(error)
+    layers = linear_choice.layers_of(model, tensor_parallel_size).items()
+    sides = {name: {inputs, *outputs.values()} for name, (inputs, outputs) in layers}
+    odd = [f"{name} {size}" for name, sizes in sides.items() for size in sorted(sizes) if size % MULTIPLE]
+    return f"sides of matrices that are no multiples of {MULTIPLE}: {', '.join(odd)}" if odd else ""
+
+
+def choose_linear(
+    linear: LinearConfig,
+    model: ModelConfig,
+    *,
+    tensor_parallel_size: int,
+    context_parallel_size: int,
+    overlap: bool,
+    num_sequences: int,
+    seq_length: int,
+    kept: bool,
+    compiled: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    cache: Path,
+    say: Callable[[str], None],
+) -> LinearConfig:
+    """What `linear.precision: auto` stands for: fp8 for the layers from a size on that gain, timed forward and backward
+    at the shape of one rank's calls and compared with fp32 before, or bf16 (linear_choice.fastest has the rule). Never
+    int8, which is slower than bf16 on every GPU that was measured.
+
+    Not timed are collectives (fp8 gathers half the bytes) and, with `kept`, the rounding of weights once a step.
+
+    The table goes to `say` and, with the choice, to the file `cache`, as choose_attention's does.
+    """
+    own_tokens = num_sequences * seq_length // context_parallel_size
+    tokens = own_tokens // parts_of(own_tokens, tensor_parallel_size, overlap)
+    layers = linear_choice.layers_of(model, tensor_parallel_size)
+    weights = linear_choice.weights_of(layers)
+    recipes = _RECIPES if linear.recipe == "auto" else (linear.recipe,)
+    ways, least = {f"fp8 {recipe}": recipe for recipe in recipes}, linear.keep_layers_below
+    named = {"bf16": linear.model_copy(update={"precision": "bf16", "recipe": recipes[0]})}
+    for way, recipe in ways.items():
+        for below in {least, *(max(least, count) for count in weights.values())}:
+            update = {"precision": "fp8", "recipe": recipe, "keep_layers_below": below}
+            named[_name(way, below)] = linear.model_copy(update=update)
+
+    how = {"tokens": tokens, "joined": tensor_parallel_size > 1, "kept": kept, "compiled": compiled, "dtype": dtype}
+
+    def fastest() -> tuple[str, list[str]]:
+        timer = partial(median_seconds, device=device)
+        times, refused = linear_choice.time_layers(layers, list(ways), **how, device=device, seconds=timer)
+        first = f"{tokens:,} tokens, {dtype}: forward + backward (times as fast as bf16)"
+        chosen = _name(*linear_choice.fastest(times, weights, least))
+        return chosen, [first, *linear_choice.table(times, layers, refused)]
+
+    key = " | ".join(map(str, (layers, how, list(ways), least, linear_choice.GAIN)))
+    sources = Path(linear_choice.__file__).parent.parent / "parallel"
+    return named[decided_once("linear", key, fastest, sources=sources, device=device, cache=cache, say=say)]
+
+
+def _name(way: str, below: int) -> str:
+    return f"{way}, layers of {below:,} weights and more" if below and way != "bf16" else way
 
 
 def to_be_chosen(attention: AttentionConfig, device: torch.device) -> bool:

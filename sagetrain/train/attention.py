@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -14,13 +15,19 @@ from sagetrain.model.selection import resolve_backend, to_be_chosen
 from sagetrain.train import checkpoint
 
 
+def recorded(folder: Path, section: str) -> dict[str, Any]:
+    """What the run of a checkpoint had of a section of its configuration."""
+    state = checkpoint.read_manifest(folder)["state"]
+    if section in state:
+        return state[section]
+    # Written when it was not recorded: as was asked for.
+    return yaml.safe_load((folder / "config.yaml").read_text()).get(section, {})
+
+
 def kept(asked: AttentionConfig, folder: Path) -> AttentionConfig:
     """What is asked for, with `auto` as the run of a checkpoint has it: how long a kernel took on some day should not
     change a run's arithmetic. What the checkpoint does not say stays `auto`."""
-    before = checkpoint.read_manifest(folder)["state"].get("attention")
-    if before is None:  # written when it was not recorded: as was asked for
-        before = yaml.safe_load((folder / "config.yaml").read_text())["attention"]
-    settled = {}
+    before, settled = recorded(folder, "attention"), {}
     if asked.backend == "auto":
         settled["backend"] = before["backend"]
     if asked.recipe == "auto" and before["backend"] == "sage":

@@ -40,6 +40,8 @@ class RunFolder:
         """Where each rank stood when the run hung."""
         self.attention = path / "attention.json"
         """What attention.backend and recipe auto chose, and why: a table."""
+        self.linear = path / "linear.json"
+        """The same of linear.precision."""
         self._lock: IO[str] | None = None
 
     def claim(self, token: str) -> str:

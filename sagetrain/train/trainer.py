@@ -23,21 +23,21 @@ from sagetrain import __version__
 from sagetrain.config.arithmetic import padded_vocab_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import dump_config
-from sagetrain.config.schema import AttentionConfig, NoiseAwareTokens, RunConfig
+from sagetrain.config.schema import AttentionConfig, LinearConfig, NoiseAwareTokens, RunConfig
 from sagetrain.data import verify
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.model.accounting import flops_per_token, num_parameters, overlaps
 from sagetrain.model.backends import AttentionFunction
-from sagetrain.model.selection import choose_attention, matmuls_of, resolve_backend
+from sagetrain.model.selection import choose_attention, choose_linear, matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
 from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Event
 from sagetrain.stability.precision import rungs_of
-from sagetrain.train import attention, bundle, checkpoint, origin, roster
+from sagetrain.train import attention, bundle, checkpoint, linear, origin, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine, init_distributed, partitioner
 from sagetrain.train.guard import StopSignal, TrainingError, Watchdog
@@ -72,7 +72,7 @@ class Trainer:
         try:
             resolve_backend(cfg.attention, cfg.model, device=kind, dtype=self.dtype)
             self._rungs(kind)
-            self.matmuls, self.linear_reason = matmuls_of(cfg.linear, cfg.model, device=kind, dtype=self.dtype)
+            matmuls_of(cfg.linear, cfg.model, device=kind, dtype=self.dtype)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -95,8 +95,15 @@ class Trainer:
             self.watchdog.forget()
         seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
         found, damaged = checkpoint.newest_whole(self.folder.checkpoints, self._say)
-        place = {"device": self.device, "dtype": self.dtype, "choose": self._choose_attention, "say": self._say}
-        self.attention, self.attention_reason = attention.settle(cfg.attention, cfg.model, found, **place)
+        compiled = {"auto": self.device.type == "cuda", "on": True, "off": False}
+        self.compiled = compiled[cfg.training.compile]
+        place = {"device": self.device, "dtype": self.dtype}
+        how = {**place, "choose": self._choose_attention, "say": self._say}
+        self.attention, self.attention_reason = attention.settle(cfg.attention, cfg.model, found, **how)
+        how = {**how, "choose": self._choose_linear, "tensor_parallel_size": self.groups.tp_size}
+        self.linear, why = linear.settle(cfg.linear, cfg.model, found, **how)
+        self.matmuls, self.linear_reason = matmuls_of(self.linear, cfg.model, **place)
+        self.linear_reason += f"; {why}" if why else ""
         self.micro_step = token_multiple(cfg, self.groups.dp_size)
         self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
         self.engine = self._build_engine()
@@ -123,23 +130,31 @@ class Trainer:
     # -- construction --------------------------------------------------------------------------------------------
 
     def _choose_attention(self, asked: AttentionConfig) -> AttentionConfig:
+        documents = self.stream.document_lengths(64) if self.cfg.data.document_attention else ()
+        how = {**self._calls(), "documents": documents, "cache": self.folder.attention}
+        return self._by_main(lambda: choose_attention(asked, self.cfg.model, **how))
+
+    def _choose_linear(self, asked: LinearConfig) -> LinearConfig:
+        kept = resolved_zero_stage(self.cfg) < 3
+        how = {**self._calls(), "kept": kept, "compiled": self.compiled, "cache": self.folder.linear}
+        return self._by_main(lambda: choose_linear(asked, self.cfg.model, **how))
+
+    def _calls(self) -> dict[str, Any]:
+        """What layers see of a micro-batch on a rank, where, and who hears of it."""
+        return {
+            "tensor_parallel_size": self.groups.tp_size,
+            "context_parallel_size": self.groups.cp_size,
+            "overlap": overlaps(self.cfg),
+            "num_sequences": self.cfg.data.micro_batch_size,
+            "seq_length": self.cfg.data.seq_length,
+            "device": self.device,
+            "dtype": self.dtype,
+            "say": self._say,
+        }
+
+    def _by_main(self, choose: Callable[[], Any]) -> Any:
         """Rank 0 times and all ranks take its choice: layers of one model must not differ."""
-        chosen = [None]
-        if self.main:
-            chosen[0] = choose_attention(
-                asked,
-                self.cfg.model,
-                tensor_parallel_size=self.groups.tp_size,
-                context_parallel_size=self.groups.cp_size,
-                overlap=overlaps(self.cfg),
-                num_sequences=self.cfg.data.micro_batch_size,
-                seq_length=self.cfg.data.seq_length,
-                documents=self.stream.document_lengths(64) if self.cfg.data.document_attention else (),
-                device=self.device,
-                dtype=self.dtype,
-                cache=self.folder.attention,
-                say=self._say,
-            )
+        chosen = [choose() if self.main else None]
         dist.broadcast_object_list(chosen, src=0, device=self.device)
         return chosen[0]
 
@@ -185,8 +200,7 @@ class Trainer:
             partition=partitioner(cfg, self.groups),
             matmuls=self.matmuls,
         )
-        compiled = cfg.training.compile == "on" or (cfg.training.compile == "auto" and self.device.type == "cuda")
-        if compiled:
+        if self.compiled:
             later = self._rungs(self.device).values()
             model.compile_blocks(whole=resolved_zero_stage(cfg) == 3, later=later)
         first = tokens_per_step(cfg.tokens_per_step, 0)
@@ -200,7 +214,7 @@ class Trainer:
                 f"sagetrain {__version__}: {size:,} parameters, "
                 f"{dist.get_world_size()} ranks (tensor parallel {self.groups.tp_size}{how}{context} x data parallel"
                 f" {self.groups.dp_size}), ZeRO {engine.stage}, {cfg.training.dtype}, torch.compile"
-                f" {'on' if compiled else 'off'}, attention {self.attention.backend} ({self.attention_reason}),"
+                f" {'on' if self.compiled else 'off'}, attention {self.attention.backend} ({self.attention_reason}),"
                 f" linear layers {self.linear_reason}"
             )
             if engine.stage != cfg.parallel.zero_stage:
@@ -285,6 +299,7 @@ class Trainer:
             "init_from": self.origin,
             "identity": self._identity(),
             "attention": {"backend": self.attention.backend, "recipe": self.attention.recipe},
+            "linear": self.linear.model_dump(include={*linear.NAMES}),
             "files": self.files,
             "guidance_overrides": list(self.cfg.guidance.override),
             "versions": {"sagetrain": __version__, "torch": torch.__version__},

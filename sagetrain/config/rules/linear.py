@@ -24,6 +24,17 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
         if below:
             yield no_effect("linear.keep_layers_below", below, "linear.precision bf16: all layers are in 16 bits")
         return
+    asked = linear.precision
+    if asked == "auto":  # in fp8, where that gains
+        linear = linear.model_copy(update={"precision": "fp8"})
+    elif linear.recipe == "auto":
+        yield error(
+            "linear_recipe",
+            "linear.recipe",
+            "auto",
+            f"is chosen together with the precision, and linear.precision is {linear.precision}",
+            "use linear.precision auto, or recipe rowwise",
+        )
     if linear.precision == "int8" and linear.recipe == "tensorwise":
         yield error(
             "linear_recipe",
@@ -39,7 +50,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f"linear.{name}",
             blocks,
             f"together keep {sum(kept.values())} of the {model.num_layers} blocks in 16 bits: "
-            f"none is left for linear.precision {linear.precision}",
+            f"none is left for linear.precision {asked}",
             "keep fewer, or use linear.precision bf16",
         )
     qkv = model.head_dim * (model.num_attention_heads + 2 * model.num_key_value_heads)
@@ -50,9 +61,11 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "linear.keep_layers_below",
             below,
             f"is more than the {largest:,} weights that a rank has of the largest layer: "
-            f"none is left for linear.precision {linear.precision}",
+            f"none is left for linear.precision {asked}",
             "use a smaller one, or linear.precision bf16",
         )
+    if asked == "auto":  # what has no 8-bit matmul stays in 16 bits, and the run says why
+        return
     sizes = {
         "model.hidden_size": (model.hidden_size, 1, 1),
         "model.ffn_hidden_size": (model.ffn_hidden_size, 1, tensor),

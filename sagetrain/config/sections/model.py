@@ -87,12 +87,16 @@ class AttentionConfig(Section):
 class LinearConfig(Section):
     """In how many bits the blocks' linear layers multiply. Embedding, output projection and norms stay in 16."""
 
-    precision: Literal["bf16", "fp8", "int8"] = "bf16"
+    precision: Literal["bf16", "fp8", "int8", "auto"] = "bf16"
     """bf16: as training.dtype says. fp8 (Ada, Hopper and newer GPUs) and int8: operands are rounded to 8 bits before
-    each product, scaled by their present magnitudes; results, weights and optimizer keep their precision."""
-    recipe: Literal["tensorwise", "rowwise", "rowwise_bf16_wgrad"] = "rowwise"
+    each product, scaled by their present magnitudes; results, weights and optimizer keep their precision. auto: fp8 for
+    the layers that are large enough to gain 5 % or more, timed on this GPU, once, when the run begins, at the sizes of
+    a rank; bf16 where none is, and without FP8 or a GPU. A run that continues keeps it. Not the default: fp8 changes
+    the loss, which a choice by speed should not do unasked."""
+    recipe: Literal["tensorwise", "rowwise", "rowwise_bf16_wgrad", "auto"] = "rowwise"
     """What shares a scale: tensorwise (fp8 only) a whole matrix, with gradients in e5m2; rowwise each token and each
-    feature, in e4m3 or INT8; rowwise_bf16_wgrad the same with the gradients of the weights multiplied in 16 bits."""
+    feature, in e4m3 or INT8; rowwise_bf16_wgrad the same with the gradients of the weights multiplied in 16 bits. auto
+    (with precision auto): rowwise, or tensorwise where that is 5 % faster still."""
     keep_first_blocks: NonNegativeInt = 0
     """Blocks at the input whose linear layers stay in 16 bits."""
     keep_last_blocks: NonNegativeInt = 0
@@ -101,12 +105,17 @@ class LinearConfig(Section):
     """Linear layers of fewer weights than this on a rank stay in 16 bits (q, k and v are one layer, gate and up too):
     rounding takes longer than small matmuls save, by themselves on an H200 below some 8 million (RESULTS.md)."""
 
+    @property
+    def low_bit(self) -> bool:
+        """Whether layers multiply in 8 bits. With precision `auto` none does until it is decided."""
+        return self.precision in ("fp8", "int8")
+
     def takes(self, weights: int) -> bool:
         """Whether a layer of so many weights on a rank multiplies in 8 bits, in a block that does."""
-        return self.precision != "bf16" and weights >= self.keep_layers_below
+        return self.low_bit and weights >= self.keep_layers_below
 
     def low_bit_blocks(self, num_layers: int) -> range:
         """Which of the blocks multiply in 8 bits."""
-        if self.precision == "bf16":
+        if not self.low_bit:
             return range(0)
         return range(self.keep_first_blocks, max(self.keep_first_blocks, num_layers - self.keep_last_blocks))
