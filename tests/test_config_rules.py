@@ -241,6 +241,14 @@ CASES = [
         "linear_recipe", "error", "linear.recipe", "is no recipe of linear.precision int8", "use rowwise or",
     ),
     (
+        {"linear": {"precision": "fp8", "recipe": "auto"}}, 1,
+        "linear_recipe", "error", "linear.recipe", "is chosen together with the precision, and linear.precision is fp8", "use linear.precision auto",
+    ),
+    (
+        {"linear": {"precision": "auto", "keep_first_blocks": 2}}, 1,
+        "linear_blocks", "error", "linear.keep_first_blocks", "none is left for linear.precision auto", "keep fewer",
+    ),
+    (
         {"linear": {"precision": "fp8", "keep_first_blocks": 1, "keep_last_blocks": 3}}, 1,
         "linear_blocks", "error", "linear.keep_last_blocks", "together keep 4 of the 2 blocks in 16 bits", "keep fewer",
     ),

@@ -388,6 +388,27 @@ def test_linear_layers_in_8_bits_are_planned():
         assert "fix: use bf16 or int8, or plan for another GPU (--gpu)" in out.getvalue()
 
 
+def test_what_a_run_decides_is_planned_as_it_is_predicted_to_be():
+    """Linear layers: in 8 bits where they are large enough and the GPU has such matmuls."""
+    small = ("model.hidden_size=256", "model.ffn_hidden_size=512", "model.head_dim=16", "attention.backend=sdpa")
+    for overrides, gpu, says in (
+        ((), "h200", "fp8, recipe rowwise,"),
+        (("linear.recipe=auto",), "h200", "fp8, recipe tensorwise,"),
+        (("linear.recipe=rowwise_bf16_wgrad",), "h200", "fp8, recipe rowwise_bf16_wgrad,"),
+        ((), "a100", "bf16,"),
+        (small, "h200", "bf16,"),
+        (("linear.keep_layers_below=12_000_000",), "h200", "fp8, recipe rowwise for layers of 12,000,000 weights"),
+    ):
+        made = make_plan(CONFIGS / "1b.yaml", ["linear.precision=auto", *overrides], 8, HARDWARE[gpu])
+        (found,) = [f for f in made.findings if f.rule == "linear_precision_auto"]
+        assert found.level == "info" and says in f"{found.message},", (overrides, found.message)
+        assert made.cfg.linear.low_bit == ("fp8" in says) and made.chosen
+        named = [*overrides, *(f"linear.{name}={value}" for name, value in made.cfg.linear.model_dump().items())]
+        assert make_plan(CONFIGS / "1b.yaml", named, 8, HARDWARE[gpu]).chosen.prediction == made.chosen.prediction
+    errors, text = plan(CONFIGS / "1b.yaml", 8, "linear.precision=auto", "parallel.tensor_parallel_size=3")
+    assert errors and "linear_precision_auto" not in text
+
+
 def test_eight_bits_that_do_not_pay_are_a_finding():
     """INT8's results are rescaled apart; a model whose matmuls are small has nothing to gain either way."""
     small = ("model.hidden_size=256", "model.ffn_hidden_size=512", "model.head_dim=16", "attention.backend=sdpa")

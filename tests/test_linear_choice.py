@@ -1,0 +1,329 @@
+"""What `auto` of linear layers stands for: chosen by times, recorded, and kept when the run continues."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import tiny
+from distributed import run_distributed
+from sagetrain.config import RunConfig
+from sagetrain.config.load import load_config
+from sagetrain.config.schema import LinearConfig, ModelConfig
+from sagetrain.model import linear_choice, selection
+from sagetrain.model.linear_choice import fastest, layers_of, time_layers, weights_of
+from sagetrain.train import checkpoint, linear, trainer
+from sagetrain.train.linear import settle
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+SHAPE = ModelConfig(
+    num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8, num_key_value_heads=4, head_dim=16
+)
+AUTO = LinearConfig(precision="auto")
+ROWWISE = {"precision": "fp8", "recipe": "rowwise", "keep_layers_below": 8192}
+
+# RESULTS.md, milliseconds and times as fast: bf16, fp8 tensorwise, fp8 rowwise on an H200.
+MEASURED = {
+    "1b": {
+        "qkv": (1.085, 0.91, 0.92),
+        "out": (0.748, 0.64, 0.65),
+        "gate_up": (3.232, 0.9, 1.28),
+        "down": (1.57, 1.28, 1.19),
+    },
+    "7b": {
+        "qkv": (3.578, 1.22, 1.41),
+        "out": (2.168, 1.41, 1.32),
+        "gate_up": (16.47, 1.22, 1.48),
+        "down": (7.592, 1.46, 1.41),
+    },
+}
+
+
+# -- the rule --------------------------------------------------------------------------------------------------------
+
+
+def chosen(model: str, least: int = 0) -> tuple[str, int]:
+    times = {
+        name: {"bf16": wide, "fp8 rowwise": wide / rowwise, "fp8 tensorwise": wide / tensorwise}
+        for name, (wide, tensorwise, rowwise) in MEASURED[model].items()
+    }
+    return fastest(times, weights_of(layers_of(load_config(CONFIGS / f"{model}.yaml").model)), least)
+
+
+def test_measured_times_give_what_was_measured_to_be_fastest() -> None:
+    assert chosen("1b") == ("fp8 rowwise", 5632 * 2048)
+    assert chosen("7b") == ("fp8 rowwise", 0)
+    assert chosen("1b", least=12_000_000) == ("fp8 rowwise", 12_000_000)
+    assert chosen("7b", least=20_000_000) == ("fp8 rowwise", 20_000_000)
+
+
+@pytest.mark.parametrize(
+    ("rowwise", "tensorwise", "expected"),
+    [
+        ((9.6, 9.6), (9.6, 9.6), ("bf16", 0)),  # not enough
+        ((9.5, 9.5), (9.5, 9.5), ("fp8 rowwise", 0)),  # enough, and the more exact of two that are alike
+        ((9.0, 9.0), (8.6, 8.6), ("fp8 rowwise", 0)),  # a coarser one that is little faster
+        ((9.0, 9.0), (8.5, 8.5), ("fp8 tensorwise", 0)),
+        ((9.0, 12.0), (12.0, 12.0), ("fp8 rowwise", 200)),  # the larger layer alone
+        ((12.0, 5.0), (12.0, 5.0), ("bf16", 0)),  # the larger one loses
+        ((float("inf"), 5.0), (9.0, 9.0), ("fp8 tensorwise", 0)),  # and one that is wrong
+    ],
+)
+def test_a_layer_and_all_larger_ones_must_gain(rowwise: tuple, tensorwise: tuple, expected: tuple) -> None:
+    ways = zip(("large", "small"), rowwise, tensorwise, strict=True)
+    times = {name: {"bf16": 10.0, "fp8 rowwise": row, "fp8 tensorwise": tensor} for name, row, tensor in ways}
+    assert fastest(times, {"large": 200, "small": 100}, 0) == expected
+
+
+def test_layers_of_equal_size_are_one_decision() -> None:
+    times = {"a": {"bf16": 10.0, "fp8": 5.0}, "b": {"bf16": 10.0, "fp8": 10.0}}
+    assert fastest(times, {"a": 100, "b": 100}, 0) == ("bf16", 0)
+
+
+def test_layers_are_those_of_a_rank() -> None:
+    assert layers_of(SHAPE, 2) == {
+        "qkv": (64, {"q": 64, "k": 32, "v": 32}),
+        "out": (64, {"out": 64}),
+        "gate_up": (64, {"gate": 48, "up": 48}),
+        "down": (48, {"down": 64}),
+    }
+
+
+# -- timing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
+    """Those that were made to be timed; of the gate and up layer the rowwise one keeps something else."""
+    made, right = [], linear_choice.layer_of
+
+    def spoiled(inputs: int, sizes: dict, weights: list, matmul: object, *, kept: bool) -> torch.nn.Module:
+        made.append(right(inputs, sizes, weights, matmul, kept=kept))
+        if "gate" in sizes and kept and matmul == selection.RECIPES["fp8", "rowwise"]:
+            made[-1].kept[1].neg_()
+        return made[-1]
+
+    monkeypatch.setattr(linear_choice, "layer_of", spoiled)
+    return made
+
+
+def timed(seconds: Callable, *, kept: bool = True) -> tuple[dict, list[str]]:
+    how = {"tokens": 32, "joined": False, "kept": kept, "compiled": False, "dtype": torch.bfloat16}
+    return time_layers(layers_of(SHAPE), ["fp8 rowwise", "fp8 tensorwise"], **how, device=CPU, seconds=seconds)
+
+
+def test_what_is_timed_runs_forward_and_backward_and_what_is_wrong_is_not(layers: list) -> None:
+    grads = []
+
+    def seconds(action: Callable[[], None]) -> float:
+        assert all(p.grad is None for p in layers[-1].parameters())
+        action()
+        grads.append([p.grad for p in layers[-1].parameters()])
+        return 8.0
+
+    times, refused = timed(seconds)
+    assert [list(row) for row in times.values()] == [["bf16", "fp8 rowwise", "fp8 tensorwise"]] * 4
+    assert len(grads) == 11 and all(g is not None and g.abs().sum() > 0 for found in grads for g in found)
+    assert times["gate_up"]["fp8 rowwise"] == float("inf") and times["down"]["fp8 rowwise"] == 1.0
+    assert len(refused) == 1 and refused[0].startswith("gate_up in fp8 rowwise: the output is wrong by")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_weights_are_rounded_beforehand_where_a_run_keeps_them(layers: list, kept: bool) -> None:
+    timed(lambda action: 1.0, kept=kept)
+    assert [len(layer.kept) for layer in layers] == [0, 4 * kept, 4 * kept] * 4
+
+
+# -- the choice ------------------------------------------------------------------------------------------------------
+
+
+def choose(cache: Path, said: list[str], asked: LinearConfig = AUTO, **changes: object) -> LinearConfig:
+    how = {
+        "tensor_parallel_size": 1,
+        "context_parallel_size": 1,
+        "overlap": False,
+        "num_sequences": 2,
+        "seq_length": 16,
+        "kept": True,
+        "compiled": False,
+        "device": CPU,
+        "dtype": torch.bfloat16,
+    }
+    return selection.choose_linear(asked, SHAPE, **{**how, **changes}, cache=cache, say=said.append)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch):
+    """A timer that says what it is told of each way, in turn, layer by layer."""
+
+    def set_to(*times: float) -> list[float]:
+        left = list(times) * 4
+        monkeypatch.setattr(selection, "median_seconds", lambda action, device: left.pop(0))
+        return left
+
+    return set_to
+
+
+def test_the_choice_follows_the_times_and_is_made_once(tmp_path: Path, clock: Callable) -> None:
+    said: list[str] = []
+    cache = tmp_path / "linear.json"
+    left = clock(10.0, 8.0)
+    found = choose(cache, said)
+    assert (found.precision, found.recipe, found.keep_layers_below) == ("fp8", "rowwise", 0) and not left
+    table = said[0].splitlines()
+    assert table[0].startswith("linear on cpu, 32 tokens, torch.bfloat16: forward + backward")
+    assert [line.split()[0] for line in table[2:6]] == ["qkv", "out", "gate_up", "down"]
+    assert table[2].split()[-3:] == ["1000.000", "ms", "(1.25)"] and table[-1] == "  chosen: fp8 rowwise"
+    assert next(iter(json.loads(cache.read_text()).values()))["table"] == table[:-1]
+    clock(10.0, 20.0)
+    assert choose(cache, said) == found and said[1] == f"linear: fp8 rowwise (chosen before, {cache})"
+    for changes in (  # what was chosen for something else is not taken over
+        {"num_sequences": 4},
+        {"tensor_parallel_size": 2},
+        {"kept": False},
+        {"dtype": torch.float32},
+        {"asked": AUTO.model_copy(update={"keep_layers_below": 1})},
+    ):
+        clock(10.0, 20.0)
+        assert choose(cache, said, **changes).precision == "bf16" and said[-1].endswith("chosen: bf16")
+    clock(10.0, 9.0, 8.0)
+    found = choose(cache, said, AUTO.model_copy(update={"recipe": "auto"}))
+    assert (found.precision, found.recipe) == ("fp8", "tensorwise")
+    clock(10.0, 8.0)
+    found = choose(cache, said, AUTO.model_copy(update={"recipe": "rowwise_bf16_wgrad", "keep_last_blocks": 1}))
+    assert (found.recipe, found.keep_last_blocks) == ("rowwise_bf16_wgrad", 1)
+
+
+def test_small_layers_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """qkv has 16,384 weights, gate_up 12,288, out 8,192, down 6,144."""
+    times = [10.0, 8.0, 10.0, 9.9, 10.0, 8.0, 10.0, 8.0]
+    monkeypatch.setattr(selection, "median_seconds", lambda action, device: times.pop(0))
+    said: list[str] = []
+    found = choose(tmp_path / "linear.json", said)
+    assert (found.precision, found.keep_layers_below) == ("fp8", 12_288)
+    assert said[0].endswith("chosen: fp8 rowwise, layers of 12,288 weights and more")
+    assert choose(tmp_path / "linear.json", said) == found
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+def folder_of(path: Path, recorded: dict | None, asked: dict | None = None) -> Path:
+    """A checkpoint of a run that had these linear layers, and was asked for those."""
+    (path / "manifest.json").write_text(json.dumps({"state": {} if recorded is None else {"linear": recorded}}))
+    (path / "config.yaml").write_text(yaml.safe_dump({} if asked is None else {"linear": asked}))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checkpoint, "read_manifest", lambda folder: json.loads((folder / "manifest.json").read_text()))
+    return lambda *had: folder_of(tmp_path, *had)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch):
+    """A GPU of a compute capability."""
+
+    def of(*capability: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+
+    of(9, 0)
+    return of
+
+
+def settled(
+    asked: LinearConfig, folder: Path | None = None, *, device: torch.device = GPU, shape: ModelConfig = SHAPE,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[LinearConfig, str, list]:  # fmt: skip
+    """Where rowwise from 8,192 weights on is the fastest; what was chosen from, and what was said."""
+    heard = []
+
+    def choose(asked: LinearConfig) -> LinearConfig:
+        heard.append(asked)
+        return asked.model_copy(update=ROWWISE)
+
+    place = {"tensor_parallel_size": 1, "device": device, "dtype": dtype}
+    found, why = settle(asked, shape, folder, **place, choose=choose, say=heard.append)
+    return found, why, heard
+
+
+def test_a_run_that_begins_chooses_where_it_says_auto_alone(card) -> None:
+    found, why, heard = settled(AUTO)
+    assert found == AUTO.model_copy(update=ROWWISE) and why == "auto: the fastest" and heard == [AUTO]
+    for named in (LinearConfig(), LinearConfig(precision="int8"), LinearConfig(precision="fp8")):
+        assert settled(named) == (named, "", [])
+
+
+def test_where_there_is_nothing_to_choose_from_it_is_bf16_and_says_why(card) -> None:
+    for case, says in (
+        ({"device": CPU}, "auto: nothing is timed without a GPU"),
+        ({"dtype": torch.float32}, "auto: linear.precision fp8 needs training.dtype bf16 on a GPU"),
+        ({"shape": SHAPE.model_copy(update={"ffn_hidden_size": 100})}, "no multiples of 16: gate_up 100, down 100"),
+    ):
+        found, why, heard = settled(AUTO.model_copy(update={"recipe": "auto"}), **case)
+        assert (found.precision, found.recipe) == ("bf16", "rowwise") and says in why and heard == []
+    card(8, 0)
+    found, why, _ = settled(AUTO)
+    assert found.precision == "bf16" and "needs a GPU of compute capability 8.9 or more, A card has 8.0" in why
+
+
+def test_a_run_that_continues_keeps_what_it_had(folder, card) -> None:
+    found, why, heard = settled(AUTO, folder(ROWWISE))
+    assert found == AUTO.model_copy(update=ROWWISE) and "as the run had it" in why and heard == []
+    wide = {"precision": "bf16", "recipe": "rowwise", "keep_layers_below": 0}
+    found, why, heard = settled(AUTO, folder(wide))
+    assert found.precision == "bf16" and "as the run had it" in why and heard == []
+    assert settled(LinearConfig(), folder(ROWWISE)) == (LinearConfig(), "", [])
+    # From before it was recorded: as was asked for, or the default.
+    assert settled(AUTO, folder(None, {"precision": "fp8", "recipe": "tensorwise"}))[0].recipe == "tensorwise"
+    assert settled(AUTO, folder(None))[0].precision == "bf16"
+
+
+def test_what_cannot_run_any_more_is_chosen_anew_and_said(folder, card) -> None:
+    card(8, 0)
+    found, why, (said,) = settled(AUTO, folder(ROWWISE))
+    assert said.startswith("linear.precision fp8, which auto was so far, cannot run here") and "anew" in said
+    assert found.precision == "bf16" and "A card has 8.0" in why
+
+
+def train_and_continue(corpus: str, run_dir: str) -> None:
+    """As on a GPU: three starts of a run, of which the first alone may choose."""
+    linear.why_sixteen_bits = lambda *_, **__: ""
+    calls = []
+
+    def choose(asked: LinearConfig, *_: object, **__: object) -> LinearConfig:
+        calls.append(asked)
+        return asked.model_copy(update={**ROWWISE, "keep_layers_below": 1600})
+
+    trainer.choose_linear = choose
+    cfg = tiny.config(1).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
+    for steps, precision in ((1, "auto"), (2, "auto"), (3, "bf16")):
+        cfg["training"].update(run_dir=run_dir, total_tokens=steps * 4 * tiny.SEQ)
+        cfg["linear"]["precision"] = precision
+        run = trainer.Trainer(RunConfig.model_validate(cfg), [])
+        run.run()
+        run.folder._lock.close()  # as the end of its process does
+        low = steps < 3
+        block = run.engine.module.blocks[1]
+        assert bool(block.mlp.gate_up.kept) == low and block.attention.out.kept == ()  # 3,072 weights, 1,024
+        recorded = checkpoint.read_manifest(checkpoint.newest(Path(run_dir) / "checkpoints"))["state"]["linear"]
+        wide = {"precision": "bf16", "recipe": "rowwise", "keep_layers_below": 0}
+        assert recorded == ({**ROWWISE, "keep_layers_below": 1600} if low else wide)
+    assert len(calls) == 1
+
+
+def test_a_run_has_one_arithmetic_until_it_is_told_otherwise(corpus: Path, tmp_path: Path, capfd) -> None:
+    run_distributed(train_and_continue, 1, str(corpus), str(tmp_path / "run"))
+    said = "".join(capfd.readouterr())
+    assert "linear layers fp8 rowwise in all blocks, layers of 1,600 weights and more (its torch twin" in said
+    assert "); auto: the fastest" in said and "as the run had it: auto decides once" in said
+    assert "changed since that checkpoint: linear.precision: 'auto' -> 'bf16'" in said
