@@ -6,16 +6,13 @@ no code from the data: datasets are Arrow, Parquet, JSON or text.
 
 from __future__ import annotations
 
-import gzip
 import inspect
-import io
 import json
 import os
 import re
 import sys
 import sysconfig
 import tokenize
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
@@ -24,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.data.blocks import blocks, lines
+from sagetrain.data.blocks import ends as _ends
 
 STDLIB = "python-stdlib"
 CHUNK_BYTES = 1 << 19
 CHUNK_RECORDS = 4096
-_BLOCK = 1 << 18
 _HASHED_BYTES = 1 << 16
 _STRUCTURED = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".jsonl.zst", ".ndjson.zst",
                ".json.zst", ".parquet")  # fmt: skip
@@ -312,54 +310,7 @@ def _part(inputs: list[Input], number: int, count: int) -> list[Input]:
     return found
 
 
-def _ends(path: str | Path, *suffixes: str) -> bool:
-    """Whether a name ends so, in whatever case."""
-    return str(path).lower().endswith(suffixes)
-
-
 # -- files -------------------------------------------------------------------------------------------------------------
-
-
-def _blocks(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
-    """Decompressed blocks of a file, and how many bytes of it had been read. ConfigError if it cannot be read.
-
-    `start`: byte of an uncompressed file to begin at.
-    """
-    try:
-        with open(path, "rb") as raw:
-            raw.seek(start)
-            if _ends(path, ".gz"):
-                file = gzip.GzipFile(fileobj=raw)
-                blocks: Iterable[bytes] = iter(lambda: file.read(_BLOCK), b"")
-            elif _ends(path, ".zst"):
-                blocks = _zstd_blocks(path, raw)
-            else:
-                blocks = iter(lambda: raw.read(_BLOCK), b"")
-            first = start == 0
-            for block in blocks:
-                if first and block:
-                    block, first = block.removeprefix(b"\xef\xbb\xbf"), False  # a byte order mark is not text
-                yield block, raw.tell()
-    except (EOFError, zlib.error, OSError) as error:  # gzip.BadGzipFile is an OSError
-        raise ConfigError(f"cannot read {path}: {error}") from error
-
-
-def _zstd_blocks(path: Path, raw: io.BufferedReader) -> Iterator[bytes]:
-    import zstandard
-
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame = None
-    while data := raw.read(_BLOCK):
-        while data:
-            frame = frame or decompressor.decompressobj()
-            try:
-                yield frame.decompress(data)
-            except zstandard.ZstdError as error:
-                raise ConfigError(f"cannot read {path}: {error}") from error
-            data = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise ConfigError(f"cannot read {path}: it ends in the middle of a zstd frame (cut short?)")
 
 
 def _read_lines(path: Path, place: Place, start: int = 0, stop: int | None = None) -> Iterator[Chunk]:
@@ -370,7 +321,7 @@ def _read_lines(path: Path, place: Place, start: int = 0, stop: int | None = Non
     plain = not _ends(path, ".gz", ".zst")
     # A part begins at the first line that begins in it: after the end of the line that its first byte follows.
     cut = bool(start) and not place.offset
-    for line, consumed, rest in _lines(_blocks(path, offset - 1 if cut else offset)):
+    for line, consumed, rest in lines(blocks(path, offset - 1 if cut else offset)):
         if plain and stop is not None and offset >= stop:
             break
         if plain:
@@ -387,23 +338,6 @@ def _read_lines(path: Path, place: Place, start: int = 0, stop: int | None = Non
         yield Chunk(name, "line", number, chunk, consumed - start, offset=offset)
 
 
-def _lines(blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, int, int]]:
-    """Lines, how many bytes of the file had been read, and how many of the last block come after the line."""
-    parts: list[bytes] = []
-    consumed = 0
-    for block, consumed in blocks:
-        begin, *others = block.split(b"\n")
-        parts.append(begin)
-        rest = len(block) - len(begin)
-        for line in others:
-            rest -= 1
-            yield b"".join(parts), consumed, rest
-            parts = [line]
-            rest -= len(line)
-    if any(parts):
-        yield b"".join(parts), consumed, 0
-
-
 def _read_text(path: Path) -> Iterator[Chunk]:
     """One document: the whole file, in parts that end with a newline where there is one.
 
@@ -411,7 +345,7 @@ def _read_text(path: Path) -> Iterator[Chunk]:
     may have a token that spans the cut.
     """
     rest, split_key, pending, started = b"", None, None, False
-    for block, consumed in _blocks(path):
+    for block, consumed in blocks(path):
         rest += block
         if not started and (beginning := rest.lstrip()):
             started = True
@@ -436,7 +370,7 @@ def _read_text(path: Path) -> Iterator[Chunk]:
 
 def _refuse_json_lines(path: Path) -> None:
     """ConfigError if the first line with text is a JSON object."""
-    line = next(line for line, *_ in _lines(_blocks(path)) if line.strip())
+    line = next(line for line, *_ in lines(blocks(path)) if line.strip())
     try:
         json.loads(line)
     except ValueError:
