@@ -1,9 +1,4 @@
-"""FP4 attention for inference (SageAttention3, arXiv 2505.11594): the quantizers, and their products, in torch.
-
-phi(x): groups of 16 (NVFP4) or 32 (MXFP4) numbers along the contracted axis share one scale s; a number becomes the
-nearest e2m1 value of x / s, ties to the even code, at most 6. Every s times e2m1 is exact in float32 and bfloat16, and
-so are the sums within a group: what a tensor core would compute is a float32 matmul of the dequantized operands, up to
-the order of its sums.
+"""FP4 attention for inference (SageAttention3, arXiv 2505.11594), of the quantizers of fp4_quantize.py.
 
     S = phi(Q - mean) phi(K - mean)^T + mean_Q (K - mean)^T       one mean of Q per tile, one of K per row
     O = sum over tiles of s1 phi(P / s1) phi(V) / sum of P        s1 = largest P of a row of the tile / 2688
@@ -11,131 +6,16 @@ the order of its sums.
 A tile is TILE (64) queries or keys, as everywhere in this package; the paper's kernel has 128.
 """
 
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .autograd import _check, document_bounds
+from .fp4_quantize import FORMATS, head_unit, quantize_fp4, quantize_probabilities
+from .fp4_triton import triton_fp4_attention
 from .quantize import TILE, tile_means, token_mean
 from .reference import _chunks, _grouped, pad_to_tile, visible
-
-# The values of codes 0 to 7; bit 3 of a code is the sign.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_MAX = 6.0
-E4M3_MAX = 448.0
-
-
-class Format(NamedTuple):
-    """How a group of numbers shares a scale."""
-
-    group: int
-    """Numbers to a scale, consecutive along the contracted axis. Divides TILE."""
-    e8m0: bool
-    """Scales are powers of two from 2^-127. Otherwise e4m3: 4 significant bits, 2^-9 to 448."""
-    largest: float
-    """What two-level P makes of the largest P of a row of a tile: the largest number of the format, or, where scales
-    have range enough (e8m0), the largest value under a scale of 1."""
-
-
-FORMATS = {
-    "nvfp4": Format(group=16, e8m0=False, largest=E4M3_MAX * E2M1_MAX),
-    "mxfp4": Format(group=32, e8m0=True, largest=E2M1_MAX),
-}
-
-
-class Fp4(NamedTuple):
-    """Codes uint8 [..., N], 0 to 15, with float32 scales [..., ceil(N / group)]."""
-
-    codes: Tensor
-    scale: Tensor
-    group: int
-
-    def dequantized(self) -> Tensor:
-        """Float32 [..., N]: s times e2m1, exactly."""
-        table = torch.tensor((*E2M1, *(-x for x in E2M1)), device=self.codes.device)
-        scale = self.scale.repeat_interleave(self.group, -1)[..., : self.codes.shape[-1]]
-        return table[self.codes.int()] * scale
-
-
-def round_e4m3(x: Tensor) -> Tensor:
-    """Nearest e4m3 number of float32 x >= 0, ties to even, at most 448, NaN for NaN.
-
-    By arithmetic, as casts differ between devices and versions in what they round and what they make of overflow.
-    """
-    x = x.clamp(max=E4M3_MAX)
-    subnormal = (x + 24576.0) - 24576.0  # float32 has steps of 2^-9 there, those of e4m3 below 2^-6
-    bits = x.view(torch.int32)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).view(torch.float32)
-    return torch.where(x < 2.0**-6, subnormal, normal)
-
-
-def e8m0_scale(largest: Tensor) -> Tensor:
-    """The power of two 2^(floor(log2 max|X|) - 2), not below 2^-127 (OCP MX, version 1.0, section 6.3)."""
-    code = ((largest.view(torch.int32) >> 23) - 2).clamp(min=0)
-    return torch.where(code > 0, code << 23, 1 << 22).view(torch.float32)
-
-
-def e2m1_codes(x: Tensor, scale: Tensor) -> Tensor:
-    """Codes, uint8, of the e2m1 values nearest to x / scale: float32 of shapes that broadcast, scale >= 0.
-
-    Counts the midpoints that |x| passes; their products with a scale are exact, so no quotient is rounded. Ties go to
-    the even code, what is beyond 6 becomes 6, a scale of 0 gives zeros. The sign of zero is kept out: code 0.
-    """
-    size = x.abs()
-    code = torch.zeros(size.shape, dtype=torch.uint8, device=x.device)
-    for above, midpoint in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
-        passed = size >= midpoint * scale if above % 2 else size > midpoint * scale
-        code += passed
-    code = torch.where(scale > 0, code, 0)
-    return torch.where((x < 0) & (code > 0), code + 8, code)
-
-
-def head_unit(x: Tensor) -> Tensor:
-    """Power of two, float32 [..., 1, 1], that brings max|X| of x [..., M, N] to 2^10 .. 2^11: the unit of its scales.
-
-    The scales of NVFP4 reach from 2^-9 to 448; without a unit groups below 6 * 2^-10 vanish and numbers above 2688 are
-    cut off. A power of two changes no code of a group whose scale was a normal e4m3 number.
-    """
-    exponent = x.abs().amax((-2, -1), keepdim=True).view(torch.int32) >> 23
-    return ((exponent - 10).clamp(min=1) << 23).view(torch.float32)
-
-
-def quantize_fp4(x: Tensor, *, format: str = "nvfp4", unit: Tensor | float = 1.0) -> Fp4:
-    """phi of float32 x [..., N] in groups along its last axis; the last group may be shorter.
-
-    unit: power of two (float32, broadcast to the groups) that e4m3 scales are multiples of; see head_unit. Not read for
-    e8m0. A group with a NaN or an infinity has the scale NaN, so that everything computed from it is NaN.
-    """
-    rules = FORMATS[format]
-    n = x.shape[-1]
-    groups = pad(x, (0, -n % rules.group)).reshape(*x.shape[:-1], -1, rules.group)
-    largest = groups.abs().amax(-1)
-    if rules.e8m0:
-        scale = e8m0_scale(largest)
-    else:
-        scale = round_e4m3(largest / unit * (1.0 / E2M1_MAX)) * unit
-    scale = torch.where(largest.isfinite(), scale, torch.nan)
-    codes = e2m1_codes(groups, scale[..., None]).flatten(-2)[..., :n]
-    return Fp4(codes, scale, rules.group)
-
-
-def quantize_probabilities(p: Tensor, *, format: str = "nvfp4", two_level: bool = True) -> Tensor:
-    """phi of P [..., N], N a multiple of TILE, 0 to 1, dequantized: float32 [..., N].
-
-    two_level: each row of a tile is first multiplied until its largest number is the largest of the format, and
-    divided again at the end. Direct P uses 35 of the 127 scales of e4m3 and loses what is below e^-5; two-level P
-    reaches e^-13.
-    """
-    if not two_level:
-        return quantize_fp4(p, format=format).dequantized()
-    tiles = p.reshape(*p.shape[:-1], -1, TILE)
-    largest = tiles.amax(-1, keepdim=True)
-    top = FORMATS[format].largest
-    relative = torch.where(largest > 0, tiles / largest, 0.0) * top
-    codes = quantize_fp4(relative, format=format)
-    return torch.flatten(codes.dequantized() * (largest / top), -2)
 
 
 def fp4_attention(
@@ -151,18 +31,20 @@ def fp4_attention(
     cu_seqlens: Tensor | None = None,
     bounds: Tensor | None = None,
     format: str = "nvfp4",
+    backend: str | None = None,
 ) -> Tensor:
     """Softmax attention with both matrix products in FP4, forward only: SageAttention3 for inference.
 
     q [B, N_q, H, D], k and v [B, N_k, H_kv, D] with any strides, H a multiple of H_kv, D from 16 to 256, one dtype
-    (bfloat16, float16 or float32). Returns o [B, N_q, H, D] in that dtype, contiguous. It is computed in torch on any
-    device, with the values a tensor core would take and float32 sums: for quality, not for speed.
+    (bfloat16, float16 or float32). Returns o [B, N_q, H, D] in that dtype, contiguous.
 
     causal, scale, cu_seqlens, bounds: as sage_attention takes them.
     smooth_k, smooth_q: subtract the mean of K over the row, of Q over tiles of 64 tokens, before quantizing; the
         product of the means of Q with K, which FP4 does not touch, is added to the scores.
     two_level: P per row and tile to the full range of the format first (quantize_probabilities).
     format: "nvfp4" or "mxfp4".
+    backend: "triton" (bfloat16 and float16, two-level P) or "twin", in torch, with the values a tensor core would take
+        and float32 sums. None takes "triton" on a GPU where it can.
 
     Under autocast the inputs are cast to its dtype. Groups are counted from the start of the row, so the rounding (not
     the exact result) of V depends on up to 15 later tokens. Raises TypeError, ValueError, and NotImplementedError where
@@ -184,10 +66,34 @@ def fp4_attention(
         raise ValueError(f"scale must be positive and finite, got {scale}")
     if cu_seqlens is not None:
         bounds = document_bounds(cu_seqlens, q.shape[1])
-    o = torch.empty_like(q, memory_format=torch.contiguous_format)
     if q.numel() == 0:
-        return o
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
+    fits = two_level and q.dtype != torch.float32
+    if backend not in (None, "twin", "triton") or (backend == "triton" and not fits):
+        raise ValueError(f"backend {backend!r}: it is twin, or triton for bfloat16 or float16 and two-level P")
+    chosen = backend or ("triton" if q.is_cuda and fits else "twin")
+    compute = triton_fp4_attention if chosen == "triton" else partial(twin_fp4_attention, two_level=two_level)
+    return compute(
+        q, k, v, causal=causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q, bounds=bounds, format=format
+    )
 
+
+def twin_fp4_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    smooth_k: bool,
+    smooth_q: bool,
+    bounds: Tensor | None,
+    format: str,
+    two_level: bool = True,
+) -> Tensor:
+    """fp4_attention in torch on any device, of inputs that it has checked: the specification, for quality and not for
+    speed."""
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
     n_q, n_k = q.shape[1], k.shape[1]
     queries, keys, values = (x.transpose(1, 2).float() for x in (q, k, v))
     if smooth_k:

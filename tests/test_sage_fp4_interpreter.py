@@ -1,0 +1,117 @@
+"""FP4's Triton kernels in Triton's interpreter: quantizers equal the twin's bit for bit, attention up to float sums.
+
+As in test_sage_interpreter.py this file starts itself in a process that interprets.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INSIDE:
+
+    @pytest.mark.timeout(600)
+    def test_fp4_kernels_in_the_interpreter():
+        command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", __file__]
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+else:
+    from sagekernels import fp4_attention
+    from sagekernels.fp4_quantize import FORMATS, head_unit, quantize_fp4
+    from sagekernels.fp4_triton import decoded, quantize_fp4_triton
+    from sagekernels.testing import Shape, random_inputs, rel_l2
+
+    SHAPES = [
+        Shape(1, 128, 128, 2, 1, 64),
+        Shape(2, 70, 70, 4, 2, 16),
+        Shape(1, 65, 130, 1, 1, 80, causal=False),
+        Shape(1, 33, 161, 3, 1, 32),
+        Shape(1, 1, 77, 2, 2, 128),
+        Shape(1, 200, 200, 2, 1, 32, documents=(5, 0, 70, 1, 124, 0)),
+        Shape(1, 133, 133, 1, 1, 24, causal=False, documents=(40, 93)),
+    ]
+
+    @pytest.fixture(autouse=True)
+    def poisoned_memory():
+        torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN and largest integers
+        yield
+        torch.use_deterministic_algorithms(False)
+
+    def all_sizes() -> torch.Tensor:
+        """[2, 130, 90]: groups of every size that a group of a head can have beside the head's largest, some with
+        numbers at midpoints, some of zeros."""
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(2, 130, 90, generator=draw)
+        x *= torch.rand(2, 130, 90, generator=draw).mul(20).sub(20).exp2()
+        x[0, :100] = x[0, :100].half().float() * torch.arange(100)[:, None].sub(90).exp2()
+        x[1, 5:9], x[1, 40, 16:32] = 0.0, -0.0
+        steps = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+        x[1, 50:120, :8] = steps * torch.arange(70)[:, None].sub(60).exp2()
+        return x
+
+    @pytest.mark.parametrize("format", FORMATS)
+    @pytest.mark.parametrize("size", [1.0, 2.0**-130, 2.0**-60, 2.0**90])
+    def test_quantizers_are_the_twins(format, size):
+        x = all_sizes() * size
+        unit = torch.ones(2, 1, 1) if FORMATS[format].e8m0 else head_unit(x)
+        ours = decoded(*quantize_fp4_triton(x, unit, 128, format=format), 90, format=format, unit=unit)
+        twin = quantize_fp4(x, format=format, unit=unit)
+        assert torch.equal(ours.codes, twin.codes)
+        assert torch.equal(ours.scale, twin.scale)
+        assert len(twin.scale.unique()) > 60 or size < 2.0**-100
+
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_what_is_not_finite_is_nan(format):
+        x = torch.ones(1, 3, 64)
+        x[0, 0, 3], x[0, 1, 40] = float("nan"), -float("inf")
+        ours = decoded(*quantize_fp4_triton(x, torch.ones(1, 1, 1), 64, format=format), 64, format=format)
+        twin = quantize_fp4(x, format=format)
+        torch.testing.assert_close(ours.scale, twin.scale, equal_nan=True, rtol=0, atol=0)
+        assert ours.scale.isnan().sum() == 2
+
+    def check(shape, *, dtype=torch.float16, sizes=(1.0, 1.0, 1.0), limit=2e-3, **options):
+        q, k, v, _ = random_inputs(shape, sigma=1.5, k_mean=1.0, dtype=torch.float32)
+        q, k, v = (((x * size).to(dtype)) for x, size in zip((q, k, v), sizes, strict=True))
+        how = {"causal": shape.causal, "cu_seqlens": shape.cu_seqlens(), **options}
+        ours, twin = (fp4_attention(q, k, v, **how, backend=name) for name in ("triton", "twin"))
+        assert ours.dtype == dtype and ours.isfinite().all()
+        assert rel_l2(ours, twin) < limit
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_attention_is_the_twins(shape):
+        """But for codes of P at a midpoint, which the order of float sums may push to either side."""
+        check(shape)
+
+    @pytest.mark.parametrize("options", [
+        {"format": "mxfp4", "scale": 0.3}, {"smooth_q": False}, {"smooth_k": False},
+    ], ids=str)  # fmt: skip
+    def test_options(options):
+        check(Shape(1, 100, 130, 2, 1, 48), **options)
+
+    @pytest.mark.parametrize("sizes", [(1e-3, 1e3, 1e-4), (1e-20, 1e20, 1e-30), (1e15, 1e-15, 1e25)])
+    def test_tiny_and_huge_inputs(sizes):
+        check(Shape(1, 70, 70, 2, 1, 32), dtype=torch.bfloat16, sizes=sizes, limit=6e-3)  # written truncated here
+
+    @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[5]], ids=str)
+    def test_programs_of_two_tiles(shape, monkeypatch):
+        """As on data center Blackwell, each tile with its own mean of Q."""
+        monkeypatch.setattr("sagekernels.fp4_triton.products", lambda device: (False, 128))
+        check(shape)
+
+    @pytest.mark.parametrize("backend", ["triton", "twin"])
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    def test_what_is_not_finite_reaches_its_channel_alone(backend, bad):
+        q, k, v, _ = random_inputs(Shape(1, 200, 200, 1, 1, 32), dtype=torch.float16)
+        v[0, 150, 0, 3] = 0.0
+        clean = fp4_attention(q, k, v, backend=backend)
+        v[0, 150, 0, 3] = bad
+        o = fp4_attention(q, k, v, backend=backend)
+        assert o[0, 150:, 0, 3].isnan().all()
+        o[..., 3] = clean[..., 3]
+        assert torch.equal(o, clean)
