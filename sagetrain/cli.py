@@ -1,4 +1,4 @@
-"""The `sagetrain` command: with cli_generate.py and cli_studies.py the only place that reads the command line.
+"""The `sagetrain` command: with cli_evaluate.py, cli_generate.py and cli_studies.py what reads the command line.
 
 Heavy imports sit inside the commands, so that `--help` and `plan` answer at once and without torch.
 """
@@ -14,8 +14,9 @@ from typing import Annotated
 import typer
 
 from sagetrain import __version__
+from sagetrain.cli_evaluate import evaluation
 from sagetrain.cli_generate import generation
-from sagetrain.cli_options import Checkpoint, Config, InferenceAttention, Overrides, RunDir
+from sagetrain.cli_options import Checkpoint, Config, Overrides, RunDir
 from sagetrain.cli_studies import studies
 from sagetrain.config.errors import ConfigError
 from sagetrain.exits import Errors as _Errors
@@ -31,6 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # whose tables cut option names where a terminal is narrow
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(evaluation)
 app.add_typer(generation)
 app.add_typer(studies)
 
@@ -221,39 +223,6 @@ def train(
             raise
         trainer.run()
     _leave_together()
-
-
-@app.command("eval")
-def evaluate(
-    run_dir: RunDir,
-    num_sequences: Annotated[
-        int | None, typer.Option(min=1, help="Held-out sequences. Default: the run's own.")
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Token file, without suffix, to evaluate on. Default: data.valid."),
-    ] = None,
-    attention: InferenceAttention = None,
-    checkpoint: Checkpoint = None,
-) -> None:
-    """Loss and perplexity of a run's newest checkpoint on its held-out data."""
-    with _Errors(run_dir=run_dir):
-        _use_cores()
-        from sagetrain.inference.evaluate import evaluate as loss_of
-        from sagetrain.inference.load import load_run
-
-        run = load_run(run_dir, _warn, checkpoint, attention=attention.value if attention else None)
-        asked = num_sequences or run.cfg.evaluation.num_sequences
-        result = loss_of(run, asked, path=data, report=_warn)
-    if result.sequences < asked:
-        _warn(f"{asked:,} sequences were asked for, and the held-out data has {result.sequences:,}: all are taken")
-    typer.echo(f"step {run.step}, {run.tokens:,} tokens seen; {result.tokens:,} held-out tokens")
-    typer.echo(f"validation loss   {result.loss:.4f} nats per token (perplexity {result.perplexity:.1f})")
-    if result.unigram_loss is not None:
-        typer.echo(
-            f"unigram loss      {result.unigram_loss:.4f} nats per token: by the tokens' frequencies in the training "
-            "data, the best without context"
-        )
 
 
 class Dtype(enum.Enum):

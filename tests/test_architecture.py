@@ -121,7 +121,10 @@ def test_deepspeed_is_imported_inside_functions_of_the_engine():
 
 
 def test_the_command_line_loads_nothing_heavy():
-    files = [ROOT / f"sagetrain/{name}.py" for name in ("cli", "cli_options", "cli_studies", "exits")]
+    files = [
+        ROOT / f"sagetrain/{name}.py"
+        for name in ("cli", "cli_evaluate", "cli_generate", "cli_options", "cli_studies", "exits")
+    ]
     used = set().union(*(roots(imports(path, top_level_only=True)) for path in files))
     assert not used & {"torch", "deepspeed", "triton", "datasets", "numpy", "sagekernels"}
 

@@ -35,7 +35,8 @@ def test_a_dropped_step_is_found_again_and_cannot_be_forged() -> None:
 def train(corpus: str, run_dir: str, steps: float, drop: list[int], bad_sample: int = -1) -> str:
     """Train to `steps`, a checkpoint at every second; the loss on one sample is not a number. What ended it."""
     cfg = tiny.config(1).model_dump()
-    cfg["data"].update(train=[{"path": f"{corpus}/train"}], valid=[{"path": f"{corpus}/valid"}], micro_batch_size=2)
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
+    cfg["data"]["valid"] = [{"path": f"{corpus}/{name}"} for name in ("valid", "train")]
     total = int(steps * STEP)
     cfg["training"].update(run_dir=run_dir, total_tokens=total, drop_steps=drop)
     cfg["lr_schedule"].update(shape="constant")
@@ -45,7 +46,8 @@ def train(corpus: str, run_dir: str, steps: float, drop: list[int], bad_sample: 
     forward = trainer.engine.forward
     trainer.engine.forward = lambda batch: forward(batch) * (math.nan if bad_sample in batch.sample_ids else 1.0)
     if drop == [2]:
-        trainer.valid.stream._windows = [3]  # all of them, in no time
+        for source, windows in zip(trainer.valid.stream._sources, (2, 1), strict=True):
+            source.num_windows = windows  # all of them, in no time
     try:
         return f"finished: {trainer.run()}"
     except TrainingError as error:
@@ -89,7 +91,11 @@ def test_a_step_that_is_not_finite_is_dropped_once_and_never_replayed(corpus, tm
     assert sorted(rows_of(run, "train/loss")) == [1, 2, 4, 5, 6]
     assert rows_of(run, "train/dropped_tokens") == {3: STEP}
     assert read_manifest(newest(undisturbed / "checkpoints"))["state"]["ledger"] == state["ledger"]
-    # Five sequences are evaluated, whatever the layout.
+    # Five sequences are evaluated, three of one source, whatever the layout.
     assert go(tmp_path / "alone", 1, 2, []) == "finished: True"
-    alone, pair = (rows_of(folder, "valid/loss") for folder in (tmp_path / "alone", undisturbed))
-    assert alone[2] == pytest.approx(pair[2], abs=1e-5)
+    names = "valid/loss", "valid/valid/loss", "valid/train/loss"
+    alone, pair = ([rows_of(folder, name)[2] for name in names] for folder in (tmp_path / "alone", undisturbed))
+    assert alone == pytest.approx(pair, abs=1e-5)
+    assert alone[0] == pytest.approx((3 * alone[1] + 2 * alone[2]) / 5, abs=1e-12) and alone[1] != alone[2]
+    said = "validation loss {:.4f} (valid {:.4f}, train {:.4f})".format(*alone)
+    assert said in capfd.readouterr().out

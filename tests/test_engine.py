@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -15,9 +17,9 @@ from sagetrain.train import engine as engine_module
 ACCUMULATIONS = [1, 4, 3, 4, 8, 4, 1, 2]
 
 
-def plain_batch(value: float, weight: int = 1) -> Batch:
-    tokens = torch.full((1, 4), value)
-    return Batch(tokens, tokens, positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[], weight=weight)
+def plain_batch(*values: float, sources: tuple[int, ...] = (), weight: int | None = None) -> Batch:
+    tokens = torch.tensor(values)[:, None].expand(-1, 4)
+    return Batch(tokens, tokens, None, None, None, sample_ids=[], sources=list(sources), weight=weight)
 
 
 class Linear(nn.Module):
@@ -28,8 +30,9 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.zeros(4, dtype=dtype))
         self.weight.tensor_model_parallel, self.weight.tp_dim, self.weight.global_shape = False, None, (4,)
 
-    def forward(self, tokens, labels, positions, cu_seqlens, max_seqlen):
-        return -(self.weight * tokens.to(self.weight.dtype)).sum()
+    def forward(self, tokens, labels, positions, cu_seqlens, max_seqlen, by_token=False):
+        losses = -(self.weight * tokens.to(self.weight.dtype))
+        return losses if by_token else losses.sum()
 
 
 def exact_sgd(stage: int, dtype_name: str) -> list[tuple[int, float, float]]:
@@ -54,9 +57,14 @@ def exact_sgd(stage: int, dtype_name: str) -> list[tuple[int, float, float]]:
                 weight = shard.tensors["weight"][0].item()
                 seen.append((accumulation, weight - before, asked))
                 before = weight
-    weighted = [[(1.0, 2), (3.0, 1)], [(5.0, 1), (7.0, 0)]][groups.dp_rank]
-    mean = engine.evaluate([plain_batch(value, weight) for value, weight in weighted])
-    assert mean == pytest.approx(2.5 * engine.evaluate([plain_batch(1.0)]))
+    unit = engine.evaluate([plain_batch(1.0)])["valid/loss"]
+    ranks = [
+        [plain_batch(1.0, 8.0, sources=(0, 1)), plain_batch(9.0, 0.5, sources=(0, 1), weight=0)],
+        [plain_batch(4.0, 9.0, sources=(0, 1), weight=1), plain_batch(2.0, 9.0, sources=(1, 2), weight=1)],
+    ]
+    found = engine.evaluate(ranks[groups.dp_rank], ["web", "code", "none"])
+    expected = {"valid/loss": 3.75, "valid/web/loss": 2.5, "valid/code/loss": 5.0, "valid/none/loss": math.nan}
+    assert {name: loss / unit for name, loss in found.items()} == pytest.approx(expected, nan_ok=True)
     return seen
 
 
@@ -72,7 +80,8 @@ def test_every_step_moves_the_weights_exactly(stage: int, dtype: str) -> None:
 
 
 def losses_of(layouts: list[tuple[int, int, int, str]]) -> dict[tuple, list[tuple[float, float]]]:
-    """(loss, gradient norm) of 20 AdamW steps with clipping for each (tp_size, cp_size, stage, attention backend)."""
+    """(loss, gradient norm) of 20 AdamW steps with clipping for each (tp_size, cp_size, stage, attention backend), then
+    the loss of an evaluation and that of one of its sources."""
     results = {}
     for tp_size, cp_size, stage, backend in layouts:
         heads = {"num_attention_heads": 4 if backend == "sdpa" else 2}  # of 16 for sage, its least head_dim
@@ -81,7 +90,9 @@ def losses_of(layouts: list[tuple[int, int, int, str]]) -> dict[tuple, list[tupl
         cfg = tiny.config(stage, model=heads, attention={"backend": backend}, optimizer=optimizer)
         engine = tiny.engine(cfg, tiny.join(tp_size, cp_size))
         steps = [tiny.global_step(engine, step, sequences=4 if step < 10 else 8) for step in range(20)]
-        results[tp_size, cp_size, stage, backend] = [(result.loss, result.grad_norm) for result in steps]
+        numbers = [(result.loss, result.grad_norm) for result in steps]
+        held_out = tiny.evaluation(engine, ["web", "code"])
+        results[tp_size, cp_size, stage, backend] = [*numbers, (held_out["valid/loss"], held_out["valid/code/loss"])]
     return results
 
 
@@ -93,7 +104,7 @@ WORLDS = {
 
 
 def by_layout(worlds: dict[int, list[tuple[int, int, int]]], backend: str) -> dict[str, torch.Tensor]:
-    """Losses and norms [20, 2] of every rank, by a text that names world, layout and rank."""
+    """Losses and norms [21, 2] of every rank, by a text that names world, layout and rank."""
     rows = {}
     for world, layouts in worlds.items():
         ranks = run_distributed(losses_of, world, [(*layout, backend) for layout in layouts])

@@ -15,7 +15,7 @@ import tiny
 from distributed import run_distributed
 from runs import finish, log_of, sagetrain, write_config
 from sagetrain.data.tokenizer import train_tokenizer
-from sagetrain.inference.evaluate import evaluate
+from sagetrain.inference.evaluate import evaluate_texts
 from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
@@ -162,7 +162,7 @@ def test_what_was_imported_can_be_trained_and_evaluated(first: Path, corpus: Pat
     config = configured(tmp_path / "run.yaml", corpus, tmp_path / "run", **sections)
     finish("sagetrain", config)
     data = str(corpus / "valid")
-    losses = [evaluate(load_run(run, print), 8, path=data) for run in (tmp_path / "run", first)]
+    losses = [evaluate_texts(load_run(run, print), [data], 32)[0] for run in (tmp_path / "run", first)]
     assert losses[0].loss == pytest.approx(losses[1].loss, abs=2e-3)  # INT8 there, and rows that pad the vocabulary
 
     training["init_moments"] = True

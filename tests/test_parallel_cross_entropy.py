@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distributed import run_distributed
 from sagetrain.parallel.collectives import finish_enter, start_enter
-from sagetrain.parallel.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
+from sagetrain.parallel.cross_entropy import linear_cross_entropy, linear_token_losses, vocab_parallel_cross_entropy
 from sagetrain.parallel.layers import shard
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
@@ -118,3 +118,12 @@ def _check_sharded() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_sharded_vocabulary_equals_dense(world_size: int) -> None:
     run_distributed(_check_sharded, world_size)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 10])
+def test_losses_by_token_are_those_of_float64(chunk: int | None) -> None:
+    hidden, weight, labels = _inputs()
+    losses = linear_token_losses(hidden.float(), weight.float().requires_grad_(), labels, SINGLE, chunk=chunk)
+    assert losses.dtype == torch.float32 and not losses.requires_grad
+    truth = F.cross_entropy(hidden @ weight.t(), labels, reduction="none")
+    torch.testing.assert_close(losses.double(), truth, atol=1e-5, rtol=1e-6)

@@ -108,7 +108,7 @@ def test_from_text_to_an_exported_folder(folder: Path, tokenizer: Tokenizer, tmp
     finish("sagetrain", config)
     said = sagetrain("generate", tmp_path / "run", "def ", "--max-tokens", 5)
     assert said.stdout.startswith("def ") and said.returncode == 0, said.stderr
-    assert "validation loss" in sagetrain("eval", tmp_path / "run").stdout
+    assert "bits per byte" in sagetrain("eval", tmp_path / "run").stdout
     done = sagetrain("export", tmp_path / "run", tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
     before, after = (AutoTokenizer.from_pretrained(each) for each in (folder, tmp_path / "out"))
@@ -128,7 +128,8 @@ def test_token_files_from_elsewhere_need_the_size_of_their_vocabulary_alone(corp
     config = write_config(tmp_path / "run.yaml", tmp_path, tmp_path / "run", **sections)
     finish("sagetrain", config)
     finish("sagetrain", config)  # it continues
-    assert math.isfinite(float(sagetrain("eval", tmp_path / "run").stdout.split("validation loss")[1].split()[0]))
+    found = json.loads(sagetrain("eval", tmp_path / "run", "--json").stdout)["all"]
+    assert math.isfinite(found["loss"]) and found["bits_per_byte"] is None
     lacking = sagetrain("generate", tmp_path / "run", "def ")
     assert lacking.returncode == 2 and "into the run's folder" in lacking.stderr
     exported = sagetrain("export", tmp_path / "run", tmp_path / "out")

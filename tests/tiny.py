@@ -67,6 +67,17 @@ def global_step(engine: Engine, step: int, sequences: int = 4) -> StepResult:
     return engine.step(batches, sequences // dp_size, 1e-2, stop=False)
 
 
+def evaluation(engine: Engine, sources: list[str]) -> dict[str, float]:
+    """Losses of seven sequences of the steps' own, in turn from each source, dealt out in micro-batches of two."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCAB, (8, SEQ + 1), generator=draw)
+    batches = []
+    for first in range(2 * engine.groups.dp_rank, 8, 2 * engine.groups.dp_size):
+        rows, which = tokens[first : first + 2], [first % len(sources), (first + 1) % len(sources)]
+        batches.append(Batch(rows[:, :-1], rows[:, 1:], None, None, None, [], which, min(2, 7 - first)))
+    return engine.evaluate(batches, sources)
+
+
 def saver(root: Path, groups: ParallelGroups, keep_last: int = 100, seconds: float = 60.0) -> Saver:
     """A Saver that keeps everything and waits `seconds` for another rank."""
     return Saver(root, groups, keep_last, None, timedelta(seconds=seconds))

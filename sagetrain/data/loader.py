@@ -16,8 +16,9 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ class Sample:
 
     tokens: np.ndarray
     document_starts: list[int]
+    source: int = 0
+    """Number of the source that it is from."""
 
 
 @dataclass
@@ -58,9 +61,10 @@ class Batch:
     """At least the tokens of the longest document: a power of two, or S. None with cu_seqlens None."""
     sample_ids: list[int]
     """Global indices of the sequences."""
-    weight: int = 1
-    """Sequences that the mean loss stands for in an evaluation: B, and at its end 1 (the batch is one sequence, B
-    times) or 0 (it only keeps this rank in step with the others)."""
+    sources: list[int] = field(default_factory=list)
+    """Of each sequence, the number of the source that it is from."""
+    weight: int | None = None
+    """Sequences that count in an evaluation: the first ones, or all (None). Others keep this rank in step."""
 
     @property
     def span(self) -> float:
@@ -94,6 +98,33 @@ class Batch:
         }
 
 
+def batch_of(
+    samples: Sequence[Sample],
+    document_attention: bool,
+    document_positions: bool,
+    *,
+    ids: Sequence[int] = (),
+    weight: int | None = None,
+) -> Batch:
+    """Samples of one length as a micro-batch."""
+    rows = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+    seq_length = rows.shape[1] - 1
+    starts = [row * seq_length + begin for row, sample in enumerate(samples) for begin in (0, *sample.document_starts)]
+    bounds = np.array([*starts, len(samples) * seq_length])
+    positions = cu_seqlens = max_seqlen = None
+    if document_positions:
+        flat = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
+        positions = torch.from_numpy(flat.reshape(len(samples), seq_length))
+    if document_attention:
+        padded = np.full(_power_of_two(max(len(bounds), 16)), bounds[-1], dtype=np.int32)
+        padded[: len(bounds)] = bounds
+        cu_seqlens = torch.from_numpy(padded)
+        max_seqlen = min(_power_of_two(int(np.diff(bounds).max())), seq_length)
+    tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    sources = [sample.source for sample in samples]
+    return Batch(tokens, labels, positions, cu_seqlens, max_seqlen, list(ids), sources, weight)
+
+
 class SampleStream:
     """The endless sequence of samples that a list of sources gives."""
 
@@ -120,7 +151,8 @@ class SampleStream:
         self._vocab_size = vocab_size
         self._sources = open_sources(sources, seq_length)
         self._files = [file for source in self._sources for file in source.files]
-        _check_tokenizers(self._files, tokenizer_sha256)
+        check_tokenizers(self._files, tokenizer_sha256)
+        self.names = source_names([source.path for source in sources])
         self._identities = [source.identity() for source in self._sources]
         self._weights = [
             source.num_windows if source.weight == "proportional" else source.weight for source in self._sources
@@ -192,13 +224,10 @@ class SampleStream:
         file, window = self._sources[source].window(window)
         start = window * self.seq_length
         tokens = file.tokens(start, start + self.seq_length + 1)
-        if self._vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
-            raise ConfigError(
-                f"token file {file.path} holds token {int(tokens.max()):,}, outside of the vocabulary of "
-                f"{self._vocab_size:,}: it was made with another tokenizer, or is damaged"
-            )
+        if self._vocab_size is not None:
+            check_vocabulary(file, tokens, self._vocab_size)
         begins = file.document_starts(start, start + self.seq_length)
-        return Sample(tokens, [begin - start for begin in begins])
+        return Sample(tokens, [begin - start for begin in begins], source)
 
     def document_lengths(self, count: int) -> list[list[int]]:
         """Of each of the first `count` samples, the tokens of its documents, cut at the sample's ends."""
@@ -272,18 +301,14 @@ class Loader:
     def eval_batches(self, num_sequences: int) -> Iterator[Batch]:
         """Micro-batches of this rank over a fixed choice of sequences: the same ones each time and for every seed.
 
-        Over all ranks they are exactly eval_size(num_sequences), equally many batches on each rank. The mean loss is
-        sum(weight x loss) / sum(weight). What does not fill a micro-batch on every rank is dealt out one by one, each
-        sequence B times in a batch: no new shapes to compile for, and no losses to mask.
+        Over all ranks they are exactly eval_size(num_sequences), equally many batches on each rank. What does not fill
+        the last ones is filled up with the first sequence, which does not count there (Batch.weight): no new shapes to
+        compile for.
         """
         count = self.eval_size(num_sequences)
-        filled = count // self._stride * self._stride
-        for key in range(self._first, filled, self._stride):
-            yield self._batch(range(key, key + self._micro_batch_size), _EVALUATION_SEED)
-        for first in range(filled, count, self._dp_size):
-            mine = first + self._dp_rank
-            ids = [mine if mine < count else first] * self._micro_batch_size
-            yield self._batch(ids, _EVALUATION_SEED, weight=int(mine < count))
+        for key in range(self._first, self._first + -(-count // self._stride) * self._stride, self._stride):
+            ids = [index for index in range(key, key + self._micro_batch_size) if index < count]
+            yield self._batch([*ids, *[0] * (self._micro_batch_size - len(ids))], _EVALUATION_SEED, weight=len(ids))
 
     def close(self) -> None:
         """Stop the threads; the loader is of no use afterwards."""
@@ -324,33 +349,40 @@ class Loader:
 
     def _batch(self, ids: Sequence[int], seed: int | None = None, weight: int | None = None) -> Batch:
         read = {index: self.stream.sample(index, seed) for index in ids}
-        samples = [read[index] for index in ids]
-        rows = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
-        seq_length = self.stream.seq_length
-        starts = [
-            row * seq_length + begin for row, sample in enumerate(samples) for begin in (0, *sample.document_starts)
-        ]
-        bounds = np.array([*starts, len(samples) * seq_length])
-        positions = cu_seqlens = max_seqlen = None
-        if self.stream.document_positions:
-            flat = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
-            positions = torch.from_numpy(flat.reshape(len(samples), seq_length))
-        if self.stream.document_attention:
-            padded = np.full(_power_of_two(max(len(bounds), 16)), bounds[-1], dtype=np.int32)
-            padded[: len(bounds)] = bounds
-            cu_seqlens = torch.from_numpy(padded)
-            max_seqlen = min(_power_of_two(int(np.diff(bounds).max())), seq_length)
-        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        weight = len(ids) if weight is None else weight
-        return Batch(tokens, labels, positions, cu_seqlens, max_seqlen, list(ids), weight)
+        how = self.stream.document_attention, self.stream.document_positions
+        return batch_of([read[index] for index in ids], *how, ids=ids, weight=weight)
+
+
+def source_names(paths: Sequence[str]) -> list[str]:
+    """Short names of token files: their paths without the folders at their beginning, and the parts at their end, that
+    all of them share; of one its last part. data/web/valid and data/code/valid are web and code."""
+    parts = [Path(path).parts for path in paths]
+
+    def shared(rows: list[tuple[str, ...]]) -> int:
+        alike = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
+        return min(sum(1 for _ in alike), min(map(len, rows)) - 1)
+
+    begin = shared(parts)
+    end = shared([each[begin:][::-1] for each in parts])
+    return ["/".join(each[begin : len(each) - end]) for each in parts]
 
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _check_tokenizers(files: list[TokenFile], expected: str | None) -> None:
-    """Files from elsewhere record no tokenizer and are taken on trust."""
+def check_vocabulary(file: TokenFile, tokens: np.ndarray, vocab_size: int) -> None:
+    """ConfigError if tokens of a file are outside of the vocabulary."""
+    if not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise ConfigError(
+            f"token file {file.path} holds token {int(tokens.max()):,}, outside of the vocabulary of "
+            f"{vocab_size:,}: it was made with another tokenizer, or is damaged"
+        )
+
+
+def check_tokenizers(files: list[TokenFile], expected: str | None) -> None:
+    """ConfigError if files record different tokenizers, or another one than expected. Those from elsewhere record none
+    and are taken on trust."""
     recorded = {file.path: file.provenance().get("tokenizer_sha256") for file in files}
     known = [(path, sha) for path, sha in recorded.items() if sha]
     for path, sha in known:

@@ -1,76 +1,155 @@
-"""Held-out loss of what a run has trained."""
+"""Loss, perplexity and bits per byte of what a run has trained, by source."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataSource
-from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.data.loader import Batch, Loader, SampleStream, batch_of
 from sagetrain.inference.load import TrainedRun
+from sagetrain.inference.windows import decoded_bytes, text_of, windows
 
 _UNIGRAM_TOKENS = 1 << 24  # of the training data: their frequencies are off by .003 nats for 100,000 different ones
 _AT_ONCE = 256  # sequences
 
 
-@dataclass(frozen=True)
+@dataclass
 class Evaluation:
-    """Mean losses in nats per token."""
+    """Of one source, or of several together. All sums are in float64."""
 
-    loss: float
-    unigram_loss: float | None
+    name: str
+    nats: float = 0.0
+    """Sum of the losses of all tokens, those that end documents included."""
+    tokens: int = 0
+    bytes: int | None = 0
+    """Of the text in UTF-8. None: there is no tokenizer, so no text."""
+    unigram_nats: float | None = None
     """Of the same tokens by their frequencies in the training data: what a model without context would reach. None:
     the training data is not here."""
-    sequences: int
-    tokens: int
+    counted: str = "in the decoded tokens"
+    """How the bytes were counted."""
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
 
     @property
     def perplexity(self) -> float:
         return math.exp(self.loss)
 
+    @property
+    def bits_per_byte(self) -> float | None:
+        return self.nats / math.log(2) / self.bytes if self.bytes else None
+
+    @property
+    def unigram_loss(self) -> float | None:
+        return None if self.unigram_nats is None else self.unigram_nats / self.tokens
+
+
+def together(parts: Sequence[Evaluation], name: str = "all") -> Evaluation:
+    """What all of them were if they were one."""
+    sizes, unigrams = [part.bytes for part in parts], [part.unigram_nats for part in parts]
+    return Evaluation(
+        name,
+        sum(part.nats for part in parts),
+        sum(part.tokens for part in parts),
+        None if None in sizes else sum(filter(None, sizes)),
+        None if None in unigrams else sum(filter(None, unigrams)),
+        ", ".join(dict.fromkeys(part.counted for part in parts)),
+    )
+
 
 @torch.no_grad()
 def evaluate(
-    run: TrainedRun,
-    num_sequences: int,
-    *,
-    path: str | None = None,
-    report: Callable[[str], None] = lambda text: None,
-) -> Evaluation:
-    """Loss on `num_sequences` held-out sequences, or all if there are fewer; the same that training evaluates on.
-
-    path: a token file, without suffix, instead of data.valid. report: hears why there is no unigram_loss.
+    run: TrainedRun, num_sequences: int, report: Callable[[str], None] = lambda text: None
+) -> list[Evaluation]:
+    """Losses on `num_sequences` sequences of data.valid, or all if there are fewer, by source: the same sequences that
+    training evaluates on. report: hears why there are no unigram losses.
 
     Raises:
         ConfigError: no held-out data, or it cannot be read or comes from another tokenizer.
     """
     data = run.cfg.data
-    sources = [DataSource(path=path)] if path else data.valid
-    if not sources:
+    if not data.valid:
         raise ConfigError("data.valid is empty: the run has no held-out data to evaluate on; name some with --data")
-    stream = _stream(run, sources)
-    nats = None
-    try:
-        nats = unigram_nats(_stream(run, data.train), run.vocab_size)
-    except ConfigError as error:
-        report(f"no unigram loss: {error}")
+    stream, nats = _stream(run, data.valid), _training_nats(run, report)
     loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=data.micro_batch_size, num_workers=0)
-    loss = unigram = sequences = 0
+    found = [_begin(run, name, nats) for name in stream.names]
     for batch in loader.eval_batches(num_sequences):
-        loss += batch.weight * run.model(**batch.inputs(run.device)).item()
-        sequences += batch.weight
-        if nats is not None:
-            unigram += nats[batch.labels[: batch.weight].numpy()].sum()
-    tokens = sequences * data.seq_length
-    return Evaluation(loss / sequences, None if nats is None else float(unigram / tokens), sequences, tokens)
+        for row, losses in enumerate(_losses(run, batch)[: batch.weight]):
+            part, tokens = found[batch.sources[row]], batch.labels[row].numpy()
+            _add(part, losses, tokens, nats)
+            if part.bytes is not None and run.tokenizer:
+                begin = batch.tokens[row, :1].numpy()
+                whole = np.concatenate([begin, tokens])
+                part.bytes += decoded_bytes(run.tokenizer, whole) - decoded_bytes(run.tokenizer, begin)
+    return [part for part in found if part.tokens]
 
 
-def unigram_nats(stream: SampleStream, vocab_size: int) -> np.ndarray:
+@torch.no_grad()
+def evaluate_texts(
+    run: TrainedRun,
+    paths: Sequence[str] = (),
+    stride: int | None = None,
+    *,
+    text_key: str = "text",
+    report: Callable[[str], None] = lambda text: None,
+) -> list[Evaluation]:
+    """Losses on all of each text, every token scored once in windows as long as the context.
+
+    Args:
+        paths: token files (without suffix), or text that `sagetrain prepare` could read; none: those of data.valid.
+        stride: tokens between two windows (inference/windows.py). Default: half of the context.
+        text_key: field or column that holds the text.
+        report: hears why there are no unigram losses.
+
+    Raises:
+        ConfigError: a stride longer than the context, no data, or data that cannot be read, holds no text or comes
+            from another tokenizer.
+    """
+    data, size = run.cfg.data, run.cfg.data.seq_length
+    stride = stride or default_stride(size)
+    if stride > size:
+        raise ConfigError(f"--stride {stride:,} is longer than the windows, data.seq_length {size:,}: tokens between")
+    paths = paths or [source.path for source in data.valid]
+    if not paths:
+        raise ConfigError("data.valid is empty: the run has no held-out data to evaluate on; name some with --data")
+    texts = [text_of(path, run.tokenizer, run.vocab_size, text_key) for path in paths]
+    nats, found = _training_nats(run, report), []
+    for text in texts:
+        part = _begin(run, text.name, nats)
+        every = windows(text, size, stride, run.tokenizer.eos_id if run.tokenizer else -1)
+        with tqdm(desc=text.name, unit=" tokens", unit_scale=True, disable=None, leave=False) as progress:
+            for _, alike in groupby(every, lambda window: len(window[0].tokens)):
+                while some := list(islice(alike, data.micro_batch_size)):
+                    samples = [sample for sample, _ in some]
+                    rows = _losses(run, batch_of(samples, data.document_attention, data.document_positions))
+                    for losses, (sample, count) in zip(rows, some, strict=True):
+                        _add(part, losses[-count:], sample.tokens[-count:], nats)
+                        progress.update(count)
+        if not part.tokens:
+            raise ConfigError(f"--data {text.name}: there is no text in it")
+        part.bytes, part.counted = text.bytes, text.counted
+        found.append(part)
+    return found
+
+
+def default_stride(size: int) -> int:
+    """Tokens between windows of so many: each token has half a window of context at least, for twice the work."""
+    return max(1, size // 2)
+
+
+def unigram_nats(stream: SampleStream, vocab_size: int) -> NDArray[np.float64]:
     """-log of each token's frequency in a stream, fp64 [vocab_size], from its first 16M tokens at most, in its mix.
 
     Every token counts once more than it was seen, so that no frequency is 0 (Laplace's smoothing).
@@ -80,8 +159,36 @@ def unigram_nats(stream: SampleStream, vocab_size: int) -> np.ndarray:
     for first in range(0, sequences, _AT_ONCE):
         samples = [stream.sample(index).tokens[1:] for index in range(first, min(first + _AT_ONCE, sequences))]
         counts += np.bincount(np.concatenate(samples), minlength=vocab_size)
-    nats: np.ndarray = -np.log(counts / counts.sum())
+    nats: NDArray[np.float64] = -np.log(counts / counts.sum())
     return nats
+
+
+def _training_nats(run: TrainedRun, report: Callable[[str], None]) -> NDArray[np.float64] | None:
+    try:
+        return unigram_nats(_stream(run, run.cfg.data.train), run.vocab_size)
+    except ConfigError as error:
+        report(f"no unigram loss: {error}")
+        return None
+
+
+def _begin(run: TrainedRun, name: str, nats: NDArray[np.float64] | None) -> Evaluation:
+    return Evaluation(name, bytes=0 if run.tokenizer else None, unigram_nats=None if nats is None else 0.0)
+
+
+def _add(
+    part: Evaluation, losses: NDArray[np.float64], tokens: NDArray[np.int64], nats: NDArray[np.float64] | None
+) -> None:
+    """Count the losses of tokens."""
+    part.nats += float(losses.sum())
+    part.tokens += len(tokens)
+    if nats is not None and part.unigram_nats is not None:
+        part.unigram_nats += float(nats[tokens].sum())
+
+
+def _losses(run: TrainedRun, batch: Batch) -> NDArray[np.float64]:
+    """Of each token of each sequence, [B, S]."""
+    losses: NDArray[np.float64] = run.model(**batch.inputs(run.device), by_token=True).double().cpu().numpy()
+    return losses
 
 
 def _stream(run: TrainedRun, sources: list[DataSource]) -> SampleStream:

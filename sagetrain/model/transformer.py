@@ -26,7 +26,7 @@ from sagetrain.model.schedule import Half, Part, Stage, Stretch, idle
 from sagetrain.model.selection import resolve_backend
 from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, gather_from_region
-from sagetrain.parallel.cross_entropy import linear_cross_entropy
+from sagetrain.parallel.cross_entropy import linear_cross_entropy, linear_token_losses
 from sagetrain.parallel.host import cores_of_rank
 from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, keep_weights, shard
 from sagetrain.parallel.matmul import Matmul, linear
@@ -169,13 +169,15 @@ class Head(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.compiled = False
 
-    def forward(self, x_TD: Tensor, labels_T: Tensor | None) -> Tensor:
-        """[tokens, hidden], of start_enter -> mean loss, fp32 scalar; without labels -> logits [tokens, vocab]."""
+    def forward(self, x_TD: Tensor, labels_T: Tensor | None, by_token: bool = False) -> Tensor:
+        """[tokens, hidden], of start_enter -> mean loss, fp32 scalar, or fp32 [tokens] by token; without labels ->
+        logits [tokens, vocab]."""
         x_TD = finish_enter(x_TD, self.groups, self.sequence_parallel)
         if labels_T is None:
             return gather_from_region(linear(x_TD, [self.weight], self.matmul)[0], self.groups)
         how = {"matmul": self.matmul, "compiled": self.compiled}
-        return linear_cross_entropy(x_TD, self.weight, labels_T, self.groups, **how)
+        loss = linear_token_losses if by_token else linear_cross_entropy
+        return loss(x_TD, self.weight, labels_T, self.groups, **how)
 
 
 class Transformer(nn.Module):
@@ -269,8 +271,9 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        by_token: bool = False,
     ) -> Tensor:
-        """Mean loss over this rank's tokens, or their logits.
+        """Mean loss over this rank's tokens, or the loss of each, or their logits.
 
         Under context parallelism these are a slice [B, S / cp] of every sequence (data.loader.Batch.inputs cuts it);
         the loss of the sequences is then the mean over the context-parallel ranks.
@@ -282,9 +285,11 @@ class Transformer(nn.Module):
             cu_seqlens: int32 [documents + 1] over the flattened [B * S] tokens: attention stays within a document.
                 Documents do not span sequences; zero-length ones may pad the end. None: within each sequence.
             max_seqlen: no document has more tokens, if known.
+            by_token: with labels, the loss of each token and no gradient.
 
         Returns:
-            fp32 scalar, or logits [B, S (/ cp), vocab] in the model's dtype; the same on all tensor-parallel ranks.
+            fp32 scalar, fp32 [B, S (/ cp)] by token, or logits [B, S (/ cp), vocab] in the model's dtype; the same on
+            all tensor-parallel ranks.
         """
         flat = tokens.flatten()
         parts = parts_of(len(flat), self.groups.tp_size, self.overlap)
@@ -310,6 +315,8 @@ class Transformer(nn.Module):
         if labels is None:
             return torch.cat([self.head(y, None) for _, y in halves]).unflatten(0, tokens.shape)
         pairs = zip(halves, labels.flatten().chunk(parts), strict=True)
+        if by_token:
+            return torch.cat([self.head(y, part, by_token=True) for (_, y), part in pairs]).unflatten(0, tokens.shape)
         return torch.stack([self.head(y, part) for (_, y), part in pairs]).mean()
 
     def _embed(self, tokens: Tensor) -> Half:

@@ -1,8 +1,9 @@
 """Cross-entropy over a vocabulary that is spread over the tensor-parallel group.
 
 `linear_cross_entropy` joins the output projection to the loss. It walks over the tokens in chunks and computes the
-gradients of a chunk while its logits are at hand, so that the logits of all tokens never exist at once. Both
-functions want ids of the whole vocabulary as labels, equal on all ranks, and return the same values on all ranks.
+gradients of a chunk while its logits are at hand, so that the logits of all tokens never exist at once;
+`linear_token_losses` does the same without gradients, token by token. All functions want ids of the whole vocabulary as
+labels, equal on all ranks, and return the same values on all ranks.
 """
 
 from __future__ import annotations
@@ -64,10 +65,36 @@ def linear_cross_entropy(
     """
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
-    if chunk is None:
-        chunks = -(-hidden.shape[0] * weight.shape[0] // _CHUNK_LOGITS)
-        chunk = -(-hidden.shape[0] // chunks)
+    chunk = chunk or _chunk(hidden, weight)
     return _LinearCrossEntropy.apply(hidden, weight, labels, groups, matmul or Matmul(), chunk, compiled)
+
+
+@torch.no_grad()
+def linear_token_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    groups: ParallelGroups,
+    *,
+    matmul: Matmul | None = None,
+    chunk: int | None = None,
+    compiled: bool = False,
+) -> Tensor:
+    """The losses, fp32 [tokens], whose mean linear_cross_entropy is, from the same arguments; without a gradient."""
+    matmul, statistics = matmul or Matmul(), _compiled_kernels()[0] if compiled else _statistics
+    chunk, losses = chunk or _chunk(hidden, weight), []
+    for some, some_labels in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+        local, outside = local_ids(some_labels, weight.shape[0], groups)
+        (logits,) = matmul.forward(some, (weight,))
+        losses.append(_token_losses(*statistics(logits, local), outside, groups)[0])
+        del logits  # the next chunk's take its place
+    return torch.cat(losses)
+
+
+def _chunk(hidden: Tensor, weight: Tensor) -> int:
+    """Tokens whose logits may exist at once."""
+    chunks = -(-hidden.shape[0] * weight.shape[0] // _CHUNK_LOGITS)
+    return -(-hidden.shape[0] // chunks)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

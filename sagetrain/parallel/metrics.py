@@ -50,7 +50,7 @@ class Metrics:
     def mean(self, name: str, value: Tensor | float, weight: float = 1.0) -> None:
         """Add to the mean, by weight, of everything that all ranks add. It is nan where all weights are 0."""
         value = _float64(value)
-        self.derive(name, _ratio, value if weight == 1 else value * weight, weight)
+        self.derive(name, ratio, value if weight == 1 else value * weight, weight)
 
     def sum(self, name: str, value: Tensor | float, copies: int = 1) -> None:
         """Add to the sum over all ranks. `copies`: so many ranks report one and the same thing, which counts once.
@@ -95,7 +95,8 @@ class Metrics:
         return dict(sorted(result.items()))
 
 
-def _ratio(total: float, weight: float) -> float:
+def ratio(total: float, weight: float) -> float:
+    """For `derive`: a mean by weight, nan where there is no weight."""
     return total / weight if weight else math.nan
 
 

@@ -19,7 +19,7 @@ import math
 import operator
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.accounting import reduce_bucket_size
 from sagetrain.model.norm import is_qk_gain
-from sagetrain.parallel.metrics import Metrics
+from sagetrain.parallel.metrics import Metrics, ratio
 from sagetrain.parallel.topology import Mpu, ParallelGroups
 from sagetrain.stability.spikes import Verdict
 from sagetrain.train import rendezvous
@@ -283,13 +283,23 @@ class Engine:
         return batch.inputs(self.device, self.groups.cp_rank, self.groups.cp_size)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss over all ranks' micro-batches by their weights (equally many batches on every rank)."""
+    def evaluate(self, batches: Iterable[Batch], sources: Sequence[str] = ()) -> dict[str, float]:
+        """valid/loss, the mean over the tokens of all ranks' micro-batches (equally many on every rank); with names of
+        the sources also valid/<name>/loss of each, nan of one that is in none."""
         self._ds.eval()
         metrics = Metrics()  # its own: what the model adds meanwhile is of no step
+        totals = torch.zeros(1 + len(sources), 2, dtype=torch.float64, device=self.device)  # losses' sum, tokens
         for batch in batches:
-            metrics.mean("valid/loss", self.forward(batch), batch.weight)
-        return metrics.reduce(self.device)["valid/loss"]
+            losses = self._ds(**self._inputs(batch), by_token=True)[: batch.weight].double()
+            sums = torch.stack([losses.sum(1), torch.full_like(losses[:, 0], losses.shape[1])], 1)
+            totals[0] += sums.sum(0)
+            if sources:
+                totals[1:].index_add_(
+                    0, torch.tensor(batch.sources[: len(sums)], dtype=torch.int64, device=self.device), sums
+                )
+        for name, parts in zip(["valid/loss", *(f"valid/{name}/loss" for name in sources)], totals, strict=True):
+            metrics.derive(name, ratio, *parts)
+        return metrics.reduce(self.device)
 
     def _clip_stage0(self) -> None:
         """Global gradient norm and clipping for fp32 at stage 0; replicated parameters count once."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -408,9 +409,13 @@ class Trainer:
     def _evaluate(self) -> None:
         self.watchdog.begin("evaluation")
         batches = self.valid.eval_batches(self.cfg.evaluation.num_sequences)
-        loss = self.engine.evaluate(self.watchdog.over(batches))
-        self.reporter.write(self.state, {"valid/loss": loss})
-        self._say(f"step {self.state.step}: validation loss {loss:.4f}")
+        names = self.valid.stream.names if len(self.cfg.data.valid) > 1 else []
+        found = self.engine.evaluate(self.watchdog.over(batches), names)
+        each = {name: found[f"valid/{name}/loss"] for name in dict.fromkeys(names)}
+        each = {name: loss for name, loss in each.items() if not math.isnan(loss)}  # few sequences, many sources
+        loss, parts = found["valid/loss"], ", ".join(f"{name} {loss:.4f}" for name, loss in each.items())
+        self.reporter.write(self.state, {"valid/loss": loss, **{f"valid/{name}/loss": each[name] for name in each}})
+        self._say(f"step {self.state.step}: validation loss {loss:.4f}" + (f" ({parts})" if parts else ""))
 
     def _announce(self) -> None:
         """Say where whole steps and the data at hand give something else than the settings ask for."""

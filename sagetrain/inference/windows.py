@@ -1,0 +1,123 @@
+"""Text as windows of tokens: each token is scored once, with as much context as the stride leaves it.
+
+Windows are as long as the model's context and begin `stride` tokens apart. The first one scores all of its labels, each
+further one its last `stride`, which the windows before have not seen: with at least window - stride tokens of context,
+or the whole of their document so far. The last window ends with the text; what it scores has more context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import DataSource
+from sagetrain.data.encode import Encoder, encode
+from sagetrain.data.loader import Sample, check_tokenizers, check_vocabulary
+from sagetrain.data.sources import Corpus
+from sagetrain.data.token_file import TokenFile, token_path
+from sagetrain.data.tokenizer import Tokenizer
+
+Tokens = NDArray[np.int64]
+Piece = tuple[Tokens, Tokens]
+"""Consecutive tokens, and the places among them at which documents begin."""
+_BLOCK = 1 << 20  # tokens
+
+
+class Prepared:
+    """The documents of token files, to be read once, one file after the other."""
+
+    def __init__(self, name: str, paths: Sequence[str], tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        """ConfigError if one cannot be read, or was made with another tokenizer."""
+        self.name = name
+        self._files, self._tokenizer, self._vocab_size = [TokenFile(path) for path in paths], tokenizer, vocab_size
+        check_tokenizers(self._files, tokenizer.sha256 if tokenizer else None)
+        recorded: list[Any] = [file.provenance().get("bytes") for file in self._files]
+        self._count = None in recorded and tokenizer is not None
+        self.bytes = None if tokenizer is None else 0 if self._count else sum(recorded)
+        """Of the text in UTF-8, as far as it was read; None: there is no text, but tokens alone."""
+        self.counted = "in the decoded tokens" if self._count else "by prepare"
+
+    def __iter__(self) -> Iterator[Piece]:
+        for file in self._files:
+            for start in range(0, file.num_tokens, _BLOCK):
+                stop = min(start + _BLOCK, file.num_tokens)
+                tokens = file.tokens(start, stop)
+                check_vocabulary(file, tokens, self._vocab_size)
+                if self._count and self._tokenizer and self.bytes is not None:
+                    self.bytes += decoded_bytes(self._tokenizer, tokens)
+                yield tokens, np.array(file.document_starts(start - 1, stop), dtype=np.int64) - start
+
+
+class Raw:
+    """The documents of text files, to be read once: whatever `sagetrain prepare` takes, made tokens of on the way."""
+
+    counted = "in the text"
+
+    def __init__(self, source: str, tokenizer: Tokenizer, text_key: str) -> None:
+        """ConfigError if there is no such source."""
+        self.name = source
+        self._corpus, self._encoder = Corpus([source], text_key), Encoder(tokenizer.model, text_key, 0.0)
+        self.bytes: int | None = 0
+
+    def __iter__(self) -> Iterator[Piece]:
+        for encoded in encode(self._corpus.chunks(), self._encoder, 1):
+            for part in encoded.parts.values():
+                begins = np.cumsum(part.lengths) - part.lengths
+                self.bytes = (self.bytes or 0) + part.bytes
+                yield part.tokens.astype(np.int64), begins[1:] if encoded.continues else begins
+
+
+def text_of(path: str, tokenizer: Tokenizer | None, vocab_size: int, text_key: str) -> Prepared | Raw:
+    """Token files as a data source names them (a path without suffix, or a pattern), or text.
+
+    Raises:
+        ConfigError: as of both, or there is no tokenizer for text.
+    """
+    files = DataSource(path=path).files
+    if files and token_path(files[0], ".idx").exists():
+        return Prepared(path, files, tokenizer, vocab_size)
+    if tokenizer is None:
+        raise ConfigError(
+            f"--data {path}: no token file, and the run was trained without a tokenizer, so no tokens can be made of "
+            "text: put the tokenizer.model or tokenizer.json that made its token files into the run's folder"
+        )
+    return Raw(path, tokenizer, text_key)
+
+
+def windows(pieces: Iterable[Piece], size: int, stride: int, eos_id: int) -> Iterator[tuple[Sample, int]]:
+    """Sequences of size + 1 tokens, the only one of a shorter text shorter, and how many of the last tokens of each are
+    to be scored: every token once. An eos (-1: none, then the first token is not scored) goes before the text, as
+    before every document in a token file.
+
+    Args:
+        stride: 1 to size.
+    """
+    lead = [(np.array([eos_id]), np.array([], dtype=np.int64))] if eos_id >= 0 else []
+    held = begins = np.array([], dtype=np.int64)
+    following = scored = 0  # where in `held` the next window begins, and the last token is that was scored
+
+    def window(first: int) -> Sample:
+        starts = begins[(begins > first) & (begins < first + size)] - first
+        return Sample(held[first : first + size + 1], starts.tolist())
+
+    for tokens, starts in chain(lead, pieces):
+        begins, held = np.concatenate([begins, starts + len(held)]), np.concatenate([held, tokens])
+        while following + size < len(held):
+            yield window(following), following + size - scored
+            scored, following = following + size, following + stride
+        passed = max(0, following - stride)
+        held, begins = held[passed:], begins[begins >= passed] - passed
+        following, scored = following - passed, scored - passed
+    if scored < len(held) - 1:
+        yield window(max(0, len(held) - 1 - size)), len(held) - 1 - scored
+
+
+def decoded_bytes(tokenizer: Tokenizer, tokens: Tokens) -> int:
+    """UTF-8 bytes of the text of tokens, document by document. A character that is cut at an end may count too much."""
+    documents = np.split(tokens, np.flatnonzero(tokens == tokenizer.eos_id) + 1)
+    return sum(len(tokenizer.decode(document.tolist()).encode()) for document in documents)
