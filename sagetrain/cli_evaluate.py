@@ -14,6 +14,8 @@ from sagetrain.exits import warn as _warn
 
 if TYPE_CHECKING:
     from sagetrain.inference.evaluate import Evaluation
+    from sagetrain.inference.load import TrainedRun
+    from sagetrain.interop.lm_eval import Tasks
     from sagetrain.planning.tables import Table
 
 evaluation = typer.Typer()
@@ -44,6 +46,17 @@ def evaluate(
         ),
     ] = None,
     text_key: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            show_default=False,
+            help="Instead of text: tasks of the lm-evaluation-harness, by its names or as YAML files of it.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, show_default=False, help="Documents of each task. Default: all.")
+    ] = None,
     attention: InferenceAttention = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     checkpoint: Checkpoint = None,
@@ -54,39 +67,94 @@ def evaluate(
 
     \b
     sagetrain eval runs/325m --data docs.txt --data more.jsonl.zst --stride 512
+
+    \b
+    sagetrain eval runs/325m --tasks arc_easy,hellaswag --limit 200
     """
     with _Errors(run_dir=run_dir):
-        from sagetrain.inference import evaluate as evaluating
-        from sagetrain.inference.load import load_run
-        from sagetrain.parallel.host import use_cores
-        from sagetrain.planning.tables import console, print_table
-
-        use_cores()
         whole = bool(data or stride)
         if whole and num_sequences:
             raise ConfigError(
                 "--num-sequences chooses among those of data.valid; with --data or --stride all are taken"
             )
+        if tasks and (whole or num_sequences):
+            raise ConfigError("--tasks bring text of their own: leave out --data, --stride and --num-sequences")
+        if limit and not tasks:
+            raise ConfigError("--limit is for --tasks: name some, or take --num-sequences for data.valid")
+        from sagetrain.parallel.host import use_cores
+
+        use_cores()
+        asked = _load_tasks(tasks.split(","), limit) if tasks else None  # before the model: they may not be there
+        from sagetrain.inference.load import load_run
+
         run = load_run(run_dir, _warn, checkpoint, attention=attention.value if attention else None)
-        size = run.cfg.data.seq_length
-        if whole:
-            step = stride or evaluating.default_stride(size)
-            how = f"windows of {size:,} tokens, {step:,} apart"
-            found = evaluating.evaluate_texts(run, data or (), step, text_key=text_key, report=_warn)
+        if asked:
+            _show_tasks(run, asked, as_json)
+        elif whole:
+            from sagetrain.inference.evaluate import default_stride, evaluate_texts
+
+            step = stride or default_stride(run.cfg.data.seq_length)
+            found = evaluate_texts(run, data or (), step, text_key=text_key, report=_warn)
+            _show_losses(run, found, step, as_json)
         else:
-            step, asked = None, num_sequences or run.cfg.evaluation.num_sequences
-            found = evaluating.evaluate(run, asked, _warn)
-            taken = sum(part.tokens for part in found) // size
-            how = f"{taken:,} sequences of {size:,} tokens"
-            if taken < asked:
-                _warn(f"{asked:,} sequences were asked for, and the held-out data has {taken:,}: all are taken")
-        every = evaluating.together(found)
-        if as_json:
-            parts = {"sources": [_values(part) for part in found], "all": _values(every)}
-            typer.echo(json.dumps({"step": run.step, "window": size, "stride": step, **parts}, indent=1))
-        else:
-            title = f"step {run.step}, {run.tokens:,} tokens seen; {how}"
-            print_table(console(), _table(title, [*found, every] if len(found) > 1 else found, len(found) > 1))
+            from sagetrain.inference.evaluate import evaluate as evaluate_sample
+
+            wanted = num_sequences or run.cfg.evaluation.num_sequences
+            found = evaluate_sample(run, wanted, _warn)
+            taken = sum(part.tokens for part in found) // run.cfg.data.seq_length
+            if taken < wanted:
+                _warn(f"{wanted:,} sequences were asked for, and the held-out data has {taken:,}: all are taken")
+            _show_losses(run, found, None, as_json)
+
+
+def _load_tasks(names: list[str], limit: int | None) -> Tasks:
+    """Tasks of the harness. ConfigError if it is not installed."""
+    try:
+        from sagetrain.interop.lm_eval import Tasks
+    except ImportError as error:
+        raise ConfigError(
+            f"--tasks: the lm-evaluation-harness cannot be imported ({error}); pip install 'sagetrain[lm-eval]'"
+        ) from error
+    return Tasks(names, limit)
+
+
+def _show_tasks(run: TrainedRun, tasks: Tasks, as_json: bool) -> None:
+    from sagetrain.interop.lm_eval import harness_of
+    from sagetrain.planning.tables import Table, console, print_table
+
+    results = tasks.measure(harness_of(run), errors=True)
+    if as_json:
+        typer.echo(json.dumps({"step": run.step, "tasks": results}, indent=1))
+        return
+    rows = [
+        [
+            task,
+            metric,
+            f"{value:.4f}",
+            f"{error:.4f}" if (error := metrics.get(f"{metric}_stderr")) is not None else "-",
+        ]
+        for task, metrics in results.items()
+        for metric, value in metrics.items()
+        if not metric.endswith("_stderr")
+    ]
+    columns = "task", "metric", "value", "standard error"
+    title = f"step {run.step}, {run.tokens:,} tokens seen"
+    print_table(console(), Table(title, columns, rows, columns[2:]))
+
+
+def _show_losses(run: TrainedRun, parts: list[Evaluation], stride: int | None, as_json: bool) -> None:
+    from sagetrain.inference.evaluate import together
+    from sagetrain.planning.tables import console, print_table
+
+    size, every = run.cfg.data.seq_length, together(parts)
+    if as_json:
+        values = {"sources": [_values(part) for part in parts], "all": _values(every)}
+        typer.echo(json.dumps({"step": run.step, "window": size, "stride": stride, **values}, indent=1))
+        return
+    apart = f"windows of {size:,} tokens, {stride} apart"
+    how = apart if stride else f"{every.tokens // size:,} sequences of {size:,} tokens"
+    title = f"step {run.step}, {run.tokens:,} tokens seen; {how}"
+    print_table(console(), _table(title, [*parts, every] if len(parts) > 1 else parts, len(parts) > 1))
 
 
 def _values(part: Evaluation) -> dict[str, Any]:

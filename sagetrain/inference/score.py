@@ -1,0 +1,104 @@
+"""How likely a model finds continuations: of many texts at once, packed as documents into sequences of one length.
+
+So a model that trains is asked in the shape that it is compiled for, at any layout, and short texts cost little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.data.loader import Batch, Sample, batch_of
+from sagetrain.parallel.topology import ParallelGroups
+
+Pair = tuple[Sequence[int], Sequence[int]]
+"""Tokens of a context, and of what follows it."""
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Log-likelihoods by a model that all ranks of `groups` hold together; they call it with the same."""
+
+    forward: Callable[[Batch], Tensor]
+    """Logits [B, S (/ cp), vocabulary or more] of a micro-batch; its labels mean nothing. Collective."""
+    groups: ParallelGroups
+    device: torch.device
+    seq_length: int
+    micro_batch_size: int
+    vocab_size: int
+
+    @torch.no_grad()
+    def __call__(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        """Of each pair log p(continuation | context), natural, and whether every token of it was the likeliest. Of a
+        text longer than the sequence its beginning is left out.
+
+        Raises:
+            ConfigError: a continuation is longer than the sequence.
+        """
+        for _, continuation in pairs:
+            if len(continuation) > self.seq_length:
+                raise ConfigError(
+                    f"a text of {len(continuation):,} tokens is to be scored at once, more than the context of "
+                    f"{self.seq_length:,} that the run was trained with (data.seq_length)"
+                )
+        texts = [[*context, *continuation][-self.seq_length - 1 :] for context, continuation in pairs]
+        found = torch.zeros(len(pairs), 2, dtype=torch.float64, device=self.device)  # and tokens that are not likeliest
+        rows = list(_packed([len(text) - 1 for text in texts], self.seq_length))
+        turn = self.micro_batch_size * self.groups.dp_size
+        for first in range(0, len(rows), turn):
+            begin = first + self.groups.dp_rank * self.micro_batch_size
+            self._add(found, rows[begin : begin + self.micro_batch_size], texts, [len(pair[1]) for pair in pairs])
+        if self.groups.tp_rank:
+            found.zero_()  # all ranks of its group have found the same
+        if dist.is_initialized():
+            dist.all_reduce(found)
+        return [(total, not wrong) for total, wrong in found.tolist()]
+
+    def _add(self, found: Tensor, rows: list[list[int]], texts: list[list[int]], scored: list[int]) -> None:
+        """Score one micro-batch, which these rows of texts may not fill."""
+        shape = self.micro_batch_size, self.seq_length
+        tokens = np.zeros((shape[0], shape[1] + 1), dtype=np.int64)
+        labels, owners = np.zeros(shape, dtype=np.int64), np.full(shape, -1)
+        begins: list[list[int]] = [[] for _ in range(shape[0])]
+        for row, members in enumerate(rows):
+            end = 0
+            for number in members:
+                text, begin = texts[number], end
+                end += len(text) - 1
+                begins[row] += [begin] * (begin > 0)
+                tokens[row, begin:end], labels[row, begin:end] = text[:-1], text[1:]
+                owners[row, max(begin, end - scored[number]) : end] = number
+            begins[row] += [end] * (0 < end < shape[1])  # what fills up is a document, too
+        samples = [Sample(*each) for each in zip(tokens, begins, strict=True)]
+        logits = self.forward(batch_of(samples, True, True))
+        length = logits.shape[1]
+        part = slice(self.groups.cp_rank * length, (self.groups.cp_rank + 1) * length)
+        for row_logits, row_labels, row_owners in zip(logits, labels[:, part], owners[:, part], strict=True):
+            (places,) = np.nonzero(row_owners >= 0)
+            if len(places):
+                wanted = torch.from_numpy(row_labels[places]).to(self.device)
+                chosen = row_logits[torch.from_numpy(places).to(self.device), : self.vocab_size].float()
+                likely = chosen.log_softmax(-1).gather(-1, wanted[:, None])[:, 0].double()
+                numbers = torch.stack([likely, (chosen.argmax(-1) != wanted).double()], 1)
+                found.index_add_(0, torch.from_numpy(row_owners[places]).to(self.device), numbers)
+
+
+def _packed(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Numbers of texts that fill a row of `size` tokens together, the longest first."""
+    row: list[int] = []
+    room = size
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        if lengths[number] > room:
+            yield row
+            row, room = [], size
+        if lengths[number] > 0:
+            row.append(number)
+            room -= lengths[number]
+    if row:
+        yield row

@@ -1,0 +1,176 @@
+"""Downstream tasks by the lm-evaluation-harness of EleutherAI, with our models in it. Needs the extra lm-eval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.inference.generate import Sampling, generate
+from sagetrain.inference.load import TrainedRun
+from sagetrain.inference.score import Scorer
+
+Results = dict[str, dict[str, float]]
+"""By task and metric: acc, acc_stderr; where the harness filters answers, with the filter's name: acc/strict."""
+_BOOTSTRAP = 1000  # resamplings, where a standard error has no formula
+_MAX_TOKENS = 256  # the harness's own default
+
+
+class Harness(TemplateLM):  # type: ignore[misc]
+    """A model as the harness asks it: how likely is this text after that one, and what comes next."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        score: Scorer,
+        complete: Callable[[Sequence[str], Sampling], list[str]] | None = None,
+    ) -> None:
+        """complete: what follows each of some prompts; None: the model only scores."""
+        super().__init__()
+        self._tokenizer, self._score, self._complete = tokenizer, score, complete
+
+    @property
+    def eot_token_id(self) -> int:
+        """What precedes every document in a token file, so what a text without context is asked for after."""
+        return self._tokenizer.eos_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
+        return self._tokenizer.encode(string)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return found
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
+        return self._score([(context, continuation) for _, context, continuation in requests])
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        texts = [self.tok_encode(request.args[0]) for request in requests]
+        size = self._score.seq_length
+        windows = [
+            [make_disjoint_window(pair) for pair in get_rolling_token_windows(text, self.eot_token_id, size, 1)]
+            for text in texts
+        ]
+        found = iter(self._score([pair for pairs in windows for pair in pairs]))
+        return [math.fsum(next(found)[0] for _ in pairs) for pairs in windows]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        if self._complete is None:
+            raise ConfigError("this task wants generated text, which only `sagetrain eval` can give")
+        wanted: dict[Sampling, list[int]] = {}
+        for number, request in enumerate(requests):
+            wanted.setdefault(_sampling(request.args[1]), []).append(number)
+        found = [""] * len(requests)
+        for sampling, numbers in wanted.items():
+            prompts = [self._end(requests[number].args[0], sampling.max_tokens) for number in numbers]
+            for number, text in zip(numbers, self._complete(prompts, sampling), strict=True):
+                found[number] = text
+        return found
+
+    def _end(self, prompt: str, max_tokens: int) -> str:
+        """Of a prompt as much as leaves room for an answer in the context, half of it at least."""
+        tokens, size = self.tok_encode(prompt), self._score.seq_length
+        room = size - min(max_tokens, size // 2)
+        return prompt if len(tokens) <= room else self._tokenizer.decode(tokens[-room:])
+
+
+def _sampling(wanted: dict[str, Any]) -> Sampling:
+    until = wanted.get("until") or []
+    stop = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
+    limit = wanted.get("max_gen_toks", _MAX_TOKENS)
+    if not wanted.get("do_sample"):
+        return Sampling(limit, temperature=0, stop=stop)
+    return Sampling(limit, wanted.get("temperature", 1.0), wanted.get("top_k", 0), wanted.get("top_p", 1.0), stop)
+
+
+class Tasks:
+    """Tasks of the harness, by its names, or paths of YAML files that define others."""
+
+    def __init__(self, names: Sequence[str], limit: int | None = None) -> None:
+        """Load them, with their data. limit: documents of each; None: all.
+
+        Raises:
+            ConfigError: a name that there is not, or a task that cannot be loaded.
+        """
+        files = [name for name in names if Path(name).is_file()]
+        self._manager = TaskManager(include_defaults=len(files) < len(names))  # to list its own takes seconds
+        for name in names:
+            if name not in files and name not in self._manager.task_index:
+                near = get_close_matches(name, self._manager.all_tasks, 3)
+                hint = f"did you mean {', '.join(near)}? " if near else ""
+                raise ConfigError(
+                    f"task {name}: lm_eval has none of this name, and there is no such file; {hint}`lm-eval ls tasks` "
+                    "lists them"
+                )
+        try:
+            self._loaded = self._manager.load(list(names))["tasks"]
+        except Exception as error:  # whatever a task and the libraries that fetch its data raise
+            raise ConfigError(f"tasks {', '.join(names)} cannot be loaded: {error}") from error
+        self._limit = limit
+
+    @property
+    def generating(self) -> list[str]:
+        """Names of those that want generated text."""
+        return [name for name, task in self._loaded.items() if task.OUTPUT_TYPE == "generate_until"]
+
+    def measure(self, model: Harness, errors: bool = False) -> Results:
+        """Their metrics, with `errors` also their standard errors. Generators of random numbers stay as they are."""
+        found = simple_evaluate(
+            model,
+            tasks=list(self._loaded.values()),
+            task_manager=self._manager,
+            limit=self._limit,
+            bootstrap_iters=_BOOTSTRAP * errors,
+            log_samples=False,
+            random_seed=None,
+            numpy_random_seed=None,
+            torch_random_seed=None,
+        )
+        results = found["results"] if found else {}  # it gives them to one process of a host
+        return {task: _metrics(values) for task, values in results.items()}
+
+
+def _metrics(values: dict[str, Any]) -> dict[str, float]:
+    found = {}
+    for key, value in values.items():
+        name, comma, kind = key.partition(",")
+        if comma and isinstance(value, int | float):
+            name, error, _ = name.partition("_stderr")
+            found[(name if kind == "none" else f"{name}/{kind}") + error] = float(value)
+    return found
+
+
+def harness_of(run: TrainedRun) -> Harness:
+    """A checkpoint in this process. ConfigError if it has no tokenizer."""
+    if run.tokenizer is None:
+        raise ConfigError(
+            "the run was trained on token files without a tokenizer, so it cannot be asked tasks: put the "
+            "tokenizer.model or tokenizer.json that made them into the run's folder"
+        )
+    data, size = run.cfg.data, min(run.vocab_size, run.tokenizer.vocab_size)
+    score = Scorer(
+        lambda batch: run.model(**{**batch.inputs(run.device), "labels": None}),
+        run.model.groups,
+        run.device,
+        data.seq_length,
+        data.micro_batch_size,
+        size,
+    )
+
+    def complete(prompts: Sequence[str], sampling: Sampling) -> list[str]:
+        done = {text.number: text.text for text, _ in generate(run, prompts, sampling, 8) if text.finish}
+        return [done[number] for number in range(len(prompts))]
+
+    return Harness(run.tokenizer, score, complete)

@@ -1,0 +1,184 @@
+"""Downstream tasks: the real lm-evaluation-harness over small tasks with files of their own, our model in float64."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+
+from runs import sagetrain
+from sagetrain import cli_evaluate
+from sagetrain.config import ConfigError
+from sagetrain.inference.generate import Sampling, generate
+from sagetrain.inference.load import TrainedRun, load_run
+from sagetrain.interop import lm_eval
+from sagetrain.interop.lm_eval import Harness, Tasks, harness_of
+
+QUESTIONS = [
+    {"context": "def get(self, ", "choices": ["name):\n", "!!!!", "zzzz zz"], "gold": 0},
+    {"context": "import ", "choices": ["%%%", "re\n"], "gold": 1},
+    {"context": "", "choices": ["class Message:", "~~"], "gold": 0},
+    {"context": "self._" * 30, "choices": ["x", "headers = []\n" * 2], "gold": 1},
+]
+TEXT = "def get_payload(self, i=None, decode=False):\n    return self._payload\n" * 3
+TASKS = {
+    "choose": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{context}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{gold}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    },
+    "read": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    },
+    "write": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{answer}}",
+        "target_delimiter": "",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 6},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def loaded(pair: Path) -> TrainedRun:
+    return load_run(pair, print, attention="reference")
+
+
+@pytest.fixture(scope="module")
+def tasks(loaded: TrainedRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """YAML files of tasks with their data beside them."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (answer,) = [done.text for done, _ in generate(loaded, ["import "], Sampling(6, 0, stop=("\n",))) if done.finish]
+    rows = {
+        "choose": QUESTIONS,
+        "read": [{"text": TEXT}, {"text": "x"}],
+        "write": [{"prompt": "import ", "answer": answer}, {"prompt": "import ", "answer": "another"}],
+    }
+    for name, task in TASKS.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
+        where = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}}}
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, "test_split": "test", **where, **task}))
+    return {name: folder / f"{name}.yaml" for name in TASKS}
+
+
+def exact(loaded: TrainedRun, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """Log-likelihood by one forward pass for each token, softmax in float64."""
+    total, greedy = 0.0, True
+    tokens = [*context, *continuation][-33:]
+    for place in range(len(tokens) - len(continuation), len(tokens)):
+        with torch.no_grad():
+            logits = loaded.model(torch.tensor([tokens[:place]]))[0, -1, :512].double()
+        total += logits.log_softmax(-1)[tokens[place]].item()
+        greedy &= logits.argmax().item() == tokens[place]
+    return total, greedy
+
+
+def asked(*args: object) -> Instance:
+    return Instance(request_type="", doc={}, arguments=args, idx=0)
+
+
+def test_log_likelihoods_are_those_of_float64(loaded: TrainedRun) -> None:
+    encode, eos = loaded.tokenizer.encode, loaded.tokenizer.eos_id
+    pairs = [(each["context"], choice) for each in QUESTIONS for choice in each["choices"]]
+    likely = next(text for _, text in generate(loaded, ["import"], Sampling(1, 0)))
+    pairs.append(("import", likely))
+    found = harness_of(loaded).loglikelihood([asked(*pair) for pair in pairs])
+    for (context, continuation), (total, greedy) in zip(pairs, found, strict=True):
+        before = encode(context.rstrip()) or [eos]
+        expected = exact(loaded, before, encode(context + continuation)[len(encode(context.rstrip())) :])
+        assert (total, greedy) == (pytest.approx(expected[0], rel=1e-5), expected[1])
+    assert found[-1][1] and not all(greedy for _, greedy in found)
+
+
+def test_a_text_longer_than_the_context_is_scored_in_pieces(loaded: TrainedRun) -> None:
+    """Each token once; the harness's windows begin where the one before ended."""
+    tokens, eos = loaded.tokenizer.encode(TEXT), loaded.tokenizer.eos_id
+    assert len(tokens) > 64
+    expected = 0.0
+    for first in range(0, len(tokens), 32):
+        part = tokens[first : first + 32]
+        context = [eos, *tokens][max(0, first + len(part) - 32) : first + 1]  # the last window holds more before it
+        expected += exact(loaded, context, part)[0]
+    (found,) = harness_of(loaded).loglikelihood_rolling([asked(TEXT)])
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_tasks_run_in_the_harness(loaded: TrainedRun, tasks: dict[str, Path]) -> None:
+    harness = harness_of(loaded)
+    found = Tasks([str(path) for path in tasks.values()]).measure(harness, errors=True)
+    right = 0
+    for each in QUESTIONS:
+        scores = harness.loglikelihood([asked(each["context"], choice) for choice in each["choices"]])
+        right += max(range(len(scores)), key=lambda i: scores[i][0]) == each["gold"]
+    assert found["choose"]["acc"] == right / len(QUESTIONS) and found["choose"]["acc_stderr"] >= 0
+    nats = -sum(harness.loglikelihood_rolling([asked(TEXT), asked("x")]))
+    assert found["read"]["bits_per_byte"] == pytest.approx(nats / math.log(2) / (len(TEXT) + 1))
+    assert found["write"]["exact_match"] == 0.5
+    (one,) = Tasks([str(tasks["write"])], limit=1).measure(harness).values()
+    assert one["exact_match"] == 1.0
+
+
+def test_generated_text_ends_where_it_is_asked_to(loaded: TrainedRun) -> None:
+    wanted = {"until": [" "], "max_gen_toks": 20}
+    prompts = ["import ", "def get(self, " * 30]  # of the second what fits
+    found = harness_of(loaded).generate_until([asked(prompt, wanted) for prompt in prompts])
+    (alone,) = [done.text for done, _ in generate(loaded, ["import "], Sampling(20, 0, stop=(" ",))) if done.finish]
+    assert found[0] == alone and not any(" " in text for text in found)
+    sampled = [harness_of(loaded).generate_until([asked("import ", {"do_sample": True, "temperature": t})])
+               for t in (0.5, 2.0)]  # fmt: skip
+    assert sampled[0] != sampled[1]
+
+
+def test_what_cannot_be_asked_is_said(
+    loaded: TrainedRun, tasks: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="cannot be asked tasks"):
+        harness_of(replace(loaded, tokenizer=None))
+    with pytest.raises(ConfigError, match=r"a text of \d+ tokens is to be scored at once, more than the context of 32"):
+        harness_of(loaded).loglikelihood([asked("a", TEXT)])
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(tasks["read"].read_text().replace("read.jsonl", "none.jsonl"))
+    with pytest.raises(ConfigError, match=r"tasks .*broken\.yaml cannot be loaded: .*none\.jsonl"):
+        Tasks([str(broken)])
+    # Its own tasks are 14,000, which takes seconds to know.
+    monkeypatch.setattr(lm_eval, "TaskManager", lambda include_defaults: TaskManager(None, tasks["read"].parent, False))
+    with pytest.raises(
+        ConfigError, match=r"task chose: lm_eval has none of this name.* did you mean choose\? `lm-eval"
+    ):
+        Tasks(["read", "chose"])
+    with pytest.raises(ConfigError, match="only `sagetrain eval` can give"):
+        Harness(loaded.tokenizer, harness_of(loaded)._score).generate_until([asked("a", {})])
+
+
+def test_the_command_prints_a_table_or_json(pair: Path, tasks: dict[str, Path]) -> None:
+    names = f"{tasks['choose']},{tasks['read']}"
+    result = sagetrain("eval", pair, "--tasks", names, "--limit", 2, "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert 0 <= found["tasks"]["choose"]["acc"] <= 1 and found["tasks"]["read"]["bits_per_byte"] > 0
+    table = sagetrain("eval", pair, "--tasks", names, "--limit", 2).stdout
+    assert f"{found['tasks']['choose']['acc']:.4f}" in table and "standard error" in table
+    for options, message in ((["--tasks", names, "--stride", 8], "--tasks bring text"), (["--limit", 3], "--limit is")):
+        refused = sagetrain("eval", pair, *options)
+        assert refused.returncode == 2 and f"error: {message}" in refused.stderr
+
+
+def test_the_harness_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sagetrain.interop.lm_eval", None)  # as if importing it failed
+    with pytest.raises(ConfigError, match=r"--tasks: the lm-evaluation-harness .*pip install 'sagetrain\[lm-eval\]'"):
+        cli_evaluate._load_tasks(["arc_easy"], None)
