@@ -32,7 +32,7 @@ class Ratio:
 
     ratio: float
     bias_ratio: float
-    """The part of it that is the same at every rotation of heads: bias, which more tokens per step do not average."""
+    """The part of it that micro-batches have in common: bias, which more tokens per step do not average."""
     tokens_per_step: int
     """At which it was measured."""
 

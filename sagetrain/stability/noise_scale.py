@@ -24,7 +24,7 @@ micro-batch is spread over ranks, those ranks add up gradients, not norms.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -49,6 +49,12 @@ def layer_of(name: str) -> str:
 def layers_of(model: nn.Module) -> list[str]:
     """All layers, in the order of the model."""
     return list(dict.fromkeys(layer_of(name) for name, _ in model.named_parameters()))
+
+
+def averaged(before: Sequence[float] | None, new: Sequence[float], decay: float) -> list[float]:
+    """Exponential averages of numbers, behind their weight: [weight, average x weight, ...], as `before` has them."""
+    pairs = zip(before or [0.0] * (1 + len(new)), (1.0, *new), strict=True)
+    return [decay * old + (1 - decay) * number for old, number in pairs]
 
 
 class LayerSquares:
@@ -166,11 +172,8 @@ class NoiseScale:
         for layer, (small, mean) in pairs.items():
             variance = self._micro_batch_tokens * n / (n - 1) * (small - mean)
             square = (n * mean - small) / (n - 1)
-            before = self._averages.get(layer, [0.0, 0.0, 0.0])
-            pairs_of = zip(before, (1.0, variance, square), strict=True)
-            average = [self._decay * old + (1 - self._decay) * new for old, new in pairs_of]
-            self._averages[layer] = average
-            weight, variance, square = average
+            self._averages[layer] = averaged(self._averages.get(layer), (variance, square), self._decay)
+            weight, variance, square = self._averages[layer]
             taken.metrics[f"noise/{layer}/variance"] = variance / weight
             taken.metrics[f"noise/{layer}/gradient_square"] = square / weight
             if square > 0:  # or nothing but noise was seen so far

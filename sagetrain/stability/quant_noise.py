@@ -1,18 +1,18 @@
 """What quantized attention adds to the gradients of weights, measured against the noise that they have anyway.
 
-A probe runs one micro-batch forward and backward three times, apart from the step: with the 16-bit attention of torch,
-which gives g, and twice quantized, which gives g + e and g + e'. The quantized passes differ in rotations of heads: an
-orthogonal matrix is applied to q and to k, which leaves their products as they are, another one to v, and its inverse
-to o. In exact arithmetic nothing changes; what is rounded, and how, does. So the part of the error that comes with
-every rotation, the bias, is in both, and the rest is independent in them:
+A probe runs N micro-batches of a step forward and backward twice, apart from the step: with the 16-bit attention of
+torch, which gives the gradient g_i, and as the run has it, which gives g_i + e_i. The errors are as independent as the
+micro-batches. What is common to them is bias, b = E e, and of two different ones the product estimates its square,
+while the rest of them averages out:
 
-    error^2 = (|e|^2 + |e'|^2) / 2        bias^2 = <e, e'>, its expectation |E e|^2 without a bias of its own
+    error^2 = mean of |e_i|^2                                           E |e|^2
+    bias^2  = mean of <e_i, e_j> over i != j                            |b|^2, neither with a bias of its own
+            = (|sum of e_i|^2 - sum of |e_i|^2) / (N (N - 1))
 
-These are of one micro-batch (the mean over the data-parallel ranks, each with its own). A step averages n of them. Then
-the independent part of the error falls like 1 / n, as the noise of the gradient does, and the bias stays:
+Every data-parallel rank takes its first micro-batch, a single one its first two. Of a step of n micro-batches
 
-    error of the step^2 = bias^2 + (error^2 - bias^2) / n
-    noise left = tr(S) / tokens per step                                             (tr(S): noise_scale.py)
+    error of the step^2 = bias^2 + (error^2 - bias^2) / n               exactly: E |mean of e_i|^2
+    noise left = tr(S) / tokens per step                                (tr(S): noise_scale.py)
     ratio = error of the step^2 / noise left          bias_ratio = bias^2 / noise left
 
 A ratio of .1 is as much as a tenth less tokens per step would add to the gradient's noise; but the part of it that is
@@ -21,11 +21,12 @@ bias, bias_ratio, is no noise, and adds up over steps. At n' micro-batches inste
     ratio - bias_ratio + bias_ratio n' / n
 
 as more tokens per step leave less noise to hide a bias in. What to know when reading them:
-- The error of the step is a bound from above: a bias that is another one for every micro-batch averages out over them,
-  too. What the rotations hardly reach, the rounding of P and dS, is partly of that kind.
-- Rotations spread outliers of single channels over all of them: unrotated, the error may be larger.
-- What 16-bit arithmetic itself rounds is in e and e', that of the reference in both.
-- A layer's numbers are about the gradients of its weights, with all layers quantized, not about its own attention
+- One product of two errors is off by some .007 of error^2 in a block of 1e5 weights, by less in larger ones. So for
+  the ratios bias^2 is this probe's error^2 times the share of bias in the errors of all probes, averaged as the noise
+  scale is; a share below 0 counts as 0 in the ratio (bias_ratio shows it). With hundreds of micro-batches a step what
+  is left of that spread can be the larger part of the ratio.
+- What 16-bit arithmetic itself rounds is in the errors, that of the reference too.
+- A layer's numbers are about the gradients of its weights, with all layers as they are, not about its own attention
   alone.
 """
 
@@ -33,98 +34,71 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sagetrain.model.backends import AttentionFunction, Documents, TokenLayout
+from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.rng import named_generator
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event, Taken
-from sagetrain.stability.noise_scale import ALL, LayerSquares, NoiseScale
-
-
-@dataclass(frozen=True, eq=False)
-class Rotated(AttentionFunction):
-    """A function between rotations of heads that undo each other."""
-
-    function: AttentionFunction
-    scores: Tensor
-    """fp32 [head_dim, head_dim], orthogonal: of q and k."""
-    values: Tensor
-    """The same, of v and o."""
-
-    @property
-    def documents(self) -> Documents:  # type: ignore[override]
-        return self.function.documents
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
-        o = self.function(_turned(q, self.scores), _turned(k, self.scores), _turned(v, self.values), layout)
-        return _turned(o, self.values.T)
-
-
-def _turned(x: Tensor, rotation: Tensor) -> Tensor:
-    return (x.float() @ rotation).to(x.dtype)
-
-
-def random_rotation(size: int, seed: int, name: str) -> Tensor:
-    """An orthogonal matrix, fp32 [size, size], uniform over all of them, that depends on (seed, name) alone."""
-    normal = torch.randn(size, size, generator=named_generator(seed, name), dtype=torch.float64)
-    q, r = torch.linalg.qr(normal)
-    rotation: Tensor = (q * r.diagonal().sign()).float()
-    return rotation
+from sagetrain.stability.noise_scale import ALL, LayerSquares, NoiseScale, averaged
 
 
 class QuantizationProbe:
-    """Runs a micro-batch three times and adds quant_noise/<layer>/error_square and bias_square to groups.metrics.
+    """Runs micro-batches twice and adds quant_noise/<layer>/error_square and bias_square to groups.metrics.
 
-    The passes are not compiled and leave no gradient behind; they cost as much as three or four micro-batches, and
-    memory for the gradients of three. Layers that quantize nothing keep their function.
+    The passes are not compiled and leave no gradient behind; they cost as much as two or three micro-batches each, and
+    memory for the gradients of three.
 
     Args:
-        reference: 16-bit attention.
-        seed: of the rotations.
+        reference: 16-bit attention, for the layers that quantize something.
     """
 
     def __init__(
-        self, model: Transformer, reference: AttentionFunction, groups: ParallelGroups, device: torch.device, seed: int
+        self, model: Transformer, reference: AttentionFunction, groups: ParallelGroups, device: torch.device
     ) -> None:
-        self._model, self._reference, self._groups, self._device, self._seed = model, reference, groups, device, seed
+        self._model, self._reference, self._groups, self._device = model, reference, groups, device
         self._squares = LayerSquares(model, groups, device)
 
-    def measure(self, step: int, run: Callable[[], Tensor]) -> None:
-        """At a step that has not begun: `run` is the forward pass of a micro-batch, the same each time, to its loss.
-        Nothing, where no layer quantizes anything."""
-        layers = self._model.functions
-        if not any(layer.quantized for layer in layers):
-            return
-        gradients = [
-            self._gradients([self._reference if layer.quantized else layer for layer in layers], run),
-            *(self._gradients([self._rotated(*pair, step, i) for pair in enumerate(layers)], run) for i in (0, 1)),
-        ]
-        found = []
-        for exact, *quantized in zip(*gradients, strict=True):
-            errors = [(q.float() - exact.float()).flatten() for q in quantized]
-            if self._groups.cp_group is not None:  # this rank's part of the micro-batch's gradient, times cp_size
-                for error in errors:
-                    dist.all_reduce(error, group=self._groups.cp_group)
-            one, two = errors
-            found.append(torch.stack([(one.dot(one) + two.dot(two)) / 2, one.dot(two)]))
-        self._groups.metrics.clear()  # what the model has added meanwhile is of no step
-        factor = 1 / (self._groups.cp_size**2 * self._groups.dp_size)
-        for name, squares in zip(("error", "bias"), torch.stack(found).double().T, strict=True):
-            self._squares.add(f"quant_noise/*/{name}_square", squares, factor, self._groups.cp_size)
+    @property
+    def micro_batches(self) -> int:
+        """Of a step on this rank, that `measure` is to get: two in all at least."""
+        return 2 if self._groups.dp_size == 1 else 1
 
-    def _rotated(self, layer: int, function: AttentionFunction, step: int, pass_: int) -> AttentionFunction:
-        if not function.quantized:
-            return function
-        size = self._model.config.head_dim
-        names = (f"rotation of {what} {layer}, step {step}, pass {pass_}" for what in ("scores", "values"))
-        return Rotated(function, *(random_rotation(size, self._seed, name).to(self._device) for name in names))
+    def measure(self, runs: Sequence[Callable[[], Tensor]]) -> None:
+        """At a step that has not begun: `runs` are the forward passes of different micro-batches to their losses, on
+        every rank as many. Of one alone there is an error, but no bias. Nothing, where no layer quantizes anything."""
+        functions, groups = self._model.functions, self._groups
+        if not any(function.quantized for function in functions):
+            return
+        exact = [self._reference if function.quantized else function for function in functions]
+        sums: list[Tensor] = []
+        squares = torch.zeros(len(self._squares.place), dtype=torch.float64, device=self._device)
+        for run in runs:
+            pairs = zip(self._gradients(functions, run), self._gradients(exact, run), strict=True)
+            for i, (quantized, plain) in enumerate(pairs):
+                error = (quantized.float() - plain.float()).flatten()
+                if groups.cp_group is not None:  # this rank's part of the micro-batch's gradient, times cp_size
+                    dist.all_reduce(error, group=groups.cp_group)
+                squares[i] += error.dot(error)
+                if len(sums) > i:
+                    sums[i] += error
+                else:
+                    sums.append(error)
+        groups.metrics.clear()  # what the model has added meanwhile is of no step
+        count, cp_size = groups.dp_size * len(runs), groups.cp_size
+        self._squares.add("quant_noise/*/error_square", squares, 1 / (cp_size**2 * count), cp_size)
+        if count > 1:
+            if groups.dp_size > 1:
+                for total in sums:  # over ranks with the same sum, too, under context parallelism
+                    dist.all_reduce(total, group=groups.replica_group)
+            of_sum = torch.stack([total.dot(total) for total in sums]).double()
+            share = 1 if groups.dp_size == 1 else groups.dp_size * cp_size**2
+            factor = 1 / (cp_size**2 * count * (count - 1))
+            self._squares.add("quant_noise/*/bias_square", of_sum / share - squares, factor, cp_size)
 
     def _gradients(self, functions: Sequence[AttentionFunction], run: Callable[[], Tensor]) -> tuple[Tensor, ...]:
         # Asked for, gradients go to nobody else: neither into .grad nor to DeepSpeed's hooks.
@@ -144,21 +118,24 @@ def _attending(model: Transformer, functions: Sequence[AttentionFunction]) -> It
 
 
 class QuantNoise:
-    """A controller that decides nothing: to what a probe has measured it adds quant_noise/<layer>/ratio and bias_ratio.
+    """A controller that decides nothing: to what a probe has measured it adds quant_noise/<layer>/ratio and bias_ratio,
+    and remembers how much of the error is bias.
 
     Args:
         micro_batch_tokens: of one rank's micro-batch.
         noise: comes before it, and knows the noise of the gradients.
+        decay: what a probe takes over of the averages before it.
     """
 
     name = "quant_noise"
 
-    def __init__(self, micro_batch_tokens: int, noise: NoiseScale) -> None:
-        self._micro_batch_tokens, self._noise = micro_batch_tokens, noise
+    def __init__(self, micro_batch_tokens: int, noise: NoiseScale, decay: float) -> None:
+        self._micro_batch_tokens, self._noise, self._decay = micro_batch_tokens, noise, decay
+        self._averages: dict[str, list[float]] = {}
 
     def after_step(self, taken: Taken) -> list[Event]:
-        """Relate them, if this step had a probe and the noise is known."""
-        suffix = "/error_square"
+        """Relate them, if this step had a probe of several micro-batches and the noise is known."""
+        suffix = "/bias_square"
         layers = [key.split("/")[1] for key in taken.metrics if key.startswith("quant_noise/") and key.endswith(suffix)]
         pairs = {
             layer: [taken.metrics[f"quant_noise/{layer}/{what}_square"] for what in ("error", "bias")]
@@ -169,16 +146,20 @@ class QuantNoise:
         for layer, (error, bias) in pairs.items():
             taken.metrics[f"quant_noise/{layer}/error_square"] = error
             taken.metrics[f"quant_noise/{layer}/bias_square"] = bias
+            self._averages[layer] = averaged(self._averages.get(layer), (error, bias), self._decay)
+            _, errors, biases = self._averages[layer]
+            bias = error * biases / errors if errors > 0 else 0.0  # the error may be another since: layers change
             variance = self._noise.variance(layer)
             if variance is not None and variance > 0:
                 left = variance / taken.tokens_per_step
-                of_step = bias + (error - bias) * self._micro_batch_tokens / taken.tokens_per_step
+                common = max(0.0, bias)
+                of_step = common + (error - common) * self._micro_batch_tokens / taken.tokens_per_step
                 taken.metrics[f"quant_noise/{layer}/ratio"] = of_step / left
                 taken.metrics[f"quant_noise/{layer}/bias_ratio"] = bias / left
         return []
 
     def state(self) -> dict[str, Any]:
-        return {}
+        return {"averages": self._averages}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        pass
+        self._averages = {layer: list(average) for layer, average in state.get("averages", {}).items()}

@@ -14,6 +14,7 @@ import contextlib
 import datetime
 import functools
 import io
+import itertools
 import logging
 import math
 import operator
@@ -215,9 +216,12 @@ class Engine:
         metrics = self.groups.metrics
         metrics.clear()
         total, count, samples = torch.zeros((), device=self.device, dtype=torch.float64), 0, []
+        if probe:
+            batches = iter(batches)
+            first = list(itertools.islice(batches, probe.micro_batches))
+            probe.measure([partial(self.module, **self._inputs(batch)) for batch in first])
+            batches = itertools.chain(first, batches)
         for batch in batches:
-            if probe and not count:
-                probe(partial(self.module, **self._inputs(batch)))
             with watch(*batch.tokens.shape) if watch and not count else contextlib.nullcontext():
                 loss = self.forward(batch)
                 with noise.micro_batch() if noise else contextlib.nullcontext():

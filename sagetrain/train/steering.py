@@ -70,13 +70,14 @@ class Steering:
             reporter.say(f"stability.monitor: attention {attention.backend} quantizes nothing, nothing is measured")
         self._noise = GradientNoise(model, groups, device)
         exact = attention_function("sdpa", attention, device)
-        self._probe = QuantizationProbe(model, exact, groups, device, cfg.training.seed)
+        self._probe = QuantizationProbe(model, exact, groups, device)
         self.spikes, self._event_step = Spikes(stability.spikes), 0
         self._trail: list[dict[str, Any]] = []  # the steps since the newest checkpoint, for bundles
         micro_batch = cfg.data.micro_batch_size * cfg.data.seq_length
-        noise = NoiseScale(micro_batch, stability.noise_scale.decay)
+        decay = stability.noise_scale.decay
+        noise = NoiseScale(micro_batch, decay)
         # In the order in which they read, and add to, a step's numbers.
-        self.controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise)]
+        self.controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise, decay)]
         ladder, self._aware, self._measured = None, None, Measured()
         if stability.precision:
             ladder = Ladder(stability.precision, rungs, model.attention_layers, cfg.training.total_tokens)
@@ -126,7 +127,7 @@ class Steering:
         several = size > data.micro_batch_size * data.seq_length  # one gradient says nothing about its noise
         return Observers(
             noise=self._noise if several and _due(stability.noise_scale.every_steps, step) else None,
-            probe=partial(self._probe.measure, step) if _due(stability.quant_noise.every_steps, step) else None,
+            probe=self._probe if _due(stability.quant_noise.every_steps, step) else None,
             watch=self._monitor.watch(step),
             judge=partial(self.spikes.judge, tokens=size),
         )

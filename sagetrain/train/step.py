@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,6 +15,19 @@ from sagetrain.stability.spikes import Verdict
 
 Watch = Callable[[int, int], AbstractContextManager[None]]
 """Given the sequences of a micro-batch and their length, what its forward and backward pass run in."""
+
+
+class Probe(Protocol):
+    """Looks at micro-batches before the step begins."""
+
+    @property
+    def micro_batches(self) -> int:
+        """How many of this rank's, the first ones, if there are as many."""
+        ...
+
+    def measure(self, runs: Sequence[Callable[[], Tensor]]) -> None:
+        """Given their forward passes to the loss: it may run each as often as it likes, but accumulate no gradient."""
+        ...
 
 
 def _accept(metrics: Mapping[str, float]) -> Verdict:
@@ -26,9 +40,8 @@ class Observers:
 
     noise: GradientNoise | None = None
     """Takes note of the gradients."""
-    probe: Callable[[Callable[[], Tensor]], None] | None = None
-    """Called first, with the forward pass of the first micro-batch to its loss; it may run that as often as it likes,
-    but accumulate no gradient. Not at ZeRO 3, whose hooks cannot take that."""
+    probe: Probe | None = None
+    """Called first. Not at ZeRO 3, whose hooks cannot take that."""
     watch: Watch | None = None
     """Sees the first micro-batch, forward and backward."""
     judge: Callable[[Mapping[str, float]], Verdict] = _accept

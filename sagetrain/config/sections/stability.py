@@ -16,14 +16,14 @@ class NoiseScaleConfig(Section):
     """Steps between two measurements, which read the gradients of every micro-batch once more, and under context
     parallelism add them up over ranks. Steps of a single micro-batch give none. null: never."""
     decay: Fraction = 0.9
-    """What a measurement leaves of the averages of variance and squared gradient before it."""
+    """What a measurement leaves of the averages before it: of variance and squared gradient, of quant_noise too."""
 
 
 class QuantNoiseConfig(Section):
     """The error of quantized attention in the gradients of weights, against the noise that these have anyway."""
 
     every_steps: PositiveInt | None = None
-    """Steps between two probes; null: never. A probe takes the time of three to four micro-batches, so that 500 cost
+    """Steps between two probes; null: never. A probe takes the time of up to five micro-batches, so that 500 cost
     less than 1 % of any run, and memory for the gradients of three. Not at ZeRO 3."""
 
 
