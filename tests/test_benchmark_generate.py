@@ -1,0 +1,53 @@
+"""The benchmark of generation: both continue alike, what differs is not timed, and its table."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import saved_runs
+
+ROOT = Path(__file__).parent.parent
+SPEC = importlib.util.spec_from_file_location("benchmark_generate", ROOT / "launch/benchmark_generate.py")
+benchmark = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(benchmark)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """Folder of a run with random weights and a context of 16 tokens."""
+    folder = tmp_path_factory.mktemp("benchmark") / "run"
+    saved_runs.make([(folder, saved_runs.config(folder), 1)], model)
+    return folder
+
+
+def test_what_differs_is_not_timed(run: Path) -> None:
+    own, other = benchmark.load(run, "sdpa")
+    prompts = benchmark.prompts_of(own, 3, 8)
+    lengths = [len(own.tokenizer.encode(prompt)) for prompt in prompts]
+    assert len(set(lengths)) > 1 and max(lengths) <= 9
+    benchmark.check(own, other, prompts, 7)
+    assert {len(tokens) for tokens in benchmark.ours(own, prompts, 7)} == {7}
+    with torch.no_grad():
+        own.model.blocks[1].mlp.down.weight.neg_()
+    with pytest.raises(SystemExit, match=r"in float32 prompt \d of 3 goes on otherwise from its token \d"):
+        benchmark.check(own, other, prompts, 7)
+
+
+def test_both_take_turns_and_the_first_round_does_not_count(monkeypatch) -> None:
+    called, clock = [], iter(range(1000))
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(clock))
+    found = benchmark.seconds({"a": lambda: called.append("a"), "b": lambda: [called.append("b"), next(clock)]})
+    assert called == ["a", "b"] * (benchmark.ROUNDS + 1)
+    assert found == {"a": 1, "b": 2}
+
+
+def test_the_table_compares_speeds() -> None:
+    lines = benchmark.table({1: {"ours": 50.0, "transformers": 40.0}, 8: {"ours": 2000.0, "transformers": 4000.0}})
+    assert [line.split()[-3:] for line in lines.splitlines()[1:]] == [
+        ["50.0", "40.0", "125.0%"],
+        ["2,000.0", "4,000.0", "50.0%"],
+    ]
