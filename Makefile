@@ -7,7 +7,7 @@ SHELL := /bin/bash
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test coverage host-tools check fmt test-gpu bench clean
+.PHONY: help install quickstart test coverage host-tools check fmt docs test-gpu bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -46,6 +46,9 @@ fmt: $(STAMP)  ## format and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(STAMP)  ## the guides, results and key reference as a site in site/
+	$(BIN)/mkdocs build -q --strict
+
 FAST ?=
 GPU_JOBS ?= $(if $(FAST),8)
 test-gpu:  ## kernel and trainer tests on an NVIDIA GPU, with the python on PATH; FAST=1: a first pass (1 min on an H200)
@@ -55,4 +58,4 @@ bench:  ## attention benchmark on an NVIDIA GPU: checks every shape, then times 
 	PYTHONPATH=.:kernels python3 -m sagekernels.bench
 
 clean:  ## remove the environment and build leftovers
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .ruff_cache .mypy_cache

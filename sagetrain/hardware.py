@@ -1,8 +1,9 @@
 """What accelerators and links reach, for predictions: the one place to put better measurements.
 
 A rate here is what a training step attains, not a datasheet's peak (`PEAK_FLOPS`, the denominator of MFU). The H200's
-come from our own runs, named beside each number and recorded in RESULTS.md. The others are the H200's, scaled by the
-vendors' datasheets: runs on one H100 bear its figures out (RESULTS.md), the rest are leads, until someone measures.
+come from our own runs, named beside each number and recorded in results/. The others are the H200's, scaled by the
+vendors' datasheets: runs on one H100 bear its figures out (results/one-h100), the rest are leads, until
+someone measures.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ H200 = Hardware(
     matmul_flops=821e12,
     # fp32: TF32 by the datasheet. FP8: published for matmuls alone, 1.90 (TransformerEngine, H200 NVL, hidden 4096) and
     # 1.66 times (torchao, 16640 x 5120 x 8192). INT8: torch._int_mm with what is around it, measured at hidden 4096
-    # (.65; .53 at 2048: RESULTS.md); of its layouts cuBLAS has a fast kernel for one alone.
+    # (.65; .53 at 2048: results/step); of its layouts cuBLAS has a fast kernel for one alone.
     precisions={"bf16": 1.0, "fp32": 0.5, "fp8": 1.7, "int8": 0.7},
     matmul_half_size=220,
     attention={

@@ -148,7 +148,7 @@ def test_a_gpu_that_cannot_is_an_error(monkeypatch, capability, precision, dtype
 
 @every_recipe
 def test_eight_bits_show_and_do_little_harm(name: tuple[str, str]) -> None:
-    """In one step's gradients. (That losses of training stay together is measured, not tested: RESULTS.md.)"""
+    """In one step's gradients. (That losses of training stay together is measured, not tested: results/step.)"""
     exact, low = results(model(LinearConfig())), results(model(linear_of(name)))
     error = (
         sum((x - y).square().sum() for x, y in zip(low[1:], exact[1:], strict=True)).sqrt() / _norm(exact[1:])

@@ -1,4 +1,4 @@
-"""Predictions against what H200s and an H100 reached (RESULTS.md): tokens/s of all ranks, the fullest rank's memory."""
+"""Predictions against what H200s (results/layouts) and an H100 (results/one-h100) reached: tokens/s, memory."""
 
 from __future__ import annotations
 

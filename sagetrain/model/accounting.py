@@ -27,7 +27,8 @@ PREFETCH_BUCKET = 50_000_000
 _REUSE_DISTANCE = 1_000_000_000
 # Logits that exist at once; see parallel/cross_entropy.py.
 _CHUNK_LOGITS = 2**28
-# FLOPs of a block's matmuls from which two halves gain: below, a host launches slower than a GPU computes (RESULTS.md).
+# FLOPs of a block's matmuls from which two halves gain: below, a host launches slower than a GPU computes
+# (results/tensor-parallel).
 _OVERLAP_FLOPS = 3e12
 
 

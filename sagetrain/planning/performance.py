@@ -57,7 +57,7 @@ _STATE_BYTES = {0: (12, 64, 0), 1: (26, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
 OVERLAP = 0.2
 """Of the shorter of a collective and the matmuls beside it, what running both at once saves: NCCL takes multiprocessors
 that a matmul counted on, and both slow down (TP 4, 1B, H200: collectives of 128 ms alone take 195 beside kernels of
-about 290, which then take 313; RESULTS.md). Copies save all but Hardware.copy_latency."""
+about 290, which then take 313; results/tensor-parallel). Copies save all but Hardware.copy_latency."""
 
 _WIRE = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 

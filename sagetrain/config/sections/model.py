@@ -103,7 +103,7 @@ class LinearConfig(Section):
     """Blocks at the output whose linear layers stay in 16 bits."""
     keep_layers_below: NonNegativeInt = 0
     """Linear layers of fewer weights than this on a rank stay in 16 bits (q, k and v are one layer, gate and up too):
-    rounding takes longer than small matmuls save, by themselves on an H200 below some 8 million (RESULTS.md)."""
+    rounding takes longer than small matmuls save, by themselves on an H200 below some 8 million (results/step)."""
 
     @property
     def low_bit(self) -> bool:

@@ -1,0 +1,97 @@
+"""docs/ and results/ as readers meet them: commands run, pages render, plots and tables agree."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from forked import PATIENCE, Command
+from runs import ROOT
+from sagetrain.config.reference import keys
+from test_documented_commands import split
+
+GUIDES = sorted(ROOT.glob("docs/*.md"))
+RESULTS = sorted(ROOT.glob("results/*/README.md"))
+
+
+def blocks(path: Path) -> list[tuple[str, str]]:
+    """(language, text) of the fenced blocks of a page."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.M | re.S)
+
+
+def lines(block: str) -> list[list[str]]:
+    """Its commands, in words."""
+    return [words for line in block.replace("\\\n", " ").splitlines() for words in split(line)]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=[path.stem for path in GUIDES])
+def test_a_guide_says_of_every_command_what_it_needs_or_it_is_run_here(guide: Path) -> None:
+    for language, block in blocks(guide):
+        elsewhere = all(words[:2] == ["sagetrain", "plan"] for words in lines(block))  # test_documented_commands.py
+        if language != "bash" and not elsewhere:
+            assert block.startswith("# needs "), f"{guide.name}: mark it ```bash to have it run, or say what it needs"
+
+
+@pytest.mark.parametrize("guide", [g for g in GUIDES if any(language == "bash" for language, _ in blocks(g))],
+                         ids=lambda path: path.stem)  # fmt: skip
+def test_commands_of_a_guide_run_one_after_the_other(guide: Path, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for language, block in blocks(guide):
+        for words in lines(block) if language == "bash" else []:
+            log = tmp_path / "log"
+            log.unlink(missing_ok=True)
+            assert words[0] == "sagetrain", words
+            assert Command(words, env, log, tmp_path).wait(PATIENCE) == 0, f"{' '.join(words)}\n{log.read_text()}"
+
+
+def test_the_site_renders_with_every_page_every_link_and_every_key(tmp_path: Path) -> None:
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
+    build(config)  # strict: ends at a link to nowhere
+    listed = re.findall(r"[\w./-]+\.md", yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert {path.name for path in GUIDES} < set(listed)
+    assert {str(path.relative_to(ROOT)) for path in RESULTS} < set(listed)
+    reference = (tmp_path / "reference/index.html").read_text()
+    assert [key.name for key in keys() if f"<code>{key.name}</code>" not in reference] == []
+    assert "googleapis" not in reference, "a page that needs another server"
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len((ROOT / "README.md").read_text().split()) < 700
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=[path.parent.name for path in RESULTS])
+def test_a_result_has_its_command_date_hardware_and_plot(page: Path) -> None:
+    text = page.read_text()
+    assert re.search(r"\b20\d\d-\d\d-\d\d\b", text) and re.search(r"H[12]00|CPU", text)
+    assert any(lines(block) for _, block in blocks(page)), "no command"
+    plots = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert plots and all((page.parent / plot).is_file() for plot in plots)
+    assert f"({page.parent.name}/README.md)" in (ROOT / "results/README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def plots() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plots", ROOT / "results/plots.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_plots_are_drawn_from_the_tables_of_their_pages(plots: ModuleType, tmp_path: Path) -> None:
+    for page in plots.PLOTS:
+        assert plots.draw(page, tmp_path).stat().st_size > 5000
+        assert (ROOT / "results" / page / plots.PLOTS[page][0]).is_file()
+    assert [plots.number(cell) for cell in ("65,247", ".449", "59.9 GiB", "**1.128**")] == [65247, 0.449, 59.9, 1.128]
+    with pytest.raises(AssertionError, match="no number in 'none'"):
+        plots.number("none")
