@@ -215,7 +215,12 @@ def train(
             errors.run_dir = Path(cfg.training.run_dir)
             from sagetrain.train.trainer import Trainer
 
-            trainer = Trainer(cfg, findings)
+            tasks = None
+            if cfg.evaluation.tasks:
+                from sagetrain.cli_evaluate import load_harness
+
+                tasks = load_harness("evaluation.tasks").tasks_while_training(cfg.evaluation, cfg.data)
+            trainer = Trainer(cfg, findings, tasks)
         except ConfigError as error:
             from sagetrain.train import roster
 

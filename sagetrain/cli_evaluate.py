@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -84,7 +86,9 @@ def evaluate(
         from sagetrain.parallel.host import use_cores
 
         use_cores()
-        asked = _load_tasks(tasks.split(","), limit) if tasks else None  # before the model: they may not be there
+        asked = (
+            load_harness("--tasks").Tasks(tasks.split(","), limit) if tasks else None
+        )  # before the model: they may not be there
         from sagetrain.inference.load import load_run
 
         run = load_run(run_dir, _warn, checkpoint, attention=attention.value if attention else None)
@@ -107,15 +111,14 @@ def evaluate(
             _show_losses(run, found, None, as_json)
 
 
-def _load_tasks(names: list[str], limit: int | None) -> Tasks:
-    """Tasks of the harness. ConfigError if it is not installed."""
+def load_harness(wanted: str) -> ModuleType:
+    """What knows the lm-evaluation-harness. ConfigError, which says what wanted it, if that is not installed."""
     try:
-        from sagetrain.interop.lm_eval import Tasks
+        return import_module("sagetrain.interop.lm_eval")
     except ImportError as error:
         raise ConfigError(
-            f"--tasks: the lm-evaluation-harness cannot be imported ({error}); pip install 'sagetrain[lm-eval]'"
+            f"{wanted}: the lm-evaluation-harness cannot be imported ({error}); pip install 'sagetrain[lm-eval]'"
         ) from error
-    return Tasks(names, limit)
 
 
 def _show_tasks(run: TrainedRun, tasks: Tasks, as_json: bool) -> None:

@@ -313,6 +313,14 @@ CASES = [
         "no_effect", "warning", "evaluation.every_tokens", "has no effect with no data.valid", "remove it",
     ),
     (
+        {"evaluation": {"tasks_every_tokens": 5}}, 1,
+        "no_effect", "warning", "evaluation.tasks_every_tokens", "has no effect with no evaluation.tasks", "remove it",
+    ),
+    (
+        {"evaluation": {"tasks_limit": 5}}, 1,
+        "no_effect", "warning", "evaluation.tasks_limit", "has no effect with no evaluation.tasks", "remove it",
+    ),
+    (
         {"attention": {"backend": "sdpa", "smooth_q": True}}, 1,
         "no_effect", "warning", "attention.smooth_q", "has no effect with backend sdpa", "remove it",
     ),

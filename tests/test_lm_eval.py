@@ -13,13 +13,18 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
-from runs import sagetrain
+import tiny
+from distributed import run_distributed
+from runs import finish, sagetrain, write_config
 from sagetrain import cli_evaluate
 from sagetrain.config import ConfigError
+from sagetrain.config.schema import EvaluationConfig
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun, load_run
+from sagetrain.inference.score import Scorer
 from sagetrain.interop import lm_eval
 from sagetrain.interop.lm_eval import Harness, Tasks, harness_of
+from sagetrain.parallel.topology import ParallelGroups
 
 QUESTIONS = [
     {"context": "def get(self, ", "choices": ["name):\n", "!!!!", "zzzz zz"], "gold": 0},
@@ -181,4 +186,69 @@ def test_the_command_prints_a_table_or_json(pair: Path, tasks: dict[str, Path]) 
 def test_the_harness_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sagetrain.interop.lm_eval", None)  # as if importing it failed
     with pytest.raises(ConfigError, match=r"--tasks: the lm-evaluation-harness .*pip install 'sagetrain\[lm-eval\]'"):
-        cli_evaluate._load_tasks(["arc_easy"], None)
+        cli_evaluate.load_harness("--tasks")
+
+
+# -- while training --------------------------------------------------------------------------------------------------
+
+
+def scores_of(layouts: list[tuple[int, int, int]]) -> list[list[tuple[float, bool]]]:
+    """Of one model's answers to the same questions, at each (tp_size, cp_size, stage); and by no layout, in float64."""
+    draw = torch.Generator().manual_seed(0)
+    texts = [torch.randint(0, tiny.VOCAB, (size,), generator=draw).tolist() for size in (3, 30, 9, 2, 17, 5, 16, 4)]
+    pairs = [(text[: len(text) // 3 + 1], text[len(text) // 3 + 1 :]) for text in texts]
+    pairs = [(context, continuation[-tiny.SEQ :]) for context, continuation in pairs]
+    found = []
+    for tp_size, cp_size, stage in layouts:
+        cfg = tiny.config(stage, model={"num_attention_heads": 4}, data={"micro_batch_size": 2})
+        groups = tiny.join(tp_size, cp_size)
+        engine = tiny.engine(cfg, groups)
+        found.append(Scorer(engine.logits, groups, engine.device, tiny.SEQ, 2, tiny.VOCAB)(pairs))
+    model = tiny.model(cfg.model_copy(update={"parallel": tiny.config(1).parallel}), ParallelGroups.single())
+    expected = []
+    for context, continuation in pairs:
+        text = torch.tensor([*context, *continuation][-tiny.SEQ - 1 :])
+        with torch.no_grad():
+            likely = model(text[None, :-1])[0].double().log_softmax(-1)[-len(continuation) :]
+        wanted = text[-len(continuation) :]
+        greedy = bool((likely.argmax(-1) == wanted).all())
+        expected.append((likely.gather(-1, wanted[:, None]).sum().item(), greedy))
+    return [expected, *found]
+
+
+def test_answers_do_not_depend_on_the_layout() -> None:
+    """Ranks share the questions, the vocabulary, the sequences or the weights."""
+    layouts = [(1, 1, 3), (2, 1, 1), (1, 2, 1)]
+    for expected, *found in run_distributed(scores_of, 4, layouts):
+        for layout, scores in zip(layouts, found, strict=True):
+            assert [total for total, _ in scores] == pytest.approx([total for total, _ in expected], abs=1e-4), layout
+            assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
+
+
+def test_tasks_are_asked_while_training(tasks: dict[str, Path], corpus: Path, tmp_path: Path) -> None:
+    """At their own pace and at the end, where they say what `sagetrain eval` says. Losses stay the same."""
+    plain = {"training": {"total_tokens": 2048}, "attention": {"backend": "sdpa"}}
+    asking = {"tasks": [str(tasks["choose"]), str(tasks["read"])], "tasks_every_tokens": 1000, "tasks_limit": 3}
+    rows = []
+    for name, evaluation in (("with", {"num_sequences": 8, **asking}), ("without", {"num_sequences": 8})):
+        config = write_config(tmp_path / f"{name}.yaml", corpus, tmp_path / name, **plain, evaluation=evaluation)
+        finish("sagetrain", config)
+        rows.append([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()])
+    asked, _ = rows
+    assert [row["step"] for row in asked if "eval/choose/acc" in row] == [4, 8]
+    (losses, same) = ([row["train/loss"] for row in each if "train/loss" in row] for each in rows)
+    assert losses == same
+    last = next(row for row in reversed(asked) if "eval/choose/acc" in row)
+    found = Tasks(asking["tasks"], limit=3).measure(harness_of(load_run(tmp_path / "with", print)))
+    assert last["eval/choose/acc"] == found["choose"]["acc"]
+    assert last["eval/read/bits_per_byte"] == pytest.approx(found["read"]["bits_per_byte"], rel=1e-6)
+
+
+def test_tasks_that_training_cannot_ask_are_refused_before_it(tasks: dict[str, Path], loaded: TrainedRun) -> None:
+    data = loaded.cfg.data
+    for names, message in (
+        ([str(tasks["write"])], r"evaluation\.tasks: write want generated text.*`sagetrain eval RUN --tasks`"),
+        ([str(tasks["read"])], r"tokenizer none: No such file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            lm_eval.tasks_while_training(EvaluationConfig(tasks=names), data.model_copy(update={"tokenizer": "none"}))

@@ -223,6 +223,7 @@ def test_a_long_ramp_is_shown_by_its_ends():
         ("lr_schedule={shape: constant, batch_rule: sqrt, reference_tokens_per_step: 131_072}", "constant, peak 3e-05, times (tokens per step / 131,072)^0.5"),
         ("lr_schedule={shape: linear, batch_rule: linear, warmup_tokens: 1, reference_tokens_per_step: 262_144}", "times (tokens per step / 262,144)"),
         ("data.valid=[]", "evaluation none: data.valid is empty"),
+        ("evaluation={tasks: [arc_easy, piqa], tasks_every_tokens: 1_000_000}", "tasks arc_easy, piqa, every 1,000,000 tokens"),
     ],
 )  # fmt: skip
 def test_wording_follows_the_settings(override, line):

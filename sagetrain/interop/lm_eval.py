@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stderr
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.config.schema import DataConfig, EvaluationConfig
+from sagetrain.data.loader import Batch
+from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.score import Scorer
+from sagetrain.parallel.topology import ParallelGroups
 
 Results = dict[str, dict[str, float]]
 """By task and metric: acc, acc_stderr; where the harness filters answers, with the filter's name: acc/strict."""
@@ -150,6 +157,33 @@ def _metrics(values: dict[str, Any]) -> dict[str, float]:
             name, error, _ = name.partition("_stderr")
             found[(name if kind == "none" else f"{name}/{kind}") + error] = float(value)
     return found
+
+
+def tasks_while_training(
+    evaluation: EvaluationConfig, data: DataConfig
+) -> Callable[[Callable[[Batch], Tensor], ParallelGroups, torch.device], dict[str, float]]:
+    """Load evaluation.tasks, and give what asks them of a model that all ranks hold together: numbers by task/metric,
+    for one process of each host. Collective.
+
+    Raises:
+        ConfigError: as of Tasks, a task wants generated text, or there is no tokenizer.
+    """
+    tasks = Tasks(evaluation.tasks, evaluation.tasks_limit)
+    if tasks.generating:
+        raise ConfigError(
+            f"evaluation.tasks: {', '.join(tasks.generating)} want generated text, for which training does not stop; "
+            "leave them to `sagetrain eval RUN --tasks`"
+        )
+    tokenizer = Tokenizer.load(find_tokenizer(data))
+
+    def ask(forward: Callable[[Batch], Tensor], groups: ParallelGroups, device: torch.device) -> dict[str, float]:
+        score = Scorer(forward, groups, device, data.seq_length, data.micro_batch_size, tokenizer.vocab_size)
+        # The harness has a progress bar for each task; one process shows it.
+        with redirect_stderr(io.StringIO()) if groups.rank else nullcontext():
+            results = tasks.measure(Harness(tokenizer, score))
+        return {f"{task}/{name}": value for task, values in results.items() for name, value in values.items()}
+
+    return ask
 
 
 def harness_of(run: TrainedRun) -> Harness:

@@ -248,6 +248,7 @@ def _run_table(plan: Plan, prediction: StepPrediction) -> Table:
     flops = prediction.flops_per_token * trained
     tenth = max(1, cfg.training.total_tokens // 10)
     evaluation = f"every {cfg.evaluation.every_tokens or tenth:,} tokens on {cfg.evaluation.num_sequences} sequences"
+    tasks = f"{', '.join(cfg.evaluation.tasks)}, every {cfg.evaluation.tasks_every_tokens or tenth:,} tokens"
     memory = _size(save_host_bytes(cfg, plan.world_size, plan.vocab_size))
     return facts("Run", [
         ("length", f"{steps:,} steps, {trained:,} tokens ({trained // cfg.data.seq_length:,} sequences)"),
@@ -258,6 +259,7 @@ def _run_table(plan: Plan, prediction: StepPrediction) -> Table:
         ),
         ("learning rate", _lr_text(cfg, plan.schedule)),
         ("evaluation", evaluation if cfg.data.valid else "none: data.valid is empty"),
+        *([("tasks", tasks)] if cfg.evaluation.tasks else []),
         (
             "checkpoints",
             f"every {cfg.checkpoint.every_tokens or tenth:,} tokens, the last {cfg.checkpoint.keep_last} kept; written "

@@ -287,6 +287,12 @@ class Engine:
         return batch.inputs(self.device, self.groups.cp_rank, self.groups.cp_size)
 
     @torch.no_grad()
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Of a micro-batch, [B, S (/ cp), vocab] in the model's dtype, whatever its labels."""
+        self._ds.eval()
+        return self._ds(**{**self._inputs(batch), "labels": None})
+
+    @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], sources: Sequence[str] = ()) -> dict[str, float]:
         """valid/loss, the mean over the tokens of all ranks' micro-batches (equally many on every rank); with names of
         the sources also valid/<name>/loss of each, nan of one that is in none."""

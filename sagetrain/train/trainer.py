@@ -26,7 +26,7 @@ from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import AttentionConfig, LinearConfig, NoiseAwareTokens, RunConfig
 from sagetrain.data import verify
-from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.data.loader import Batch, Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.model.accounting import flops_per_token, num_parameters, overlaps
@@ -55,11 +55,16 @@ from sagetrain.train.tokens_per_step import change_at_resume, stages, tokens_per
 _ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
 
 
-class Trainer:
-    """One run of a RunConfig on this rank. `findings` are recorded in the run folder."""
+Tasks = Callable[[Callable[[Batch], torch.Tensor], ParallelGroups, torch.device], dict[str, float]]
+"""Given Engine.logits and where they are computed, numbers by name; collective, and they matter on the first rank."""
 
-    def __init__(self, cfg: RunConfig, findings: list[Finding]):
-        self.cfg, self.findings = cfg, findings
+
+class Trainer:
+    """One run of a RunConfig on this rank. `findings` are recorded in the run folder; `tasks` gives the numbers of
+    evaluation.tasks, from the model's logits."""
+
+    def __init__(self, cfg: RunConfig, findings: list[Finding], tasks: Tasks | None = None):
+        self.cfg, self.findings, self.tasks = cfg, findings, tasks
         self.folder = RunFolder(Path(cfg.training.run_dir))
         # Everything that can be wrong with files and settings comes before ranks begin to wait for each other.
         tokenizer = tokenizer_of(cfg.data, cfg.model.vocab_size)
@@ -331,6 +336,7 @@ class Trainer:
     def _train(self) -> bool:
         cfg, total = self.cfg, self.cfg.training.total_tokens
         every_eval = cfg.evaluation.every_tokens or max(1, total // 10)
+        every_tasks = cfg.evaluation.tasks_every_tokens or max(1, total // 10)
         every_save = cfg.checkpoint.every_tokens or max(1, total // 10)
         self._saved_step, self._waited = self.state.step, False
         if self.main:
@@ -359,6 +365,9 @@ class Trainer:
             if self.valid and running and _crossed(before, state.tokens, every_eval):
                 with self.reporter.off_the_clock():
                     self._evaluate()
+            if self.tasks and running and _crossed(before, state.tokens, every_tasks):
+                with self.reporter.off_the_clock():
+                    self._ask_tasks()
             due = stopped or (running and _crossed(before, state.tokens, every_save))
             if due and self._saved_step != state.step:
                 with self.reporter.off_the_clock():
@@ -366,6 +375,8 @@ class Trainer:
         state, finished = self.state, self.state.tokens >= total
         if finished and self.valid and state.step > first:
             self._evaluate()
+        if finished and self.tasks and state.step > first:
+            self._ask_tasks()
         if finished and self._saved_step != state.step:
             self.save()
         self.saver.wait()
@@ -416,6 +427,16 @@ class Trainer:
         loss, parts = found["valid/loss"], ", ".join(f"{name} {loss:.4f}" for name, loss in each.items())
         self.reporter.write(self.state, {"valid/loss": loss, **{f"valid/{name}/loss": each[name] for name in each}})
         self._say(f"step {self.state.step}: validation loss {loss:.4f}" + (f" ({parts})" if parts else ""))
+
+    def _ask_tasks(self) -> None:
+        def logits(batch: Batch) -> torch.Tensor:
+            self.watchdog.begin("downstream tasks")
+            return self.engine.logits(batch)
+
+        found = self.tasks(logits, self.groups, self.device)
+        self.reporter.write(self.state, {f"eval/{name}": value for name, value in found.items()})
+        said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        self._say(f"step {self.state.step}: {said}")
 
     def _announce(self) -> None:
         """Say where whole steps and the data at hand give something else than the settings ask for."""

@@ -32,6 +32,10 @@ def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         )
     if cfg.evaluation.every_tokens is not None and not cfg.data.valid:
         yield no_effect("evaluation.every_tokens", cfg.evaluation.every_tokens, "no data.valid to evaluate on")
+    for key in ("tasks_every_tokens", "tasks_limit"):
+        value = getattr(cfg.evaluation, key)
+        if value is not None and not cfg.evaluation.tasks:
+            yield no_effect(f"evaluation.{key}", value, "no evaluation.tasks")
     held_out = {path for source in cfg.data.valid for path in source.files}
     shared = sorted(held_out.intersection(path for source in cfg.data.train for path in source.files))
     if shared:

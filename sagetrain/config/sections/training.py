@@ -65,12 +65,19 @@ class TrainingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Loss on held-out data while training; also run once at the end."""
+    """Loss on held-out data, and downstream tasks, while training; also run once at the end."""
 
     every_tokens: PositiveInt | None = None
     """Tokens between evaluations. Default: a tenth of training.total_tokens."""
     num_sequences: PositiveInt = 64
     """Sequences of one evaluation, the same ones each time."""
+    tasks: list[str] = []
+    """Tasks of the lm-evaluation-harness (extra lm-eval), by its names or as YAML files: eval/<task>/<metric> in the
+    metrics. Those that compare likelihoods; what wants generated text is for `sagetrain eval`."""
+    tasks_every_tokens: PositiveInt | None = None
+    """Tokens from one time that the tasks are asked to the next. Default: a tenth of training.total_tokens."""
+    tasks_limit: PositiveInt | None = None
+    """Documents of each task. Default: all."""
 
 
 class CheckpointConfig(Section):
