@@ -56,9 +56,9 @@ def test_a_model_has_the_rungs_of_its_checkpoint_and_the_loss_of_training(run: t
     loaded = load_run(run[0], said.append)
     assert said == [SAID]
     assert loaded.model.functions == [Sage("fine"), Sdpa()]
-    assert evaluate(loaded, 4).loss == pytest.approx(run[1], rel=1e-6)
+    assert evaluate(loaded, 4)[0].loss == pytest.approx(run[1], rel=1e-6)
     loaded.model.functions = [Sage("paper")] * 2  # as without the ladder's state
-    assert evaluate(loaded, 4).loss != pytest.approx(run[1], rel=1e-6)
+    assert evaluate(loaded, 4)[0].loss != pytest.approx(run[1], rel=1e-6)
 
 
 def test_an_attention_that_is_named_is_that_of_all_layers(run: tuple[Path, float]) -> None:

@@ -17,11 +17,10 @@ from sagetrain.train import checkpoint
 
 def recorded(folder: Path, section: str) -> dict[str, Any]:
     """What the run of a checkpoint had of a section of its configuration."""
-    state = checkpoint.read_manifest(folder)["state"]
-    if section in state:
-        return state[section]
-    # Written when it was not recorded: as was asked for.
-    return yaml.safe_load((folder / "config.yaml").read_text()).get(section, {})
+    state: dict[str, dict[str, Any]] = checkpoint.read_manifest(folder)["state"]
+    if section not in state:  # written when it was not recorded: as was asked for
+        state = yaml.safe_load((folder / "config.yaml").read_text())
+    return state.get(section, {})
 
 
 def kept(asked: AttentionConfig, folder: Path) -> AttentionConfig:
