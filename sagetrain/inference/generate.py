@@ -110,13 +110,14 @@ def choose(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Genera
     if sampling.temperature == 0:
         return logits.argmax(-1).tolist()
     few = min(sampling.top_k, logits.shape[-1])
-    values, ids = logits.topk(few) if few else logits.sort(descending=True)
+    likeliest = logits.topk(few) if few else logits.sort(descending=True)
+    values, ids = (x.cpu() for x in likeliest)  # a GPU's cumsum is not the same each time, and ranks must agree
     shares = (values.double() / sampling.temperature).softmax(-1).cumsum(-1)
     before = shares.roll(1, -1)
     before[:, 0] = 0
     kept = (before < sampling.top_p * shares[:, -1:]).sum(-1, keepdim=True)  # the first one always
     drawn = torch.stack([torch.rand(1, generator=each, dtype=torch.float64) for each in generators])
-    places = torch.searchsorted(shares, drawn.to(shares.device) * shares.gather(-1, kept - 1), right=True)
+    places = torch.searchsorted(shares, drawn * shares.gather(-1, kept - 1), right=True)
     return ids.gather(-1, places.minimum(kept - 1))[:, 0].tolist()
 
 

@@ -1,0 +1,66 @@
+"""Generation on a real GPU: batches, the CPU's tokens, transformers' tokens, FP4 attention: `make test-gpu`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import saved_runs
+from sagekernels.testing import rel_l2
+from sagetrain.inference.generate import Sampling, generate
+from sagetrain.inference.load import TrainedRun, load_run
+from sagetrain.inference.ranks import Ranks
+from sagetrain.parallel.topology import ParallelGroups
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+ROOT = Path(__file__).parent.parent.parent
+PROMPTS = ["a", "the quick brown fox", "", "b c d e f", "the quick"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """Folder of two runs with random weights and a context of 16 tokens, `fp32` and `bf16`."""
+    root = tmp_path_factory.mktemp("generate")
+    saved_runs.make(
+        [(root / dtype, saved_runs.config(root / dtype, dtype=dtype), 1) for dtype in ("fp32", "bf16")], model
+    )
+    return root
+
+
+def tokens_of(run: TrainedRun, prompts: list[str], how: Sampling, batch_size: int) -> list[list[int]]:
+    found = {done.number: done.tokens for done, _ in generate(run, prompts, how, batch_size)}
+    return [found[number] for number in range(len(prompts))]
+
+
+@pytest.mark.parametrize("how", [Sampling(20, temperature=0), Sampling(20, temperature=1.0, top_p=0.9, seed=3)])
+def test_tokens_are_those_of_the_cpu_whatever_the_batch(runs: Path, how: Sampling) -> None:
+    cpu = Ranks(ParallelGroups.single(), torch.device("cpu"))
+    expected = tokens_of(load_run(runs / "fp32", print, attention="sdpa", ranks=cpu), PROMPTS, how, 1)
+    run = load_run(runs / "fp32", print, attention="sdpa")
+    assert run.device.type == "cuda"
+    for batch_size in (1, 3):
+        assert tokens_of(run, PROMPTS, how, batch_size) == expected
+
+
+def test_transformers_goes_on_alike(runs: Path) -> None:
+    spec = importlib.util.spec_from_file_location("benchmark_generate", ROOT / "launch/benchmark_generate.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    run, model = benchmark.load(runs / "fp32", "sdpa")
+    benchmark.check(run, model, benchmark.prompts_of(run, 3, 8), 7)
+
+
+@torch.no_grad()
+def test_fp4_attention_is_the_kernels_in_bf16(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load_run(runs / "bf16", print, attention="fp4")
+    tokens = torch.randint(0, 350, (2, 16), generator=torch.Generator().manual_seed(0)).cuda()
+    found = run.model(tokens).float()
+    monkeypatch.setattr("sagekernels.fp4.triton_fp4_attention", None)
+    with pytest.raises(TypeError, match="NoneType"):
+        run.model(tokens)
+    exact = load_run(runs / "bf16", print, attention="sdpa").model(tokens).float()
+    assert 0.01 < rel_l2(found, exact) < 0.4
