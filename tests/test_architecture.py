@@ -108,10 +108,13 @@ def test_kernels_stand_alone():
         assert roots(imports(path)) <= STDLIB | {"torch", "triton", "numpy", "sagekernels"}, name_of(path)
 
 
-def test_kernels_are_imported_where_attention_is_defined_chosen_and_measured():
+def test_kernels_are_imported_where_their_use_is_defined_chosen_and_measured():
+    """Attention's by the model, the casts of linear layers by what multiplies and what travels."""
     users = {name_of(path) for path in SOURCES if "sagekernels" in roots(imports(path))}
     users -= {name_of(path) for path in below("kernels/sagekernels")}
-    assert users == {f"sagetrain/{name}.py" for name in ("model/backends", "model/selection", "stability/monitor")}
+    attention = ("model/backends", "model/selection", "stability/monitor")
+    casts = ("parallel/collectives", "parallel/lowbit", "parallel/packing")
+    assert users == {f"sagetrain/{name}.py" for name in (*attention, *casts)}
 
 
 def test_deepspeed_is_imported_inside_functions_of_the_engine():

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
-from sagetrain.parallel.lowbit import E4M3, E5M2, INT8, RECIPES, LowBit, Rounded, library_product, product, quantize
+from distributed import run_distributed
+from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize
+from sagetrain.parallel.collectives import finish_leave
+from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, keep_weights
+from sagetrain.parallel.lowbit import RECIPES, LowBit, library_product, product
 from sagetrain.parallel.matmul import linear
-from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.parallel.topology import ParallelGroups, Topology
 
 IN, OUTS = 48, (64, 16, 32)
 FORMATS = {E4M3: (2**-4, 2**-9), E5M2: (2**-3, 2**-16)}
@@ -215,10 +219,11 @@ def test_what_was_in_a_result_does_not_matter(name: tuple[str, str]) -> None:
     x, weight, grad = _random(1, 21, IN), _random(2, 64, IN), _random(3, 21, 64)
     _, grad_x, grad_weight = _products(matmul, x, [weight], [grad])
     out = torch.full_like(x, torch.nan)
-    assert torch.equal(matmul.input_gradient([grad], [weight], out=out), grad_x)
+    prepared = matmul.prepare([grad])
+    assert torch.equal(matmul.input_gradient(prepared, [weight], out=out), grad_x)
     assert torch.equal(out, grad_x)
     total = torch.ones_like(weight)
-    matmul.add_weight_gradient(total, [grad], x)
+    matmul.add_weight_gradient(total, prepared, matmul.read(x)[1])
     assert torch.equal(total, 1 + grad_weight)
 
 
@@ -264,3 +269,71 @@ def test_kept_weights_multiply_as_the_weights_themselves(name: tuple[str, str]) 
             with torch.no_grad():
                 assert torch.equal(torch.cat(fast(x), 1), truth[0])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+# -- gradients that are gathered ---------------------------------------------------------------------------------
+
+
+class Whole(LowBit):
+    """Gathers the gradient as it is and rounds it then."""
+
+    gradient_travels = False
+
+
+class Gathered(TorchDispatchMode):
+    """Bytes that all-gathers are given."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.bytes += args[0].nbytes
+        return function(*args, **(kwargs or {}))
+
+
+def _even(seed: int, rows: int, columns: int) -> Tensor:
+    """Magnitudes of which e4m3 rounds none among its smallest, whichever scale it has."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.exp2(-6 * torch.rand(rows, columns, generator=draw) + torch.randn(rows, 1, generator=draw))
+    return x * torch.randn(rows, columns, generator=draw).sign()
+
+
+def _gather_gradients(groups: ParallelGroups, recipe: str, dtype: torch.dtype, compiled: bool) -> tuple[list[int], int]:
+    """Of a row-parallel layer under sequence parallelism, as its recipe gathers dY and whole: elements of the gradients
+    of x and of the weight that differ, and the bytes that were gathered."""
+    own, results = RECIPES["fp8", recipe], []
+    x, grad = _random(1, 40, 32).to(dtype), _even(2 + groups.tp_rank, 20, 64).to(dtype)
+    for matmul in (Whole(**vars(own)), own):
+        layer = RowParallelLinear(64, 64, groups, sequence_parallel=True, matmul=matmul, dtype=dtype)
+        with torch.no_grad():
+            layer.weight.copy_(_random(3 + groups.tp_rank, 64, 32))
+        if compiled:
+            layer.compile(fullgraph=True, backend="aot_eager")
+        leaf = x.clone().requires_grad_()
+        y = finish_leave(layer(leaf), groups, True)
+        with Gathered() as gathered:
+            y.backward(grad)
+        results.append([leaf.grad, layer.weight.grad])
+    return [(a != b).sum().item() for a, b in zip(*results, strict=True)], gathered.bytes
+
+
+CASES = [
+    ("rowwise", torch.float32, False),
+    ("rowwise", torch.bfloat16, False),
+    ("rowwise", torch.bfloat16, True),
+    ("tensorwise", torch.bfloat16, False),
+    ("rowwise_bf16_wgrad", torch.bfloat16, False),
+]
+
+
+def _gather_all_gradients() -> list[tuple[list[int], int]]:
+    torch.set_num_threads(1)
+    groups = ParallelGroups.create(Topology(2, 2))
+    return [_gather_gradients(groups, *case) for case in CASES]
+
+
+def test_gradients_gathered_in_8_bits_are_those_rounded_behind_the_gather() -> None:
+    """Row-wise in e4m3: a byte a column and 16 a token. Another grid (e5m2) or a product in 16 bits wants all."""
+    packed, whole = 20 * (64 + 16), 20 * 64 * 2
+    for found in run_distributed(_gather_all_gradients, 2):
+        assert found == [([0, 0], size) for size in (packed, packed, packed, whole, whole)]

@@ -27,8 +27,13 @@ def _rounded(steps: int, *operands: Tensor) -> list[Tensor]:
 class Rounding(Matmul):
     """What a recipe in fewer bits has to write: the same products of rounded operands."""
 
-    def forward(self, x: Tensor, weights: Sequence[Tensor], kept: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        return super().forward(*_rounded(FORWARD, x), _rounded(FORWARD, *weights))
+    def read(self, x: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        return _rounded(FORWARD, x), _rounded(WEIGHT_GRADIENT, x)
+
+    def forward(
+        self, operand: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, ...]:
+        return super().forward(operand, _rounded(FORWARD, *weights))
 
     def input_gradient(
         self,
@@ -39,11 +44,13 @@ class Rounding(Matmul):
     ) -> Tensor:
         return super().input_gradient(_rounded(INPUT_GRADIENT, *prepared), _rounded(INPUT_GRADIENT, *weights), out)
 
-    def weight_gradients(self, prepared: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        return super().weight_gradients(_rounded(WEIGHT_GRADIENT, *prepared), *_rounded(WEIGHT_GRADIENT, x), weights)
+    def weight_gradients(
+        self, prepared: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        return super().weight_gradients(_rounded(WEIGHT_GRADIENT, *prepared), saved, weights)
 
-    def add_weight_gradient(self, total: Tensor, prepared: Sequence[Tensor], x: Tensor) -> None:
-        super().add_weight_gradient(total, _rounded(WEIGHT_GRADIENT, *prepared), *_rounded(WEIGHT_GRADIENT, x))
+    def add_weight_gradient(self, total: Tensor, prepared: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
+        super().add_weight_gradient(total, _rounded(WEIGHT_GRADIENT, *prepared), saved)
 
 
 class Dense(torch.autograd.Function):

@@ -24,6 +24,7 @@ if not INSIDE:
 
 else:
     from sagekernels.backward import triton_backward
+    from sagekernels.casts import INT8, NUMBERS, quantize_both_triton, quantize_both_twin
     from sagekernels.forward import document_bounds_triton, triton_forward
     from sagekernels.quantize import quantize_triton, quantize_twin, tile_means, token_mean, transpose_codes
     from sagekernels.reference import document_bounds, twin_backward, twin_forward
@@ -112,3 +113,59 @@ else:
         cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
         n = sum(lengths)
         assert torch.equal(document_bounds_triton(cu_seqlens, n), document_bounds(cu_seqlens, n))
+
+    def same_bits(found, expected):
+        """Of codes and scales of both orientations. NaN is like NaN."""
+        for ours, twin in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
+            assert ours.dtype == twin.dtype and ours.is_contiguous()
+            if ours.dtype == torch.float32:
+                torch.testing.assert_close(ours, twin, rtol=0, atol=0, equal_nan=True)
+            else:
+                assert torch.equal(ours.view(torch.uint8), twin.view(torch.uint8))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    @pytest.mark.parametrize("per_row", [True, False])
+    @pytest.mark.parametrize("number", NUMBERS, ids=str)
+    def test_casts_in_both_orientations(number, per_row, dtype):
+        """Rows and columns of their own magnitudes, some of zeros; more than one program each way; strides. (Numbers
+        that are subnormal in bfloat16 the interpreter widens wrongly.)"""
+        draw = torch.Generator().manual_seed(1)
+        for rows, columns, magnitude in ((1, 1, 1.0), (16, 48, 1e30), (300, 270, 1.0), (37, 129, 1e-30)):
+            spread = torch.exp2(6 * torch.randn(rows, 1, generator=draw) + 3 * torch.randn(columns, generator=draw))
+            x = (torch.randn(rows, columns, generator=draw) * spread * magnitude).to(dtype)
+            x[x.abs() < 2.0**-126] = 0 if dtype == torch.bfloat16 else 1e-40
+            x[rows // 2 :: 40], x[:, columns // 3 :: 50] = 0, 0
+            same_bits(quantize_both_triton(x, number, per_row), quantize_both_twin(x, number, per_row))
+        wide = torch.empty(rows, 2 * columns, dtype=dtype).fill_(torch.nan)
+        wide[:, :columns] = x
+        for strided in (wide[:, :columns], x.t().contiguous().t(), x[:1].expand(8, -1)):
+            same_bits(quantize_both_triton(strided, number, per_row), quantize_both_twin(strided, number, per_row))
+
+    @pytest.mark.parametrize("number", [number for number in NUMBERS if number != INT8], ids=str)
+    def test_casts_round_as_torch_does(number):
+        """Every value of a format, the middles between neighbours, and what lies beside them; largest magnitudes around
+        those at which the scale changes."""
+        values = torch.arange(256, dtype=torch.uint8).view(number).float()
+        values = values[values.isfinite()].unique()
+        middles = (values[1:] + values[:-1]) / 2
+        infinity = torch.tensor(torch.inf)
+        line = torch.cat([values, middles, middles.nextafter(infinity), middles.nextafter(-infinity)])
+        x = torch.stack([line * 2.0**k for k in (-20, 0, 3)])
+        same_bits(quantize_both_triton(x, number, False), quantize_both_twin(x, number, False))
+        same_bits(quantize_both_triton(x, number, True), quantize_both_twin(x, number, True))
+        edges = torch.tensor([1.75 * 2.0**k for k in range(-120, 126, 7)])
+        edges = torch.cat([edges, edges.nextafter(infinity), edges.nextafter(-infinity)])[:, None]
+        same_bits(quantize_both_triton(edges, number, True), quantize_both_twin(edges, number, True))
+
+    @pytest.mark.parametrize("number", NUMBERS, ids=str)
+    def test_casts_of_what_is_not_finite(number):
+        """Scales are the twin's; codes under a scale that is NaN may be any."""
+        x = torch.randn(40, 50)
+        x[3, 4], x[7, 9], x[8, 9] = torch.nan, torch.inf, -torch.inf
+        for per_row in (True, False):
+            found, expected = quantize_both_triton(x, number, per_row), quantize_both_twin(x, number, per_row)
+            for ours, twin in zip(found, expected, strict=True):
+                assert torch.equal(ours.scale.isnan(), twin.scale.isnan())
+                assert ours.scale.isnan().sum() == (1 if not per_row else 3 if twin is expected[0] else 2)
+                kept = ~twin.scale.isnan().expand(len(twin.codes), 1).squeeze(1)
+                assert torch.equal(ours.codes.view(torch.uint8)[kept], twin.codes.view(torch.uint8)[kept])

@@ -15,6 +15,7 @@ from . import hopper, observe, reference
 from .backward import triton_backward
 from .forward import document_bounds_triton, triton_forward
 from .launch import is_hopper
+from .operators import LIBRARY, operator
 from .quantize import Codes, tiles_of
 from .reference import RECIPES, Saved, twin_backward, twin_forward
 
@@ -156,8 +157,7 @@ def _check(
         raise ValueError(f"{'cu_seqlens' if bounds is None else 'bounds'} must be on {q.device}, got {given.device}")
 
 
-# The operators are registered by hand and have no list of tensors in their schemas: torch.library.custom_op and such
-# lists cost the host more per call than all launches. An optional tensor that a call does not use is empty.
+# An optional tensor that a call does not use is empty: schemas have no lists (operators.py).
 Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -263,22 +263,9 @@ def _document_bounds_fake(cu_seqlens: Tensor, length: int) -> Tensor:
     return cu_seqlens.new_empty(2, length)
 
 
-LIBRARY = torch.library.Library("sagekernels", "DEF")
-
-
-def _operator(function: Callable, fake: Callable) -> torch._ops.OpOverload:
-    """Register torch.ops.sagekernels.<name of the function>, with its types as the schema."""
-    name = function.__name__.strip("_")
-    schema = torch.library.infer_schema(function, mutates_args=())
-    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sagekernels::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.sagekernels, name).default
-
-
-DOCUMENT_BOUNDS = _operator(_document_bounds, _document_bounds_fake)
-FORWARD = _operator(_forward, _forward_fake)
-BACKWARD = _operator(_backward, _backward_fake)
+DOCUMENT_BOUNDS = operator(_document_bounds, _document_bounds_fake)
+FORWARD = operator(_forward, _forward_fake)
+BACKWARD = operator(_backward, _backward_fake)
 
 
 class _Attention(torch.autograd.Function):

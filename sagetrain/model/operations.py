@@ -24,9 +24,9 @@ _SWIGLU = 8, 14
 _LOGIT = 3, 35  # written by the matmul; read for the log-sum-exp; read and replaced by its gradient
 _EMBEDDING = 5
 # Of every operand of a block's linear layers in 8 bits, both of its uses: a reading for the largest magnitudes, one to
-# round, and one byte written. Row-wise, along tokens once more and apart; with the weights' gradients in 16 bits, once.
-# None of it is taken to be fused with norms and SwiGLU, though torch.compile may.
-_CASTS = {"tensorwise": (3, 33), "rowwise": (4, 33), "rowwise_bf16_wgrad": (1.5, 16.5)}
+# round, and one byte written for each use, by kernels (sagekernels/casts.py). With the weights' gradients in 16 bits it
+# is one use, by torch.compile or eager; not taken to be fused with norms and SwiGLU, though it may.
+_CASTS = {"tensorwise": (3, 3), "rowwise": (3, 3), "rowwise_bf16_wgrad": (1.5, 16.5)}
 _RESCALED = 4, 6  # of every result in INT8: int32 written and read again
 _ALL_TO_ALL = 8  # q, k, v and o are packed and unpacked around them
 
@@ -408,17 +408,21 @@ def _tensor_parallel(model: ModelConfig, attention: AttentionConfig, rank: Rank,
         ("backward", OUT, enters, 1, backward),
         ("backward", INTO, leaves, 0, into),
     ]
-    packed, gathers, linear = payload, 2 * model.num_layers, rank.linear
+    packed = {("forward", INTO): payload, ("recomputed", INTO): payload, ("backward", OUT): payload}
+    gathers, linear = 2 * model.num_layers, rank.linear
     if linear.precision == "fp8" and linear.recipe != "rowwise_bf16_wgrad":
-        readers = [inputs * outputs for inputs, outputs in _layers(model, rank).values()][::2]
-        low = len(linear.low_bit_blocks(model.num_layers)) * sum(map(linear.takes, readers))
-        eight = rank.tokens * (model.hidden_size + 16) // parts  # Matmul.pack
-        packed = (low * eight + (gathers - low) * payload) // gathers
+        eight = rank.tokens * (model.hidden_size + 16) // parts  # parallel/packing.py
+        sizes = [inputs * outputs for inputs, outputs in _layers(model, rank).values()]
+        for key in packed:
+            if key[1] == INTO or linear.recipe == "rowwise":
+                layers = sizes[key[1] == OUT :: 2]  # column-parallel ones read, row-parallel ones write
+                low = len(linear.low_bit_blocks(model.num_layers)) * sum(map(linear.takes, layers))
+                packed[key] = (low * eight + (gathers - low) * payload) // gathers
     for moment, what, kind, at_ends, beside in rows:
         if kind and (rank.recomputes or moment != "recomputed"):
             calls = [(2 * parts, at_ends * parts, payload)]
-            if kind == "all-gather" and what == INTO and packed < payload:
-                calls = [(2 * parts, 0, packed), (0, at_ends * parts, payload)]
+            if kind == "all-gather" and packed[moment, what] < payload:
+                calls = [(2 * parts, 0, packed[moment, what]), (0, at_ends * parts, payload)]
             yield from (Collective("tensor", moment, what, kind, *call, beside) for call in calls)
     yield Collective("tensor", "backward", "into the head", leaves, 0, parts, payload)
     # Gains are whole on every rank but see their rank's heads or tokens: of q and k, and of the residual stream, where

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sagekernels.admission import LIMITS, Admission, admit, choose, decided_once, median_seconds
+from sagekernels.casts import MULTIPLE
 from sagekernels.hopper_backward import KEYS
 from sagekernels.launch import is_hopper
 from sagekernels.testing import Shape
@@ -27,7 +28,7 @@ from sagetrain.model.backends import (
     find_varlen_attn,
     token_layout,
 )
-from sagetrain.parallel.lowbit import MULTIPLE, RECIPES, LowBit
+from sagetrain.parallel.lowbit import RECIPES, LowBit
 
 # The least compute capability whose matmuls take it: Ada and Hopper, Turing.
 _CAPABILITY = {"fp8": (8, 9), "int8": (7, 5)}

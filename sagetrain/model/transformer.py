@@ -364,7 +364,7 @@ class Transformer(nn.Module):
 
     def keep_weights(self) -> None:
         """Make what linear layers keep of their weights (layers.keep_weights): at first, and whenever these changed."""
-        keep_weights(self, compiled=self.head.compiled)
+        keep_weights(self)
 
     def _layouts(
         self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None

@@ -35,7 +35,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
+from sagekernels.casts import MULTIPLE
 from sagetrain.parallel.copies import connected
+from sagetrain.parallel.packing import pack, unpack
 from sagetrain.parallel.topology import ParallelGroups
 
 _ops, _copies = torch.ops._c10d_functional, torch.ops.sagetrain
@@ -78,15 +80,18 @@ what was given). The first one carries the gradient, which has its shape and is 
 
 
 class _EndBackward(torch.autograd.Function):
-    """Identity; ends the collective of the backward pass."""
+    """Identity; ends the collective of the backward pass. packed: that is on its way packed, as the bytes of a matrix
+    in the dtype of x, which autograd would not take for the gradient of x: an empty one in its shape stands for x."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        return x.view_as(x)
+    def forward(ctx: FunctionCtx, x: Tensor, packed: bool) -> Tensor:
+        ctx.packed = packed
+        return x.new_empty(len(x), (x.shape[1] + MULTIPLE) // x.itemsize) if packed else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        return finish(grad)
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        grad = finish(grad)
+        return unpack(grad.view(torch.uint8), grad.dtype) if ctx.packed else grad, None
 
 
 class _Finish(torch.autograd.Function):
@@ -97,10 +102,13 @@ class _Finish(torch.autograd.Function):
         ctx: FunctionCtx, given: Tensor, result: Tensor | None, back: Collective, group: ProcessGroup
     ) -> Tensor:
         ctx.back, ctx.group = back, group
+        ctx.packed = result is not None and result.shape[1:] != given.shape[1:]  # see _EndBackward
         return given.view_as(given) if result is None else finish(result)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.packed:
+            grad = pack(grad).view(grad.dtype)
         return (grad if ctx.back is None else ctx.back(grad, ctx.group)), None, None, None
 
 
@@ -134,10 +142,11 @@ def _start(
     there: Collective,
     back: Collective,
     pack: Callable[[Tensor], Tensor] | None = None,
+    packed_back: bool = False,
 ) -> Pending:
-    packed = x.detach() if pack is None or there is None else pack(x.detach())
-    result = None if there is None else there(packed, groups.tp_group)
-    return (x if back is None else _EndBackward.apply(x)), result
+    sent = x.detach() if pack is None or there is None else pack(x.detach())
+    result = None if there is None else there(sent, groups.tp_group)
+    return (x if back is None else _EndBackward.apply(x, packed_back)), result
 
 
 def _finish(x: Pending, groups: ParallelGroups, back: Collective) -> Tensor:
@@ -173,9 +182,14 @@ def finish_enter(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel:
     return x if groups.tp_size == 1 else _finish(x, groups, entering(sequence_parallel)[1])
 
 
-def start_leave(x: Tensor, groups: ParallelGroups, sequence_parallel: bool) -> Tensor | Pending:
-    """The ranks' partial sums added up, on their way: [tokens, ...] -> [tokens (/ tp), ...]."""
-    return x if groups.tp_size == 1 else _start(x, groups, *reversed(entering(sequence_parallel)))
+def start_leave(
+    x: Tensor, groups: ParallelGroups, sequence_parallel: bool, *, packed: bool = False
+) -> Tensor | Pending:
+    """The ranks' partial sums added up, on their way: [tokens, ...] -> [tokens (/ tp), ...]. packed: their gradient, of
+    x [tokens, columns], is gathered in 8 bits (packing.py), where it is gathered."""
+    if groups.tp_size == 1:
+        return x
+    return _start(x, groups, *reversed(entering(sequence_parallel)), packed_back=packed and sequence_parallel)
 
 
 def finish_leave(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:

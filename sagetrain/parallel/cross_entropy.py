@@ -85,7 +85,7 @@ def linear_token_losses(
     chunk, losses = chunk or _chunk(hidden, weight), []
     for some, some_labels in zip(hidden.split(chunk), labels.split(chunk), strict=True):
         local, outside = local_ids(some_labels, weight.shape[0], groups)
-        (logits,) = matmul.forward(some, (weight,))
+        (logits,) = matmul.forward(matmul.read(some)[0], (weight,))
         losses.append(_token_losses(*statistics(logits, local), outside, groups)[0])
         del logits  # the next chunk's take its place
     return torch.cat(losses)
@@ -117,7 +117,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             local, outside = local_ids(labels[rows], weight.shape[0], groups)
-            (logits,) = matmul.forward(hidden[rows], (weight,))
+            operand, saved = matmul.read(hidden[rows])
+            (logits,) = matmul.forward(operand, (weight,))
             losses, lse = _token_losses(*statistics(logits, local), outside, groups)
             total += losses.sum()
             if hidden_needs_grad or weight_needs_grad:
@@ -126,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if hidden_needs_grad:
                     matmul.input_gradient(grad, (weight,), out=hidden_grad[rows])
                 if weight_needs_grad:
-                    matmul.add_weight_gradient(weight_grad, grad, hidden[rows])
+                    matmul.add_weight_gradient(weight_grad, grad, saved)
                 del grad
         ctx.tokens = hidden.shape[0]
         ctx.save_for_backward(hidden_grad, weight_grad.to(weight.dtype) if weight_needs_grad else None)

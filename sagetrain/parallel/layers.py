@@ -7,9 +7,6 @@ checkpoint, DeepSpeed and the optimizer need to know about it (see `annotate`).
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,30 +46,18 @@ def _divide(total: int, groups: ParallelGroups, what: str) -> int:
 
 
 @torch.no_grad()
-def keep_weights(model: nn.Module, *, compiled: bool = False) -> None:
+def keep_weights(model: nn.Module) -> None:
     """Make what layers keep of their weights (Matmul.keep), from the weights as they are now.
 
     From then on the layers compute with that: whoever changes a weight has to call this again. Not for ZeRO 3, where
     weights come and go.
-
-    compiled: fuse the passes over each weight with torch.compile (for CUDA).
     """
-    keep = _compiled_keep() if compiled else _keep
     for layer in model.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            made = keep(layer.matmul, list(layer.parameters(recurse=False)))
+            made = layer.matmul.keep(list(layer.parameters(recurse=False)))
             layer.kept = layer.kept or made
             for old, new in zip(layer.kept, made, strict=True):
                 old.copy_(new)
-
-
-def _keep(matmul: Matmul, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return matmul.keep(weights)
-
-
-@functools.cache
-def _compiled_keep() -> Callable[[Matmul, Sequence[Tensor]], tuple[Tensor, ...]]:
-    return torch.compile(_keep, fullgraph=True, dynamic=False)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -154,7 +139,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor | Pending:
         """[tokens, in / tp] -> [tokens (/ tp with sequence parallelism), out], on its way."""
         (y,) = linear(x, [self.weight], self.matmul, kept=self.kept)
-        return start_leave(y, self.groups, self.sequence_parallel)
+        return start_leave(y, self.groups, self.sequence_parallel, packed=self.matmul.gradient_travels)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -8,11 +8,15 @@ factors of the sum, so rows may have their own in each of the three products, al
     gradient of x     dY W       tokens, input features
     gradient of W     dY^T x     output features, input features
 
+What two products read along different dims is rounded both ways at once (sagekernels/casts.py), x and dY by themselves:
+x when the output is computed, so that 8 bits of it are kept for the backward pass.
+
 A scale is that of the values at hand, not of steps before. FP8's are powers of two: multiplying and dividing by them
 rounds nothing, and a value that is not among the smallest is rounded alike with every such scale, on however many
 ranks its row is spread. Weights that read the same x are one matrix.
 
-Sequence parallelism gathers what column-parallel layers read: FP8 travels in 8 bits, half the bytes (`pack`).
+Sequence parallelism gathers what column-parallel layers read, and the gradients of what row-parallel ones wrote: FP8
+travels in 8 bits, half the bytes (packing.py).
 
 Scales are a rank's own: a shard of W, or of the tokens, is scaled by what it holds. No collective agrees on them; a
 tensor that is spread over ranks has a finer scale for it.
@@ -25,49 +29,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both
+from sagetrain.parallel import packing
 from sagetrain.parallel.matmul import Matmul
-
-E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
-
-MULTIPLE = 16
-"""Of every dim that a product sums over or that its second operand has, the tokens excepted: those are padded."""
-
-_EXPONENT = 0x7F800000  # of an fp32: what remains of it is a power of two
-_MANTISSA = 23  # bits of an fp32 below its exponent
-_LARGEST_SCALE = 2.0**126  # its reciprocal is still a normal fp32
-
-
-class Rounded(NamedTuple):
-    """A matrix in 8 bits: codes times scale. codes: [rows, columns], contiguous. scale: fp32 [rows, 1] or [1, 1]; NaN
-    where what it scales was not finite."""
-
-    codes: Tensor
-    scale: Tensor
-
-
-def quantize(x: Tensor, number: torch.dtype, per_row: bool) -> Rounded:
-    """x [rows, columns] in codes of a number format, the largest magnitude of all or of each row near its largest.
-
-    Nothing is added to a magnitude that it divides by: zeros stay zeros, and a largest one of 1e-33 still uses all of
-    the format. What is not finite makes all that shares its scale NaN.
-    """
-    limit = 127.0 if number == INT8 else torch.finfo(number).max
-    magnitude = x.abs()
-    largest = (magnitude.amax(-1, keepdim=True) if per_row else magnitude.amax().reshape(1, 1)).float()
-    scale = (limit / largest).clamp(max=_LARGEST_SCALE)
-    if number != INT8:
-        scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
-    scale = scale.masked_fill(~largest.isfinite(), torch.nan)
-    # Clamped first: before torch 2.12 a cast to e4m3 makes NaN of what is too large by rounding.
-    codes = (x.float() * scale).clamp(-limit, limit)
-    codes = (codes.round() if number == INT8 else codes).to(number)
-    return Rounded(codes.contiguous(), scale.reciprocal())
 
 
 def product(a: Rounded, b: Rounded, dtype: torch.dtype, fast_accumulation: bool = False) -> Tensor:
@@ -117,35 +85,48 @@ class LowBit(Matmul):
 
     def keep(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Codes and scales of the weights, as the output reads them, and transposed, for the gradient of x."""
-        whole = _whole(weights)
-        return *self._rounded(whole), *self._rounded(whole.t())
+        rounded, turned = quantize_both(_whole(weights), self.number, self.per_row)
+        return *rounded, *turned
 
     @property
     def travels(self) -> bool:
-        """Whether x may be gathered in 8 bits: what e4m3 has rounded once, with a power of two for a scale, no other
-        such scale rounds again, along tokens either, but among the smallest."""
+        """Whether x may be gathered in 8 bits."""
         return self.number == E4M3 and not self.wide_weight_gradient
 
+    @property
+    def gradient_travels(self) -> bool:
+        """Whether dY may."""
+        return self.gradient == E4M3 and not self.wide_weight_gradient
+
     def pack(self, x: Tensor) -> Tensor:
-        """uint8 [tokens, in + 16]: codes, then the exponent of the token's scale, as often as keeps rows aligned."""
-        if not self.travels:
-            return x
-        codes, scale = quantize(x, E4M3, per_row=True)
-        exponent = (scale.view(torch.int32) >> _MANTISSA).to(torch.uint8)
-        return torch.cat([codes.view(torch.uint8), exponent.expand(-1, MULTIPLE)], 1)
+        """uint8 [tokens, in + 16], or x itself."""
+        return packing.pack(x) if self.travels else x
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """[tokens, in]. Layers round it again, to the same codes; inside a graph that is one pass over the bytes."""
-        if packed.dtype != torch.uint8:
-            return packed
-        codes, exponent = packed[:, :-MULTIPLE].view(E4M3), packed[:, -MULTIPLE:][:, :1]
-        return (codes.float() * (exponent.to(torch.int32) << _MANTISSA).view(torch.float32)).to(dtype)
+        """[tokens, in]. Layers round it again, to the same codes."""
+        return packing.unpack(packed, dtype) if packed.dtype == torch.uint8 else packed
 
-    def forward(self, x: Tensor, weights: Sequence[Tensor], kept: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    def read(self, x: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Codes and scales of x, and transposed."""
+        if self.wide_weight_gradient:
+            return self._rounded(x), (x,)
+        return quantize_both(x, self.number, self.per_row)
+
+    def forward(
+        self, operand: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, ...]:
         """x W^T of each weight: [tokens, out] each, views of one tensor."""
         weight = Rounded(*kept[:2]) if kept else self._rounded(_whole(weights))
-        y = product(self._rounded(x), weight, x.dtype, fast_accumulation=True)
+        y = product(Rounded(*operand), weight, weights[0].dtype, fast_accumulation=True)
         return y.split([len(own) for own in weights], 1)
+
+    def prepare(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Codes and scales of dY, of all weights together, and transposed, or dY itself."""
+        (grad,) = super().prepare(grads)
+        if self.wide_weight_gradient:
+            return *quantize(grad, self.gradient, self.per_row), grad
+        rounded, turned = quantize_both(grad, self.gradient, self.per_row)
+        return *rounded, *turned
 
     def input_gradient(
         self,
@@ -155,28 +136,24 @@ class LowBit(Matmul):
         kept: Sequence[Tensor] = (),
     ) -> Tensor:
         """[tokens, in]."""
-        (grad,) = prepared
         weight = Rounded(*kept[2:]) if kept else self._rounded(_whole(weights).t())
-        total = product(quantize(grad, self.gradient, self.per_row), weight, grad.dtype, self._fast_backward)
+        total = product(Rounded(*prepared[:2]), weight, weights[0].dtype, self._fast_backward)
         return total if out is None else out.copy_(total)
 
-    def weight_gradients(self, prepared: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def weight_gradients(
+        self, prepared: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
         """Of each weight, in its shape: views of one tensor."""
-        (grad,) = prepared
-        return self._weight_gradient(grad, x).split([len(weight) for weight in weights])
+        return self._weight_gradient(prepared, saved, weights[0].dtype).split([len(weight) for weight in weights])
 
-    def add_weight_gradient(self, total: Tensor, prepared: Sequence[Tensor], x: Tensor) -> None:
-        """Add that of one weight to an fp32 total, rounded to the dtype of x before."""
-        total += self._weight_gradient(*prepared, x)
+    def add_weight_gradient(self, total: Tensor, prepared: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
+        """Add that of one weight to an fp32 total."""
+        total += self._weight_gradient(prepared, saved, total.dtype)
 
-    def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+    def _weight_gradient(self, prepared: Sequence[Tensor], saved: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         if self.wide_weight_gradient:
-            return grad.t() @ x
-        more = -len(x) % MULTIPLE  # tokens of zeros
-        grad, x = F.pad(grad, (0, 0, 0, more)), F.pad(x, (0, 0, 0, more))
-        return product(
-            quantize(grad.t(), self.gradient, self.per_row), self._rounded(x.t()), grad.dtype, self._fast_backward
-        )
+            return prepared[2].t() @ saved[0]
+        return product(Rounded(*prepared[2:]), Rounded(*saved), dtype, self._fast_backward)
 
     def _rounded(self, operand: Tensor) -> Rounded:
         return quantize(operand, self.number, self.per_row)

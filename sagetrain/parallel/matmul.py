@@ -50,8 +50,22 @@ class Matmul:
         """What `pack` made, as x again."""
         return packed
 
-    def forward(self, x: Tensor, weights: Sequence[Tensor], kept: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """x W^T of each weight: [tokens, out] each. kept: what `keep` gave, if it was called."""
+    @property
+    def gradient_travels(self) -> bool:
+        """Whether the gradients of what `forward` returned may be gathered packed (packing.py)."""
+        return False
+
+    def read(self, x: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """What of x [tokens, in] `forward` multiplies, and what `weight_gradients` does, which is all of x that is kept
+        for the backward pass; here both times x itself."""
+        return (x,), (x,)
+
+    def forward(
+        self, operand: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, ...]:
+        """x W^T of each weight: [tokens, out] each. operand: the first that `read` made. kept: what `keep` gave, if it
+        was called."""
+        (x,) = operand
         return tuple(x @ weight.t() for weight in weights)
 
     def prepare(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -75,15 +89,18 @@ class Matmul:
             total += grad @ weight
         return total
 
-    def weight_gradients(self, prepared: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Of each weight, in its shape."""
+    def weight_gradients(
+        self, prepared: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Of each weight, in its shape. saved: the second that `read` made."""
+        (x,) = saved
         products = [grad.t() @ x for grad in prepared]
         return products if len(prepared) == len(weights) else products[0].split([len(weight) for weight in weights])
 
-    def add_weight_gradient(self, total: Tensor, prepared: Sequence[Tensor], x: Tensor) -> None:
+    def add_weight_gradient(self, total: Tensor, prepared: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
         """Add that of one weight to an fp32 total: a sum over parts of the tokens in 16 bits would lose what the sum
         within a matmul keeps."""
-        a, b = prepared[0].t(), x
+        a, b = prepared[0].t(), saved[0]
         if a.dtype == total.dtype:
             total.addmm_(a, b)
         elif a.is_cuda:
@@ -117,8 +134,8 @@ class _Plan(NamedTuple):
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps x as the matmuls read it, and the weights themselves, not views of them: ZeRO-3 takes away what is in them
-    in between."""
+    """Keeps what the matmuls read of x, and the weights themselves, not views of them: ZeRO-3 takes away what is in
+    them in between."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, plan: _Plan, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -127,17 +144,19 @@ class _Linear(torch.autograd.Function):
         given, result, *read = tensors
         weights, kept = read[: plan.weights], read[plan.weights :]
         x = given if result is None else plan.matmul.unpack(finish(result), given.dtype)
-        ctx.plan = plan
-        ctx.save_for_backward(x, *read)
-        return plan.matmul.forward(x, weights, kept)
+        operand, saved = plan.matmul.read(x)
+        ctx.plan, ctx.count = plan, len(saved)
+        ctx.save_for_backward(*saved, *read)
+        return plan.matmul.forward(operand, weights, kept)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         matmul, back, group, count = ctx.plan
-        x, *read = ctx.saved_tensors
+        tensors = ctx.saved_tensors
+        saved, read = tensors[: ctx.count], tensors[ctx.count :]
         weights, kept = read[:count], read[count:]
         prepared = matmul.prepare(grads)
         grad_x = matmul.input_gradient(prepared, weights, kept=kept)
         if back is not None:
             grad_x = back(grad_x, group)
-        return None, grad_x, None, *matmul.weight_gradients(prepared, x, weights), *(None,) * len(kept)
+        return None, grad_x, None, *matmul.weight_gradients(prepared, saved, weights), *(None,) * len(kept)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both, quantize_both_twin
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
-from sagetrain.parallel.lowbit import E4M3, E5M2, INT8, RECIPES, Rounded, product, quantize
+from sagetrain.parallel.lowbit import RECIPES, product
 from sagetrain.parallel.topology import ParallelGroups
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -62,6 +63,33 @@ def test_codes_are_the_twins(number: torch.dtype, per_row: bool, compiled: bool)
             else:
                 assert torch.equal(found_scales.cpu(), scales)
                 assert moved.max() == 0
+
+
+@pytest.mark.parametrize("per_row", [True, False])
+@pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_casts_in_both_orientations_are_the_twins(dtype: torch.dtype, number: torch.dtype, per_row: bool) -> None:
+    """Bit for bit, whatever was in the memory of the results: sizes that fill no tile, strides, magnitudes, zeros,
+    subnormal numbers."""
+    for rows, columns, scale in ((300, 512, 1.0), (1001, 4096, 1e-30), (64, 16, 1e30), (37, 129, 1e-36), (1, 1, 1.0)):
+        x = (_random(1, rows, columns).float() * scale).to(dtype)
+        for one in (x, x.t(), x.repeat(1, 2)[:, :columns]):
+            _poison()
+            ours, twin = quantize_both(one.cuda(), number, per_row), quantize_both_twin(one, number, per_row)
+            for found, expected in zip(ours, twin, strict=True):
+                assert torch.equal(found.scale.cpu(), expected.scale)
+                assert torch.equal(found.codes.view(torch.uint8).cpu(), expected.codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
+def test_casts_in_both_orientations_hide_nothing(number: torch.dtype) -> None:
+    x = _random(1, 300, 512)
+    x[3, 4], x[200, 9], x[201, 9] = torch.nan, torch.inf, -torch.inf
+    for per_row in (True, False):
+        ours, twin = quantize_both(x.cuda(), number, per_row), quantize_both_twin(x, number, per_row)
+        for found, expected in zip(ours, twin, strict=True):
+            assert torch.equal(found.scale.isnan().cpu(), expected.scale.isnan())
+            assert expected.scale.isnan().any()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -118,7 +146,7 @@ def test_layers_compute_as_the_twin(name: tuple[str, str], tokens: int, compiled
     truth = _results(layer := _layer(name, "cpu"), layer, x, grad)
     layer = _layer(name, "cuda")
     if kept:
-        keep_weights(layer, compiled=compiled)
+        keep_weights(layer)
     call = torch.compile(layer, fullgraph=True) if compiled else layer
     _poison()
     for found, expected in zip(_results(layer, call, x.cuda(), grad.cuda()), truth, strict=True):

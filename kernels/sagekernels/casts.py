@@ -1,0 +1,252 @@
+"""Matrices in 8 bits for matmuls, FP8 (e4m3, e5m2) and INT8, with scales: the torch twins, then the Triton kernels.
+
+A product sums along the rows of both its operands, so what two products read along different dims is needed twice: as
+it lies in memory and turned, each with scales of its own. `quantize_both` makes all of it from one matrix: one pass
+finds the largest magnitudes of rows and columns together, another one reads again and writes both. Of 16-bit elements
+these are 2 + 2 bytes read and 1 + 1 written, 6 an element (NOTES.md).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import on_device_of
+from .operators import operator
+from .pieces import INTERPRETED, MAGIC
+
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+NUMBERS = (E4M3, E5M2, INT8)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+MULTIPLE = 16
+"""What FP8 matmuls want of the dim that they sum over: rows of zeros fill it up where the matrix is turned."""
+
+_LARGEST_EXPONENT = tl.constexpr(
+    253
+)  # as an fp32 holds it, of 2^126: the reciprocal of that scale is still a normal number
+
+
+class Rounded(NamedTuple):
+    """A matrix in 8 bits: codes times scale. codes: [rows, columns], contiguous. scale: fp32 [rows, 1] or [1, 1]; NaN
+    where what it scales was not finite."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+def quantize(x: Tensor, number: torch.dtype, per_row: bool) -> Rounded:
+    """x [rows, columns] in codes of a number format, the largest magnitude of all or of each row near its largest.
+
+    FP8's scales are powers of two, the largest that keep codes in range. Nothing is added to a magnitude that it
+    divides by: zeros stay zeros, and a largest one of 1e-33 still uses all of the format. What is not finite makes all
+    that shares its scale NaN.
+    """
+    magnitude = x.abs()
+    largest = (magnitude.amax(-1, keepdim=True) if per_row else magnitude.amax().reshape(1, 1)).float()
+    if number == INT8:
+        scale = (torch.full_like(largest, 127.0) / largest).clamp(max=2.0**126)  # `127.0 / largest` would round twice
+        inverse = scale.reciprocal()
+    else:
+        # Both formats end at 1.75 times a power of two, 2^8 and 2^15. The exponent of `largest`, one more above a
+        # mantissa of 1.75, taken from that one is the scale's. In integers: divisions of a GPU round as they like.
+        above = (largest.view(torch.int32) + 0x1FFFFF) >> 23
+        exponent = ((262 if number == E4M3 else 269) - above).clamp(max=_LARGEST_EXPONENT.value)
+        scale, inverse = ((e << 23).view(torch.float32) for e in (exponent, 254 - exponent))
+    broken = ~largest.isfinite()
+    codes = x.float() * scale.masked_fill(broken, torch.nan)
+    codes = codes.round().clamp(-127, 127) if number == INT8 else codes
+    return Rounded(codes.to(number).contiguous(), inverse.masked_fill(broken, torch.nan))
+
+
+def quantize_both_twin(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
+    """x [rows, columns] as it lies, and turned: [columns, rows and zeros up to a multiple of 16]."""
+    turned = F.pad(x, (0, 0, 0, -len(x) % MULTIPLE)).t()
+    return quantize(x, number, per_row), quantize(turned, number, per_row)
+
+
+# Rows and columns of a program, and how many of such pieces, one below the other, the first pass takes: of a piece it
+# leaves two atomic maxima a row or column. Lines of 128 bytes at least are read and written whole, in both directions.
+LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_STEPS = 32, 256, 8
+ROUND_ROWS, ROUND_COLUMNS = 128, 128
+
+
+@triton.jit
+def _magnitude_bits(X, row, column, rows, columns, stride):
+    """Bits of |x|, which order like the numbers, infinity and then NaN above all; 0 outside."""
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    x = tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _largest_kernel(
+    X, OF_ROWS, OF_COLUMNS, rows, columns, stride, across,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PER_ROW: tl.constexpr,
+):  # fmt: skip
+    """Bits of the largest magnitudes, into what holds zeros: a maximum in any order is the same."""
+    column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(0) // across * (ROWS * STEPS)
+    of_columns = tl.zeros([COLUMNS], tl.int32)
+    for step in range(STEPS):
+        row = first + step * ROWS + tl.arange(0, ROWS)
+        bits = _magnitude_bits(X, row, column, rows, columns, stride)
+        of_columns = tl.maximum(of_columns, tl.max(bits, 0))
+        if PER_ROW:
+            tl.atomic_max(OF_ROWS + row, tl.max(bits, 1), mask=row < rows, sem="relaxed")
+    if PER_ROW:
+        tl.atomic_max(OF_COLUMNS + column, of_columns, mask=column < columns, sem="relaxed")
+    else:
+        tl.atomic_max(OF_ROWS, tl.max(of_columns, 0), sem="relaxed")
+
+
+@triton.jit
+def _scale_of(largest, NUMBER: tl.constexpr):
+    """What to multiply by, and its reciprocal, from the bits of a largest magnitude."""
+    if NUMBER == "int8":
+        magnitude = largest.to(tl.float32, bitcast=True)
+        scale = tl.minimum(tl.div_rn(tl.zeros_like(magnitude) + 127.0, magnitude), 2.0**126)
+        inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    else:
+        above = (largest + 0x1FFFFF) >> 23
+        exponent = tl.minimum((262 if NUMBER == "e4m3" else 269) - above, _LARGEST_EXPONENT)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    finite = largest < 0x7F800000
+    return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, float("nan"))
+
+
+@triton.jit
+def _codes_of(x, NUMBER: tl.constexpr):
+    """float32 inside of the format's range, or NaN -> its bits as int8, to nearest even."""
+    if NUMBER == "int8":
+        x = tl.minimum(tl.maximum(x, -127.0), 127.0)
+        return (x + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
+    elif INTERPRETED:  # whose own conversion does not round to even
+        return _fp8_bits(x, 3 if NUMBER == "e4m3" else 2, 7 if NUMBER == "e4m3" else 15)
+    elif NUMBER == "e4m3":
+        return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    else:
+        return x.to(tl.float8e5).to(tl.int8, bitcast=True)
+
+
+@triton.jit
+def _fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The same by integer arithmetic."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    odd = (magnitude >> DROPPED) & 1
+    normal = ((magnitude + (1 << (DROPPED - 1)) - 1 + odd) >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    units = magnitude.to(tl.float32, bitcast=True) * 2.0 ** (BIAS - 1 + MANTISSA)  # of the least subnormal
+    subnormal = (tl.minimum(units, 8.0) + MAGIC).to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.int8)
+
+
+@triton.jit
+def _round_both_kernel(
+    X, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE, rows, columns, padded, stride, across,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
+):  # fmt: skip
+    """One program rounds one tile: read once, written along rows and along columns."""
+    right, down = tl.program_id(0) % across, tl.program_id(0) // across
+    row, column = down * ROWS + tl.arange(0, ROWS), right * COLUMNS + tl.arange(0, COLUMNS)
+    wide_row, wide_column = row.to(tl.int64), column.to(tl.int64)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    x = tl.load(X + wide_row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    to_turned = TURNED + wide_column[:, None] * padded + row[None, :]
+    turned_inside = (column < columns)[:, None] & (row < padded)[None, :]
+    if PER_ROW:
+        scale, inverse = _scale_of(tl.load(OF_ROWS + row, mask=row < rows, other=0), NUMBER)
+        turned_scale, turned_inverse = _scale_of(tl.load(OF_COLUMNS + column, mask=column < columns, other=0), NUMBER)
+        codes = _codes_of(x * scale[:, None], NUMBER)
+        turned = _codes_of(x * turned_scale[None, :], NUMBER)
+        tl.store(SCALE + row, inverse, mask=(row < rows) & (right == 0))
+        tl.store(TURNED_SCALE + column, turned_inverse, mask=(column < columns) & (down == 0))
+    else:
+        scale, inverse = _scale_of(tl.load(OF_ROWS), NUMBER)
+        codes = _codes_of(x * scale, NUMBER)
+        turned = codes
+        tl.store(SCALE, inverse, mask=tl.program_id(0) == 0)
+        tl.store(TURNED_SCALE, inverse, mask=tl.program_id(0) == 0)
+    tl.store(CODES + wide_row[:, None] * columns + column[None, :], codes, mask=inside)
+    tl.store(to_turned, tl.trans(turned), mask=turned_inside)
+
+
+def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
+    """quantize_both_twin on a GPU, bit for bit; of what is not finite the scales are NaN, the codes any."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    name = {E4M3: "e4m3", E5M2: "e5m2", INT8: "int8"}[number]
+    (rows, columns), (codes, scale), (turned, turned_scale) = x.shape, *_empty(x, number, per_row)
+    of_rows, of_columns = torch.zeros(rows + columns, dtype=torch.int32, device=x.device).split((rows, columns))
+    padded = turned.shape[1]
+    with on_device_of(x):
+        across, down = triton.cdiv(columns, LARGEST_COLUMNS), triton.cdiv(rows, LARGEST_ROWS * LARGEST_STEPS)
+        _largest_kernel[(across * down,)](
+            x, of_rows, of_columns, rows, columns, x.stride(0), across,
+            ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STEPS=LARGEST_STEPS, PER_ROW=per_row, num_warps=4,
+        )  # fmt: skip
+        across, down = triton.cdiv(columns, ROUND_COLUMNS), triton.cdiv(padded, ROUND_ROWS)
+        _round_both_kernel[(across * down,)](
+            x, of_rows, of_columns, codes.view(torch.int8), scale, turned.view(torch.int8), turned_scale,
+            rows, columns, padded, x.stride(0), across,
+            ROWS=ROUND_ROWS, COLUMNS=ROUND_COLUMNS, PER_ROW=per_row, NUMBER=name, num_warps=8,
+        )  # fmt: skip
+    return Rounded(codes, scale), Rounded(turned, turned_scale)
+
+
+def _empty(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
+    rows, columns = x.shape
+    return tuple(
+        Rounded(
+            torch.empty(shape, dtype=number, device=x.device),
+            torch.empty(shape[0] if per_row else 1, 1, dtype=torch.float32, device=x.device),
+        )
+        for shape in ((rows, columns), (columns, (rows + MULTIPLE - 1) // MULTIPLE * MULTIPLE))
+    )
+
+
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _quantize_both(x: Tensor, number: torch.dtype, per_row: bool) -> Four:
+    rounded, turned = (quantize_both_triton if x.is_cuda else quantize_both_twin)(x, number, per_row)
+    return *rounded, *turned
+
+
+def _quantize_both_fake(x: Tensor, number: torch.dtype, per_row: bool) -> Four:
+    rounded, turned = _empty(x, number, per_row)
+    return *rounded, *turned
+
+
+QUANTIZE_BOTH = operator(_quantize_both, _quantize_both_fake)
+
+
+def quantize_both(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
+    """A matrix in 8 bits, as it lies and turned, by one operator that torch.compile takes as one node.
+
+    Args:
+        x: [rows, columns], bf16, fp16 or fp32, any strides. No gradient goes through.
+        number: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.
+        per_row: a scale for each row of both, that is of x and of x^T; else one for all.
+
+    Returns:
+        Codes [rows, columns] with scales [rows or 1, 1], and codes [columns, rows and zeros up to a multiple of 16]
+        with scales [columns or 1, 1].
+
+    Raises:
+        TypeError: x is of another dtype, or the number format none of these.
+        ValueError: x is no matrix.
+    """
+    if x.dtype not in DTYPES or number not in NUMBERS:
+        raise TypeError(f"quantize_both takes bf16, fp16 or fp32 to e4m3, e5m2 or int8, got {x.dtype} to {number}")
+    if x.dim() != 2:
+        raise ValueError(f"quantize_both takes a matrix, got shape {tuple(x.shape)}")
+    codes, scale, turned, turned_scale = QUANTIZE_BOTH(x, number, per_row)
+    return Rounded(codes, scale), Rounded(turned, turned_scale)

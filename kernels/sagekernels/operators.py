@@ -1,0 +1,24 @@
+"""How operators of torch are made of functions here.
+
+They are registered by hand and have no list of tensors in their schemas: torch.library.custom_op and such lists cost
+the host more per call than all launches.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+LIBRARY = torch.library.Library("sagekernels", "DEF")
+
+
+def operator(function: Callable, fake: Callable) -> torch._ops.OpOverload:
+    """Register torch.ops.sagekernels.<name of the function>, with its types as the schema.
+
+    fake: makes of the same arguments empty results, for torch.compile.
+    """
+    name = function.__name__.strip("_")
+    schema = torch.library.infer_schema(function, mutates_args=())
+    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sagekernels::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.sagekernels, name).default
