@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import saved_runs
+from distributed import run_distributed
 from forked import PATIENCE, Command
 from prepare_inputs import published_tokenizer
 from runs import free_port, sagetrain
@@ -22,6 +23,8 @@ from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.generate import Completion, Sampling, choose, generate
 from sagetrain.inference.load import TrainedRun, load_run
 from sagetrain.inference.prompts import read_prompts
+from sagetrain.inference.ranks import Ranks
+from sagetrain.parallel.topology import ParallelGroups, Topology
 
 PROMPTS = ["a", "the quick brown fox", "", "über uns", "the quick", "b c d e f g h", "a", "fox"]
 GREEDY = Sampling(max_tokens=12, temperature=0)
@@ -316,3 +319,25 @@ def test_two_ranks_say_what_one_does(runs: Path, loaded: TrainedRun, tmp_path: P
     records = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     expected = finished(loaded, PROMPTS[:2], Sampling(20, temperature=1.0, top_p=0.9))
     assert [record["text"] for record in records] == [done.text for done in expected]
+
+
+def told() -> list[str]:
+    """On each of two ranks: what rank 0 reads, and its mistake."""
+    ranks = Ranks.join()
+    found = [ranks.tell(lambda: f"read by {ranks.groups.rank}")]
+    try:
+        ranks.tell(lambda: read_prompts(prompt_file=Path(f"none{ranks.groups.rank}")))
+    except ConfigError as error:
+        found.append(str(error))
+    return found
+
+
+def test_what_rank_0_reads_is_told_to_all() -> None:
+    first, second = run_distributed(told, 2)
+    assert first == second == ["read by 0", "--prompt-file none0 cannot be read: No such file or directory"]
+
+
+def test_more_ranks_than_heads_are_refused(runs: Path) -> None:
+    ranks = Ranks(ParallelGroups(Topology(3, 3), rank=0), torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"4 heads are not a multiple of tensor_parallel_size \(3\).*fewer ranks"):
+        load_run(runs / "sdpa", print, ranks=ranks)
