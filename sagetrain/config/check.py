@@ -10,7 +10,7 @@ from sagetrain.config.errors import Finding
 from sagetrain.config.guidance import guidance
 from sagetrain.config.load import locations
 from sagetrain.config.measured import MeasuredRun
-from sagetrain.config.rules import data, fit, layout
+from sagetrain.config.rules import data, fit, layout, logging
 from sagetrain.config.schema import RunConfig
 
 _ORDER = {"error": 0, "warning": 1, "info": 2}
@@ -29,14 +29,15 @@ def check(
     """Everything there is to say about a run before it starts, errors first.
 
     vocab_size: of the tokenizer, when known. path, overrides: what `cfg` was loaded from; findings then name file and
-    line. files: whether missing data files are errors (to train) or warnings (to plan on another machine). measured: an
-    earlier run whose measurements the guidance takes.
+    line. files: whether missing data files are errors (to train) or warnings (to plan on another machine), and missing
+    packages errors or nothing. measured: an earlier run whose measurements the guidance takes.
     """
     findings = [
         *layout.launch(cfg, world_size),
         *fit(cfg, world_size, vocab_size),
         *guidance(cfg, measured),
         *data.findings(cfg, required=files),
+        *logging.findings(cfg, required=files),
     ]
     if path is not None:
         places = locations(path, overrides)

@@ -39,6 +39,7 @@ from sagetrain.config.sections.training import (
     LoggingConfig,
     ParallelConfig,
     TrainingConfig,
+    WandbConfig,
 )
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "StagedTokens",
     "TokensPerStepConfig",
     "TrainingConfig",
+    "WandbConfig",
     "tokenizer_in",
 ]
 

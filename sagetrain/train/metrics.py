@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, TensorBoard, the progress bar, and the figures derived from the clock."""
+"""What a run reports: metrics.jsonl, TensorBoard, Weights & Biases, the progress bar, and figures from the clock."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tqdm import tqdm
 from sagetrain.data.token_file import write_atomic
 from sagetrain.hardware import PEAK_FLOPS
 from sagetrain.stability.controller import Event
+from sagetrain.train.weights_and_biases import WandbRun
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -68,14 +69,23 @@ class MetricsWriter:
     """Writes one row of numbers per call to every sink, and says how far the run is. Only rank 0 makes one.
 
     Opening it drops the rows past `step` that a killed run left behind, so that a resumed run has each step once. What
-    cannot be written is an OSError that names the file, and leaves nothing half written.
+    cannot be written is an OSError that names the file, and leaves nothing half written. wandb: gets every row, too.
     """
 
-    def __init__(self, run_dir: Path, step: int, tokens: int, total_tokens: int, tensorboard: bool):
+    def __init__(
+        self,
+        run_dir: Path,
+        step: int,
+        tokens: int,
+        total_tokens: int,
+        tensorboard: bool,
+        wandb: WandbRun | None = None,
+    ):
         for path in (run_dir / "metrics.jsonl", run_dir / "events.jsonl"):
             _drop_rows_after(path, step)
         self._rows, self._events = _Records(run_dir / "metrics.jsonl"), _Records(run_dir / "events.jsonl")
         self._board = _Events(run_dir / "tensorboard", step + 1) if tensorboard else None
+        self._wandb = wandb
         self._total = total_tokens
         self._bar = None
         if sys.stderr.isatty():
@@ -94,6 +104,8 @@ class MetricsWriter:
         self._rows.write(json.dumps(row).encode() + b"\n")
         if self._board:
             self._board.add(step, now, known)
+        if self._wandb:
+            self._wandb.add(step, tokens, known)
 
     def event(self, step: int, tokens: int, event: Event) -> None:
         """One row of events.jsonl: {"step", "tokens", "wall_time", "kind", "text", **fields}."""
@@ -127,6 +139,8 @@ class MetricsWriter:
         self._events.close()
         if self._board:
             self._board.close()
+        if self._wandb:
+            self._wandb.close()
 
 
 def _drop_rows_after(path: Path, step: int) -> None:

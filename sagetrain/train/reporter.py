@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,11 @@ from sagetrain.train.ledger import TrainState
 from sagetrain.train.metrics import MetricsWriter, Throughput, memory_gib, peak_flops
 from sagetrain.train.saver import Saver
 from sagetrain.train.step import StepResult
+from sagetrain.train.weights_and_biases import WandbRun
 
 
 class Reporter:
-    """Rows of metrics.jsonl and TensorBoard, and lines on stderr, beside the progress bar or without one."""
+    """Rows of numbers (MetricsWriter), and lines on stderr, beside the progress bar or without one."""
 
     def __init__(self, main: bool):
         self._main = main
@@ -32,12 +34,14 @@ class Reporter:
         state: TrainState,
         total_tokens: int,
         logging: LoggingConfig,
+        tree: Mapping[str, Any],
         flops_per_token: Callable[[float], float],
         seq_length: int,
         device: torch.device,
     ) -> None:
         """Begin to write into `run_dir`, after `state`; from now on, time counts for the tokens per second.
 
+        tree: the resolved configuration, for Weights & Biases.
         flops_per_token: of a span (model.accounting), for MFU.
         """
         self._logging, self._device = logging, device
@@ -45,7 +49,10 @@ class Reporter:
         self._clock = Throughput()
         self._latest: dict[str, float] = {}
         if self._main:
-            self._writer = MetricsWriter(run_dir, state.step, state.tokens, total_tokens, logging.tensorboard)
+            wandb = WandbRun(logging.wandb, run_dir, tree) if logging.wandb else None
+            self._writer = MetricsWriter(run_dir, state.step, state.tokens, total_tokens, logging.tensorboard, wandb)
+            if wandb:
+                self.say(f"Weights & Biases: {wandb.where}")
 
     def say(self, text: str) -> None:
         """A line for people."""

@@ -342,7 +342,8 @@ class Trainer:
         if self.main:
             self.folder.describe(cfg, self.engine.config, self.findings)
         flops = partial(flops_per_token, cfg.model, padded_vocab_size(self.vocab_size))
-        self.reporter.open(self.folder.path, self.state, total, cfg.logging, flops, cfg.data.seq_length, self.device)
+        how = (cfg.logging, cfg.model_dump(mode="json"), flops, cfg.data.seq_length, self.device)
+        self.reporter.open(self.folder.path, self.state, total, *how)
         if self.state.step:
             ranks = dist.get_world_size()
             text = f"resumed at {self.state.tokens:,} tokens with {ranks} rank{'s' * (ranks > 1)}"

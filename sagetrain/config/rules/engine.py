@@ -38,6 +38,7 @@ _GENERATED = {
     "checkpoint": "checkpoint",
     "elasticity": "checkpoint",
     "tensorboard": "logging.tensorboard",
+    "wandb": "logging.wandb",
     "steps_per_print": "logging.every_steps",
 }
 # Others that change how the optimizer state lies in memory, which our checkpoints read and write in place.
@@ -57,7 +58,6 @@ _EXTRA = (
     "memory_breakdown",
     "timers",
     "wall_clock_breakdown",
-    "wandb",
     "zero_optimization",
 )
 

@@ -97,6 +97,19 @@ class CheckpointConfig(Section):
     """auto: continue from the newest whole checkpoint of run_dir. never: refuse to start in a run_dir that has one."""
 
 
+class WandbConfig(Section):
+    """Weights & Biases: the numbers of metrics.jsonl, in one run there for each run folder, resumes included."""
+
+    project: Annotated[str, Field(min_length=1)]
+    """Project there."""
+    entity: str | None = None
+    """Team or user. Default: that of the login."""
+    name: str | None = None
+    """Name shown there. Default: the last folder of training.run_dir."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: write into run_dir/wandb alone, without a network; `wandb sync` uploads it later."""
+
+
 class LoggingConfig(Section):
     """Where metrics go."""
 
@@ -104,6 +117,8 @@ class LoggingConfig(Section):
     """Optimizer steps between two lines of metrics.jsonl and the progress bar."""
     tensorboard: bool = True
     """Write TensorBoard events into run_dir/tensorboard."""
+    wandb: WandbConfig | None = None
+    """Track the run with Weights & Biases as well (pip install 'sagetrain[wandb]'). Default: not."""
 
 
 class GuidanceConfig(Section):
