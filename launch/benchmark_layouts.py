@@ -4,7 +4,8 @@
         data.train.0.path=data/corpus/train data.micro_batch_size=8
 
 A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context parallel), z (ZeRO stage, 1 unless
-said) and sp (sequence parallel); what is left out is 1. Each is a real run of launch/train.py through the deepspeed
+said) and sp (sequence parallel); what is left out is 1. Gradients travel in bf16 with g16, beside backward with overlap
+and by reduces to their owners with owners (docs/gradients.md): dp2,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners. Each is a real run of launch/train.py through the deepspeed
 launcher with `--accumulation` micro-steps a step; those that leave GPUs free run side by side. Nothing is saved: a run
 is killed when it has enough steps. Scaling is tokens/s per GPU against the first layout; MFU counts attention inside
 documents (perf/mfu). Exit code 1: a layout failed.
@@ -44,6 +45,13 @@ from sagetrain.train.rendezvous import free_port
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 2  # steps that compile and fill caches
 KEYS = {"tp": "tensor_parallel_size", "cp": "context_parallel_size", "z": "zero_stage"}
+FLAGS = {
+    "sp": "parallel.sequence_parallel=true",
+    "g16": "parallel.gradient_reduction=bf16",
+    "overlap": "deepspeed.zero_optimization.overlap_comm=true",
+    "owners": "deepspeed.zero_optimization.use_multi_rank_bucket_allreduce=false",
+}
+"""Settings of what a layout has or has not."""
 
 
 @dataclass
@@ -51,7 +59,8 @@ class Layout:
     """One row of the table and the run that measures it."""
 
     name: str
-    sizes: dict[str, int] = field(default_factory=lambda: {"tp": 1, "dp": 1, "cp": 1, "z": 1, "sp": 0})
+    sizes: dict[str, int] = field(default_factory=lambda: {"tp": 1, "dp": 1, "cp": 1, "z": 1})
+    flags: list[str] = field(default_factory=list)
     gpus: list[str] = field(default_factory=list)
     process: subprocess.Popen | None = None
     error: str = ""
@@ -64,10 +73,14 @@ class Layout:
         """`tp2-dp2-z3-sp`."""
         layout = cls(text)
         for part in text.split("-"):
-            match = re.fullmatch(r"(tp|dp|cp|z)(\d+)|sp", part)
-            if not match:
-                raise argparse.ArgumentTypeError(f"{text!r}: {part!r} is not one of tpN, dpN, cpN, zN and sp")
-            layout.sizes[match[1] or "sp"] = int(match[2] or 1)
+            match = re.fullmatch(r"(tp|dp|cp|z)(\d+)", part)
+            if match:
+                layout.sizes[match[1]] = int(match[2])
+            elif part in FLAGS:
+                layout.flags.append(part)
+            else:
+                names = f"tpN, dpN, cpN, zN, {', '.join(FLAGS)}"
+                raise argparse.ArgumentTypeError(f"{text!r}: {part!r} is not one of {names}")
         return layout
 
     @property
@@ -79,7 +92,8 @@ class Layout:
         size = cfg.data.micro_batch_size * cfg.data.seq_length * self.sizes["dp"] * accumulation
         return [
             *(f"parallel.{key}={self.sizes[name]}" for name, key in KEYS.items()),
-            f"parallel.sequence_parallel={'true' if self.sizes['sp'] else 'false'}",
+            *([] if "sp" in self.flags else ["parallel.sequence_parallel=false"]),
+            *(FLAGS[name] for name in self.flags),
             f"tokens_per_step={{schedule: constant, tokens: {size}}}",
             f"training.run_dir={folder}",
             "data.valid=[]",

@@ -16,6 +16,7 @@ import torch
 
 from forked import PATIENCE
 from runs import BIN, ROOT, write_config
+from sagetrain.config.load import load_config
 
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
@@ -81,6 +82,22 @@ def test_bad_layouts_are_refused_before_anything_starts(corpus: Path, tmp_path: 
         text, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode and said in text
         assert not (tmp_path / "out").exists()
+
+
+def test_flags_of_a_layout_are_settings_of_its_run(corpus: Path, tmp_path: Path) -> None:
+    benchmark = runpy.run_path(str(ROOT / "launch/benchmark_layouts.py"))
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused")
+    for name, sequence, reduction, told in (
+        ("dp2", False, "fp32", {}),
+        ("tp2-sp-g16", True, "bf16", {}),
+        ("dp2-z2-overlap", False, "fp32", {"overlap_comm": True}),
+        ("dp2-z2-owners-g16", False, "bf16", {"use_multi_rank_bucket_allreduce": False}),
+    ):
+        layout = benchmark["Layout"].parse(name)
+        cfg = load_config(config, layout.settings(load_config(config), tmp_path, 2))
+        assert layout.world_size == 2 and cfg.parallel.zero_stage == (2 if "z2" in name else 1)
+        assert (cfg.parallel.sequence_parallel, cfg.parallel.gradient_reduction) == (sequence, reduction)
+        assert cfg.deepspeed.get("zero_optimization", {}) == told
 
 
 def test_sigterm_ends_the_runs_too(corpus: Path, tmp_path: Path) -> None:

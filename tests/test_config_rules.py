@@ -281,6 +281,18 @@ CASES = [
         "low_bit_linear_in_fp32", "info", "training.dtype", "takes fp32 without a GPU only", "linear.precision bf16",
     ),
     (
+        {"parallel": {"gradient_reduction": "bf16"}, "training": {"dtype": "fp32"}}, 1,
+        "gradient_reduction_in_fp32", "error", "parallel.gradient_reduction", "would round the gradients of a run in fp32", "use fp32, or",
+    ),
+    (
+        {"deepspeed": {"zero_optimization": {"overlap_comm": True}}}, 1,
+        "deepspeed_overlap", "error", "deepspeed.zero_optimization.overlap_comm", "is for ZeRO 2 and 3", "parallel.zero_stage 2 or 3",
+    ),
+    (
+        {"deepspeed": {"zero_optimization": {"overlap_comm": True, "use_multi_rank_bucket_allreduce": False}}, "parallel": {"zero_stage": 2}}, 1,
+        "deepspeed_overlap", "warning", "deepspeed.zero_optimization.overlap_comm", "waits for the GPU before each reduce", "use one of the two",
+    ),
+    (
         {"parallel": {"zero_stage": 0}}, 1,
         "zero_0_in_bf16", "info", "parallel.zero_stage", "0: runs as stage 1", "",
     ),
@@ -391,7 +403,7 @@ def test_findings(sections, world_size, rule, level, key, says, fix):
         ("bf16", "training.dtype"),
         ("fp16", "training.dtype"),
         ("data_types", "training.dtype"),
-        ("communication_data_type", "training.dtype"),
+        ("communication_data_type", "parallel.gradient_reduction"),
         ("checkpoint", "checkpoint"),
         ("tensor_parallel", "parallel.tensor_parallel_size"),
         ("sequence_parallel_size", "parallel.context_parallel_size"),
@@ -415,7 +427,8 @@ def test_every_key_of_the_generated_dict_is_refused_in_the_yaml():
     """Asked of the engine itself, so that a key added there cannot be forgotten here."""
     generated = deepspeed_config(run_config(), 1, 4, parameters=10**6)
     zero = generated.pop("zero_optimization")
-    assert zero.pop("reduce_bucket_size") == 10**6  # a default that the YAML may replace, as the next one
+    # Defaults that the YAML may replace, as the next one.
+    assert zero.pop("reduce_bucket_size") == 10**6 and zero.pop("overlap_comm") is False
     timers = {"throughput": {"enabled": not generated.pop("timers")["throughput"]["enabled"]}}
     assert deepspeed_config(run_config(deepspeed={"timers": timers}), 1, 4, parameters=10**6)["timers"] == timers
     findings = fit(run_config(deepspeed={**generated, "zero_optimization": zero}), 1)

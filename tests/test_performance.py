@@ -409,7 +409,8 @@ class Calls(TorchDispatchMode):
     """Kind -> [calls, bytes of the whole tensor] of the collectives in these dtypes with at least `least` elements."""
 
     KINDS = {"all_reduce": "all-reduce", "allreduce": "all-reduce", "all_gather": "all-gather",
-             "allgather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all"}  # fmt: skip
+             "allgather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
+             "reduce_": "reduce"}  # fmt: skip
 
     def __init__(self, least: int, dtypes: tuple[torch.dtype, ...]):
         super().__init__()
@@ -438,18 +439,24 @@ LAYOUTS = [
     (2, 1, True, "on", 1, {"precision": "fp8", "keep_layers_below": 5000}),  # q, k and v are more, gate and up less
     (1, 2, False, "auto", 1, {}),
     *((1, 1, False, "auto", stage, {}) for stage in (1, 2, 3)),
+    *((1, 1, False, "auto", stage, {}, "bf16") for stage in (1, 2, 3)),
+    *((1, 1, False, "auto", stage, {}, "fp32", {"overlap_comm": True}) for stage in (2, 3)),
+    (1, 1, False, "auto", 2, {}, "fp32", {"use_multi_rank_bucket_allreduce": False}),
 ]
-"""Tensor and context parallel size, sequence parallel, overlap, ZeRO stage, linear layers."""
+"""Tensor and context parallel size, sequence parallel, overlap, ZeRO stage, linear layers; what gradients travel
+in, and what more DeepSpeed is told."""
 
 
 def real_collectives() -> list[tuple[dict, dict]]:
     """Of a step of two micro-steps on two ranks, in every layout: as called, and as predicted."""
     result = []
-    for tensor, context, sequence, overlap, stage, linear in LAYOUTS:
+    for tensor, context, sequence, overlap, stage, linear, *more in LAYOUTS:
+        reduction, told = [*more, *("fp32", {})[len(more) :]]
         groups = tiny.join(tensor, context)
         parallel = {"zero_stage": stage, "tensor_parallel_size": tensor, "sequence_parallel": sequence}
         parallel |= {"context_parallel_size": context, "tensor_parallel_overlap": overlap}
-        zero = {"stage3_param_persistence_threshold": 0}
+        parallel["gradient_reduction"] = reduction
+        zero = {"stage3_param_persistence_threshold": 0, **told}
         wide = {"hidden_size": 64} if linear else {}
         tokens = {"tokens": 2 * 16 * groups.dp_size}
         cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step=tokens, linear=linear, model=wide)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from sagetrain.config.arithmetic import data_parallel_size, resolved_zero_stage, token_multiple
+from sagetrain.config.arithmetic import resolved_zero_stage
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
 from sagetrain.model.operations import (
     Attention,
@@ -156,18 +156,16 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
     """
     size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, cfg.parallel.tensor_parallel_size)
     ranks = world_size // cfg.parallel.tensor_parallel_size
-    multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
-    accumulates = max(cfg.tokens_per_step.named_tokens.values()) > multiple
     rank = rank_of(cfg)
     kept, running = _activations(cfg, rank)
-    bucket, copies, left = _reduction(cfg, size, accumulates)
+    bucket, copies, left = _reduction(cfg, size)
     moments = [
         [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank))],
         [kept, *running, bucket],
         [*(item._replace(bytes=int(left * item.bytes)) for item in (kept, *running)), bucket, copies],
     ]
     largest = max(moments, key=lambda items: sum(item.bytes for item in items))
-    return [item for item in (*_model_state(cfg, size, ranks, vocab_size, accumulates), *largest) if item.bytes]
+    return [item for item in (*_model_state(cfg, size, ranks, vocab_size), *largest) if item.bytes]
 
 
 def block_activation_bytes(cfg: RunConfig) -> int:
@@ -183,7 +181,7 @@ def _saved(cfg: RunConfig, rank: Rank) -> int:
     return sum(part.saved // part.shards for part in block_operations(cfg.model, attention, rank))
 
 
-def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int, accumulates: bool) -> list[MemoryItem]:
+def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[MemoryItem]:
     """Weights, gradients and optimizer state of a rank with `size` parameters, while it holds all activations."""
     zero, dtype, stage = cfg.deepspeed.get("zero_optimization", {}), cfg.training.dtype, resolved_zero_stage(cfg)
     share, element = -(-size // ranks), rank_of(cfg).element
@@ -212,34 +210,31 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int, accumul
         ]
     if stage == 2:
         held = MemoryItem("gradients", 4 * share, f"fp32, 1/{ranks} of them")
-    elif dtype == "bf16" and accumulates:
-        held = MemoryItem("gradients", 6 * size, "bf16, and their fp32 sum over the accumulation")
     else:
         held = MemoryItem("gradients", 4 * size, "fp32")
     return [MemoryItem("weights", element * size, dtype), held, optimizer, codes]
 
 
-def _reduction(cfg: RunConfig, size: int, accumulates: bool) -> tuple[MemoryItem, MemoryItem, float]:
+def _reduction(cfg: RunConfig, size: int) -> tuple[MemoryItem, MemoryItem, float]:
     """Gradients on their way to other ranks: the bucket held during backward, the copies made of a full one, and the
     share of the activations that is left when the first one is full.
 
-    Stage 3 keeps its bucket for good (see _model_state). Stage 2 in bf16 flattens it, then converts to fp32. A bucket
-    that holds all gradients is reduced after backward, as are those of stages 0 and 1; in bf16 that one flattens a copy
-    only of what fits DeepSpeed's 5e8 elements, and without accumulation its bf16 gradients are only there once the
-    activations are gone.
+    Stage 3 keeps its bucket for good (see _model_state). Stage 2 in bf16 flattens it, then converts to fp32 if it
+    travels so. A bucket that holds all gradients is reduced after backward, as are those of stages 0 and 1; in bf16
+    that one flattens a copy only of what fits DeepSpeed's 5e8 elements, and converts to bf16 what travels so.
     """
     stage, sixteen_bit = resolved_zero_stage(cfg), cfg.training.dtype == "bf16"
     bucket = reduce_bucket_size(cfg, size)
-    full = min(bucket, size)
+    full, narrow = min(bucket, size), cfg.parallel.gradient_reduction == "bf16"
     if stage == 0:
         held, copied = 0, 4 * min(size, _REDUCE_BUCKET)
     elif stage == 1:
-        flat = (0 if accumulates else 2 * size) + (4 * size if size <= _REDUCE_BUCKET else 0)
+        flat = 2 * narrow * size + (4 * size if size <= _REDUCE_BUCKET else 0)
         held, copied = (0, flat) if sixteen_bit else (4 * bucket, 0)
     elif stage == 2:
-        held, copied = (2 * bucket, 6 * full) if sixteen_bit else (4 * bucket, 8 * full)
+        held, copied = (2 * bucket, (2 if narrow else 6) * full) if sixteen_bit else (4 * bucket, 8 * full)
     else:
-        held, copied = 0, 4 * full
+        held, copied = 0, (2 if narrow else 4) * full
     return (
         MemoryItem("bucket", held, "gradients on their way: deepspeed.zero_optimization.reduce_bucket_size"),
         MemoryItem("reduction", copied, "copies of the gradients that go to other ranks"),

@@ -46,20 +46,22 @@ _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
 
 # ZeRO stage -> bytes moved per parameter of the rank in a micro-step, per parameter of the rank in a step, and per
 # parameter that the rank updates in a step: read off DeepSpeed 0.19 in bf16.
-#   1 (BF16_Optimizer): zeroes bf16 gradients (2), adds to them (6), converts (6) and adds (12) them to the fp32 sum.
+#   1 (BF16_Optimizer): converts every gradient (6) and adds it (12) to the fp32 sum, as soon as backward has made it.
 #     Step: flattening and scaling (20), norm (4), clipping (8), zeroing (4) of all; Adam (28) and new bf16 weights (6).
 #   2: bucket copy, flatten, divide, convert to fp32 (18), add to the owned part (12, counted in full).
 #     Step on the owned part alone: norm, flatten, clip, Adam, new weights.
 #   3: fp32 bucket (6), interleaving (8), division (8), add (12); gathered weights are copied into place (6).
 #   0 (fp32): gradients accumulate in place (12). Step: flatten, scale and copy back (24), norm, clipping, Adam.
-_STATE_BYTES = {0: (12, 64, 0), 1: (26, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
+_STATE_BYTES = {0: (12, 64, 0), 1: (18, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
+# The same where gradients travel in bf16: what is converted (1, once a step), what is not (2), what is smaller (3).
+_STATE_BYTES_BF16 = {1: (18, 44, 34), 2: (24, 0, 60), 3: (30, 0, 60)}
 
 OVERLAP = 0.2
 """Of the shorter of a collective and the matmuls beside it, what running both at once saves: NCCL takes multiprocessors
 that a matmul counted on, and both slow down (TP 4, 1B, H200: collectives of 128 ms alone take 195 beside kernels of
 about 290, which then take 313; results/tensor-parallel). Copies save all but Hardware.copy_latency."""
 
-_WIRE = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+_WIRE = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "reduce": 1, "all-to-all": 1}
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,8 @@ class _Step:
 
     def optimizer_seconds(self) -> float:
         """DeepSpeed's passes over gradients, Adam, new weights."""
-        per_micro, per_step, per_share = _STATE_BYTES[self.zero_stage]
+        travels_in_bf16 = self.cfg.parallel.gradient_reduction == "bf16"
+        per_micro, per_step, per_share = (_STATE_BYTES_BF16 if travels_in_bf16 else _STATE_BYTES)[self.zero_stage]
         wide = 2 if self.rank.element == 4 and self.zero_stage else 1
         touched = self.accumulation * per_micro + per_step + per_share / self.replicas
         hardware = self.hardware
@@ -327,17 +330,23 @@ class _Step:
         return CollectiveTime(axis, purpose, kind, count, payload, wire, seconds, exposed=seconds)
 
     def _data_parallel(self, compute: float) -> list[CollectiveTime]:
-        """ZeRO, as DeepSpeed runs it for train/engine.py: gradients travel in fp32; stages 1 and 2 all-reduce them
-        (use_multi_rank_bucket_allreduce), stage 2 in every micro-step. ZeRO-3 gathers weights ahead, beside `compute`.
+        """ZeRO, as DeepSpeed runs it for train/engine.py: stages 1 and 2 all-reduce gradients, stage 2 in every
+        micro-step and, without use_multi_rank_bucket_allreduce, by a reduce to each owner. ZeRO-3 gathers weights
+        ahead, beside `compute`; gradients are hidden by backward, two thirds of it, with overlap_comm alone.
         """
         if self.replicas == 1:
             return []
         size, stage = self.parameters, self.zero_stage
+        zero = self.cfg.deepspeed.get("zero_optimization", {})
         buckets = -(-size // reduce_bucket_size(self.cfg, size)) if stage > 1 else 1
-        calls = self.accumulation * buckets if stage > 1 else 1
         kind = "reduce-scatter" if stage == 3 else "all-reduce"
-        # Nothing hides it: train/engine.py turns DeepSpeed's overlap_comm off.
-        gradients = self._collective("data", "gradients", kind, calls, 4 * size // buckets)
+        if stage == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:
+            kind, buckets = "reduce", buckets + self.replicas - 1  # what has two owners is cut
+        wide = 2 if self.cfg.parallel.gradient_reduction == "bf16" else 4
+        calls = self.accumulation * buckets if stage > 1 else 1
+        gradients = self._collective("data", "gradients", kind, calls, wide * size // buckets)
+        if zero.get("overlap_comm") and kind != "reduce":
+            gradients = _beside(gradients, 2 * compute / 3)
         if stage == 0:
             return [gradients]
         element = self.rank.element

@@ -102,10 +102,12 @@ def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int, param
         "steps_per_print": 1 << 62,
     }
     if cfg.training.dtype == "bf16":
-        generated["bf16"] = {"enabled": True}
+        # At stage 1 each gradient is added to its fp32 sum, and freed, as soon as backward has made it. Else all of
+        # them are kept in bf16 too, zeroed and added to in every micro-batch.
+        generated["bf16"] = {"enabled": True, "immediate_grad_update": True}
         # Without these two DeepSpeed rounds gradients to bf16 between ranks (and, at stage 1, on one rank as well).
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
-        generated["communication_data_type"] = "fp32"
+        generated["communication_data_type"] = cfg.parallel.gradient_reduction
     # DeepSpeed's own measure of throughput waits for the GPU before every micro-batch.
     return {"timers": {"throughput": {"enabled": False}}, **cfg.deepspeed, **generated}
 

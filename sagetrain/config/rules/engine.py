@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from typing import Any
 
+from sagetrain.config.arithmetic import resolved_zero_stage
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error, warning
 from sagetrain.config.schema import RunConfig
@@ -28,11 +30,10 @@ _GENERATED = {
     "amp": "training.dtype",
     "torch_autocast": "training.dtype",
     "data_types": "training.dtype",
-    "communication_data_type": "training.dtype",
+    "communication_data_type": "parallel.gradient_reduction",
     "activation_checkpointing": "training.activation_checkpointing",
     "compile": "training.compile",
     "zero_optimization.stage": "parallel.zero_stage",
-    "zero_optimization.overlap_comm": "parallel.zero_stage",
     "tensor_parallel": "parallel.tensor_parallel_size",
     "sequence_parallel_size": "parallel.context_parallel_size",
     "checkpoint": "checkpoint",
@@ -62,6 +63,35 @@ _EXTRA = (
 )
 
 
+def _reduction(cfg: RunConfig, zero: dict[str, Any]) -> Iterator[Finding]:
+    """How gradients are summed over ranks (docs/gradients.md)."""
+    if cfg.parallel.gradient_reduction == "bf16" and cfg.training.dtype != "bf16":
+        yield error(
+            "gradient_reduction_in_fp32",
+            "parallel.gradient_reduction",
+            "bf16",
+            f"would round the gradients of a run in {cfg.training.dtype}",
+            "use fp32, or training.dtype bf16",
+        )
+    key, overlap = "deepspeed.zero_optimization.overlap_comm", zero.get("overlap_comm", False)
+    if overlap and resolved_zero_stage(cfg) < 2:
+        yield error(
+            "deepspeed_overlap",
+            key,
+            overlap,
+            "is for ZeRO 2 and 3: DeepSpeed reduces nothing during backward at 0 and 1",
+            "remove it, or use parallel.zero_stage 2 or 3",
+        )
+    elif overlap and resolved_zero_stage(cfg) == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:
+        yield warning(
+            "deepspeed_overlap",
+            key,
+            overlap,
+            "hides nothing with use_multi_rank_bucket_allreduce false: DeepSpeed waits for the GPU before each reduce",
+            "use one of the two",
+        )
+
+
 def findings(cfg: RunConfig) -> Iterator[Finding]:
     """Keys of the `deepspeed` section that contradict ours, move what checkpoints read, or are misspelt."""
     if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0:
@@ -76,6 +106,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     if not isinstance(zero, dict):
         yield error("deepspeed_type", "deepspeed.zero_optimization", zero, "must be a section", "write keys below it")
         zero = {}
+    yield from _reduction(cfg, zero)
     given = {**cfg.deepspeed, **{f"zero_optimization.{key}": value for key, value in zero.items()}}
     for key, value in given.items():
         nested = key.removeprefix("zero_optimization.")

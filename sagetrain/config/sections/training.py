@@ -27,6 +27,10 @@ class ParallelConfig(Section):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """DeepSpeed ZeRO stage over data- and context-parallel ranks. bf16 runs 0 as 1: DeepSpeed's bf16 stage 0 is wrong.
     """
+    gradient_reduction: Literal["fp32", "bf16"] = "fp32"
+    """In what gradients travel between data- and context-parallel ranks and are summed over them. bf16 is half the
+    bytes; every sum over ranks is rounded to 8 bits of mantissa, so losses differ. Sums over the micro-batches of a
+    rank are in fp32 either way. Needs training.dtype bf16."""
 
 
 class TrainingConfig(Section):

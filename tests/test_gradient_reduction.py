@@ -1,0 +1,124 @@
+"""How gradients are summed, over micro-batches and over ranks: which ways give the same losses to the last bit, when
+ranks exchange them, and that a run that continues gives its losses again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tiny
+from distributed import run_distributed
+from sagetrain.parallel.rng import rng_state
+from sagetrain.train import checkpoint
+from sagetrain.train import engine as engine_module
+from sagetrain.train.checkpoint import Reader
+from sagetrain.train.engine import Engine
+
+LATER = {"bf16": {"enabled": True, "immediate_grad_update": False}}
+OVERLAP, OWNERS = {"overlap_comm": True}, {"use_multi_rank_bucket_allreduce": False}
+SMALL = {"reduce_bucket_size": 8000}  # of some 25,000 parameters
+WAYS = {
+    "1": (1, "fp32", {}, {}),
+    "1, added later": (1, "fp32", {}, LATER),
+    "1 in bf16": (1, "bf16", {}, {}),
+    "2": (2, "fp32", SMALL, {}),
+    "2, overlapped": (2, "fp32", {**SMALL, **OVERLAP}, {}),
+    "2, to owners": (2, "fp32", {**SMALL, **OWNERS}, {}),
+    "2 in bf16": (2, "bf16", SMALL, {}),
+    "3": (3, "fp32", SMALL, {}),
+    "3, overlapped": (3, "fp32", {**SMALL, **OVERLAP}, {}),
+    "3 in bf16": (3, "bf16", SMALL, {}),
+}
+"""ZeRO stage, what gradients travel in, DeepSpeed's keys for ZeRO, and what replaces generated ones."""
+
+
+class Reductions(TorchDispatchMode):
+    """Counts the collectives that reduce gradients, of the ranks' own or of a group of one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.name().startswith("c10d::") and "reduce" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+Step = tuple[float, float]
+"""Loss and gradient norm."""
+
+
+def engine_of(way: str) -> Engine:
+    stage, reduction, zero, replaced = WAYS[way]
+    parallel, told = {"gradient_reduction": reduction}, {"zero_optimization": zero}
+    cfg = tiny.config(stage, "bf16", parallel=parallel, deepspeed=told, optimizer={"clip_grad": 0.5, "eps": 1e-6})
+    generated = engine_module.deepspeed_config
+    engine_module.deepspeed_config = lambda *arguments: {**generated(*arguments), **replaced}
+    try:
+        return tiny.engine(cfg, tiny.join(1))
+    finally:
+        engine_module.deepspeed_config = generated
+
+
+def steps(engine: Engine, first: int, last: int) -> list[Step]:
+    """Of 2 micro-batches a rank, then 4."""
+    results = [tiny.global_step(engine, step, sequences=4 if step < 2 else 8) for step in range(first, last)]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+def of_all_ways() -> tuple[dict[str, list[Step]], dict[str, int], dict[str, int]]:
+    """Steps of each; how many gradients are held in bf16 after backward; how many collectives had begun when backward
+    came to the embedding's, the last one."""
+    found, held, begun = {}, {}, {}
+    for way, (stage, *_) in WAYS.items():
+        engine = engine_of(way)
+        assert stage == 1 or engine._ds.zero_overlap_comm() == ("overlapped" in way)
+        found[way] = steps(engine, 0, 4)
+        tokens = torch.zeros(1, tiny.SEQ, dtype=torch.long)
+        loss = engine._ds(tokens, tokens)
+        with Reductions() as reductions:
+
+            def note(grad: torch.Tensor, way: str = way, reductions: Reductions = reductions) -> None:
+                begun[way] = reductions.count
+
+            hook = engine.module.embedding.weight.register_hook(note)
+            engine._ds.backward(loss)
+        hook.remove()
+        held[way] = sum(p.grad is not None for p in engine.module.parameters())
+    return found, held, begun
+
+
+def test_losses_are_the_same_to_the_last_bit_where_the_arithmetic_is() -> None:
+    for found, held, begun in run_distributed(of_all_ways, 2):
+        for way in ("1, added later", "2, overlapped", "2, to owners", "3, overlapped"):
+            assert found[way] == found[way[0]], way
+        assert held.pop("1, added later") > 0 and not any(held.values())
+        assert all((count > 1) == (way[0] != "1") for way, count in begun.items()), begun
+        for way in ("1 in bf16", "2 in bf16", "3 in bf16"):
+            narrow, wide = torch.tensor(found[way]), torch.tensor(found[way[0]])
+            assert narrow[0, 0] == wide[0, 0] and not torch.equal(narrow, wide), way  # the first loss saw no gradient
+            torch.testing.assert_close(narrow, wide, rtol=0.02, atol=0)
+        assert found["1"][-1][0] < found["1"][0][0] - 0.02
+
+
+def continued(root: str) -> dict[str, tuple[list[Step], list[Step]]]:
+    """Steps after a checkpoint, and those after it was loaded by an engine that had gone on."""
+    found = {}
+    for way in ("1 in bf16", "2, overlapped", "3 in bf16"):
+        engine, folder = engine_of(way), Path(root) / way
+        steps(engine, 0, 1)
+        writer = tiny.saver(folder, engine.groups)
+        writer.start({"step": 1, "tokens": 64}, "{}", tiny.shards(engine), rng_state())
+        writer.wait()
+        dist.barrier()
+        before = steps(engine, 1, 3)
+        checkpoint.load_engine(Reader(folder / checkpoint.folder_name(1)), engine, optimizer_steps=1)
+        found[way] = before, steps(engine, 1, 3)
+    return found
+
+
+def test_a_run_that_continues_gives_the_same_losses(tmp_path: Path) -> None:
+    for found in run_distributed(continued, 2, str(tmp_path)):
+        for way, (before, after) in found.items():
+            assert before == after, way
