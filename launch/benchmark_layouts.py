@@ -5,10 +5,11 @@
 
 A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context parallel), z (ZeRO stage, 1 unless
 said) and sp (sequence parallel); what is left out is 1. Gradients travel in bf16 with g16, beside backward with overlap
-and by reduces to their owners with owners (docs/gradients.md): dp2,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners. Each is a real run of launch/train.py through the deepspeed
-launcher with `--accumulation` micro-steps a step; those that leave GPUs free run side by side. Nothing is saved: a run
-is killed when it has enough steps. Scaling is tokens/s per GPU against the first layout; MFU counts attention inside
-documents (perf/mfu). Exit code 1: a layout failed.
+and by reduces to their owners with owners (docs/gradients.md): dp2,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners.
+
+Each is a real run of launch/train.py through the deepspeed launcher with `--accumulation` micro-steps a step; those
+that leave GPUs free run side by side. Nothing is saved: a run is killed when it has enough steps. Scaling is tokens/s
+per GPU against the first layout; MFU counts attention inside documents (perf/mfu). Exit code 1: a layout failed.
 """
 
 from __future__ import annotations

@@ -99,7 +99,6 @@ def test_losses_are_the_same_to_the_last_bit_where_the_arithmetic_is() -> None:
             narrow, wide = torch.tensor(found[way]), torch.tensor(found[way[0]])
             assert narrow[0, 0] == wide[0, 0] and not torch.equal(narrow, wide), way  # the first loss saw no gradient
             torch.testing.assert_close(narrow, wide, rtol=0.02, atol=0)
-        assert found["1"][-1][0] < found["1"][0][0] - 0.02
 
 
 def continued(root: str) -> dict[str, tuple[list[Step], list[Step]]]:
