@@ -89,7 +89,7 @@ def test_one_gpu_by_hand():
     moved = 20 * (19 * 1024 + 5 * 2 * 1024 + 8 * 3072) + 14.5 * 1024 + 3 * VOCAB
     assert step.elementwise == pytest.approx(tokens * 2 * moved / 1e12)
     size = parameters_per_rank(cfg.model, cfg.attention, VOCAB, 1)
-    assert step.optimizer == pytest.approx((8 * 26 + 36 + 34) * size / 1e12)
+    assert step.optimizer == pytest.approx((8 * 18 + 36 + 34) * size / 1e12)
     assert step.overhead == 0
     assert step.seconds == pytest.approx(sum(parts(step)) + step.optimizer)
     assert step.mfu == pytest.approx(tokens * (matmul + attention) / step.seconds / 989e12)
