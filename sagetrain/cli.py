@@ -83,6 +83,26 @@ def prepare(
         int, typer.Option(help="Characters of the corpus that a new tokenizer is trained on.")
     ] = 100_000_000,
     text_key: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
+    prompt_field: Annotated[
+        str | None,
+        typer.Option(help="Fine-tuning: field of a prompt, which does not count in the loss.", show_default=False),
+    ] = None,
+    completion_field: Annotated[
+        str | None, typer.Option(help="Fine-tuning: field of its completion, which does.", show_default=False)
+    ] = None,
+    chat_field: Annotated[
+        str | None,
+        typer.Option(
+            help="Fine-tuning: field of a chat, a list of messages with role and content.", show_default=False
+        ),
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja file that renders chats. Default: the tokenizer's own.")
+    ] = None,
+    seq_length: Annotated[
+        int | None,
+        typer.Option(help="Fine-tuning: data.seq_length, into which records are put whole.", show_default=False),
+    ] = None,
     glob: Annotated[str | None, typer.Option(help='Which files of a folder: "**/*.md".')] = None,
     dataset_config: Annotated[str | None, typer.Option(help="Configuration of a Hugging Face dataset.")] = None,
     dataset_split: Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")] = "train",
@@ -107,9 +127,12 @@ def prepare(
 
     \b
     sagetrain prepare corpus/*.jsonl.zst -o data/train --vocab-size 32000 --valid-fraction 0.005
+
+    sagetrain prepare chats.jsonl -o chat/train --tokenizer tokenizer.json --chat-field messages --seq-length 4096
     """
     with _Errors():
         from sagetrain.data.prepare import prepare as run
+        from sagetrain.data.records import records_of
 
         run(
             sources,
@@ -118,6 +141,7 @@ def prepare(
             vocab_size=vocab_size,
             tokenizer_sample=tokenizer_sample,
             text_key=text_key,
+            records=records_of(prompt_field, completion_field, chat_field, chat_template, seq_length),
             glob=glob,
             dataset_config=dataset_config,
             dataset_split=dataset_split,

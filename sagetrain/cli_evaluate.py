@@ -188,7 +188,11 @@ def _table(title: str, parts: list[Evaluation], total: bool) -> Table:
         ]
         for part in parts
     ]
-    counted = f"bytes counted {parts[-1].counted}" if parts[-1].bytes else "no bytes: the run has no tokenizer"
+    counted = (
+        f"bytes counted {parts[-1].counted}"
+        if parts[-1].bytes
+        else "no bytes: the run has no tokenizer, or not all tokens count"
+    )
     caption = (
         f"losses in nats per token; {counted}; unigram: by the tokens' frequencies in the training data, the best "
         "without context"

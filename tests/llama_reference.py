@@ -58,7 +58,8 @@ def reference_loss(
     positions: Tensor | None = None,
     documents: list[list[int]] | None = None,
 ) -> Tensor:
-    """Mean loss in float64. documents: for each sequence the document number of every token (default: all one)."""
+    """Mean loss in float64 of the labels that are not negative. documents: for each sequence the document number of
+    every token (default: all one)."""
     p = {name: value.double() for name, value in parameters.items()}
     table = p["embedding.weight"]
     losses = []
@@ -74,5 +75,6 @@ def reference_loss(
             gate, up = (h @ p[f"{prefix}.mlp.gate_up.{n}"].t() for n in ("gate", "up"))
             x = x + (gate / (1 + torch.exp(-gate)) * up) @ p[f"{prefix}.mlp.down.weight"].t()
         logits = _norm(x, p["final_norm.gain"], model.norm_eps) @ p.get("head.weight", table).t()
-        losses += [torch.logsumexp(row, 0) - row[label] for row, label in zip(logits, labels[b], strict=True)]
+        pairs = zip(logits, labels[b], strict=True)
+        losses += [torch.logsumexp(row, 0) - row[label] for row, label in pairs if label >= 0]
     return torch.stack(losses).mean()

@@ -64,6 +64,33 @@ def test_16_bits_do_not_scale_gradients_by_another_factor(scale: float) -> None:
         assert (x.grad.double() * truth).sum() / truth.square().sum() == pytest.approx(1.0, abs=5e-4)
 
 
+@pytest.mark.parametrize("counted", [[], [3], [*range(5, 30, 2)]], ids=["none", "one", "some"])
+def test_masked_tokens_have_neither_loss_nor_gradient(counted: list[int]) -> None:
+    hidden, weight, labels = _inputs()
+    masked = torch.full_like(labels, -100)
+    masked[counted] = labels[counted]
+    truth = [x.clone().requires_grad_() for x in (hidden, weight)]
+    expected = F.cross_entropy(truth[0] @ truth[1].t(), masked, ignore_index=-100, reduction="sum") / 2.5
+    expected.backward()
+    h, w = hidden.float().requires_grad_(), weight.float().requires_grad_()
+    loss = linear_cross_entropy(h, w, masked, SINGLE, chunk=10, divisor=2.5)
+    loss.backward()
+    for ours, theirs in ((loss, expected), (h.grad, truth[0].grad), (w.grad, truth[1].grad)):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+    assert not h.grad[masked < 0].any()
+    assert counted or (loss == 0 and not w.grad.any())
+
+
+def test_where_all_tokens_count_the_divisor_changes_no_bit() -> None:
+    results = []
+    for divisor in (None, float(TOKENS)):
+        hidden, weight, labels = (x.float().requires_grad_() if x.is_floating_point() else x for x in _inputs())
+        loss = linear_cross_entropy(hidden, weight, labels, SINGLE, divisor=divisor)
+        loss.backward()
+        results.append((loss, hidden.grad, weight.grad))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_only_requested_gradients() -> None:
     hidden, weight, labels = _inputs()
     frozen = linear_cross_entropy(hidden.requires_grad_(), weight, labels, SINGLE)

@@ -9,13 +9,16 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.sources import Chunk, Place
+from sagetrain.data.chunk import Chunk, Place
+from sagetrain.data.records import Records
 from sagetrain.data.token_file import token_dtype
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -29,6 +32,10 @@ class EncodedPart:
     tokens: np.ndarray
     lengths: np.ndarray
     bytes: int
+    counted: np.ndarray | None = None
+    """bool, of records: which tokens count in the loss."""
+    padding: int = 0
+    """Tokens between records."""
 
 
 @dataclass
@@ -45,23 +52,44 @@ class Encoded:
     consumed: int
     after: Place | None
     """As in Chunk."""
+    cut: int = 0
+    """Records that were longer than a sequence, and were cut at its end."""
+    too_long: int = 0
+    """Records of which nothing that counts was left, and which were left out."""
+
+
+@dataclass
+class _Record:
+    tokens: np.ndarray
+    counted: np.ndarray
+    text: bytes
 
 
 class Encoder:
     """Chunk -> Encoded; depends on nothing else, so that any process can do it."""
 
-    def __init__(self, model: bytes, text_key: str, valid_fraction: float, skip_bad_lines: bool = False):
+    def __init__(
+        self,
+        model: bytes,
+        text_key: str,
+        valid_fraction: float,
+        skip_bad_lines: bool = False,
+        records: Records | None = None,
+    ):
         self.model = model
         self.tokenizer = Tokenizer(model)
         self.text_key = text_key
         self.valid_fraction = valid_fraction
         self.skip_bad_lines = skip_bad_lines
+        self.records = records
         self._dtype = token_dtype(self.tokenizer.vocab_size)
 
     def __reduce__(self):
-        return Encoder, (self.model, self.text_key, self.valid_fraction, self.skip_bad_lines)
+        return Encoder, (self.model, self.text_key, self.valid_fraction, self.skip_bad_lines, self.records)
 
     def __call__(self, chunk: Chunk) -> Encoded:
+        if self.records:
+            return self._encode_records(chunk, self.records)
         tokens: dict[str, list[np.ndarray]] = {"train": [], "valid": []}
         num_bytes = {"train": 0, "valid": 0}
         empty, bad = 0, []
@@ -87,6 +115,58 @@ class Encoder:
         }
         first_bad = str(bad[0]) if bad else None
         return Encoded(parts, empty, len(bad), first_bad, chunk.continues, chunk.origin, chunk.consumed, chunk.after)
+
+    def _encode_records(self, chunk: Chunk, records: Records) -> Encoded:
+        """Each side's records in sequences of seq_length: whole, or cut where one alone is longer."""
+        sides: dict[str, list[_Record]] = {"train": [], "valid": []}
+        cut, bad = 0, []
+        found = list(chunk.values(partial(self._encode_record, records), self.skip_bad_lines))
+        for each in found:
+            if isinstance(each, ConfigError):
+                bad.append(each)
+                continue
+            if len(each.tokens) > records.seq_length:
+                each.tokens, each.counted = each.tokens[: records.seq_length], each.counted[: records.seq_length]
+                cut += bool(each.counted.any())
+            if each.counted.any():
+                sides[self._side(each.text[:_HASHED_BYTES])].append(each)
+        parts = {side: self._packed(rows, records.seq_length) for side, rows in sides.items() if rows}
+        too_long = len(found) - len(bad) - sum(map(len, sides.values()))
+        first_bad = str(bad[0]) if bad else None
+        place = chunk.continues, chunk.origin, chunk.consumed, chunk.after
+        return Encoded(parts, 0, len(bad), first_bad, *place, cut, too_long)
+
+    def _encode_record(self, records: Records, record: dict[str, Any]) -> _Record:
+        parts = records.parts(record, self.tokenizer.special_tokens)
+        ids, counted = self.tokenizer.encode_parts(parts, records.templated)
+        if not records.templated:
+            ids.append(self.tokenizer.eos_id)
+            counted.append(True)
+        counted[0] = False  # what comes before it is another record
+        text = "".join(text for text, _ in parts).encode()
+        return _Record(np.array(ids, self._dtype), np.array(counted, bool), text)
+
+    def _packed(self, rows: list[_Record], seq_length: int) -> EncodedPart:
+        """Each record, the longest first, where it finds room first; what is left behind the last one of a sequence
+        belongs to it, so that there are no more documents than records."""
+        rows = sorted(rows, key=lambda row: -len(row.tokens))
+        room = np.full(len(rows), seq_length)
+        sequences: list[list[_Record]] = []
+        for row in rows:
+            first = int((room >= len(row.tokens)).argmax())
+            if first == len(sequences):
+                sequences.append([])
+            sequences[first].append(row)
+            room[first] -= len(row.tokens)
+        tokens, counted, lengths = [], [], []
+        for sequence, left in zip(sequences, room, strict=False):
+            tokens += [*(row.tokens for row in sequence), np.full(left, self.tokenizer.eos_id, self._dtype)]
+            counted += [*(row.counted for row in sequence), np.zeros(left, bool)]
+            lengths += [len(row.tokens) for row in sequence]
+            lengths[-1] += left
+        padding = int(room[: len(sequences)].sum())
+        num_bytes = sum(len(row.text) for row in rows)
+        return EncodedPart(np.concatenate(tokens), np.array(lengths), num_bytes, np.concatenate(counted), padding)
 
     def _side(self, key: bytes) -> str:
         if not self.valid_fraction:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.sources import Place
+from sagetrain.data.chunk import Place
 from sagetrain.data.token_file import token_path, write_atomic, writing
 
 SECONDS = 10.0

@@ -8,6 +8,7 @@ tokens per step changes nothing about which sequences come next.
   visits all of its windows once, in an order given by a keyed permutation that is computed, not stored.
 - Sources are blended evenly: at any point each has had its share of the samples so far, to a sample or two.
 - Windows run through the stream of documents without padding; document boundaries come from the token file's index.
+- What counts in the loss comes from the token files' masks; a label that does not count is MASKED.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from sagetrain.data.patterns import COARSE_SLOTS, Pattern, earlier_slots
 from sagetrain.data.token_file import TokenFile
 from sagetrain.data.token_files import open_sources
 
+MASKED = -100
+"""Label of a token that does not count in the loss: the one that torch.nn.functional.cross_entropy leaves out."""
 _EVALUATION_SEED = 0  # the same held-out sequences whatever the seed of the run
 
 
@@ -42,6 +45,8 @@ class Sample:
     document_starts: list[int]
     source: int = 0
     """Number of the source that it is from."""
+    counted: np.ndarray | None = None
+    """bool [seq_length]: whether tokens[1:] count in the loss; None: all do."""
 
 
 @dataclass
@@ -51,7 +56,7 @@ class Batch:
     tokens: torch.Tensor
     """int64 [B, S]."""
     labels: torch.Tensor
-    """int64 [B, S]: the token that follows each one, across document boundaries too."""
+    """int64 [B, S]: the token that follows each one, across document boundaries too; MASKED if it does not count."""
     positions: torch.Tensor | None
     """int64 [B, S], from 0 in each document; None: 0..S-1."""
     cu_seqlens: torch.Tensor | None
@@ -65,6 +70,9 @@ class Batch:
     """Of each sequence, the number of the source that it is from."""
     weight: int | None = None
     """Sequences that count in an evaluation: the first ones, or all (None). Others keep this rank in step."""
+    divisor: float | None = None
+    """The loss is the sum over the labels that are not MASKED, divided by this: by their number, unless a step says
+    otherwise. None: none can be, and the loss is the mean."""
 
     @property
     def span(self) -> float:
@@ -95,7 +103,7 @@ class Batch:
             "positions": own(self.positions),
             "cu_seqlens": there(self.cu_seqlens),
             "max_seqlen": self.max_seqlen,
-        }
+        } | ({} if self.divisor is None else {"divisor": self.divisor / cp_size})
 
 
 def batch_of(
@@ -121,8 +129,14 @@ def batch_of(
         cu_seqlens = torch.from_numpy(padded)
         max_seqlen = min(_power_of_two(int(np.diff(bounds).max())), seq_length)
     tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    divisor = None
+    if any(sample.counted is not None for sample in samples):
+        every = np.ones(seq_length, dtype=bool)
+        counted = np.stack([every if sample.counted is None else sample.counted for sample in samples])
+        labels = labels.masked_fill(torch.from_numpy(~counted), MASKED)
+        divisor = max(1.0, float(counted.sum()))
     sources = [sample.source for sample in samples]
-    return Batch(tokens, labels, positions, cu_seqlens, max_seqlen, list(ids), sources, weight)
+    return Batch(tokens, labels, positions, cu_seqlens, max_seqlen, list(ids), sources, weight, divisor)
 
 
 class SampleStream:
@@ -151,6 +165,7 @@ class SampleStream:
         self._vocab_size = vocab_size
         self._sources = open_sources(sources, seq_length)
         self._files = [file for source in self._sources for file in source.files]
+        _check_packing(self._files, seq_length)
         check_tokenizers(self._files, tokenizer_sha256)
         self.names = source_names([source.path for source in sources])
         self._identities = [source.identity() for source in self._sources]
@@ -227,7 +242,26 @@ class SampleStream:
         if self._vocab_size is not None:
             check_vocabulary(file, tokens, self._vocab_size)
         begins = file.document_starts(start, start + self.seq_length)
-        return Sample(tokens, [begin - start for begin in begins], source)
+        counted = file.counted(start + 1, start + self.seq_length + 1)
+        return Sample(tokens, [begin - start for begin in begins], source, counted)
+
+    @property
+    def masked(self) -> bool:
+        """Whether some of the files say that not all of their tokens count in the loss."""
+        return any(file.masked for file in self._files)
+
+    def counted(self, first: int, count: int) -> int | None:
+        """Tokens of so many samples that count in the loss; None without masks. Reads those."""
+        if not self.masked:
+            return None
+        total = 0
+        for index in range(first, first + count):
+            source, window = self.locate(index)
+            file, window = self._sources[source].window(window)
+            start = window * self.seq_length + 1
+            mask = file.counted(start, start + self.seq_length)
+            total += self.seq_length if mask is None else int(mask.sum())
+        return total
 
     def document_lengths(self, count: int) -> list[list[int]]:
         """Of each of the first `count` samples, the tokens of its documents, cut at the sample's ends."""
@@ -390,3 +424,14 @@ def check_tokenizers(files: list[TokenFile], expected: str | None) -> None:
             raise ConfigError(f"token file {path} was prepared with another tokenizer than the one of data.tokenizer")
         if sha != known[0][1]:
             raise ConfigError(f"token files {known[0][0]} and {path} were prepared with different tokenizers")
+
+
+def _check_packing(files: list[TokenFile], seq_length: int) -> None:
+    """Records are whole in sequences of the length that they were prepared for."""
+    for file in files:
+        packed = file.provenance().get("seq_length", 1)
+        if seq_length % packed:
+            raise ConfigError(
+                f"token file {file.path} was prepared for sequences of {packed:,} tokens (--seq-length), and "
+                f"data.seq_length {seq_length:,} would cut its records: use {packed:,}, or prepare it again"
+            )

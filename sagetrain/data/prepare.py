@@ -17,12 +17,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, tokenizer_in
+from sagetrain.data.chunk import Place
 from sagetrain.data.encode import Encoder, encode
 from sagetrain.data.journal import Journal, Unfinished
 from sagetrain.data.progress import Progress
-from sagetrain.data.sources import Corpus, Place
+from sagetrain.data.records import Records, settled
+from sagetrain.data.sources import Corpus
 from sagetrain.data.token_file import (
     TokenFile,
     TokenFileWriter,
@@ -48,6 +52,14 @@ class Counts:
     """Left out: no text, or nothing but white space. Not part of `documents`."""
     bad_lines: int = 0
     """Left out with skip_bad_lines."""
+    counted_tokens: int = 0
+    """Of records: those that count in the loss."""
+    padding_tokens: int = 0
+    """Those between records."""
+    cut_records: int = 0
+    """Longer than a sequence, and cut at its end."""
+    too_long_records: int = 0
+    """Left out: their completion begins behind the end of a sequence. Not part of `documents`."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,7 @@ def prepare(
     vocab_size: int | None = None,
     tokenizer_sample: int = 100_000_000,
     text_key: str = "text",
+    records: Records | None = None,
     glob: str | None = None,
     dataset_config: str | None = None,
     dataset_split: str = "train",
@@ -97,6 +110,7 @@ def prepare(
         vocab_size: train a new tokenizer of this size first.
         tokenizer_sample: characters of the corpus that a new tokenizer is trained on.
         text_key: field or column that holds the text.
+        records: prompts with completions, or chats, instead of text; a loss mask (.mask) says what of them counts.
         glob: which files of a folder, e.g. "**/*.md". Default: its JSON and Parquet files, or else all files.
         dataset_config, dataset_split: which part of a Hugging Face dataset.
         valid_fraction: share of the documents, chosen by a hash of their text, that goes to the token file `valid` in
@@ -121,7 +135,8 @@ def prepare(
     output = Path(output)
     _check_arguments(output, tokenizer, vocab_size, valid_fraction, num_workers)
     division = _parse_shard(shard) if shard else None
-    corpus = Corpus(sources, text_key, glob, dataset_config, dataset_split, skip_bad_lines, division)
+    fields = records.fields if records else ()
+    corpus = Corpus(sources, text_key, glob, dataset_config, dataset_split, skip_bad_lines, division, fields)
     if valid_fraction and len(corpus.inputs) == 1 and corpus.inputs[0].one_document:
         raise ConfigError(
             f"{corpus.inputs[0].name}: --valid-fraction {valid_fraction} needs several documents, and a plain text "
@@ -132,6 +147,12 @@ def prepare(
     named, output, held_out = output, output.with_name(f"{output.name}{ending}"), output.with_name(f"valid{ending}")
     outputs = {"train": output} | ({"valid": held_out} if valid_fraction else {})
     given = None if vocab_size else Tokenizer.load(tokenizer or tokenizer_in(output.parent))
+    if records:
+        if given is None:
+            raise ConfigError(
+                "records are for a model that has a tokenizer: give it (--tokenizer), and no --vocab-size"
+            )
+        records = settled(records, given)
     model_path = output.parent / (given.file_name if given else TOKENIZER_NAME)
     request = (
         {
@@ -143,6 +164,7 @@ def prepare(
         }
         | ({"skip_bad_lines": True} if skip_bad_lines else {})
         | ({"shard": list(division)} if division else {})
+        | ({"text_key": None, "records": records.request} if records else {})
     )
     journal = Journal(output)
     if _already_there(outputs, model_path, request, overwrite):
@@ -168,7 +190,7 @@ def prepare(
         say(f"training a tokenizer of {vocab_size:,} tokens")
         model = train_tokenizer(corpus.sample(tokenizer_sample), vocab_size)
         say(f"trained the tokenizer in {time.perf_counter() - begin:.0f} s")
-    encoder = Encoder(model, text_key, valid_fraction, skip_bad_lines)
+    encoder = Encoder(model, text_key, valid_fraction, skip_bad_lines, records)
     _check_siblings(output.parent, outputs, encoder.tokenizer)
 
     writers: dict[str, TokenFileWriter] = {}
@@ -181,7 +203,7 @@ def prepare(
     try:
         for side, path in outputs.items():
             written = unfinished.written[side] if unfinished else None
-            writers[side] = TokenFileWriter(path, encoder.tokenizer.vocab_size, written)
+            writers[side] = TokenFileWriter(path, encoder.tokenizer.vocab_size, written, masked=records is not None)
 
         def record(progress: Progress) -> None:
             written = {side: writer.written() for side, writer in writers.items()}
@@ -196,22 +218,32 @@ def prepare(
                 record(progress)
             for encoded in encode(corpus.chunks(place), encoder, num_workers):
                 for side, part in encoded.parts.items():
-                    writers[side].add(part.tokens, part.lengths, encoded.continues)
+                    writers[side].add(part.tokens, part.lengths, encoded.continues, part.counted)
                     counts[side].tokens += len(part.tokens)
                     counts[side].bytes += part.bytes
+                    if part.counted is not None:
+                        counts[side].counted_tokens += int(part.counted.sum())
+                        counts[side].padding_tokens += part.padding
                 counts["train"].empty_documents += encoded.empty_documents
                 counts["train"].bad_lines += encoded.bad_lines
+                counts["train"].cut_records += encoded.cut
+                counts["train"].too_long_records += encoded.too_long
                 first_bad = first_bad or encoded.first_bad
                 progress.update(encoded)
                 if encoded.after and journal.due:
                     place = encoded.after
                     record(progress)
         for side, writer in writers.items():
+            if records and writer.num_tokens:  # what follows the last sequence is read too
+                end = np.array([encoder.tokenizer.eos_id])
+                writer.add(end, np.array([1]), counted=np.zeros(1, bool))
             writer.finish()
-            counts[side].documents = writer.num_documents
+            counts[side].documents = writer.num_documents - (records is not None)
             if writer.num_documents == 0:
                 journal.discard()
                 bad = f" ({_many(counts['train'].bad_lines, 'bad line')}, the first: {first_bad})" if first_bad else ""
+                if counts["train"].too_long_records:
+                    bad += f" ({_too_long(counts['train'], records)})"
                 raise ConfigError(f"{writer.path}: no document with text went into this file{bad}; nothing is written")
         _check_siblings(output.parent, outputs, encoder.tokenizer)  # by now another host may have written its part
         with writing(model_path):
@@ -219,7 +251,8 @@ def prepare(
             for name in {TOKENIZER_NAME, TOKENIZER_JSON} - {model_path.name}:  # there is one tokenizer in a folder
                 (output.parent / name).unlink(missing_ok=True)
         for side in reversed(list(writers)):
-            writers[side].publish(_provenance(sources, counts[side], encoder.tokenizer, writers[side], request))
+            provenance = _provenance(sources, counts[side], encoder.tokenizer, writers[side], request, records)
+            writers[side].publish(provenance)
         journal.discard()
     finally:
         if journal.exists:
@@ -230,6 +263,15 @@ def prepare(
         say(f"part {division[0]} of {division[1]}; train on all of them by data.train path: {named}-*")
     for side, path in outputs.items():
         say(f"{path}: {counts[side].tokens:,} tokens, {_many(counts[side].documents, 'document')}")
+        if records:
+            share, padding = (
+                each / counts[side].tokens for each in (counts[side].counted_tokens, counts[side].padding_tokens)
+            )
+            say(f"{path}: {share:.1%} of the tokens count in the loss, {padding:.1%} are padding between records")
+    if counts["train"].cut_records:
+        say(f"cut {_many(counts['train'].cut_records, 'record')} after {records.seq_length:,} tokens (--seq-length)")
+    if counts["train"].too_long_records:
+        say(f"left out {_too_long(counts['train'], records)}")
     if counts["train"].empty_documents:
         say(f"left out {_many(counts['train'].empty_documents, 'empty document')}")
     if first_bad:
@@ -343,11 +385,19 @@ def _check_siblings(folder: Path, outputs: dict[str, Path], tokenizer: Tokenizer
 
 
 def _provenance(
-    sources: list[str], counts: Counts, tokenizer: Tokenizer, writer: TokenFileWriter, request: dict[str, Any]
+    sources: list[str],
+    counts: Counts,
+    tokenizer: Tokenizer,
+    writer: TokenFileWriter,
+    request: dict[str, Any],
+    records: Records | None,
 ) -> dict[str, Any]:
+    of_records = {"counted_tokens", "padding_tokens", "cut_records", "too_long_records"}
+    masked = {"seq_length": records.seq_length, "mask_sha256": writer.mask_sha256} if records else {}
     return {
         "sources": list(sources),
-        **asdict(counts),
+        **{name: value for name, value in asdict(counts).items() if records or name not in of_records},
+        **masked,
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "bos_id": tokenizer.bos_id,
@@ -367,6 +417,11 @@ def _result(outputs: dict[str, Path], model_path: Path, begin: float, already_th
     seconds = time.perf_counter() - begin
     vocab_size = recorded["train"]["vocab_size"]
     return Prepared(outputs["train"], outputs.get("valid"), model_path, counts, vocab_size, seconds, already_there)
+
+
+def _too_long(counts: Counts, records: Records) -> str:
+    many = _many(counts.too_long_records, "record")
+    return f"{many} in which nothing of the first {records.seq_length:,} tokens (--seq-length) counts"
 
 
 def _tokens(counts: dict[str, Counts]) -> str:

@@ -8,8 +8,9 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from sagetrain.data.chunk import Place
 from sagetrain.data.encode import Encoded
-from sagetrain.data.sources import Corpus, Place
+from sagetrain.data.sources import Corpus
 
 
 class Progress:

@@ -23,6 +23,7 @@ from typing import Any
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.blocks import blocks, lines
 from sagetrain.data.blocks import ends as _ends
+from sagetrain.data.chunk import Chunk, Place, no_such_key
 
 STDLIB = "python-stdlib"
 CHUNK_BYTES = 1 << 19
@@ -34,104 +35,11 @@ _STDLIB_LEFT_OUT = {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib
                     "turtledemo"}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Place:
-    """How far a corpus has been read."""
-
-    input: int = 0
-    """The input in hand; those before it have been read."""
-    records: int = 0
-    """Its records that have been read."""
-    offset: int = 0
-    """The byte after them where reading can begin there; 0: reading begins at the input's beginning and leaves them
-    out, which costs far less than turning them into tokens."""
-
-
-@dataclass
-class Chunk:
-    """Consecutive records of one input, as the reader hands them to a worker."""
-
-    origin: str
-    """File or dataset, for messages."""
-    unit: str
-    """What a record is: "line" (a JSON object), "row" (its text) or "file" (its bytes, or a part of them)."""
-    first: int
-    """Number of the first record, from 1."""
-    records: list[Any]
-    """bytes for lines and files; str, None or something wrong for rows."""
-    consumed: int = 0
-    """Bytes of the input that had been read when the chunk was complete."""
-    split_key: bytes | None = None
-    """Beginning of the file whose part this is; decides its side of a train/valid split."""
-    continues: bool = False
-    """The first record is the rest of the document that the chunk before left unfinished."""
-    unfinished: bool = False
-    """The document of the last record goes on in the next chunk."""
-    offset: int = 0
-    """As in Place, where the chunk ends."""
-    after: Place | None = None
-    """What has been read with this chunk; None inside of a document."""
-
-    def texts(self, text_key: str, skip_bad: bool = False) -> Iterator[str | ConfigError | None]:
-        """The records' texts in order; None stands for an empty document.
-
-        A line or row without text in it is a ConfigError that names file and record: raised, or with `skip_bad` given
-        in the text's place.
-        """
-        for number, record in enumerate(self.records, self.first):
-            if self.unit == "line" and not record.strip():
-                continue  # a blank line is no document
-            try:
-                yield self._text(record, number, text_key)
-            except ConfigError as error:
-                if not skip_bad or self.unit == "file":
-                    raise
-                yield error
-
-    def _text(self, record: Any, number: int, text_key: str) -> str | None:
-        if isinstance(record, bytes):
-            record = self._decode(record, number)
-            if self.unit == "line":
-                record = self._text_of(record, number, text_key)
-        if record is None:
-            return None
-        if not isinstance(record, str):
-            raise self.error(number, f"{text_key!r} holds {type(record).__name__}, not text")
-        try:
-            record.encode()
-        except UnicodeEncodeError as error:
-            raise self.error(number, f"not valid Unicode: a lone surrogate at character {error.start}") from error
-        # A part of a longer document counts even if it is blank.
-        blank = not record or record.isspace()
-        return None if blank and not (self.continues or self.unfinished) else record
-
-    def error(self, number: int, what: str) -> ConfigError:
-        """A mistake in record `number`."""
-        return ConfigError(f"{self.origin}{'' if self.unit == 'file' else f', {self.unit} {number:,}'}: {what}")
-
-    def _decode(self, record: bytes, number: int) -> str:
-        try:
-            return record.decode("utf-8")
-        except UnicodeDecodeError as error:
-            hint = "; if it is no text file, choose the files with --glob" if self.unit == "file" else ""
-            raise self.error(number, f"not UTF-8 (byte {record[error.start]:#04x}){hint}") from error
-
-    def _text_of(self, line: str, number: int, text_key: str) -> Any:
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            hint = " (a JSON array? write one object per line)" if number == 1 and line.startswith("[") else ""
-            raise self.error(number, f"not valid JSON: {error}{hint}") from error
-        if not isinstance(value, dict):
-            raise self.error(number, f"holds {type(value).__name__}, not a JSON object")
-        if text_key not in value:
-            raise self.error(number, no_such_key(text_key, value))
-        return value[text_key]
-
-
-def no_such_key(text_key: str, keys: Iterable[str]) -> str:
-    """Message for a missing text key."""
-    return f"no key {text_key!r}; the keys are: {', '.join(keys) or 'none'}. Choose one with --text-key"
+def _check_columns(origin: object, columns: Iterable[str], names: Iterable[str], fields: bool) -> None:
+    option = "--prompt-field, --completion-field or --chat-field" if fields else "--text-key"
+    for column in columns:
+        if column not in names:
+            raise ConfigError(f"{origin}: {no_such_key(column, names, option)}")
 
 
 @dataclass
@@ -162,15 +70,18 @@ class Corpus:
         split: str = "train",
         skip_bad_lines: bool = False,
         shard: tuple[int, int] | None = None,
+        fields: tuple[str, ...] = (),
     ):
         """Resolve `sources`: files, folders (recursive, `glob` chooses), dataset names, or "python-stdlib".
 
         `config_name` and `split` are for Hugging Face datasets; `skip_bad_lines` is for `sample`. With `shard` (K, N)
-        the inputs are the K-th of N parts, alike in bytes. ConfigError if a source does not exist or is empty.
+        the inputs are the K-th of N parts, alike in bytes. With `fields` rows hold these, by name, instead of a text.
+        ConfigError if a source does not exist or is empty, or is plain text where fields are wanted.
         """
         if not sources:
             raise ConfigError("no source of text given")
-        self.text_key, self._skip_bad = text_key, skip_bad_lines
+        self.text_key, self._skip_bad, self._fields = text_key, skip_bad_lines, fields
+        self._columns = fields or (text_key,)
         self.notes: list[str] = []
         self.inputs: list[Input] = []
         for source in sources:
@@ -179,8 +90,9 @@ class Corpus:
         if shard:
             self.inputs = _part(self.inputs, *shard)
 
-    def chunks(self, start: Place = Place()) -> Iterator[Chunk]:
+    def chunks(self, start: Place | None = None) -> Iterator[Chunk]:
         """What comes after `start`."""
+        start = start or Place()
         for number, each in enumerate(self.inputs[start.input :], start.input):
             place = start if number == start.input else Place(number)
             for chunk in each.read(place):
@@ -226,6 +138,8 @@ class Corpus:
     def _resolve(self, source: str, glob: str | None, config_name: str | None, split: str) -> list[Input]:
         path = Path(source)
         if source == STDLIB:
+            if self._fields:
+                raise self._no_fields(source)
             return _stdlib()
         if path.is_file():
             return [self._file(path)]
@@ -237,6 +151,12 @@ class Corpus:
             identity = [source, config_name, split]
             return [self._dataset(source, lambda: _load_from_hub(source, config_name, split), identity)]
         raise ConfigError(f"{source}: no such file or folder, and not the name of a Hugging Face dataset")
+
+    def _no_fields(self, source: object) -> ConfigError:
+        return ConfigError(
+            f"{source}: plain text has no fields ({', '.join(self._fields)}): give .jsonl or .parquet files, or a "
+            "Hugging Face dataset"
+        )
 
     def _files(self, folder: Path, glob: str | None) -> list[Path]:
         found = sorted(
@@ -260,8 +180,10 @@ class Corpus:
 
     def _file(self, path: Path) -> Input:
         structured = _ends(path, *_STRUCTURED)
+        if self._fields and not structured:
+            raise self._no_fields(path)
         if _ends(path, ".parquet"):
-            read = lambda place: _read_parquet(path, self.text_key)  # noqa: E731
+            read = lambda place: _read_parquet(path, self._columns, bool(self._fields))  # noqa: E731
         elif structured:
             read = lambda place: _read_lines(path, place)  # noqa: E731
         else:
@@ -279,7 +201,8 @@ class Corpus:
         return whole
 
     def _dataset(self, name: str, load: Callable[[], Any], identity: list[Any]) -> Input:
-        return Input(name, lambda place: _read_dataset(name, load(), self.text_key, place), None, identity)
+        fields = bool(self._fields)
+        return Input(name, lambda place: _read_dataset(name, load(), self._columns, fields, place), None, identity)
 
 
 def _part(inputs: list[Input], number: int, count: int) -> list[Input]:
@@ -390,22 +313,21 @@ def _character_boundary(data: bytes) -> int:
     return len(data)
 
 
-def _read_parquet(path: Path, text_key: str) -> Iterator[Chunk]:
+def _read_parquet(path: Path, columns: tuple[str, ...], fields: bool) -> Iterator[Chunk]:
+    """Rows are the texts of one column, or dicts of `fields`."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if text_key not in names:
-                raise ConfigError(f"{path}: {no_such_key(text_key, names)}")
+            _check_columns(path, columns, file.schema_arrow.names, fields)
             size, rows = path.stat().st_size, max(file.metadata.num_rows, 1)
             number = 1
-            for batch in file.iter_batches(batch_size=512, columns=[text_key]):
-                texts = batch.column(0).to_pylist()
-                done = size * (number - 1 + len(texts)) // rows
-                yield Chunk(str(path), "row", number, texts, done)
-                number += len(texts)
+            for batch in file.iter_batches(batch_size=512, columns=list(columns)):
+                records = batch.to_pylist() if fields else batch.column(0).to_pylist()
+                done = size * (number - 1 + len(records)) // rows
+                yield Chunk(str(path), "row", number, records, done)
+                number += len(records)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
@@ -454,16 +376,18 @@ def _load_saved(path: str, split: str) -> Any:
     return loaded
 
 
-def _read_dataset(name: str, dataset: Any, text_key: str, place: Place) -> Iterator[Chunk]:
+def _read_dataset(name: str, dataset: Any, columns: tuple[str, ...], fields: bool, place: Place) -> Iterator[Chunk]:
+    """As _read_parquet."""
     names = dataset.column_names  # None: a stream that does not know them yet
-    if names is not None and text_key in names:
-        dataset = dataset.select_columns([text_key])  # other columns may be costly to decode
+    if names is not None and set(columns) <= set(names):
+        dataset = dataset.select_columns(list(columns))  # other columns may be costly to decode
     number = place.records + 1
     for batch in dataset.skip(place.records).iter(batch_size=512):
-        if text_key not in batch:
-            raise ConfigError(f"{name}: {no_such_key(text_key, batch)}")
-        yield Chunk(name, "row", number, batch[text_key])
-        number += len(batch[text_key])
+        _check_columns(name, columns, batch, fields)
+        texts = batch[columns[0]]
+        rows = zip(*(batch[column] for column in columns), strict=True)
+        yield Chunk(name, "row", number, [dict(zip(columns, row, strict=True)) for row in rows] if fields else texts)
+        number += len(texts)
 
 
 # -- the standard library ----------------------------------------------------------------------------------------------

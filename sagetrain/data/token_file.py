@@ -6,6 +6,8 @@ of sequences (uint64), the length of the document index (uint64), the sequence l
 sequence in the .bin (int64), and the document index (int64: first sequence of every document, then their count).
 Megatron-LM reads these files, and files that Megatron-LM's preprocessing wrote are read here. `sagetrain prepare` adds
 `NAME.json`: where the tokens come from, the tokenizer's hash, and a checksum.
+
+Where not all tokens count in the loss (fine-tuning), `NAME.mask` says which do: one byte a token, 1 or 0.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -45,19 +47,22 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def token_path(path: str | os.PathLike, suffix: str) -> Path:
-    """`path` plus `suffix` (.bin, .idx, .json); the name itself may hold dots."""
+    """`path` plus `suffix` (.bin, .idx, .mask, .json); the name itself may hold dots."""
     return Path(f"{os.fspath(path)}{suffix}")
 
 
 class TokenFileWriter:
     """Writes a token file as a stream: memory does not grow with the file.
 
-    Everything goes to NAME.bin.partial and NAME.idx.partial. `finish` completes them and `publish` renames them, the
-    .idx last; whatever happens before, nothing looks like a finished file.
+    Everything goes to NAME.bin.partial, NAME.idx.partial and, if there is a mask, NAME.mask.partial. `finish` completes
+    them and `publish` renames them, the .idx last; whatever happens before, nothing looks like a finished file.
     """
 
-    def __init__(self, path: str | os.PathLike, vocab_size: int, written: dict[str, Any] | None = None):
+    def __init__(
+        self, path: str | os.PathLike, vocab_size: int, written: dict[str, Any] | None = None, masked: bool = False
+    ):
         """Opens the partial files, in a new folder if need be; goes on after what an earlier one had `written`.
+        `masked`: with a mask.
 
         ConfigError, here and in what follows, if they cannot be written (a full disk, say), another process writes
         there, or they do not begin with what had been written.
@@ -67,38 +72,54 @@ class TokenFileWriter:
         self.num_tokens = 0
         self.num_documents = 0
         self._open_length = 0  # tokens of the last document, which more may follow
-        self._hash = hashlib.sha256()
-        self.sha256 = ""
+        self._hash, self._mask_hash = hashlib.sha256(), hashlib.sha256()
+        self.sha256 = self.mask_sha256 = ""
         # The lock is on the one that is renamed or removed last: until then nobody else opens either.
         folder = self.path.absolute().parent
         self._new_folders = [each for each in (folder, *folder.parents) if not each.exists()]
         self._idx = _open_locked(token_path(path, ".idx.partial"))
         with writing(token_path(path, ".bin.partial")):
-            fd = os.open(token_path(path, ".bin.partial"), os.O_RDWR | os.O_CREAT, 0o666)
-            self._bin = open(fd, "r+b", buffering=_BLOCK)  # noqa: SIM115
+            self._bin = _open(token_path(path, ".bin.partial"))
+            self._mask = _open(token_path(path, ".mask.partial")) if masked else None
         if written:
             self._go_on(written)
         self._bin.truncate(self._bin.seek(self.num_tokens * self.dtype.itemsize))
+        if self._mask:
+            self._mask.truncate(self._mask.seek(self.num_tokens))
         self._idx.write(bytes(_HEADER.size))  # the header comes last: no magic yet
         self._idx.truncate(self._idx.seek(_HEADER.size + 4 * self.num_documents))
 
     def _go_on(self, written: dict[str, Any]) -> None:
-        left = written["tokens"] * self.dtype.itemsize
-        while block := self._bin.read(min(left, 4 * _BLOCK)):
-            self._hash.update(block)
-            left -= len(block)
-        index = _HEADER.size + 4 * written["documents"]
-        if left or self._hash.hexdigest() != written["sha256"] or os.fstat(self._idx.fileno()).st_size < index:
-            self._bin.close()
-            self._idx.close()
+        streams = [(self._bin, self._hash, self.dtype.itemsize, written["sha256"])]
+        if self._mask:
+            streams.append((self._mask, self._mask_hash, 1, written["mask_sha256"]))
+        whole = os.fstat(self._idx.fileno()).st_size >= _HEADER.size + 4 * written["documents"]
+        for file, digest, itemsize, recorded in streams:
+            left = written["tokens"] * itemsize
+            while block := file.read(min(left, 4 * _BLOCK)):
+                digest.update(block)
+                left -= len(block)
+            whole = whole and not left and digest.hexdigest() == recorded
+        if not whole:
+            for file, _ in self._files:
+                file.close()
             raise ConfigError(
-                f"{self.path}.bin.partial and .idx.partial no longer hold what an unfinished call had written: delete "
+                f"{self.path}.bin.partial and what lies beside it no longer hold what an unfinished call wrote: delete "
                 f"{self.path}.*.partial to start over"
             )
         self.num_tokens, self.num_documents = written["tokens"], written["documents"]
 
-    def add(self, tokens: np.ndarray, lengths: np.ndarray, continues: bool = False) -> None:
-        """Append documents: `tokens` holds them end to end, `lengths` their lengths (all at least 1).
+    @property
+    def _files(self) -> list[tuple[BinaryIO, str]]:
+        """With their suffixes."""
+        mask = [(self._mask, ".mask")] if self._mask else []
+        return [(self._bin, ".bin"), *mask, (self._idx, ".idx")]
+
+    def add(
+        self, tokens: np.ndarray, lengths: np.ndarray, continues: bool = False, counted: np.ndarray | None = None
+    ) -> None:
+        """Append documents: `tokens` holds them end to end, `lengths` their lengths (all at least 1), and `counted`
+        (bool), if the file has a mask, which tokens count in the loss.
 
         With `continues` the first of them is the rest of the document added last.
         """
@@ -109,6 +130,12 @@ class TokenFileWriter:
         with writing(token_path(self.path, ".bin")):
             self._bin.write(data)
         self._hash.update(data)
+        if self._mask:
+            assert counted is not None and len(counted) == len(tokens)
+            mask = counted.astype(np.uint8).tobytes()
+            with writing(token_path(self.path, ".mask")):
+                self._mask.write(mask)
+            self._mask_hash.update(mask)
         self.num_tokens += len(tokens)
         lengths = lengths.astype(np.int64)
         if continues:
@@ -126,7 +153,8 @@ class TokenFileWriter:
         """Bring what was added, whole documents, to the disk; what another writer needs to go on after it."""
         self._close_document()
         self._to_disk()
-        return {"tokens": self.num_tokens, "documents": self.num_documents, "sha256": self._hash.hexdigest()}
+        mask = {"mask_sha256": self._mask_hash.hexdigest()} if self._mask else {}
+        return {"tokens": self.num_tokens, "documents": self.num_documents, "sha256": self._hash.hexdigest(), **mask}
 
     def finish(self) -> None:
         """Complete both partial files and bring them to the disk."""
@@ -134,10 +162,10 @@ class TokenFileWriter:
         with writing(token_path(self.path, ".idx")):
             self._write_index()
         self._to_disk()
-        self.sha256 = self._hash.hexdigest()
+        self.sha256, self.mask_sha256 = self._hash.hexdigest(), self._mask_hash.hexdigest()
 
     def _to_disk(self) -> None:
-        for file, suffix in ((self._bin, ".bin"), (self._idx, ".idx")):
+        for file, suffix in self._files:
             with writing(token_path(self.path, suffix)):
                 file.flush()
                 os.fsync(file.fileno())
@@ -165,23 +193,25 @@ class TokenFileWriter:
 
     def publish(self, provenance: dict[str, Any]) -> None:
         """Rename the finished files to their names and write `provenance` as NAME.json; replaces older files."""
-        with suppress(FileNotFoundError):
-            os.unlink(token_path(self.path, ".idx"))
-        os.replace(token_path(self.path, ".bin.partial"), token_path(self.path, ".bin"))
+        for suffix in (".idx", ".mask"):
+            with suppress(FileNotFoundError):
+                os.unlink(token_path(self.path, suffix))
+        for _, suffix in self._files[:-1]:
+            os.replace(token_path(self.path, f"{suffix}.partial"), token_path(self.path, suffix))
         with writing(token_path(self.path, ".json")):
             write_atomic(token_path(self.path, ".json"), (json.dumps(provenance, indent=2) + "\n").encode())
         os.replace(token_path(self.path, ".idx.partial"), token_path(self.path, ".idx"))
-        self._bin.close()
-        self._idx.close()
+        for file, _ in self._files:
+            file.close()
 
     def abort(self, keep: bool = False) -> None:
         """Close the partial files. Unless they are to be kept, remove them, and the folders that were made for them if
         nothing else is in there."""
-        for file, suffix in ((self._bin, ".bin.partial"), (self._idx, ".idx.partial")):
+        for file, suffix in self._files:
             if not file.closed:
                 with suppress(FileNotFoundError):
                     if not keep:
-                        os.unlink(token_path(self.path, suffix))
+                        os.unlink(token_path(self.path, f"{suffix}.partial"))
                 with suppress(OSError):  # a full disk does not take what is still buffered
                     file.close()
         for folder in self._new_folders:
@@ -232,25 +262,57 @@ class TokenFile:
             raise self._damaged("the index does not cover the whole .bin")
         self.num_tokens = size // self.dtype.itemsize
         self.num_documents = entries - 1
-        self._fd = os.open(bin_, os.O_RDONLY)
+        self._fd, self._mask_fd = os.open(bin_, os.O_RDONLY), self._open_mask()
+
+    def _open_mask(self) -> int | None:
+        mask = token_path(self.path, ".mask")
+        if not mask.is_file():
+            if "mask_sha256" in self.provenance():
+                raise self._damaged(f"{mask}, which says what counts in the loss, does not exist")
+            return None
+        if (size := mask.stat().st_size) != self.num_tokens:
+            raise self._damaged(
+                f"{mask} has {size:,} bytes and the .bin {self.num_tokens:,} tokens, of which each has one byte there "
+                "(without that file all tokens would count in the loss)"
+            )
+        return os.open(mask, os.O_RDONLY)
 
     def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            os.close(self._fd)
+        for fd in (getattr(self, "_fd", None), getattr(self, "_mask_fd", None)):
+            if fd is not None:
+                os.close(fd)
+
+    @property
+    def masked(self) -> bool:
+        """Whether there is a NAME.mask."""
+        return self._mask_fd is not None
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Ids `start` to `stop` of the stream, int64."""
-        itemsize = self.dtype.itemsize
+        data = self._read(self._fd, ".bin", start, stop, self.dtype.itemsize)
+        return np.frombuffer(data, self.dtype.newbyteorder("<")).astype(np.int64)
+
+    def counted(self, start: int, stop: int) -> np.ndarray | None:
+        """Whether ids `start` to `stop` count in the loss, bool; None: all of the file do."""
+        if self._mask_fd is None:
+            return None
+        mask = np.frombuffer(self._read(self._mask_fd, ".mask", start, stop, 1), np.uint8)
+        if mask.max(initial=0) > 1:
+            where = start + int(np.flatnonzero(mask > 1)[0])
+            raise self._damaged(f"byte {where:,} of the .mask is {mask[where - start]}, not 0 or 1")
+        return mask.astype(bool)
+
+    def _read(self, fd: int, suffix: str, start: int, stop: int, itemsize: int) -> bytes:
         size = (stop - start) * itemsize
-        data = os.pread(self._fd, size, start * itemsize)
+        data = os.pread(fd, size, start * itemsize)
         while 0 < len(data) < size:  # a read may be interrupted
-            more = os.pread(self._fd, size - len(data), start * itemsize + len(data))
+            more = os.pread(fd, size - len(data), start * itemsize + len(data))
             if not more:
                 break
             data += more
         if len(data) != size:
-            raise self._damaged(f"the .bin ends before token {stop:,}")
-        return np.frombuffer(data, self.dtype.newbyteorder("<")).astype(np.int64)
+            raise self._damaged(f"the {suffix} ends before token {stop:,}")
+        return data
 
     def document_start(self, document: int) -> int:
         """Position of a document's first token in the stream."""
@@ -283,7 +345,7 @@ class TokenFile:
         return read_provenance(self.path)
 
     def identity(self) -> str:
-        """Which file this is, cheap to take: a hash of header, first and last blocks of index and tokens.
+        """Which file this is, cheap to take: a hash of header, first and last blocks of index, tokens and mask.
 
         Old checkpoints name the order of their samples by it. What lies between the blocks, `content` knows.
         """
@@ -294,10 +356,13 @@ class TokenFile:
         ends = min(_BLOCK, self.num_tokens)
         digest.update(self.tokens(0, ends).tobytes())
         digest.update(self.tokens(self.num_tokens - ends, self.num_tokens).tobytes())
+        if self.masked:
+            digest.update(self.counted(0, ends).tobytes())
+            digest.update(self.counted(self.num_tokens - ends, self.num_tokens).tobytes())
         return digest.hexdigest()
 
     def content(self) -> str:
-        """A hash of the whole index and of samples of the tokens.
+        """A hash of the whole index and of samples of the tokens, with what of them counts.
 
         Another token at one place may go unseen, 500,000 in a row do not in a file of up to 8 billion tokens: a block
         is read every 2^19 tokens, or 2^14 of them spread evenly.
@@ -305,7 +370,9 @@ class TokenFile:
         step = max(_SAMPLE_STEP, -(-self.num_tokens // _MOST_SAMPLES))
 
         def sample(start: int) -> bytes:
-            return hashlib.sha256(self.tokens(start, min(start + _SAMPLE, self.num_tokens)).tobytes()).digest()
+            stop = min(start + _SAMPLE, self.num_tokens)
+            block = self.tokens(start, stop).tobytes()
+            return hashlib.sha256(block + self.counted(start, stop).tobytes() if self.masked else block).digest()
 
         digest = hashlib.sha256(self._header)
         with ThreadPoolExecutor(8, "content") as pool:  # most of it is waiting for the disk or the network
@@ -341,15 +408,23 @@ class TokenFile:
             return
         recorded = self.provenance()
         vocab_size = vocab_size or recorded.get("vocab_size")
-        digest = hashlib.sha256()
+        digest, mask_digest, some = hashlib.sha256(), hashlib.sha256(), False
         for start, block in self._blocks():
             digest.update(block.astype(self.dtype.newbyteorder("<")).tobytes())
             if vocab_size and (block.min() < 0 or block.max() >= vocab_size):
                 where = start + int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
                 raise self._damaged(f"token {where:,} is outside of the vocabulary of {vocab_size:,}")
+            if self.masked:
+                counted = self.counted(start, start + len(block))
+                mask_digest.update(counted.tobytes())
+                some |= bool(counted.any())
             progress(len(block))
         if recorded.get("sha256") not in (None, digest.hexdigest()):
             raise self._damaged("the .bin does not have the checksum that was recorded when it was written")
+        if self.masked and not some:
+            raise self._damaged("by its .mask no token counts in the loss")
+        if self.masked and recorded.get("mask_sha256") not in (None, mask_digest.hexdigest()):
+            raise self._damaged("the .mask does not have the checksum that was recorded when it was written")
 
     def _blocks(self) -> Iterator[tuple[int, np.ndarray]]:
         for start in range(0, self.num_tokens, _BLOCK):
@@ -395,6 +470,11 @@ def writing(path: Path) -> Iterator[None]:
         raise ConfigError(
             f"cannot write {path}: {error.strerror}; free space there, or choose another output (-o)"
         ) from error
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open for writing, whatever is in it."""
+    return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=_BLOCK)
 
 
 def _open_locked(path: Path):

@@ -10,7 +10,9 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +43,10 @@ class Tokenizer:
         self.vocab_size = self._codec.vocab_size
         self.bos_id, self.eos_id = self._codec.bos_id, self._codec.eos_id
         """-1: it has none."""
+        self.special_tokens: dict[str, str] = self._codec.special_tokens
+        """Texts of control tokens by the names that chat templates have for them: "eos_token"."""
+        self.chat_template: str | None = self._codec.chat_template
+        """Jinja template of a chat, if it has one."""
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Tokenizer:
@@ -67,23 +73,37 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without bos or eos. ValueError if the text holds half of a surrogate pair."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"not valid Unicode: a lone surrogate at character {error.start}") from error
-        return self._codec.encode(text)
+        return self._codec.encode(_valid(text))
+
+    def encode_parts(self, parts: Sequence[tuple[str, bool]], control: bool = False) -> tuple[list[int], list[bool]]:
+        """Token ids of the parts' texts end to end, and of each whether a character of it is in a part that is True.
+
+        `control`: the text of a control token is that token, as a chat template means it. ValueError as of encode.
+        """
+        ids, spans = self._codec.spans(_valid("".join(text for text, _ in parts)), control)
+        stops = list(accumulate(len(text) for text, _ in parts))
+        marked = [(stop - len(text), stop) for stop, (text, mark) in zip(stops, parts, strict=True) if mark]
+        return ids, [any(begin < stop and start < end for start, stop in marked) for begin, end in spans]
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids. Control tokens give nothing; byte tokens that are no UTF-8 give U+FFFD."""
         return self._codec.decode(ids)
 
 
+Spans = list[tuple[int, int]]
+"""Of tokens in a text: the first character of each, and the one after its last."""
+
+
 class _Codec(Protocol):
     vocab_size: int
     bos_id: int
     eos_id: int
+    special_tokens: dict[str, str]
+    chat_template: str | None
 
     def encode(self, text: str) -> list[int]: ...
+
+    def spans(self, text: str, control: bool) -> tuple[list[int], Spans]: ...
 
     def decode(self, ids: list[int]) -> str: ...
 
@@ -100,6 +120,9 @@ class _SentencePiece:
         self.eos_id: int = self._processor.eos_id()
         byte_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_MARK.encode()]
         self._space_mark_ids = byte_ids if all(map(self._processor.is_byte, byte_ids)) else None
+        named = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        self.special_tokens = {name: self._processor.id_to_piece(each) for name, each in named.items() if each >= 0}
+        self.chat_template = None
 
     def encode(self, text: str) -> list[int]:
         if _SPACE_MARK not in text or self._space_mark_ids is None:
@@ -110,6 +133,28 @@ class _SentencePiece:
             ids += self._space_mark_ids
             ids += self._processor.encode(part)
         return ids
+
+    def spans(self, text: str, control: bool) -> tuple[list[int], Spans]:
+        from sentencepiece import sentencepiece_pb2
+
+        whole = {} if self._space_mark_ids is None else {_SPACE_MARK: self._space_mark_ids}
+        if control:
+            ids = filter(self._processor.is_control, range(self.vocab_size))
+            whole |= {self._processor.id_to_piece(each): [each] for each in ids}
+        found, spans, begin = [], [], 0
+        for part in re.split(f"({'|'.join(map(re.escape, whole))})", text) if whole else [text]:
+            if part in whole:
+                found += whole[part]
+                spans += [(begin, begin + len(part))] * len(whole[part])
+            else:
+                encoded = self._processor.encode(part, out_type="serialized_proto")
+                pieces = sentencepiece_pb2.SentencePieceText.FromString(encoded).pieces
+                # Its offsets count bytes: characters that begin before each.
+                characters = [*accumulate((byte & 0xC0 != 0x80 for byte in part.encode()), initial=begin)]
+                found += [piece.id for piece in pieces]
+                spans += [(characters[piece.begin], characters[piece.end]) for piece in pieces]
+            begin += len(part)
+        return found, spans
 
     def decode(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
@@ -128,6 +173,11 @@ class _HuggingFace:
         self._pipeline.encode_special_tokens = True  # in a text, </s> is four characters
         self.vocab_size: int = max(self._pipeline.get_vocab().values()) + 1
         self.bos_id, self.eos_id = (self._id(config.get(name)) for name in ("bos_token", "eos_token"))
+        self.special_tokens = {name: token for name, token in config.items() if name.endswith("_token")}
+        template = config.get("chat_template")
+        if isinstance(template, list):  # several by name
+            template = {each.get("name"): each.get("template") for each in template}.get("default")
+        self.chat_template = template
 
     def _id(self, token: str | None) -> int:
         number = self._pipeline.token_to_id(token) if token else None
@@ -136,8 +186,24 @@ class _HuggingFace:
     def encode(self, text: str) -> list[int]:
         return self._pipeline.encode(text, add_special_tokens=False).ids
 
+    def spans(self, text: str, control: bool) -> tuple[list[int], Spans]:
+        self._pipeline.encode_special_tokens = not control
+        try:
+            encoding = self._pipeline.encode(text, add_special_tokens=False)
+        finally:
+            self._pipeline.encode_special_tokens = True
+        return encoding.ids, encoding.offsets
+
     def decode(self, ids: list[int]) -> str:
         return self._pipeline.decode(ids, skip_special_tokens=True)
+
+
+def _valid(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not valid Unicode: a lone surrogate at character {error.start}") from error
+    return text
 
 
 def _is_json(model: bytes) -> bool:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataSource
-from sagetrain.data.loader import Batch, Loader, SampleStream, batch_of
+from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream, batch_of
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.windows import decoded_bytes, text_of, windows
 
@@ -31,7 +31,7 @@ class Evaluation:
     """Sum of the losses of all tokens, those that end documents included."""
     tokens: int = 0
     bytes: int | None = 0
-    """Of the text in UTF-8. None: there is no tokenizer, so no text."""
+    """Of the text in UTF-8. None: there is no tokenizer, so no text, or not all of it counts in the loss."""
     unigram_nats: float | None = None
     """Of the same tokens by their frequencies in the training data: what a model without context would reach. None:
     the training data is not here."""
@@ -93,7 +93,10 @@ def evaluate(
                 begin = batch.tokens[row, :1].numpy()
                 whole = np.concatenate([begin, tokens])
                 part.bytes += decoded_bytes(run.tokenizer, whole) - decoded_bytes(run.tokenizer, begin)
-    return [part for part in found if part.tokens]
+    found = [part for part in found if part.tokens]
+    if not found:
+        raise ConfigError(f"no token of {num_sequences:,} sequences of data.valid counts in the loss: ask for more")
+    return found
 
 
 @torch.no_grad()
@@ -133,9 +136,9 @@ def evaluate_texts(
             for _, alike in groupby(every, lambda window: len(window[0].tokens)):
                 while some := list(islice(alike, data.micro_batch_size)):
                     samples = [sample for sample, _ in some]
-                    rows = _losses(run, batch_of(samples, data.document_attention, data.document_positions))
-                    for losses, (sample, count) in zip(rows, some, strict=True):
-                        _add(part, losses[-count:], sample.tokens[-count:], nats)
+                    batch = batch_of(samples, data.document_attention, data.document_positions)
+                    for losses, labels, (_, count) in zip(_losses(run, batch), batch.labels.numpy(), some, strict=True):
+                        _add(part, losses[-count:], labels[-count:], nats)
                         progress.update(count)
         if not part.tokens:
             raise ConfigError(f"--data {text.name}: there is no text in it")
@@ -178,11 +181,14 @@ def _begin(run: TrainedRun, name: str, nats: NDArray[np.float64] | None) -> Eval
 def _add(
     part: Evaluation, losses: NDArray[np.float64], tokens: NDArray[np.int64], nats: NDArray[np.float64] | None
 ) -> None:
-    """Count the losses of tokens."""
+    """Count the losses of tokens, but those of MASKED ones, which are 0. Their text has bytes that count as little."""
+    counted = tokens[tokens != MASKED]
     part.nats += float(losses.sum())
-    part.tokens += len(tokens)
+    part.tokens += len(counted)
+    if len(counted) < len(tokens):
+        part.bytes = None
     if nats is not None and part.unigram_nats is not None:
-        part.unigram_nats += float(nats[tokens].sum())
+        part.unigram_nats += float(nats[counted].sum())
 
 
 def _losses(run: TrainedRun, batch: Batch) -> NDArray[np.float64]:

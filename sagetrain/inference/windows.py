@@ -24,7 +24,7 @@ from sagetrain.data.tokenizer import Tokenizer
 
 Tokens = NDArray[np.int64]
 Piece = tuple[Tokens, Tokens]
-"""Consecutive tokens, and the places among them at which documents begin."""
+"""Consecutive tokens (~token: one that does not count), and the places among them at which documents begin."""
 _BLOCK = 1 << 20  # tokens
 
 
@@ -38,8 +38,9 @@ class Prepared:
         check_tokenizers(self._files, tokenizer.sha256 if tokenizer else None)
         recorded: list[Any] = [file.provenance().get("bytes") for file in self._files]
         self._count = None in recorded and tokenizer is not None
-        self.bytes = None if tokenizer is None else 0 if self._count else sum(recorded)
-        """Of the text in UTF-8, as far as it was read; None: there is no text, but tokens alone."""
+        nothing = tokenizer is None or any(file.masked for file in self._files)
+        self.bytes = None if nothing else 0 if self._count else sum(recorded)
+        """Of the text in UTF-8, as far as it was read; None: there are tokens alone, or not all of them count."""
         self.counted = "in the decoded tokens" if self._count else "by prepare"
 
     def __iter__(self) -> Iterator[Piece]:
@@ -50,6 +51,8 @@ class Prepared:
                 check_vocabulary(file, tokens, self._vocab_size)
                 if self._count and self._tokenizer and self.bytes is not None:
                     self.bytes += decoded_bytes(self._tokenizer, tokens)
+                if (counted := file.counted(start, stop)) is not None:
+                    tokens = np.where(counted, tokens, ~tokens)
                 yield tokens, np.array(file.document_starts(start - 1, stop), dtype=np.int64) - start
 
 
@@ -103,7 +106,9 @@ def windows(pieces: Iterable[Piece], size: int, stride: int, eos_id: int) -> Ite
 
     def window(first: int) -> Sample:
         starts = begins[(begins > first) & (begins < first + size)] - first
-        return Sample(held[first : first + size + 1], starts.tolist())
+        tokens = held[first : first + size + 1]
+        counted = None if tokens.min() >= 0 else tokens[1:] >= 0
+        return Sample(np.maximum(tokens, ~tokens), starts.tolist(), counted=counted)
 
     for tokens, starts in chain(lead, pieces):
         begins, held = np.concatenate([begins, starts + len(held)]), np.concatenate([held, tokens])

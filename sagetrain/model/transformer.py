@@ -169,15 +169,18 @@ class Head(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.compiled = False
 
-    def forward(self, x_TD: Tensor, labels_T: Tensor | None, by_token: bool = False) -> Tensor:
-        """[tokens, hidden], of start_enter -> mean loss, fp32 scalar, or fp32 [tokens] by token; without labels ->
-        logits [tokens, vocab]."""
+    def forward(
+        self, x_TD: Tensor, labels_T: Tensor | None, divisor: float | None = None, by_token: bool = False
+    ) -> Tensor:
+        """[tokens, hidden], of start_enter -> loss, as of linear_cross_entropy, or fp32 [tokens] by token; without
+        labels -> logits [tokens, vocab]."""
         x_TD = finish_enter(x_TD, self.groups, self.sequence_parallel)
         if labels_T is None:
             return gather_from_region(linear(x_TD, [self.weight], self.matmul)[0], self.groups)
         how = {"matmul": self.matmul, "compiled": self.compiled}
-        loss = linear_token_losses if by_token else linear_cross_entropy
-        return loss(x_TD, self.weight, labels_T, self.groups, **how)
+        if by_token:
+            return linear_token_losses(x_TD, self.weight, labels_T, self.groups, **how)
+        return linear_cross_entropy(x_TD, self.weight, labels_T, self.groups, divisor=divisor, **how)
 
 
 class Transformer(nn.Module):
@@ -271,6 +274,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        divisor: float | None = None,
         by_token: bool = False,
     ) -> Tensor:
         """Mean loss over this rank's tokens, or the loss of each, or their logits.
@@ -285,7 +289,9 @@ class Transformer(nn.Module):
             cu_seqlens: int32 [documents + 1] over the flattened [B * S] tokens: attention stays within a document.
                 Documents do not span sequences; zero-length ones may pad the end. None: within each sequence.
             max_seqlen: no document has more tokens, if known.
-            by_token: with labels, the loss of each token and no gradient.
+            divisor: the loss is the sum over the tokens whose labels are not negative, divided by this. None: every
+                token counts, and the loss is their mean.
+            by_token: with labels, the loss of each token and no gradient; 0 where the label is negative.
 
         Returns:
             fp32 scalar, fp32 [B, S (/ cp)] by token, or logits [B, S (/ cp), vocab] in the model's dtype; the same on
@@ -317,7 +323,8 @@ class Transformer(nn.Module):
         pairs = zip(halves, labels.flatten().chunk(parts), strict=True)
         if by_token:
             return torch.cat([self.head(y, part, by_token=True) for (_, y), part in pairs]).unflatten(0, tokens.shape)
-        return torch.stack([self.head(y, part) for (_, y), part in pairs]).mean()
+        own = None if divisor is None else divisor / parts  # the mean of the parts is then the whole sum over it
+        return torch.stack([self.head(y, part, own) for (_, y), part in pairs]).mean()
 
     def _embed(self, tokens: Tensor) -> Half:
         y = self.embedding(tokens)

@@ -9,6 +9,7 @@ labels, equal on all ranks, and return the same values on all ranks.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -47,8 +48,9 @@ def linear_cross_entropy(
     matmul: Matmul | None = None,
     chunk: int | None = None,
     compiled: bool = False,
+    divisor: float | None = None,
 ) -> Tensor:
-    """Mean over the tokens of the cross-entropy of hidden @ weight^T.
+    """Mean over the tokens of the cross-entropy of hidden @ weight^T, or with a divisor their masked sum over it.
 
     Under tensor parallelism `hidden` must come out of `finish_enter`: its gradient here is this rank's part.
 
@@ -59,14 +61,15 @@ def linear_cross_entropy(
         matmul: of logits and gradients (default: in the dtype of the operands).
         chunk: tokens whose logits exist at once (default: as many as fill 2^28 logits).
         compiled: fuse the softmax kernels with torch.compile (for CUDA).
+        divisor: of the sum over the tokens whose labels are not negative. Only with it may a label be negative.
 
     Returns:
         fp32 scalar.
     """
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
-    chunk = chunk or _chunk(hidden, weight)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, groups, matmul or Matmul(), chunk, compiled)
+    chunk, matmul = chunk or _chunk(hidden, weight), matmul or Matmul()
+    return _LinearCrossEntropy.apply(hidden, weight, labels, groups, matmul, chunk, compiled, divisor)
 
 
 @torch.no_grad()
@@ -80,13 +83,14 @@ def linear_token_losses(
     chunk: int | None = None,
     compiled: bool = False,
 ) -> Tensor:
-    """The losses, fp32 [tokens], whose mean linear_cross_entropy is, from the same arguments; without a gradient."""
+    """The losses, fp32 [tokens], whose mean linear_cross_entropy is, from the same arguments; without a gradient. 0
+    where the label is negative."""
     matmul, statistics = matmul or Matmul(), _compiled_kernels()[0] if compiled else _statistics
     chunk, losses = chunk or _chunk(hidden, weight), []
     for some, some_labels in zip(hidden.split(chunk), labels.split(chunk), strict=True):
         local, outside = local_ids(some_labels, weight.shape[0], groups)
         (logits,) = matmul.forward(matmul.read(some)[0], (weight,))
-        losses.append(_token_losses(*statistics(logits, local), outside, groups)[0])
+        losses.append(_token_losses(*statistics(logits, local), outside, groups)[0].masked_fill(some_labels < 0, 0))
         del logits  # the next chunk's take its place
     return torch.cat(losses)
 
@@ -108,6 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         matmul: Matmul,
         chunk: int,
         compiled: bool,
+        divisor: float | None,
     ) -> Tensor:
         statistics, logits_gradient = _compiled_kernels() if compiled else (_statistics, _logits_gradient)
         hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
@@ -120,6 +125,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             operand, saved = matmul.read(hidden[rows])
             (logits,) = matmul.forward(operand, (weight,))
             losses, lse = _token_losses(*statistics(logits, local), outside, groups)
+            if divisor is not None:  # exp(logits - inf) = 0: such a row has no gradient either
+                masked = labels[rows] < 0
+                losses, lse = losses.masked_fill(masked, 0), lse.masked_fill(masked, math.inf)
             total += losses.sum()
             if hidden_needs_grad or weight_needs_grad:
                 grad = matmul.prepare((logits_gradient(logits, lse, local, outside),))
@@ -129,19 +137,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if weight_needs_grad:
                     matmul.add_weight_gradient(weight_grad, grad, saved)
                 del grad
-        ctx.tokens = hidden.shape[0]
+        ctx.divisor = hidden.shape[0] if divisor is None else divisor
         ctx.save_for_backward(hidden_grad, weight_grad.to(weight.dtype) if weight_needs_grad else None)
-        return total / hidden.shape[0]
+        return total / ctx.divisor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        scale = grad / ctx.tokens
+        scale = grad / ctx.divisor
         return (
             None if hidden_grad is None else _scaled(hidden_grad, scale),
             None if weight_grad is None else _scaled(weight_grad, scale),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 

@@ -21,7 +21,7 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -201,10 +201,17 @@ class Engine:
         return torch.device(self._ds.device)
 
     def step(
-        self, batches: Iterable[Batch], accumulation: int, lr: float, stop: bool, observers: Observers = _NOBODY
+        self,
+        batches: Iterable[Batch],
+        accumulation: int,
+        lr: float,
+        stop: bool,
+        observers: Observers = _NOBODY,
+        counted: int | None = None,
     ) -> StepResult:
         """Forward and backward over `accumulation` micro-batches, then one optimizer update at `lr`, if
-        observers.judge allows. `stop`: this rank was asked to, which all ranks learn.
+        observers.judge allows. `stop`: this rank was asked to, which all ranks learn. `counted`: tokens of all ranks'
+        batches that count in the loss, which is their mean; None: all do. Where none does, loss and gradient are 0.
 
         A step that is refused, or whose gradient DeepSpeed finds not finite, leaves the weights and the optimizer's
         state as they were, to the last bit.
@@ -218,6 +225,9 @@ class Engine:
         metrics = self.groups.metrics
         metrics.clear()
         total, count, samples = torch.zeros((), device=self.device, dtype=torch.float64), 0, []
+        if counted is not None:  # DeepSpeed takes the mean over micro-batches and replicas
+            divisor = max(counted, 1) / (accumulation * self.groups.dp_size)
+            batches = (replace(batch, divisor=divisor) for batch in batches)
         if probe:
             batches = iter(batches)
             first = list(itertools.islice(batches, probe.micro_batches))
@@ -282,7 +292,7 @@ class Engine:
         return judged_update
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Mean loss of one micro-batch, under context parallelism of this rank's slice of it (scalar, fp32)."""
+        """Loss of one micro-batch, under context parallelism of this rank's slice of it (fp32 scalar)."""
         return self._ds(**self._inputs(batch))
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
@@ -296,14 +306,16 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], sources: Sequence[str] = ()) -> dict[str, float]:
-        """valid/loss, the mean over the tokens of all ranks' micro-batches (equally many on every rank); with names of
+        """valid/loss, the mean over what counts of all ranks' micro-batches (equally many on every rank); with names of
         the sources also valid/<name>/loss of each, nan of one that is in none."""
         self._ds.eval()
         metrics = Metrics()  # its own: what the model adds meanwhile is of no step
         totals = torch.zeros(1 + len(sources), 2, dtype=torch.float64, device=self.device)  # losses' sum, tokens
         for batch in batches:
-            losses = self._ds(**self._inputs(batch), by_token=True)[: batch.weight].double()
-            sums = torch.stack([losses.sum(1), torch.full_like(losses[:, 0], losses.shape[1])], 1)
+            inputs = self._inputs(batch)
+            losses = self._ds(**inputs, by_token=True)[: batch.weight].double()
+            counted = (inputs["labels"][: batch.weight] >= 0).sum(1, dtype=torch.float64)
+            sums = torch.stack([losses.sum(1), counted], 1)
             totals[0] += sums.sum(0)
             if sources:
                 totals[1:].index_add_(

@@ -401,8 +401,13 @@ class Trainer:
         # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
         stop = self.stop.name is not None or self.saver.failed
         observers = self.steering.observers(state.step + 1, size)
-        result = self.engine.step(batches, size // self.micro_step, lr, stop, observers)
         samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
+        counted = self.stream.counted(state.sequences, samples)
+        result = self.engine.step(batches, size // self.micro_step, lr, stop, observers, counted)
+        if counted is not None:
+            result.metrics["train/counted_share"] = counted / size
+            if not counted:
+                self._say(f"step {state.step + 1}: no token of it counts in the loss, which is 0, as its gradient is")
         check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
         if result.event:
             self.steering.keep_bundle(state, size, lr, result)
