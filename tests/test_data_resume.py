@@ -20,6 +20,7 @@ from prepare_inputs import TEXTS, documents, make_texts, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.data import journal, sources
 from sagetrain.data.prepare import prepare
+from sagetrain.data.records import Pairs
 from sagetrain.data.token_file import TokenFile, TokenFileWriter
 
 NAMES = ("train.bin", "train.idx", "train.json", "valid.bin", "valid.idx", "valid.json", "tokenizer.model")
@@ -64,10 +65,10 @@ def killed_after(monkeypatch) -> Callable[..., bool]:
         left = iter(range(count))
         add = TokenFileWriter.add
 
-        def die(self: TokenFileWriter, *arguments: object) -> None:
+        def die(self: TokenFileWriter, *arguments: object, **named: object) -> None:
             if next(left, None) is None:
                 raise Killed
-            add(self, *arguments)
+            add(self, *arguments, **named)
 
         with monkeypatch.context() as patch:
             patch.setattr(TokenFileWriter, "add", die)
@@ -95,6 +96,24 @@ def test_interrupted_anywhere_it_gives_the_same_files(tmp_path, model, small_pie
     assert {place["input"] for place in places[1:]} == set(range(6))
     assert digests(out.parent) == expected
     assert quiet(inputs, out, **options).counts == whole.counts
+
+
+def test_interrupted_records_keep_their_sequences_and_masks(tmp_path, model, small_pieces, killed_after):
+    """Records are put into sequences chunk by chunk; the first place of a part of a file is another."""
+    text = "".join(json.dumps({"prompt": t[:20], "completion": t}) + "\n" for t in make_texts(150))
+    (tmp_path / "a.jsonl").write_text(text)
+    (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(text.encode()))
+    inputs = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl.zst")]
+    options = {"tokenizer": model, "records": Pairs("prompt", "completion", seq_length=400), "valid_fraction": 0.2}
+    for shard in (None, "2/3"):
+        whole, out = tmp_path / f"whole{bool(shard)}", tmp_path / f"out{bool(shard)}"
+        quiet(inputs, whole / "train", shard=shard, **options)
+        assert sum(file.suffix == ".mask" for file in whole.iterdir()) == 2
+        times = 0
+        while killed_after(3, inputs, out / "train", shard=shard, **options):
+            times += 1
+        assert times > 1
+        assert digests(out) == digests(whole)
 
 
 def test_nothing_is_done_twice(tmp_path, model, small_pieces, killed_after, monkeypatch):

@@ -23,6 +23,7 @@ SECONDS = 10.0
 _WORDS = {
     "inputs": "the number of input files",
     "inputs_sha256": "the inputs (a file was added, left out or changed since)",
+    "records": "what it takes of the records",
     "tokenizer": "the tokenizer",
 }
 
