@@ -227,6 +227,9 @@ def train(
     One process: sagetrain train configs/quickstart.yaml. Many: start launch/train.py with the deepspeed launcher or
     torchrun. If training.run_dir holds a checkpoint, the run continues from it. SIGTERM, SIGUSR1
     and Ctrl-C save a checkpoint and exit; the same command continues.
+
+    A shipped configuration goes by its name (325m) in any folder; give its paths as KEY=VALUE: data.train.0.path,
+    data.valid.0.path (or data.valid=[]) and training.run_dir.
     """
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its store says for pages that a rank has gone; we say who

@@ -8,7 +8,14 @@ from typing import Annotated
 
 import typer
 
-Config = Annotated[str | None, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
+Config = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CONFIG",
+        help="The run's YAML file, or the name of a shipped one (325m); its paths begin in the current folder.",
+        show_default=False,
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the YAML, e.g. optimizer.lr=3e-4", show_default=False),

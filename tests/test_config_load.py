@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagetrain.config import ConfigError, RunConfig, dump_config, load_config, yaml_nodes
-from sagetrain.config.load import locations
+from sagetrain.config.load import config_path, locations
 from sagetrain.config.reference import keys
 
 GOOD = """\
@@ -155,9 +155,9 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
         ("data:\n", "attention: {backend: Sdpa}\ndata:\n", "must be one of sage, sdpa, flash, reference, auto; did you mean sdpa?"),
         ("data:\n", "parallel: {zero_stage: 4}\ndata:\n", "parallel.zero_stage = 4: must be a whole number of at least 0 and of at most 3"),
         ("data:\n", "parallel: {zero_stage: true}\ndata:\n", "parallel.zero_stage = true: must be a whole number of at least 0"),
-        ("data:\n", "logging: 3\ndata:\n", "logging = 3: must be a section: {every_steps, tensorboard, wandb}"),
-        ("data:\n", "logging:\ndata:\n", "run.yaml:6: logging = null: must be a section: {every_steps, tensorboard, wandb}"),
-        ("data:\n", "logging: []\ndata:\n", "logging = []: must be a section: {every_steps, tensorboard, wandb}"),
+        ("data:\n", "logging: 3\ndata:\n", "logging = 3: must be a section: {every_steps, tensorboard, layer_norms_every_steps, wandb}"),
+        ("data:\n", "logging:\ndata:\n", "run.yaml:6: logging = null: must be a section: {every_steps, tensorboard, layer_norms_every_steps, wandb}"),
+        ("data:\n", "logging: []\ndata:\n", "logging = []: must be a section: {every_steps, tensorboard, layer_norms_every_steps, wandb}"),
         ("data:\n", "guidance: {override: x}\ndata:\n", 'guidance.override = "x": must be a list whose items are each text'),
         ("data:\n", "guidance: {override: [1]}\ndata:\n", "guidance.override.0 = 1: must be text"),
         ("data:\n", "deepspeed: 1\ndata:\n", "deepspeed = 1: must be a section of any keys"),
@@ -353,3 +353,17 @@ def test_dump_and_load_give_the_same_configuration(tmp_path_factory, config):
     again = load_config(path)
     assert again == config
     assert dump_config(again) == dump_config(config)
+
+
+def test_a_shipped_configuration_goes_by_its_name_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "325m").mkdir()  # a folder is no configuration
+    cfg = load_config("325m", ["data.train.0.path=mine"])
+    assert (cfg.model.num_layers, cfg.data.train[0].path) == (20, "mine")
+    assert locations("325m")["model.num_layers"].startswith(str(config_path("325m")))
+    (tmp_path / "7b").write_text(GOOD)
+    assert load_config("7b").model.num_layers == 4
+    with pytest.raises(ConfigError, match=r"325: no such file, .* there are 1b, 325m, 7b, minimal, quickstart"):
+        load_config("325")
+    with pytest.raises(ConfigError, match=r"325m.yaml: cannot be read"):
+        load_config("325m.yaml")

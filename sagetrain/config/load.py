@@ -20,7 +20,7 @@ _ABSENT = object()
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's configuration.
+    """Read a run's configuration: of a file, or shipped and named (`325m`).
 
     `overrides` are `dotted.key=value` texts; values are read as YAML, list items are named by index
     (`data.train.0.path=corpus`), and a whole section may be given at once
@@ -35,6 +35,25 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             source.explain(detail)
     source.raise_problems()
     return config
+
+
+def config_path(name: str | Path) -> Path:
+    """An existing file, or else the shipped configuration of this name: configs/<name>.yaml.
+
+    Raises:
+        ConfigError: it is neither; lists the names there are.
+    """
+    path = Path(name)
+    if path.is_file() or path.suffix or len(path.parts) != 1:
+        return path
+    package = Path(__file__).parents[1]  # installed, or beside configs/ of a checkout
+    folder = next(f for f in (package / "configs", package.parent / "configs") if f.is_dir())
+    shipped = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    if path.name not in shipped:
+        raise ConfigError(
+            f"{name}: no such file, and no shipped configuration of that name; there are {', '.join(shipped)}"
+        )
+    return shipped[path.name]
 
 
 def dump_config(config: RunConfig) -> str:
@@ -52,6 +71,7 @@ class _Source:
     """The values of a file with overrides applied, where each came from, and what is wrong with them."""
 
     def __init__(self, path: str | Path, overrides: Sequence[str]):
+        path = config_path(path)
         self.file = str(path)
         self.origins: dict[KeyPath, str] = {}
         self.problems: list[str] = []

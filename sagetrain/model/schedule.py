@@ -136,14 +136,17 @@ def recomputed(
     *,
     again: bool,
     stop_early: bool,
+    seen: Callable[[int, Tensor], None],
 ) -> tuple[Tensor, ...]:
     """Residual streams through every block by itself. Not `again`: only that, nothing but what blocks see to themselves
     (`selective`) is computed twice.
 
     stop_early: end the second pass with the last tensor that the backward pass needs.
+    seen: given each block's number and the first of the streams behind it.
     """
     run = partial(checkpoint, use_reentrant=False) if again else nn.Module.__call__
     with set_checkpoint_early_stop(stop_early):
-        for block in blocks:
+        for number, block in enumerate(blocks):
             streams = run(block, layouts, None, *streams)
+            seen(number, streams[0])
     return streams

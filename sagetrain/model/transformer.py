@@ -263,6 +263,9 @@ class Transformer(nn.Module):
         self.head = Head(head_weight, groups, sequence_parallel=sequence_parallel)
         self.whole_blocks = False
         """Whether a block computes with its own parameters alone, as a compiled one has to under ZeRO-3."""
+        self.watch_blocks: Callable[[int, Tensor], None] | None = None
+        """Given each block's number and its output [tokens, hidden] as this rank has it, in overlapped halves the first
+        half's, whose sum is complete by then."""
         self._normalize = normalize
         self._initialize(seed, perturb, device, partition)
 
@@ -309,13 +312,15 @@ class Transformer(nn.Module):
             # block is anyway. (Its ZeRO-3 hook, at the very end, would give the weights back too early.)
             stop_early = self.groups.tp_size == 1 or self.whole_blocks
             again = recompute and self.activation_checkpointing == "full"
-            streams = schedule.recomputed(self.blocks, layouts, streams, again=again, stop_early=stop_early)
+            how = {"again": again, "stop_early": stop_early, "seen": self._seen}
+            streams = schedule.recomputed(self.blocks, layouts, streams, **how)
             halves = [self._normalize(x, None, self.final_norm, None, *region) for x in streams]
         else:
             norms = [*(block.attention_norm for block in self.blocks), self.final_norm]
             halves[0] = self._normalize(*halves[0], norms[0], None, *region)
-            for block, next_norm in zip(self.blocks, norms[1:], strict=True):
+            for number, (block, next_norm) in enumerate(zip(self.blocks, norms[1:], strict=True)):
                 halves = block(layouts, next_norm, *halves)
+                self._seen(number, halves[0][0])
             first, *others = halves
             halves = [first, *(self._normalize(*half, norms[-1], None, *region) for half in others)]
         if labels is None:
@@ -325,6 +330,11 @@ class Transformer(nn.Module):
             return torch.cat([self.head(y, part, by_token=True) for (_, y), part in pairs]).unflatten(0, tokens.shape)
         own = None if divisor is None else divisor / parts  # the mean of the parts is then the whole sum over it
         return torch.stack([self.head(y, part, own) for (_, y), part in pairs]).mean()
+
+    def _seen(self, block: int, stream: Tensor) -> None:
+        """Outside of what is compiled: one graph for all blocks, and no other where they are watched."""
+        if self.watch_blocks:
+            self.watch_blocks(block, stream.detach())
 
     def _embed(self, tokens: Tensor) -> Half:
         y = self.embedding(tokens)

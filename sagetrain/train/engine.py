@@ -224,6 +224,8 @@ class Engine:
         self._ds.train()
         metrics = self.groups.metrics
         metrics.clear()
+        self._layer_norms = observers.layer_norms
+        self.module.watch_blocks = self._note_activation if observers.layer_norms else None
         total, count, samples = torch.zeros((), device=self.device, dtype=torch.float64), 0, []
         if counted is not None:  # DeepSpeed takes the mean over micro-batches and replicas
             divisor = max(counted, 1) / (accumulation * self.groups.dp_size)
@@ -242,6 +244,7 @@ class Engine:
             count += 1
             samples += batch.sample_ids
             metrics.mean("span", batch.span)
+        self.module.watch_blocks = None
         if count != accumulation:
             raise RuntimeError(f"the loader gave {count} micro-batches for a step of {accumulation}")
         # Over the world: tensor-parallel ranks hold the same loss, context-parallel ones that of equally many tokens.
@@ -267,6 +270,8 @@ class Engine:
         found, judged = verdict()  # here for the first time if the gradient is not finite and DeepSpeed has stopped
         shown, layer_norms = self._gradients.finish(accumulation, found["train/grad_norm"])
         found.update(shown)
+        if observers.layer_norms:
+            found.update((f"norms/{layer}/gradient", norm) for layer, norm in layer_norms.items())
         return StepResult(
             found,
             applied=judged.apply and self._ds.skipped_steps == skipped,
@@ -285,7 +290,7 @@ class Engine:
             if self.stage == 0:
                 self._clip_stage0()
             _, verdict = self._verdict()
-            self._gradients.show(by_layer=bool(verdict.event))
+            self._gradients.show(by_layer=bool(verdict.event) or self._layer_norms)
             if verdict.apply:
                 update()
 
@@ -294,6 +299,12 @@ class Engine:
     def forward(self, batch: Batch) -> torch.Tensor:
         """Loss of one micro-batch, under context parallelism of this rank's slice of it (fp32 scalar)."""
         return self._ds(**self._inputs(batch))
+
+    def _note_activation(self, block: int, stream: torch.Tensor) -> None:
+        """The root mean square over all tokens of the step, on whichever ranks they are."""
+        square = torch.linalg.vector_norm(stream, dtype=torch.float32).double().square()
+        how = (f"norms/{block}/activation", lambda total, count: math.sqrt(total / count))
+        self.groups.metrics.derive(*how, square, stream.numel())
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         return batch.inputs(self.device, self.groups.cp_rank, self.groups.cp_size)

@@ -129,6 +129,7 @@ class Steering:
             noise=self._noise if several and _due(stability.noise_scale.every_steps, step) else None,
             probe=self._probe if _due(stability.quant_noise.every_steps, step) else None,
             watch=self._monitor.watch(step),
+            layer_norms=_due(self._cfg.logging.layer_norms_every_steps, step),
             judge=partial(self.spikes.judge, tokens=size),
         )
 

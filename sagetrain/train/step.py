@@ -44,6 +44,8 @@ class Observers:
     """Called first. Not at ZeRO 3, whose hooks cannot take that."""
     watch: Watch | None = None
     """Sees the first micro-batch, forward and backward."""
+    layer_norms: bool = False
+    """Whether norms/<layer>/gradient and norms/<layer>/activation are measured."""
     judge: Callable[[Mapping[str, float]], Verdict] = _accept
     """Whether the update is made: asked on every rank, with the step's numbers but those of `noise`."""
 
@@ -53,7 +55,8 @@ class StepResult:
     """What all ranks know of a step. metrics: every number that was added while it ran, by name; applied: the update
     was made; stop: some rank was asked to stop; folds: sum over all ranks of ledger.fold of the samples they trained
     on; span: sum of the squared lengths of the documents that attention stayed within, over all tokens; event: what is
-    wrong with the step; layer_norms: then, gradient norm of each layer, if DeepSpeed found it finite."""
+    wrong with the step; layer_norms: then, or if observers wanted them, gradient norm of each layer, if DeepSpeed found
+    it finite."""
 
     metrics: dict[str, float]
     applied: bool

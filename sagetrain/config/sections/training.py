@@ -121,6 +121,10 @@ class LoggingConfig(Section):
     """Optimizer steps between two lines of metrics.jsonl and the progress bar."""
     tensorboard: bool = True
     """Write TensorBoard events into run_dir/tensorboard."""
+    layer_norms_every_steps: PositiveInt | None = None
+    """Steps between two measurements of norms/<block>/gradient, the norm of the step's gradient of each block (also of
+    embedding and head), and norms/<block>/activation, the root mean square of what each block puts out. Default: none.
+    """
     wandb: WandbConfig | None = None
     """Track the run with Weights & Biases as well (pip install 'sagetrain[wandb]'). Default: not."""
 
