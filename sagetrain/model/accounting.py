@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from sagetrain.config.arithmetic import resolved_zero_stage
-from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
+from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig, RunConfig
 from sagetrain.model.operations import (
     Attention,
     Ends,
@@ -169,8 +169,8 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
 
 
 def block_activation_bytes(cfg: RunConfig) -> int:
-    """Bytes per token that autograd saves of one block that it runs, on one rank; with activation checkpointing
-    `selective`, what that keeps."""
+    """Bytes per token that autograd saves of one block that it runs, on one rank, with linear layers in 8 bits where
+    the run has such; with activation checkpointing `selective`, what that keeps."""
     return _saved(cfg, rank_of(cfg))
 
 
@@ -244,17 +244,20 @@ def _reduction(cfg: RunConfig, size: int) -> tuple[MemoryItem, MemoryItem, float
 
 def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryItem]]:
     """What all blocks keep of a micro-batch until backward; what the block whose backward runs has beyond that."""
-    layers, saved = cfg.model.num_layers, _saved(cfg, rank)
-    whole = _saved(cfg, replace(rank, recompute="none"))
-    again = {"none": 0, "selective": whole - saved, "full": whole}[rank.recompute]
+    layers, low = cfg.model.num_layers, len(cfg.linear.low_bit_blocks(cfg.model.num_layers))
+    kinds = [kind for kind in ((low, rank), (layers - low, replace(rank, linear=LinearConfig()))) if kind[0]]
+    saved = sum(count * _saved(cfg, kind) for count, kind in kinds) / layers
+    largest = max((kind for _, kind in kinds), key=lambda kind: _saved(cfg, replace(kind, recompute="none")))
+    whole = _saved(cfg, replace(largest, recompute="none"))
+    again = {"none": 0, "selective": whole - _saved(cfg, largest), "full": whole}[rank.recompute]
     if rank.recompute == "full":
         inputs = rank.tokens * rank.element * cfg.model.hidden_size // rank.shards
         kept = MemoryItem("activations", layers * inputs, "input of every block")
     else:
         what = "fused by torch.compile" if rank.fused else "not compiled: fp32 intermediates are kept"
         what = "results of matmuls and attention" if rank.recomputes else what
-        what = f"{saved:,} bytes per token and block, {what}"
-        kept = MemoryItem("activations", layers * rank.tokens * saved, what)
+        what = f"{saved:,.0f} bytes per token and block, {what}"
+        kept = MemoryItem("activations", int(layers * rank.tokens * saved), what)
     return kept, [
         MemoryItem("recomputed", rank.tokens * again, "activations of one block"),
         MemoryItem("workspace", rank.tokens * whole, "gradients inside one block: about what it saved (a guess)"),

@@ -230,6 +230,11 @@ class Rank:
             recomputed=recomputed,
         )
 
+    def kept_by_layer(self, columns: int, weights: int) -> int:
+        """What a linear layer with so many weights keeps of its input for backward: codes, or the input itself."""
+        eight = self.linear.low_bit and self.linear.takes(weights) and self.linear.recipe != "rowwise_bf16_wgrad"
+        return columns * (1 if eight else self.element)
+
     def moved(self, elements: tuple[float, float], columns: float) -> float:
         """Bytes per token: elements moved per column, fused or eager."""
         return self.element * elements[not self.fused] * columns
@@ -244,10 +249,11 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     hidden, inner, element = model.hidden_size, model.ffn_hidden_size // rank.tensor, rank.element
     heads, kv_heads = model.num_attention_heads // rank.tensor, model.num_key_value_heads // rank.tensor
     query, key = heads * model.head_dim, kv_heads * model.head_dim
-    again, stream, read = rank.recompute == "full", hidden / rank.shards, element * hidden
+    again, stream = rank.recompute == "full", hidden / rank.shards
 
     layers = _layers(model, rank)
     precisions = {name: rank.precision if rank.linear.takes(i * o) else None for name, (i, o) in layers.items()}
+    inputs = {name: rank.kept_by_layer(i, i * o) for name, (i, o) in layers.items()}
 
     def column(name: str, outputs: int, layer: str, saved: int = 0) -> Matmul:
         precision = precisions[layer]
@@ -255,9 +261,11 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
             name, outputs, hidden, column_parallel=True, precision=precision, saved=saved, recomputed=again
         )
 
-    def row(name: str, inputs: int) -> Matmul:  # saves its input, which the entry before it counts
+    def row(name: str, width: int, saved: int) -> Matmul:
         precision = precisions[name]
-        return rank.matmul(name, hidden, inputs, column_parallel=False, precision=precision, recomputed=again)
+        return rank.matmul(
+            name, hidden, width, column_parallel=False, precision=precision, saved=saved, recomputed=again
+        )
 
     def norm(name: str) -> Pass:
         saved, moved = rank.saved_by_norm(hidden), rank.moved(_NORM, stream)
@@ -272,11 +280,16 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     sage = attention.backend == "sage"
     codes = (query + key) * (1 if sage and attention.recipe != "gradients" else element) + 4 * (heads + kv_heads) * sage
     kept = codes + element * (key + query) + 4 * heads  # and the log-sum-exp
-    if rank.context > 1:
-        kept += element * query  # the output a second time, behind the all-to-all
+    # q, k and v of a layer in 8 bits are views of one tensor, so what keeps one keeps all: v, unless it comes from an
+    # all-to-all, and, compiled, q and k that are normalized.
+    if precisions["q, k, v"] is not None and rank.linear.low_bit:
+        kept_by = rank.context == 1, bool(normed) and rank.fused
+        kept += element * {(True, False): query + key, (False, True): key}.get(kept_by, 0)
+    # What `out` reads is attention's output, unless that is rounded, or comes from an all-to-all.
+    output = inputs["out"] if rank.context > 1 or inputs["out"] < element * query else 0
     listed = (
         norm("attention norm"),
-        column("q", query, "q, k, v", saved=read),  # as the layer reads it: gathered
+        column("q", query, "q, k, v", saved=inputs["q, k, v"]),  # as the layer reads it: gathered
         column("k", key, "q, k, v"),
         column("v", key, "q, k, v"),
         moving("QK-norm and rotary embedding", rank.moved(_ROTARY, query + key), qk_saved, 2 * model.head_dim * normed),
@@ -293,13 +306,13 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
             saved=kept,
             recomputed=again,
         ),
-        row("out", query),
+        row("out", query, output),
         norm("MLP norm"),
-        column("gate", inner, "gate, up", saved=read),
+        column("gate", inner, "gate, up", saved=inputs["gate, up"]),
         column("up", inner, "gate, up"),
-        # gate, up and their product; silu(gate) as well when nothing recomputes it
-        moving("SwiGLU", rank.moved(_SWIGLU, inner), saved=(3 if rank.fused else 4) * element * inner),
-        row("down", inner),
+        # gate and up; silu(gate) as well when nothing recomputes it
+        moving("SwiGLU", rank.moved(_SWIGLU, inner), saved=(2 if rank.fused else 3) * element * inner),
+        row("down", inner, inputs["down"]),
         moving("casts to 8 bits", _casts(rank, layers)),
         # Two forward and two backward, which sum up all parts of a shard.
         moving("scatters by copies", element * 4 * (rank.shards + 1) * stream * rank.copies),
