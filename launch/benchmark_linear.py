@@ -1,4 +1,4 @@
-"""Time linear layers in 8 bits beside F.linear in bf16, forward and backward, quantization included.
+"""Time linear layers in 8 bits beside F.linear in bf16, forward and backward, quantization included; and casts alone.
 
     python launch/benchmark_linear.py
     python launch/benchmark_linear.py --config configs/7b.yaml --tokens 8192 --json linear.json
@@ -7,6 +7,9 @@ One row for each layer of a block, at the sizes of a configuration: milliseconds
 times as fast it is. Weights are rounded before, as a run does once per step; x and the gradients as they come, by
 themselves, where a block may fuse that with its norms. All is compiled. Ways take turns; a figure is the median over
 rounds. Every result is compared with fp32 first: what is wrong is not timed.
+
+Casts alone, to FP8 in both orientations: our kernels (sagekernels/casts.py) beside torch.compile's of their twin, which
+they have to equal bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sagekernels.casts import Rounded, quantize_both, quantize_both_twin
 from sagetrain.config.load import load_config
+from sagetrain.config.schema import ModelConfig
 from sagetrain.model.linear_choice import LIMITS, errors_of, layer_of, layers_of
 from sagetrain.parallel.lowbit import RECIPES
 
@@ -66,7 +71,7 @@ def check(name: str, layer: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> No
             raise SystemExit(f"{name}: the {what} is wrong by {error:.3g} of itself; not timed")
 
 
-def milliseconds(action: Callable[[], None]) -> float:
+def milliseconds(action: Callable[[], object]) -> float:
     """Of one call, between events around several."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -96,13 +101,54 @@ def measure(inputs: int, sizes: dict[str, int], tokens: int, recipes: Sequence[s
 
         action()
         actions[name] = action
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(ROUNDS + 3):  # in turn, round by round: clocks drift
+    return in_turn(actions)
+
+
+def check_casts(name: str, found: tuple[Rounded, Rounded], truth: tuple[Rounded, Rounded]) -> None:
+    """Compare codes and scales of both orientations with the twin's.
+
+    Raises:
+        SystemExit: they are not the same bits.
+    """
+    for which, ours, twin in zip(("as it lies", "turned"), found, truth, strict=True):
+        same = torch.equal(ours.codes.view(torch.uint8), twin.codes.view(torch.uint8))
+        if not (same and torch.equal(ours.scale, twin.scale)):
+            raise SystemExit(f"{name}: the matrix {which} is not the twin's; not timed")
+
+
+def measure_casts(columns: int, tokens: int, recipe: tuple[str, str]) -> dict[str, float]:
+    """Milliseconds of casting a gradient [tokens, columns] in both orientations, by torch.compile and by kernels."""
+    draw, matmul = torch.Generator("cuda").manual_seed(1), RECIPES[recipe]
+    x = torch.randn(tokens, columns, generator=draw, device="cuda", dtype=torch.bfloat16)
+    how = matmul.gradient, matmul.per_row
+    compiled = torch.compile(quantize_both_twin, fullgraph=True, dynamic=False)
+    ways = {"compiled": lambda: compiled(x, *how), "kernels": lambda: quantize_both(x, *how)}
+    for name, way in ways.items():
+        check_casts(f"{name}, {recipe[1]}, {columns} columns", way(), quantize_both_twin(x, *how))
+    return in_turn(ways)
+
+
+def in_turn(actions: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Milliseconds of each, the median over rounds: round by round, since clocks drift."""
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for number in range(ROUNDS + 3):
         for name, action in actions.items():
             spent = milliseconds(action)
             if number >= 3:
                 times[name].append(spent)
     return {name: statistics.median(spent) for name, spent in times.items()}
+
+
+def widths_of(model: ModelConfig) -> set[int]:
+    """Columns of what a block's linear layers read and write."""
+    return {width for inputs, sizes in layers_of(model).values() for width in (inputs, sum(sizes.values()))}
+
+
+def cast_line(spent: dict[str, float], elements: int) -> str:
+    """Milliseconds, and bytes that have to be moved (2 + 2 read, 1 + 1 written) over that of the kernels."""
+    rate = 6 * elements / spent["kernels"] / 1e9
+    faster = spent["compiled"] / spent["kernels"]
+    return f"{spent['compiled']:.3f} ms compiled, {spent['kernels']:.3f} by kernels ({faster:.2f} x, {rate:.2f} TB/s)"
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
@@ -127,7 +173,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch._dynamo.config.recompile_limit = 1000  # one graph for each size and recipe, all of the same code
-    found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": args.tokens, "ms": {}}
+    found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": args.tokens}
+    found |= {"ms": {}, "casts": {}}
     print(f"{found['gpu']}, torch {torch.__version__}, {args.tokens:,} tokens")
     for path in args.config:
         rows = {}
@@ -136,7 +183,14 @@ def main() -> None:
             rows[name] = measure(inputs, sizes, args.tokens, args.recipes)
             print(f"{path} {name}: {rows[name]['bf16']:.3f} ms in bf16", flush=True)
         found["ms"][path] = rows
-        print(f"\n{path}\n{table(rows)}", flush=True)
+        print(f"\n{path}\n{table(rows)}\n", flush=True)
+    widths = {width for path in args.config for width in widths_of(load_config(path).model)}
+    for recipe in RECIPES:
+        if recipe[0] == "fp8" and not RECIPES[recipe].wide_weight_gradient and " ".join(recipe) in args.recipes:
+            for columns in sorted(widths):
+                spent = measure_casts(columns, args.tokens, recipe)
+                found["casts"][f"{recipe[1]} {columns}"] = spent
+                print(f"casts, {recipe[1]}, {columns} columns: {cast_line(spent, columns * args.tokens)}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 

@@ -44,6 +44,29 @@ def test_every_way_passes_the_check_and_what_is_wrong_does_not() -> None:
         benchmark.check("fp8 rowwise", stale, x, grads)
 
 
+def test_casts_that_are_not_the_twins_are_not_timed() -> None:
+    x = torch.randn(40, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
+    number = benchmark.RECIPES["fp8", "rowwise"].gradient
+    truth = benchmark.quantize_both_twin(x, number, True)
+    benchmark.check_casts("kernels", benchmark.quantize_both(x, number, True), truth)
+    for which, name in enumerate(("as it lies", "turned")):
+        wrong = [truth[0], truth[1]]
+        wrong[which] = wrong[which]._replace(scale=2 * wrong[which].scale)
+        with pytest.raises(SystemExit, match=f"kernels: the matrix {name} is not the twin's"):
+            benchmark.check_casts("kernels", wrong, truth)
+        codes = truth[which].codes.view(torch.uint8).clone()
+        codes[3, 3] ^= 1
+        wrong[which] = truth[which]._replace(codes=codes.view(number))
+        with pytest.raises(SystemExit, match=f"kernels: the matrix {name} is not the twin's"):
+            benchmark.check_casts("kernels", wrong, truth)
+
+
+def test_a_line_says_time_and_bandwidth() -> None:
+    assert benchmark.widths_of(load_config(ROOT / "configs/1b.yaml").model) == {2048, 3072, 5632, 11264}
+    line = benchmark.cast_line({"compiled": 0.2, "kernels": 0.05}, 2048 * 16384)
+    assert line == "0.200 ms compiled, 0.050 by kernels (4.00 x, 4.03 TB/s)"
+
+
 def test_the_table_compares_speeds() -> None:
     text = benchmark.table({"up": {"bf16": 2.0, "fp8": 1.0}, "down": {"bf16": 1.0, "fp8": 1.0}})
     assert [line.split() for line in text.splitlines()] == [
