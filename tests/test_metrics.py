@@ -167,7 +167,8 @@ def train_two_ranks(data: str, tokenizer: str, run_dir: str) -> None:
     cfg["data"].update(train=[{"path": data}], tokenizer=tokenizer, micro_batch_size=2)
     cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
     cfg["parallel"]["tensor_parallel_size"] = 2
-    cfg["logging"]["every_steps"] = 2
+    cfg["logging"].update(every_steps=2, layer_norms_every_steps=3)
+    cfg["profile"] = {"from_step": 2, "steps": 1, "all_ranks": True}
     Trainer(RunConfig.model_validate(cfg), []).run()
 
 
@@ -180,6 +181,8 @@ def test_mfu_counts_attention_inside_documents_and_beside_it_whole_sequences(cor
     run_distributed(train_two_ranks, 2, data, str(corpus / "tokenizer.model"), str(tmp_path / "run"))
     steps = [row for row in rows(tmp_path / "run") if "train/loss" in row]
     assert [row["step"] for row in steps] == [2, 4]
+    assert all(("norms/1/activation" in row) == ("norms/head/gradient" in row) == (row["step"] == 4) for row in steps)
+    assert sorted(path.name for path in (tmp_path / "run/profile").iterdir()) == ["rank-0.json", "rank-1.json"]
     model, vocab = tiny.config(1).model, padded_vocab_size(512)
     inside = SampleStream([DataSource(path=data)], tiny.SEQ, 0).document_lengths(16)
     for row, sequences in zip(steps, (inside[:8], inside[8:]), strict=True):  # two steps of four sequences each

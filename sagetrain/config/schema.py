@@ -38,6 +38,7 @@ from sagetrain.config.sections.training import (
     GuidanceConfig,
     LoggingConfig,
     ParallelConfig,
+    ProfileConfig,
     TrainingConfig,
     WandbConfig,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "PrecisionConfig",
     "PrecisionFloor",
     "PrecisionThreshold",
+    "ProfileConfig",
     "QkGainConfig",
     "QuantNoiseConfig",
     "RampTokens",
@@ -97,6 +99,8 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    profile: ProfileConfig | None = None
+    """Write traces of some steps to run_dir/profile, for chrome://tracing or Perfetto. Default: none."""
     stability: StabilityConfig = StabilityConfig()
     guidance: GuidanceConfig = GuidanceConfig()
     deepspeed: dict[str, Any] = {}

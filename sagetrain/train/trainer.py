@@ -44,6 +44,7 @@ from sagetrain.train.engine import Engine, init_distributed, partitioner
 from sagetrain.train.guard import StopSignal, TrainingError, Watchdog
 from sagetrain.train.ledger import Ledger, TrainState, check_consumed
 from sagetrain.train.lr_schedule import learning_rate
+from sagetrain.train.profile import ProfileWindow
 from sagetrain.train.rendezvous import ended_by_signals
 from sagetrain.train.reporter import Reporter
 from sagetrain.train.resume import restore
@@ -97,6 +98,7 @@ class Trainer:
         self.main = dist.get_rank() == 0
         self.reporter = Reporter(self.main)
         self._say = self.reporter.say
+        self.profile = ProfileWindow(cfg.profile, self.folder.path / "profile", dist.get_rank(), self._say)
         if self.main:
             self.watchdog.forget()
         seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
@@ -331,6 +333,7 @@ class Trainer:
                 where = f"continues from {newest.name}" if newest else "starts anew: no checkpoint was written yet"
                 raise TrainingError(f"{error}. The same command {where}") from None
             finally:
+                self.profile.close()
                 self.reporter.close()
 
     def _train(self) -> bool:
@@ -403,7 +406,8 @@ class Trainer:
         observers = self.steering.observers(state.step + 1, size)
         samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
         counted = self.stream.counted(state.sequences, samples)
-        result = self.engine.step(batches, size // self.micro_step, lr, stop, observers, counted)
+        with self.profile.step(state.step + 1):
+            result = self.engine.step(batches, size // self.micro_step, lr, stop, observers, counted)
         if counted is not None:
             result.metrics["train/counted_share"] = counted / size
             if not counted:

@@ -129,6 +129,17 @@ class LoggingConfig(Section):
     """Track the run with Weights & Biases as well (pip install 'sagetrain[wandb]'). Default: not."""
 
 
+class ProfileConfig(Section):
+    """Steps that torch's profiler watches: where the time goes. They take longer than others."""
+
+    from_step: PositiveInt
+    """First of them (the run's first is 1). A resume that begins after it takes what is left of the window."""
+    steps: PositiveInt = 3
+    """How many. A trace of one takes some MB to some hundred."""
+    all_ranks: bool = False
+    """Trace every rank, not rank 0 alone."""
+
+
 class GuidanceConfig(Section):
     """The stability rules of the SageBwd papers."""
 
