@@ -133,7 +133,7 @@ def test_the_command_line_loads_nothing_heavy():
 
 
 def test_few_see_the_whole_configuration():
-    """Trainer, engine, steering, the run folder that keeps it, and the roster that compares it between hosts;
+    """Trainer, engine, steering, choices, the run folder that keeps it, and the roster that compares it between hosts;
     everything else gets its section. Tools that look at a run from outside (plan, eval) are not part of it."""
     whole = {name_of(path) for path in SOURCES if "sagetrain.config.schema.RunConfig" in imports(path)}
     inside = {path for path in whole if not path.startswith("sagetrain/config/")}
@@ -141,6 +141,8 @@ def test_few_see_the_whole_configuration():
         "sagetrain/train/trainer.py",
         "sagetrain/train/engine.py",
         "sagetrain/train/steering.py",
+        "sagetrain/train/choices.py",
+        "sagetrain/train/start_line.py",
         "sagetrain/train/roster.py",
         "sagetrain/train/run_folder.py",
         "sagetrain/model/accounting.py",

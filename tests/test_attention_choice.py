@@ -11,7 +11,7 @@ import tiny
 from distributed import run_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig
-from sagetrain.train import attention, checkpoint, trainer
+from sagetrain.train import attention, checkpoint, choices, trainer
 from sagetrain.train.attention import kept, settle
 
 SAGE_SCORES, SDPA = {"backend": "sage", "recipe": "scores"}, {"backend": "sdpa", "recipe": "fine"}
@@ -116,7 +116,7 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
         calls.append(asked)
         return asked.model_copy(update=SAGE_SCORES)
 
-    trainer.choose_attention = choose
+    choices.choose_attention = choose
     cfg = tiny.config(1).model_dump()
     cfg["attention"] = {"backend": "sage"}
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)

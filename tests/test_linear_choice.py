@@ -17,7 +17,7 @@ from sagetrain.config.load import load_config
 from sagetrain.config.schema import LinearConfig, ModelConfig
 from sagetrain.model import linear_choice, selection
 from sagetrain.model.linear_choice import fastest, layers_of, time_layers, weights_of
-from sagetrain.train import checkpoint, linear, trainer
+from sagetrain.train import checkpoint, choices, linear, trainer
 from sagetrain.train.linear import settle
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -303,7 +303,7 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
         calls.append(asked)
         return asked.model_copy(update={**ROWWISE, "keep_layers_below": 1600})
 
-    trainer.choose_linear = choose
+    choices.choose_linear = choose
     cfg = tiny.config(1).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
     for steps, precision in ((1, "auto"), (2, "auto"), (3, "bf16")):

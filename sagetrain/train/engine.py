@@ -17,7 +17,6 @@ import io
 import itertools
 import logging
 import math
-import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,11 +32,10 @@ from sagetrain.config.arithmetic import resolved_zero_stage
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.accounting import reduce_bucket_size
-from sagetrain.model.norm import is_qk_gain
 from sagetrain.parallel.metrics import Metrics, ratio
 from sagetrain.parallel.topology import Mpu, ParallelGroups
 from sagetrain.stability.spikes import Verdict
-from sagetrain.train import rendezvous
+from sagetrain.train import gain_cap, rendezvous
 from sagetrain.train.gradients import StepGradients
 from sagetrain.train.ledger import fold
 from sagetrain.train.optimizer import build_optimizer
@@ -250,7 +248,7 @@ class Engine:
         # Over the world: tensor-parallel ranks hold the same loss, context-parallel ones that of equally many tokens.
         metrics.mean("train/loss", total / accumulation)
         if self._gain_cap:
-            self._count_capped_gains(self._gain_cap)
+            gain_cap.count(self, self._gain_cap)
         metrics.sum("stop", stop)
         metrics.sum("folds", fold(samples, self.groups.dp_rank))
 
@@ -265,7 +263,7 @@ class Engine:
         self._gradients.begin(noise)
         self._ds.step()
         if self._gain_cap:
-            self._cap_gains(self._gain_cap)
+            gain_cap.clip(self, self._gain_cap)
         self._renew()
         found, judged = verdict()  # here for the first time if the gradient is not finite and DeepSpeed has stopped
         shown, layer_norms = self._gradients.finish(accumulation, found["train/grad_norm"])
@@ -346,27 +344,6 @@ class Engine:
         self._norm = square.sqrt().item()
         if self._clip and self._clip < self._norm < math.inf:
             torch._foreach_mul_([p.grad for p in marked], self._clip / (self._norm + 1e-6))
-
-    @torch.no_grad()
-    def _count_capped_gains(self, cap: float) -> None:
-        """Share of the gains of QK-norm that are at the cap while this step runs."""
-        gains = [shard.tensors["weight"] for shard in self._qk_gains() if shard.tensors]
-        every = torch.cat(gains) if gains else torch.zeros(0, device=self.device)
-        self.groups.metrics.derive("qk_gain/capped_share", operator.truediv, (every.abs() >= cap).sum(), len(every))
-
-    @torch.no_grad()
-    def _cap_gains(self, cap: float) -> None:
-        """Clip the gains of QK-norm: the fp32 masters, and what the model computes with, which is what their rounding
-        would be. Ranks that hold the same gains clip the same."""
-        shards = list(self._qk_gains())
-        values = [values for shard in shards for values, _ in self.weights(shard)]
-        if self.stage == 3:  # small parameters stay gathered; of others this is empty
-            values += [shard.parameter.data.view(-1) for shard in shards]
-        torch._foreach_clamp_max_(values, cap)
-        torch._foreach_clamp_min_(values, -cap)
-
-    def _qk_gains(self) -> Iterator[ParameterShard]:
-        return self.shards(is_qk_gain)
 
     def _renew(self) -> None:
         """Weights in 8 bits, from the weights as they are now: once for all micro-batches of a step."""

@@ -24,22 +24,22 @@ from sagetrain import __version__
 from sagetrain.config.arithmetic import padded_vocab_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import dump_config
-from sagetrain.config.schema import AttentionConfig, LinearConfig, NoiseAwareTokens, RunConfig
+from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.data import verify
 from sagetrain.data.loader import Batch, Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
-from sagetrain.model.accounting import flops_per_token, num_parameters, overlaps
+from sagetrain.model.accounting import flops_per_token, overlaps
 from sagetrain.model.backends import AttentionFunction
-from sagetrain.model.selection import choose_attention, choose_linear, matmuls_of, resolve_backend
+from sagetrain.model.selection import matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel import copies
 from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Event
 from sagetrain.stability.precision import rungs_of
 from sagetrain.train import attention, bundle, checkpoint, linear, origin, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
+from sagetrain.train.choices import Choices
 from sagetrain.train.engine import Engine, init_distributed, partitioner
 from sagetrain.train.guard import StopSignal, TrainingError, Watchdog
 from sagetrain.train.ledger import Ledger, TrainState, check_consumed
@@ -50,6 +50,7 @@ from sagetrain.train.reporter import Reporter
 from sagetrain.train.resume import restore
 from sagetrain.train.run_folder import RunFolder, changed_settings
 from sagetrain.train.saver import Saver
+from sagetrain.train.start_line import start_line
 from sagetrain.train.steering import Steering
 from sagetrain.train.tokens_per_step import change_at_resume, stages, tokens_per_step
 
@@ -103,13 +104,14 @@ class Trainer:
             self.watchdog.forget()
         seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
         found, damaged = checkpoint.newest_whole(self.folder.checkpoints, self._say)
-        compiled = {"auto": self.device.type == "cuda", "on": True, "off": False}
-        self.compiled = compiled[cfg.training.compile]
+        self.compiled = {"auto": self.device.type == "cuda", "on": True, "off": False}[cfg.training.compile]
         place = {"device": self.device, "dtype": self.dtype}
-        how = {**place, "choose": self._choose_attention, "say": self._say}
-        self.attention, self.attention_reason = attention.settle(cfg.attention, cfg.model, found, **how)
-        how = {**how, "choose": self._choose_linear, "tensor_parallel_size": self.groups.tp_size}
-        self.linear, why = linear.settle(cfg.linear, cfg.model, found, **how)
+        how = {**place, "say": self._say}
+        choices = Choices(cfg, self.groups, self.stream, self.folder, compiled=self.compiled, **how)
+        chosen = attention.settle(cfg.attention, cfg.model, found, choose=choices.attention, **how)
+        self.attention, self.attention_reason = chosen
+        how["tensor_parallel_size"] = self.groups.tp_size
+        self.linear, why = linear.settle(cfg.linear, cfg.model, found, choose=choices.linear, **how)
         self.matmuls, self.linear_reason = matmuls_of(self.linear, cfg.model, **place)
         self.linear_reason += f"; {why}" if why else ""
         self.micro_step = token_multiple(cfg, self.groups.dp_size)
@@ -136,35 +138,6 @@ class Trainer:
         self.valid = self._loader(valid) if valid else None
 
     # -- construction --------------------------------------------------------------------------------------------
-
-    def _choose_attention(self, asked: AttentionConfig) -> AttentionConfig:
-        documents = self.stream.document_lengths(64) if self.cfg.data.document_attention else ()
-        how = {**self._calls(), "documents": documents, "cache": self.folder.attention}
-        return self._by_main(lambda: choose_attention(asked, self.cfg.model, **how))
-
-    def _choose_linear(self, asked: LinearConfig) -> LinearConfig:
-        kept = resolved_zero_stage(self.cfg) < 3
-        how = {**self._calls(), "kept": kept, "compiled": self.compiled, "cache": self.folder.linear}
-        return self._by_main(lambda: choose_linear(asked, self.cfg.model, **how))
-
-    def _calls(self) -> dict[str, Any]:
-        """What layers see of a micro-batch on a rank, where, and who hears of it."""
-        return {
-            "tensor_parallel_size": self.groups.tp_size,
-            "context_parallel_size": self.groups.cp_size,
-            "overlap": overlaps(self.cfg),
-            "num_sequences": self.cfg.data.micro_batch_size,
-            "seq_length": self.cfg.data.seq_length,
-            "device": self.device,
-            "dtype": self.dtype,
-            "say": self._say,
-        }
-
-    def _by_main(self, choose: Callable[[], Any]) -> Any:
-        """Rank 0 times and all ranks take its choice: layers of one model must not differ."""
-        chosen = [choose() if self.main else None]
-        dist.broadcast_object_list(chosen, src=0, device=self.device)
-        return chosen[0]
 
     def _rungs(self, device: torch.device) -> dict[str, AttentionFunction]:
         """The attention functions of the precision ladder, if there is one."""
@@ -211,24 +184,11 @@ class Trainer:
         if self.compiled:
             later = self._rungs(self.device).values()
             model.compile_blocks(whole=resolved_zero_stage(cfg) == 3, later=later)
-        first = tokens_per_step(cfg.tokens_per_step, 0)
-        engine = Engine(cfg, model, self.groups, first // self.micro_step)
-        if self.main:
-            size = num_parameters(cfg.model, cfg.attention, padded_vocab_size(self.vocab_size))
-            copied = self.groups.tp_size > 1 and self.groups.tp_group.group_name in copies.connected
-            how = (" by copies" if copied else "") + (" in halves" if self.groups.tp_size > 1 and model.overlap else "")
-            context = f" x context parallel {self.groups.cp_size}" if self.groups.cp_size > 1 else ""
-            self._say(
-                f"sagetrain {__version__}: {size:,} parameters, "
-                f"{dist.get_world_size()} ranks (tensor parallel {self.groups.tp_size}{how}{context} x data parallel"
-                f" {self.groups.dp_size}), ZeRO {engine.stage}, {cfg.training.dtype}, torch.compile"
-                f" {'on' if self.compiled else 'off'}, attention {self.attention.backend} ({self.attention_reason}),"
-                f" linear layers {self.linear_reason}"
-            )
-            if engine.stage != cfg.parallel.zero_stage:
-                self._say(
-                    "parallel.zero_stage 0 runs as 1: DeepSpeed's bf16 at stage 0 changes the weights at start-up"
-                )
+        engine = Engine(cfg, model, self.groups, tokens_per_step(cfg.tokens_per_step, 0) // self.micro_step)
+        words = f"{self.attention.backend} ({self.attention_reason})", self.linear_reason
+        self._say(start_line(cfg, engine, padded_vocab_size(self.vocab_size), self.compiled, *words))
+        if engine.stage != cfg.parallel.zero_stage:
+            self._say("parallel.zero_stage 0 runs as 1: DeepSpeed's bf16 at stage 0 changes the weights at start-up")
         return engine
 
     # -- resume and save -----------------------------------------------------------------------------------------

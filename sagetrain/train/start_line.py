@@ -1,0 +1,29 @@
+"""The line with which a run begins: what it resolved its settings to."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch.distributed as dist
+
+from sagetrain import __version__
+from sagetrain.config.schema import RunConfig
+from sagetrain.model.accounting import num_parameters
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel import copies
+from sagetrain.train.engine import Engine
+
+
+def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, attention: str, linear: str) -> str:
+    """What runs and where. vocab_size: padded; attention, linear: in words."""
+    groups, model = engine.groups, cast(Transformer, engine.module)
+    size, how = num_parameters(cfg.model, cfg.attention, vocab_size), ""
+    if groups.tp_group is not None and groups.tp_size > 1:
+        how = " by copies" if groups.tp_group.group_name in copies.connected else ""
+        how += " in halves" if model.overlap else ""
+    context = f" x context parallel {groups.cp_size}" if groups.cp_size > 1 else ""
+    return (
+        f"sagetrain {__version__}: {size:,} parameters, {dist.get_world_size()} ranks (tensor parallel "
+        f"{groups.tp_size}{how}{context} x data parallel {groups.dp_size}), ZeRO {engine.stage}, {cfg.training.dtype}, "
+        f"torch.compile {'on' if compiled else 'off'}, attention {attention}, linear layers {linear}"
+    )
