@@ -1,8 +1,12 @@
-"""setup.cfg names every package and only those that exist; the pinned versions satisfy its ranges."""
+"""setup.cfg names every package and only those that exist; the pinned versions satisfy its ranges; a wheel works."""
 
 from __future__ import annotations
 
 import configparser
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -41,3 +45,26 @@ def test_pins_are_within_the_ranges() -> None:
         assert version in ranges[pin.name], f"{pin.name} {version} is outside {ranges[pin.name]}"
     unpinned = {requirement.name for requirement in wanted} - {pin.name for pin in pins}
     assert unpinned == {"pre-commit", "nvidia-cuda-nvrtc"}
+
+
+def test_the_wheel_alone_gives_the_command_the_kernels_and_configurations_by_name(tmp_path: Path) -> None:
+    """Built of a copy, installed into a folder of its own, in which nothing of the checkout is."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    for name in ("sagetrain", "kernels", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), str(source)]
+    subprocess.run(wheel, check=True, capture_output=True)
+    (built,) = tmp_path.glob("sagetrain-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(target), str(built)], check=True)
+    how = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(target)}, "capture_output": True, "text": True}
+    plan = subprocess.run([target / "bin/sagetrain", "plan", "325m", "--brief", "data.valid=[]"], check=False, **how)
+    assert plan.returncode == 0, plan.stderr
+    assert "parameters" in plan.stdout and str(target / "sagetrain/configs/325m.yaml") in plan.stdout + plan.stderr
+    kernels = (
+        "import sys, sagekernels; print(sagekernels.__file__, *[m for m in sys.modules if m.startswith('sagetrain')])"
+    )
+    alone = subprocess.run([sys.executable, "-c", kernels], check=True, **how)
+    assert alone.stdout.split() == [str(target / "sagekernels/__init__.py")]

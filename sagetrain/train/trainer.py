@@ -29,7 +29,7 @@ from sagetrain.data import verify
 from sagetrain.data.loader import Batch, Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
-from sagetrain.model.accounting import flops_per_token, overlaps
+from sagetrain.model.accounting import flops_per_token, memory_per_rank, overlaps
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
@@ -44,6 +44,7 @@ from sagetrain.train.engine import Engine, init_distributed, partitioner
 from sagetrain.train.guard import StopSignal, TrainingError, Watchdog
 from sagetrain.train.ledger import Ledger, TrainState, check_consumed
 from sagetrain.train.lr_schedule import learning_rate
+from sagetrain.train.out_of_memory import explained
 from sagetrain.train.profile import ProfileWindow
 from sagetrain.train.rendezvous import ended_by_signals
 from sagetrain.train.reporter import Reporter
@@ -281,7 +282,7 @@ class Trainer:
 
     def run(self) -> bool:
         """Train to the end, or to a signal. Returns whether the run is finished; on a signal a checkpoint is saved."""
-        with self.watchdog:
+        with self.watchdog, self._memory_explained():
             try:
                 return self._train()
             except TrainingError as error:  # raised on every rank; a checkpoint of better days may still be on its way
@@ -295,6 +296,17 @@ class Trainer:
             finally:
                 self.profile.close()
                 self.reporter.close()
+
+    def _memory_explained(self) -> contextlib.AbstractContextManager[None]:
+        cfg, world_size = self.cfg, dist.get_world_size()
+        items = memory_per_rank(cfg, world_size, padded_vocab_size(self.vocab_size))
+        ways = {
+            "data.micro_batch_size": cfg.data.micro_batch_size,
+            "training.activation_checkpointing": cfg.training.activation_checkpointing,
+            "parallel.zero_stage": cfg.parallel.zero_stage,
+            "parallel.tensor_parallel_size": cfg.parallel.tensor_parallel_size,
+        }
+        return explained(self.folder.path, dist.get_rank(), sum(item.bytes for item in items), ways)
 
     def _train(self) -> bool:
         cfg, total = self.cfg, self.cfg.training.total_tokens

@@ -1,0 +1,41 @@
+"""What is said, and kept, when a GPU's memory is too small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from sagetrain.train.guard import TrainingError
+
+
+@contextmanager
+def explained(run_dir: Path, rank: int, predicted: float, ways: Mapping[str, object]) -> Iterator[None]:
+    """Make of a GPU's out-of-memory an error that says what helps, and leave a snapshot of the allocator in the run
+    folder (rank-<rank>.pickle of memory/, for pytorch.org/memory_viz).
+
+    Args:
+        predicted: bytes of a rank, as planned (model.accounting.memory_per_rank).
+        ways: keys of the YAML that change it, with their values.
+
+    Raises:
+        TrainingError: memory is out.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        path = run_dir / "memory" / f"rank-{rank}.pickle"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+            kept = f"who holds how much is in {path} (pytorch.org/memory_viz shows it)"
+        except (OSError, RuntimeError) as failed:
+            kept = f"no snapshot of the memory could be written ({failed})"
+        keys = ", ".join(f"{key} (now {value})" for key, value in ways.items())
+        raise TrainingError(
+            f"rank {rank} is out of GPU memory: {str(error).splitlines()[0]} `sagetrain plan` predicts "
+            f"{predicted / 2**30:.1f} GiB for a rank of this layout; what it takes is up to {keys}; {kept}. "
+            "The newest checkpoint is untouched"
+        ) from error

@@ -1,0 +1,43 @@
+"""A GPU without memory left: what is said, and the snapshot. The error is a made one: there is no GPU here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sagetrain.train.guard import TrainingError
+from sagetrain.train.out_of_memory import explained
+
+WAYS = {"data.micro_batch_size": 8, "parallel.zero_stage": 1}
+
+
+def run_out(folder: Path) -> str:
+    with pytest.raises(TrainingError) as raised, explained(folder, 3, 61.24 * 2**30, WAYS):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has more to say")
+    return str(raised.value)
+
+
+def test_the_message_says_what_was_predicted_what_helps_and_where_the_snapshot_is(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"blocks"))
+    said = run_out(tmp_path)
+    assert said.startswith("rank 3 is out of GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB. ")
+    assert "predicts 61.2 GiB" in said and "data.micro_batch_size (now 8), parallel.zero_stage (now 1)" in said
+    assert str(tmp_path / "memory/rank-3.pickle") in said and "more to say" not in said
+    assert (tmp_path / "memory/rank-3.pickle").read_bytes() == b"blocks"
+
+
+def test_a_snapshot_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch) -> None:
+    def full(path: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", full)
+    said = run_out(tmp_path)
+    assert "Tried to allocate 2.00 GiB" in said and "no snapshot of the memory could be written" in said
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="other"), explained(tmp_path, 0, 1.0, WAYS):
+        raise ValueError("other")
+    assert not list(tmp_path.iterdir())
