@@ -285,7 +285,7 @@ def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[s
     tree = {
         f"{section}.{key}": value
         for section, values in cfg.model_dump(mode="json").items()
-        for key, value in values.items()
+        for key, value in (values or {}).items()
     }
     return {
         "host": socket.gethostname(),
