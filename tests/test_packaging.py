@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("sagetrain", "kernels", "configs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+"""What a wheel is made of."""
 
 
 def setup() -> configparser.ConfigParser:
@@ -50,10 +54,12 @@ def test_pins_are_within_the_ranges() -> None:
 def test_the_wheel_alone_gives_the_command_the_kernels_and_configurations_by_name(tmp_path: Path) -> None:
     """Built of a copy, installed into a folder of its own, in which nothing of the checkout is."""
     source, target = tmp_path / "source", tmp_path / "target"
-    for name in ("sagetrain", "kernels", "configs"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
+    source.mkdir()
+    for name in PARTS:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), str(source)]
     subprocess.run(wheel, check=True, capture_output=True)
@@ -68,3 +74,15 @@ def test_the_wheel_alone_gives_the_command_the_kernels_and_configurations_by_nam
     )
     alone = subprocess.run([sys.executable, "-c", kernels], check=True, **how)
     assert alone.stdout.split() == [str(target / "sagekernels/__init__.py")]
+
+
+def test_the_dockerfile_takes_its_versions_from_the_constraints_and_copies_what_a_wheel_is_made_of() -> None:
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    installs = [line for line in lines if "pip install" in line]
+    assert installs and all("-c constraints.txt" in line and "==" not in line for line in installs)
+    (base,) = [line for line in lines if line.startswith("FROM")]
+    assert re.fullmatch(r"FROM nvidia/cuda:\d+\.\d+\.\d+-devel-ubuntu24\.04", base)  # whose Python is 3.12
+    assert "3.12" in SpecifierSet(setup()["options"]["python_requires"])
+    copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
+    assert copied == {"constraints.txt", *PARTS}
+    assert all((ROOT / name).exists() for name in copied)
