@@ -44,7 +44,8 @@ def test_a_guide_says_of_every_command_what_it_needs_or_it_is_run_here(guide: Pa
 @pytest.mark.parametrize("guide", [g for g in GUIDES if any(language == "bash" for language, _ in blocks(g))],
                          ids=lambda path: path.stem)  # fmt: skip
 def test_commands_of_a_guide_run_one_after_the_other(guide: Path, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    for folder in ("configs", "docs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for language, block in blocks(guide):
         for words in lines(block) if language == "bash" else []:
