@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from sagetrain.config import load_config
-from sagetrain.config.arithmetic import padded_vocab_size
+from sagetrain.config.arithmetic import padded_vocab_size, resolved_zero_stage
 from sagetrain.hardware import H200, HARDWARE
 from sagetrain.model.accounting import memory_per_rank
+from sagetrain.planning import performance
 from sagetrain.planning.performance import predict
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -29,6 +30,13 @@ SCORES, HALVES, WHOLE = (
 )
 WHOLE_SEQUENCES = ["data.document_attention=false", "data.document_positions=false"]
 LONG = ["data.seq_length=131072", "data.document_attention=false", SCORES]
+
+
+@pytest.fixture(autouse=True)
+def as_these_runs_were(monkeypatch):
+    """ZeRO 1 kept 16-bit gradients beside their fp32 sum, and zeroed and added to them: 26 bytes a parameter and
+    micro-batch, not 18, until bf16.immediate_grad_update (docs/gradients.md; not measured again yet)."""
+    monkeypatch.setitem(performance._STATE_BYTES, 1, (26, 36, 34))
 
 
 def layout_of(text: str) -> tuple[int, int, list[str]]:
@@ -154,7 +162,14 @@ def meets(name, layout, batch, overrides, tokens_per_second, gib, hardware):
     """Within 15 % in speed, 10 % in memory."""
     cfg, ranks = configured(name, layout, batch, overrides)
     assert predict(cfg, ranks, VOCAB, hardware).tokens_per_second == pytest.approx(tokens_per_second, rel=0.15)
-    assert sum(item.bytes for item in memory_per_rank(cfg, ranks, VOCAB)) / 2**30 == pytest.approx(gib, rel=0.1)
+    assert memory_then(cfg, ranks) == pytest.approx(gib, rel=0.1)
+
+
+def memory_then(cfg, ranks):
+    """GiB that plan predicts, and the 16-bit gradients of those runs."""
+    items = {item.name: item.bytes for item in memory_per_rank(cfg, ranks, VOCAB)}
+    kept = items["gradients"] / 2 if resolved_zero_stage(cfg) == 1 else 0
+    return (sum(items.values()) + kept) / 2**30
 
 
 def configured(name, layout, batch, overrides):
@@ -200,4 +215,4 @@ def test_speeds_of_other_shapes_are_met(shape, seq_length, backend, documents, t
 def test_memory_of_the_papers_model_is_met(backend, gib):
     """torch's own count, so without what the estimate leaves out."""
     cfg = load_config(CONFIGS / "325m.yaml", [f"attention.backend={backend}"])
-    assert sum(item.bytes for item in memory_per_rank(cfg, 1, VOCAB)) / 2**30 == pytest.approx(gib, rel=0.05)
+    assert memory_then(cfg, 1) == pytest.approx(gib, rel=0.05)
