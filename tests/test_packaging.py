@@ -13,6 +13,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from sagetrain import __version__
+
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("sagetrain", "kernels", "configs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 """What a wheel is made of."""
@@ -69,11 +71,31 @@ def test_the_wheel_alone_gives_the_command_the_kernels_and_configurations_by_nam
     plan = subprocess.run([target / "bin/sagetrain", "plan", "325m", "--brief", "data.valid=[]"], check=False, **how)
     assert plan.returncode == 0, plan.stderr
     assert "parameters" in plan.stdout and str(target / "sagetrain/configs/325m.yaml") in plan.stdout + plan.stderr
-    kernels = (
+
+
+def test_the_kernels_have_a_wheel_of_their_own(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(ROOT / "kernels", source, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    how = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
+    subprocess.run([*pip, "install", *how, str(source)], check=True, capture_output=True)
+    assert {path.name for path in target.glob("sage*")} == {"sagekernels", f"sagekernels-{__version__}.dist-info"}
+    sources = {path.name for path in (ROOT / "kernels/sagekernels").iterdir() if path.is_file()}
+    assert {path.name for path in (target / "sagekernels").iterdir() if path.is_file()} == sources
+    text = (
         "import sys, sagekernels; print(sagekernels.__file__, *[m for m in sys.modules if m.startswith('sagetrain')])"
     )
-    alone = subprocess.run([sys.executable, "-c", kernels], check=True, **how)
+    env = {**os.environ, "PYTHONPATH": str(target)}
+    alone = subprocess.run(
+        [sys.executable, "-c", text], check=True, cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert alone.stdout.split() == [str(target / "sagekernels/__init__.py")]
+    (metadata,) = target.glob("*.dist-info/METADATA")
+    wanted = set(setup()["options"]["install_requires"].replace('"', "'").splitlines())
+    needs = [line.removeprefix("Requires-Dist: ").replace('"', "'") for line in metadata.read_text().splitlines()
+             if line.startswith("Requires-Dist: ")]  # fmt: skip
+    assert {Requirement(need).name for need in needs} == {"torch", "triton"}
+    assert {str(Requirement(need)) for need in needs} <= {str(Requirement(line)) for line in wanted if line}
 
 
 def test_the_dockerfile_takes_its_versions_from_the_constraints_and_copies_what_a_wheel_is_made_of() -> None:
