@@ -1,7 +1,7 @@
 # SageTrain on a CUDA base image, with the versions of constraints.txt. Not built by the tests: they read it.
 #
 #   docker build -t sagetrain .
-#   docker run --gpus all --ipc host -v "$PWD:/work" sagetrain plan 325m
+#   docker run --gpus all --ipc host -v "$PWD:/workspace" sagetrain plan 325m
 #
 # torch brings its own CUDA libraries; of the image, DeepSpeed looks for nvcc, and Triton compiles with gcc.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
@@ -22,6 +22,6 @@ COPY kernels kernels
 COPY configs configs
 RUN pip install --no-cache-dir -c constraints.txt .
 
-WORKDIR /work
+WORKDIR /workspace
 ENTRYPOINT ["sagetrain"]
 CMD ["--help"]

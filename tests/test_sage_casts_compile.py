@@ -1,0 +1,37 @@
+"""The casts' Triton kernels compile on a machine without a GPU, with the conversions of the hardware."""
+
+import pytest
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from sagekernels.casts import _largest_kernel, _round_both_kernel
+
+POINTERS = {"X": "*bf16", "OF_ROWS": "*i32", "OF_COLUMNS": "*i32", "CODES": "*i8", "TURNED": "*i8", "SCALE": "*fp32"}
+
+
+def ptx_of(function, architecture: int, num_warps: int, constants: dict[str, object]) -> str:
+    names = function.arg_names
+    types = {**POINTERS, "TURNED_SCALE": "*fp32", **dict.fromkeys(constants, "constexpr")}
+    signature = {name: types.get(name, "i32") for name in names}
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(function, signature, fixed, {})
+    return compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": num_warps}).asm["ptx"]
+
+
+@pytest.mark.parametrize("architecture", [89, 90, 100])
+@pytest.mark.parametrize("per_row", [True, False])
+def test_the_largest_magnitudes_compile(architecture, per_row):
+    constants = {"ROWS": 32, "COLUMNS": 256, "STEPS": 8, "PER_ROW": per_row}
+    assert "max" in ptx_of(_largest_kernel, architecture, 4, constants)
+
+
+@pytest.mark.parametrize(("architecture", "number", "instruction"), [
+    (89, "e4m3", "st.global"),  # in several instructions
+    (90, "e4m3", "cvt.rn.satfinite.e4m3x2.f32"),
+    (90, "e5m2", "cvt.rn.satfinite.e5m2x2.f32"),
+    (100, "e4m3", "cvt.rn.satfinite.e4m3x2.f32"),
+    (80, "int8", "add"),
+])  # fmt: skip
+def test_rounding_compiles(architecture, number, instruction):
+    constants = {"ROWS": 128, "COLUMNS": 128, "PER_ROW": True, "NUMBER": number}
+    assert instruction in ptx_of(_round_both_kernel, architecture, 8, constants)
