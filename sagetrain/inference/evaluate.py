@@ -123,7 +123,10 @@ def evaluate_texts(
     data, size = run.cfg.data, run.cfg.data.seq_length
     stride = stride or default_stride(size)
     if stride > size:
-        raise ConfigError(f"--stride {stride:,} is longer than the windows, data.seq_length {size:,}: tokens between")
+        raise ConfigError(
+            f"--stride {stride:,} is longer than the windows, data.seq_length {size:,}: tokens between two of them "
+            f"would not be scored; give at most {size:,}"
+        )
     paths = paths or [source.path for source in data.valid]
     if not paths:
         raise ConfigError("data.valid is empty: the run has no held-out data to evaluate on; name some with --data")
