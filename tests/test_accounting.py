@@ -317,6 +317,11 @@ def live_tensors() -> dict[int, torch.Tensor]:
     return found
 
 
+def still_held(before: dict[int, torch.Tensor]) -> int:
+    """Bytes of the tensors that have come since."""
+    return sum(t.untyped_storage().nbytes() for address, t in live_tensors().items() if address not in before)
+
+
 def measured_model_state() -> dict[tuple[str, int], tuple[int, int]]:
     """(dtype, stage) -> bytes of all tensors that an engine holds after its last backward, and as estimated."""
     init_distributed(timeout_minutes=10)
@@ -337,9 +342,15 @@ def measured_model_state() -> dict[tuple[str, int], tuple[int, int]]:
         for _ in range(2):
             engine._ds.backward(engine._ds(tokens, tokens))
         torch.distributed.barrier(groups.replica_group)  # its thread lets go of the tensors of the collective before
-        held = [t.untyped_storage().nbytes() for address, t in live_tensors().items() if address not in before]
         memory = items(cfg, 2)
-        result[dtype, stage] = (sum(held), sum(memory[name] for name in ("weights", "gradients", "optimizer")))
+        estimated = sum(memory[name] for name in ("weights", "gradients", "optimizer"))
+        held = still_held(before)
+        for _ in range(100):  # gloo has other threads, too, which may be late on a busy machine
+            if held <= 1.01 * estimated:
+                break
+            time.sleep(0.1)
+            held = still_held(before)
+        result[dtype, stage] = (held, estimated)
     return result
 
 
