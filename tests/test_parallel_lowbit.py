@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed import run_distributed
-from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize
+from sagekernels.casts import E4M3, E5M2, INT8, QUANTIZE_BOTH, Rounded, quantize
 from sagetrain.parallel.collectives import finish_leave
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, keep_weights
 from sagetrain.parallel.lowbit import RECIPES, LowBit, library_product, product
@@ -225,6 +225,29 @@ def test_what_was_in_a_result_does_not_matter(name: tuple[str, str]) -> None:
     total = torch.ones_like(weight)
     matmul.add_weight_gradient(total, prepared, matmul.read(x)[1])
     assert torch.equal(total, 1 + grad_weight)
+
+
+class Cast(TorchDispatchMode):
+    """Counts the casts in both orientations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is QUANTIZE_BOTH
+        return function(*args, **(kwargs or {}))
+
+
+@every_recipe
+def test_without_gradients_nothing_is_cast_for_them(name: tuple[str, str]) -> None:
+    matmul = RECIPES[name]
+    x, weight = _random(1, 21, IN), _random(2, 64, IN).requires_grad_()
+    with Cast() as cast:
+        (expected,) = linear(x, [weight], matmul)
+    assert cast.count == (not matmul.wide_weight_gradient)
+    with Cast() as cast, torch.no_grad():
+        (found,) = linear(x, [weight], matmul)
+    assert cast.count == 0
+    assert torch.equal(found, expected)
 
 
 @every_recipe

@@ -89,7 +89,7 @@ def linear_token_losses(
     chunk, losses = chunk or _chunk(hidden, weight), []
     for some, some_labels in zip(hidden.split(chunk), labels.split(chunk), strict=True):
         local, outside = local_ids(some_labels, weight.shape[0], groups)
-        (logits,) = matmul.forward(matmul.read(some)[0], (weight,))
+        (logits,) = matmul.forward(matmul.operand(some), (weight,))
         losses.append(_token_losses(*statistics(logits, local), outside, groups)[0].masked_fill(some_labels < 0, 0))
         del logits  # the next chunk's take its place
     return torch.cat(losses)

@@ -112,6 +112,10 @@ class LowBit(Matmul):
             return self._rounded(x), (x,)
         return quantize_both(x, self.number, self.per_row)
 
+    def operand(self, x: Tensor) -> Sequence[Tensor]:
+        """Codes and scales of x."""
+        return self._rounded(x)
+
     def forward(
         self, operand: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:

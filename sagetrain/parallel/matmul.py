@@ -60,10 +60,14 @@ class Matmul:
         for the backward pass; here both times x itself."""
         return (x,), (x,)
 
+    def operand(self, x: Tensor) -> Sequence[Tensor]:
+        """The first of what `read` makes, alone: no gradient will be wanted."""
+        return self.read(x)[0]
+
     def forward(
         self, operand: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """x W^T of each weight: [tokens, out] each. operand: the first that `read` made. kept: what `keep` gave, if it
+        """x W^T of each weight: [tokens, out] each. operand: what `operand` made, or `read` first. kept: what `keep` gave, if it
         was called."""
         (x,) = operand
         return tuple(x @ weight.t() for weight in weights)
@@ -123,7 +127,8 @@ def linear(
     computed. kept: what matmul.keep gave for these weights as they are now, if it was called.
     """
     given, result = x if isinstance(x, tuple) else (x, None)
-    return _Linear.apply(_Plan(matmul, back, group, len(weights)), given, result, *weights, *kept)
+    plan = _Plan(matmul, back, group, len(weights), torch.is_grad_enabled())
+    return _Linear.apply(plan, given, result, *weights, *kept)
 
 
 class _Plan(NamedTuple):
@@ -131,6 +136,8 @@ class _Plan(NamedTuple):
     back: Collective
     group: ProcessGroup | None
     weights: int
+    backward: bool
+    """Whether there will be a backward pass."""
 
 
 class _Linear(torch.autograd.Function):
@@ -144,14 +151,14 @@ class _Linear(torch.autograd.Function):
         given, result, *read = tensors
         weights, kept = read[: plan.weights], read[plan.weights :]
         x = given if result is None else plan.matmul.unpack(finish(result), given.dtype)
-        operand, saved = plan.matmul.read(x)
+        operand, saved = plan.matmul.read(x) if plan.backward else (plan.matmul.operand(x), ())
         ctx.plan, ctx.count = plan, len(saved)
         ctx.save_for_backward(*saved, *read)
         return plan.matmul.forward(operand, weights, kept)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        matmul, back, group, count = ctx.plan
+        matmul, back, group, count, _ = ctx.plan
         tensors = ctx.saved_tensors
         saved, read = tensors[: ctx.count], tensors[ctx.count :]
         weights, kept = read[:count], read[count:]
