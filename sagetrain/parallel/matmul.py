@@ -67,8 +67,8 @@ class Matmul:
     def forward(
         self, operand: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """x W^T of each weight: [tokens, out] each. operand: what `operand` made, or `read` first. kept: what `keep` gave, if it
-        was called."""
+        """x W^T of each weight: [tokens, out] each. operand: what `operand` made, or `read` first. kept: what `keep`
+        gave, if it was called."""
         (x,) = operand
         return tuple(x @ weight.t() for weight in weights)
 
