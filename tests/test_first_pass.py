@@ -48,6 +48,12 @@ def test_the_first_pass_touches_everything_in_a_third_of_the_cases(passes) -> No
     assert len(first) < len(whole) / 3
 
 
+def test_every_fixture_is_there_without_the_conftest(passes) -> None:
+    """`make test-gpu` goes without it: it wants packages that hosts with GPUs lack."""
+    for item in passes["whole"]:
+        assert set(item.fixturenames) <= {"request", *item._fixtureinfo.name2fixturedefs}, item.nodeid
+
+
 def test_every_kernel_recipe_and_head_dim_of_both_backends_is_in_it(passes) -> None:
     """By what the library offers, not by what the tests name. Each case computes output and gradients."""
     accuracy = [item for item in passes["first"] if item.originalname == "test_agrees_with_the_twin_and_with_float64"]

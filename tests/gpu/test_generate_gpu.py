@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import saved_runs
+from prepare_inputs import TEXTS
 from sagekernels.testing import rel_l2
+from sagetrain.data.tokenizer import train_tokenizer
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun, load_run
 from sagetrain.inference.ranks import Ranks
@@ -19,6 +21,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 ROOT = Path(__file__).parent.parent.parent
 PROMPTS = ["a", "the quick brown fox", "", "b c d e f", "the quick"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SentencePiece model file of 350 tokens."""
+    path = tmp_path_factory.mktemp("tokenizer") / "my.model"
+    path.write_bytes(train_tokenizer(TEXTS, 350))
+    return path
 
 
 @pytest.fixture(scope="module")
