@@ -49,6 +49,18 @@ def test_logits_are_those_of_the_whole_context(heads: int, qk_norm: str, scaling
 
 
 @torch.no_grad()
+def test_a_text_costs_the_logits_of_its_last_token_alone() -> None:
+    whole, made = model(), []
+    whole.head.register_forward_hook(lambda module, inputs, logits: made.append(logits.shape))
+    (text,) = texts(12)
+    cached = CachedModel(whole, 2, 20)
+    read = [cached.read(row, text[: 12 - row]) for row in (0, 1)]
+    assert made == [(1, 64)] * 2
+    for row, logits in enumerate(read):
+        check(logits, whole, text[: 12 - row])
+
+
+@torch.no_grad()
 def test_rows_are_read_anew_and_dropped() -> None:
     whole = model()
     first, second, third = texts(9, 5, 7)

@@ -126,7 +126,8 @@ class CachedModel:
             for layer, function in zip(layers, self._functions, strict=True):
                 layer.function = function
             places = torch.tensor([list(each) for each in positions], device=device)
-            logits: Tensor = self._model(torch.tensor([list(each) for each in tokens], device=device), positions=places)
+            read = torch.tensor([list(each) for each in tokens], device=device)
+            logits: Tensor = self._model(read, positions=places, last=True)
         finally:
             for layer, before in zip(layers, own, strict=True):
                 layer.function = before

@@ -170,12 +170,18 @@ class Head(nn.Module):
         self.compiled = False
 
     def forward(
-        self, x_TD: Tensor, labels_T: Tensor | None, divisor: float | None = None, by_token: bool = False
+        self,
+        x_TD: Tensor,
+        labels_T: Tensor | None,
+        divisor: float | None = None,
+        by_token: bool = False,
+        every: int = 1,
     ) -> Tensor:
         """[tokens, hidden], of start_enter -> loss, as of linear_cross_entropy, or fp32 [tokens] by token; without
-        labels -> logits [tokens, vocab]."""
+        labels -> logits [tokens / every, vocab], of the last of so many tokens each."""
         x_TD = finish_enter(x_TD, self.groups, self.sequence_parallel)
         if labels_T is None:
+            x_TD = x_TD[every - 1 :: every]
             return gather_from_region(linear(x_TD, [self.weight], self.matmul)[0], self.groups)
         how = {"matmul": self.matmul, "compiled": self.compiled}
         if by_token:
@@ -279,6 +285,7 @@ class Transformer(nn.Module):
         max_seqlen: int | None = None,
         divisor: float | None = None,
         by_token: bool = False,
+        last: bool = False,
     ) -> Tensor:
         """Mean loss over this rank's tokens, or the loss of each, or their logits.
 
@@ -295,10 +302,12 @@ class Transformer(nn.Module):
             divisor: the loss is the sum over the tokens whose labels are not negative, divided by this. None: every
                 token counts, and the loss is their mean.
             by_token: with labels, the loss of each token and no gradient; 0 where the label is negative.
+            last: without labels, the logits of the last token of each sequence alone, for which the others' take
+                neither time nor memory. Of whole sequences, in a model without overlap.
 
         Returns:
-            fp32 scalar, fp32 [B, S (/ cp)] by token, or logits [B, S (/ cp), vocab] in the model's dtype; the same on
-            all tensor-parallel ranks.
+            fp32 scalar, fp32 [B, S (/ cp)] by token, or logits [B, S (/ cp), vocab] in the model's dtype, [B, 1, vocab]
+            of the last tokens; the same on all tensor-parallel ranks.
         """
         flat = tokens.flatten()
         parts = parts_of(len(flat), self.groups.tp_size, self.overlap)
@@ -324,7 +333,8 @@ class Transformer(nn.Module):
             first, *others = halves
             halves = [first, *(self._normalize(*half, norms[-1], None, *region) for half in others)]
         if labels is None:
-            return torch.cat([self.head(y, None) for _, y in halves]).unflatten(0, tokens.shape)
+            every = tokens.shape[1] if last else 1
+            return torch.cat([self.head(y, None, every=every) for _, y in halves]).unflatten(0, (len(tokens), -1))
         pairs = zip(halves, labels.flatten().chunk(parts), strict=True)
         if by_token:
             return torch.cat([self.head(y, part, by_token=True) for (_, y), part in pairs]).unflatten(0, tokens.shape)
