@@ -74,6 +74,22 @@ def test_a_thinned_curve_keeps_its_spikes() -> None:
     assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
 
 
+def test_numbers_that_are_not_finite_leave_the_page_whole(tmp_path: Path) -> None:
+    """The validation of a run that diverges, or the least scale of a gradient that is 0: JSON knows neither."""
+    writer = MetricsWriter(tmp_path, 0, 0, 3000, tensorboard=False)
+    for step, loss in enumerate((3.0, math.nan, math.inf), 1):
+        writer.write(step, 1000 * step, {"train/loss": 3.0, "valid/loss": loss, "quant/0/dO/scale_min": math.inf})
+    writer.close()
+    page = render(read_runs([tmp_path]))
+    data = json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1],
+        parse_constant=lambda name: pytest.fail(f"{name} in the page's JSON"),
+    )
+    (loss,) = (trace for chart in data["charts"] for trace in chart["traces"] if trace["metric"] == "valid/loss")
+    assert (loss["x"], loss["y"]) == ([1000], [3.0])
+    assert "<td>nan</td>" in page or "<td>inf</td>" in page, "the table says how it ended"
+
+
 def test_the_page_needs_no_network_and_trusts_no_name(runs: list[Path]) -> None:
     page = render(read_runs(runs))
     outside = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,8 @@ def _read(folder: Path, name: str) -> RunRecord:
     for row in rows:
         for metric, value in row.items():
             if metric in ("step", "tokens", "wall_time") or not isinstance(value, int | float):
+                continue
+            if not math.isfinite(value):  # JSON knows no such number, and no browser would draw it
                 continue
             curve = curves.setdefault(_LAYER.sub("/*", metric), {})
             worst = min if metric.endswith("/cosine") else max
