@@ -6,11 +6,13 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+import tiny
 from distributed import run_distributed
 from forked import PATIENCE
 from runs import finish, log_of, sagetrain, start, write_config
@@ -18,11 +20,14 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import DataSource
 from sagetrain.data.loader import SampleStream
-from sagetrain.inference.replay import replay
+from sagetrain.inference.replay import _go_there, replay
 from sagetrain.model import transformer
 from sagetrain.model.backends import Sage, TokenLayout
+from sagetrain.stability.spikes import Verdict
 from sagetrain.train import bundle
 from sagetrain.train.checkpoint import CheckpointError
+from sagetrain.train.ledger import Ledger, TrainState
+from sagetrain.train.step import StepResult
 from sagetrain.train.trainer import Trainer
 from spoiled import MIDDLE, spoiled
 
@@ -112,6 +117,20 @@ def test_a_step_that_is_not_finite_before_the_first_checkpoint_is_replayed_from_
     assert found["cause"] == "data" and found["step"] == content["step"] > 1
     assert not math.isfinite(found["numbers"]["again"]["grad_norm"])
     assert sorted(found["numbers"]["again"]["layers"]) == ["0", "1", "embedding", "head"]
+
+
+def test_the_way_there_may_lead_over_a_step_in_which_no_token_counts(monkeypatch) -> None:
+    """Its loss is 0."""
+    ledger = Ledger("order")
+    ledger.add(0, 4), ledger.add(4, 4)
+    content = {"steps_between": [{"step": 1, "loss": 0.0}, {"step": 2, "loss": 2.0}], "ledger": asdict(ledger)}
+    losses = iter((0.0, 2.1))
+    step = lambda *how: StepResult({"train/loss": next(losses)}, True, False, 0, 1.0)  # noqa: E731
+    monkeypatch.setattr("sagetrain.inference.replay._step", step)
+    spikes = SimpleNamespace(judge=lambda metrics, tokens: Verdict())
+    steering = SimpleNamespace(spikes=spikes, ask=lambda *what: [])
+    trainer = SimpleNamespace(state=TrainState(ledger=Ledger("order")), cfg=tiny.config(1), steering=steering)
+    assert _go_there(trainer, content) == pytest.approx(0.05)
 
 
 # -- a fault of the quantization --------------------------------------------------------------------------------------

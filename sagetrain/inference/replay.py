@@ -206,7 +206,8 @@ def _go_there(trainer: Trainer, content: dict[str, Any]) -> float:
         state.advance(tokens, trainer.cfg.data.seq_length)
         trainer.steering.ask(state, tokens, result.metrics | ({METRIC: 1.0} if result.event else {}))
         if step in recorded:
-            drift = max(drift, abs(result.loss / recorded[step] - 1))
+            before = recorded[step]  # 0 where no token of the step counts
+            drift = max(drift, abs(result.loss - before) / (abs(before) or 1.0))
     return drift
 
 
