@@ -164,8 +164,9 @@ def test_the_time_limit_stops_like_a_signal(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Path) -> None:
-    """Exit codes of runs, without the runs: 4 is a loss that is not finite, others are no data."""
-    codes = {"wild": 4, "broken": 1, "base": 0}
+    """Exit codes of runs, without the runs: 4 behind a step that went wrong is a divergence; no data is 1, and what
+    ran out of memory 4 too."""
+    codes = {"wild": 4, "broken": 1, "large": 4, "base": 0}
     started: list[str] = []
 
     class Over:
@@ -188,13 +189,18 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Pat
         row = {"step": 1, "tokens": tokens, "train/loss": 5.0, "train/tokens_per_step": 256}
         rows = [{**row, "perf/tokens_per_second": 10.0}, {"step": 1, "tokens": tokens, "valid/loss": 5.0}]
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+        if name in ("wild", "large"):  # a spike that was trained on is no end
+            bundle = run_dir / "spikes" / f"step-{2 if name == 'wild' else 1:08d}" / "bundle.json"
+            bundle.parent.mkdir(parents=True, exist_ok=True)
+            bundle.write_text("{}")
         return Over(codes[name])
 
-    question = ask(base, ["wild: optimizer.lr=9", "broken: optimizer.lr=8"], seeds=1, band=0)
+    variants = [f"{name}: optimizer.lr={lr}" for lr, name in enumerate(codes, 7) if name != "base"]
+    question = ask(base, variants, seeds=1, band=0)
     where = Places(tmp_path, tmp_path / "runs", (), 2, "CPU")
     said: list[str] = []
     found = compare(question, where, said.append, command="x", start=ends)
-    assert [run.status for run in found.runs.values()] == [FINISHED, DIVERGED, FAILED]
+    assert [run.status for run in found.runs.values()] == [FINISHED, DIVERGED, FAILED, FAILED]
     assert any("wild seed 0: diverged after 256 tokens" in text and "wild ends" in text for text in said)
     assert (
         "line 19" in found.runs[Job("", "broken", 0)].said and "line 2\n" not in found.runs[Job("", "broken", 0)].said
@@ -202,10 +208,10 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Pat
     report(found, tmp_path, 0.01, "", said.append)
     page = (tmp_path / "README.md").read_text()
     assert "diverged in 1 of 1; no pair" in page
-    assert "(failed, not by its losses): broken seed 0" in page
+    assert "(failed, not by its losses): broken seed 0" in page and "large seed 0" in page
     started.clear()  # what failed is tried again, what diverged is not
     compare(question, where, said.append, command="x", start=ends)
-    assert started == ["broken"]
+    assert started == ["broken", "large"]
 
 
 def test_runs_are_dealt_out_to_gpus_and_to_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,11 +114,12 @@ def test_files_are_variants_and_differ_like_them(base: Path, tmp_path: Path, cor
 
 
 @pytest.mark.parametrize(("override", "key"), [
-    ("attention.recipe=auto", "recipe"), ("attention={backend: auto, recipe: fine}", "backend"),
+    ("attention.recipe=auto", "attention.recipe"), ("attention={backend: auto, recipe: fine}", "attention.backend"),
+    ("linear.precision=auto", "linear.precision"),
 ])  # fmt: skip
 def test_what_a_run_would_time_for_itself_has_to_be_named(base: Path, override: str, key: str) -> None:
     question(base, variants=["other: attention.backend=sdpa attention.recipe=auto"]).check()
-    with pytest.raises(ConfigError, match=f"other: attention.{key} auto is timed when a run begins"):
+    with pytest.raises(ConfigError, match=f"other: {key} auto is timed when a run begins"):
         question(base, variants=[f"other: {override}"]).check()
 
 

@@ -154,10 +154,11 @@ def _read(found: Results, job: Job, run_dir: Path) -> Record:
 
 def _ended(found: Results, job: Job, code: int | None, where: Places) -> Record:
     """What a run left behind that ended with an exit code; None: it was asked to stop."""
-    record = _read(found, job, where.run_dirs / job.folder)
+    run_dir = where.run_dirs / job.folder
+    record = _read(found, job, run_dir)
     if not code or record.status == FINISHED:
         return record
-    status = DIVERGED if runner.is_divergence(code) else FAILED
+    status = DIVERGED if code == runner.CANNOT_GO_ON and records.went_wrong(run_dir) else FAILED
     return replace(record, status=status, said=runner.end_of_log(where.run_dirs / f"{job.folder}.log"))
 
 

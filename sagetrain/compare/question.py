@@ -12,7 +12,7 @@ from typing import Any
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import flat, load_config
-from sagetrain.config.schema import AttentionConfig, RunConfig
+from sagetrain.config.schema import RunConfig
 from sagetrain.data.tokenizer import known_vocab_size
 
 SHARED = (
@@ -130,7 +130,7 @@ class Question:
                 cfg = load_config(path, overrides)
                 findings = check(cfg, 1, vocab_size=known_vocab_size(cfg.data), path=path, overrides=overrides)
                 problems += [f"{variant.name}: {finding}" for finding in findings if finding.level == "error"]
-                problems += [f"{variant.name}: {said}" for said in _timed(cfg.attention)]
+                problems += [f"{variant.name}: {said}" for said in _timed(cfg)]
                 for key, (ours, theirs) in differences(baseline, flat(cfg.model_dump(mode="json"))).items():
                     if _within(key, SHARED) and not _within(key, (*_FREE, *self.allow)):
                         problems.append(
@@ -230,13 +230,17 @@ def _usable(name: str, where: str) -> str:
     return name
 
 
-def _timed(attention: AttentionConfig) -> Iterator[str]:
+def _timed(cfg: RunConfig) -> Iterator[str]:
     """What each run would decide for itself, by the clock."""
-    for key, value in {"backend": attention.backend, "recipe": attention.recipe}.items():
-        if value == "auto" and (key == "backend" or attention.backend == "sage"):
+    for key, value, name in (
+        ("attention.backend", cfg.attention.backend, "sdpa"),
+        ("attention.recipe", cfg.attention.recipe if cfg.attention.backend == "sage" else "", "fine"),
+        ("linear.precision", cfg.linear.precision, "bf16"),
+    ):
+        if value == "auto":
             yield (
-                f"attention.{key} auto is timed when a run begins, and runs of one variant may not come to the same: "
-                f"name it (attention.{key}={'sdpa' if key == 'backend' else 'fine'}, say)"
+                f"{key} auto is timed when a run begins, and runs of one variant may not come to the same: name it "
+                f"({key}={name}, say)"
             )
 
 

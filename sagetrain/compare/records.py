@@ -14,6 +14,8 @@ from sagetrain.compare.question import Job
 from sagetrain.compare.statistics import end_of, thinned
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.token_file import write_atomic
+from sagetrain.train.checkpoint import step_of
+from sagetrain.train.run_folder import RunFolder
 
 FINISHED, DIVERGED, FAILED, STOPPED = "finished", "diverged", "failed", "stopped"
 _RANKS = (STOPPED, FAILED, DIVERGED, FINISHED)
@@ -29,7 +31,7 @@ class Record:
     seed: int
     again: bool
     status: str
-    """finished; diverged: a loss that is not finite ended it; failed: something else did; stopped: not ended yet."""
+    """finished; diverged: a step that went wrong ended it; failed: something else did; stopped: not ended yet."""
     tokens: int = 0
     total_tokens: int = 0
     tokens_per_step: int = 0
@@ -92,6 +94,13 @@ def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool) -> Rec
         [[seen, round(loss, 4)] for seen, loss in thinned(points)],
         [[seen, round(loss, 6)] for seen, loss in valid],
     )
+
+
+def went_wrong(run_dir: Path) -> bool:
+    """Whether a run's last step was one that went wrong: there is a bundle of a step behind all that it reported."""
+    reported = max((row["step"] for row in _rows(run_dir / "metrics.jsonl") if "train/loss" in row), default=0)
+    bundles = RunFolder(run_dir).spikes.glob("step-*")
+    return max(map(step_of, bundles), default=0) > reported
 
 
 def _rounded(value: float | None) -> float | None:

@@ -15,7 +15,8 @@ from typing import Protocol
 from sagetrain.compare.question import Job
 
 _TICK = 0.2
-_DIVERGED = 4  # exit code of training that cannot go on
+CANNOT_GO_ON = 4
+"""Exit code of a run whose training cannot: a step that went wrong, or no more memory."""
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -137,11 +138,6 @@ class Runner:
 def _tell(running: Mapping[int, tuple[Job, Process]], number: int) -> None:
     for _, process in running.values():
         process.send_signal(number)
-
-
-def is_divergence(code: int) -> bool:
-    """Whether a run ended because its loss was not finite, or it could not go on for another reason of training."""
-    return code == _DIVERGED
 
 
 def end_of_log(path: Path, lines: int = 8) -> str:
