@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RopeScaling
+from sagetrain.inference import cache
 from sagetrain.inference.cache import CachedModel
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
@@ -58,6 +62,40 @@ def test_a_text_costs_the_logits_of_its_last_token_alone() -> None:
     assert made == [(1, 64)] * 2
     for row, logits in enumerate(read):
         check(logits, whole, text[: 12 - row])
+
+
+class Traced:
+    """What Recorded is without a GPU: operators, recorded once, that know nothing of the host's variables."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+        self.calls, self._graph = 0, make_fx(function)(x)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self._graph(x)
+
+
+@torch.no_grad()
+def test_a_recorded_step_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second one of its shape, with rows that grow, across the end of a stretch of places, and that end."""
+    made: list[Traced] = []
+    monkeypatch.setattr(cache, "Recorded", lambda *how: made.append(Traced(*how)) or made[-1])
+    monkeypatch.setattr(cache, "_STRETCH", 8)
+    whole = model(num_key_value_heads=2)
+    rows, cached = texts(20, 20), CachedModel(whole, 2, 20)
+    assert not cached.records
+    cached.records = True
+    for row, start in enumerate((5, 3)):
+        cached.read(row, rows[row][:start])
+    for _ in range(7):
+        ends = [start + 1 for start in cached.lengths]
+        logits = cached([text[end - 1] for text, end in zip(rows, ends, strict=True)])
+        for got, text, end in zip(logits, rows, ends, strict=True):
+            check(got, whole, text[:end])
+    cached.drop(0)
+    for end in range(11, 15):
+        check(cached([rows[1][end - 1]])[0], whole, rows[1][:end])
+    assert [each.calls for each in made] == [2, 3, 3]  # with 8 places; with 16; of one row
 
 
 @torch.no_grad()

@@ -156,7 +156,7 @@ def scripted(tokenizer: Tokenizer, tokens: list[int]) -> TrainedRun:
 
     class Scripted:
         blocks = ()
-        head = SimpleNamespace(weight=torch.empty(0))
+        head, groups = SimpleNamespace(weight=torch.empty(0)), ParallelGroups.single()
 
         def __call__(self, context: torch.Tensor, positions: torch.Tensor, last: bool) -> torch.Tensor:
             logits = torch.zeros(1, 1, 512)

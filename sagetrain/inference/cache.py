@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -14,6 +14,9 @@ from sagetrain.model.attention import Attention
 from sagetrain.model.backends import AttentionFunction, TokenLayout
 from sagetrain.model.transformer import Block, Transformer
 
+_STRETCH = 128
+"""Rows are kept, and read by their new tokens, in multiples of so many places: a step has one shape for a while."""
+
 
 @dataclass
 class _Call:
@@ -23,10 +26,10 @@ class _Call:
     """Whose text is read, when one is."""
     lengths: list[int] = field(default_factory=list)
     """Tokens that each row holds, with the new one. Empty: a text is read."""
-    slots: tuple[Tensor, Tensor] | int = 0
-    """Where the new token of each row goes: rows and places in them, or one place for all."""
+    slots: tuple[Tensor, Tensor] | None = None
+    """Rows, and in each the place where its new token goes."""
     seen: Tensor | None = None
-    """bool [rows, 1, 1, longest row]; None: all of them are as long."""
+    """[rows, 1, 1, places], to be added to scores: 0 where a row holds a token, else -inf."""
 
 
 class Cached(AttentionFunction):
@@ -49,18 +52,15 @@ class Cached(AttentionFunction):
         if not call.lengths:
             self._k[call.row, : k.shape[1]], self._v[call.row, : v.shape[1]] = k[0], v[0]
             return self.whole(q, k, v, layout)
-        rows, longest = len(call.lengths), max(call.lengths)
-        for cache, new in ((self._k, k), (self._v, v)):
-            if isinstance(call.slots, int):
-                cache[:rows, call.slots] = new[:, 0]
-            else:
-                cache[call.slots] = new[:, 0]
+        self._k[call.slots], self._v[call.slots] = k[:, 0], v[:, 0]
         if self.whole.takes_few_queries:
             held = [
                 (self._k[row, None, :length], self._v[row, None, :length]) for row, length in enumerate(call.lengths)
             ]
             return torch.cat([self.whole(q[row, None], *kv, layout) for row, kv in enumerate(held)])
-        keys, values = (x[:rows, :longest].transpose(1, 2) for x in (self._k, self._v))
+        assert call.seen is not None
+        rows, *_, places = call.seen.shape
+        keys, values = (x[:rows, :places].transpose(1, 2) for x in (self._k, self._v))
         # The heads that share keys are as several queries: nothing is repeated.
         queries = q.reshape(rows, k.shape[2], -1, q.shape[3])
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=call.seen).view(q.shape)
@@ -68,6 +68,22 @@ class Cached(AttentionFunction):
     def move(self, source: int, target: int) -> None:
         """Let one row hold what another one does."""
         self._k[target], self._v[target] = self._k[source], self._v[source]
+
+
+class Recorded:
+    """A function of a tensor on a GPU, by the kernels that it has launched once: of a small model's step the launches
+    take longer than the kernels, and a recording is one launch."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        """Nothing is computed yet. x: as what it will be called with, whatever the values."""
+        self._x, self._graph = x.clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._y = function(self._x)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._x.copy_(x)
+        self._graph.replay()
+        return self._y.clone()
 
 
 class CachedModel:
@@ -80,9 +96,16 @@ class CachedModel:
     def __init__(self, model: Transformer, rows: int, capacity: int) -> None:
         self._model, self._capacity = model, capacity
         self._call = _Call()
-        self._functions = [Cached(layer.function, rows, capacity, self._call) for layer in self._layers()]
+        places = _whole_stretches(capacity)
+        self._functions = [Cached(layer.function, rows, places, self._call) for layer in self._layers()]
         self.lengths: list[int] = []
         """Tokens that each row holds."""
+        # Collectives stay out of it, and what takes few queries is called by the rows' lengths.
+        alone = model.groups.tp_size == 1 and not any(each.whole.takes_few_queries for each in self._functions)
+        self.records = alone and model.head.weight.is_cuda
+        """Whether steps of one shape are recorded, from the second one on."""
+        self._shape = 0, 0
+        self._recorded: Recorded | None = None
 
     def read(self, row: int, tokens: Sequence[int]) -> Tensor:
         """Logits [vocab] of what follows the tokens, which become all that a row holds: one that there is, or the
@@ -90,20 +113,29 @@ class CachedModel:
         self._check(len(tokens))
         self.lengths[row : row + 1] = [len(tokens)]
         self._call.row, self._call.lengths = row, []
-        return self._run([tokens], [range(len(tokens))])[0, -1]
+        read = torch.tensor([list(tokens)], device=self._model.head.weight.device)
+        return self._run(read, torch.arange(len(tokens), device=read.device)[None])[0, -1]
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         """Logits [rows, vocab] of what follows one more token of each row. ValueError if a row is full."""
         self._check(max(self.lengths) + 1)
-        before, call = self.lengths, self._call
-        call.lengths = self.lengths = [length + 1 for length in before]
-        call.slots, call.seen = before[0], None
-        if len(set(before)) > 1:
-            device = self._model.head.weight.device
-            lengths = torch.tensor(before, device=device)
-            call.slots = torch.arange(len(before), device=device), lengths
-            call.seen = (torch.arange(max(before) + 1, device=device) <= lengths[:, None])[:, None, None]
-        return self._run([[token] for token in tokens], [[length] for length in before])[:, 0]
+        new = torch.tensor([list(tokens), self.lengths], device=self._model.head.weight.device)
+        self._call.lengths = self.lengths = [length + 1 for length in self.lengths]
+        shape = len(tokens), _whole_stretches(max(self.lengths))
+        if shape != self._shape or not self.records:
+            self._shape, self._recorded = shape, None
+            return self._step(new, shape[1])
+        self._recorded = self._recorded or Recorded(lambda new: self._step(new, shape[1]), new)
+        return self._recorded(new)
+
+    def _step(self, new: Tensor, places: int) -> Tensor:
+        """new: int64 [2, rows], of each row its next token and how many it holds. The host decides nothing by them."""
+        tokens, held = new
+        past = torch.arange(places, device=new.device) > held[:, None]
+        hidden = torch.zeros(past.shape, dtype=self._model.head.weight.dtype, device=new.device)
+        self._call.seen = hidden.masked_fill(past, -torch.inf)[:, None, None]
+        self._call.slots = torch.arange(len(held), device=new.device), held
+        return self._run(tokens[:, None], held[:, None])[:, 0]
 
     def drop(self, row: int) -> None:
         """Forget a row; the last one takes its place."""
@@ -118,16 +150,13 @@ class CachedModel:
         if length > self._capacity:
             raise ValueError(f"{length} tokens are more than the context of {self._capacity}")
 
-    def _run(self, tokens: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> Tensor:
-        device = self._model.head.weight.device
+    def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
         layers = self._layers()
         own: list[AttentionFunction] = [layer.function for layer in layers]
         try:
             for layer, function in zip(layers, self._functions, strict=True):
                 layer.function = function
-            places = torch.tensor([list(each) for each in positions], device=device)
-            read = torch.tensor([list(each) for each in tokens], device=device)
-            logits: Tensor = self._model(read, positions=places, last=True)
+            logits: Tensor = self._model(tokens, positions=positions, last=True)
         finally:
             for layer, before in zip(layers, own, strict=True):
                 layer.function = before
@@ -135,3 +164,7 @@ class CachedModel:
 
     def _layers(self) -> list[Attention]:
         return [cast(Block, block).attention for block in self._model.blocks]
+
+
+def _whole_stretches(tokens: int) -> int:
+    return -(-tokens // _STRETCH) * _STRETCH

@@ -12,6 +12,7 @@ import saved_runs
 from prepare_inputs import TEXTS
 from sagekernels.testing import rel_l2
 from sagetrain.data.tokenizer import train_tokenizer
+from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun, load_run
 from sagetrain.inference.ranks import Ranks
@@ -54,6 +55,24 @@ def test_tokens_are_those_of_the_cpu_whatever_the_batch(runs: Path, how: Samplin
     assert run.device.type == "cuda"
     for batch_size in (1, 3):
         assert tokens_of(run, PROMPTS, how, batch_size) == expected
+
+
+@torch.no_grad()
+def test_a_recorded_step_is_the_step(runs: Path) -> None:
+    """From the second one on, to the bit; rows may end."""
+    model = load_run(runs / "bf16", print, attention="sdpa").model
+    recorded, plain = CachedModel(model, 2, 16), CachedModel(model, 2, 16)
+    assert recorded.records
+    plain.records = False
+    for cached in (recorded, plain):
+        for row in (0, 1):
+            cached.read(row, [5, 6, 7, 8][row:])
+    for token in range(9, 19):
+        if token == 14:
+            recorded.drop(0)
+            plain.drop(0)
+        new = [token] * len(plain.lengths)
+        assert torch.equal(recorded(new), plain(new))
 
 
 def test_transformers_goes_on_alike(runs: Path) -> None:
