@@ -140,7 +140,7 @@ class LowBit(Matmul):
         kept: Sequence[Tensor] = (),
     ) -> Tensor:
         """[tokens, in]."""
-        weight = Rounded(*kept[2:]) if kept else self._rounded(_whole(weights).t())
+        weight = Rounded(*kept[2:]) if kept else self._rounded(_whole_now(list(weights), prepared[0]).t())
         total = product(Rounded(*prepared[:2]), weight, weights[0].dtype, self._fast_backward)
         return total if out is None else out.copy_(total)
 
@@ -170,6 +170,18 @@ class LowBit(Matmul):
 
 def _whole(weights: Sequence[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
+
+
+@torch.library.custom_op("sagetrain::whole_now", mutates_args=())
+def _whole_now(weights: Sequence[Tensor], gradient: Tensor) -> Tensor:
+    """Made in the backward pass, because it waits for a gradient. torch.compile would keep what the forward pass has
+    joined or rounded, and so, at ZeRO 3, which gathers weights again, those of all layers."""
+    return torch.cat(tuple(weights))
+
+
+@_whole_now.register_fake
+def _whole_now_fake(weights: Sequence[Tensor], gradient: Tensor) -> Tensor:
+    return torch.cat(tuple(weights))
 
 
 RECIPES = {
