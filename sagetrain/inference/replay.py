@@ -124,7 +124,7 @@ def _start(checkpoints: Path, content: dict[str, Any]) -> Path | None:
 
 
 def _replay(folder: Path, content: dict[str, Any], scratch: Path, backend: str, recipe: str | None) -> Replay:
-    trainer = _trainer(folder, content, scratch)
+    trainer = _trainer(folder, scratch)
     cfg, model, device = trainer.cfg, cast(Transformer, trainer.engine.module), trainer.device
     asked = trainer.attention.model_copy(update={"backend": backend, "recipe": recipe or trainer.attention.recipe})
     try:
@@ -167,7 +167,7 @@ def _replay(folder: Path, content: dict[str, Any], scratch: Path, backend: str, 
     )
 
 
-def _trainer(folder: Path, content: dict[str, Any], scratch: Path) -> Trainer:
+def _trainer(folder: Path, scratch: Path) -> Trainer:
     """The run's own, at the checkpoint; in one process without its parallelism, which changes nothing but rounding."""
     cfg = load_config(folder / "config.yaml")
     parallel = cfg.parallel.model_copy(update={"world_size": None})

@@ -2,8 +2,8 @@
 
 `linear_cross_entropy` joins the output projection to the loss. It walks over the tokens in chunks and computes the
 gradients of a chunk while its logits are at hand, so that the logits of all tokens never exist at once;
-`linear_token_losses` does the same without gradients, token by token. All functions want ids of the whole vocabulary as
-labels, equal on all ranks, and return the same values on all ranks.
+`linear_token_losses` does the same without gradients, token by token. Both want ids of the whole vocabulary as labels,
+equal on all ranks, and return the same values on all ranks.
 """
 
 from __future__ import annotations
@@ -23,20 +23,6 @@ from sagetrain.parallel.topology import ParallelGroups
 
 # Logits of one chunk: 0.5 GiB in bf16. Enough for full-speed matmuls, little beside the activations.
 _CHUNK_LOGITS = 2**28
-
-
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, groups: ParallelGroups) -> Tensor:
-    """Loss of each token, log(sum(exp(logits))) - logits[label].
-
-    Args:
-        logits: [tokens, vocab / tp], any floating dtype; this rank's columns.
-        labels: int64 [tokens].
-
-    Returns:
-        fp32 [tokens].
-    """
-    local, outside = local_ids(labels, logits.shape[-1], groups)
-    return _token_losses(*_statistics(logits, local), outside, groups)[0]
 
 
 def linear_cross_entropy(
@@ -160,7 +146,7 @@ def _statistics(logits: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _token_losses(lse: Tensor, target: Tensor, outside: Tensor, groups: ParallelGroups) -> tuple[Tensor, Tensor]:
-    """Losses and log-sum-exps over the whole vocabulary from those of this rank's share; differentiable."""
+    """fp32 [tokens] each: losses and log-sum-exps over the whole vocabulary, from those of this rank's share."""
     lse = torch.logsumexp(gather_from_region(lse.unsqueeze(-1), groups), -1)
     return lse - reduce_from_region(target.masked_fill(outside, 0), groups), lse
 
