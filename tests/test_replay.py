@@ -46,7 +46,7 @@ def config(folder: Path, corpus: Path, **sections: dict) -> Path:
 def bad(tmp_path_factory, corpus) -> Path:
     """Folder of a finished run of two ranks, by INT8 attention, whose step 15 has spoiled samples."""
     folder = tmp_path_factory.mktemp("bad")
-    finish("ranks", config(folder, spoiled(corpus, folder / "corpus", SAMPLES)))
+    finish("ranks", config(folder, spoiled(corpus, folder / "corpus", SAMPLES), linear={"precision": "auto"}))
     return folder
 
 
@@ -66,7 +66,8 @@ def test_a_bundle_has_all_that_it_takes_and_little_more(bad) -> None:
     norms = content["layer_grad_norms"]
     assert sorted(norms) == ["0", "1", "embedding", "head"]
     assert math.hypot(*norms.values()) == pytest.approx(content["event"]["grad_norm"], rel=1e-4)
-    assert load_config(folder / "config.yaml").attention.recipe == "fine"  # that of the run says auto
+    settled = load_config(folder / "config.yaml")  # that of the run says auto
+    assert (settled.attention.recipe, settled.linear.precision) == ("fine", "bf16")
     kept = sorted(path.name for path in (bad / "run/checkpoints").glob("step-*"))
     assert kept == ["step-00000010", "step-00000035", "step-00000040"]  # the bundle's, and the newest two
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 from sagetrain.config.load import dump_config
-from sagetrain.config.schema import AttentionConfig, NoiseAwareTokens, RunConfig
+from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.data.loader import SampleStream
 from sagetrain.model.backends import AttentionFunction, attention_function
 from sagetrain.model.transformer import Transformer
@@ -42,7 +42,7 @@ class Steering:
     """The observers and controllers of one run.
 
     Args:
-        attention: with nothing left to decide.
+        cfg: with nothing of attention and linear layers left `auto`.
         rungs: of the precision ladder, if there is one.
         stream: which samples a bundle names.
         remembered: what `state` returned when the run's checkpoint was written; {}: it begins.
@@ -52,7 +52,6 @@ class Steering:
         self,
         cfg: RunConfig,
         engine: Engine,
-        attention: AttentionConfig,
         rungs: Mapping[str, AttentionFunction],
         stream: SampleStream,
         folder: RunFolder,
@@ -60,16 +59,16 @@ class Steering:
         reporter: Reporter,
         remembered: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        self._cfg, self._engine, self._attention, self._stream = cfg, engine, attention, stream
+        self._cfg, self._engine, self._stream = cfg, engine, stream
         self._folder, self._saver, self._reporter = folder, saver, reporter
         model = cast(Transformer, engine.module)
         groups, device, stability, schedule = engine.groups, engine.device, cfg.stability, cfg.tokens_per_step
         owned = lambda: ((shard.name, shard.tensors.get("weight")) for shard in engine.shards())  # noqa: E731
         self._monitor = Monitor(stability.monitor, model, owned)
         if isinstance(stability.monitor.every_steps, int) and not self._monitor.layers:  # chosen by `auto`
-            reporter.say(f"stability.monitor: attention {attention.backend} quantizes nothing, nothing is measured")
+            reporter.say(f"stability.monitor: attention {cfg.attention.backend} quantizes nothing, nothing is measured")
         self._noise = GradientNoise(model, groups, device)
-        exact = attention_function("sdpa", attention, device)
+        exact = attention_function("sdpa", cfg.attention, device)
         self._probe = QuantizationProbe(model, exact, groups, device)
         self.spikes, self._event_step = Spikes(stability.spikes), 0
         self._trail: list[dict[str, Any]] = []  # the steps since the newest checkpoint, for bundles
@@ -168,7 +167,7 @@ class Steering:
             result=result,
             attention=[bundle.describe(function) for function in model.functions],
             groups=self._engine.groups,
-            config_text=dump_config(self._cfg.model_copy(update={"attention": self._attention})),
+            config_text=dump_config(self._cfg),
             trail=self._trail,
         )
         self._reporter.say(f"step {step}: {folder} has what `sagetrain replay` needs to take it again")
@@ -184,7 +183,7 @@ class Steering:
         if settings.policy == "stop" or not self.spikes.may_act(step):
             drop = {*cfg.training.drop_steps, step}
             samples = size // cfg.data.seq_length
-            raise left_out(state, samples, event.text, settings, self._attention, drop)
+            raise left_out(state, samples, event.text, settings, cfg.attention, drop)
         if settings.policy == "rewind":
             state, weights_of = self._rewind(state, size, event, go_back)
             done = f"back to the weights of step {weights_of}; steps {weights_of + 1} to {step} are dropped"

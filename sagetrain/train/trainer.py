@@ -131,10 +131,9 @@ class Trainer:
             needed=partial(bundle.needed, self.folder.spikes),
         )
         self.saver.reserve(self._shards())
-        self.steering = Steering(
-            cfg, self.engine, self.attention, self._rungs(self.device), self.stream, self.folder, self.saver,
-            self.reporter, self.state.controllers,
-        )  # fmt: skip
+        settled = cfg.model_copy(update={"attention": self.attention, "linear": self.linear})
+        parts = self._rungs(self.device), self.stream, self.folder, self.saver, self.reporter
+        self.steering = Steering(settled, self.engine, *parts, self.state.controllers)
         self.loader = self._loader(self.stream)
         self.valid = self._loader(valid) if valid else None
 
