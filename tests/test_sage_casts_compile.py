@@ -4,9 +4,16 @@ import pytest
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from sagekernels import swiglu
 from sagekernels.casts import _largest_kernel, _round_both_kernel
 
-POINTERS = {"X": "*bf16", "OF_ROWS": "*i32", "OF_COLUMNS": "*i32", "CODES": "*i8", "TURNED": "*i8", "SCALE": "*fp32"}
+POINTERS = dict.fromkeys(("X", "GRAD", "GATE", "UP"), "*bf16") | {
+    "OF_ROWS": "*i32",
+    "OF_COLUMNS": "*i32",
+    "CODES": "*i8",
+    "TURNED": "*i8",
+    "SCALE": "*fp32",
+}
 
 
 def ptx_of(function, architecture: int, num_warps: int, constants: dict[str, object]) -> str:
@@ -35,3 +42,14 @@ def test_the_largest_magnitudes_compile(architecture, per_row):
 def test_rounding_compiles(architecture, number, instruction):
     constants = {"ROWS": 128, "COLUMNS": 128, "PER_ROW": True, "NUMBER": number}
     assert instruction in ptx_of(_round_both_kernel, architecture, 8, constants)
+
+
+@pytest.mark.parametrize("architecture", [89, 90, 100])
+@pytest.mark.parametrize("backward", [True, False])
+def test_swiglu_and_its_casts_compile(architecture, backward):
+    """With the exponential and the conversions of the hardware."""
+    constants = {"ROWS": 32, "COLUMNS": 128, "STEPS": 8, "PER_ROW": True, "BACKWARD": backward}
+    assert "ex2.approx" in ptx_of(swiglu._largest_kernel, architecture, 4, constants)
+    constants = {"ROWS": 64, "COLUMNS": 64, "PER_ROW": True, "NUMBER": "e4m3", "BACKWARD": backward}
+    ptx = ptx_of(swiglu._round_kernel, architecture, 4, constants)
+    assert "ex2.approx" in ptx and (architecture == 89 or "cvt.rn.satfinite.e4m3x2.f32" in ptx)

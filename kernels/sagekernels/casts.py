@@ -3,7 +3,7 @@
 A product sums along the rows of both its operands, so what two products read along different dims is needed twice: as
 it lies in memory and turned, each with scales of its own. `quantize_both` makes all of it from one matrix: one pass
 finds the largest magnitudes of rows and columns together, another one reads again and writes both. Of 16-bit elements
-these are 2 + 2 bytes read and 1 + 1 written, 6 an element (NOTES.md).
+these are 2 + 2 bytes read and 1 + 1 written, 6 an element (NOTES.md). swiglu.py casts so what it computes.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,8 @@ from .operators import operator
 from .pieces import INTERPRETED, MAGIC
 
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
-NUMBERS = (E4M3, E5M2, INT8)
+NAMES = {E4M3: "e4m3", E5M2: "e5m2", INT8: "int8"}
+NUMBERS = tuple(NAMES)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 MULTIPLE = 16
@@ -74,10 +75,15 @@ ROUND_ROWS, ROUND_COLUMNS = 128, 128
 
 
 @triton.jit
-def _magnitude_bits(X, row, column, rows, columns, stride):
-    """Bits of |x|, which order like the numbers, infinity and then NaN above all; 0 outside."""
+def load_tile(X, row, column, rows, columns, stride):
+    """float32; 0 outside."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    x = tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Bits of |x|, which order like the numbers, infinity and then NaN above all."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -92,7 +98,7 @@ def _largest_kernel(
     of_columns = tl.zeros([COLUMNS], tl.int32)
     for step in range(STEPS):
         row = first + step * ROWS + tl.arange(0, ROWS)
-        bits = _magnitude_bits(X, row, column, rows, columns, stride)
+        bits = magnitude_bits(load_tile(X, row, column, rows, columns, stride))
         of_columns = tl.maximum(of_columns, tl.max(bits, 0))
         if PER_ROW:
             tl.atomic_max(OF_ROWS + row, tl.max(bits, 1), mask=row < rows, sem="relaxed")
@@ -148,6 +154,34 @@ def _fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
+def store_both(
+    x, row, column, within, right, down, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE, rows, columns, padded,
+    PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
+):  # fmt: skip
+    """Round a tile, float32, and write it along rows and along columns. within: which columns it has. right, down:
+    where it is among the tiles; the first ones write the scales."""
+    wide_row, wide_column = row.to(tl.int64), column.to(tl.int64)
+    inside = (row < rows)[:, None] & within[None, :]
+    to_turned = TURNED + wide_column[:, None] * padded + row[None, :]
+    turned_inside = within[:, None] & (row < padded)[None, :]
+    if PER_ROW:
+        scale, inverse = _scale_of(tl.load(OF_ROWS + row, mask=row < rows, other=0), NUMBER)
+        turned_scale, turned_inverse = _scale_of(tl.load(OF_COLUMNS + column, mask=within, other=0), NUMBER)
+        codes = _codes_of(x * scale[:, None], NUMBER)
+        turned = _codes_of(x * turned_scale[None, :], NUMBER)
+        tl.store(SCALE + row, inverse, mask=(row < rows) & (right == 0))
+        tl.store(TURNED_SCALE + column, turned_inverse, mask=within & (down == 0))
+    else:
+        scale, inverse = _scale_of(tl.load(OF_ROWS), NUMBER)
+        codes = _codes_of(x * scale, NUMBER)
+        turned = codes
+        tl.store(SCALE, inverse, mask=(right == 0) & (down == 0))
+        tl.store(TURNED_SCALE, inverse, mask=(right == 0) & (down == 0))
+    tl.store(CODES + wide_row[:, None] * columns + column[None, :], codes, mask=inside)
+    tl.store(to_turned, tl.trans(turned), mask=turned_inside)
+
+
+@triton.jit
 def _round_both_kernel(
     X, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE, rows, columns, padded, stride, across,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
@@ -155,35 +189,20 @@ def _round_both_kernel(
     """One program rounds one tile: read once, written along rows and along columns."""
     right, down = tl.program_id(0) % across, tl.program_id(0) // across
     row, column = down * ROWS + tl.arange(0, ROWS), right * COLUMNS + tl.arange(0, COLUMNS)
-    wide_row, wide_column = row.to(tl.int64), column.to(tl.int64)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    x = tl.load(X + wide_row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    to_turned = TURNED + wide_column[:, None] * padded + row[None, :]
-    turned_inside = (column < columns)[:, None] & (row < padded)[None, :]
-    if PER_ROW:
-        scale, inverse = _scale_of(tl.load(OF_ROWS + row, mask=row < rows, other=0), NUMBER)
-        turned_scale, turned_inverse = _scale_of(tl.load(OF_COLUMNS + column, mask=column < columns, other=0), NUMBER)
-        codes = _codes_of(x * scale[:, None], NUMBER)
-        turned = _codes_of(x * turned_scale[None, :], NUMBER)
-        tl.store(SCALE + row, inverse, mask=(row < rows) & (right == 0))
-        tl.store(TURNED_SCALE + column, turned_inverse, mask=(column < columns) & (down == 0))
-    else:
-        scale, inverse = _scale_of(tl.load(OF_ROWS), NUMBER)
-        codes = _codes_of(x * scale, NUMBER)
-        turned = codes
-        tl.store(SCALE, inverse, mask=tl.program_id(0) == 0)
-        tl.store(TURNED_SCALE, inverse, mask=tl.program_id(0) == 0)
-    tl.store(CODES + wide_row[:, None] * columns + column[None, :], codes, mask=inside)
-    tl.store(to_turned, tl.trans(turned), mask=turned_inside)
+    x = load_tile(X, row, column, rows, columns, stride)
+    store_both(
+        x, row, column, column < columns, right, down, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE,
+        rows, columns, padded, PER_ROW, NUMBER,
+    )  # fmt: skip
 
 
 def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
     """quantize_both_twin on a GPU, bit for bit; of what is not finite the scales are NaN, the codes any."""
     if x.stride(1) != 1:
         x = x.contiguous()
-    name = {E4M3: "e4m3", E5M2: "e5m2", INT8: "int8"}[number]
-    (rows, columns), (codes, scale), (turned, turned_scale) = x.shape, *_empty(x, number, per_row)
-    of_rows, of_columns = torch.zeros(rows + columns, dtype=torch.int32, device=x.device).split((rows, columns))
+    (rows, columns), device = x.shape, x.device
+    (codes, scale), (turned, turned_scale) = rounded = empty_both(rows, columns, number, per_row, device)
+    of_rows, of_columns = torch.zeros(rows + columns, dtype=torch.int32, device=device).split((rows, columns))
     padded = turned.shape[1]
     with on_device_of(x):
         across, down = triton.cdiv(columns, LARGEST_COLUMNS), triton.cdiv(rows, LARGEST_ROWS * LARGEST_STEPS)
@@ -195,20 +214,29 @@ def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple
         _round_both_kernel[(across * down,)](
             x, of_rows, of_columns, codes.view(torch.int8), scale, turned.view(torch.int8), turned_scale,
             rows, columns, padded, x.stride(0), across,
-            ROWS=ROUND_ROWS, COLUMNS=ROUND_COLUMNS, PER_ROW=per_row, NUMBER=name, num_warps=8,
+            ROWS=ROUND_ROWS, COLUMNS=ROUND_COLUMNS, PER_ROW=per_row, NUMBER=NAMES[number], num_warps=8,
         )  # fmt: skip
-    return Rounded(codes, scale), Rounded(turned, turned_scale)
+    return rounded
 
 
-def _empty(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
-    rows, columns = x.shape
-    return tuple(
-        Rounded(
-            torch.empty(shape, dtype=number, device=x.device),
-            torch.empty(shape[0] if per_row else 1, 1, dtype=torch.float32, device=x.device),
-        )
-        for shape in ((rows, columns), (columns, (rows + MULTIPLE - 1) // MULTIPLE * MULTIPLE))
-    )
+Form = tuple[tuple[int, int], torch.dtype]
+"""Shape and dtype."""
+
+
+def forms_of(rows: int, columns: int, number: torch.dtype, per_row: bool) -> tuple[Form, ...]:
+    """Of codes and scales of a matrix, as it lies and turned."""
+    shapes = (rows, columns), (columns, (rows + MULTIPLE - 1) // MULTIPLE * MULTIPLE)
+    scales = ((shape[0] if per_row else 1, 1) for shape in shapes)
+    pairs = zip(shapes, scales, strict=True)
+    return tuple(form for codes, scale in pairs for form in ((codes, number), (scale, torch.float32)))
+
+
+def empty_both(
+    rows: int, columns: int, number: torch.dtype, per_row: bool, device: torch.device
+) -> tuple[Rounded, Rounded]:
+    """Memory for them."""
+    made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms_of(rows, columns, number, per_row)]
+    return Rounded(*made[:2]), Rounded(*made[2:])
 
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -220,7 +248,7 @@ def _quantize_both(x: Tensor, number: torch.dtype, per_row: bool) -> Four:
 
 
 def _quantize_both_fake(x: Tensor, number: torch.dtype, per_row: bool) -> Four:
-    rounded, turned = _empty(x, number, per_row)
+    rounded, turned = empty_both(*x.shape, number, per_row, x.device)
     return *rounded, *turned
 
 
@@ -243,9 +271,20 @@ def quantize_both(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounde
         TypeError: x is of another dtype, or the number format none of these.
         ValueError: x is no matrix.
     """
-    if x.dtype not in DTYPES or number not in NUMBERS:
-        raise TypeError(f"quantize_both takes bf16, fp16 or fp32 to e4m3, e5m2 or int8, got {x.dtype} to {number}")
-    if x.dim() != 2:
-        raise ValueError(f"quantize_both takes a matrix, got shape {tuple(x.shape)}")
+    check_cast("quantize_both", x, number)
     codes, scale, turned, turned_scale = QUANTIZE_BOTH(x, number, per_row)
     return Rounded(codes, scale), Rounded(turned, turned_scale)
+
+
+def check_cast(name: str, x: Tensor, number: torch.dtype, numbers: tuple[torch.dtype, ...] = NUMBERS) -> None:
+    """Whether x may be cast to the number format, one of these.
+
+    Raises:
+        TypeError: x is of another dtype, or the number format none of these.
+        ValueError: x is no matrix.
+    """
+    if x.dtype not in DTYPES or number not in numbers:
+        known = " or ".join(", ".join(NAMES[known] for known in numbers).rsplit(", ", 1))
+        raise TypeError(f"{name} takes bf16, fp16 or fp32 to {known}, got {x.dtype} to {number}")
+    if x.dim() != 2:
+        raise ValueError(f"{name} takes a matrix, got shape {tuple(x.shape)}")

@@ -33,7 +33,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both
+from sagekernels.casts import E4M3, E5M2, INT8, Rounded, forms_of, quantize, quantize_both
+from sagekernels.swiglu import quantize_swiglu, quantize_swiglu_gradient
 from sagetrain.parallel import packing
 from sagetrain.parallel.matmul import Matmul
 
@@ -98,6 +99,11 @@ class LowBit(Matmul):
         """Whether dY may."""
         return self.gradient == E4M3 and not self.wide_weight_gradient
 
+    @property
+    def gates(self) -> bool:
+        """In FP8, both ways at once: torch.compile fuses the rest by itself, and autograd hands on no integers."""
+        return self.number != INT8 and not self.wide_weight_gradient
+
     def pack(self, x: Tensor) -> Tensor:
         """uint8 [tokens, in + 16], or x itself."""
         return packing.pack(x) if self.travels else x
@@ -130,6 +136,20 @@ class LowBit(Matmul):
         if self.wide_weight_gradient:
             return *quantize(grad, self.gradient, self.per_row), grad
         rounded, turned = quantize_both(grad, self.gradient, self.per_row)
+        return *rounded, *turned
+
+    def gradient_stand_ins(self, results: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What `prepare` makes of the gradients of what `forward` returned, by shape and dtype; without memory."""
+        forms = forms_of(len(results[0]), sum(y.shape[1] for y in results), self.gradient, self.per_row)
+        return [torch.empty((), dtype=dtype, device=results[0].device).expand(shape) for shape, dtype in forms]
+
+    def read_gated(self, gate: Tensor, up: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """`read` of silu(gate) * up."""
+        return quantize_swiglu(gate, up, self.number, self.per_row)
+
+    def prepare_gated(self, grad: Tensor, gate: Tensor, up: Tensor) -> Sequence[Tensor]:
+        """`prepare` of the gradients of gate and up, from that of silu(gate) * up."""
+        rounded, turned = quantize_swiglu_gradient(grad, gate, up, self.gradient, self.per_row)
         return *rounded, *turned
 
     def input_gradient(
