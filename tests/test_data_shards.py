@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import datasets
+import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -47,6 +48,62 @@ def test_the_parts_together_are_the_whole(tmp_path, model, count):
         assert DataSource(path=f"{tmp_path}/d/{side}-*").files == list(map(str, files))
     assert SampleStream([DataSource(path=f"{tmp_path}/d/train-*")], 8, 0).num_tokens == whole.counts["train"].tokens
     assert prepare(inputs, tmp_path / "d/train", shard=f"1/{count}", say=said.append, **options).already_there
+
+
+def stream(monkeypatch: pytest.MonkeyPatch, folder: Path, files: int) -> str:
+    """A hub dataset's name, whose place is taken by so many local files."""
+    paths = [str(write_jsonl(folder / f"{n}.jsonl", TEXTS[n * 60 : (n + 1) * 60])) for n in range(files)]
+    load = datasets.load_dataset
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *_, **__: load("json", data_files=paths, split="train", streaming=True)
+    )
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_exists", lambda self, name, repo_type: True)
+    return "owner/name"
+
+
+@pytest.mark.parametrize("kind", ["saved", "streamed"])
+def test_datasets_are_divided_in_their_order(tmp_path, model, monkeypatch, kind):
+    """A saved one by rows, a stream by its files (5 here)."""
+    name = stream(monkeypatch, tmp_path, 5)
+    if kind == "saved":
+        name = str(tmp_path / "saved")
+        datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(name)
+    options = {"tokenizer": model, "valid_fraction": 0.2}
+    quiet([name], tmp_path / "whole/train", **options)
+    for number in (1, 2, 3):
+        quiet([name], tmp_path / "d/train", shard=f"{number}/3", **options)
+    for side in ("train", "valid"):
+        parts = [tmp_path / f"d/{side}-0000{number}-of-00003" for number in (1, 2, 3)]
+        assert all(documents(part) for part in parts)
+        assert [document for part in parts for document in documents(part)] == documents(tmp_path / f"whole/{side}")
+
+
+def test_each_of_several_datasets_is_divided(tmp_path, model):
+    """Files beside them are divided by their bytes, as without them."""
+    names = [str(tmp_path / name) for name in ("a", "b")]
+    for name, texts in zip(names, (TEXTS, make_texts(100, seed=1)), strict=True):
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(name)
+    inputs = [*names, str(write_jsonl(tmp_path / "c.jsonl", make_texts(50, seed=2)))]
+    quiet(inputs, tmp_path / "whole/train", tokenizer=model)
+    found = []
+    for number in (1, 2):
+        part = quiet(inputs, tmp_path / "d/train", tokenizer=model, shard=f"{number}/2")
+        assert 220 < part.counts["train"].documents < 230
+        found += documents(part.train)
+    assert sorted(found) == sorted(documents(tmp_path / "whole/train"))
+
+
+def test_a_stream_of_fewer_files_than_parts(tmp_path, model, monkeypatch):
+    said = r"--shard 3/3: owner/name is a stream of 2 files, and a file is read whole: use at most 2 parts, or give "
+    with pytest.raises(ConfigError, match=said + "its files as sources"):
+        quiet([stream(monkeypatch, tmp_path, 2)], tmp_path / "x", vocab_size=350, shard="3/3")
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_a_wrong_row_of_a_part_is_named(tmp_path, model):
+    datasets.Dataset.from_dict({"n": [1, 2, 3, 4]}).save_to_disk(tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"a \(part 2 of 2\), row 1: 'n' holds int, not text"):
+        quiet([str(tmp_path / "a")], tmp_path / "x", tokenizer=model, text_key="n", shard="2/2")
 
 
 def test_every_line_is_in_one_part_wherever_it_is_cut(tmp_path):
@@ -107,9 +164,9 @@ def test_parts_that_cannot_be(tmp_path, model):
     (tmp_path / "b.txt").write_text("one document")
     with pytest.raises(ConfigError, match=r"--shard 1/2: nothing is left for this part of 1 inputs; .* fewer parts"):
         quiet([str(tmp_path / "b.txt")], tmp_path / "x", tokenizer=model, shard="1/2")
-    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ConfigError, match=r"--shard 1/2: .*saved is a Hugging Face dataset.* Parquet or JSON files"):
-        quiet([str(tmp_path / "saved")], tmp_path / "x", tokenizer=model, shard="1/2")
+    datasets.Dataset.from_dict({"text": TEXTS[:3]}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ConfigError, match=r"--shard 1/4: .*saved has 3 rows: use at most 3 parts"):
+        quiet([str(tmp_path / "saved")], tmp_path / "x", tokenizer=model, shard="1/4")
     path.write_bytes(path.read_bytes() + b"oops\n")
     with pytest.raises(ConfigError, match=r"a\.jsonl from byte [\d,]+, line \d+: not valid JSON"):
         quiet([str(path)], tmp_path / "x", tokenizer=model, shard="2/2")

@@ -119,7 +119,8 @@ def prepare(
         overwrite: replace existing files that were made from something else, the folder's tokenizer too.
         skip_bad_lines: leave out and count lines and rows that hold no text, instead of stopping at the first.
         shard: "K/N" prepares the K-th of N parts of the text, alike in bytes, as NAME-0000K-of-0000N: each of N hosts
-            does one, and `path: NAME-*` trains on all. Lines are divided, other files are whole in one of the parts.
+            does one, and `path: NAME-*` trains on all. Lines are divided, other files are whole in one of the parts;
+            a saved dataset is divided by rows, a streamed one by its files.
         say: gets messages for people.
 
     Raises:

@@ -56,6 +56,8 @@ class Input:
     """A plain text file."""
     part: Callable[[int, int], Input] | None = None
     """The lines that begin at bytes start to stop - 1 of it; None: it is read whole."""
+    share: Callable[[int, int], Input] | None = None
+    """The K-th of N parts of a dataset, whose bytes are not known. ConfigError if there are not so many."""
 
 
 class Corpus:
@@ -75,8 +77,9 @@ class Corpus:
         """Resolve `sources`: files, folders (recursive, `glob` chooses), dataset names, or "python-stdlib".
 
         `config_name` and `split` are for Hugging Face datasets; `skip_bad_lines` is for `sample`. With `shard` (K, N)
-        the inputs are the K-th of N parts, alike in bytes. With `fields` rows hold these, by name, instead of a text.
-        ConfigError if a source does not exist or is empty, or is plain text where fields are wanted.
+        the inputs are the K-th of N parts, alike in bytes; of each dataset, in rows or files. With `fields` rows hold
+        these, by name, instead of a text. ConfigError if a source does not exist or is empty, or is plain text where
+        fields are wanted.
         """
         if not sources:
             raise ConfigError("no source of text given")
@@ -108,8 +111,8 @@ class Corpus:
     @property
     def size(self) -> int | None:
         """Bytes on disk of all inputs, if known."""
-        sizes = [each.size for each in self.inputs]
-        return None if None in sizes else sum(sizes)
+        sizes = [each.size for each in self.inputs if each.size is not None]
+        return sum(sizes) if len(sizes) == len(self.inputs) else None
 
     def identity(self) -> str:
         """A hash of the names, sizes and modification times of all inputs, whatever the part."""
@@ -201,26 +204,31 @@ class Corpus:
         return whole
 
     def _dataset(self, name: str, load: Callable[[], Any], identity: list[Any]) -> Input:
-        fields = bool(self._fields)
-        return Input(name, lambda place: _read_dataset(name, load(), self._columns, fields, place), None, identity)
+        columns, fields = self._columns, bool(self._fields)
+
+        def share(number: int, count: int) -> Input:
+            _check_parts(name, load(), number, count)
+            part = f"{name} (part {number} of {count})"
+            read = lambda place: _read_dataset(part, load().shard(count, number - 1), columns, fields, place)  # noqa: E731
+            return Input(part, read, None, identity)
+
+        return Input(
+            name, lambda place: _read_dataset(name, load(), columns, fields, place), None, identity, share=share
+        )
 
 
 def _part(inputs: list[Input], number: int, count: int) -> list[Input]:
     """The inputs, or parts of them, that begin in the `number`-th of `count` equal stretches of all bytes; those that
-    are read whole belong where their middle is."""
-    for each in inputs:
-        if each.size is None:
-            raise ConfigError(
-                f"--shard {number}/{count}: {each.name} is a Hugging Face dataset, which cannot be divided by size: "
-                "give its Parquet or JSON files (`hf download` fetches them) as sources"
-            )
-    total = sum(each.size for each in inputs)
+    are read whole belong where their middle is. Of every dataset that part of it."""
+    total = sum(each.size or 0 for each in inputs)
     low, high = total * (number - 1) // count, total * number // count
     found, begin = [], 0
     for each in inputs:
-        end = begin + each.size
+        end = begin + (each.size or 0)
         start, stop = max(begin, low) - begin, min(end, high) - begin
-        if each.part and start < stop:
+        if each.share:
+            found.append(each.share(number, count))
+        elif each.part and start < stop:
             found.append(each.part(start, stop))
         elif not each.part and low <= (begin + end) // 2 < high:
             found.append(each)
@@ -374,6 +382,19 @@ def _load_saved(path: str, split: str) -> Any:
             raise ConfigError(f"{path}: no split {split!r}; the splits are: {', '.join(loaded)}")
         loaded = loaded[split]
     return loaded
+
+
+def _check_parts(name: str, dataset: Any, number: int, count: int) -> None:
+    """ConfigError if the dataset cannot be divided into so many parts."""
+    import datasets
+
+    if isinstance(dataset, datasets.Dataset):
+        there, why, otherwise = dataset.num_rows, f"{name} has {dataset.num_rows} rows", ""
+    else:
+        there, otherwise = dataset.num_shards, ", or give its files as sources (`hf download` fetches them)"
+        why = f"{name} is a stream of {there} file{'s' * (there != 1)}, and a file is read whole"
+    if there < count:
+        raise ConfigError(f"--shard {number}/{count}: {why}: use at most {there} part{'s' * (there != 1)}{otherwise}")
 
 
 def _read_dataset(name: str, dataset: Any, columns: tuple[str, ...], fields: bool, place: Place) -> Iterator[Chunk]:
