@@ -90,7 +90,7 @@ def versions(host: str) -> list[Check]:
     """Of what runs; `disagreements` compares hosts."""
     known = {**roster.versions(), "CUDA": torch.version.cuda or "none"}
     if torch.cuda.is_available():
-        known["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        known["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return [Check("versions", host, "ok", ", ".join(f"{name} {text}" for name, text in known.items()))]
 
 

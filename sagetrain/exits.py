@@ -33,29 +33,30 @@ class Errors:
     def __enter__(self) -> Errors:
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, KeyboardInterrupt):  # what it interrupted has cleaned up
             leave(130)
-        if self.run_dir and _is_unusable(self.run_dir, error):
+        if self.run_dir and isinstance(error, OSError) and _is_unusable(self.run_dir, error):
             error = ConfigError(
                 f"training.run_dir {self.run_dir} cannot be used: {error.filename}: {error.strerror}; "
                 "choose another folder, or free this one"
             )
-        code = None if error is None else _exit_code(error)
-        if code is not None and isinstance(error, OSError):
+        if error is None or (code := _exit_code(error)) is None:
+            return
+        said = str(error)
+        if isinstance(error, OSError):
             where = error.filename or self.run_dir or "here"
-            error = f"{where}: {error.strerror}; free some space and run the same command again"
-        if code is not None:
-            if self.rank:
-                time.sleep(5 + 3 * int(os.environ.get("LOCAL_RANK", "0")))
-            warn(f"rank {self.rank}: error: {error}" if self.rank else f"error: {error}")
-            leave(code)
+            said = f"{where}: {error.strerror}; free some space and run the same command again"
+        if self.rank:
+            time.sleep(5 + 3 * int(os.environ.get("LOCAL_RANK", "0")))
+        warn(f"rank {self.rank}: error: {said}" if self.rank else f"error: {said}")
+        leave(code)
 
 
-def _is_unusable(run_dir: Path, error: BaseException | None) -> bool:
+def _is_unusable(run_dir: Path, error: OSError) -> bool:
     """Whether the error is that this folder, one above it or something in it cannot be made, read or written."""
     numbers = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
-    if not (isinstance(error, OSError) and error.errno in numbers and isinstance(error.filename, str | os.PathLike)):
+    if not (error.errno in numbers and isinstance(error.filename, str | os.PathLike)):
         return False
     folder, path = run_dir.absolute(), Path(error.filename).absolute()
     return folder.is_relative_to(path) or path.is_relative_to(folder)

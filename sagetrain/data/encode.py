@@ -84,7 +84,7 @@ class Encoder:
         self.records = records
         self._dtype = token_dtype(self.tokenizer.vocab_size)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return Encoder, (self.model, self.text_key, self.valid_fraction, self.skip_bad_lines, self.records)
 
     def __call__(self, chunk: Chunk) -> Encoded:
@@ -223,7 +223,7 @@ class _Worker:
 
     def receive(self) -> Encoded:
         try:
-            result = self._connection.recv()
+            result: Encoded | ConfigError = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._died() from error
         if isinstance(result, ConfigError):
@@ -246,7 +246,7 @@ class _Worker:
 def _work(connection: Connection) -> None:
     """Life of a worker. A thread takes in what the parent sends, so that neither ever waits for the other to read."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    messages: queue.SimpleQueue = queue.SimpleQueue()
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def take_in() -> None:
         try:

@@ -221,7 +221,7 @@ class SampleStream:
         hashes = {" (samples)": sampled.hexdigest()}
         checksums = [file.provenance().get("sha256") for file in self._files]
         if all(checksums):
-            recorded.update("".join(checksums).encode())
+            recorded.update("".join(map(str, checksums)).encode())
             hashes[" (checksums in .json)"] = recorded.hexdigest()
         return hashes
 

@@ -57,10 +57,10 @@ def blend_pattern(slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """
     total = sum(slots)
     if total > COARSE_SLOTS:
-        source = np.repeat(np.arange(len(slots), dtype=np.int32), slots)
+        sources = np.repeat(np.arange(len(slots), dtype=np.int32), slots)
         rank = np.concatenate([np.arange(count, dtype=np.int32) for count in slots])
-        place = np.argsort((rank + 0.5) / np.array(slots)[source], kind="stable")
-        return source[place], rank[place]
+        place = np.argsort((rank + 0.5) / np.array(slots)[sources], kind="stable")
+        return sources[place], rank[place]
     share = np.array(slots, dtype=np.float64) / total
     used = np.zeros(len(slots), dtype=np.int64)
     pattern = np.empty(total, dtype=np.int64)

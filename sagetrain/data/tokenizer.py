@@ -49,7 +49,7 @@ class Tokenizer:
         """Jinja template of a chat, if it has one."""
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> Tokenizer:
+    def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
         """Read a tokenizer file; of a tokenizer.json also the files beside it that name its end-of-text token.
 
         ConfigError if it is missing, is something else, or lacks an eos token.
@@ -122,20 +122,20 @@ class _SentencePiece:
         self._space_mark_ids = byte_ids if all(map(self._processor.is_byte, byte_ids)) else None
         named = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         self.special_tokens = {name: self._processor.id_to_piece(each) for name, each in named.items() if each >= 0}
-        self.chat_template = None
+        self.chat_template: str | None = None
 
     def encode(self, text: str) -> list[int]:
         if _SPACE_MARK not in text or self._space_mark_ids is None:
-            return self._processor.encode(text)
+            return list(self._processor.encode(text))
         first, *rest = text.split(_SPACE_MARK)
-        ids = self._processor.encode(first)
+        ids = list(self._processor.encode(first))
         for part in rest:
             ids += self._space_mark_ids
             ids += self._processor.encode(part)
         return ids
 
     def spans(self, text: str, control: bool) -> tuple[list[int], Spans]:
-        from sentencepiece import sentencepiece_pb2
+        from sentencepiece.sentencepiece_pb2 import SentencePieceText  # type: ignore[attr-defined]
 
         whole = {} if self._space_mark_ids is None else {_SPACE_MARK: self._space_mark_ids}
         if control:
@@ -148,7 +148,7 @@ class _SentencePiece:
                 spans += [(begin, begin + len(part))] * len(whole[part])
             else:
                 encoded = self._processor.encode(part, out_type="serialized_proto")
-                pieces = sentencepiece_pb2.SentencePieceText.FromString(encoded).pieces
+                pieces = SentencePieceText.FromString(encoded).pieces
                 # Its offsets count bytes: characters that begin before each.
                 characters = [*accumulate((byte & 0xC0 != 0x80 for byte in part.encode()), initial=begin)]
                 found += [piece.id for piece in pieces]
@@ -157,7 +157,7 @@ class _SentencePiece:
         return found, spans
 
     def decode(self, ids: list[int]) -> str:
-        return self._processor.decode(ids)
+        return str(self._processor.decode(ids))
 
 
 class _HuggingFace:

@@ -21,7 +21,7 @@ def verify(streams: Mapping[str, SampleStream], *, deep: bool, say: Callable[[st
     Raises:
         ConfigError: a file is damaged, or holds tokens outside of the vocabulary.
     """
-    hashes = {}
+    hashes: dict[str, str] = {}
     for name, stream in streams.items():
         progress = _Progress(name, stream.num_tokens, say)
         stream.validate(deep and stream.num_tokens <= DEEP_CHECK_TOKENS, progress)

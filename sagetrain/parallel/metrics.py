@@ -11,10 +11,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Key = TypeVar("Key", tuple[str, int], tuple[str, float])
 
 _PADDING = 64  # as many numbers are reduced, or a multiple: ranks that disagree by a few are told, and not mixed up
 
@@ -70,7 +73,7 @@ class Metrics:
 
     def _take(self, name: str, sign: float, value: Tensor | float) -> None:
         before = self._maxima.get((name, sign))
-        larger = torch.maximum if isinstance(value, Tensor) else max
+        larger: Callable[..., Tensor | float] = torch.maximum if isinstance(value, Tensor) else max
         self._maxima[name, sign] = value if before is None else larger(before, value)
 
     def reduce(self, device: torch.device) -> dict[str, float]:
@@ -104,12 +107,12 @@ def _float64(value: Tensor | float) -> Tensor | float:
     return value.detach().reshape(()).double() if isinstance(value, Tensor) else float(value)
 
 
-def _numbers_first(values: dict) -> dict:
+def _numbers_first(values: dict[Key, Tensor | float]) -> dict[Key, Tensor | float]:
     """In an order that does not depend on that of the adding."""
     return dict(sorted(values.items(), key=lambda item: (isinstance(item[1], Tensor), item[0])))
 
 
-def _reduced(values: list[Tensor | float], operation: dist.ReduceOp, device: torch.device) -> list[float]:
+def _reduced(values: list[Tensor | float], operation: dist.ReduceOp.RedOpType, device: torch.device) -> list[float]:
     """The values, numbers before tensors, over all ranks; waits for the device."""
     numbers = [value for value in values if not isinstance(value, Tensor)]
     tensors = [value for value in values if isinstance(value, Tensor)]

@@ -37,7 +37,7 @@ def rng_state() -> dict[str, Any]:
     kind, keys, position, has_gauss, cached_gaussian = np.random.get_state()  # noqa: NPY002
     return {
         "python": [version, list(internal), gauss_next],
-        "numpy": [kind, keys.tolist(), int(position), int(has_gauss), float(cached_gaussian)],
+        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached_gaussian)],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }

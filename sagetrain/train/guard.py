@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -132,7 +132,8 @@ def flight_record() -> bytes:
 
     # NCCL has a recorder of its own, in builds with CUDA; the other has gloo's. (torch 2.8 to 2.13)
     on_gpu = dist.is_initialized() and "nccl" in dist.get_backend()
-    return (c10d._dump_nccl_trace_json if on_gpu else c10d._dump_fr_trace_json)()
+    dump: Callable[[], bytes] = getattr(c10d, "_dump_nccl_trace_json" if on_gpu else "_dump_fr_trace_json")
+    return dump()
 
 
 def collectives_under_way(record: bytes) -> str:

@@ -45,14 +45,15 @@ def settle(
     """
     if asked.precision != "auto":
         return asked, ""
-    settled, place = kept(asked, folder) if folder else asked, {"device": device, "dtype": dtype}
+    settled = kept(asked, folder) if folder else asked
     if settled.precision != "auto":
         try:
-            matmuls_of(settled, model, **place)
+            matmuls_of(settled, model, device=device, dtype=dtype)
         except ValueError as error:
             say(f"linear.precision {settled.precision}, which auto was so far, cannot run here ({error}): decided anew")
         else:
             return settled, "as the run had it: auto decides once, names of precision and recipe change it"
-    if why := why_sixteen_bits(asked, model, tensor_parallel_size=tensor_parallel_size, **place):
+    tp_size = tensor_parallel_size
+    if why := why_sixteen_bits(asked, model, tensor_parallel_size=tp_size, device=device, dtype=dtype):
         return asked.model_copy(update={"precision": "bf16", "recipe": "rowwise"}), f"auto: {why}"
     return choose(asked), "auto: the fastest"

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from sagetrain.config.errors import ConfigError
 
@@ -39,7 +39,7 @@ def free_port() -> int:
     """A port of this host that nobody listens on at the moment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+        return int(s.getsockname()[1])
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def _listen(port: int) -> socket.socket:
             ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=4096
         )
     except OSError as error:
-        why = "another process listens there" if error.errno == errno.EADDRINUSE else os.strerror(error.errno)
+        why = "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
         raise RanksMissing(
             f"rank 0 on {socket.gethostname()} cannot listen at port {port}: {why}; nothing was started or written. "
             "End what uses the port (another run, or what is left of one), or choose another: --master_port of the "
