@@ -85,18 +85,36 @@ def seconds_per_step(
     return median_seconds(lambda: results_of(lambda *x: attend(*x, cu_seqlens), q, k, v, do), device)
 
 
+_CYCLES = 2e9
+"""Of a GPU's clock in a second, about; where it is slower, more time is slept than needed."""
+
+
 def median_seconds(action: Callable[[], object], device: torch.device | str) -> float:
-    """Of several calls, each waited for; the first ones compile and warm up."""
-    on_gpu = torch.device(device).type == "cuda"
-    times = []
-    for _ in range(8):
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        action()
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
+    """Of several calls; the first ones compile and warm up.
+
+    On a GPU: from its first kernel to its last. The GPU sleeps until the host has launched a call, as in a run whose
+    host is ahead; else small calls would be told apart by how many kernels they launch.
+    """
+    device, times = torch.device(device), []
+    if device.type != "cuda":
+        for _ in range(8):
+            start = time.perf_counter()
+            action()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[3:])
+    launching = 0.0
+    with torch.cuda.device(device):
+        for _ in range(8):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            torch.cuda._sleep(int(_CYCLES * launching))
+            start = time.perf_counter()
+            first.record()
+            action()
+            last.record()
+            launching = min(1.5 * (time.perf_counter() - start), 0.1)  # the first call compiles
+            torch.cuda.synchronize()
+            times.append(first.elapsed_time(last) / 1e3)
     return statistics.median(times[3:])
 
 
