@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, tokenizer_in
 from sagetrain.data.chunk import Place
-from sagetrain.data.encode import Encoder, encode
+from sagetrain.data.encode import Encoded, Encoder, encode
 from sagetrain.data.journal import Journal, Unfinished
 from sagetrain.data.progress import Progress
 from sagetrain.data.records import Records, settled
@@ -81,9 +81,9 @@ class Prepared:
 
 def prepare(
     sources: list[str],
-    output: str | os.PathLike,
+    output: str | os.PathLike[str],
     *,
-    tokenizer: str | os.PathLike | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     vocab_size: int | None = None,
     tokenizer_sample: int = 100_000_000,
     text_key: str = "text",
@@ -188,6 +188,7 @@ def prepare(
     elif unfinished:
         model = journal.tokenizer(unfinished)
     else:
+        assert vocab_size, "_check_arguments wants this one or a tokenizer"
         say(f"training a tokenizer of {vocab_size:,} tokens")
         model = train_tokenizer(corpus.sample(tokenizer_sample), vocab_size)
         say(f"trained the tokenizer in {time.perf_counter() - begin:.0f} s")
@@ -220,15 +221,7 @@ def prepare(
             for encoded in encode(corpus.chunks(place), encoder, num_workers):
                 for side, part in encoded.parts.items():
                     writers[side].add(part.tokens, part.lengths, encoded.continues, part.counted)
-                    counts[side].tokens += len(part.tokens)
-                    counts[side].bytes += part.bytes
-                    if part.counted is not None:
-                        counts[side].counted_tokens += int(part.counted.sum())
-                        counts[side].padding_tokens += part.padding
-                counts["train"].empty_documents += encoded.empty_documents
-                counts["train"].bad_lines += encoded.bad_lines
-                counts["train"].cut_records += encoded.cut
-                counts["train"].too_long_records += encoded.too_long
+                _count(encoded, counts)
                 first_bad = first_bad or encoded.first_bad
                 progress.update(encoded)
                 if encoded.after and journal.due:
@@ -243,7 +236,7 @@ def prepare(
             if writer.num_documents == 0:
                 journal.discard()
                 bad = f" ({_many(counts['train'].bad_lines, 'bad line')}, the first: {first_bad})" if first_bad else ""
-                if counts["train"].too_long_records:
+                if records and counts["train"].too_long_records:
                     bad += f" ({_too_long(counts['train'], records)})"
                 raise ConfigError(f"{writer.path}: no document with text went into this file{bad}; nothing is written")
         _check_siblings(output.parent, outputs, encoder.tokenizer)  # by now another host may have written its part
@@ -262,22 +255,44 @@ def prepare(
             writer.abort(keep=journal.exists)
     if division:
         say(f"part {division[0]} of {division[1]}; train on all of them by data.train path: {named}-*")
-    for side, path in outputs.items():
-        say(f"{path}: {counts[side].tokens:,} tokens, {_many(counts[side].documents, 'document')}")
-        if records:
-            share, padding = (
-                each / counts[side].tokens for each in (counts[side].counted_tokens, counts[side].padding_tokens)
-            )
-            say(f"{path}: {share:.1%} of the tokens count in the loss, {padding:.1%} are padding between records")
-    if counts["train"].cut_records:
-        say(f"cut {_many(counts['train'].cut_records, 'record')} after {records.seq_length:,} tokens (--seq-length)")
-    if counts["train"].too_long_records:
-        say(f"left out {_too_long(counts['train'], records)}")
-    if counts["train"].empty_documents:
-        say(f"left out {_many(counts['train'].empty_documents, 'empty document')}")
-    if first_bad:
-        say(f"left out {_many(counts['train'].bad_lines, 'bad line')}, the first: {first_bad}")
+    for line in _said(outputs, counts, records, first_bad):
+        say(line)
     return _result(outputs, model_path, begin, False)
+
+
+def _count(encoded: Encoded, counts: Mapping[str, Counts]) -> None:
+    """Add a chunk; what is left out counts in `train`."""
+    for side, part in encoded.parts.items():
+        counts[side].tokens += len(part.tokens)
+        counts[side].bytes += part.bytes
+        if part.counted is not None:
+            counts[side].counted_tokens += int(part.counted.sum())
+            counts[side].padding_tokens += part.padding
+    counts["train"].empty_documents += encoded.empty_documents
+    counts["train"].bad_lines += encoded.bad_lines
+    counts["train"].cut_records += encoded.cut
+    counts["train"].too_long_records += encoded.too_long
+
+
+def _said(
+    outputs: Mapping[str, Path], counts: Mapping[str, Counts], records: Records | None, first_bad: str | None
+) -> Iterator[str]:
+    """What was written, and what was left out."""
+    for side, path in outputs.items():
+        found = counts[side]
+        yield f"{path}: {found.tokens:,} tokens, {_many(found.documents, 'document')}"
+        if records:
+            share, padding = (each / found.tokens for each in (found.counted_tokens, found.padding_tokens))
+            yield f"{path}: {share:.1%} of the tokens count in the loss, {padding:.1%} are padding between records"
+    train = counts["train"]
+    if records and train.cut_records:
+        yield f"cut {_many(train.cut_records, 'record')} after {records.seq_length:,} tokens (--seq-length)"
+    if records and train.too_long_records:
+        yield f"left out {_too_long(train, records)}"
+    if train.empty_documents:
+        yield f"left out {_many(train.empty_documents, 'empty document')}"
+    if first_bad:
+        yield f"left out {_many(train.bad_lines, 'bad line')}, the first: {first_bad}"
 
 
 # -- before and after --------------------------------------------------------------------------------------------------
