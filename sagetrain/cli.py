@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -245,8 +246,11 @@ def train(
             tasks = None
             if cfg.evaluation.tasks:
                 from sagetrain.cli_evaluate import load_harness
+                from sagetrain.inference.load import in_training
 
-                tasks = load_harness("evaluation.tasks").tasks_while_training(cfg.evaluation, cfg.data)
+                ask = load_harness("evaluation.tasks").tasks_while_training
+                trained = partial(in_training, cfg) if cfg.parallel.zero_stage < 3 else None
+                tasks = ask(cfg.evaluation, cfg.data, trained)
             trainer = Trainer(cfg, findings, tasks)
         except ConfigError as error:
             from sagetrain.train import roster

@@ -20,10 +20,10 @@ from sagetrain import cli_evaluate
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import EvaluationConfig
 from sagetrain.inference.generate import Sampling, generate
-from sagetrain.inference.load import TrainedRun, load_run
+from sagetrain.inference.load import TrainedRun, in_training, load_run
 from sagetrain.inference.score import Scorer
 from sagetrain.interop import lm_eval
-from sagetrain.interop.lm_eval import Harness, Tasks, harness_of
+from sagetrain.interop.lm_eval import Tasks, harness_of
 from sagetrain.parallel.topology import ParallelGroups
 
 QUESTIONS = [
@@ -166,8 +166,6 @@ def test_what_cannot_be_asked_is_said(
         ConfigError, match=r"task chose: lm_eval has none of this name.* did you mean choose\? `lm-eval"
     ):
         Tasks(["read", "chose"])
-    with pytest.raises(ConfigError, match="only `sagetrain eval` can give"):
-        Harness(loaded.tokenizer, harness_of(loaded)._score).generate_until([asked("a", {})])
 
 
 def test_the_command_prints_a_table_or_json(pair: Path, tasks: dict[str, Path]) -> None:
@@ -225,10 +223,62 @@ def test_answers_do_not_depend_on_the_layout() -> None:
             assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
 
 
+class Letters:
+    """A tokenizer whose tokens are the bytes of ASCII."""
+
+    vocab_size, eos_id = tiny.VOCAB, -1
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("ascii"))
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode("ascii")
+
+
+HOW = [Sampling(20, temperature=0), Sampling(8, temperature=1.0, top_p=0.9, stop=("\n", "q"))]
+PROMPTS = ["a", "some text", "b", "a", "a full context.."]
+
+
+def texts_of(layouts: list[tuple[int, int, int]]) -> list[list[list[str]]]:
+    """What one model that trains makes of the prompts at each (tp_size, cp_size, stage), and by no layout."""
+    found, letters, signs = [], Letters(), []
+    for tp_size, cp_size, stage in layouts:
+        cfg = tiny.config(stage, model={"num_attention_heads": 4}, data={"micro_batch_size": 2})
+        engine = tiny.engine(cfg, tiny.join(tp_size, cp_size))
+        lm_eval.completed(in_training(cfg, engine.module, letters), lambda: None, PROMPTS[:1], HOW[0])
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.mul_(1.5)
+        run = in_training(cfg, engine.module, letters)
+        found.append([lm_eval.completed(run, lambda: signs.append(1), PROMPTS, how) for how in HOW])
+    model = tiny.model(cfg, ParallelGroups.single())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    run = TrainedRun(cfg, model, letters, tiny.VOCAB, 0, 0, torch.device("cpu"))
+    expected = []
+    for how in HOW:
+        done = {text.number: text.text for text, _ in generate(run, PROMPTS, how) if text.finish}
+        expected.append([done[number] for number in range(len(PROMPTS))])
+    assert len(signs) > 20
+    return [expected, *found]
+
+
+def test_generated_text_does_not_depend_on_the_layout() -> None:
+    """Ranks share the prompts and the vocabulary; under context parallelism each has whole texts. The weights are those
+    of now, not those of the first call."""
+    layouts = [(1, 1, 2), (2, 2, 1)]
+    for expected, *found in run_distributed(texts_of, 4, layouts):
+        assert len({*expected[0], *expected[1]}) > 6 and expected[1][0] != expected[1][3]
+        for layout, texts in zip(layouts, found, strict=True):
+            assert texts == expected, layout
+
+
 def test_tasks_are_asked_while_training(tasks: dict[str, Path], corpus: Path, tmp_path: Path) -> None:
     """At their own pace and at the end, where they say what `sagetrain eval` says. Losses stay the same."""
     plain = {"training": {"total_tokens": 2048}, "attention": {"backend": "sdpa"}}
-    asking = {"tasks": [str(tasks["choose"]), str(tasks["read"])], "tasks_every_tokens": 1000, "tasks_limit": 3}
+    names = [str(path) for path in tasks.values()]
+    asking = {"tasks": names, "tasks_every_tokens": 1000, "tasks_limit": 3}
     rows = []
     for name, evaluation in (("with", {"num_sequences": 8, **asking}), ("without", {"num_sequences": 8})):
         config = write_config(tmp_path / f"{name}.yaml", corpus, tmp_path / name, **plain, evaluation=evaluation)
@@ -239,16 +289,19 @@ def test_tasks_are_asked_while_training(tasks: dict[str, Path], corpus: Path, tm
     (losses, same) = ([row["train/loss"] for row in each if "train/loss" in row] for each in rows)
     assert losses == same
     last = next(row for row in reversed(asked) if "eval/choose/acc" in row)
-    found = Tasks(asking["tasks"], limit=3).measure(harness_of(load_run(tmp_path / "with", print)))
+    trained = load_run(tmp_path / "with", print)
+    found = Tasks(names, limit=3).measure(harness_of(trained))
     assert last["eval/choose/acc"] == found["choose"]["acc"]
+    assert last["eval/write/exact_match"] == found["write"]["exact_match"]
     assert last["eval/read/bits_per_byte"] == pytest.approx(found["read"]["bits_per_byte"], rel=1e-6)
 
 
 def test_tasks_that_training_cannot_ask_are_refused_before_it(tasks: dict[str, Path], loaded: TrainedRun) -> None:
-    data = loaded.cfg.data
-    for names, message in (
-        ([str(tasks["write"])], r"evaluation\.tasks: write want generated text.*`sagetrain eval RUN --tasks`"),
-        ([str(tasks["read"])], r"tokenizer none: No such file"),
+    data = loaded.cfg.data.model_copy(update={"tokenizer": "none"})
+    for name, message in (
+        ("write", r"evaluation\.tasks: write: generated text takes .* set parallel\.zero_stage: 2"),
+        ("read", r"tokenizer none: No such file"),
     ):
+        evaluation = EvaluationConfig(tasks=[str(tasks[name])])
         with pytest.raises(ConfigError, match=message):
-            lm_eval.tasks_while_training(EvaluationConfig(tasks=names), data.model_copy(update={"tokenizer": "none"}))
+            lm_eval.tasks_while_training(evaluation, data, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,8 @@ from sagetrain.inference.ranks import Ranks
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import resolve_backend
 from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.metrics import Metrics
+from sagetrain.parallel.topology import Topology
 from sagetrain.stability.precision import Ladder, rungs_of
 from sagetrain.train import checkpoint
 from sagetrain.train.attention import kept
@@ -75,6 +77,26 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
             f"({tokenizer.sha256[:12]}); put that file back"
         )
     return OpenRun(cfg, reader, tokenizer, state["identity"]["vocab_size"], state["step"], state["tokens"])
+
+
+def in_training(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> TrainedRun:
+    """A model that trains, as one that generates: of the same weights, not copied, and whole on each group of
+    tensor-parallel ranks. Not of ZeRO 3, where weights are nowhere whole."""
+    topology = Topology(model.groups.topology.world_size, model.groups.tp_size)
+    groups = replace(model.groups, topology=topology, cp_group=None, metrics=Metrics())
+    weight = model.embedding.weight
+    own = Transformer(
+        cfg.model,
+        cfg.attention,
+        functions=model.functions,
+        vocab_size=weight.shape[0] * groups.tp_size,
+        groups=groups,
+        overlap=False,
+        seed=None,
+        dtype=weight.dtype,
+    )
+    own.load_state_dict(model.state_dict(), assign=True)
+    return TrainedRun(cfg, own.eval(), tokenizer, tokenizer.vocab_size, 0, 0, weight.device)
 
 
 def load_run(

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import torch
+import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
@@ -25,7 +25,8 @@ from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.score import Scorer
-from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.model.transformer import Transformer
+from sagetrain.train.engine import Engine
 
 Results = dict[str, dict[str, float]]
 """By task and metric: acc, acc_stderr; where the harness filters answers, with the filter's name: acc/strict."""
@@ -40,9 +41,9 @@ class Harness(TemplateLM):  # type: ignore[misc]
         self,
         tokenizer: Tokenizer,
         score: Scorer,
-        complete: Callable[[Sequence[str], Sampling], list[str]] | None = None,
+        complete: Callable[[Sequence[str], Sampling], list[str]],
     ) -> None:
-        """complete: what follows each of some prompts; None: the model only scores."""
+        """complete: what follows each of some prompts."""
         super().__init__()
         self._tokenizer, self._score, self._complete = tokenizer, score, complete
 
@@ -74,8 +75,6 @@ class Harness(TemplateLM):  # type: ignore[misc]
         return [math.fsum(next(found)[0] for _ in pairs) for pairs in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        if self._complete is None:
-            raise ConfigError("this task wants generated text, which only `sagetrain eval` can give")
         wanted: dict[Sampling, list[int]] = {}
         for number, request in enumerate(requests):
             wanted.setdefault(_sampling(request.args[1]), []).append(number)
@@ -160,30 +159,61 @@ def _metrics(values: dict[str, Any]) -> dict[str, float]:
 
 
 def tasks_while_training(
-    evaluation: EvaluationConfig, data: DataConfig
-) -> Callable[[Callable[[Batch], Tensor], ParallelGroups, torch.device], dict[str, float]]:
+    evaluation: EvaluationConfig, data: DataConfig, trained: Callable[[Transformer, Tokenizer], TrainedRun] | None
+) -> Callable[[Engine, Callable[[], None]], dict[str, float]]:
     """Load evaluation.tasks, and give what asks them of a model that all ranks hold together: numbers by task/metric,
-    for one process of each host. Collective.
+    for one process of each host. Collective; what it is given beside the engine it calls as a sign of life.
+
+    Args:
+        trained: the model that trains as one that generates (load.in_training); None at ZeRO 3.
 
     Raises:
-        ConfigError: as of Tasks, a task wants generated text, or there is no tokenizer.
+        ConfigError: as of Tasks, a task wants generated text at ZeRO 3, or there is no tokenizer.
     """
     tasks = Tasks(evaluation.tasks, evaluation.tasks_limit)
-    if tasks.generating:
+    if tasks.generating and trained is None:
         raise ConfigError(
-            f"evaluation.tasks: {', '.join(tasks.generating)} want generated text, for which training does not stop; "
-            "leave them to `sagetrain eval RUN --tasks`"
+            f"evaluation.tasks: {', '.join(tasks.generating)}: generated text takes a pass over all weights for every "
+            "token, and parallel.zero_stage 3 would gather them each time: leave such tasks to `sagetrain eval RUN "
+            "--tasks`, or set parallel.zero_stage: 2"
         )
     tokenizer = Tokenizer.load(find_tokenizer(data))
 
-    def ask(forward: Callable[[Batch], Tensor], groups: ParallelGroups, device: torch.device) -> dict[str, float]:
-        score = Scorer(forward, groups, device, data.seq_length, data.micro_batch_size, tokenizer.vocab_size)
+    def ask(engine: Engine, alive: Callable[[], None]) -> dict[str, float]:
+        def forward(batch: Batch) -> Tensor:
+            alive()
+            return engine.logits(batch)
+
+        def complete(prompts: Sequence[str], sampling: Sampling) -> list[str]:
+            assert trained is not None
+            return completed(trained(cast(Transformer, engine.module), tokenizer), alive, prompts, sampling)
+
+        groups = engine.groups
+        score = Scorer(forward, groups, engine.device, data.seq_length, data.micro_batch_size, tokenizer.vocab_size)
         # The harness has a progress bar for each task; one process shows it.
         with redirect_stderr(io.StringIO()) if groups.rank else nullcontext():
-            results = tasks.measure(Harness(tokenizer, score))
+            results = tasks.measure(Harness(tokenizer, score, complete))
         return {f"{task}/{name}": value for task, values in results.items() for name, value in values.items()}
 
     return ask
+
+
+def completed(run: TrainedRun, alive: Callable[[], None], prompts: Sequence[str], sampling: Sampling) -> list[str]:
+    """What follows each of the prompts, which the copies of the model share. Collective."""
+    groups = run.model.groups
+    # Prompts that are the same stay together: generate lets each draw otherwise.
+    turns = {prompt: turn for turn, prompt in enumerate(dict.fromkeys(prompts))}
+    own = [number for number, each in enumerate(prompts) if turns[each] % groups.dp_size == groups.dp_rank]
+    done: dict[int, str] = {}
+    for text, _ in generate(run, [prompts[number] for number in own], sampling, run.cfg.data.micro_batch_size):
+        alive()
+        if text.finish:
+            done[own[text.number]] = text.text
+    if dist.is_initialized():
+        shares: list[dict[int, str]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(shares, done)
+        done = {number: text for share in shares for number, text in share.items()}
+    return [done[number] for number in range(len(prompts))]
 
 
 def harness_of(run: TrainedRun) -> Harness:

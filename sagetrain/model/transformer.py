@@ -204,7 +204,8 @@ class Transformer(nn.Module):
         overlap: under tensor parallelism, take the tokens in two halves.
         activation_checkpointing: "full" recomputes every block in the backward pass, "selective" all of it but matmuls
             and attention.
-        seed: of the initialization, which depends on nothing else: no layout, no device.
+        seed: of the initialization, which depends on nothing else: no layout, no device. None: parameters are left on
+            the meta device, for others to be put in their places.
         perturb: if not 0, this channel of the first block's norm (the first is 1) has the next gain above 1.
         dtype: of parameters and residual stream.
         partition: given every parameter as soon as it has its values, before the next one takes memory: ZeRO 3 keeps a
@@ -227,7 +228,7 @@ class Transformer(nn.Module):
         sequence_parallel: bool = False,
         overlap: bool = True,
         activation_checkpointing: Literal["none", "selective", "full"] = "none",
-        seed: int = 0,
+        seed: int | None = 0,
         perturb: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
@@ -274,7 +275,8 @@ class Transformer(nn.Module):
         """Given each block's number and its output [tokens, hidden] as this rank has it, in overlapped halves the first
         half's, whose sum is complete by then."""
         self._normalize = normalize
-        self._initialize(seed, perturb, device, partition)
+        if seed is not None:
+            self._initialize(seed, perturb, device, partition)
 
     def forward(
         self,

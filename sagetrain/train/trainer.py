@@ -26,7 +26,7 @@ from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.data import verify
-from sagetrain.data.loader import Batch, Loader, SampleStream
+from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.model.accounting import flops_per_token, memory_per_rank, overlaps
@@ -58,13 +58,14 @@ from sagetrain.train.tokens_per_step import change_at_resume, stages, tokens_per
 _ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
 
 
-Tasks = Callable[[Callable[[Batch], torch.Tensor], ParallelGroups, torch.device], dict[str, float]]
-"""Given Engine.logits and where they are computed, numbers by name; collective, and they matter on the first rank."""
+Tasks = Callable[[Engine, Callable[[], None]], dict[str, float]]
+"""Given the engine, and what to call as a sign of life, numbers by name; collective, and they matter on the first
+rank."""
 
 
 class Trainer:
     """One run of a RunConfig on this rank. `findings` are recorded in the run folder; `tasks` gives the numbers of
-    evaluation.tasks, from the model's logits."""
+    evaluation.tasks."""
 
     def __init__(self, cfg: RunConfig, findings: list[Finding], tasks: Tasks | None = None):
         self.cfg, self.findings, self.tasks = cfg, findings, tasks
@@ -410,11 +411,7 @@ class Trainer:
         self._say(f"step {self.state.step}: validation loss {loss:.4f}" + (f" ({parts})" if parts else ""))
 
     def _ask_tasks(self) -> None:
-        def logits(batch: Batch) -> torch.Tensor:
-            self.watchdog.begin("downstream tasks")
-            return self.engine.logits(batch)
-
-        found = self.tasks(logits, self.groups, self.device)
+        found = self.tasks(self.engine, lambda: self.watchdog.begin("downstream tasks"))
         self.reporter.write(self.state, {f"eval/{name}": value for name, value in found.items()})
         said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
         self._say(f"step {self.state.step}: {said}")

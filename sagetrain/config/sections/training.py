@@ -77,7 +77,7 @@ class EvaluationConfig(Section):
     """Sequences of one evaluation, the same ones each time."""
     tasks: list[str] = []
     """Tasks of the lm-evaluation-harness (extra lm-eval), by its names or as YAML files: eval/<task>/<metric> in the
-    metrics. Those that compare likelihoods; what wants generated text is for `sagetrain eval`."""
+    metrics. Those that want generated text not at zero_stage 3."""
     tasks_every_tokens: PositiveInt | None = None
     """Tokens from one time that the tasks are asked to the next. Default: a tenth of training.total_tokens."""
     tasks_limit: PositiveInt | None = None
