@@ -58,6 +58,15 @@ def test_a_peer_that_learns_otherwise_is_not_timed(program: dict, capsys: pytest
     assert "tokens/s" not in capsys.readouterr().out
 
 
+def test_16_bits_are_not_held_to_the_losses_of_8_bits_as_to_their_own(program: dict, monkeypatch) -> None:
+    """Whichever is named first."""
+    monkeypatch.setitem(program["TOLERANCE"], False, 1e-9)
+    for ours in ("sdpa,sdpa+fp8:tensorwise", "sdpa+fp8:tensorwise,sdpa"):
+        program["main"]([*TINY, "--ours", ours, "--peers", ""])
+    with pytest.raises(SystemExit, match="more than 0.0000"):
+        program["main"]([*TINY, "--ours", "sdpa,scores", "--peers", ""])
+
+
 def test_torchao_gets_all_linear_layers_but_the_head(program: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the package, by the names of its documentation; without a GPU it is asked to emulate FP8."""
     converted = []
