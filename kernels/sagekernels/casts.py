@@ -71,7 +71,7 @@ def quantize_both_twin(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[R
 # Rows and columns of a program, and how many of such pieces, one below the other, the first pass takes: of a piece it
 # leaves two atomic maxima a row or column. Lines of 128 bytes at least are read and written whole, in both directions.
 LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_STEPS = 32, 256, 8
-ROUND_ROWS, ROUND_COLUMNS = 128, 128
+ROUND_ROWS, ROUND_COLUMNS, ROUND_WARPS = 128, 128, 8
 
 
 @triton.jit
@@ -105,7 +105,9 @@ def _largest_kernel(
     if PER_ROW:
         tl.atomic_max(OF_COLUMNS + column, of_columns, mask=column < columns, sem="relaxed")
     else:
-        tl.atomic_max(OF_ROWS, tl.max(of_columns, 0), sem="relaxed")
+        largest = tl.max(of_columns, 0)
+        tl.atomic_max(OF_ROWS, largest, sem="relaxed")
+        tl.atomic_max(OF_COLUMNS, largest, sem="relaxed")
 
 
 @triton.jit
@@ -154,31 +156,80 @@ def _fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
-def store_both(
-    x, row, column, within, right, down, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE, rows, columns, padded,
-    PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
+def rows_of(down, PART: tl.constexpr, ROWS: tl.constexpr):
+    """Every fourth row of a tile, from its PART-th on: four such parts are turned as one of 32-bit words."""
+    return down * ROWS + 4 * tl.arange(0, ROWS // 4) + PART
+
+
+@triton.jit
+def load_parts(X, down, column, rows, columns, stride, ROWS: tl.constexpr):
+    """The four parts of a tile: all are on their way before one is used."""
+    x0 = load_tile(X, rows_of(down, 0, ROWS), column, rows, columns, stride)
+    x1 = load_tile(X, rows_of(down, 1, ROWS), column, rows, columns, stride)
+    x2 = load_tile(X, rows_of(down, 2, ROWS), column, rows, columns, stride)
+    x3 = load_tile(X, rows_of(down, 3, ROWS), column, rows, columns, stride)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def store_rows(
+    x, row, column, within, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns,
+    PART: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Round a tile, float32, and write it along rows and along columns. within: which columns it has. right, down:
-    where it is among the tiles; the first ones write the scales."""
-    wide_row, wide_column = row.to(tl.int64), column.to(tl.int64)
-    inside = (row < rows)[:, None] & within[None, :]
-    to_turned = TURNED + wide_column[:, None] * padded + row[None, :]
-    turned_inside = within[:, None] & (row < padded)[None, :]
+    """Round part of a tile, float32, along rows and write that; and along columns, as that byte of a word."""
     if PER_ROW:
         scale, inverse = _scale_of(tl.load(OF_ROWS + row, mask=row < rows, other=0), NUMBER)
-        turned_scale, turned_inverse = _scale_of(tl.load(OF_COLUMNS + column, mask=within, other=0), NUMBER)
         codes = _codes_of(x * scale[:, None], NUMBER)
         turned = _codes_of(x * turned_scale[None, :], NUMBER)
         tl.store(SCALE + row, inverse, mask=(row < rows) & (right == 0))
-        tl.store(TURNED_SCALE + column, turned_inverse, mask=within & (down == 0))
     else:
-        scale, inverse = _scale_of(tl.load(OF_ROWS), NUMBER)
+        scale, _ = _scale_of(tl.load(OF_ROWS), NUMBER)
         codes = _codes_of(x * scale, NUMBER)
-        turned = codes
+        turned = _codes_of(x * turned_scale, NUMBER)
+    inside = (row < rows)[:, None] & within[None, :]
+    tl.store(CODES + row.to(tl.int64)[:, None] * columns + column[None, :], codes, mask=inside)
+    return (turned.to(tl.int32) & 0xFF) << (8 * PART)
+
+
+@triton.jit
+def store_both(
+    x0, x1, x2, x3, column, within, right, down, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE,
+    rows, columns, padded, ROWS: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
+):  # fmt: skip
+    """Round a tile, float32, four parts (rows_of), and write it along rows and along columns, there as words of four.
+
+    Args:
+        within: which columns it has.
+        right, down: where it is among the tiles; the first ones write the scales.
+        TURNED: int32.
+    """
+    if PER_ROW:
+        turned_scale, inverse = _scale_of(tl.load(OF_COLUMNS + column, mask=within, other=0), NUMBER)
+        tl.store(TURNED_SCALE + column, inverse, mask=within & (down == 0))
+    else:
+        # The same number, read again: codes that are used both ways end ptxas 12.8 (and as bytes became zeros).
+        turned_scale, inverse = _scale_of(tl.load(OF_COLUMNS), NUMBER)
         tl.store(SCALE, inverse, mask=(right == 0) & (down == 0))
         tl.store(TURNED_SCALE, inverse, mask=(right == 0) & (down == 0))
-    tl.store(CODES + wide_row[:, None] * columns + column[None, :], codes, mask=inside)
-    tl.store(to_turned, tl.trans(turned), mask=turned_inside)
+    words = store_rows(
+        x0, rows_of(down, 0, ROWS), column, within, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns,
+        0, PER_ROW, NUMBER,
+    )  # fmt: skip
+    words |= store_rows(
+        x1, rows_of(down, 1, ROWS), column, within, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns,
+        1, PER_ROW, NUMBER,
+    )  # fmt: skip
+    words |= store_rows(
+        x2, rows_of(down, 2, ROWS), column, within, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns,
+        2, PER_ROW, NUMBER,
+    )  # fmt: skip
+    words |= store_rows(
+        x3, rows_of(down, 3, ROWS), column, within, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns,
+        3, PER_ROW, NUMBER,
+    )  # fmt: skip
+    word, many = down * (ROWS // 4) + tl.arange(0, ROWS // 4), padded // 4
+    inside = within[:, None] & (word < many)[None, :]
+    tl.store(TURNED + column.to(tl.int64)[:, None] * many + word[None, :], tl.trans(words), mask=inside)
 
 
 @triton.jit
@@ -188,11 +239,11 @@ def _round_both_kernel(
 ):  # fmt: skip
     """One program rounds one tile: read once, written along rows and along columns."""
     right, down = tl.program_id(0) % across, tl.program_id(0) // across
-    row, column = down * ROWS + tl.arange(0, ROWS), right * COLUMNS + tl.arange(0, COLUMNS)
-    x = load_tile(X, row, column, rows, columns, stride)
+    column = right * COLUMNS + tl.arange(0, COLUMNS)
+    x0, x1, x2, x3 = load_parts(X, down, column, rows, columns, stride, ROWS)
     store_both(
-        x, row, column, column < columns, right, down, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE,
-        rows, columns, padded, PER_ROW, NUMBER,
+        x0, x1, x2, x3, column, column < columns, right, down, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE,
+        rows, columns, padded, ROWS, PER_ROW, NUMBER,
     )  # fmt: skip
 
 
@@ -212,9 +263,9 @@ def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple
         )  # fmt: skip
         across, down = triton.cdiv(columns, ROUND_COLUMNS), triton.cdiv(padded, ROUND_ROWS)
         _round_both_kernel[(across * down,)](
-            x, of_rows, of_columns, codes.view(torch.int8), scale, turned.view(torch.int8), turned_scale,
+            x, of_rows, of_columns, codes.view(torch.int8), scale, turned.view(torch.int32), turned_scale,
             rows, columns, padded, x.stride(0), across,
-            ROWS=ROUND_ROWS, COLUMNS=ROUND_COLUMNS, PER_ROW=per_row, NUMBER=NAMES[number], num_warps=8,
+            ROWS=ROUND_ROWS, COLUMNS=ROUND_COLUMNS, PER_ROW=per_row, NUMBER=NAMES[number], num_warps=ROUND_WARPS,
         )  # fmt: skip
     return rounded
 

@@ -22,6 +22,7 @@ from .casts import (
     Rounded,
     check_cast,
     empty_both,
+    load_parts,
     load_tile,
     magnitude_bits,
     quantize_both_twin,
@@ -44,10 +45,10 @@ def swiglu_gradient(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return torch.cat((of_gate, wide * F.silu(gate32)), 1).to(gate.dtype)
 
 
-# As in casts.py, but of two or three matrices. Several programs fit on a multiprocessor (backward by 158 registers a
-# thread), so that some load while others compute.
+# As in casts.py, but of two or three matrices. Two programs fit on a multiprocessor backward (199 registers a thread),
+# so that one loads while the other computes.
 LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_STEPS = 32, 128, 8
-ROUND_ROWS, ROUND_COLUMNS = 64, 64
+ROUND_ROWS, ROUND_COLUMNS, ROUND_WARPS = 64, 64, 4
 
 
 @triton.jit
@@ -104,7 +105,9 @@ def _largest_kernel(
         if BACKWARD:
             tl.atomic_max(OF_COLUMNS + columns + column, of_more, mask=column < columns, sem="relaxed")
     else:
-        tl.atomic_max(OF_ROWS, tl.max(tl.maximum(of_columns, of_more), 0), sem="relaxed")
+        largest = tl.max(tl.maximum(of_columns, of_more), 0)
+        tl.atomic_max(OF_ROWS, largest, sem="relaxed")
+        tl.atomic_max(OF_COLUMNS, largest, sem="relaxed")
 
 
 @triton.jit
@@ -116,24 +119,30 @@ def _round_kernel(
     """One program computes one tile, backward that of both gradients, and writes it along rows and along columns."""
     DTYPE: tl.constexpr = GATE.dtype.element_ty
     right, down = tl.program_id(0) % across, tl.program_id(0) // across
-    row, column = down * ROWS + tl.arange(0, ROWS), right * COLUMNS + tl.arange(0, COLUMNS)
+    column = right * COLUMNS + tl.arange(0, COLUMNS)
     within = column < columns
-    gate = load_tile(GATE, row, column, rows, columns, gate_stride)
-    up = load_tile(UP, row, column, rows, columns, up_stride)
+    gate0, gate1, gate2, gate3 = load_parts(GATE, down, column, rows, columns, gate_stride, ROWS)
+    up0, up1, up2, up3 = load_parts(UP, down, column, rows, columns, up_stride, ROWS)
     if BACKWARD:
-        grad = load_tile(GRAD, row, column, rows, columns, grad_stride)
+        grad0, grad1, grad2, grad3 = load_parts(GRAD, down, column, rows, columns, grad_stride, ROWS)
         store_both(
-            _held(_gate_gradient(grad, gate, up), DTYPE), row, column, within, right, down, OF_ROWS, OF_COLUMNS,
-            CODES, SCALE, TURNED, TURNED_SCALE, rows, 2 * columns, padded, PER_ROW, NUMBER,
+            _held(_gate_gradient(grad0, gate0, up0), DTYPE), _held(_gate_gradient(grad1, gate1, up1), DTYPE),
+            _held(_gate_gradient(grad2, gate2, up2), DTYPE), _held(_gate_gradient(grad3, gate3, up3), DTYPE),
+            column, within, right, down, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE,
+            rows, 2 * columns, padded, ROWS, PER_ROW, NUMBER,
         )  # fmt: skip
         store_both(
-            _held(grad * _silu(gate), DTYPE), row, columns + column, within, right + 1, down, OF_ROWS, OF_COLUMNS,
-            CODES, SCALE, TURNED, TURNED_SCALE, rows, 2 * columns, padded, PER_ROW, NUMBER,
+            _held(grad0 * _silu(gate0), DTYPE), _held(grad1 * _silu(gate1), DTYPE),
+            _held(grad2 * _silu(gate2), DTYPE), _held(grad3 * _silu(gate3), DTYPE),
+            columns + column, within, right + 1, down, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE,
+            rows, 2 * columns, padded, ROWS, PER_ROW, NUMBER,
         )  # fmt: skip
     else:
         store_both(
-            _held(_silu(gate) * up, DTYPE), row, column, within, right, down, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED,
-            TURNED_SCALE, rows, columns, padded, PER_ROW, NUMBER,
+            _held(_silu(gate0) * up0, DTYPE), _held(_silu(gate1) * up1, DTYPE),
+            _held(_silu(gate2) * up2, DTYPE), _held(_silu(gate3) * up3, DTYPE),
+            column, within, right, down, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE,
+            rows, columns, padded, ROWS, PER_ROW, NUMBER,
         )  # fmt: skip
 
 
@@ -159,10 +168,10 @@ def swiglu_triton(
         across, down = triton.cdiv(columns, ROUND_COLUMNS), triton.cdiv(padded, ROUND_ROWS)
         _round_kernel[(across * down,)](
             grad, gate, up, of_rows, of_columns,
-            codes.view(torch.int8), scale, turned.view(torch.int8), turned_scale,
+            codes.view(torch.int8), scale, turned.view(torch.int32), turned_scale,
             rows, columns, padded, *strides, across,
             ROWS=ROUND_ROWS, COLUMNS=ROUND_COLUMNS, PER_ROW=per_row, NUMBER=NAMES[number], BACKWARD=backward,
-            num_warps=4,
+            num_warps=ROUND_WARPS,
         )  # fmt: skip
     return rounded
 
