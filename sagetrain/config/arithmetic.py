@@ -33,6 +33,12 @@ def resolved_zero_stage(cfg: RunConfig) -> int:
     return 1 if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0 else cfg.parallel.zero_stage
 
 
+def overlaps_reduction(cfg: RunConfig) -> bool:
+    """deepspeed.zero_optimization.overlap_comm: the YAML's, else at stage 3 alone, where DeepSpeed without it gathers
+    on the stream of the kernels and waits for that in every block."""
+    return bool(cfg.deepspeed.get("zero_optimization", {}).get("overlap_comm", resolved_zero_stage(cfg) == 3))
+
+
 def decay_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:
     """Tokens of the final decay of wsd: as configured, else a tenth of the run."""
     return lr_schedule.decay_tokens or max(1, total_tokens // 10)

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sagetrain.config.arithmetic import data_parallel_size, resolved_zero_stage, token_multiple
+from sagetrain.config.arithmetic import data_parallel_size, overlaps_reduction, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import LinearConfig, RunConfig
 from sagetrain.hardware import Hardware
@@ -345,7 +345,7 @@ class _Step:
         wide = 2 if self.cfg.parallel.gradient_reduction == "bf16" else 4
         calls = self.accumulation * buckets if stage > 1 else 1
         gradients = self._collective("data", "gradients", kind, calls, wide * size // buckets)
-        if zero.get("overlap_comm") and kind != "reduce":
+        if overlaps_reduction(self.cfg) and kind != "reduce":
             gradients = _beside(gradients, 2 * compute / 3)
         if stage == 0:
             return [gradients]

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sagetrain.config.arithmetic import resolved_zero_stage
+from sagetrain.config.arithmetic import overlaps_reduction, resolved_zero_stage
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.accounting import reduce_bucket_size
@@ -86,8 +86,9 @@ def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int, param
     parameters: of this tensor-parallel rank.
     """
     stage = resolved_zero_stage(cfg)
-    zero = {"stage": stage, "overlap_comm": False, **cfg.deepspeed.get("zero_optimization", {})}
-    zero["reduce_bucket_size"] = reduce_bucket_size(cfg, parameters)  # the YAML's, if it has one
+    zero = {"stage": stage, **cfg.deepspeed.get("zero_optimization", {})}
+    # The YAML's, if it has them.
+    zero.update(reduce_bucket_size=reduce_bucket_size(cfg, parameters), overlap_comm=overlaps_reduction(cfg))
     # Stage 0 leaves the norm unreported, so that stage clips in Engine._clip_stage0.
     generated = {
         "train_batch_size": cfg.data.micro_batch_size * accumulation * num_replicas,
