@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -212,6 +213,37 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Pat
     started.clear()  # what failed is tried again, what diverged is not
     compare(question, where, said.append, command="x", start=ends)
     assert started == ["broken", "large"]
+
+
+def test_no_run_goes_on_behind_an_error_of_the_command(tmp_path: Path) -> None:
+    """A full disk, say: nobody would know of runs that nobody waits for, and they have the GPUs."""
+    told: list[tuple[str, int]] = []
+
+    class Running:
+        def __init__(self, variant: str):
+            self.variant = variant
+
+        def poll(self) -> int | None:
+            return 0 if self.variant == "short" else None
+
+        def send_signal(self, number: int) -> None:
+            told.append((self.variant, number))
+
+    def ended(job: Job, code: int | None) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    jobs = [Job("", variant, 0) for variant in ("long", "short")]
+    every = runner.Runner(
+        [{}, {}],
+        lambda job: [job.variant],
+        lambda job: tmp_path / "log",
+        ended,
+        lambda running: None,
+        lambda words, env, log: Running(words[0]),
+    )
+    with pytest.raises(OSError, match="No space left"):
+        every.run(jobs, runner.Stop())
+    assert told == [("long", signal.SIGTERM)]
 
 
 def test_runs_are_dealt_out_to_gpus_and_to_cores(monkeypatch: pytest.MonkeyPatch) -> None:

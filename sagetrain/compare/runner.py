@@ -107,8 +107,17 @@ class Runner:
         self._ended, self._tick, self._start = ended, tick, start
 
     def run(self, jobs: Sequence[Job], stop: Stop) -> None:
-        """All of them, until `stop`: then those that run are asked to save, and waited for."""
-        waiting, running, asked = deque(jobs), dict[int, tuple[Job, Process]](), False
+        """All of them, until `stop`: then those that run are asked to save, and waited for. An error of ours asks them
+        too, and waits for none."""
+        running: dict[int, tuple[Job, Process]] = {}
+        try:
+            self._run(deque(jobs), running, stop)
+        except BaseException:
+            _tell(running, signal.SIGTERM)
+            raise
+
+    def _run(self, waiting: deque[Job], running: dict[int, tuple[Job, Process]], stop: Stop) -> None:
+        asked = False
         while waiting or running:
             if stop and not asked:
                 asked = True

@@ -126,7 +126,10 @@ def selective(block: Callable[..., tuple[Tensor, ...]], *inputs: Any) -> tuple[T
     the backward pass. To be called inside of what torch.compile traces: outside it would not see single operators.
     (FlashAttention's own package is none that it could see, so it runs again.)"""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    made: tuple[Tensor, ...] = checkpoint(
+        block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+    )
+    return made
 
 
 def recomputed(
