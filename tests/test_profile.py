@@ -37,6 +37,16 @@ def test_a_run_that_begins_and_ends_within_the_window_leaves_what_it_took(tmp_pa
     assert steps_of(tmp_path / "rank-0.json") == {"step 4", "step 5", "aten::mm"}
 
 
+def test_the_window_ends_also_where_its_last_step_is_dropped(tmp_path: Path) -> None:
+    """Else all that follow would be watched to the end of the run, and their events kept in memory."""
+    said: list[str] = []
+    window = ProfileWindow(ProfileConfig(from_step=3, steps=2), tmp_path, 0, said.append)
+    for number in (3, 5):  # training.drop_steps: [4]
+        with window.step(number):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+    assert len(said) == 1 and steps_of(tmp_path / "rank-0.json") == {"step 3", "aten::mm"}
+
+
 def test_other_ranks_write_where_they_were_asked_to(tmp_path: Path) -> None:
     assert profiled(tmp_path, range(1, 3), None) == []
     assert profiled(tmp_path, range(1, 3), ProfileConfig(from_step=1), rank=1) == []

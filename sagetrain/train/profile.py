@@ -34,6 +34,7 @@ class ProfileWindow:
     def step(self, number: int) -> Iterator[None]:
         """Around a step of the run (the first is 1)."""
         if number not in self._steps:
+            self.close()  # steps of the window may have been dropped, its last too
             yield
             return
         if self._profiler is None:
