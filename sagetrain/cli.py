@@ -10,7 +10,7 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,7 +19,7 @@ from sagetrain.cli_evaluate import evaluation
 from sagetrain.cli_generate import generation
 from sagetrain.cli_options import Checkpoint, Config, Overrides, RunDir
 from sagetrain.cli_studies import studies
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.exits import Errors as _Errors
 from sagetrain.exits import leave as _exit
 from sagetrain.exits import leave_together as _leave_together
@@ -37,7 +37,7 @@ app.add_typer(evaluation)
 app.add_typer(generation)
 app.add_typer(studies)
 
-Gpu = enum.Enum("Gpu", {name: name for name in HARDWARE})
+Gpu = enum.Enum("Gpu", {name: name for name in HARDWARE})  # type: ignore[misc]
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="The same: --config CONFIG.")]
 
 
@@ -171,7 +171,7 @@ def plan(
             help="What memory and step time are predicted for: h200 is measured, h100 on one GPU; the others are "
             "scaled by datasheet."
         ),
-    ] = Gpu.h200,
+    ] = Gpu["h200"],
     gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs that share NVLink; beyond is the network.")] = 8,
     network_gbps: Annotated[float, typer.Option(min=1, help="Network bandwidth of one GPU, in Gbit/s.")] = 400,
     measured_tokens_per_second: Annotated[
@@ -239,8 +239,11 @@ def train(
         try:
             path, changes = _named("train", config, config_option, overrides)
             cfg, findings = _checked(path, changes, world_size, show=rank == 0)
-            _use_cores(show=rank == 0)
             errors.run_dir = Path(cfg.training.run_dir)
+            from sagetrain.parallel.host import use_cores
+
+            if (said := use_cores()) and rank == 0:
+                _warn(said)
             from sagetrain.train.trainer import Trainer
 
             tasks = None
@@ -281,8 +284,8 @@ def export(
     with _Errors(run_dir=run_dir):
         from sagetrain.interop.exporting import export as write
 
-        name, size = dtype.value if dtype else None, int(shard_gb * 1e9)
-        done = write(run_dir, folder, step=checkpoint, dtype=name, shard_bytes=size, report=_warn)
+        name: Any = dtype.value if dtype else None
+        done = write(run_dir, folder, step=checkpoint, dtype=name, shard_bytes=int(shard_gb * 1e9), report=_warn)
     typer.echo(
         f"{folder}: {done.architecture} of step {done.step}, {done.tensors} tensors, {done.bytes:,} bytes in "
         f"{done.shards} file{'s' * (done.shards > 1)}"
@@ -316,7 +319,7 @@ def _named(command: str, first: str | None, option: Path | None, others: list[st
     return Path(words[0]), words[1:]
 
 
-def _checked(config: Path, overrides: list[str], world_size: int, show: bool):
+def _checked(config: Path, overrides: list[str], world_size: int, show: bool) -> tuple[Any, list[Finding]]:
     """Load and check a configuration. Errors end the run here, before any process group starts."""
     from sagetrain.config.check import check
     from sagetrain.config.load import load_config
@@ -333,19 +336,11 @@ def _checked(config: Path, overrides: list[str], world_size: int, show: bool):
     return cfg, findings
 
 
-def _use_cores(show: bool = False) -> None:
-    from sagetrain.parallel.host import use_cores
-
-    said = use_cores()
-    if said and show:
-        _warn(said)
-
-
 def main() -> None:
     """Entry point of the console script and of launch/train.py. Help is as wide as the terminal; a pipe has no end."""
-    command = typer.main.get_command(app)
+    command = typer.main.get_group(app)
     for each in command.commands.values():
-        each.short_help = each.help.partition("\n\n")[0]  # whole: by itself the list of commands is cut
+        each.short_help = (each.help or "").partition("\n\n")[0]  # whole: by itself the list of commands is cut
     command(terminal_width=shutil.get_terminal_size((10_000, 24)).columns)
 
 

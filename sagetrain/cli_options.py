@@ -25,7 +25,7 @@ Checkpoint = Annotated[
     int | None,
     typer.Option("--checkpoint", metavar="STEP", min=1, show_default=False, help="Its checkpoint of this step."),
 ]
-Attention = enum.Enum("Attention", {name: name for name in ("sdpa", "sage", "flash", "reference", "fp4")})
+Attention = enum.Enum("Attention", {name: name for name in ("sdpa", "sage", "flash", "reference", "fp4")})  # type: ignore[misc]
 InferenceAttention = Annotated[
     Attention | None,
     typer.Option("--attention", show_default=False, help="Compute with this attention. Default: the run's own."),

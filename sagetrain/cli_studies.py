@@ -20,7 +20,7 @@ from sagetrain.exits import warn as _warn
 
 studies = typer.Typer()
 
-Backend = enum.Enum("Backend", {name: name for name in ("sdpa", "sage", "flash", "reference")})
+Backend = enum.Enum("Backend", {name: name for name in ("sdpa", "sage", "flash", "reference")})  # type: ignore[misc]
 
 
 @studies.command()
@@ -171,7 +171,7 @@ def replay(
     ],
     attention: Annotated[
         Backend, typer.Option("--attention", help="What to take the step with, beside what it had.")
-    ] = Backend.sdpa,
+    ] = Backend["sdpa"],
     recipe: Annotated[str | None, typer.Option(help="Of --attention sage. Default: the run's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
