@@ -14,6 +14,7 @@ from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.mlp import MLP
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
+from sagetrain.parallel import lowbit
 from sagetrain.parallel.layers import keep_weights
 from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.topology import ParallelGroups, Topology
@@ -103,6 +104,18 @@ def test_in_16_bits_it_is_as_close_to_float64_as_apart(name: tuple[str, str]) ->
     for ours, other, expected in zip(found, apart, truth, strict=True):
         errors = [((value.double() - expected).norm() / expected.norm()).item() for value in (ours, other)]
         assert errors[0] < 0.15 and errors[0] < 1.02 * errors[1], errors
+
+
+@fused_recipe
+def test_torchs_own_kernels_take_what_autograd_hands_on(name: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: they look at strides, when torch.compile traces them already."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(lowbit, "product", lowbit.library_product)
+    layer = mlp(name, torch.bfloat16)
+    x, grad = random(5, 48, 64).bfloat16(), random(7, 48, 64).bfloat16()
+    eager = results(layer, x, grad)
+    for ours, other in zip(results(layer, x, grad, compiled=True), eager, strict=True):
+        assert torch.equal(ours, other)
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in FUSED], ids=" ".join)

@@ -270,24 +270,19 @@ def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple
     return rounded
 
 
-Form = tuple[tuple[int, int], torch.dtype]
-"""Shape and dtype."""
-
-
-def forms_of(rows: int, columns: int, number: torch.dtype, per_row: bool) -> tuple[Form, ...]:
-    """Of codes and scales of a matrix, as it lies and turned."""
-    shapes = (rows, columns), (columns, (rows + MULTIPLE - 1) // MULTIPLE * MULTIPLE)
-    scales = ((shape[0] if per_row else 1, 1) for shape in shapes)
-    pairs = zip(shapes, scales, strict=True)
-    return tuple(form for codes, scale in pairs for form in ((codes, number), (scale, torch.float32)))
-
-
 def empty_both(
     rows: int, columns: int, number: torch.dtype, per_row: bool, device: torch.device
 ) -> tuple[Rounded, Rounded]:
-    """Memory for them."""
-    made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms_of(rows, columns, number, per_row)]
-    return Rounded(*made[:2]), Rounded(*made[2:])
+    """Memory for codes and scales of a matrix, as it lies and turned."""
+    shapes = (rows, columns), (columns, (rows + MULTIPLE - 1) // MULTIPLE * MULTIPLE)
+    rounded, turned = (
+        Rounded(
+            torch.empty(shape, dtype=number, device=device),
+            torch.empty(shape[0] if per_row else 1, 1, dtype=torch.float32, device=device),
+        )
+        for shape in shapes
+    )
+    return rounded, turned
 
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -5,8 +5,8 @@
 
 The layer that follows reads silu(gate) * up in codes that no tensor in 16 bits stood behind, and makes of its gradient
 the codes that the layer before multiplies with. Autograd hands on a gradient in the shape and dtype of what it belongs
-to, so the layer before has more results, empty ones without memory, in those of codes and scales: they carry the
-gradient, and gate and up carry none. Nothing else may read them, or gate and up with a gradient.
+to, so the layer before has more results, empty ones, in those of codes and scales: they carry the gradient, and gate
+and up carry none. Nothing else may read them, or gate and up with a gradient.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sagekernels.casts import E4M3, E5M2, INT8, Rounded, forms_of, quantize, quantize_both
+from sagekernels.casts import E4M3, E5M2, INT8, Rounded, empty_both, quantize, quantize_both
 from sagekernels.swiglu import quantize_swiglu, quantize_swiglu_gradient
 from sagetrain.parallel import packing
 from sagetrain.parallel.matmul import Matmul
@@ -139,9 +139,11 @@ class LowBit(Matmul):
         return *rounded, *turned
 
     def gradient_stand_ins(self, results: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What `prepare` makes of the gradients of what `forward` returned, by shape and dtype; without memory."""
-        forms = forms_of(len(results[0]), sum(y.shape[1] for y in results), self.gradient, self.per_row)
-        return [torch.empty((), dtype=dtype, device=results[0].device).expand(shape) for shape, dtype in forms]
+        """Empty tensors like those that `prepare` makes of the gradients of what `forward` returned. (In strides, too:
+        torch.compile traces the backward pass with them. It allocates none.)"""
+        rows, columns = len(results[0]), sum(y.shape[1] for y in results)
+        rounded, turned = empty_both(rows, columns, self.gradient, self.per_row, results[0].device)
+        return *rounded, *turned
 
     def read_gated(self, gate: Tensor, up: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """`read` of silu(gate) * up."""
