@@ -12,10 +12,10 @@ and up carry none. Nothing else may read them, or gate and up with a gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from sagetrain.parallel.lowbit import LowBit
 
@@ -25,12 +25,13 @@ Gated = tuple[Tensor, ...]
 
 def gated_linear(gated: Gated, weight: Tensor, matmul: LowBit, kept: Sequence[Tensor] = ()) -> Tensor:
     """(silu(gate) * up) W^T: [tokens, out]. matmul: also that of the layer before. kept: as of linear."""
-    return _GatedLinear.apply(matmul, weight, *gated, *kept)
+    y: Tensor = _GatedLinear.apply(matmul, weight, *gated, *kept)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _GatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, matmul: LowBit, weight: Tensor, gate: Tensor, up: Tensor, *more: Tensor) -> Tensor:
+    def forward(ctx: Any, matmul: LowBit, weight: Tensor, gate: Tensor, up: Tensor, *more: Tensor) -> Tensor:
         kept = more[4:]
         operand, saved = matmul.read_gated(gate, up)
         ctx.matmul = matmul
@@ -39,7 +40,7 @@ class _GatedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         matmul = ctx.matmul
         gate, up, weight, codes, scale, *kept = ctx.saved_tensors
         prepared = matmul.prepare((grad,))
