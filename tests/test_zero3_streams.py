@@ -29,7 +29,7 @@ class Stream:
         Stream.waits[self.name] += 1
 
 
-KERNELS = Stream("kernels")
+KERNELS, DEVICE = Stream("kernels"), Stream("device")
 CURRENT = [KERNELS]
 
 
@@ -53,7 +53,7 @@ def on(stream: Stream) -> Iterator[None]:
     CURRENT.pop()
 
 
-def waits() -> dict[str, int]:
+def waits(persistent: int) -> dict[str, int]:
     """Of the host, by stream, in one step of two micro-batches, with DeepSpeed made to think that there are streams."""
     from deepspeed.accelerator import get_accelerator
 
@@ -65,8 +65,9 @@ def waits() -> dict[str, int]:
     accelerator.default_stream = lambda self: KERNELS
     accelerator.current_stream = lambda self: CURRENT[-1]
     accelerator.stream = lambda self, stream: on(stream)
+    accelerator.synchronize = lambda self, device=None: DEVICE.synchronize()
     torch.Tensor.record_stream = lambda self, stream: None
-    zero = {"stage3_param_persistence_threshold": 100, "stage3_max_reuse_distance": 0}
+    zero = {"stage3_param_persistence_threshold": persistent, "stage3_max_reuse_distance": 0}
     engine = tiny.engine(tiny.config(3, "bf16", deepspeed={"zero_optimization": zero}), groups)
     for step in range(3):  # DeepSpeed learns the order of its modules
         Stream.waits.clear()
@@ -75,6 +76,12 @@ def waits() -> dict[str, int]:
 
 
 def test_the_host_does_not_wait_for_kernels() -> None:
-    for found in run_distributed(waits, 2):
+    for found in run_distributed(waits, 2, 100):
         assert found["another"] > 20  # the gathers', so what is counted here is called
         assert found.get("kernels", 0) == 0, found
+
+
+def test_the_first_gather_comes_after_the_update() -> None:
+    """The streams of both do not know of each other, and DeepSpeed waits only where it keeps weights gathered."""
+    for found in run_distributed(waits, 2, 0):
+        assert found["device"] >= 1

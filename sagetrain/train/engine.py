@@ -177,6 +177,7 @@ class Engine:
         self._gain_cap = cfg.stability.qk_gain.cap
         if self.stage == 3 and getattr(model, "whole_blocks", False):
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])  # hooks before and behind a block alone
+        self._synchronize = deepspeed.get_accelerator().synchronize
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory tables at every stage of this
             self._ds, *_ = deepspeed.initialize(
                 model=model, optimizer=self._base, config=self.config, mpu=Mpu(groups), dist_init_required=False
@@ -347,9 +348,12 @@ class Engine:
             torch._foreach_mul_([p.grad for p in marked], self._clip / (self._norm + 1e-6))
 
     def _renew(self) -> None:
-        """Weights in 8 bits, from the weights as they are now: once for all micro-batches of a step."""
+        """Weights in 8 bits, from the weights as they are now: once for all micro-batches of a step. At ZeRO 3 gathers,
+        which have a stream of their own, must find them written."""
         if self._keeps:
             self.module.keep_weights()
+        if self.stage == 3:
+            self._synchronize()
 
     # -- where the master weights and moments live ---------------------------------------------------------------
 
