@@ -208,6 +208,22 @@ def test_blocks_compile_to_one_graph(backend: str, packing: dict) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+def test_compiled_blocks_check_no_buffers_but_under_zero_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, real = [], torch.compile
+
+    def compiled(*arguments, **how):
+        found.append(how["options"])
+        return real(*arguments, **how)  # which knows all options by name
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    asserts = {"size_asserts": False, "alignment_asserts": False}
+    for whole, expected in ((False, asserts), (True, {})):
+        _model(backend="sdpa").compile_blocks(whole=whole)
+        assert found
+        assert all(options == expected for options in found)
+        found.clear()
+
+
 class Watched(AttentionFunction):
     """What passes through a layer's attention, as a monitor would see it."""
 

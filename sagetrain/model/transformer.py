@@ -44,6 +44,10 @@ ORDERED = {
 }
 """torch.compile's options under tensor parallelism."""
 
+UNCHECKED = {"size_asserts": False, "alignment_asserts": False}
+"""torch.compile's options where weights stay: no look at sizes and strides of all inputs and buffers at every call.
+Guards have looked at the inputs. (A weight that ZeRO-3 has taken away by the backward pass would pass them.)"""
+
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), as stages for schedule.py to walk.
@@ -379,7 +383,9 @@ class Transformer(nn.Module):
         a block together, so blocks run alone (`whole_blocks`) and the final norm is not compiled.
         later: functions that layers may get while training.
         """
-        options = ORDERED if self.groups.tp_size > 1 and backend == "inductor" else None
+        options: dict[str, bool | int] | None = None
+        if backend == "inductor":
+            options = {**({} if whole else UNCHECKED), **(ORDERED if self.groups.tp_size > 1 else {})}
         traceable = all(function.traceable for function in (*later, *self.functions))
         how = {"fullgraph": traceable, "backend": backend, "options": options}
         self.whole_blocks = whole
