@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sagekernels.admission import median_seconds
 from sagekernels.casts import Rounded, quantize_both, quantize_both_twin
 from sagekernels.swiglu import quantize_swiglu, quantize_swiglu_gradient, swiglu, swiglu_gradient, swiglu_twin
 from sagekernels.testing import random_swiglu
@@ -43,7 +44,7 @@ from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
-ROUNDS, CALLS = 15, 8
+ROUNDS = 15
 
 
 class Plain(nn.Module):
@@ -82,17 +83,6 @@ def check(name: str, layer: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> No
     for what, error in errors_of(layer, x, grads).items():
         if not error < LIMITS[name.split()[0]]:
             raise SystemExit(f"{name}: the {what} is wrong by {error:.3g} of itself; not timed")
-
-
-def milliseconds(action: Callable[[], object]) -> float:
-    """Of one call, between events around several."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(CALLS):
-        action()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / CALLS
 
 
 def measure(inputs: int, sizes: dict[str, int], tokens: int, recipes: Sequence[str]) -> dict[str, float]:
@@ -263,7 +253,7 @@ def in_turn(actions: dict[str, Callable[[], object]]) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in actions}
     for number in range(ROUNDS + 3):
         for name, action in actions.items():
-            spent = milliseconds(action)
+            spent = 1e3 * median_seconds(action, "cuda")
             if number >= 3:
                 times[name].append(spent)
     return {name: statistics.median(spent) for name, spent in times.items()}
