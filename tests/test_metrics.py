@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import tiny
@@ -24,14 +25,16 @@ from distributed import run_distributed
 from sagetrain import exits
 from sagetrain.config import RunConfig
 from sagetrain.config.arithmetic import padded_vocab_size
-from sagetrain.config.schema import DataSource
+from sagetrain.config.schema import DataSource, LoggingConfig
 from sagetrain.data.loader import SampleStream
 from sagetrain.data.token_file import TokenFileWriter
 from sagetrain.model.accounting import flops_per_token
 from sagetrain.stability.controller import Event
 from sagetrain.train import reporter
+from sagetrain.train.ledger import TrainState
 from sagetrain.train.metrics import MetricsWriter
 from sagetrain.train.run_folder import RunFolder
+from sagetrain.train.step import StepResult
 from sagetrain.train.trainer import Trainer
 
 
@@ -170,6 +173,19 @@ def train_two_ranks(data: str, tokenizer: str, run_dir: str) -> None:
     cfg["logging"].update(every_steps=2, layer_norms_every_steps=3)
     cfg["profile"] = {"from_step": 2, "steps": 1, "all_ranks": True}
     Trainer(RunConfig.model_validate(cfg), []).run()
+
+
+def test_the_last_step_of_a_run_has_a_row_whatever_its_number(tmp_path: Path, monkeypatch) -> None:
+    """With what was measured since the row before."""
+    monkeypatch.setattr(reporter.dist, "get_world_size", lambda: 1)
+    own, state, logging = reporter.Reporter(True), TrainState(), LoggingConfig(every_steps=2, tensorboard=False)
+    own.open(tmp_path, state, 3 * 64 - 1, logging, {}, lambda span: 1.0, 16, torch.device("cpu"))
+    for number in range(1, 4):
+        state.advance(64, 16)
+        metrics = {"train/loss": float(number), "train/grad_norm": 1.0}
+        own.step(state, StepResult(metrics, True, False, 0, 1.0), 64, 1e-3)
+    own.close()
+    assert [(row["step"], row["train/loss"]) for row in rows(tmp_path)] == [(2, 2.0), (3, 3.0)]
 
 
 def test_mfu_counts_attention_inside_documents_and_beside_it_whole_sequences(corpus: Path, tmp_path: Path) -> None:

@@ -262,7 +262,8 @@ def test_a_run_writes_what_it_measured(backend: str, corpus: Path, tmp_path: Pat
     run_distributed(train, 1, str(corpus), str(tmp_path / "run"), backend)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     measured = [row for row in rows if "quant/1/dS/rel_l2" in row]
-    assert [row["step"] for row in measured] == ([3] if backend == "sage" else [])  # step 2, in the next row
+    # Step 2 in the next row, and step 4 in that of the end.
+    assert [row["step"] for row in measured] == ([3, 4] if backend == "sage" else [])
 
 
 def found_of(**sections: dict) -> dict[str, str]:

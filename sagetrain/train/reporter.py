@@ -44,7 +44,7 @@ class Reporter:
         tree: the resolved configuration, for Weights & Biases.
         flops_per_token: of a span (model.accounting), for MFU.
         """
-        self._logging, self._device = logging, device
+        self._logging, self._device, self._total = logging, device, total_tokens
         self._flops, self._full = flops_per_token, flops_per_token(seq_length)
         self._clock = Throughput()
         self._latest: dict[str, float] = {}
@@ -75,10 +75,12 @@ class Reporter:
 
     def step(self, state: TrainState, result: StepResult, size: int, lr: float) -> None:
         """All numbers of a step of `size` tokens that has brought the run to `state`, and what the clock says. A row
-        has those, too, that only steps between it and the row before had: what is measured now and then."""
+        has those, too, that only steps between it and the row before had: what is measured now and then. The last step
+        has one, whatever its number."""
         self._latest |= result.metrics
         self._clock.add(size, self._flops(result.span))
-        if not self._writer or (state.step % self._logging.every_steps and not result.stop):
+        last = result.stop or state.tokens >= self._total
+        if not self._writer or (state.step % self._logging.every_steps and not last):
             return
         with self.off_the_clock():
             self._row(self._writer, state, result, size, lr)
