@@ -36,11 +36,14 @@ WAYS = {
 
 
 class Reductions(TorchDispatchMode):
-    """Counts the collectives that reduce gradients, of the ranks' own or of a group of one."""
+    """Counts the collectives that reduce gradients, of the ranks' own or of a group of one, and gradients in 16 bits
+    that are added to a sum in fp32 as they are."""
 
-    count = 0
+    count = added = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.add_.Tensor:
+            self.added += (args[0].dtype, args[1].dtype) == (torch.float32, torch.bfloat16)
         self.count += func.name().startswith("c10d::") and "reduce" in func.name()
         return func(*args, **(kwargs or {}))
 
@@ -56,9 +59,12 @@ def engine_of(way: str) -> Engine:
     generated = engine_module.deepspeed_config
     engine_module.deepspeed_config = lambda *arguments: {**generated(*arguments), **replaced}
     try:
-        return tiny.engine(cfg, tiny.join(1))
+        engine = tiny.engine(cfg, tiny.join(1))
     finally:
         engine_module.deepspeed_config = generated
+    if replaced:  # and as DeepSpeed adds by itself
+        del engine._ds.optimizer._update_hp_grad
+    return engine
 
 
 def steps(engine: Engine, first: int, last: int) -> list[Step]:
@@ -86,6 +92,8 @@ def of_all_ways() -> tuple[dict[str, list[Step]], dict[str, int], dict[str, int]
             engine._ds.backward(loss)
         hook.remove()
         held[way] = sum(p.grad is not None for p in engine.module.parameters())
+        added = reductions.added / len(list(engine.module.parameters()))
+        assert added == (way in ("1", "1 in bf16")), f"{way}: {added} of the gradients were added as they are"
     return found, held, begun
 
 

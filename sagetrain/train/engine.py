@@ -138,6 +138,20 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Paramete
     return partition
 
 
+@torch.no_grad()
+def _add_gradient(optimizer: Any, parameter: nn.Parameter, group: int, place: int, clear_lp_grads: bool) -> None:
+    """Add a parameter's gradient to its fp32 sum, in the place of DeepSpeed's BF16_Optimizer, which writes it out in
+    fp32 first: one kernel for two, fewer calls, the same bits."""
+    if parameter.grad is None:
+        return
+    total = optimizer.fp32_groups_gradients[group][place]
+    total.add_(parameter.grad.view(total.shape))
+    parameter._hp_grad = total
+    optimizer.fp32_groups_has_gradients[group][place] = True
+    if clear_lp_grads:
+        parameter.grad.zero_()
+
+
 @dataclass(frozen=True)
 class ParameterShard:
     """What this rank owns of one parameter: a range of its flattened tensor-parallel slice.
@@ -182,6 +196,8 @@ class Engine:
             self._ds, *_ = deepspeed.initialize(
                 model=model, optimizer=self._base, config=self.config, mpu=Mpu(groups), dist_init_required=False
             )
+        if hasattr(self._ds.optimizer, "fp32_groups_gradients"):
+            self._ds.optimizer._update_hp_grad = partial(_add_gradient, self._ds.optimizer)
         for state in self._flat_masters():
             self._ensure_state(state)
         # DeepSpeed writes weights behind the back of autograd's version counters: whoever wrote says so.
