@@ -89,13 +89,15 @@ def table(rows: dict[int, dict[str, float]]) -> str:
 
 
 def load(run_dir: Path, attention: str) -> tuple[TrainedRun, Any]:
-    """The run as we load it and, in float32, as transformers does; neither ends at an end-of-document token."""
+    """The run as we load it and, of the same weights in float32, as transformers does; neither ends at an
+    end-of-document token."""
     from transformers import AutoModelForCausalLM
 
     run = load_run(run_dir, print, attention=attention)
     with tempfile.TemporaryDirectory() as folder:
         export(run_dir, Path(folder) / "exported", dtype="float32", report=print)
-        model = AutoModelForCausalLM.from_pretrained(Path(folder) / "exported", dtype=torch.float32)
+        rounded = run.model.head.weight.dtype  # on a GPU a run's weights may be bf16, and then theirs are
+        model = AutoModelForCausalLM.from_pretrained(Path(folder) / "exported", dtype=rounded).float()
     model.generation_config.eos_token_id = None
     if run.tokenizer is None:
         sys.exit(f"{run_dir} has no tokenizer, so there is no text to continue")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import saved_runs
+from sagetrain.inference.load import TrainedRun, load_run
 
 ROOT = Path(__file__).parent.parent
 SPEC = importlib.util.spec_from_file_location("benchmark_generate", ROOT / "launch/benchmark_generate.py")
@@ -35,6 +36,20 @@ def test_what_differs_is_not_timed(run: Path) -> None:
         own.model.blocks[1].mlp.down.weight.neg_()
     with pytest.raises(SystemExit, match=r"in float32 prompt \d of 3 goes on otherwise from its token \d"):
         benchmark.check(own, other, prompts, 7)
+
+
+def test_both_have_the_same_weights(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU those of a run in bf16 are rounded when it is loaded."""
+
+    def on_a_gpu(*how: object, **options: object) -> TrainedRun:
+        loaded = load_run(*how, **options)
+        loaded.model.bfloat16()
+        return loaded
+
+    monkeypatch.setattr(benchmark, "load_run", on_a_gpu)
+    own, other = benchmark.load(run, "sdpa")
+    ours, theirs = own.model.blocks[1].mlp.down.weight, other.model.layers[1].mlp.down_proj.weight
+    assert theirs.dtype == torch.float32 and torch.equal(ours.float(), theirs)
 
 
 def test_both_take_turns_and_the_first_round_does_not_count(monkeypatch) -> None:

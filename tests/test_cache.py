@@ -99,6 +99,21 @@ def test_a_recorded_step_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
+def test_a_recording_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(function: object, x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: torch.ones(1, 64)
+
+    monkeypatch.setattr(cache, "Recorded", wrong)
+    whole, (text,) = model(), texts(12)
+    cached = CachedModel(whole, 1, 12)
+    cached.records = True
+    cached.read(0, text[:4])
+    for end in range(5, 13):
+        check(cached([text[end - 1]])[0], whole, text[:end])
+    assert not cached.records
+
+
+@torch.no_grad()
 def test_rows_are_read_anew_and_dropped() -> None:
     whole = model()
     first, second, third = texts(9, 5, 7)

@@ -103,7 +103,7 @@ class CachedModel:
         # Collectives stay out of it, and what takes few queries is called by the rows' lengths.
         alone = model.groups.tp_size == 1 and not any(each.whole.takes_few_queries for each in self._functions)
         self.records = alone and model.head.weight.is_cuda
-        """Whether steps of one shape are recorded, from the second one on."""
+        """Whether steps of one shape are recorded at the second one; not if a recording made something else of it."""
         self._shape = 0, 0
         self._recorded: Recorded | None = None
 
@@ -125,7 +125,11 @@ class CachedModel:
         if shape != self._shape or not self.records:
             self._shape, self._recorded = shape, None
             return self._step(new, shape[1])
-        self._recorded = self._recorded or Recorded(lambda new: self._step(new, shape[1]), new)
+        if self._recorded is None:
+            # The step may be taken twice: both write the same. What is not the same is not used.
+            logits, self._recorded = self._step(new, shape[1]), Recorded(lambda new: self._step(new, shape[1]), new)
+            self.records = torch.equal(self._recorded(new), logits)
+            return logits
         return self._recorded(new)
 
     def _step(self, new: Tensor, places: int) -> Tensor:
