@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from sagetrain.config.load import load_config
-from sagetrain.config.schema import ModelConfig
 
 ROOT = Path(__file__).parent.parent
 SPEC = importlib.util.spec_from_file_location("benchmark_linear", ROOT / "launch/benchmark_linear.py")
@@ -76,36 +75,3 @@ def test_the_table_compares_speeds() -> None:
         ["down", "1.000", "1.00"],
         ["block", "3.000", "1.50"],
     ]
-
-
-SMALL = ModelConfig(num_layers=1, hidden_size=128, ffn_hidden_size=192, num_attention_heads=2)
-
-
-def test_mlps_pass_the_check_and_what_is_wrong_does_not() -> None:
-    draw = torch.Generator().manual_seed(2)
-    x, y, *grads = (torch.randn(48, 128, generator=draw).bfloat16() for _ in range(4))
-    recipes = [" ".join(name) for name in benchmark.RECIPES]
-    ways = benchmark.halves_of(SMALL, recipes, torch.device("cpu"))
-    fused = [f"fp8 {recipe} {kind}" for recipe in ("tensorwise", "rowwise") for kind in ("apart", "fused")]
-    assert list(ways) == ["bf16", *fused]
-    assert [way.mlp.fused for way in ways.values()] == [False, False, True, False, True]
-    benchmark.check_halves(ways, SMALL, x, y, grads)
-    with torch.no_grad():
-        ways["fp8 rowwise fused"].mlp.down.kept[1].mul_(1.02)  # less than what 8 bits do
-    with pytest.raises(SystemExit, match=r"MLP, fp8 rowwise fused: .* is wrong by .*, apart by"):
-        benchmark.check_halves(ways, SMALL, x, y, grads)
-    with torch.no_grad():
-        ways["fp8 rowwise apart"].mlp.gate_up.gate.neg_()
-        benchmark.keep_weights(ways["fp8 rowwise apart"])
-    with pytest.raises(SystemExit, match=r"MLP, fp8 rowwise apart: output is wrong by .*; not timed"):
-        benchmark.check_halves(ways, SMALL, x, y, grads)
-    with pytest.raises(ValueError, match="not fused"):
-        benchmark.Half(SMALL, None, True, torch.device("cpu"), torch.bfloat16)
-
-
-def test_lines_say_what_fusing_gains() -> None:
-    lines = benchmark.half_lines({"bf16": 4.0, "fp8 rowwise apart": 3.0, "fp8 rowwise fused": 2.5})
-    gain = "3.000 ms apart, 2.500 fused (1.200 x apart, 1.60 x bf16)"
-    assert lines == ["MLP with its norm, bf16: 4.000 ms", f"MLP with its norm, fp8 rowwise: {gain}"]
-    line = benchmark.swiglu_line({"apart": 0.3, "fused": 0.2}, 10**8, True)
-    assert line == "0.300 ms apart, 0.200 fused (1.50 x, 8.00 TB/s)"

@@ -3,7 +3,7 @@
 A product sums along the rows of both its operands, so what two products read along different dims is needed twice: as
 it lies in memory and turned, each with scales of its own. `quantize_both` makes all of it from one matrix: one pass
 finds the largest magnitudes of rows and columns together, another one reads again and writes both. Of 16-bit elements
-these are 2 + 2 bytes read and 1 + 1 written, 6 an element (NOTES.md). swiglu.py casts so what it computes.
+these are 2 + 2 bytes read and 1 + 1 written, 6 an element (NOTES.md).
 """
 
 from typing import NamedTuple
@@ -75,14 +75,14 @@ ROUND_ROWS, ROUND_COLUMNS, ROUND_WARPS = 128, 128, 8
 
 
 @triton.jit
-def load_tile(X, row, column, rows, columns, stride):
+def _load_tile(X, row, column, rows, columns, stride):
     """float32; 0 outside."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     return tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def magnitude_bits(x):
+def _magnitude_bits(x):
     """Bits of |x|, which order like the numbers, infinity and then NaN above all."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
@@ -98,7 +98,7 @@ def _largest_kernel(
     of_columns = tl.zeros([COLUMNS], tl.int32)
     for step in range(STEPS):
         row = first + step * ROWS + tl.arange(0, ROWS)
-        bits = magnitude_bits(load_tile(X, row, column, rows, columns, stride))
+        bits = _magnitude_bits(_load_tile(X, row, column, rows, columns, stride))
         of_columns = tl.maximum(of_columns, tl.max(bits, 0))
         if PER_ROW:
             tl.atomic_max(OF_ROWS + row, tl.max(bits, 1), mask=row < rows, sem="relaxed")
@@ -156,24 +156,14 @@ def _fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
-def rows_of(down, PART: tl.constexpr, ROWS: tl.constexpr):
+def _rows_of(down, PART: tl.constexpr, ROWS: tl.constexpr):
     """Every fourth row of a tile, from its PART-th on: four such parts are turned as one of 32-bit words."""
     return down * ROWS + 4 * tl.arange(0, ROWS // 4) + PART
 
 
 @triton.jit
-def load_parts(X, down, column, rows, columns, stride, ROWS: tl.constexpr):
-    """The four parts of a tile: all are on their way before one is used."""
-    x0 = load_tile(X, rows_of(down, 0, ROWS), column, rows, columns, stride)
-    x1 = load_tile(X, rows_of(down, 1, ROWS), column, rows, columns, stride)
-    x2 = load_tile(X, rows_of(down, 2, ROWS), column, rows, columns, stride)
-    x3 = load_tile(X, rows_of(down, 3, ROWS), column, rows, columns, stride)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def store_rows(
-    x, row, column, within, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns,
+def _store_rows(
+    x, row, column, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns,
     PART: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
     """Round part of a tile, float32, along rows and write that; and along columns, as that byte of a word."""
@@ -186,50 +176,9 @@ def store_rows(
         scale, _ = _scale_of(tl.load(OF_ROWS), NUMBER)
         codes = _codes_of(x * scale, NUMBER)
         turned = _codes_of(x * turned_scale, NUMBER)
-    inside = (row < rows)[:, None] & within[None, :]
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
     tl.store(CODES + row.to(tl.int64)[:, None] * columns + column[None, :], codes, mask=inside)
     return (turned.to(tl.int32) & 0xFF) << (8 * PART)
-
-
-@triton.jit
-def store_both(
-    x0, x1, x2, x3, column, within, right, down, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE,
-    rows, columns, padded, ROWS: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
-):  # fmt: skip
-    """Round a tile, float32, four parts (rows_of), and write it along rows and along columns, there as words of four.
-
-    Args:
-        within: which columns it has.
-        right, down: where it is among the tiles; the first ones write the scales.
-        TURNED: int32.
-    """
-    if PER_ROW:
-        turned_scale, inverse = _scale_of(tl.load(OF_COLUMNS + column, mask=within, other=0), NUMBER)
-        tl.store(TURNED_SCALE + column, inverse, mask=within & (down == 0))
-    else:
-        # The same number, read again: codes that are used both ways end ptxas 12.8 (and as bytes became zeros).
-        turned_scale, inverse = _scale_of(tl.load(OF_COLUMNS), NUMBER)
-        tl.store(SCALE, inverse, mask=(right == 0) & (down == 0))
-        tl.store(TURNED_SCALE, inverse, mask=(right == 0) & (down == 0))
-    words = store_rows(
-        x0, rows_of(down, 0, ROWS), column, within, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns,
-        0, PER_ROW, NUMBER,
-    )  # fmt: skip
-    words |= store_rows(
-        x1, rows_of(down, 1, ROWS), column, within, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns,
-        1, PER_ROW, NUMBER,
-    )  # fmt: skip
-    words |= store_rows(
-        x2, rows_of(down, 2, ROWS), column, within, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns,
-        2, PER_ROW, NUMBER,
-    )  # fmt: skip
-    words |= store_rows(
-        x3, rows_of(down, 3, ROWS), column, within, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns,
-        3, PER_ROW, NUMBER,
-    )  # fmt: skip
-    word, many = down * (ROWS // 4) + tl.arange(0, ROWS // 4), padded // 4
-    inside = within[:, None] & (word < many)[None, :]
-    tl.store(TURNED + column.to(tl.int64)[:, None] * many + word[None, :], tl.trans(words), mask=inside)
 
 
 @triton.jit
@@ -237,23 +186,46 @@ def _round_both_kernel(
     X, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE, rows, columns, padded, stride, across,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """One program rounds one tile: read once, written along rows and along columns."""
+    """One program rounds one tile: read once, written along rows and along columns, there as words of four codes."""
     right, down = tl.program_id(0) % across, tl.program_id(0) // across
     column = right * COLUMNS + tl.arange(0, COLUMNS)
-    x0, x1, x2, x3 = load_parts(X, down, column, rows, columns, stride, ROWS)
-    store_both(
-        x0, x1, x2, x3, column, column < columns, right, down, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE,
-        rows, columns, padded, ROWS, PER_ROW, NUMBER,
-    )  # fmt: skip
+    row0, row1 = _rows_of(down, 0, ROWS), _rows_of(down, 1, ROWS)
+    row2, row3 = _rows_of(down, 2, ROWS), _rows_of(down, 3, ROWS)
+    x0 = _load_tile(X, row0, column, rows, columns, stride)  # all are on their way before one is used
+    x1 = _load_tile(X, row1, column, rows, columns, stride)
+    x2 = _load_tile(X, row2, column, rows, columns, stride)
+    x3 = _load_tile(X, row3, column, rows, columns, stride)
+    if PER_ROW:
+        within = column < columns
+        largest = tl.load(OF_COLUMNS + column, mask=within, other=0)
+        turned_scale, inverse = _scale_of(largest, NUMBER)
+        tl.store(TURNED_SCALE + column, inverse, mask=within & (down == 0))
+    else:
+        # The same number, read again: codes that are used both ways end ptxas 12.8 (and as bytes became zeros).
+        turned_scale, inverse = _scale_of(tl.load(OF_COLUMNS), NUMBER)
+        tl.store(SCALE, inverse, mask=tl.program_id(0) == 0)
+        tl.store(TURNED_SCALE, inverse, mask=tl.program_id(0) == 0)
+    words = _store_rows(x0, row0, column, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns, 0, PER_ROW, NUMBER)
+    words |= _store_rows(
+        x1, row1, column, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns, 1, PER_ROW, NUMBER
+    )
+    words |= _store_rows(
+        x2, row2, column, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns, 2, PER_ROW, NUMBER
+    )
+    words |= _store_rows(
+        x3, row3, column, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns, 3, PER_ROW, NUMBER
+    )
+    word, many = down * (ROWS // 4) + tl.arange(0, ROWS // 4), padded // 4
+    inside = (column < columns)[:, None] & (word < many)[None, :]
+    tl.store(TURNED + column.to(tl.int64)[:, None] * many + word[None, :], tl.trans(words), mask=inside)
 
 
 def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
     """quantize_both_twin on a GPU, bit for bit; of what is not finite the scales are NaN, the codes any."""
     if x.stride(1) != 1:
         x = x.contiguous()
-    (rows, columns), device = x.shape, x.device
-    (codes, scale), (turned, turned_scale) = rounded = empty_both(rows, columns, number, per_row, device)
-    of_rows, of_columns = torch.zeros(rows + columns, dtype=torch.int32, device=device).split((rows, columns))
+    (rows, columns), ((codes, scale), (turned, turned_scale)) = x.shape, _empty(x, number, per_row)
+    of_rows, of_columns = torch.zeros(rows + columns, dtype=torch.int32, device=x.device).split((rows, columns))
     padded = turned.shape[1]
     with on_device_of(x):
         across, down = triton.cdiv(columns, LARGEST_COLUMNS), triton.cdiv(rows, LARGEST_ROWS * LARGEST_STEPS)
@@ -267,22 +239,18 @@ def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple
             rows, columns, padded, x.stride(0), across,
             ROWS=ROUND_ROWS, COLUMNS=ROUND_COLUMNS, PER_ROW=per_row, NUMBER=NAMES[number], num_warps=ROUND_WARPS,
         )  # fmt: skip
-    return rounded
+    return Rounded(codes, scale), Rounded(turned, turned_scale)
 
 
-def empty_both(
-    rows: int, columns: int, number: torch.dtype, per_row: bool, device: torch.device
-) -> tuple[Rounded, Rounded]:
-    """Memory for codes and scales of a matrix, as it lies and turned."""
-    shapes = (rows, columns), (columns, (rows + MULTIPLE - 1) // MULTIPLE * MULTIPLE)
-    rounded, turned = (
+def _empty(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
+    rows, columns = x.shape
+    return tuple(
         Rounded(
-            torch.empty(shape, dtype=number, device=device),
-            torch.empty(shape[0] if per_row else 1, 1, dtype=torch.float32, device=device),
+            torch.empty(shape, dtype=number, device=x.device),
+            torch.empty(shape[0] if per_row else 1, 1, dtype=torch.float32, device=x.device),
         )
-        for shape in shapes
+        for shape in ((rows, columns), (columns, (rows + MULTIPLE - 1) // MULTIPLE * MULTIPLE))
     )
-    return rounded, turned
 
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -294,7 +262,7 @@ def _quantize_both(x: Tensor, number: torch.dtype, per_row: bool) -> Four:
 
 
 def _quantize_both_fake(x: Tensor, number: torch.dtype, per_row: bool) -> Four:
-    rounded, turned = empty_both(*x.shape, number, per_row, x.device)
+    rounded, turned = _empty(x, number, per_row)
     return *rounded, *turned
 
 
@@ -317,20 +285,9 @@ def quantize_both(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounde
         TypeError: x is of another dtype, or the number format none of these.
         ValueError: x is no matrix.
     """
-    check_cast("quantize_both", x, number)
+    if x.dtype not in DTYPES or number not in NUMBERS:
+        raise TypeError(f"quantize_both takes bf16, fp16 or fp32 to e4m3, e5m2 or int8, got {x.dtype} to {number}")
+    if x.dim() != 2:
+        raise ValueError(f"quantize_both takes a matrix, got shape {tuple(x.shape)}")
     codes, scale, turned, turned_scale = QUANTIZE_BOTH(x, number, per_row)
     return Rounded(codes, scale), Rounded(turned, turned_scale)
-
-
-def check_cast(name: str, x: Tensor, number: torch.dtype, numbers: tuple[torch.dtype, ...] = NUMBERS) -> None:
-    """Whether x may be cast to the number format, one of these.
-
-    Raises:
-        TypeError: x is of another dtype, or the number format none of these.
-        ValueError: x is no matrix.
-    """
-    if x.dtype not in DTYPES or number not in numbers:
-        known = " or ".join(", ".join(NAMES[known] for known in numbers).rsplit(", ", 1))
-        raise TypeError(f"{name} takes bf16, fp16 or fp32 to {known}, got {x.dtype} to {number}")
-    if x.dim() != 2:
-        raise ValueError(f"{name} takes a matrix, got shape {tuple(x.shape)}")

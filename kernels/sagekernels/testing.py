@@ -37,41 +37,6 @@ class Shape(NamedTuple):
         return document_bounds(self.cu_seqlens(device), self.n_q) if self.documents else None
 
 
-def steady(exact: Tensor, magnitude: Tensor, relative: float = 1e-5) -> Tensor:
-    """Where rounding to 12 bits or fewer, or to 12 and then to fewer, does not depend on how exactly float32 computed.
-
-    Args:
-        exact: float64, what is rounded.
-        magnitude: float64, the largest of the terms that it is a sum of.
-        relative: to that, how far from exact float32 may be.
-    """
-    fraction, exponent = torch.frexp(exact)
-    away = (fraction * 4096 - (fraction * 4096).round()).abs() * torch.exp2(exponent.double() - 12)
-    return (away > relative * magnitude) | (exact == 0)
-
-
-def random_swiglu(
-    rows: int, columns: int, magnitude: float, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of silu(gate) * up, gate and up, [rows, columns] each, the latter views of one; rows of magnitudes of
-    their own, some of zeros. Results that are not `steady` are zeros."""
-    draw = torch.Generator(device).manual_seed(rows)
-    grad, gate, up = (torch.randn(rows, columns, generator=draw, device=device) for _ in range(3))
-    gate, up = 2 * gate, magnitude * up * torch.exp2(2 * torch.randn(rows, 1, generator=draw, device=device))
-    gate[rows // 2 :: 40], up[:, columns // 3 :: 50] = 0, 0
-    both, grad = torch.cat((gate, up), 1).to(dtype), grad.to(dtype)
-    gate, up = both.split(columns, 1)
-    wide, wide_gate, wide_up = grad.double(), gate.double(), up.double()
-    sigmoid = wide_gate.sigmoid()
-    slope = sigmoid * (1 + wide_gate * (1 - sigmoid))
-    terms = sigmoid * (1 + (wide_gate * (1 - sigmoid)).abs())
-    keep = steady(wide_gate * sigmoid * wide_up, (wide_gate * sigmoid * wide_up).abs())
-    keep &= steady(wide * wide_gate * sigmoid, (wide * wide_gate * sigmoid).abs())
-    keep &= steady(wide * wide_up * slope, (wide * wide_up * terms).abs())
-    up.masked_fill_(~keep, 0)
-    return grad.masked_fill(~keep, 0), gate, up
-
-
 class Results(NamedTuple):
     """Output and gradients of one attention call."""
 

@@ -25,10 +25,8 @@ _LOGIT = 3, 35  # written by the matmul; read for the log-sum-exp; read and repl
 _EMBEDDING = 5
 # Of every operand of a block's linear layers in 8 bits, both of its uses: a reading for the largest magnitudes, one to
 # round, and one byte written for each use, by kernels (sagekernels/casts.py). With the weights' gradients in 16 bits it
-# is one use, by torch.compile or eager; not taken to be fused with norms and SwiGLU, though it may. The casts around
-# SwiGLU are one with it where both are FP8 and both uses are wanted (sagekernels/swiglu.py), all in 26 bytes for 34.
+# is one use, by torch.compile or eager; not taken to be fused with norms and SwiGLU, though it may.
 _CASTS = {"tensorwise": (3, 3), "rowwise": (3, 3), "rowwise_bf16_wgrad": (1.5, 16.5)}
-_SWIGLU_CAST = 13, 13
 _RESCALED = 4, 6  # of every result in INT8: int32 written and read again
 _ALL_TO_ALL = 8  # q, k, v and o are packed and unpacked around them
 
@@ -255,8 +253,6 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
 
     layers = _layers(model, rank)
     precisions = {name: rank.precision if rank.linear.takes(i * o) else None for name, (i, o) in layers.items()}
-    gated = _gated(rank, layers)
-    swiglu = _SWIGLU_CAST if gated else _SWIGLU
     inputs = {name: rank.kept_by_layer(i, i * o) for name, (i, o) in layers.items()}
 
     def column(name: str, outputs: int, layer: str, saved: int = 0) -> Matmul:
@@ -315,7 +311,7 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         column("gate", inner, "gate, up", saved=inputs["gate, up"]),
         column("up", inner, "gate, up"),
         # gate and up; silu(gate) as well when nothing recomputes it
-        moving("SwiGLU", rank.moved(swiglu, inner), saved=(2 if rank.fused or gated else 3) * element * inner),
+        moving("SwiGLU", rank.moved(_SWIGLU, inner), saved=(2 if rank.fused else 3) * element * inner),
         row("down", inner, inputs["down"]),
         moving("casts to 8 bits", _casts(rank, layers)),
         # Two forward and two backward, which sum up all parts of a shard.
@@ -360,21 +356,12 @@ def _layers(model: ModelConfig, rank: Rank) -> dict[str, tuple[int, int]]:
     }
 
 
-def _gated(rank: Rank, layers: dict[str, tuple[int, int]]) -> bool:
-    """Whether SwiGLU is one with its casts to 8 bits."""
-    linear = rank.linear
-    both = all(linear.takes(i * o) for i, o in (layers["gate, up"], layers["down"]))
-    return both and linear.precision == "fp8" and linear.recipe != "rowwise_bf16_wgrad"
-
-
 def _casts(rank: Rank, layers: dict[str, tuple[int, int]]) -> float:
     """Bytes per token, of the columns that layers in 8 bits read and write."""
     linear = rank.linear
     if not linear.low_bit:
         return 0.0
     columns = sum(i + o for i, o in layers.values() if linear.takes(i * o))
-    if _gated(rank, layers):
-        columns -= layers["down"][0] + layers["gate, up"][1]
     rescaled = rank.moved(_RESCALED, columns) if linear.precision == "int8" else 0.0
     return rank.moved(_CASTS[linear.recipe], columns) + rescaled
 

@@ -27,7 +27,6 @@ from sagetrain.model.selection import resolve_backend
 from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, gather_from_region
 from sagetrain.parallel.cross_entropy import linear_cross_entropy, linear_token_losses
-from sagetrain.parallel.gated import Gated
 from sagetrain.parallel.host import cores_of_rank
 from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, keep_weights, shard
 from sagetrain.parallel.matmul import Matmul, linear
@@ -60,7 +59,7 @@ class Block(nn.Module):
         out         added to x next         starts the sum
         normalize   x + y, normalized
         gate_up     silu(gate) * up
-        down        added to x next         starts the sum; in 8 bits computes silu(gate) * up itself
+        down        added to x next         starts the sum
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Block(nn.Module):
     def gate_up(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
         return x, self.mlp(y)
 
-    def down(self, x: Tensor, y: Tensor | Gated, part: Part) -> Half:
+    def down(self, x: Tensor, y: Tensor, part: Part) -> Half:
         return x, self.mlp.down(y)
 
     def forward(

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sagetrain.parallel.collectives import Pending, entering, start_leave
-from sagetrain.parallel.gated import Gated, gated_linear
 from sagetrain.parallel.matmul import Matmul, linear
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -98,11 +97,11 @@ class ColumnParallelLinear(nn.Module):
             weight = nn.Parameter(torch.empty(local, in_features, dtype=dtype, device=device))
             self.register_parameter(name, annotate(weight, groups, tp_dim=0))
 
-    def forward(self, x: Tensor | Pending, *, gated: bool = False) -> tuple[Tensor, ...]:
-        """[tokens, in] -> [tokens, out / tp] for each weight; gated: for a RowParallelLinear behind SwiGLU."""
+    def forward(self, x: Tensor | Pending) -> tuple[Tensor, ...]:
+        """[tokens, in] -> [tokens, out / tp] for each weight."""
         weights = [getattr(self, name) for name in self.names]
         back = None if self.groups.tp_size == 1 else entering(self.sequence_parallel)[1]
-        return linear(x, weights, self.matmul, back, self.groups.tp_group, self.kept, gated)
+        return linear(x, weights, self.matmul, back, self.groups.tp_group, self.kept)
 
 
 class RowParallelLinear(nn.Module):
@@ -137,13 +136,9 @@ class RowParallelLinear(nn.Module):
         weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
         self.weight = annotate(weight, groups, tp_dim=1)
 
-    def forward(self, x: Tensor | Gated) -> Tensor | Pending:
-        """[tokens, in / tp] -> [tokens (/ tp with sequence parallelism), out], on its way. Of gate and up it reads
-        silu(gate) * up."""
-        if isinstance(x, tuple):
-            y = gated_linear(x, self.weight, self.matmul, self.kept)
-        else:
-            (y,) = linear(x, [self.weight], self.matmul, kept=self.kept)
+    def forward(self, x: Tensor) -> Tensor | Pending:
+        """[tokens, in / tp] -> [tokens (/ tp with sequence parallelism), out], on its way."""
+        (y,) = linear(x, [self.weight], self.matmul, kept=self.kept)
         return start_leave(y, self.groups, self.sequence_parallel, packed=self.matmul.gradient_travels)
 
 

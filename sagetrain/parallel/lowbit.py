@@ -33,8 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sagekernels.casts import E4M3, E5M2, INT8, Rounded, empty_both, quantize, quantize_both
-from sagekernels.swiglu import quantize_swiglu, quantize_swiglu_gradient
+from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both
 from sagetrain.parallel import packing
 from sagetrain.parallel.matmul import Matmul
 
@@ -99,11 +98,6 @@ class LowBit(Matmul):
         """Whether dY may."""
         return self.gradient == E4M3 and not self.wide_weight_gradient
 
-    @property
-    def gates(self) -> bool:
-        """In FP8, both ways at once: torch.compile fuses the rest by itself, and autograd hands on no integers."""
-        return self.number != INT8 and not self.wide_weight_gradient
-
     def pack(self, x: Tensor) -> Tensor:
         """uint8 [tokens, in + 16], or x itself."""
         return packing.pack(x) if self.travels else x
@@ -136,22 +130,6 @@ class LowBit(Matmul):
         if self.wide_weight_gradient:
             return *quantize(grad, self.gradient, self.per_row), grad
         rounded, turned = quantize_both(grad, self.gradient, self.per_row)
-        return *rounded, *turned
-
-    def gradient_stand_ins(self, results: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Empty tensors like those that `prepare` makes of the gradients of what `forward` returned. (In strides, too:
-        torch.compile traces the backward pass with them. It allocates none.)"""
-        rows, columns = len(results[0]), sum(y.shape[1] for y in results)
-        rounded, turned = empty_both(rows, columns, self.gradient, self.per_row, results[0].device)
-        return *rounded, *turned
-
-    def read_gated(self, gate: Tensor, up: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """`read` of silu(gate) * up."""
-        return quantize_swiglu(gate, up, self.number, self.per_row)
-
-    def prepare_gated(self, grad: Tensor, gate: Tensor, up: Tensor) -> Sequence[Tensor]:
-        """`prepare` of the gradients of gate and up, from that of silu(gate) * up."""
-        rounded, turned = quantize_swiglu_gradient(grad, gate, up, self.gradient, self.per_row)
         return *rounded, *turned
 
     def input_gradient(

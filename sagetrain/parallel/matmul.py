@@ -55,11 +55,6 @@ class Matmul:
         """Whether the gradients of what `forward` returned may be gathered packed (packing.py)."""
         return False
 
-    @property
-    def gates(self) -> bool:
-        """Whether SwiGLU between two layers is rounded as it is computed (gated.py)."""
-        return False
-
     def read(self, x: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """What of x [tokens, in] `forward` multiplies, and what `weight_gradients` does, which is all of x that is kept
         for the backward pass; here both times x itself."""
@@ -125,16 +120,14 @@ def linear(
     back: Collective = None,
     group: ProcessGroup | None = None,
     kept: Sequence[Tensor] = (),
-    gated: bool = False,
 ) -> tuple[Tensor, ...]:
     """x W^T of each weight, [tokens, in] -> [tokens, out] each, x finished first if it is on its way.
 
     back: the collective that the gradient of x starts, over the group, before the gradients of the weights are
-    computed. kept: what matmul.keep gave for these weights as they are now, if it was called. gated: for gated_linear,
-    with more results behind, whose gradients it makes instead of theirs (gated.py).
+    computed. kept: what matmul.keep gave for these weights as they are now, if it was called.
     """
     given, result = x if isinstance(x, tuple) else (x, None)
-    plan = _Plan(matmul, back, group, len(weights), torch.is_grad_enabled(), gated)
+    plan = _Plan(matmul, back, group, len(weights), torch.is_grad_enabled())
     return _Linear.apply(plan, given, result, *weights, *kept)
 
 
@@ -145,7 +138,6 @@ class _Plan(NamedTuple):
     weights: int
     backward: bool
     """Whether there will be a backward pass."""
-    gated: bool
 
 
 class _Linear(torch.autograd.Function):
@@ -162,16 +154,15 @@ class _Linear(torch.autograd.Function):
         operand, saved = plan.matmul.read(x) if plan.backward else (plan.matmul.operand(x), ())
         ctx.plan, ctx.count = plan, len(saved)
         ctx.save_for_backward(*saved, *read)
-        results = plan.matmul.forward(operand, weights, kept)
-        return (*results, *plan.matmul.gradient_stand_ins(results)) if plan.gated else results
+        return plan.matmul.forward(operand, weights, kept)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        matmul, back, group, count, _, gated = ctx.plan
+        matmul, back, group, count, _ = ctx.plan
         tensors = ctx.saved_tensors
         saved, read = tensors[: ctx.count], tensors[ctx.count :]
         weights, kept = read[:count], read[count:]
-        prepared = grads[count:] if gated else matmul.prepare(grads)
+        prepared = matmul.prepare(grads)
         grad_x = matmul.input_gradient(prepared, weights, kept=kept)
         if back is not None:
             grad_x = back(grad_x, group)

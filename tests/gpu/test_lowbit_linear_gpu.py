@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both, quantize_both_twin
-from sagekernels.swiglu import swiglu_triton, swiglu_twin
-from sagekernels.testing import random_swiglu
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
-from sagetrain.model.mlp import MLP
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
@@ -95,27 +92,6 @@ def test_casts_in_both_orientations_hide_nothing(number: torch.dtype) -> None:
             assert expected.scale.isnan().any()
 
 
-@pytest.mark.parametrize("per_row", [True, False])
-@pytest.mark.parametrize("number", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_swiglu_and_its_gradients_are_cast_as_by_the_twin(
-    dtype: torch.dtype, number: torch.dtype, per_row: bool
-) -> None:
-    """Bit for bit where rounding does not hang on the last bits of an exponential."""
-    for rows, columns, magnitude in ((300, 512, 1.0), (1001, 1408, 1e-4), (64, 16, 1e3), (37, 129, 1.0), (1, 1, 1.0)):
-        grad, gate, up = random_swiglu(rows, columns, magnitude, dtype)
-        both = torch.cat((gate, up), 1).cuda()
-        views = grad.cuda(), *both.split(columns, 1)
-        for given in (views, [x.t().contiguous().t() for x in views]):
-            for of, *others in ((None, *given[1:]), given):
-                _poison()
-                ours = swiglu_triton(of, *others, number, per_row)
-                twin = swiglu_twin(None if of is None else grad, gate, up, number, per_row)
-                for found, expected in zip(ours, twin, strict=True):
-                    assert torch.equal(found.scale.cpu(), expected.scale)
-                    assert torch.equal(found.codes.view(torch.uint8).cpu(), expected.codes.view(torch.uint8))
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_travels_is_the_twins(compiled: bool) -> None:
     """Under sequence parallelism, between two graphs maybe."""
@@ -190,35 +166,6 @@ def test_what_is_not_finite_is_not_hidden(name: tuple[str, str], bad: float) -> 
         assert y.isfinite().all() != in_x
         assert grad_x.isfinite().all() == in_x
         assert not all(g.isfinite().all() for g in grad_weights)
-
-
-@pytest.mark.parametrize("name", [("fp8", "tensorwise"), ("fp8", "rowwise")], ids=" ".join)
-@pytest.mark.parametrize("tokens", [1024, 1001])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_an_mlp_computes_as_its_twin_fused_and_apart(name: tuple[str, str], tokens: int, compiled: bool) -> None:
-    x, grad, found = _random(1, tokens, 256), 1e-6 * _random(2, tokens, 256), {}
-    for device, fused in (("cpu", True), ("cuda", True), ("cuda", False)):
-        torch._dynamo.reset()
-        place = {"dtype": torch.bfloat16, "device": torch.device(device)}
-        mlp = MLP(SHAPE, SINGLE, matmul=RECIPES[name], sequence_parallel=False, **place)
-        with torch.no_grad():
-            for seed, weight in enumerate(mlp.parameters()):
-                weight.copy_(0.05 * _random(5 + seed, *weight.shape))
-        keep_weights(mlp)
-        assert mlp.fused
-        mlp.fused = fused
-
-        def call(x: Tensor, mlp: MLP = mlp) -> Tensor:
-            return mlp.down(mlp(x))
-
-        call = torch.compile(call, fullgraph=True) if compiled and device == "cuda" else call
-        _poison()
-        leaf = x.to(device).requires_grad_()
-        y = call(leaf)
-        found[device, fused] = [y.detach(), *torch.autograd.grad(y, (leaf, *mlp.parameters()), grad.to(device))]
-    for fused in (True, False):
-        for ours, twin in zip(found["cuda", fused], found["cpu", True], strict=True):
-            assert _error(ours, twin) < 0.02
 
 
 SHAPE = ModelConfig(num_layers=4, hidden_size=256, ffn_hidden_size=512, num_attention_heads=4, num_key_value_heads=2)
