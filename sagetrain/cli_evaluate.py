@@ -105,7 +105,7 @@ def evaluate(
 
             wanted = num_sequences or run.cfg.evaluation.num_sequences
             found = evaluate_sample(run, wanted, _warn)
-            taken = sum(part.tokens for part in found) // run.cfg.data.seq_length
+            taken = sum(part.sequences for part in found)
             if taken < wanted:
                 _warn(f"{wanted:,} sequences were asked for, and the held-out data has {taken:,}: all are taken")
             _show_losses(run, found, None, as_json)
@@ -155,7 +155,7 @@ def _show_losses(run: TrainedRun, parts: list[Evaluation], stride: int | None, a
         typer.echo(json.dumps({"step": run.step, "window": size, "stride": stride, **values}, indent=1))
         return
     apart = f"windows of {size:,} tokens, {stride} apart"
-    how = apart if stride else f"{every.tokens // size:,} sequences of {size:,} tokens"
+    how = apart if stride else f"{every.sequences:,} sequences of {size:,} tokens"
     title = f"step {run.step}, {run.tokens:,} tokens seen; {how}"
     print_table(console(), _table(title, [*parts, every] if len(parts) > 1 else parts, len(parts) > 1))
 

@@ -42,6 +42,8 @@ def test_any_checkpoint_can_be_named(run: Path) -> None:
     missing = sagetrain("generate", run, "def", "--checkpoint", 99)
     assert missing.returncode == 3
     assert "has no checkpoint of step 99; it has steps: 5, 10" in missing.stderr
+    elsewhere = sagetrain("generate", run / "none", "def")
+    assert elsewhere.returncode == 3 and f"error: there is no folder {run}/none; name the folder" in elsewhere.stderr
 
 
 def test_generate_continues_the_prompt_and_repeats_itself(run: Path) -> None:

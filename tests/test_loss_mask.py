@@ -244,6 +244,7 @@ def test_fine_tuning_resumes_exactly(tmp_path: Path, corpus: Path) -> None:
     assert 0.2 < min(shares) < 0.9
     trained = load_run(tmp_path / "run", print)
     held_out = together(evaluate(trained, 8))
+    assert held_out.sequences == 8 > held_out.tokens // 32
     valid = [row["valid/loss"] for row in rows if "valid/loss" in row][-1]
     assert held_out.loss == pytest.approx(valid, abs=1e-4) and held_out.bits_per_byte is None
     (texts,) = evaluate_texts(trained)

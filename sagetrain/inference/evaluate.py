@@ -37,6 +37,8 @@ class Evaluation:
     the training data is not here."""
     counted: str = "in the decoded tokens"
     """How the bytes were counted."""
+    sequences: int = 0
+    """Of data.valid; of text 0."""
 
     @property
     def loss(self) -> float:
@@ -66,6 +68,7 @@ def together(parts: Sequence[Evaluation], name: str = "all") -> Evaluation:
         None if None in sizes else sum(filter(None, sizes)),
         None if None in unigrams else sum(filter(None, unigrams)),
         ", ".join(dict.fromkeys(part.counted for part in parts)),
+        sum(part.sequences for part in parts),
     )
 
 
@@ -88,6 +91,7 @@ def evaluate(
     for batch in loader.eval_batches(num_sequences):
         for row, losses in enumerate(_losses(run, batch)[: batch.weight]):
             part, tokens = found[batch.sources[row]], batch.labels[row].numpy()
+            part.sequences += 1
             _add(part, losses, tokens, nats)
             if part.bytes is not None and run.tokenizer:
                 begin = batch.tokens[row, :1].numpy()

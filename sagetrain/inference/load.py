@@ -62,7 +62,8 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
     else:
         folder = checkpoint.whole_at(run_dir / "checkpoints", step)
     if folder is None:
-        raise CheckpointError(f"{run_dir} has no checkpoint; train it first: sagetrain train --config ...")
+        what = f"{run_dir} has no checkpoint" if run_dir.is_dir() else f"there is no folder {run_dir}"
+        raise CheckpointError(f"{what}; name the folder of a run (training.run_dir)")
     reader = Reader(folder)
     state = reader.manifest["state"]
     cfg = load_config(folder / "config.yaml")

@@ -55,6 +55,13 @@ def import_folder(
         ConfigError: the folder is not one of those, is not whole, or its sizes do not match.
         CheckpointError: the run folder cannot be written.
     """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder}: no such folder; a model of the Hugging Face hub comes into one by "
+            "`hf download NAME --local-dir DIR`"
+        )
+    if (folder / "checkpoints").is_dir():
+        raise ConfigError(f"{folder} is a run of SageTrain, which training.init_from takes as it is")
     config = _read_json(folder / "config.json")
     described = describe(config, str(folder / "config.json"), report)
     tensors, vocab_size = _Tensors(folder), described.vocab_size
