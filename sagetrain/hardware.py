@@ -62,6 +62,8 @@ class Hardware:
     another kernel. A rate counts what lies inside documents, and its length is operations.Rank.span."""
     memory_bandwidth: float
     """What kernels that only move data reach, reads and writes counted."""
+    conversion_bandwidth: float
+    """What DeepSpeed reaches where gradients in bf16 become fp32."""
     micro_step_seconds: float
     """Fixed cost of a micro-step: its first kernels, the engine's bookkeeping."""
     step_seconds: float
@@ -147,8 +149,9 @@ H200 = Hardware(
         "sage scores": AttentionRate(560e12, 620e12, 2700),
     },
     # Copies reach 4.3 TB/s. In the profile of 1B: 3.1 the fused kernels of the blocks and of the loss, 2.9 DeepSpeed's
-    # passes and Adam (0.9 where bf16 gradients become fp32).
+    # passes and Adam, 0.9 where bf16 gradients become fp32.
     memory_bandwidth=3.1e12,
+    conversion_bandwidth=0.9e12,
     # Trainer, 325M: 183.7K tokens/s with 8 micro-steps a step, 175K with 2, 343K on two GPUs with 1.
     micro_step_seconds=1e-3,
     step_seconds=6e-3,
@@ -170,7 +173,7 @@ H200 = Hardware(
     nvlink_latency=20e-6,
     # Two GPUs gather 134 MB in 268 us, of which 86 are local copies.
     copy_bandwidth=370e9,
-    # What 1B and 7B at TP 2 take beyond the sum of their parts, between `fine` and `scores`.
+    # What the runs with sequence parallelism take beyond the sum of their parts: of 80, 90 and 100 us the least error.
     copy_latency=100e-6,
     network_latency=8e-6,  # assumed
 )
@@ -192,6 +195,7 @@ def _scaled(name: str, peak: str, memory: float, bandwidth: float, nvlink: float
         matmul_flops=H200.matmul_flops * arithmetic,
         attention=rates,
         memory_bandwidth=H200.memory_bandwidth * bandwidth / 4.8e12,
+        conversion_bandwidth=H200.conversion_bandwidth * bandwidth / 4.8e12,
         nvlink_bandwidth=H200.nvlink_bandwidth * nvlink,
         copy_bandwidth=H200.copy_bandwidth * nvlink,
     )

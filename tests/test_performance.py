@@ -35,6 +35,7 @@ SIMPLE = dataclasses.replace(
     matmul_half_size=0,
     attention={"sdpa": AttentionRate(1e13, 1e13, 0), "sdpa over documents": AttentionRate(4e13, 4e13, 0)},
     memory_bandwidth=1e12,
+    conversion_bandwidth=1e12,
     micro_step_seconds=0,
     step_seconds=0,
     block_launch_seconds=0,
@@ -90,6 +91,8 @@ def test_one_gpu_by_hand():
     assert step.elementwise == pytest.approx(tokens * 2 * moved / 1e12)
     size = parameters_per_rank(cfg.model, cfg.attention, VOCAB, 1)
     assert step.optimizer == pytest.approx((8 * 18 + 36 + 34) * size / 1e12)
+    slow = predict(cfg, 1, VOCAB, dataclasses.replace(SIMPLE, conversion_bandwidth=1e11))
+    assert slow.optimizer - step.optimizer == pytest.approx(8 * 6 * size * (1e-11 - 1e-12))  # 2 bytes read, 4 written
     assert step.overhead == 0
     assert step.seconds == pytest.approx(sum(parts(step)) + step.optimizer)
     assert step.mfu == pytest.approx(tokens * (matmul + attention) / step.seconds / 989e12)
@@ -122,9 +125,10 @@ def test_copies_are_hidden_and_cost_memory_bandwidth():
     assert gather.kind == "all-gather" and gather.exposed == 0
     assert gather.seconds == pytest.approx(gather.wire_bytes / 2e11)
     assert gains.seconds == pytest.approx(gains.wire_bytes / 1e11)  # all-reduces stay with NCCL
-    # Of 2 ranks: a scatter sums up two parts of a shard into one.
-    shard = 8 * 4096 * 1024 * 2 / 2
-    assert copied.elementwise - nccl.elementwise == pytest.approx(8 * 20 * 4 * 3 * shard / 1e12)
+    # Of 2 ranks: a gather copies its own part twice (4), a scatter once, and adds up two (5). Four of each a block, and
+    # two around the blocks.
+    part = 8 * 4096 * 1024 * 2 / 2
+    assert copied.elementwise - nccl.elementwise == pytest.approx(8 * (20 * 4 + 2) * (4 + 5) * part / 1e12)
     slow = predict(cfg, 2, VOCAB, dataclasses.replace(card, copy_bandwidth=1e9))
     beside = (slow.matmul + slow.elementwise + slow.attention) / 6
     assert slow.collectives[0].exposed == pytest.approx(slow.collectives[0].seconds - beside)

@@ -314,8 +314,6 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         moving("SwiGLU", rank.moved(_SWIGLU, inner), saved=(2 if rank.fused else 3) * element * inner),
         row("down", inner, inputs["down"]),
         moving("casts to 8 bits", _casts(rank, layers)),
-        # Two forward and two backward, which sum up all parts of a shard.
-        moving("scatters by copies", element * 4 * (rank.shards + 1) * stream * rank.copies),
     )
     if rank.recompute != "selective":
         return listed

@@ -55,6 +55,8 @@ _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
 _STATE_BYTES = {0: (12, 64, 0), 1: (18, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
 # The same where gradients travel in bf16: what is converted (1, once a step), what is not (2), what is smaller (3).
 _STATE_BYTES_BF16 = {1: (18, 44, 34), 2: (24, 0, 60), 3: (30, 0, 60)}
+_CONVERTED = 6
+"""Of the bytes of a micro-step, those by which a gradient in bf16 becomes one in fp32."""
 
 OVERLAP = 0.2
 """Of the shorter of a collective and the matmuls beside it, what running both at once saves: NCCL takes multiprocessors
@@ -229,7 +231,19 @@ class _Step:
         scale = 1 / self.hardware.compute_scale
         parts = [(1, self._seconds(self.ends)), *((count, self._seconds(block)) for count, block in self.blocks)]
         matmul, attention, moving = (sum(count * part[i] for count, part in parts) for i in range(3))
+        moving += self._copied() / self.hardware.memory_bandwidth
         return scale * matmul, scale * attention, scale * moving
+
+    def _copied(self) -> float:
+        """Bytes of a micro-step that collectives by copies move inside the GPU, which kernels beside them wait for: the
+        own part to and from its slot of what is gathered, to its slot of what is scattered; there all parts are added
+        up."""
+        shards, moved = self.rank.shards, {"all-gather": 4, "reduce-scatter": self.rank.shards + 3}
+        return self.rank.copies * sum(
+            self._calls(call) * moved.get(call.kind, 0) * call.payload / shards
+            for call in self.collectives
+            if call.axis == "tensor"
+        )
 
     def communication(self, matmul: float, attention: float, elementwise: float) -> list[CollectiveTime]:
         """Of the step, beside so many seconds of computation; see Collective.beside.
@@ -266,8 +280,10 @@ class _Step:
         per_micro, per_step, per_share = (_STATE_BYTES_BF16 if travels_in_bf16 else _STATE_BYTES)[self.zero_stage]
         wide = 2 if self.rank.element == 4 and self.zero_stage else 1
         touched = self.accumulation * per_micro + per_step + per_share / self.replicas
+        converted = self.accumulation * _CONVERTED if self.rank.element == 2 else 0
         hardware = self.hardware
-        return wide * touched * self.parameters / hardware.memory_bandwidth / hardware.compute_scale
+        seconds = (wide * touched - converted) / hardware.memory_bandwidth + converted / hardware.conversion_bandwidth
+        return seconds * self.parameters / hardware.compute_scale
 
     def overhead(self) -> float:
         """Fixed costs."""
@@ -315,8 +331,12 @@ class _Step:
         return speeds
 
     def _around_layers(self, call: Collective) -> CollectiveTime:
-        count = self.accumulation * (self.cfg.model.num_layers * call.per_block + call.at_ends)
+        count = self.accumulation * self._calls(call)
         return self._collective(call.axis, f"{call.moment}: {call.what}", call.kind, count, call.payload)
+
+    def _calls(self, call: Collective) -> int:
+        """Of a micro-step."""
+        return self.cfg.model.num_layers * call.per_block + call.at_ends
 
     def _collective(self, axis: str, purpose: str, kind: str, count: int, payload: int) -> CollectiveTime:
         """`count` calls over the ranks of an axis, all of them waited for."""
