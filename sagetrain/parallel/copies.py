@@ -66,7 +66,14 @@ class _Work(dist.Work):
 
     __slots__ = ("_done", "_memory", "_parts", "_result", "_sent")
 
-    def __init__(self, memory: Memory, done: Event, sent: Tensor, parts: Tensor | None = None, result=None) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        done: Event,
+        sent: Tensor,
+        parts: tuple[Tensor, ...] = (),
+        result: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self._memory, self._done = memory, done
         self._sent, self._parts, self._result = sent, parts, result
@@ -74,13 +81,13 @@ class _Work(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._done is not None:
             self._memory.wait(self._done)
-            if self._parts is not None:
-                if len(self._parts) == 2:  # where torch.sum reaches half the memory's rate
-                    torch.add(*self._parts, out=self._result)
-                else:
-                    torch.sum(self._parts, 0, out=self._result)
+            if len(self._parts) == 2:
+                torch.add(*self._parts, out=self._result)
+            elif self._parts:
+                torch.sum(*self._parts, 0, out=self._result)
             # `sent` had to live until now: it was being copied.
-            self._done = self._sent = self._parts = self._result = None
+            self._done = self._sent = self._result = None
+            self._parts = ()
         return True
 
 
@@ -140,15 +147,17 @@ class Copies:
 
     def _clear(self, buffers: list[Tensor]) -> None:
         self._buffers, self._addresses = buffers, [buffer.data_ptr() for buffer in buffers]
-        self._views: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
+        self._views: dict[tuple[int, torch.Size, torch.dtype], tuple[Tensor, ...]] = {}
         self._unread: list[_Work | None] = [None] * SLOTS
 
-    def _parts(self, slot: int, x: Tensor) -> Tensor:
-        """The ranks' parts in own slot: [size, dim 0 / size, ...]. (Kept: the host has little time for launching.)"""
+    def _parts(self, slot: int, x: Tensor) -> tuple[Tensor, ...]:
+        """The ranks' parts in own slot, [size, dim 0 / size, ...]; two of them one by one, for torch.sum adds two at
+        half the memory's rate. (Kept: the host has little time for launching.)"""
         key, start = (slot, x.shape, x.dtype), slot * self._slot_bytes
         if key not in self._views:
             whole = self._buffers[self.rank][start : start + x.nbytes].view(x.dtype)
-            self._views[key] = whole.view(self.size, x.shape[0] // self.size, *x.shape[1:])
+            parts = whole.view(self.size, x.shape[0] // self.size, *x.shape[1:])
+            self._views[key] = parts.unbind() if self.size == 2 else (parts,)
         return self._views[key]
 
     @staticmethod
