@@ -100,8 +100,9 @@ class CachedModel:
         self._functions = [Cached(layer.function, rows, places, self._call) for layer in self._layers()]
         self.lengths: list[int] = []
         """Tokens that each row holds."""
-        # Collectives stay out of it, and what takes few queries is called by the rows' lengths.
-        alone = model.groups.tp_size == 1 and not any(each.whole.takes_few_queries for each in self._functions)
+        # Other ranks' collectives stay out of it, and what takes few queries is called by the rows' lengths.
+        few = any(each.whole.takes_few_queries for each in self._functions)
+        alone = model.groups.topology.world_size == 1 and not few
         self.records = alone and model.head.weight.is_cuda
         """Whether steps of one shape are recorded at the second one; not if a recording made something else of it."""
         self._shape = 0, 0
