@@ -80,7 +80,7 @@ def test_every_step_moves_the_weights_exactly(stage: int, dtype: str) -> None:
 
 
 def losses_of(layouts: list[tuple[int, int, int, str]]) -> dict[tuple, list[tuple[float, float]]]:
-    """(loss, gradient norm) of 16 AdamW steps with clipping for each (tp_size, cp_size, stage, attention backend), then
+    """(loss, gradient norm) of 12 AdamW steps with clipping for each (tp_size, cp_size, stage, attention backend), then
     the loss of an evaluation and that of one of its sources."""
     results = {}
     for tp_size, cp_size, stage, backend in layouts:
@@ -89,7 +89,7 @@ def losses_of(layouts: list[tuple[int, int, int, str]]) -> dict[tuple, list[tupl
         optimizer = {"clip_grad": 0.5, "eps": 1e-6}
         cfg = tiny.config(stage, model=heads, attention={"backend": backend}, optimizer=optimizer)
         engine = tiny.engine(cfg, tiny.join(tp_size, cp_size))
-        steps = [tiny.global_step(engine, step, sequences=4 if step < 10 else 8) for step in range(16)]
+        steps = [tiny.global_step(engine, step, sequences=4 if step < 8 else 8) for step in range(12)]
         numbers = [(result.loss, result.grad_norm) for result in steps]
         held_out = tiny.evaluation(engine, ["web", "code"])
         results[tp_size, cp_size, stage, backend] = [*numbers, (held_out["valid/loss"], held_out["valid/code/loss"])]
@@ -104,7 +104,7 @@ WORLDS = {
 
 
 def by_layout(worlds: dict[int, list[tuple[int, int, int]]], backend: str) -> dict[str, torch.Tensor]:
-    """Losses and norms [17, 2] of every rank, by a text that names world, layout and rank."""
+    """Losses and norms [13, 2] of every rank, by a text that names world, layout and rank."""
     rows = {}
     for world, layouts in worlds.items():
         ranks = run_distributed(losses_of, world, [(*layout, backend) for layout in layouts])
