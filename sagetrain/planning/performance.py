@@ -46,17 +46,17 @@ _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
 
 # ZeRO stage -> bytes moved per parameter of the rank in a micro-step, per parameter of the rank in a step, and per
 # parameter that the rank updates in a step: read off DeepSpeed 0.19 in bf16.
-#   1 (BF16_Optimizer): converts every gradient (6) and adds it (12) to the fp32 sum, as soon as backward has made it.
+#   1 (BF16_Optimizer): adds every gradient to the fp32 sum (10; train/engine.py), as soon as backward has made it.
 #     Step: flattening and scaling (20), norm (4), clipping (8), zeroing (4) of all; Adam (28) and new bf16 weights (6).
 #   2: bucket copy, flatten, divide, convert to fp32 (18), add to the owned part (12, counted in full).
 #     Step on the owned part alone: norm, flatten, clip, Adam, new weights.
 #   3: fp32 bucket (6), interleaving (8), division (8), add (12); gathered weights are copied into place (6).
 #   0 (fp32): gradients accumulate in place (12). Step: flatten, scale and copy back (24), norm, clipping, Adam.
-_STATE_BYTES = {0: (12, 64, 0), 1: (18, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
+_STATE_BYTES = {0: (12, 64, 0), 1: (10, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
 # The same where gradients travel in bf16: what is converted (1, once a step), what is not (2), what is smaller (3).
-_STATE_BYTES_BF16 = {1: (18, 44, 34), 2: (24, 0, 60), 3: (30, 0, 60)}
-_CONVERTED = 6
-"""Of the bytes of a micro-step, those by which a gradient in bf16 becomes one in fp32."""
+_STATE_BYTES_BF16 = {1: (10, 44, 34), 2: (24, 0, 60), 3: (30, 0, 60)}
+_CONVERTED = {0: 0, 1: 0, 2: 6, 3: 6}
+"""Of the bytes of a micro-step, those by which a gradient in bf16 is written in fp32."""
 
 OVERLAP = 0.2
 """Of the shorter of a collective and the matmuls beside it, what running both at once saves: NCCL takes multiprocessors
@@ -280,7 +280,7 @@ class _Step:
         per_micro, per_step, per_share = (_STATE_BYTES_BF16 if travels_in_bf16 else _STATE_BYTES)[self.zero_stage]
         wide = 2 if self.rank.element == 4 and self.zero_stage else 1
         touched = self.accumulation * per_micro + per_step + per_share / self.replicas
-        converted = self.accumulation * _CONVERTED if self.rank.element == 2 else 0
+        converted = self.accumulation * _CONVERTED[self.zero_stage] if self.rank.element == 2 else 0
         hardware = self.hardware
         seconds = (wide * touched - converted) / hardware.memory_bandwidth + converted / hardware.conversion_bandwidth
         return seconds * self.parameters / hardware.compute_scale
