@@ -121,11 +121,9 @@ def measure_casts(columns: int, tokens: int, recipe: tuple[str, str]) -> dict[st
 def in_turn(actions: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Milliseconds of each, the median over rounds: round by round, since clocks drift."""
     times: dict[str, list[float]] = {name: [] for name in actions}
-    for number in range(ROUNDS + 3):
+    for _ in range(ROUNDS):
         for name, action in actions.items():
-            spent = 1e3 * median_seconds(action, "cuda")
-            if number >= 3:
-                times[name].append(spent)
+            times[name].append(1e3 * median_seconds(action, "cuda"))
     return {name: statistics.median(spent) for name, spent in times.items()}
 
 
