@@ -43,8 +43,8 @@ def evaluate(
         typer.Option(
             min=1,
             show_default=False,
-            help="Score all of the data, in windows of data.seq_length that begin so many tokens apart. Default with "
-            "--data: half a window.",
+            help="Score all of the data, in windows (sequences) that begin so many tokens apart. Default with --data: "
+            "half a window.",
         ),
     ] = None,
     text_key: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
@@ -58,6 +58,10 @@ def evaluate(
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, show_default=False, help="Documents of each task. Default: all.")
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, show_default=False, help="Tokens of a sequence. Default: the run's data.seq_length."),
     ] = None,
     attention: InferenceAttention = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -89,9 +93,11 @@ def evaluate(
         asked = (
             load_harness("--tasks").Tasks(tasks.split(","), limit) if tasks else None
         )  # before the model: they may not be there
-        from sagetrain.inference.load import load_run
+        from sagetrain.inference.load import at_context, load_run
 
         run = load_run(run_dir, _warn, checkpoint, attention=attention.value if attention else None)
+        if context:
+            run = at_context(run, context)
         if asked:
             _show_tasks(run, asked, as_json)
         elif whole:

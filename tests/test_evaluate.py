@@ -20,7 +20,7 @@ from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.prepare import prepare
 from sagetrain.data.token_file import TokenFile, token_path
 from sagetrain.inference.evaluate import evaluate, evaluate_texts, together
-from sagetrain.inference.load import TrainedRun, load_run
+from sagetrain.inference.load import TrainedRun, at_context, load_run
 from sagetrain.inference.windows import windows
 
 EOS = 7
@@ -99,6 +99,20 @@ def test_unigram_loss_is_by_the_frequencies_of_the_training_data(loaded: Trained
     assert said[0].startswith("no unigram loss: token file none: ")
 
 
+def test_losses_at_another_context_are_of_sequences_so_long(loaded: TrainedRun) -> None:
+    """As many tokens at once as before. Item by item: what the model says of each sequence alone."""
+    for size, rows in ((8, 16), (64, 2)):
+        run = at_context(loaded, size)
+        assert (run.cfg.data.micro_batch_size, loaded.cfg.data.seq_length) == (rows, 32)
+        held_out = Loader(SampleStream(run.cfg.data.valid, size, seed=0), dp_rank=0, dp_size=1, micro_batch_size=1)
+        with torch.no_grad():
+            losses = [loaded.model(**batch.inputs(loaded.device)).item() for batch in held_out.eval_batches(5)]
+        found = together(evaluate(run, 5))
+        assert (found.sequences, found.tokens) == (5, 5 * size)
+        assert found.loss == pytest.approx(np.mean(losses), rel=1e-6)
+    assert at_context(loaded, 1_000).cfg.data.micro_batch_size == 1
+
+
 # -- whole texts in windows ------------------------------------------------------------------------------------------
 
 
@@ -163,10 +177,11 @@ def test_text_is_the_same_in_every_form(loaded: TrainedRun, texts: Path) -> None
 
 def test_more_context_helps_and_is_asked_for_by_the_stride(run: Path, texts: Path) -> None:
     results = [sagetrain("eval", run, "--data", texts / "held.jsonl", "--text-key", "body", *more, "--json")
-               for more in ([], ["--stride", 32])]  # fmt: skip
-    assert [result.returncode for result in results] == [0, 0], results
-    half, none = (json.loads(result.stdout) for result in results)
+               for more in ([], ["--stride", 32], ["--context", 8])]  # fmt: skip
+    assert [result.returncode for result in results] == [0, 0, 0], results
+    half, none, short = (json.loads(result.stdout) for result in results)
     assert (half["window"], half["stride"], none["stride"]) == (32, 16, 32)
+    assert (short["window"], short["stride"], short["all"]["tokens"]) == (8, 4, half["all"]["tokens"])
     assert half["all"]["tokens"] == none["all"]["tokens"] and half["all"]["loss"] != none["all"]["loss"]
 
 

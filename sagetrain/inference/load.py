@@ -100,6 +100,15 @@ def in_training(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> Tra
     return TrainedRun(cfg, own.eval(), tokenizer, tokenizer.vocab_size, 0, 0, weight.device)
 
 
+def at_context(run: TrainedRun, context: int) -> TrainedRun:
+    """The run with sequences of `context` tokens in place of data.seq_length, and about as many tokens at once; the
+    model is the same one. Positions past those it was trained with are new to it."""
+    data = run.cfg.data
+    rows = max(1, data.micro_batch_size * data.seq_length // context)
+    update = {"seq_length": context, "micro_batch_size": rows}
+    return replace(run, cfg=run.cfg.model_copy(update={"data": data.model_copy(update=update)}))
+
+
 def load_run(
     run_dir: Path,
     report: Callable[[str], None],
