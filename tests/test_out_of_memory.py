@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import tiny
+from distributed import run_distributed
+from sagetrain.train import trainer
 from sagetrain.train.guard import TrainingError
-from sagetrain.train.out_of_memory import explained
+from sagetrain.train.out_of_memory import explained, record_allocations
 
 WAYS = {"data.micro_batch_size": 8, "parallel.zero_stage": 1}
 
@@ -41,3 +44,33 @@ def test_other_errors_pass(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="other"), explained(tmp_path, 0, 1.0, WAYS):
         raise ValueError("other")
     assert not list(tmp_path.iterdir())
+
+
+def test_every_allocation_is_recorded_with_its_line_and_the_latest_are_kept(monkeypatch) -> None:
+    asked: list[dict] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: asked.append(how))
+    record_allocations(torch.device("cpu"))
+    assert asked == []
+    record_allocations(torch.device("cuda", 0))
+    assert asked == [{"enabled": "all", "context": "alloc", "stacks": "python", "max_entries": 50_000}]
+
+
+def start_without_memory(corpus: str, run_dir: str) -> None:
+    order: list[str] = []
+
+    def full(self: trainer.Trainer) -> None:
+        order.append("model")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    trainer.record_allocations = lambda device: order.append(f"recording on {device}")
+    trainer.Trainer._build_engine = full
+    torch.cuda.memory._dump_snapshot = lambda path: Path(path).write_bytes(b"blocks")
+    data, training = {"train": [{"path": f"{corpus}/train"}]}, {"run_dir": run_dir}
+    with pytest.raises(TrainingError, match=r"rank 0 is out of GPU memory: .* predicts 0\.0 GiB"):
+        trainer.Trainer(tiny.config(1, data=data, training=training), [])
+    assert order == ["recording on cpu", "model"] and Path(run_dir, "memory/rank-0.pickle").exists()
+
+
+def test_memory_that_is_out_before_the_first_step_is_explained_too(tmp_path: Path, corpus: Path) -> None:
+    """The optimizer's state is most of what a run needs, and allocated before it."""
+    run_distributed(start_without_memory, 1, str(corpus), str(tmp_path / "run"))

@@ -44,7 +44,7 @@ from sagetrain.train.engine import Engine, init_distributed, partitioner
 from sagetrain.train.guard import StopSignal, TrainingError, Watchdog
 from sagetrain.train.ledger import Ledger, TrainState, check_consumed
 from sagetrain.train.lr_schedule import learning_rate
-from sagetrain.train.out_of_memory import explained
+from sagetrain.train.out_of_memory import explained, record_allocations
 from sagetrain.train.profile import ProfileWindow
 from sagetrain.train.rendezvous import ended_by_signals
 from sagetrain.train.reporter import Reporter
@@ -109,17 +109,19 @@ class Trainer:
         self.compiled = {"auto": self.device.type == "cuda", "on": True, "off": False}[cfg.training.compile]
         place = {"device": self.device, "dtype": self.dtype}
         how = {**place, "say": self._say}
-        choices = Choices(cfg, self.groups, self.stream, self.folder, compiled=self.compiled, **how)
-        chosen = attention.settle(cfg.attention, cfg.model, found, choose=choices.attention, **how)
-        self.attention, self.attention_reason = chosen
-        how["tensor_parallel_size"] = self.groups.tp_size
-        self.linear, why = linear.settle(cfg.linear, cfg.model, found, choose=choices.linear, **how)
-        self.matmuls, self.linear_reason = matmuls_of(self.linear, cfg.model, **place)
-        self.linear_reason += f"; {why}" if why else ""
-        self.micro_step = token_multiple(cfg, self.groups.dp_size)
-        self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
-        self.engine = self._build_engine()
-        self._resume(found, damaged)
+        record_allocations(self.device)
+        with self._memory_explained():
+            choices = Choices(cfg, self.groups, self.stream, self.folder, compiled=self.compiled, **how)
+            chosen = attention.settle(cfg.attention, cfg.model, found, choose=choices.attention, **how)
+            self.attention, self.attention_reason = chosen
+            how["tensor_parallel_size"] = self.groups.tp_size
+            self.linear, why = linear.settle(cfg.linear, cfg.model, found, choose=choices.linear, **how)
+            self.matmuls, self.linear_reason = matmuls_of(self.linear, cfg.model, **place)
+            self.linear_reason += f"; {why}" if why else ""
+            self.micro_step = token_multiple(cfg, self.groups.dp_size)
+            self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
+            self.engine = self._build_engine()
+            self._resume(found, damaged)
         if self.main and tokenizer:  # `sagetrain generate` needs nothing but the run folder
             write_atomic(self.folder.path / tokenizer.file_name, tokenizer.model)
         self.saver = Saver(

@@ -1,15 +1,19 @@
-"""What a step and a hang report from a GPU: nothing waits for a metric, and NCCL's collectives are named."""
+"""What a step, a hang and a lack of memory report from a GPU: nothing waits for a metric, NCCL's collectives are named,
+and so is the line that allocated what is held."""
 
 from __future__ import annotations
 
 import json
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from sagetrain.parallel.metrics import Metrics
-from sagetrain.train.guard import collectives_under_way, flight_record
+from sagetrain.train.guard import TrainingError, collectives_under_way, flight_record
+from sagetrain.train.out_of_memory import ENTRIES, explained, record_allocations
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,3 +51,28 @@ def test_a_collective_of_nccl_that_is_not_finished_is_named() -> None:
     assert [entry["profiling_name"] for entry in json.loads(record)["entries"]].count("nccl:all_reduce") == 2
     assert "waits in nccl:all_reduce number " in collectives_under_way(record)
     assert "over Float [3, 5]" in collectives_under_way(record)
+
+
+def run_out_of_memory(folder: Path, held: list[torch.Tensor]) -> None:
+    with explained(folder, 0, 2.0**30, {}):
+        for _ in range(ENTRIES):
+            torch.empty(1, device="cuda")
+        held.append(torch.empty(48 * 2**20, dtype=torch.uint8, device="cuda"))
+        torch.empty(2**44, dtype=torch.uint8, device="cuda")
+
+
+def test_the_snapshot_says_which_line_allocated_what_is_held(tmp_path: Path) -> None:
+    """Of as many of the latest allocations as are kept, and no more."""
+    held: list[torch.Tensor] = []
+    record_allocations(torch.device("cuda"))
+    try:
+        with pytest.raises(TrainingError, match=r"by which line, is in .*/memory/rank-0"):
+            run_out_of_memory(tmp_path, held)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    snapshot = pickle.loads((tmp_path / "memory/rank-0.pickle").read_bytes())
+    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+    (block,) = [block for block in blocks if block["address"] == held[0].data_ptr()]
+    assert (__file__, "run_out_of_memory") in [(frame["filename"], frame["name"]) for frame in block["frames"]]
+    trace = snapshot["device_traces"][torch.cuda.current_device()]
+    assert 0 < len(trace) <= ENTRIES and "oom" in {entry["action"] for entry in trace[-10:]}
