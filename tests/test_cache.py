@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RopeScaling
@@ -50,6 +51,24 @@ def test_logits_are_those_of_the_whole_context(heads: int, qk_norm: str, scaling
         assert len(logits) == (2 if step < 3 else 3)
         for got, text, end in zip(logits, rows, ends, strict=False):
             check(got, whole, text[:end])
+
+
+@torch.no_grad()
+def test_attention_may_lay_out_what_it_returns_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's has the heads innermost but one: a head's queries are not beside each other."""
+    whole, (text,) = model(num_key_value_heads=2), texts(9)
+
+    class OnGpu:
+        @staticmethod
+        def scaled_dot_product_attention(*args: torch.Tensor, **how: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(*args, **how).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(cache, "F", OnGpu)
+    cached = CachedModel(whole, 2, 20)
+    for row in (0, 1):
+        cached.read(row, text[:8])
+    for logits in cached([text[8]] * 2):
+        check(logits, whole, text)
 
 
 @torch.no_grad()

@@ -63,7 +63,7 @@ class Cached(AttentionFunction):
         keys, values = (x[:rows, :places].transpose(1, 2) for x in (self._k, self._v))
         # The heads that share keys are as several queries: nothing is repeated.
         queries = q.reshape(rows, k.shape[2], -1, q.shape[3])
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=call.seen).view(q.shape)
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=call.seen).reshape(q.shape)
 
     def move(self, source: int, target: int) -> None:
         """Let one row hold what another one does."""
