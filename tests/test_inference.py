@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from runs import finish, sagetrain, write_config
 from sagetrain.data.prepare import prepare
@@ -15,6 +16,7 @@ from sagetrain.data.token_file import TokenFile
 from sagetrain.inference import load
 from sagetrain.inference.evaluate import evaluate
 from sagetrain.inference.load import load_run
+from sagetrain.model.transformer import Transformer
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,19 @@ def test_any_checkpoint_can_be_named(run: Path) -> None:
     assert "has no checkpoint of step 99; it has steps: 5, 10" in missing.stderr
     elsewhere = sagetrain("generate", run / "none", "def")
     assert elsewhere.returncode == 3 and f"error: there is no folder {run}/none; name the folder" in elsewhere.stderr
+
+
+def test_no_weight_is_drawn_that_the_checkpoint_overwrites(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large model that takes longer than reading it."""
+
+    def draw(*_: object) -> None:
+        raise AssertionError("weights are drawn")
+
+    monkeypatch.setattr(Transformer, "_initialize", draw)
+    loaded, reader = load_run(run, print), load.open_run(run, print).reader
+    for name, parameter in loaded.model.named_parameters():
+        assert parameter.device.type == "cpu" and parameter.requires_grad
+        assert torch.equal(parameter.detach().flatten(), reader.local(name, "weight", 0, 1)), name
 
 
 def test_generate_continues_the_prompt_and_repeats_itself(run: Path) -> None:

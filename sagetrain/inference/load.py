@@ -153,13 +153,13 @@ def load_run(
             vocab_size=padded_vocab_size(run.vocab_size),
             groups=groups,
             overlap=False,  # which would take a batch apart
-            seed=cfg.training.seed,
+            seed=None,
             dtype=dtype,
             device=device,
         )
     except ValueError as error:
         raise ConfigError(f"{error}: start the command on fewer ranks") from error
-    checkpoint.load_weights(run.reader, model, groups)
+    checkpoint.load_weights(run.reader, model, groups, device)
     model.eval()
     if precision and rungs:
         ladder = Ladder(precision, rungs, model.attention_layers, cfg.training.total_tokens)

@@ -28,7 +28,7 @@ from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, gather_from_region
 from sagetrain.parallel.cross_entropy import linear_cross_entropy, linear_token_losses
 from sagetrain.parallel.host import cores_of_rank
-from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, keep_weights, shard
+from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, keep_weights, settle, shard
 from sagetrain.parallel.matmul import Matmul, linear
 from sagetrain.parallel.rng import named_generator
 from sagetrain.parallel.topology import ParallelGroups
@@ -449,10 +449,8 @@ class Transformer(nn.Module):
             full = torch.empty(parameter.global_shape).normal_(0, std, generator=named_generator(seed, name))
             return torch.empty_like(parameter, device="cpu").copy_(shard(full, parameter.tp_dim, self.groups))
 
-        def settle(parameter: nn.Parameter, drawn: Future[Tensor]) -> None:
-            real = nn.Parameter(drawn.result().to(device))
-            real.__dict__.update(parameter.__dict__)
-            torch.utils.swap_tensors(parameter, real)  # the same object: tied embeddings have it twice
+        def place(parameter: nn.Parameter, drawn: Future[Tensor]) -> None:
+            settle(parameter, drawn.result().to(device))
             if partition is not None:
                 partition(parameter)
 
@@ -461,7 +459,7 @@ class Transformer(nn.Module):
         with ThreadPoolExecutor(workers) as pool:
             for name, parameter in self.named_parameters():
                 if len(waiting) > workers:  # no more of the model than that in host memory
-                    settle(*waiting.popleft())
+                    place(*waiting.popleft())
                 waiting.append((parameter, pool.submit(draw, name, parameter)))
             for pair in waiting:
-                settle(*pair)
+                place(*pair)

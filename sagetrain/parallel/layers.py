@@ -34,6 +34,15 @@ def annotate(
     return parameter
 
 
+@torch.no_grad()
+def settle(parameter: nn.Parameter, values: Tensor) -> None:
+    """Let a Parameter on the meta device hold values of its shape and dtype. It stays the same object (tied embeddings
+    have it twice), with what `annotate` attached."""
+    real = nn.Parameter(values)
+    real.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, real)
+
+
 def shard(full: Tensor, tp_dim: int | None, groups: ParallelGroups) -> Tensor:
     """This rank's part of a whole tensor (a view)."""
     return full if tp_dim is None else full.chunk(groups.tp_size, tp_dim)[groups.tp_rank]

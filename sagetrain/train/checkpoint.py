@@ -36,6 +36,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from sagetrain.parallel.layers import settle
 from sagetrain.parallel.topology import ParallelGroups
 
 FORMAT = 1
@@ -307,11 +308,13 @@ def load_engine(reader: Reader, engine, optimizer_steps: int, *, moments: bool =
 
 
 @torch.no_grad()
-def load_weights(reader: Reader, model: nn.Module, groups: ParallelGroups) -> None:
-    """Restore the weights of a plain model, for evaluation and generation."""
+def load_weights(reader: Reader, model: nn.Module, groups: ParallelGroups, device: torch.device) -> None:
+    """Give a model whose parameters are on the meta device those of a checkpoint, for evaluation and generation."""
     check_shapes(reader, {name: tuple(p.global_shape) for name, p in model.named_parameters()})
     for name, parameter in model.named_parameters():
-        reader.fill(parameter.view(-1), name, "weight", groups.tp_rank, groups.tp_size)
+        values = torch.empty_like(parameter, device=device)
+        reader.fill(values.view(-1), name, "weight", groups.tp_rank, groups.tp_size)
+        settle(parameter, values)
 
 
 # -- small parts ---------------------------------------------------------------------------------------------------
