@@ -52,6 +52,35 @@ def test_both_have_the_same_weights(run: Path, monkeypatch: pytest.MonkeyPatch) 
     assert theirs.dtype == torch.float32 and torch.equal(ours.float(), theirs)
 
 
+def test_a_tie_is_no_difference(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of float sums decides it. What comes after is another text."""
+    own, other = benchmark.load(run, "sdpa")
+    prompts = benchmark.prompts_of(own, 2, 8)
+    right = benchmark.theirs(other, own, prompts, 5)
+    chosen, twin = right[1][3], next(token for token in range(300) if token not in right[1])
+    with torch.no_grad():
+        other.lm_head.weight[twin] = other.lm_head.weight[chosen] * (1 + 1e-6)
+    said = [right[0], [*right[1][:3], twin, 0]]
+    monkeypatch.setattr(benchmark, "ours", lambda *_: said)
+    monkeypatch.setattr(benchmark, "theirs", lambda *_: right)
+    benchmark.check(own, other, prompts, 5)
+    said[1][3] = twin + 1
+    with pytest.raises(SystemExit, match="prompt 2 of 2 goes on otherwise from its token 4"):
+        benchmark.check(own, other, prompts, 5)
+
+
+def test_a_change_of_dtype_rounds_weights_alone(run: Path) -> None:
+    """The frequencies of transformers' rotary embedding would not come back, and neither would its positions."""
+    own, other = benchmark.load(run, "sdpa")
+    frequencies = other.model.rotary_emb.inv_freq.clone()
+    for dtype in (torch.bfloat16, torch.float32):
+        for model in (own.model, other):
+            benchmark.convert(model, dtype)
+            assert {weight.dtype for weight in model.parameters()} == {dtype}
+    assert torch.equal(other.model.rotary_emb.inv_freq, frequencies)
+    benchmark.check(own, other, benchmark.prompts_of(own, 3, 8), 7)
+
+
 def test_both_take_turns_and_the_first_round_does_not_count(monkeypatch) -> None:
     called, clock = [], iter(range(1000))
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(clock))
