@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -27,8 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
-from sagetrain.hardware import HARDWARE
+from sagetrain.hardware import of_device
+from sagetrain.model import linear_choice
 from sagetrain.model.selection import admissions, matmuls_of
+from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.train import roster
 from sagetrain.train.engine import init_distributed
 
@@ -80,6 +82,7 @@ def examine(model: ModelConfig | None, run_dir: Path, interface: str | None, dis
         all_checks += clocks({other: float(store.get(f"doctor/clock/{other}")) - now for other in range(1, world_size)})
     if world_size > 1:
         all_checks += links(device, host)
+    dist.destroy_process_group()
     return all_checks
 
 
@@ -195,8 +198,24 @@ def _linear(device: torch.device, model: ModelConfig, where: str) -> list[Check]
         matmuls_of(fp8, model, device=device, dtype=torch.bfloat16)
     except ValueError as error:
         return [Check("FP8 matmuls", where, "look", f"no: {error}", "linear.precision bf16 (the default)")]
-    how = "torch's kernels" if device.type == "cuda" else "their twin in torch: exact, slow"
-    return [Check("FP8 matmuls", where, "ok", how)]
+    layers = {"qkv": linear_choice.layers_of(model)["qkv"]}
+    ways = [" ".join(name) for name in RECIPES if name[0] == "fp8"]
+    _, refused = linear_choice.time_layers(
+        layers,
+        ways,
+        tokens=256,
+        joined=False,
+        kept=False,
+        compiled=False,
+        device=device,
+        dtype=torch.bfloat16,
+        seconds=lambda calls: 0.0,  # tried, not timed
+    )
+    if refused:
+        return [Check("FP8 matmuls", where, "bad", "; ".join(refused), "linear.precision bf16 (the default)")]
+    names = ", ".join(way.removeprefix("fp8 ") for way in ways)
+    twin = "" if device.type == "cuda" else " (their twin in torch: exact, slow)"
+    return [Check("FP8 matmuls", where, "ok", f"agree with float32: {names}{twin}")]
 
 
 # -- between ranks -----------------------------------------------------------------------------------------------
@@ -217,16 +236,19 @@ def links(device: torch.device, host: str) -> list[Check]:
     seconds = (time.perf_counter() - begin) / times
     rate = 2 * (world_size - 1) / world_size * x.nbytes / seconds
     found = f"all-reduce of {x.nbytes / MIB:.0f} MiB over {world_size} ranks: {rate / 1e9:.2f} GB/s bus bandwidth"
-    known = device.type == "cuda" and next(
-        (h for h in HARDWARE.values() if h.name.split()[1] in torch.cuda.get_device_name(device)), None
-    )
-    if known:
-        expected, _ = known.link(1, world_size)
-        found += f", {rate / expected:.2f} of what plan reckons with"
-        if rate < expected / 2:
+    if device.type == "cuda" and (reckoned := expected(torch.cuda.get_device_name(device), world_size, local)):
+        found += f", {rate / reckoned:.2f} of what plan reckons with"
+        if rate < reckoned / 2:
             fix = "NCCL_DEBUG=INFO shows which way it goes; training.network_interface, the drivers of the adapters"
             return [Check("links", "all ranks", "look", found, fix)]
     return [Check("links", "all ranks" if world_size > local else host, "ok", found)]
+
+
+def expected(gpu_name: str, world_size: int, local: int) -> float | None:
+    """Bus bandwidth that plan reckons with, in bytes per second, over ranks of which `local` share a host. None: it
+    does not know the GPU."""
+    known = of_device(gpu_name)
+    return replace(known, gpus_per_host=local).link(1, world_size)[0] if known else None
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------

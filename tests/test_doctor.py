@@ -2,16 +2,24 @@
 
 import json
 import os
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
+from distributed import run_distributed
 from forked import PATIENCE, Command
 from runs import ROOT, free_port, write_config
 from sagetrain import doctor
+from sagetrain.config.schema import ModelConfig
 from sagetrain.doctor import Check, clocks, disagreements, disk, host_limits, show
-from sagetrain.model import selection
+from sagetrain.hardware import H200
+from sagetrain.model import linear_choice, selection
+
+SMALL = ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=64, num_attention_heads=2)
 
 
 def checks_of(words: list[str], tmp_path: Path) -> list[dict]:
@@ -40,8 +48,6 @@ def test_two_ranks_report_to_one_table(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_an_attention_function_that_is_wrong_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     right = selection._plain
 
     def wrong(function):
@@ -51,6 +57,35 @@ def test_an_attention_function_that_is_wrong_is_bad(monkeypatch: pytest.MonkeyPa
     (good, bad) = doctor._attention(torch.device("cpu"), doctor.EXAMPLE, "here")
     assert good.verdict == "ok" and "sdpa" not in good.found
     assert bad.verdict == "bad" and bad.found.startswith("sdpa: ")
+
+
+def test_fp8_matmuls_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    (good,) = doctor._linear(torch.device("cpu"), SMALL, "here")
+    assert good.verdict == "ok" and good.found.startswith("agree with float32: tensorwise, rowwise")
+    monkeypatch.setitem(linear_choice.LIMITS, "fp8", 1e-6)
+    (bad,) = doctor._linear(torch.device("cpu"), SMALL, "here")
+    assert bad.verdict == "bad" and "qkv in fp8 rowwise: the output is wrong by 0.0" in bad.found
+
+
+def examined(folder: str) -> None:
+    assert doctor.examine(SMALL, Path(folder), None, 1)
+    assert not dist.is_initialized(), "torch warns of what is left"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.warn("Attempting to run cuBLAS, but there was no current CUDA context! Attempting to", stacklevel=1)
+        warnings.warn("another one", stacklevel=1)
+    assert [str(warning.message) for warning in said] == ["another one"]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the one who called
+
+
+def test_nothing_is_left_to_warn_of(tmp_path: Path) -> None:
+    run_distributed(examined, 1, str(tmp_path))
+
+
+def test_what_a_link_should_reach_is_by_the_ranks_of_a_host() -> None:
+    """Two hosts that give one GPU each are joined by the network, however many GPUs they have."""
+    inside, across = doctor.expected("NVIDIA H200", 2, local=2), doctor.expected("NVIDIA H200", 2, local=1)
+    assert inside == H200.nvlink_bandwidth and across == H200.network_bandwidth * H200.network_efficiency
+    assert doctor.expected("Radeon", 2, local=2) is None
 
 
 def test_hosts_with_other_versions_are_bad() -> None:

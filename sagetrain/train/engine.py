@@ -66,6 +66,8 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed 0.19 calls collectives by names that newer torch has renamed; nothing a user could act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # A thread of autograd that begins with a matmul; it gets its context then.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     if not on_gpu:  # saves compiling probes, and a C++ build that only CPU inference would use
         deepspeed.ops.__compatible_ops__ = collections.defaultdict(bool)
     device = torch.device("cpu")
