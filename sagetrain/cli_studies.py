@@ -91,6 +91,7 @@ def compare(
     """
     with _Errors():
         from sagetrain.compare import command as comparing
+        from sagetrain.train.guard import TRAINING_EXIT_CODE
 
         overrides = [] if report_only else [word for word in words if "=" in word and not Path(word).exists()]
         named = [word for word in words if word not in overrides]
@@ -119,7 +120,7 @@ def compare(
             comparing.report(found, output, margin, title, _warn)
         if failed:
             _warn(f"error: {len(found.failed)} runs failed; the same command tries them again")
-            _exit(4)
+            _exit(TRAINING_EXIT_CODE)
 
 
 @studies.command()

@@ -69,11 +69,11 @@ def _exit_code(error: BaseException) -> int | None:
         return 3
     # Imported late: these modules need torch, and may be what failed to import.
     checkpoint = sys.modules.get("sagetrain.train.checkpoint")
-    trainer = sys.modules.get("sagetrain.train.trainer")
+    guard = sys.modules.get("sagetrain.train.guard")
     if checkpoint and isinstance(error, checkpoint.CheckpointError):
         return 3
-    if trainer and isinstance(error, trainer.TrainingError):
-        return 4
+    if guard and isinstance(error, guard.TrainingError):
+        return int(guard.TRAINING_EXIT_CODE)
     return None
 
 

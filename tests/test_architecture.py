@@ -78,7 +78,7 @@ MAY_IMPORT = {
     "interop": {"interop", "inference", "train", "model", "parallel", "data", "config"},
     "report": {"report", "data", "config", "__version__"},
     "planning": {"planning", "train", "model", "data", "config", "hardware"},
-    "compare": {"compare", "train", "model", "data", "config", "__version__"},
+    "compare": {"compare", "report", "train", "model", "data", "config", "__version__"},
 }
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from sagetrain import cli
 from sagetrain.config.errors import ConfigError
 from sagetrain.report.page import render, write_report
-from sagetrain.report.read import MAX_POINTS, different_settings, read_runs, thinned
+from sagetrain.report.read import MAX_POINTS, different_settings, read_rows, read_runs, thinned
 from sagetrain.stability.controller import Event
 from sagetrain.train.metrics import MetricsWriter
 
@@ -50,6 +50,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
         folders.append(folder)
     return folders
+
+
+def test_rows_that_are_not_whole_are_passed_over(tmp_path: Path) -> None:
+    """A killed run, a full disk, a run that is writing right now; and where only the end is read, its first line."""
+    path, row = tmp_path / "metrics.jsonl", '{"step": 1, "tokens": 8}\n'
+    assert read_rows(path) == []
+    path.write_bytes(f'{row}{{"step": 2, "tok\n7\n{{"step": 3}}\n{row}'.encode() + b'{"step": 4, "tokens": 9, "\xc3')
+    whole = {"step": 1, "tokens": 8}
+    assert read_rows(path) == [whole, whole]
+    assert [read_rows(path, last_bytes=size) for size in (2, 60, 1000)] == [[], [whole], [whole, whole]]
 
 
 def test_what_is_read_of_a_run(runs: list[Path]) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,6 +29,8 @@ from sagetrain.config.load import flat, load_config
 from sagetrain.data.token_file import TokenFile, write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import num_parameters
+from sagetrain.report.read import read_rows
+from sagetrain.train.guard import TRAINING_EXIT_CODE
 
 PAGE, PLOT, TABLES = "README.md", "gap.png", "results.json"
 _SAY_SECONDS = 30.0
@@ -158,7 +159,7 @@ def _ended(found: Results, job: Job, code: int | None, where: Places) -> Record:
     record = _read(found, job, run_dir)
     if not code or record.status == FINISHED:
         return record
-    status = DIVERGED if code == runner.CANNOT_GO_ON and records.went_wrong(run_dir) else FAILED
+    status = DIVERGED if code == TRAINING_EXIT_CODE and records.went_wrong(run_dir) else FAILED
     return replace(record, status=status, said=runner.end_of_log(where.run_dirs / f"{job.folder}.log"))
 
 
@@ -188,23 +189,9 @@ class _Progress:
 
     def _far(self, job: Job) -> str:
         total = self._found.settings[f"{job.row}/{job.variant}"]["training.total_tokens"]
-        rows = [row for row in _last_rows(self._run_dirs / job.folder / "metrics.jsonl") if "train/loss" in row]
+        rows = read_rows(self._run_dirs / job.folder / "metrics.jsonl", last_bytes=1 << 16)
+        rows = [row for row in rows if "train/loss" in row]
         return f"{job}: {rows[-1]['tokens'] / total:.0%}, {rows[-1]['train/loss']:.3f}" if rows else f"{job}: starting"
-
-
-def _last_rows(path: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        lines = file.read().decode(errors="replace").splitlines()
-    rows = []
-    for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:  # cut, by us or by the run that is writing it
-            continue
-    return [row for row in rows if isinstance(row, dict)]
 
 
 def report(found: Results, output: Path, margin: float, title: str, say: Say) -> list[Table]:

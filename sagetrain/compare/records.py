@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from sagetrain.compare.question import Job
 from sagetrain.compare.statistics import end_of, thinned
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.token_file import write_atomic
+from sagetrain.report.read import read_rows
 from sagetrain.train.checkpoint import step_of
 from sagetrain.train.run_folder import RunFolder
 
@@ -65,7 +65,7 @@ class Record:
 
 def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool) -> Record:
     """What a run folder says by now: finished or stopped. evaluated: the run has held-out data."""
-    rows, tokens = _rows(run_dir / "metrics.jsonl"), 0
+    rows, tokens = read_rows(run_dir / "metrics.jsonl"), 0
     points, valid, rates, scales = [], [], [], []
     for row in rows:
         tokens = row["tokens"]
@@ -90,7 +90,7 @@ def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool) -> Rec
         _rounded(valid[-1][1]) if valid else None,
         round(statistics.median(rates)) if rates else None,
         round(statistics.median(scales)) if scales else None,
-        dict(Counter(row["kind"] for row in _rows(run_dir / "events.jsonl"))),
+        dict(Counter(row["kind"] for row in read_rows(run_dir / "events.jsonl"))),
         [[seen, round(loss, 4)] for seen, loss in thinned(points)],
         [[seen, round(loss, 6)] for seen, loss in valid],
     )
@@ -98,24 +98,13 @@ def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool) -> Rec
 
 def went_wrong(run_dir: Path) -> bool:
     """Whether a run's last step was one that went wrong: there is a bundle of a step behind all that it reported."""
-    reported = max((row["step"] for row in _rows(run_dir / "metrics.jsonl") if "train/loss" in row), default=0)
+    reported = max((row["step"] for row in read_rows(run_dir / "metrics.jsonl") if "train/loss" in row), default=0)
     bundles = RunFolder(run_dir).spikes.glob("step-*")
     return max(map(step_of, bundles), default=0) > reported
 
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 6)
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Of a file that may be growing, or was cut short."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
 
 
 def load(path: Path) -> list[Record]:

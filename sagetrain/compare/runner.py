@@ -15,8 +15,6 @@ from typing import Protocol
 from sagetrain.compare.question import Job
 
 _TICK = 0.2
-CANNOT_GO_ON = 4
-"""Exit code of a run whose training cannot: a step that went wrong, or no more memory."""
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -49,6 +50,22 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 
+def read_rows(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl or events.jsonl, or of its last bytes alone; none where there is no file. It may be
+    growing, or have been cut short: what is no whole row is passed over."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        if last_bytes is not None:
+            file.seek(max(0, path.stat().st_size - last_bytes))
+        lines = file.read().decode(errors="replace").splitlines()
+    rows = []
+    for line in lines:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and "tokens" in row]
+
+
 def different_settings(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     """Dotted key -> its value in every run, of those that are not the same in all; None where a run has no such key."""
     keys = sorted({key for run in runs for key in run.settings})
@@ -70,7 +87,7 @@ def thinned(tokens: Sequence[int], values: Sequence[float], most: int = MAX_POIN
 
 def _read(folder: Path, name: str) -> RunRecord:
     path = folder / "metrics.jsonl"
-    rows = list(_rows(path))
+    rows = read_rows(path)
     if not rows:
         why = "it holds no metrics yet" if path.exists() else "there is no metrics.jsonl in it"
         raise ConfigError(f"{folder} is no run to report on: {why}; give the training.run_dir of a run that has begun")
@@ -87,7 +104,7 @@ def _read(folder: Path, name: str) -> RunRecord:
             curve = curves.setdefault(_LAYER.sub("/*", metric), {})
             worst = min if metric.endswith("/cosine") else max
             curve[row["tokens"]] = worst(value, curve.get(row["tokens"], value))
-    events = [*_saves(rows), *_rows(folder / "events.jsonl")]
+    events = [*_saves(rows), *read_rows(folder / "events.jsonl")]
     return RunRecord(
         name,
         {metric: thinned(*_columns(curve)) for metric, curve in sorted(curves.items())},
@@ -95,19 +112,6 @@ def _read(folder: Path, name: str) -> RunRecord:
         settings,
         _summary(rows),
     )
-
-
-def _rows(path: Path) -> Iterable[dict[str, Any]]:
-    """Of a file that may be growing: the last line may be cut short."""
-    if not path.exists():
-        return
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "tokens" in row:
-            yield row
 
 
 def _columns(curve: Mapping[int, float]) -> Curve:

@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+TRAINING_EXIT_CODE = 4
+"""Of a run whose training cannot go on: a step that went wrong, or no more memory."""
 HANG_EXIT_CODE = 5
 _RECORD_SECONDS = 10.0  # for the flight recorder, when a run has hung
 
