@@ -215,6 +215,17 @@ def test_override_messages(tmp_path, override, expected):
     assert expected in problems(tmp_path, "", "", override)
 
 
+def test_the_first_item_of_a_list_that_a_file_leaves_out_can_be_named(tmp_path):
+    """configs/minimal.yaml has no data.valid, and the other shipped ones have."""
+    config = load_config(write(tmp_path, GOOD), ["data.valid.0.path=held_out", "data.valid.0.weight=2"])
+    assert [(source.path, source.weight) for source in config.data.valid] == [("held_out", 2)]
+    assert 'data.valid.0.pth = "held_out": unknown key; did you mean data.valid.0.path?' in problems(
+        tmp_path, "", "", "data.valid.0.pth=held_out"
+    )
+    with pytest.raises(ConfigError, match="is a list of 1, counted from 0: there is no item '1'"):
+        load_config(write(tmp_path, GOOD), ["data.valid.0.path=a", "data.valid.1.path=b"])
+
+
 @pytest.mark.parametrize(
     "number", ["1e99999999999999999999", "1e-99999999999999999999", "1e1000000", "9" * 5000, "!!int x"]
 )

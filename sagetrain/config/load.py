@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +141,13 @@ class _Source:
             self._report((), problem.message, where=f"override {text}")
         target = self.tree
         path: KeyPath = ()
-        for part in parts[:-1]:
+        for part, within in pairwise(parts):
             key = self._child(target, part, path, text)
             if key is None:
                 return
             path = (*path, key)
-            if target[key] is None:
-                target[key], self.origins[path] = {}, text
+            if target[key] is None:  # the first item of a list, or a section
+                target[key], self.origins[path] = [None] if within == "0" else {}, text
             target = target[key]
         key = self._child(target, parts[-1], path, text)
         if key is not None:
