@@ -24,9 +24,11 @@ def ptx_of(function, architecture: int, num_warps: int, constants: dict[str, obj
 
 @pytest.mark.parametrize("architecture", [89, 90, 100])
 @pytest.mark.parametrize("per_row", [True, False])
-def test_the_largest_magnitudes_compile(architecture, per_row):
-    constants = {"ROWS": 32, "COLUMNS": 256, "STEPS": 8, "PER_ROW": per_row}
-    assert "max" in ptx_of(_largest_kernel, architecture, 4, constants)
+@pytest.mark.parametrize(("x", "instruction"), [("*bf16", "max.s16"), ("*fp32", "max.s32")])
+def test_the_largest_magnitudes_compile(architecture, per_row, x, instruction):
+    """Those of bfloat16 as 16 bits, which ptxas pairs."""
+    constants = {"ROWS": 16, "COLUMNS": 256, "STEPS": 16, "PER_ROW": per_row, "NARROW": x == "*bf16"}
+    assert instruction in ptx_of(_largest_kernel, architecture, 4, constants, x)
 
 
 @pytest.mark.parametrize(("architecture", "number", "instruction"), [

@@ -70,7 +70,7 @@ def quantize_both_twin(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[R
 
 # Rows and columns of a program, and how many of such pieces, one below the other, the first pass takes: of a piece it
 # leaves two atomic maxima a row or column. Lines of 128 bytes at least are read and written whole, in both directions.
-LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_STEPS = 32, 256, 8
+LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_STEPS, LARGEST_WARPS = 16, 256, 16, 4
 ROUND_ROWS, ROUND_COLUMNS, ROUND_WARPS = 128, 128, 8
 
 
@@ -88,24 +88,37 @@ def _magnitude_bits(x):
 
 
 @triton.jit
+def _widened(bits, NARROW: tl.constexpr):
+    """Bits of bfloat16 as float32 holds them."""
+    return bits.to(tl.int32) << 16 if NARROW else bits
+
+
+@triton.jit
 def _largest_kernel(
     X, OF_ROWS, OF_COLUMNS, rows, columns, stride, across,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PER_ROW: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the largest magnitudes, into what holds zeros: a maximum in any order is the same."""
+    """Bits of the largest magnitudes, into what holds zeros: a maximum in any order is the same.
+
+    Columns are compared across threads once, at the end. NARROW: X is bfloat16, whose bits order like the numbers too,
+    and two of them are compared by one instruction.
+    """
     column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(0) // across * (ROWS * STEPS)
-    of_columns = tl.zeros([COLUMNS], tl.int32)
+    of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
     for step in range(STEPS):
         row = first + step * ROWS + tl.arange(0, ROWS)
-        bits = _magnitude_bits(_load_tile(X, row, column, rows, columns, stride))
-        of_columns = tl.maximum(of_columns, tl.max(bits, 0))
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        x = tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
+        bits = x.to(tl.int16, bitcast=True) & 0x7FFF if NARROW else _magnitude_bits(x.to(tl.float32))
+        of_columns = tl.maximum(of_columns, bits)
         if PER_ROW:
-            tl.atomic_max(OF_ROWS + row, tl.max(bits, 1), mask=row < rows, sem="relaxed")
+            tl.atomic_max(OF_ROWS + row, _widened(tl.max(bits, 1), NARROW), mask=row < rows, sem="relaxed")
+    largest = _widened(tl.max(of_columns, 0), NARROW)
     if PER_ROW:
-        tl.atomic_max(OF_COLUMNS + column, of_columns, mask=column < columns, sem="relaxed")
+        tl.atomic_max(OF_COLUMNS + column, largest, mask=column < columns, sem="relaxed")
     else:
-        largest = tl.max(of_columns, 0)
+        largest = tl.max(largest, 0)
         tl.atomic_max(OF_ROWS, largest, sem="relaxed")
         tl.atomic_max(OF_COLUMNS, largest, sem="relaxed")
 
@@ -231,7 +244,8 @@ def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple
         across, down = triton.cdiv(columns, LARGEST_COLUMNS), triton.cdiv(rows, LARGEST_ROWS * LARGEST_STEPS)
         _largest_kernel[(across * down,)](
             x, of_rows, of_columns, rows, columns, x.stride(0), across,
-            ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STEPS=LARGEST_STEPS, PER_ROW=per_row, num_warps=4,
+            ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STEPS=LARGEST_STEPS, PER_ROW=per_row,
+            NARROW=x.dtype == torch.bfloat16, num_warps=LARGEST_WARPS,
         )  # fmt: skip
         across, down = triton.cdiv(columns, ROUND_COLUMNS), triton.cdiv(padded, ROUND_ROWS)
         _round_both_kernel[(across * down,)](
