@@ -60,6 +60,7 @@ class Chunk:
 
     def values(self, parse: Callable[[dict[str, Any]], T], skip_bad: bool = False) -> Iterator[T | ConfigError]:
         """What `parse` makes of the fields of each record; errors as of `texts`, also for its ValueError."""
+        way_out = "" if skip_bad else "; mend the record, or leave such ones out with --skip-bad-lines"
 
         def value(record: Any, number: int) -> T:
             if isinstance(record, bytes):
@@ -67,7 +68,7 @@ class Chunk:
             try:
                 return parse(record)
             except ValueError as error:
-                raise self.error(number, str(error)) from error
+                raise self.error(number, f"{error}{way_out}") from error
 
         return self._each(value, skip_bad)
 
