@@ -11,6 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from forked import PATIENCE
 from sagetrain import cli
 from sagetrain.config.errors import ConfigError
 from sagetrain.report.page import render, write_report
@@ -170,6 +171,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
 def test_curves_are_drawn_at_every_width_in_light_and_dark(
     runs: list[Path], tmp_path: Path, driver, width: int, scheme: str
 ) -> None:
+    from selenium.webdriver.support.wait import WebDriverWait
+
     page = tmp_path / "report.html"
     write_report(runs, page)
     media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
@@ -191,6 +194,10 @@ def test_curves_are_drawn_at_every_width_in_light_and_dark(
     background = script("return getComputedStyle(document.body).backgroundColor")
     paper = script("return document.querySelector('.chart .main-svg').style.background")
     assert background == paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 23, 29)"}[scheme]
+    driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    script("document.querySelector('#first .modebar-btn[data-title^=\"Download\"]').click()")
+    (picture,) = WebDriverWait(driver, PATIENCE).until(lambda _: [*tmp_path.glob("*.png")])
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stem == "loss"
     script("document.getElementById('more').open = true")
     script("document.getElementById('more').dispatchEvent(new Event('toggle'))")
     assert script("return document.querySelectorAll('#others .scatterlayer').length") > 0
