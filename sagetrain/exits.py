@@ -2,8 +2,9 @@
 
 Exit codes: 0 done (or stopped by a signal with a checkpoint), 2 a mistake in the configuration or the arguments (a
 run_dir that cannot be used, say), 3 a checkpoint that cannot be written or used (a full disk, say), 4 training that
-cannot go on, 5 a hang: no progress for training.timeout_minutes (run_dir/stacks shows where each rank stood), 128
-and more a signal before training began. The deepspeed launcher passes them on, torchrun makes each failure a 1.
+cannot go on, or a GPU without memory left, 5 a hang: no progress for training.timeout_minutes (run_dir/stacks shows
+where each rank stood), 128 and more a signal before training began. The deepspeed launcher passes them on, torchrun
+makes each failure a 1.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ class Errors:
         if isinstance(error, OSError):
             where = error.filename or self.run_dir or "here"
             said = f"{where}: {error.strerror}; free some space and run the same command again"
+        if _is_out_of_memory(error):
+            said = (
+                f"{said.splitlines()[0]} Take less at a time (generate: --batch-size; eval: --context), or spread "
+                "generate over more GPUs (torchrun)"
+            )
         if self.rank:
             time.sleep(5 + 3 * int(os.environ.get("LOCAL_RANK", "0")))
         warn(f"rank {self.rank}: error: {said}" if self.rank else f"error: {said}")
@@ -72,9 +78,15 @@ def _exit_code(error: BaseException) -> int | None:
     guard = sys.modules.get("sagetrain.train.guard")
     if checkpoint and isinstance(error, checkpoint.CheckpointError):
         return 3
-    if guard and isinstance(error, guard.TrainingError):
+    if guard and (isinstance(error, guard.TrainingError) or _is_out_of_memory(error)):
         return int(guard.TRAINING_EXIT_CODE)
     return None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Of a GPU. Training says more by itself."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def warn(text: str) -> None:

@@ -9,6 +9,7 @@ import torch
 
 import tiny
 from distributed import run_distributed
+from sagetrain import exits
 from sagetrain.train import trainer
 from sagetrain.train.guard import TrainingError
 from sagetrain.train.out_of_memory import explained, record_allocations
@@ -74,3 +75,15 @@ def start_without_memory(corpus: str, run_dir: str) -> None:
 def test_memory_that_is_out_before_the_first_step_is_explained_too(tmp_path: Path, corpus: Path) -> None:
     """The optimizer's state is most of what a run needs, and allocated before it."""
     run_distributed(start_without_memory, 1, str(corpus), str(tmp_path / "run"))
+
+
+def test_eval_and_generate_say_what_helps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(exits, "leave", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    with pytest.raises(SystemExit) as ended, exits.Errors():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has more to say")
+    assert ended.value.code == 4
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("error: CUDA out of memory. Tried to allocate 2.00 GiB. Take less at a time")
+        and "--batch-size" in said
+    )
