@@ -109,12 +109,13 @@ def test_kernels_stand_alone():
 
 
 def test_kernels_are_imported_where_their_use_is_defined_chosen_and_measured():
-    """Attention's by the model, the casts of linear layers by what multiplies and what travels."""
+    """Attention's and SwiGLU's by the model, the casts of linear layers by what multiplies and what travels."""
     users = {name_of(path) for path in SOURCES if "sagekernels" in roots(imports(path))}
     users -= {name_of(path) for path in below("kernels/sagekernels")}
     attention = ("model/backends", "model/selection", "stability/monitor")
     casts = ("parallel/collectives", "parallel/lowbit", "parallel/packing")
-    assert users == {f"sagetrain/{name}.py" for name in (*attention, *casts)} | {"launch/benchmark_linear.py"}
+    names = (*attention, "model/mlp", *casts)
+    assert users == {f"sagetrain/{name}.py" for name in names} | {"launch/benchmark_linear.py"}
 
 
 def test_deepspeed_is_imported_inside_functions_of_the_engine():

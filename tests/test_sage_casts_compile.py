@@ -1,9 +1,10 @@
-"""The casts' Triton kernels compile on a machine without a GPU, with the conversions of the hardware."""
+"""The Triton kernels around linear layers compile on a machine without a GPU, with the instructions of the hardware."""
 
 import pytest
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from sagekernels import swiglu
 from sagekernels.casts import _largest_kernel, _round_both_kernel
 
 POINTERS = {"OF_ROWS": "*i32", "OF_COLUMNS": "*i32", "CODES": "*i8", "TURNED": "*i32"}
@@ -13,7 +14,8 @@ POINTERS |= {"SCALE": "*fp32", "TURNED_SCALE": "*fp32"}
 def ptx_of(function, architecture: int, num_warps: int, constants: dict[str, object], x: str = "*bf16") -> str:
     """As it is launched for sizes that are multiples of 16; ptxas takes it."""
     names = function.arg_names
-    types = {"X": x, **POINTERS, **dict.fromkeys(constants, "constexpr")}
+    matrices = dict.fromkeys(("X", "GRAD", "GATE", "UP", "OUT"), x)
+    types = {**matrices, **POINTERS, **dict.fromkeys(constants, "constexpr")}
     signature = {name: types.get(name, "i32") for name in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
     even = [name for name in names if name not in constants and name != "across"]
@@ -51,3 +53,13 @@ def test_codes_are_turned_as_words(per_row, x):
     ptx = ptx_of(_round_both_kernel, 90, 8, constants, x)
     assert "ld.shared" in ptx
     assert "ld.shared.b8" not in ptx
+
+
+@pytest.mark.parametrize("architecture", [80, 89, 90, 100])
+def test_gradients_of_swiglu_compile(architecture):
+    """With 16 bytes a thread in every load and store."""
+    constants = {"ROWS": swiglu.ROWS, "COLUMNS": swiglu.COLUMNS}
+    ptx = ptx_of(swiglu._swiglu_gradients_kernel, architecture, swiglu.WARPS, constants)
+    assert ptx.count("ex2.approx") == swiglu.ROWS * swiglu.COLUMNS // (32 * swiglu.WARPS)
+    moved = [line for line in ptx.splitlines() if "ld.global" in line or "st.global" in line]
+    assert moved and all("v4.b32" in line for line in moved)

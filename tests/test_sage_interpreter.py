@@ -28,7 +28,8 @@ else:
     from sagekernels.forward import document_bounds_triton, triton_forward
     from sagekernels.quantize import quantize_triton, quantize_twin, tile_means, token_mean, transpose_codes
     from sagekernels.reference import document_bounds, twin_backward, twin_forward
-    from sagekernels.testing import Shape, random_inputs, rel_l2
+    from sagekernels.swiglu import swiglu_gradients_triton
+    from sagekernels.testing import Shape, random_inputs, random_swiglu, rel_l2, swiglu_gradients_error
 
     # shape, recipe, smooth_q, dtype. float16 where agreement is to be tight: the interpreter truncates to bfloat16.
     CASES = [
@@ -169,3 +170,17 @@ else:
                 assert ours.scale.isnan().sum() == (1 if not per_row else 3 if twin is expected[0] else 2)
                 kept = ~twin.scale.isnan().expand(len(twin.codes), 1).squeeze(1)
                 assert torch.equal(ours.codes.view(torch.uint8)[kept], twin.codes.view(torch.uint8)[kept])
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+    def test_gradients_of_swiglu(dtype):
+        """More than one program each way, sizes that fill no tile, strides. (The interpreter truncates to bfloat16.)"""
+        for rows, columns, magnitude in ((1, 1, 1.0), (20, 300, 1e-2), (9, 257, 20.0), (37, 129, 1.0)):
+            inputs = random_swiglu(rows, columns, magnitude, dtype)
+            found = swiglu_gradients_triton(*inputs)
+            assert found.shape == (rows, 2 * columns) and found.dtype == dtype and found.is_contiguous()
+            assert swiglu_gradients_error(found, *inputs) <= 1
+        apart = [x.t().contiguous().t() for x in inputs]
+        assert torch.equal(swiglu_gradients_triton(*apart), found)
+        everywhere = inputs[0][:1, :1].expand(rows, columns)  # as the gradient of a sum
+        found = swiglu_gradients_triton(everywhere, *inputs[1:])
+        assert torch.equal(found, swiglu_gradients_triton(everywhere.contiguous(), *inputs[1:]))

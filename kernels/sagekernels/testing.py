@@ -37,6 +37,35 @@ class Shape(NamedTuple):
         return document_bounds(self.cu_seqlens(device), self.n_q) if self.documents else None
 
 
+def random_swiglu(
+    rows: int, columns: int, magnitude: float, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of silu(gate) * up, gate and up, [rows, columns] each, the latter views of one matrix. Some gates are at
+    the ends of the sigmoid, +-80 and +-200, some up are 0."""
+    draw = torch.Generator(device).manual_seed(rows)
+    grad, gate, up = (torch.randn(rows, columns, generator=draw, device=device) for _ in range(3))
+    gate, up, grad = 3 * gate, magnitude * up, magnitude * grad
+    ends = torch.tensor([80.0, -80.0, 200.0, -200.0, 0.0], device=device)
+    gate[::7] = ends.repeat(columns // 5 + 1)[:columns]
+    up[:, columns // 3 :: 50] = 0
+    gate, up = torch.cat((gate, up), 1).to(dtype).split(columns, 1)
+    return grad.to(dtype), gate, up
+
+
+def swiglu_gradients_error(found: Tensor, grad: Tensor, gate: Tensor, up: Tensor) -> float:
+    """How far gradients of silu(gate) * up, gate's and up's side by side, are from float64's at most, over what one
+    rounding and float32 before it allow: 1 is the limit. NaN if any is."""
+    grad64, x, up64 = grad.double(), gate.double(), up.double()
+    sigmoid = x.sigmoid()
+    exact = torch.cat((grad64 * up64 * sigmoid * (1 + x * (1 - sigmoid)), grad64 * x * sigmoid), 1)
+    # Of float32: some last places of the terms, more of e^-x the larger x is, and no sigmoid below 1e-37.
+    steps = (4e-7 * sigmoid + 1e-37) * (1 + x.abs() * (1 - sigmoid))
+    float32 = torch.cat(((grad64 * up64).abs() * steps * (1 + x.abs()), (grad64 * x).abs() * steps), 1)
+    last_place = torch.finfo(found.dtype)
+    rounding = exact.abs() * (last_place.eps / 2) + last_place.smallest_normal * last_place.eps
+    return ((found.double() - exact).abs() / (rounding + float32)).amax().item()
+
+
 class Results(NamedTuple):
     """Output and gradients of one attention call."""
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sagekernels.swiglu import swiglu
 from sagetrain.config.schema import ModelConfig
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.matmul import Matmul
@@ -37,4 +38,5 @@ class MLP(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """[tokens, hidden], of start_enter -> [tokens, inner / tp]."""
         gate, up = self.gate_up(x_TD)
-        return F.silu(gate) * up
+        # Where nothing is joined torch.compile may compute both gradients and, again, what `down` reads in one kernel.
+        return swiglu(gate, up) if self.gate_up.matmul.joined else F.silu(gate) * up

@@ -287,6 +287,9 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         kept += element * {(True, False): query + key, (False, True): key}.get(kept_by, 0)
     # What `out` reads is attention's output, unless that is rounded, or comes from an all-to-all.
     output = inputs["out"] if rank.context > 1 or inputs["out"] < element * query else 0
+    # gate and up; silu(gate) as well when nothing recomputes it: torch.compile, or the kernel for joint gradients
+    joined = rank.tensor > 1 or (rank.linear.low_bit and precisions["gate, up"] is not None)
+    swiglu = 2 if rank.fused or joined else 3
     listed = (
         norm("attention norm"),
         column("q", query, "q, k, v", saved=inputs["q, k, v"]),  # as the layer reads it: gathered
@@ -310,8 +313,7 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         norm("MLP norm"),
         column("gate", inner, "gate, up", saved=inputs["gate, up"]),
         column("up", inner, "gate, up"),
-        # gate and up; silu(gate) as well when nothing recomputes it
-        moving("SwiGLU", rank.moved(_SWIGLU, inner), saved=(2 if rank.fused else 3) * element * inner),
+        moving("SwiGLU", rank.moved(_SWIGLU, inner), saved=swiglu * element * inner),
         row("down", inner, inputs["down"]),
         moving("casts to 8 bits", _casts(rank, layers)),
     )

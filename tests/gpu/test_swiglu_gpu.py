@@ -1,0 +1,90 @@
+"""Gradients of SwiGLU on a GPU: the kernel against float64, and in a compiled model beside plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sagekernels.swiglu import swiglu, swiglu_gradients_triton, swiglu_gradients_twin
+from sagekernels.testing import random_swiglu, swiglu_gradients_error
+from sagetrain.config.schema import ModelConfig
+from sagetrain.model import mlp
+from sagetrain.model.mlp import MLP
+from sagetrain.parallel.layers import keep_weights
+from sagetrain.parallel.lowbit import RECIPES
+from sagetrain.parallel.matmul import Matmul
+from sagetrain.parallel.topology import ParallelGroups
+
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CAPABILITY < (8, 9), reason="needs an NVIDIA GPU with FP8 matmuls: make test-gpu"),
+]
+SHAPE = ModelConfig(num_layers=1, hidden_size=256, ffn_hidden_size=704, num_attention_heads=4)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _poison() -> None:
+    """What is allocated next holds NaN."""
+    torch.full((2**26,), torch.nan, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_are_within_one_rounding_of_float64(dtype: torch.dtype) -> None:
+    """Sizes that fill no tile, strides, magnitudes, ends of the sigmoid, whatever was in the memory of the result."""
+    magnitudes = (1.0, 1e-2, 20.0, 1.0, 1.0) if dtype == torch.float16 else (1.0, 1e-15, 1e15, 1.0, 1.0)
+    shapes = ((300, 512), (1001, 5632), (37, 129), (1, 1), (64, 704))
+    for (rows, columns), magnitude in zip(shapes, magnitudes, strict=True):
+        grad, gate, up = random_swiglu(rows, columns, magnitude, dtype, "cuda")
+        part, turned = grad.repeat(1, 2)[:, :columns], [x.t().contiguous().t() for x in (grad, gate, up)]
+        for inputs in ((grad, gate, up), (part, gate, up), turned):
+            _poison()
+            found = swiglu_gradients_triton(*inputs)
+            assert found.shape == (rows, 2 * columns) and found.dtype == dtype and found.is_contiguous()
+            assert swiglu_gradients_error(found, *inputs) <= 1
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    grad, gate, up = random_swiglu(64, 128, 1.0, torch.bfloat16, "cuda")
+    gate = gate.clone()
+    grad[3, 4], grad[5, 6], gate[7, 8], gate[9, 10] = torch.nan, torch.inf, torch.nan, -torch.inf
+    found, expected = swiglu_gradients_triton(grad, gate, up), swiglu_gradients_twin(grad, gate, up)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.isinf(), expected.isinf())
+
+
+@pytest.mark.parametrize("matmul", [RECIPES["fp8", "rowwise"], RECIPES["fp8", "tensorwise"], Matmul(joined=True)])
+def test_an_mlp_compiled_is_that_of_plain_torch(matmul: Matmul, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No further from it than roundings that fall the other way, and without a kernel that joins the gradients."""
+
+    def results(patched: bool) -> tuple[list[Tensor], list[str]]:
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        place = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+        layer = MLP(SHAPE, ParallelGroups.single(), matmul=matmul, sequence_parallel=False, **place)
+        for weight in layer.parameters():
+            torch.nn.init.normal_(weight, std=0.05)
+        keep_weights(layer)
+        x = torch.randn(512, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        grad = torch.randn(512, 256, dtype=torch.bfloat16, device="cuda")
+        call = torch.compile(lambda x: layer.down(layer(x)), fullgraph=True)
+        monkeypatch.setattr(mlp, "swiglu", (lambda gate, up: F.silu(gate) * up) if patched else swiglu)
+        call(x).backward(grad)
+        x.grad = None
+        layer.zero_grad()
+        _poison()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            y = call(x)
+            y.backward(grad)
+        return [y, x.grad, *(w.grad for w in layer.parameters())], [event.key for event in profile.key_averages()]
+
+    found, kernels = results(False)
+    expected, others = results(True)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).double().norm() <= 2e-3 * theirs.double().norm()
+    assert torch.equal(found[0], expected[0])
+    assert any("swiglu_gradients_kernel" in name for name in kernels)
+    assert not any("silu_backward" in name for name in kernels)
+    assert any("silu_backward" in name for name in others)
