@@ -68,9 +68,12 @@ def quantize_both_twin(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[R
     return quantize(x, number, per_row), quantize(turned, number, per_row)
 
 
-# Rows and columns of a program, and how many of such pieces, one below the other, the first pass takes: of a piece it
-# leaves two atomic maxima a row or column. Lines of 128 bytes at least are read and written whole, in both directions.
-LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_STEPS, LARGEST_WARPS = 16, 256, 16, 4
+# The first pass takes tiles of DEEP * WARPS rows and PARTS * WIDTH columns, STEPS of them, one below the other: each of
+# WARPS warps reads DEEP whole rows of a tile, and WIDTH is what a warp reads of 16-bit elements at once, so no thread
+# hears of another one's columns before the last tile. In the second, lines of 128 bytes at least are read and written
+# whole, in both directions.
+LARGEST_DEEP, LARGEST_WARPS, LARGEST_PARTS, LARGEST_STEPS = 4, 8, 4, 4
+LARGEST_WIDTH = 256
 ROUND_ROWS, ROUND_COLUMNS, ROUND_WARPS = 128, 128, 8
 
 
@@ -83,42 +86,61 @@ def _load_tile(X, row, column, rows, columns, stride):
 
 @triton.jit
 def _magnitude_bits(x):
-    """Bits of |x|, which order like the numbers, infinity and then NaN above all."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    """Bits of |x|, which order like the numbers, infinity and then NaN above all; a GPU compares two of 16 at once."""
+    if x.dtype.primitive_bitwidth == 16:
+        return x.to(tl.int16, bitcast=True) & 0x7FFF
+    else:
+        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def _widened(bits, NARROW: tl.constexpr):
-    """Bits of bfloat16 as float32 holds them."""
-    return bits.to(tl.int32) << 16 if NARROW else bits
+def _float_bits(bits, DTYPE: tl.constexpr):
+    """Such bits of a magnitude in DTYPE -> those of the same number as float32."""
+    if DTYPE == tl.bfloat16:
+        return bits.to(tl.int32) << 16
+    elif DTYPE == tl.float16:
+        return bits.to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+    else:
+        return bits
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _largest(bits, AXIS: tl.constexpr):
+    """tl.max, which would widen 16 bits; the interpreter is a hundred times slower at any other reduction."""
+    return tl.max(bits, AXIS).to(bits.dtype) if INTERPRETED else tl.reduce(bits, AXIS, _larger)
 
 
 @triton.jit
 def _largest_kernel(
     X, OF_ROWS, OF_COLUMNS, rows, columns, stride, across,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PER_ROW: tl.constexpr, NARROW: tl.constexpr,
+    DEEP: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
+    PER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the largest magnitudes, into what holds zeros: a maximum in any order is the same.
-
-    Columns are compared across threads once, at the end. NARROW: X is bfloat16, whose bits order like the numbers too,
-    and two of them are compared by one instruction.
-    """
-    column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
-    first = tl.program_id(0) // across * (ROWS * STEPS)
-    of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
+    """Bits of the largest magnitudes, into what holds zeros: a maximum in any order is the same."""
+    DTYPE: tl.constexpr = X.dtype.element_ty
+    part = tl.program_id(0) % across * PARTS + tl.arange(0, PARTS)
+    column = part[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    first = tl.program_id(0) // across * (DEEP * WARPS * STEPS)
+    of_columns = tl.zeros([PARTS, WARPS, WIDTH], tl.int16 if DTYPE.primitive_bitwidth == 16 else tl.int32)
     for step in range(STEPS):
-        row = first + step * ROWS + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        x = tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
-        bits = x.to(tl.int16, bitcast=True) & 0x7FFF if NARROW else _magnitude_bits(x.to(tl.float32))
-        of_columns = tl.maximum(of_columns, bits)
+        row = first + (step * DEEP + tl.arange(0, DEEP)[:, None]) * WARPS + tl.arange(0, WARPS)[None, :]
+        inside = (row < rows)[:, None, :, None] & (column < columns)[None, :, None, :]
+        x = X + row.to(tl.int64)[:, None, :, None] * stride + column[None, :, None, :]
+        bits = _magnitude_bits(tl.load(x, mask=inside, other=0.0))
+        of_columns = tl.maximum(of_columns, _largest(bits, 0))
         if PER_ROW:
-            tl.atomic_max(OF_ROWS + row, _widened(tl.max(bits, 1), NARROW), mask=row < rows, sem="relaxed")
-    largest = _widened(tl.max(of_columns, 0), NARROW)
+            largest = _largest(_largest(bits, 1), 2)
+            tl.atomic_max(OF_ROWS + row, _float_bits(largest, DTYPE), mask=row < rows, sem="relaxed")
+    of_columns = _float_bits(_largest(of_columns, 1), DTYPE)
     if PER_ROW:
-        tl.atomic_max(OF_COLUMNS + column, largest, mask=column < columns, sem="relaxed")
+        tl.atomic_max(OF_COLUMNS + column, of_columns, mask=column < columns, sem="relaxed")
     else:
-        largest = tl.max(largest, 0)
+        largest = tl.max(tl.max(of_columns, 1), 0)
         tl.atomic_max(OF_ROWS, largest, sem="relaxed")
         tl.atomic_max(OF_COLUMNS, largest, sem="relaxed")
 
@@ -241,11 +263,12 @@ def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple
     of_rows, of_columns = torch.zeros(rows + columns, dtype=torch.int32, device=x.device).split((rows, columns))
     padded = turned.shape[1]
     with on_device_of(x):
-        across, down = triton.cdiv(columns, LARGEST_COLUMNS), triton.cdiv(rows, LARGEST_ROWS * LARGEST_STEPS)
+        across = triton.cdiv(columns, LARGEST_PARTS * LARGEST_WIDTH)
+        down = triton.cdiv(rows, LARGEST_DEEP * LARGEST_WARPS * LARGEST_STEPS)
         _largest_kernel[(across * down,)](
             x, of_rows, of_columns, rows, columns, x.stride(0), across,
-            ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STEPS=LARGEST_STEPS, PER_ROW=per_row,
-            NARROW=x.dtype == torch.bfloat16, num_warps=LARGEST_WARPS,
+            DEEP=LARGEST_DEEP, WARPS=LARGEST_WARPS, PARTS=LARGEST_PARTS, WIDTH=LARGEST_WIDTH, STEPS=LARGEST_STEPS,
+            PER_ROW=per_row, num_warps=LARGEST_WARPS,
         )  # fmt: skip
         across, down = triton.cdiv(columns, ROUND_COLUMNS), triton.cdiv(padded, ROUND_ROWS)
         _round_both_kernel[(across * down,)](
