@@ -68,20 +68,18 @@ def quantize_both_twin(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[R
     return quantize(x, number, per_row), quantize(turned, number, per_row)
 
 
-# The first pass takes tiles of DEEP * WARPS rows and PARTS * WIDTH columns, STEPS of them, one below the other: each of
-# WARPS warps reads DEEP whole rows of a tile, and WIDTH is what a warp reads of 16-bit elements at once, so no thread
-# hears of another one's columns before the last tile. In the second, lines of 128 bytes at least are read and written
-# whole, in both directions.
-LARGEST_DEEP, LARGEST_WARPS, LARGEST_PARTS, LARGEST_STEPS = 4, 8, 4, 4
-LARGEST_WIDTH = 256
+# A program of the first pass takes four tiles beside each other, and as many as STEPS below: a warp reads rows of all
+# four, 256 columns of 16 bits at once, so that no thread hears of another one's columns before the end. In the second
+# pass lines of 128 bytes at least are read and written whole, in both directions.
+LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_STEPS, LARGEST_WARPS = 16, 256, 8, 8
 ROUND_ROWS, ROUND_COLUMNS, ROUND_WARPS = 128, 128, 8
 
 
 @triton.jit
 def _load_tile(X, row, column, rows, columns, stride):
-    """float32; 0 outside."""
+    """0 outside."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    return tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -116,33 +114,46 @@ def _largest(bits, AXIS: tl.constexpr):
 
 
 @triton.jit
+def _leave(bits, OF, at, end, AXIS: tl.constexpr, DTYPE: tl.constexpr):
+    """Maxima along an axis, among those of other programs."""
+    tl.atomic_max(OF + at, _float_bits(_largest(bits, AXIS), DTYPE), mask=at < end, sem="relaxed")
+
+
+@triton.jit
 def _largest_kernel(
     X, OF_ROWS, OF_COLUMNS, rows, columns, stride, across,
-    DEEP: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
-    PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the largest magnitudes, into what holds zeros: a maximum in any order is the same."""
+    """Bits of the largest magnitudes, into what holds zeros: a maximum in any order is the same.
+
+    Tiles have two dims: of three, versions of Triton spread different ones over warps.
+    """
     DTYPE: tl.constexpr = X.dtype.element_ty
-    part = tl.program_id(0) % across * PARTS + tl.arange(0, PARTS)
-    column = part[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    first = tl.program_id(0) // across * (DEEP * WARPS * STEPS)
-    of_columns = tl.zeros([PARTS, WARPS, WIDTH], tl.int16 if DTYPE.primitive_bitwidth == 16 else tl.int32)
+    column0 = tl.program_id(0) % across * (4 * COLUMNS) + tl.arange(0, COLUMNS)
+    column1, column2, column3 = column0 + COLUMNS, column0 + 2 * COLUMNS, column0 + 3 * COLUMNS
+    first = tl.program_id(0) // across * (ROWS * STEPS)
+    largest0 = tl.zeros([ROWS, COLUMNS], tl.int16 if DTYPE.primitive_bitwidth == 16 else tl.int32)
+    largest1, largest2, largest3 = largest0, largest0, largest0
     for step in range(STEPS):
-        row = first + (step * DEEP + tl.arange(0, DEEP)[:, None]) * WARPS + tl.arange(0, WARPS)[None, :]
-        inside = (row < rows)[:, None, :, None] & (column < columns)[None, :, None, :]
-        x = X + row.to(tl.int64)[:, None, :, None] * stride + column[None, :, None, :]
-        bits = _magnitude_bits(tl.load(x, mask=inside, other=0.0))
-        of_columns = tl.maximum(of_columns, _largest(bits, 0))
+        row = first + step * ROWS + tl.arange(0, ROWS)
+        x0 = _magnitude_bits(_load_tile(X, row, column0, rows, columns, stride))
+        x1 = _magnitude_bits(_load_tile(X, row, column1, rows, columns, stride))
+        x2 = _magnitude_bits(_load_tile(X, row, column2, rows, columns, stride))
+        x3 = _magnitude_bits(_load_tile(X, row, column3, rows, columns, stride))
+        largest0, largest1 = tl.maximum(largest0, x0), tl.maximum(largest1, x1)
+        largest2, largest3 = tl.maximum(largest2, x2), tl.maximum(largest3, x3)
         if PER_ROW:
-            largest = _largest(_largest(bits, 1), 2)
-            tl.atomic_max(OF_ROWS + row, _float_bits(largest, DTYPE), mask=row < rows, sem="relaxed")
-    of_columns = _float_bits(_largest(of_columns, 1), DTYPE)
+            _leave(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)), OF_ROWS, row, rows, 1, DTYPE)
     if PER_ROW:
-        tl.atomic_max(OF_COLUMNS + column, of_columns, mask=column < columns, sem="relaxed")
+        _leave(largest0, OF_COLUMNS, column0, columns, 0, DTYPE)
+        _leave(largest1, OF_COLUMNS, column1, columns, 0, DTYPE)
+        _leave(largest2, OF_COLUMNS, column2, columns, 0, DTYPE)
+        _leave(largest3, OF_COLUMNS, column3, columns, 0, DTYPE)
     else:
-        largest = tl.max(tl.max(of_columns, 1), 0)
-        tl.atomic_max(OF_ROWS, largest, sem="relaxed")
-        tl.atomic_max(OF_COLUMNS, largest, sem="relaxed")
+        of_all = tl.maximum(tl.maximum(largest0, largest1), tl.maximum(largest2, largest3))
+        of_all = tl.max(_float_bits(_largest(of_all, 0), DTYPE), 0)
+        tl.atomic_max(OF_ROWS, of_all, sem="relaxed")
+        tl.atomic_max(OF_COLUMNS, of_all, sem="relaxed")
 
 
 @triton.jit
@@ -201,7 +212,8 @@ def _store_rows(
     x, row, column, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns,
     PART: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Round part of a tile, float32, along rows and write that; and along columns, as that byte of a word."""
+    """Round part of a tile along rows and write that; and along columns, as that byte of a word."""
+    x = x.to(tl.float32)
     if PER_ROW:
         scale, inverse = _scale_of(tl.load(OF_ROWS + row, mask=row < rows, other=0), NUMBER)
         codes = _codes_of(x * scale[:, None], NUMBER)
@@ -263,12 +275,10 @@ def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple
     of_rows, of_columns = torch.zeros(rows + columns, dtype=torch.int32, device=x.device).split((rows, columns))
     padded = turned.shape[1]
     with on_device_of(x):
-        across = triton.cdiv(columns, LARGEST_PARTS * LARGEST_WIDTH)
-        down = triton.cdiv(rows, LARGEST_DEEP * LARGEST_WARPS * LARGEST_STEPS)
+        across, down = triton.cdiv(columns, 4 * LARGEST_COLUMNS), triton.cdiv(rows, LARGEST_ROWS * LARGEST_STEPS)
         _largest_kernel[(across * down,)](
             x, of_rows, of_columns, rows, columns, x.stride(0), across,
-            DEEP=LARGEST_DEEP, WARPS=LARGEST_WARPS, PARTS=LARGEST_PARTS, WIDTH=LARGEST_WIDTH, STEPS=LARGEST_STEPS,
-            PER_ROW=per_row, num_warps=LARGEST_WARPS,
+            ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STEPS=LARGEST_STEPS, PER_ROW=per_row, num_warps=LARGEST_WARPS,
         )  # fmt: skip
         across, down = triton.cdiv(columns, ROUND_COLUMNS), triton.cdiv(padded, ROUND_ROWS)
         _round_both_kernel[(across * down,)](
