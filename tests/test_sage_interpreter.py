@@ -131,7 +131,7 @@ else:
         """Rows and columns of their own magnitudes, some of zeros; more than one program each way; strides. (Numbers
         that are subnormal in bfloat16 the interpreter widens wrongly.)"""
         draw = torch.Generator().manual_seed(1)
-        for rows, columns, magnitude in ((1, 1, 1.0), (16, 48, 1e30), (150, 1100, 1.0), (37, 129, 1e-30)):
+        for rows, columns, magnitude in ((1, 1, 1.0), (16, 48, 1e30), (300, 270, 1.0), (37, 129, 1e-30)):
             spread = torch.exp2(6 * torch.randn(rows, 1, generator=draw) + 3 * torch.randn(columns, generator=draw))
             x = (torch.randn(rows, columns, generator=draw) * spread * magnitude).to(dtype)
             x[x.abs() < 2.0**-126] = 0 if dtype == torch.bfloat16 else 1e-40
@@ -141,13 +141,6 @@ else:
         wide[:, :columns] = x
         for strided in (wide[:, :columns], x.t().contiguous().t(), x[:1].expand(8, -1)):
             same_bits(quantize_both_triton(strided, number, per_row), quantize_both_twin(strided, number, per_row))
-
-    @pytest.mark.parametrize("per_row", [True, False])
-    def test_casts_of_float16(per_row):
-        """Its bits order like the numbers, too, subnormal ones and 65,504 among them."""
-        x = torch.randn(40, 50, generator=torch.Generator().manual_seed(1)) * torch.exp2(torch.arange(-22, 18))[:, None]
-        x = x.clamp(-65504, 65504).half()
-        same_bits(quantize_both_triton(x, NUMBERS[0], per_row), quantize_both_twin(x, NUMBERS[0], per_row))
 
     @pytest.mark.parametrize("number", [number for number in NUMBERS if number != INT8], ids=str)
     def test_casts_round_as_torch_does(number):

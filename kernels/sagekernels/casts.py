@@ -68,92 +68,59 @@ def quantize_both_twin(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[R
     return quantize(x, number, per_row), quantize(turned, number, per_row)
 
 
-# A program of the first pass takes four tiles beside each other, and as many as STEPS below: a warp reads rows of all
-# four, 256 columns of 16 bits at once, so that no thread hears of another one's columns before the end. In the second
-# pass lines of 128 bytes at least are read and written whole, in both directions.
-LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_STEPS, LARGEST_WARPS = 16, 256, 8, 8
+# Rows and columns of a program, and how many of such pieces, one below the other, the first pass takes: of a piece it
+# leaves two atomic maxima a row or column. Lines of 128 bytes at least are read and written whole, in both directions.
+LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_STEPS, LARGEST_WARPS = 16, 256, 16, 4
 ROUND_ROWS, ROUND_COLUMNS, ROUND_WARPS = 128, 128, 8
 
 
 @triton.jit
 def _load_tile(X, row, column, rows, columns, stride):
-    """0 outside."""
+    """float32; 0 outside."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    return tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
+    return tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _magnitude_bits(x):
-    """Bits of |x|, which order like the numbers, infinity and then NaN above all; a GPU compares two of 16 at once."""
-    if x.dtype.primitive_bitwidth == 16:
-        return x.to(tl.int16, bitcast=True) & 0x7FFF
-    else:
-        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    """Bits of |x|, which order like the numbers, infinity and then NaN above all."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def _float_bits(bits, DTYPE: tl.constexpr):
-    """Such bits of a magnitude in DTYPE -> those of the same number as float32."""
-    if DTYPE == tl.bfloat16:
-        return bits.to(tl.int32) << 16
-    elif DTYPE == tl.float16:
-        return bits.to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    else:
-        return bits
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _largest(bits, AXIS: tl.constexpr):
-    """tl.max, which would widen 16 bits; the interpreter is a hundred times slower at any other reduction."""
-    return tl.max(bits, AXIS).to(bits.dtype) if INTERPRETED else tl.reduce(bits, AXIS, _larger)
-
-
-@triton.jit
-def _leave(bits, OF, at, end, AXIS: tl.constexpr, DTYPE: tl.constexpr):
-    """Maxima along an axis, among those of other programs."""
-    tl.atomic_max(OF + at, _float_bits(_largest(bits, AXIS), DTYPE), mask=at < end, sem="relaxed")
+def _widened(bits, NARROW: tl.constexpr):
+    """Bits of bfloat16 as float32 holds them."""
+    return bits.to(tl.int32) << 16 if NARROW else bits
 
 
 @triton.jit
 def _largest_kernel(
     X, OF_ROWS, OF_COLUMNS, rows, columns, stride, across,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PER_ROW: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """Bits of the largest magnitudes, into what holds zeros: a maximum in any order is the same.
 
-    Tiles have two dims: of three, versions of Triton spread different ones over warps.
+    Columns are compared across threads once, at the end. NARROW: X is bfloat16, whose bits order like the numbers too,
+    and two of them are compared by one instruction.
     """
-    DTYPE: tl.constexpr = X.dtype.element_ty
-    column0 = tl.program_id(0) % across * (4 * COLUMNS) + tl.arange(0, COLUMNS)
-    column1, column2, column3 = column0 + COLUMNS, column0 + 2 * COLUMNS, column0 + 3 * COLUMNS
+    column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(0) // across * (ROWS * STEPS)
-    largest0 = tl.zeros([ROWS, COLUMNS], tl.int16 if DTYPE.primitive_bitwidth == 16 else tl.int32)
-    largest1, largest2, largest3 = largest0, largest0, largest0
+    of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
     for step in range(STEPS):
         row = first + step * ROWS + tl.arange(0, ROWS)
-        x0 = _magnitude_bits(_load_tile(X, row, column0, rows, columns, stride))
-        x1 = _magnitude_bits(_load_tile(X, row, column1, rows, columns, stride))
-        x2 = _magnitude_bits(_load_tile(X, row, column2, rows, columns, stride))
-        x3 = _magnitude_bits(_load_tile(X, row, column3, rows, columns, stride))
-        largest0, largest1 = tl.maximum(largest0, x0), tl.maximum(largest1, x1)
-        largest2, largest3 = tl.maximum(largest2, x2), tl.maximum(largest3, x3)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        x = tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
+        bits = x.to(tl.int16, bitcast=True) & 0x7FFF if NARROW else _magnitude_bits(x.to(tl.float32))
+        of_columns = tl.maximum(of_columns, bits)
         if PER_ROW:
-            _leave(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)), OF_ROWS, row, rows, 1, DTYPE)
+            tl.atomic_max(OF_ROWS + row, _widened(tl.max(bits, 1), NARROW), mask=row < rows, sem="relaxed")
+    largest = _widened(tl.max(of_columns, 0), NARROW)
     if PER_ROW:
-        _leave(largest0, OF_COLUMNS, column0, columns, 0, DTYPE)
-        _leave(largest1, OF_COLUMNS, column1, columns, 0, DTYPE)
-        _leave(largest2, OF_COLUMNS, column2, columns, 0, DTYPE)
-        _leave(largest3, OF_COLUMNS, column3, columns, 0, DTYPE)
+        tl.atomic_max(OF_COLUMNS + column, largest, mask=column < columns, sem="relaxed")
     else:
-        of_all = tl.maximum(tl.maximum(largest0, largest1), tl.maximum(largest2, largest3))
-        of_all = tl.max(_float_bits(_largest(of_all, 0), DTYPE), 0)
-        tl.atomic_max(OF_ROWS, of_all, sem="relaxed")
-        tl.atomic_max(OF_COLUMNS, of_all, sem="relaxed")
+        largest = tl.max(largest, 0)
+        tl.atomic_max(OF_ROWS, largest, sem="relaxed")
+        tl.atomic_max(OF_COLUMNS, largest, sem="relaxed")
 
 
 @triton.jit
@@ -212,8 +179,7 @@ def _store_rows(
     x, row, column, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns,
     PART: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Round part of a tile along rows and write that; and along columns, as that byte of a word."""
-    x = x.to(tl.float32)
+    """Round part of a tile, float32, along rows and write that; and along columns, as that byte of a word."""
     if PER_ROW:
         scale, inverse = _scale_of(tl.load(OF_ROWS + row, mask=row < rows, other=0), NUMBER)
         codes = _codes_of(x * scale[:, None], NUMBER)
@@ -275,10 +241,11 @@ def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple
     of_rows, of_columns = torch.zeros(rows + columns, dtype=torch.int32, device=x.device).split((rows, columns))
     padded = turned.shape[1]
     with on_device_of(x):
-        across, down = triton.cdiv(columns, 4 * LARGEST_COLUMNS), triton.cdiv(rows, LARGEST_ROWS * LARGEST_STEPS)
+        across, down = triton.cdiv(columns, LARGEST_COLUMNS), triton.cdiv(rows, LARGEST_ROWS * LARGEST_STEPS)
         _largest_kernel[(across * down,)](
             x, of_rows, of_columns, rows, columns, x.stride(0), across,
-            ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STEPS=LARGEST_STEPS, PER_ROW=per_row, num_warps=LARGEST_WARPS,
+            ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STEPS=LARGEST_STEPS, PER_ROW=per_row,
+            NARROW=x.dtype == torch.bfloat16, num_warps=LARGEST_WARPS,
         )  # fmt: skip
         across, down = triton.cdiv(columns, ROUND_COLUMNS), triton.cdiv(padded, ROUND_ROWS)
         _round_both_kernel[(across * down,)](
