@@ -99,3 +99,27 @@ def test_a_step_that_is_not_finite_is_dropped_once_and_never_replayed(corpus, tm
     assert alone[0] == pytest.approx((3 * alone[1] + 2 * alone[2]) / 5, abs=1e-12) and alone[1] != alone[2]
     said = "validation loss {:.4f} (valid {:.4f}, train {:.4f})".format(*alone)
     assert said in capfd.readouterr().out
+
+
+def functions_of_steps(corpus: str, run_dir: str) -> dict[int, str]:
+    """Attention of each step of a ladder whose second half is in 16 bits and whose second step is dropped."""
+    cfg = tiny.config(1, attention={"backend": "sage", "recipe": "fine"}).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}])
+    cfg["training"].update(run_dir=run_dir, total_tokens=4 * STEP, drop_steps=[2])
+    cfg["stability"]["precision"] = {"rungs": ["sdpa"], "floors": [{"rung": "sdpa", "last_fraction": 0.5}]}
+    trainer = Trainer(RunConfig.model_validate(cfg), [])
+    step, found = trainer.engine.step, {}
+
+    def watched(*arguments, **options):
+        found[trainer.state.step + 1] = trainer.engine.module.blocks[0].attention.function.name
+        return step(*arguments, **options)
+
+    trainer.engine.step = watched
+    trainer.run()
+    return found
+
+
+def test_controllers_hear_of_a_dropped_step(corpus, tmp_path) -> None:
+    """Or what is scheduled by tokens would come a step late."""
+    found = run_distributed(functions_of_steps, 1, str(corpus), str(tmp_path / "run"))[0]
+    assert found == {1: "sage", 3: "sdpa", 4: "sdpa"}

@@ -332,6 +332,8 @@ class Trainer:
             size = self.steering.tokens_of_step(before)
             if self.state.step + 1 in cfg.training.drop_steps:
                 self.steering.drop(self.state, size, "training.drop_steps")
+                for event in self.steering.ask(self.state, size, {}):  # what goes by tokens goes on
+                    self.reporter.event(self.state, event)
             else:
                 stopped = self._step(size)
             state = self.state  # another one if the step went back to a checkpoint
