@@ -56,7 +56,7 @@ def moving_losses(
     ladder = Ladder(precision, FUNCTIONS, [block.attention for block in model.blocks], 1000)
     losses, graphs = [], []
     for step, moved in enumerate(([], [3], [3], [0, 2], [3], range(4), [])):
-        result = tiny.global_step(engine, step)
+        result = tiny.global_step(engine, step, sequences=4 // tp_size)
         losses.append((result.loss, result.grad_norm))
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         ladder.after_step(Taken(step, step * STEP, STEP, {f"quant/{layer}/dS/rel_l2": 0.9 for layer in moved}))

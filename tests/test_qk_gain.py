@@ -37,7 +37,7 @@ def steps_of(tp_size: int, stage: int, dtype: str, qk_gain: dict) -> dict[str, A
     engine = tiny.engine(capped(stage, dtype, **qk_gain), tiny.join(tp_size))
     seen: dict[str, Any] = {"masters": [], "copies": [], "shares": [], "losses": [], "rounded": True}
     for step in range(STEPS):
-        result = tiny.global_step(engine, step)
+        result = tiny.global_step(engine, step, sequences=2 * engine.groups.dp_size)
         seen["shares"].append(result.metrics.get("qk_gain/capped_share"))
         seen["losses"].append(result.loss)
         seen["masters"].append(masters_of(engine))
