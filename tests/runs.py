@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -150,7 +151,8 @@ def kill_all(process: Command) -> None:
     launcher = psutil.Process(process.pid)
     children = launcher.children(recursive=True)
     for child in reversed([launcher, *children]):
-        child.send_signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # a rank may end by itself when another one is gone
+            child.send_signal(signal.SIGKILL)
     psutil.wait_procs(children, timeout=PATIENCE)  # until then they hold the run's folder
 
 

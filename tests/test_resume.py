@@ -29,7 +29,7 @@ def reference(tmp_path_factory, corpus, pair) -> dict[int, Path]:
 def test_kill_9_under_deepspeed_resumes_bitwise(tmp_path, corpus, reference) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
     assert at_step("deepspeed", config, 23, kill_all) == -signal.SIGKILL
-    finish("deepspeed", config)
+    finish("ranks", config)
     found = re.search(r"resumed from step-0*(2\d)", config.with_suffix(".log").read_text())
     (event,) = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert (event["kind"], event["step"], event["ranks"]) == ("resume", int(found[1]), 2)
