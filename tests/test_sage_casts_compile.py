@@ -5,7 +5,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from sagekernels import swiglu
-from sagekernels.casts import _largest_kernel, _round_both_kernel
+from sagekernels.casts import (
+    LARGEST_COLUMNS,
+    LARGEST_ROWS,
+    LARGEST_STAGES,
+    LARGEST_STEPS,
+    LARGEST_WARPS,
+    _largest_kernel,
+    _round_both_kernel,
+)
 
 POINTERS = {"OF_ROWS": "*i32", "OF_COLUMNS": "*i32", "CODES": "*i8", "TURNED": "*i32"}
 POINTERS |= {"SCALE": "*fp32", "TURNED_SCALE": "*fp32"}
@@ -29,8 +37,9 @@ def ptx_of(function, architecture: int, num_warps: int, constants: dict[str, obj
 @pytest.mark.parametrize(("x", "instruction"), [("*bf16", "max.s16"), ("*fp32", "max.s32")])
 def test_the_largest_magnitudes_compile(architecture, per_row, x, instruction):
     """Those of bfloat16 as 16 bits, which ptxas pairs."""
-    constants = {"ROWS": 16, "COLUMNS": 256, "STEPS": 16, "PER_ROW": per_row, "NARROW": x == "*bf16"}
-    assert instruction in ptx_of(_largest_kernel, architecture, 4, constants, x)
+    tile = {"ROWS": LARGEST_ROWS, "COLUMNS": LARGEST_COLUMNS, "STEPS": LARGEST_STEPS, "STAGES": LARGEST_STAGES}
+    constants = {**tile, "PER_ROW": per_row, "NARROW": x == "*bf16"}
+    assert instruction in ptx_of(_largest_kernel, architecture, LARGEST_WARPS, constants, x)
 
 
 @pytest.mark.parametrize(("architecture", "number", "instruction"), [

@@ -70,7 +70,7 @@ def quantize_both_twin(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[R
 
 # Rows and columns of a program, and how many of such pieces, one below the other, the first pass takes: of a piece it
 # leaves two atomic maxima a row or column. Lines of 128 bytes at least are read and written whole, in both directions.
-LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_STEPS, LARGEST_WARPS = 16, 256, 16, 4
+LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_STEPS, LARGEST_STAGES, LARGEST_WARPS = 16, 512, 16, 3, 4
 ROUND_ROWS, ROUND_COLUMNS, ROUND_WARPS = 128, 128, 8
 
 
@@ -96,17 +96,18 @@ def _widened(bits, NARROW: tl.constexpr):
 @triton.jit
 def _largest_kernel(
     X, OF_ROWS, OF_COLUMNS, rows, columns, stride, across,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PER_ROW: tl.constexpr, NARROW: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PER_ROW: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
     """Bits of the largest magnitudes, into what holds zeros: a maximum in any order is the same.
 
-    Columns are compared across threads once, at the end. NARROW: X is bfloat16, whose bits order like the numbers too,
-    and two of them are compared by one instruction.
+    Columns are compared across threads once, at the end; STAGES tiles are on their way at a time. NARROW: X is
+    bfloat16, whose bits order like the numbers too, and two of them are compared by one instruction.
     """
     column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(0) // across * (ROWS * STEPS)
     of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
-    for step in range(STEPS):
+    for step in tl.range(STEPS, num_stages=STAGES):
         row = first + step * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         x = tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
@@ -244,7 +245,7 @@ def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple
         across, down = triton.cdiv(columns, LARGEST_COLUMNS), triton.cdiv(rows, LARGEST_ROWS * LARGEST_STEPS)
         _largest_kernel[(across * down,)](
             x, of_rows, of_columns, rows, columns, x.stride(0), across,
-            ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STEPS=LARGEST_STEPS, PER_ROW=per_row,
+            ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STEPS=LARGEST_STEPS, STAGES=LARGEST_STAGES, PER_ROW=per_row,
             NARROW=x.dtype == torch.bfloat16, num_warps=LARGEST_WARPS,
         )  # fmt: skip
         across, down = triton.cdiv(columns, ROUND_COLUMNS), triton.cdiv(padded, ROUND_ROWS)
