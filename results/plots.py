@@ -78,6 +78,28 @@ def attention(figure: Figure) -> None:
     panels[0].set_ylabel("forward and backward, times\nthe faster of cuDNN and FlashAttention-4")
 
 
+def fp4(figure: Figure) -> None:
+    rows, panel = tables("fp4")[0], figure.subplots()
+    lengths = [number(row["context"]) for row in rows]
+    for name, end in (("trained in 16 bits", ""), ("trained with INT8 attention", " 2")):
+        for attention, line in (("fp4", "-"), ("sage", ":")):
+            added = [float(row[f"`{attention}` adds{end}"]) for row in rows]
+            color = f"C{len(end) // 2}"
+            panel.plot(lengths, added, line, marker="o", markersize=3, color=color, label=f"{attention}, {name}")
+    panel.axhline(0, color="black", linewidth=0.8)
+    panel.set(xscale="log", xlabel="context, tokens", ylabel="added to 16 bits' loss,\n.0001 nats per token")
+    panel.set_xticks(lengths, [f"{length:,.0f}" for length in lengths])
+    panel.minorticks_off()
+    panel.legend(fontsize=8)
+
+
+def generation(figure: Figure) -> None:
+    rows = tables("generation")[0]
+    names = [f"{name.split(',')[0]}, {row['prompts']}" for row in rows for name in list(row)[1:3]]
+    values = [number(row[name]) for row in rows for name in list(row)[1:3]]
+    bars(figure.subplots(), names, values, "tokens/s for so many prompts, 325M on one H200")
+
+
 def layouts(figure: Figure) -> None:
     """Predicted over measured, of every row with both."""
     speed, memory = figure.subplots(1, 2)
@@ -122,10 +144,9 @@ def saving(figure: Figure) -> None:
 
 
 def step(figure: Figure) -> None:
-    rows = tables("step")[0]
-    names = [plain(row[""]) for row in rows]
-    values = [number(row["tokens/s"]) for row in rows]
-    bars(figure.subplots(), names, values, "tokens/s of 1B on one H200", values[0])
+    for panel, rows, model in zip(figure.subplots(2, 1), tables("step"), ("1B", "8 layers of 4096"), strict=False):
+        values = [number(row["tokens/s"]) for row in rows]
+        bars(panel, [plain(row[""]) for row in rows], values, f"tokens/s of {model} on one H200", values[0])
 
 
 def tensor_parallel(figure: Figure) -> None:
@@ -144,12 +165,14 @@ def tensor_parallel(figure: Figure) -> None:
 
 PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "attention": ("attention.png", 3.6, attention),
+    "fp4": ("fp4.png", 3.2, fp4),
+    "generation": ("generation.png", 2.4, generation),
     "layouts": ("layouts.png", 3.6, layouts),
     "loading": ("loading.png", 2.4, loading),
     "loss-325m": ("loss.png", 3.6, loss),
     "one-h100": ("one-h100.png", 2.6, one_h100),
     "saving": ("saving.png", 1.6, saving),
-    "step": ("step.png", 2.4, step),
+    "step": ("step.png", 3.6, step),
     "tensor-parallel": ("time.png", 3.6, tensor_parallel),
 }
 """Of each page: the file, its height in inches, and what draws it."""

@@ -67,9 +67,12 @@ def start_without_memory(corpus: str, run_dir: str) -> None:
     trainer.Trainer._build_engine = full
     torch.cuda.memory._dump_snapshot = lambda path: Path(path).write_bytes(b"blocks")
     data, training = {"train": [{"path": f"{corpus}/train"}]}, {"run_dir": run_dir}
-    with pytest.raises(TrainingError, match=r"rank 0 is out of GPU memory: .* predicts 0\.0 GiB"):
-        trainer.Trainer(tiny.config(1, data=data, training=training), [])
-    assert order == ["recording on cpu", "model"] and Path(run_dir, "memory/rank-0.pickle").exists()
+    window = {"from_step": 1, "steps": 1}
+    for more, expected in (({}, ["model"]), ({"profile": window}, ["recording on cpu", "model"])):
+        order.clear()
+        with pytest.raises(TrainingError, match=r"rank 0 is out of GPU memory: .* predicts 0\.0 GiB"):
+            trainer.Trainer(tiny.config(1, data=data, training=training, **more), [])
+        assert order == expected and Path(run_dir, "memory/rank-0.pickle").exists()
 
 
 def test_memory_that_is_out_before_the_first_step_is_explained_too(tmp_path: Path, corpus: Path) -> None:

@@ -109,7 +109,8 @@ class Trainer:
         self.compiled = {"auto": self.device.type == "cuda", "on": True, "off": False}[cfg.training.compile]
         place = {"device": self.device, "dtype": self.dtype}
         how = {**place, "say": self._say}
-        record_allocations(self.device)
+        if cfg.profile is not None:
+            record_allocations(self.device)
         with self._memory_explained():
             choices = Choices(cfg, self.groups, self.stream, self.folder, compiled=self.compiled, **how)
             chosen = attention.settle(cfg.attention, cfg.model, found, choose=choices.attention, **how)
