@@ -446,7 +446,7 @@ LAYOUTS = [
     (1, 2, False, "auto", 1, {}),
     *((1, 1, False, "auto", stage, {}) for stage in (1, 2, 3)),
     *((1, 1, False, "auto", stage, {}, "bf16") for stage in (1, 2, 3)),
-    *((1, 1, False, "auto", stage, {}, "fp32", {"overlap_comm": stage == 2}) for stage in (2, 3)),
+    *((1, 1, False, "auto", stage, {}, "fp32", {"overlap_comm": True}) for stage in (2, 3)),
     (1, 1, False, "auto", 2, {}, "fp32", {"use_multi_rank_bucket_allreduce": False}),
 ]
 """Tensor and context parallel size, sequence parallel, overlap, ZeRO stage, linear layers; what gradients travel

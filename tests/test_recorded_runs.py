@@ -199,8 +199,6 @@ def configured(name, layout, batch, overrides):
     """A run of `batch` (sequences of a micro-batch, micro-steps), and its ranks."""
     ranks, replicas, sizes = layout_of(layout)
     sequences, accumulation = batch
-    if "z3" in layout:  # as these runs were: gathers on the stream of the kernels
-        overrides = [*overrides, "deepspeed={zero_optimization: {overlap_comm: false}}"]
     settings = [*FINE, *sizes, f"data.micro_batch_size={sequences}", *overrides]
     length = load_config(CONFIGS / f"{name}.yaml", settings).data.seq_length
     tokens = EVEN % (sequences * length * accumulation * replicas)

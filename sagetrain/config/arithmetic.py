@@ -34,9 +34,8 @@ def resolved_zero_stage(cfg: RunConfig) -> int:
 
 
 def overlaps_reduction(cfg: RunConfig) -> bool:
-    """deepspeed.zero_optimization.overlap_comm: the YAML's, else at stage 3 alone, where DeepSpeed without it gathers
-    on the stream of the kernels and waits for that in every block."""
-    return bool(cfg.deepspeed.get("zero_optimization", {}).get("overlap_comm", resolved_zero_stage(cfg) == 3))
+    """deepspeed.zero_optimization.overlap_comm, off unless the YAML sets it (docs/gradients.md)."""
+    return bool(cfg.deepspeed.get("zero_optimization", {}).get("overlap_comm", False))
 
 
 def decay_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:

@@ -366,8 +366,8 @@ class Engine:
             torch._foreach_mul_([p.grad for p in marked], self._clip / (self._norm + 1e-6))
 
     def _renew(self) -> None:
-        """Weights in 8 bits, from the weights as they are now: once for all micro-batches of a step. At ZeRO 3 gathers,
-        which have a stream of their own, must find them written."""
+        """Weights in 8 bits, from the weights as they are now: once for all micro-batches of a step. At ZeRO 3 gathers
+        must find them written, also on a stream of their own (overlap_comm)."""
         if self._keeps:
             self.module.keep_weights()
         if self.stage == 3:
