@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -112,7 +113,7 @@ class Layout:
         if not torch.cuda.is_available():
             where, environment = ["--num_accelerators", str(len(gpus))], None
         program = [str(ROOT / "launch/train.py"), "--config", config]
-        command = ["deepspeed", *where, "--master_port", str(free_port()), *program]
+        command = [deepspeed(), *where, "--master_port", str(free_port()), *program]
         with (folder / "log.txt").open("w") as log:
             self.process = subprocess.Popen(
                 [*command, *settings], env=environment, stdout=log, stderr=log, start_new_session=True
@@ -140,6 +141,11 @@ class Layout:
         if self.process and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+
+def deepspeed() -> str:
+    """The launcher on the PATH, else the one that is installed beside this Python."""
+    return shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))
 
 
 def parse_layouts(text: str) -> list[Layout]:

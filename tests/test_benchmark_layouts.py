@@ -133,3 +133,9 @@ def test_runs_stay_on_the_gpus_that_are_left_to_them(tmp_path: Path, monkeypatch
     assert said.startswith("5,7: --hostfile /dev/null ") and "--include" not in said
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert benchmark["devices"]() == ["0", "1", "2"]
+
+
+def test_the_launcher_beside_python_is_found_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    found = runpy.run_path(str(ROOT / "launch/benchmark_layouts.py"))["deepspeed"]()
+    assert Path(found) == Path(sys.executable).with_name("deepspeed") and os.access(found, os.X_OK)
