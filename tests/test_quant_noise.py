@@ -3,6 +3,7 @@ one is the step without."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -12,8 +13,10 @@ from torch import Tensor
 
 import tiny
 from distributed import run_distributed
+from sagetrain.config.schema import StabilityConfig
 from sagetrain.data.loader import Batch
-from sagetrain.model.backends import AttentionFunction, Reference, Sage
+from sagetrain.model.accounting import memory_per_rank
+from sagetrain.model.backends import AttentionFunction, Reference, Sage, attention_function
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Taken
@@ -36,6 +39,27 @@ class Numbers(torch.nn.Module):
 
     def run(self, x: Tensor) -> Tensor:
         return self.weight @ (x if self.functions == [Sage()] else torch.zeros_like(x))
+
+
+@pytest.mark.parametrize(("micro_batches", "ranks"), [(2, 1), (1, 2)])
+def test_the_memory_of_a_probe_is_as_planned(micro_batches: int, ranks: int) -> None:
+    """On almost no tokens: of gradients."""
+    stability = {"quant_noise": {"every_steps": 5}}
+    wide, data = {"hidden_size": 128, "ffn_hidden_size": 256}, {"seq_length": 16, "micro_batch_size": 1}
+    cfg = tiny.config(1, "bf16", model=wide, data=data, attention={"backend": "sage"}, stability=stability)
+    groups = ParallelGroups.single()
+    place = {"vocab_size": tiny.VOCAB, "groups": groups, "dtype": torch.bfloat16, "device": CPU}
+    model, tokens = Transformer(cfg.model, cfg.attention, **place), torch.zeros(1, 16, dtype=torch.long)
+    probe = QuantizationProbe(model, attention_function("sdpa", cfg.attention, CPU), groups, CPU)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
+        probe.measure([partial(model, tokens, tokens)] * micro_batches)
+    events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    items = memory_per_rank(cfg, ranks, tiny.VOCAB)
+    (planned,) = [item.bytes for item in items if item.name == "probe"]
+    assert max(itertools.accumulate(changes)) == pytest.approx(planned, rel=0.05)
+    without = cfg.model_copy(update={"stability": StabilityConfig()})
+    assert "probe" not in [item.name for item in memory_per_rank(without, ranks, tiny.VOCAB)]
 
 
 def test_a_known_bias_is_found_whatever_else_micro_batches_add_to_it() -> None:

@@ -148,11 +148,11 @@ def attention_calls(num_sequences: int, tokens: int, tensor_parallel_size: int, 
 def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
     """Estimate of one rank's peak memory, itemised, in bytes; `vocab_size` is padded.
 
-    What the rank always holds, and the largest of three moments: the loss over the last logits, the last block's
-    backward, and the reduction of gradients. All follow what DeepSpeed 0.19 allocates for our settings and what
-    autograd saves for our blocks, but for the workspace, a guess. Not counted: CUDA's context, NCCL and the slots
-    of parallel/copies.py (1 to 3 GB), and fragmentation of the allocator. Building the model takes less: its weights,
-    at ZeRO 3 this rank's part and one whole parameter, no more than a step gathers.
+    What the rank always holds, and the largest of some moments: the loss over the last logits, the last block's
+    backward, the reduction of gradients, and those of a probe (stability.quant_noise). All follow what DeepSpeed 0.19
+    allocates for our settings and what autograd saves for our blocks, but for the workspace, a guess. Not counted:
+    CUDA's context, NCCL and the slots of parallel/copies.py (1 to 3 GB), and fragmentation of the allocator. Building
+    the model takes less: its weights, at ZeRO 3 this rank's part and one whole parameter, no more than a step gathers.
     """
     size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, cfg.parallel.tensor_parallel_size)
     ranks = world_size // cfg.parallel.tensor_parallel_size
@@ -163,6 +163,7 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
         [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank))],
         [kept, *running, bucket],
         [*(item._replace(bytes=int(left * item.bytes)) for item in (kept, *running)), bucket, copies],
+        *_probe(cfg, size, ranks, vocab_size),
     ]
     largest = max(moments, key=lambda items: sum(item.bytes for item in items))
     return [item for item in (*_model_state(cfg, size, ranks, vocab_size), *largest) if item.bytes]
@@ -240,6 +241,25 @@ def _reduction(cfg: RunConfig, size: int) -> tuple[MemoryItem, MemoryItem, float
         MemoryItem("reduction", copied, "copies of the gradients that go to other ranks"),
         0.0 if stage < 2 else 1 - full / size,
     )
+
+
+def _probe(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[list[MemoryItem]]:
+    """Moments of a probe (stability/quant_noise.py), which runs micro-batches twice and is not compiled: the second
+    backward pass of its last one, beside the gradients of the first; then both, with their difference in fp32."""
+    if not cfg.stability.quant_noise.every_steps:
+        return []
+    rank = replace(rank_of(cfg), fused=False)
+    kept, running = _activations(cfg, rank)
+    # A single replica takes two micro-batches, and has the sum of the differences from the first one on.
+    alone = ranks == cfg.parallel.context_parallel_size
+    why = "gradients of a probe: stability.quant_noise.every_steps"
+    held = MemoryItem("probe", (rank.element + 4 * alone) * size, why)
+    largest = max(vocab_size, cfg.model.ffn_hidden_size) * cfg.model.hidden_size // rank.tensor
+    return [
+        [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank)), held],
+        [kept, *running, held],
+        [MemoryItem("probe", (2 * rank.element + 4) * size + (16 if alone else 8) * largest, why)],
+    ]
 
 
 def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryItem]]:

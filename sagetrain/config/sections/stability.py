@@ -24,7 +24,7 @@ class QuantNoiseConfig(Section):
 
     every_steps: PositiveInt | None = None
     """Steps between two probes; null: never. A probe takes the time of up to five micro-batches, so that 500 cost
-    less than 1 % of any run, and memory for the gradients of three. Not at ZeRO 3."""
+    less than 1 % of any run, and memory for the gradients of three, which `sagetrain plan` counts. Not at ZeRO 3."""
 
 
 class SpikesConfig(Section):
