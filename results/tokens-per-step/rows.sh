@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Rows of README.md, one after the other, on the GPUs that CUDA_VISIBLE_DEVICES shows:
+#
+#   results/tokens-per-step/rows.sh B-256k C-256k ...
+#
+# A row that was stopped goes on where it was, a finished one is a matter of seconds. RUNS is the number of runs at a time
+# on each GPU (3), TIME_LIMIT the seconds after which a row saves its runs and stops.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+paper='paper: attention.backend=sage attention.recipe=paper'
+no_smoothing='no-k-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_k=false'
+q_smoothing='q-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_q=true'
+
+# row NAME TOKENS_PER_STEP STEPS SEQUENCES_PER_MICRO_BATCH ARGUMENTS_OF_COMPARE...
+row() {
+  local name=$1 tokens=$2 steps=$3 micro=$4 total=$(($2 * $3))
+  shift 4
+  sagetrain compare results/rounding-band/43m.yaml --baseline sdpa --seeds 3 --per-gpu "${RUNS:-3}" \
+    ${TIME_LIMIT:+--time-limit "$TIME_LIMIT"} -o "results/tokens-per-step/$name" \
+    training.seed=1 training.total_tokens=$total tokens_per_step.tokens="$tokens" data.micro_batch_size="$micro" \
+    lr_schedule.warmup_tokens=$((total / 10)) lr_schedule.decay_tokens=$((total / 5)) \
+    evaluation.every_tokens=$((total / 4)) checkpoint.every_tokens=$((total / 4)) "$@"
+}
+
+for name in "$@"; do
+  case $name in
+    B-16k) row "$name" 16384 2600 16 --variant "$paper" ;;
+    B-64k) row "$name" 65536 650 32 --variant "$paper" ;;
+    B-256k) row "$name" 262144 500 32 --variant "$paper" ;;
+    B-1m) row "$name" 1048576 200 32 --variant "$paper" ;;
+    C-256k) row "$name" 262144 500 32 attention.qk_norm=none --variant "$paper" ;;
+    C-1m) row "$name" 1048576 200 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' --variant "$paper" ;;
+    E-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" ;;
+    *) echo "$name: not a row; rows: B-16k B-64k B-256k B-1m C-256k C-1m E-256k" >&2; exit 2 ;;
+  esac
+done
