@@ -85,6 +85,13 @@ def test_digits_that_python_does_not_take_for_a_number_are_text(tmp_path, text):
     assert f'training.seed = "{text}": must be a whole number' in problems(tmp_path, "", "", f"training.seed={text}")
 
 
+def test_a_path_may_begin_at_the_home_folder(tmp_path, monkeypatch):
+    """In a file, and behind KEY=, no shell has made a folder of ~."""
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load_config(write(tmp_path, GOOD.replace("path: b", "path: ~/b")), ["training.run_dir=~/runs/x"])
+    assert (config.data.train[1].path, config.training.run_dir) == ("/home/me/b", "/home/me/runs/x")
+
+
 def test_overrides(tmp_path):
     config = load_config(
         write(tmp_path, GOOD),
@@ -184,9 +191,23 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
         ("num_layers: 4", "num_layers: !!python/name:os.system", "run.yaml:2: model.num_layers: the tag 'python/name:os.system' is not taken"),
         ("num_layers: 4", "num_layers: &a [*a]", "an alias that contains itself"),
         ("num_layers: 4", "[1, 2]: 4", "run.yaml:2: model: a key must be a word"),
-        ("num_layers: 4", "<<: {num_layers: 4}", 'run.yaml:2: model.<< = {"num_layers": 4}: unknown key'),
+        ("num_layers: 4", "<<: {num_layers: 4}", "run.yaml:2: model.<<: merge keys are not taken here: write the keys out"),
         ("num_layers: 4", "num_layers: [4", "not valid YAML"),
-        ("num_layers: 4", "num_layers:\t4\n\t- x", "run.yaml:2: not valid YAML: found character '\\t'"),
+        ("num_layers: 4", "num_layers:\t4\n\t- x", "run.yaml:2: not valid YAML: found character '\\t' that cannot start any token; indent with spaces, not tabs"),
+        ("  num_layers: 4", "   num_layers: 4", "run.yaml:3: not valid YAML: expected <block end>, but found '<block mapping start>'; indent"),
+        ("  num_layers: 4", "  num_layers:4", "run.yaml:3: not valid YAML: mapping values are not allowed here; a key ends with a colon and a space"),
+        ("hidden_size: 256", "hidden_size: 256.0", "model.hidden_size = 256.0: must be a whole number above 0; written without a point: 256"),
+        ("data:\n", "attention: {smooth_k: off}\ndata:\n", 'attention.smooth_k = "off": must be true or false; did you mean false?'),
+        ("lr: 3e-4", "lr: 1e300", 'run.yaml:18: optimizer.lr: "1e300" is larger than any number of a run: up to 1e18 if whole, else 3e38'),
+        ("num_layers: 4", "num_layers: 9223372036854775808", 'model.num_layers: "9223372036854775808" is larger than any number'),
+        ("run_dir: runs/x", "timeout_minutes: 1e-9", "must be a number of at least 0.1 and of at most 43200"),
+        ("run_dir: runs/x", "timeout_minutes: 1e9", "must be a number of at least 0.1 and of at most 43200"),
+        ("lr: 3e-4", "lr: 3e-4\n  eps: 1e8", "optimizer.eps = 100000000: must be a number above 0 and below 1"),
+        ("num_layers: 4", "num_layers: 4\n  norm_eps: 1.0", "model.norm_eps = 1.0: must be a number above 0 and below 1"),
+        ("num_layers: 4", "num_layers: 4\n  init_std: 20", "model.init_std = 20: must be a number above 0 and of at most 1"),
+        ("num_layers: 4", "num_layers: 4\n  rope_theta: 0.5", "model.rope_theta = 0.5: must be a number above 1"),
+        ("run_dir: runs/x", "run_dir: ''", 'training.run_dir = "": must be text that is not empty'),
+        ("- path: b", "- path: ''", 'data.train.1.path = "": must be text that is not empty'),
         ("num_layers: 4", "num_layers: *nowhere", "run.yaml:2: not valid YAML: found undefined alias"),
     ],
 )  # fmt: skip
@@ -250,7 +271,7 @@ def test_a_derived_default_adds_no_second_message(tmp_path):
     [
         (b"", "sections such as `model:` are expected"),
         (b"- 1\n", "sections such as `model:` are expected"),
-        (b"a: 1\n---\nb: 2\n", "not valid YAML"),
+        (b"a: 1\n---\nb: 2\n", "not valid YAML: but found another document; a file is one run: no --- inside of it"),
         (b"a: \x00\n", "not valid YAML"),
         (b"a: \xff\n", "cannot be read"),
     ],
@@ -279,9 +300,9 @@ words = st.text(min_size=1, max_size=12)
 awkward = st.sampled_from(
     ["on", "no", "1e5", "1_0", "null", "~", "true", "0x1", "2026-01-01", "1:30", ".5", "- a", "#", "é", "=", "<<"]
 )
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | words | awkward
+whole, real = st.integers(-(10**18), 10**18), st.floats(-3e38, 3e38)  # larger ones are no numbers of a run
 trees = st.recursive(
-    scalars,
+    st.none() | st.booleans() | whole | real | words | awkward,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words | awkward, inner, max_size=3),
     max_leaves=8,
 )

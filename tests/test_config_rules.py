@@ -169,6 +169,22 @@ CASES = [
         "whole_micro_steps", "error", "tokens_per_step.tokens", "4096: is not a multiple", "use 8192,",
     ),
     (
+        {"data": {"micro_batch_size": 10**17}}, 1,  # the way out is not looked for among all smaller ones
+        "whole_micro_steps", "error", "tokens_per_step.tokens", "65536: is not a multiple", "or data.micro_batch_size 64",
+    ),
+    (
+        {"optimizer": {"lr": 3e-2}}, 1,
+        "large_lr", "warning", "optimizer.lr", "0.03: one step of AdamW may change each weight by that much; they begin with a standard deviation of model.init_std 0.02", "such as 3e-4",
+    ),
+    (
+        {"optimizer": {"weight_decay": 1000}}, 1,
+        "decay_in_one_step", "error", "optimizer.weight_decay", "1000.0: times optimizer.lr 0.001 is 1 or more", "below 1000",
+    ),
+    (
+        {"stability": {"qk_gain": {"decay": 1e9}}}, 1,
+        "decay_in_one_step", "error", "stability.qk_gain.decay", "times optimizer.lr 0.001 is 1 or more", "below 1000",
+    ),
+    (
         {"tokens_per_step": ramp(8192, 65000, 10**6)}, 4,
         "whole_micro_steps", "error", "tokens_per_step.end", "65000: is not a multiple", "use 57344 or 65536",
     ),

@@ -56,6 +56,16 @@ def test_bad_files_are_named_with_the_place(tmp_path, model, name):
     assert not list(tmp_path.glob("x*"))
 
 
+@pytest.mark.parametrize("name", ["syntax.jsonl", "cut.jsonl.gz"])
+def test_a_bad_file_is_named_while_a_tokenizer_is_trained_on_it(tmp_path, name):
+    """SentencePiece makes a RuntimeError of what its reader raises, with a stack of lines inside."""
+    content, message = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as raised:
+        quiet([str(tmp_path / name)], tmp_path / "x", vocab_size=300)
+    assert "INTERNAL" not in str(raised.value) and "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("name", "better"),
     [("a.txt", ".jsonl"), ("a.jsonlines", ".jsonl"), ("a.txt.gz", ".jsonl.gz"), ("a.ZST", ".jsonl.ZST")],

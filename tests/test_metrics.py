@@ -86,6 +86,7 @@ def test_a_log_gets_one_line_a_step_and_no_carriage_return(tmp_path: Path, capsy
     writer.progress(12, 100_000, 5.12345, 1.2e-3, 10_000.0)
     writer.say("saved step-00000012")
     writer.progress(13, 36_200_000, 5.0, 0, 123.4)
+    writer.progress(14, 0, 5.0, 0, 1e-9)  # longer than a timedelta
     writer.close()
     out, err = capsys.readouterr()
     assert out == ""
@@ -93,6 +94,7 @@ def test_a_log_gets_one_line_a_step_and_no_carriage_return(tmp_path: Path, capsy
         "step 12 | 100,000 tokens | loss 5.1235 | lr 1.20e-03 | 10,000 tokens/s | 1:00:00 left\n"
         "saved step-00000012\n"
         "step 13 | 36,200,000 tokens | loss 5.0000 | lr 0.00e+00 | 123 tokens/s | 0:00:00 left\n"
+        "step 14 | 0 tokens | loss 5.0000 | lr 0.00e+00 | 0 tokens/s | 999999999 days, 0:00:00 left\n"
     )
 
 

@@ -18,6 +18,8 @@ from sagetrain.config.schema import RunConfig, Section
 from sagetrain.config.yaml_nodes import KeyPath
 
 _ABSENT = object()
+_SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+"""Booleans of older YAML."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -190,6 +192,10 @@ def _must_be(slot_text: str, value: Any, choices: Sequence[Any]) -> str:
             hint = f"; did you mean {near[0]}?"
         elif "number" in slot_text:
             hint = "; numbers are written 262144, 262_144, 2.1e6 or 3e-4, without units or quotes"
+        elif slot_text == "true or false" and value.lower() in _SWITCHES:
+            hint = f"; did you mean {_SWITCHES[value.lower()]}?"
+    elif isinstance(value, float) and value.is_integer() and "whole number" in slot_text:
+        hint = f"; written without a point: {value:.0f}"
     return f"must be {slot_text}{hint}"
 
 

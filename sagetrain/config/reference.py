@@ -123,6 +123,8 @@ def describe(slot: Slot) -> str:
         return f"a list of {len(args)}, each {describe(Slot(args[0]))}"
     if origin is dict:
         return "a section of any keys"
+    if annotation is str and any(hasattr(m, "min_length") for m in _constraints(metadata)):
+        return "text that is not empty"
     limits = [
         f"{word} {getattr(m, name)}"
         for m in _constraints(metadata)

@@ -7,6 +7,7 @@ ever constructed: no tags, no merge keys, no code.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from decimal import Decimal
@@ -19,7 +20,15 @@ from sagetrain.config.errors import shown
 KeyPath = tuple[str | int, ...]
 """Keys, and indices of lists: where a value stands."""
 
-_LARGEST_WHOLE = 10**18
+_LARGEST_WHOLE, _LARGEST = 10**18, 3e38  # the latter is about what float32 holds
+_WAYS_OUT = {
+    r"'\t'": "indent with spaces, not tabs",
+    "mapping values are not": "a key ends with a colon and a space; this line or the one above it lacks one, or is "
+    "indented too far",
+    "expected <block end>": "indent it like the keys above it of the same section",
+    "another document": "a file is one run: no --- inside of it",
+}
+"""What PyYAML says -> what to do about it."""
 _DIGITS = "[0-9](?:_?[0-9])*"  # as Python's int takes them: 2024_ and 1__0 are text
 _RESOLVERS = [
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN"),
@@ -81,7 +90,8 @@ def parse(text: str) -> tuple[Any, dict[KeyPath, int], list[YamlProblem]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-        return None, {}, [YamlProblem(f"not valid YAML: {reason}", mark.line + 1 if mark else None)]
+        way_out = "".join(f"; {fix}" for said, fix in _WAYS_OUT.items() if said in reason)
+        return None, {}, [YamlProblem(f"not valid YAML: {reason}{way_out}", mark.line + 1 if mark else None)]
     return value, lines, problems
 
 
@@ -110,6 +120,8 @@ def _value(
             here = (*path, key)
             if not isinstance(key_node, yaml.ScalarNode):
                 problems.append(YamlProblem("a key must be a word", key_line, path))
+            elif key == "<<" and key_node.style is None:
+                problems.append(YamlProblem("merge keys are not taken here: write the keys out", key_line, here))
             elif key in result:
                 problems.append(YamlProblem(f"given twice: first on line {lines[here]}", key_line, here))
             else:
@@ -118,17 +130,23 @@ def _value(
         return result
     if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
         try:
-            return _SCALARS[kind](node.value)
+            value = _SCALARS[kind](node.value)
         except (ArithmeticError, ValueError):  # an exponent or a number of digits beyond Python's, or !!int in front
             rule = "cannot be read as a number; numbers are written 262144, 262_144, 2.1e6 or 3e-4"
             problems.append(YamlProblem(f"{shown(node.value)} {rule}", line, path))
             return None
+        largest = _LARGEST if isinstance(value, float) else _LARGEST_WHOLE
+        if isinstance(value, int | float) and largest < abs(value) < math.inf:
+            rule = "is larger than any number of a run: up to 1e18 if whole, else 3e38"
+            problems.append(YamlProblem(f"{shown(node.value)} {rule}", line, path))
+            return None
+        return value
     problems.append(YamlProblem(f"the tag {kind!r} is not taken here", line, path))
     return None
 
 
 def _float(text: str) -> int | float:
-    """2.1e6 is the whole number 2100000, exactly; 1.0 stays a float, and so does what no run could mean (1e99)."""
+    """2.1e6 is the whole number 2100000, exactly; 1.0 stays a float."""
     if re.search("[eE]", text):
         number = Decimal(text)
         if number == number.to_integral_value() and abs(number) < _LARGEST_WHOLE:

@@ -278,8 +278,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        if counter.interrupted:
-            raise KeyboardInterrupt from error
+        if counter.error is not None:
+            raise counter.error from None
         if counter.lines == 0:
             raise ConfigError("no text to train the tokenizer on") from error
         reason = str(error).rsplit("] ", 1)[-1].strip()
@@ -301,14 +301,14 @@ class _Counter:
         self._texts = texts
         self.lines = 0
         self.characters = 0
-        self.interrupted = False
-        """By Ctrl-C, of which SentencePiece makes a RuntimeError."""
+        self.error: BaseException | None = None
+        """What the texts raised (a bad line, Ctrl-C), of which SentencePiece makes a RuntimeError."""
 
     def __iter__(self) -> Iterator[str]:
         try:
             yield from self._lines()
-        except KeyboardInterrupt:
-            self.interrupted = True
+        except (Exception, KeyboardInterrupt) as error:
+            self.error = error
             raise
 
     def _lines(self) -> Iterator[str]:

@@ -115,7 +115,7 @@ class MetricsWriter:
     def progress(self, step: int, tokens: int, loss: float, lr: float, rate: float) -> None:
         """Where the run stands after a step, at `rate` tokens per second: a terminal's bar, elsewhere one line."""
         if self._bar is None:
-            left = timedelta(seconds=round(max(self._total - tokens, 0) / rate))
+            left = timedelta(seconds=min(round(max(self._total - tokens, 0) / rate), 86_400 * timedelta.max.days))
             self.say(
                 f"step {step} | {tokens:,} tokens | loss {loss:.4f} | lr {lr:.2e} | {rate:,.0f} tokens/s | {left} left"
             )

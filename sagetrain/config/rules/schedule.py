@@ -16,6 +16,7 @@ def findings(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
     yield from _tokens_per_step(cfg, world_size)
     yield from _lr_schedule(cfg)
     yield from _batch_rule(cfg)
+    yield from _step_size(cfg)
 
 
 def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
@@ -25,8 +26,10 @@ def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
         multiple, micro = token_multiple(cfg, ranks), cfg.data.micro_batch_size
         for key, tokens in schedule.named_tokens.items():
             if tokens % multiple:
-                smaller = [size for size in range(micro - 1, 0, -1) if tokens % (multiple // micro * size) == 0]
-                other = f"data.micro_batch_size {smaller[0]}" if smaller else "fewer data-parallel ranks"
+                unit = multiple // micro
+                sizes = range(min(micro - 1, tokens // unit, 4096), 0, -1)
+                smaller = next((size for size in sizes if tokens % (unit * size) == 0), None)
+                other = f"data.micro_batch_size {smaller}" if smaller else "fewer data-parallel ranks"
                 yield error(
                     "whole_micro_steps",
                     key,
@@ -159,3 +162,30 @@ def _batch_rule(cfg: RunConfig) -> Iterator[Finding]:
             "first steps. A run begun before this was required goes on exactly as before with the largest of its "
             f"schedule, {max(sizes)}",
         )
+
+
+def _step_size(cfg: RunConfig) -> Iterator[Finding]:
+    """Learning rates of an exponent without its minus, and weight decay that takes whole weights away."""
+    lr, std = cfg.optimizer.lr, cfg.model.init_std
+    if lr >= std:
+        yield warning(
+            "large_lr",
+            "optimizer.lr",
+            lr,
+            f"one step of AdamW may change each weight by that much; they begin with a standard deviation of "
+            f"model.init_std {std}",
+            "use a smaller one, such as 3e-4",
+        )
+    decays = {
+        "optimizer.weight_decay": cfg.optimizer.weight_decay,
+        "stability.qk_gain.decay": cfg.stability.qk_gain.decay,
+    }
+    for key, decay in decays.items():
+        if decay * lr >= 1:
+            yield error(
+                "decay_in_one_step",
+                key,
+                decay,
+                f"times optimizer.lr {lr} is 1 or more: one step would take all of a weight away",
+                f"use one far below {1 / lr:g}, such as 0.1",
+            )

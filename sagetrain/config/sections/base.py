@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -16,4 +17,7 @@ class Section(BaseModel):
     )
 
 
+Name = Annotated[str, Field(min_length=1)]
+LocalPath = Annotated[Name, AfterValidator(os.path.expanduser)]
+"""A file or folder. ~ is the home folder here too, which no shell has put in its place."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from sagetrain.config.sections.base import Section
+from sagetrain.config.sections.base import LocalPath, Section
 
 TOKENIZER_NAME, TOKENIZER_JSON = "tokenizer.model", "tokenizer.json"
 """What `sagetrain prepare` calls the tokenizer that it leaves beside a token file: a SentencePiece model, or one of
@@ -24,7 +24,7 @@ def tokenizer_in(folder: Path) -> Path:
 class DataSource(Section):
     """One token file and its share of the mix."""
 
-    path: str
+    path: LocalPath
     """Path of a token file written by `sagetrain prepare`, without .bin/.idx; or a pattern such as data/train-* of
     many, which are read as one."""
     weight: PositiveFloat | Literal["proportional"] = 1.0
@@ -46,7 +46,7 @@ class DataConfig(Section):
     """Training sources, blended by weight."""
     valid: list[DataSource] = []
     """Held-out sources for evaluation. Empty: no evaluation."""
-    tokenizer: str | None = None
+    tokenizer: LocalPath | None = None
     """SentencePiece model (tokenizer.model) or Hugging Face tokenizer (tokenizer.json). Default: the one that
     `sagetrain prepare` left beside train[0]; token files from elsewhere need none if model.vocab_size is given."""
     seq_length: PositiveInt

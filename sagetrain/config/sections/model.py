@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -54,13 +54,13 @@ class ModelConfig(Section):
     """Tokens of the vocabulary. Default: that of data.tokenizer. Padded up to a multiple of 128 inside the model."""
     tie_embeddings: bool = False
     """Use one matrix as input embedding and output projection."""
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: Annotated[float, Field(gt=1)] = 10000.0
     """Base of the rotary position embedding."""
     rope_scaling: RopeScaling | None = None
     """Of models that were stretched to longer sequences."""
-    norm_eps: PositiveFloat = 1e-6
+    norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     """Epsilon of every RMSNorm, QK-norm included."""
-    init_std: PositiveFloat = 0.02
+    init_std: Annotated[float, Field(gt=0, le=1)] = 0.02
     """Standard deviation of the initial weights; projections into the residual stream get it / sqrt(2 num_layers)."""
 
 

@@ -118,7 +118,7 @@ class OptimizerConfig(Section):
         0.95,
     )
     """AdamW's decay rates."""
-    eps: PositiveFloat = 1e-8
+    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8
     """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices; norm gains and biases get none."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from sagetrain.config.sections.base import Section
+from sagetrain.config.sections.base import LocalPath, Name, Section
 
 
 class ParallelConfig(Section):
@@ -36,11 +36,11 @@ class ParallelConfig(Section):
 class TrainingConfig(Section):
     """The run itself."""
 
-    run_dir: str
+    run_dir: LocalPath
     """Folder of everything the run writes: checkpoints, metrics.jsonl, TensorBoard, resolved configuration."""
     total_tokens: PositiveInt
     """Tokens to train on."""
-    init_from: str | None = None
+    init_from: LocalPath | None = None
     """Start with the weights of another run, or of one of its checkpoints, and all else new: data, seq_length,
     rope_theta, schedules. Model and tokenizer must be the same. Once this run has a checkpoint it goes on from that."""
     init_moments: bool = False
@@ -61,9 +61,9 @@ class TrainingConfig(Section):
     drop_steps: list[PositiveInt] = []
     """Steps (the first is 1) whose samples are passed over without an update, where a run cannot get past one: a loss
     that is not finite, say. The ledger of every later checkpoint records them."""
-    timeout_minutes: PositiveFloat = 30.0
+    timeout_minutes: Annotated[float, Field(ge=0.1, le=43_200)] = 30.0
     """How long a step, evaluation or save may be without progress before the run is ended as hung."""
-    network_interface: str | None = None
+    network_interface: Name | None = None
     """Interface (eth0, ib0) that traffic between ranks binds to: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME are set to
     it. May differ between hosts. Default: the libraries' own choice."""
 
