@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rows of README.md, one after the other, on the GPUs that CUDA_VISIBLE_DEVICES shows:
+# Rows of PLAN.md, one after the other, on the GPUs that CUDA_VISIBLE_DEVICES shows:
 #
 #   results/tokens-per-step/rows.sh B-256k C-256k ...
 #
