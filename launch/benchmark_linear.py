@@ -1,4 +1,4 @@
-"""Time linear layers in 8 bits beside F.linear in bf16, forward and backward, quantization included; and casts alone.
+"""Time linear layers in 8 bits beside F.linear in bf16, both ways, quantization included; casts and QK-norm alone.
 
     python launch/benchmark_linear.py
     python launch/benchmark_linear.py --config configs/7b.yaml --tokens 8192 --json linear.json
@@ -9,7 +9,8 @@ themselves, where a block may fuse that with its norms. All is compiled. Ways ta
 rounds. Every result is compared with fp32 first: what is wrong is not timed.
 
 Casts alone, to FP8 in both orientations: our kernels (sagekernels/casts.py) beside torch.compile's of their twin, which
-they have to equal bit for bit.
+they have to equal bit for bit. QK-norm with the rotary embedding, forward and backward (sagekernels/qk_norm_rope.py),
+beside torch.compile's of its twin likewise, both within one rounding of float64.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 
 from sagekernels.admission import median_seconds
 from sagekernels.casts import Rounded, quantize_both, quantize_both_twin
+from sagekernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_twin
+from sagekernels.testing import QKInputs, qk_norm_rope_errors, random_qk
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model.linear_choice import LIMITS, errors_of, layer_of, layers_of
@@ -118,6 +121,54 @@ def measure_casts(columns: int, tokens: int, recipe: tuple[str, str]) -> dict[st
     return in_turn(ways)
 
 
+def qk_ways(x: QKInputs) -> dict[str, Callable[[], Sequence[Tensor]]]:
+    """QK-norm with the rotary embedding of a projection's output, forward and backward: q, k, the gradient of that
+    output and those of the gains, by way."""
+    y = torch.cat((x.q, x.k, torch.zeros_like(x.k)), 1).requires_grad_()
+    gains = [gain.detach().requires_grad_() for gain in (x.q_gain, x.k_gain)]
+    sizes = [x.q.shape[1], x.k.shape[1], x.k.shape[1]]
+
+    def kernels(y: Tensor, *others: Tensor) -> Sequence[Tensor]:
+        return qk_norm_rope(*y.split(sizes, 1), *others, x.eps)
+
+    def twin(y: Tensor, *others: Tensor) -> Sequence[Tensor]:
+        q, k, v = y.split(sizes, 1)
+        return *qk_norm_rope_twin(q, k, *others, x.eps), v.unflatten(1, (-1, len(x.q_gain)))
+
+    def action(way: Callable[..., Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
+        def both_ways() -> Sequence[Tensor]:
+            results = way(y, *gains, x.cos, x.sin)
+            gradients = torch.autograd.grad(results, (y, *gains), (x.of_q, x.of_k, x.of_v))
+            return *(result.detach() for result in results[:2]), *gradients
+
+        return both_ways
+
+    names = {"compiled": twin, "kernels": kernels}
+    return {name: action(torch.compile(way, fullgraph=True, dynamic=False)) for name, way in names.items()}
+
+
+def check_qk(name: str, found: Sequence[Tensor], x: QKInputs) -> None:
+    """Compare what one of qk_ways returned with float64's.
+
+    Raises:
+        SystemExit: it is further away than one rounding.
+    """
+    q, k, of_y, *of_gains = found
+    error = max(qk_norm_rope_errors((q, k), (of_y, torch.stack(of_gains)), x))
+    if not error <= 1:
+        raise SystemExit(f"{name}: QK-norm with the rotary embedding is wrong by {error:.3g} roundings; not timed")
+
+
+def measure_qk(model: ModelConfig, tokens: int) -> dict[str, float]:
+    """Milliseconds of QK-norm with the rotary embedding, forward and backward, by torch.compile and by kernels."""
+    heads = model.num_attention_heads, model.num_key_value_heads
+    x = random_qk(tokens, heads, model.head_dim, 1.0, torch.bfloat16, "cuda")
+    ways = qk_ways(x)
+    for name, way in ways.items():
+        check_qk(name, way(), x)
+    return in_turn(ways)
+
+
 def in_turn(actions: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Milliseconds of each, the median over rounds: round by round, since clocks drift."""
     times: dict[str, list[float]] = {name: [] for name in actions}
@@ -132,9 +183,15 @@ def widths_of(model: ModelConfig) -> set[int]:
     return {width for inputs, sizes in layers_of(model).values() for width in (inputs, sum(sizes.values()))}
 
 
-def cast_line(spent: dict[str, float], elements: int) -> str:
-    """Milliseconds, and bytes that have to be moved (2 + 2 read, 1 + 1 written) over that of the kernels."""
-    rate = 6 * elements / spent["kernels"] / 1e9
+def qk_bytes(model: ModelConfig) -> int:
+    """Of a token: q and k read and written, they and their gradients read and others written, and that of v copied."""
+    query, key = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
+    return 2 * (5 * (query + key) + 2 * key)
+
+
+def line(spent: dict[str, float], moved: int) -> str:
+    """Milliseconds, and bytes that have to be moved over that of the kernels."""
+    rate = moved / spent["kernels"] / 1e9
     faster = spent["compiled"] / spent["kernels"]
     return f"{spent['compiled']:.3f} ms compiled, {spent['kernels']:.3f} by kernels ({faster:.2f} x, {rate:.2f} TB/s)"
 
@@ -162,7 +219,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch._dynamo.config.recompile_limit = 1000  # one graph for each size and recipe, all of the same code
     found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": args.tokens}
-    found |= {"ms": {}, "casts": {}}
+    found |= {"ms": {}, "casts": {}, "qk": {}}
     print(f"{found['gpu']}, torch {torch.__version__}, {args.tokens:,} tokens")
     for path in args.config:
         rows = {}
@@ -178,7 +235,12 @@ def main() -> None:
             for columns in sorted(widths):
                 spent = measure_casts(columns, args.tokens, recipe)
                 found["casts"][f"{recipe[1]} {columns}"] = spent
-                print(f"casts, {recipe[1]}, {columns} columns: {cast_line(spent, columns * args.tokens)}", flush=True)
+                moved = 6 * columns * args.tokens  # 2 + 2 read, 1 + 1 written
+                print(f"casts, {recipe[1]}, {columns} columns: {line(spent, moved)}", flush=True)
+    for path in args.config:
+        model = load_config(path).model
+        spent = found["qk"][path] = measure_qk(model, args.tokens)
+        print(f"{path} QK-norm with the rotary embedding: {line(spent, qk_bytes(model) * args.tokens)}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 

@@ -61,10 +61,24 @@ def test_casts_that_are_not_the_twins_are_not_timed() -> None:
             benchmark.check_casts("kernels", wrong, truth)
 
 
+def test_qk_norm_that_is_not_exact_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    x = benchmark.random_qk(20, (4, 2), 16, 1.0, torch.bfloat16)
+    for name, way in benchmark.qk_ways(x).items():
+        found = way()
+        benchmark.check_qk(name, found, x)
+        for which in range(5):
+            wrong = [(1 + 0.1 * (which == number)) * part for number, part in enumerate(found)]
+            with pytest.raises(SystemExit, match=f"{name}: QK-norm .* is wrong by .* roundings"):
+                benchmark.check_qk(name, wrong, x)
+
+
 def test_a_line_says_time_and_bandwidth() -> None:
-    assert benchmark.widths_of(load_config(ROOT / "configs/1b.yaml").model) == {2048, 3072, 5632, 11264}
-    line = benchmark.cast_line({"compiled": 0.2, "kernels": 0.05}, 2048 * 16384)
-    assert line == "0.200 ms compiled, 0.050 by kernels (4.00 x, 4.03 TB/s)"
+    model = load_config(ROOT / "configs/1b.yaml").model
+    assert benchmark.widths_of(model) == {2048, 3072, 5632, 11264}
+    assert benchmark.qk_bytes(model) == 4 * 2560 + 6 * 2560 + 4 * 512
+    text = benchmark.line({"compiled": 0.2, "kernels": 0.05}, 6 * 2048 * 16384)
+    assert text == "0.200 ms compiled, 0.050 by kernels (4.00 x, 4.03 TB/s)"
 
 
 def test_the_table_compares_speeds() -> None:

@@ -87,7 +87,7 @@ def test_one_gpu_by_hand():
     # MFU counts 2 + 4 attention matmuls; backward recomputes one more.
     attention = flops_per_token(cfg.model, VOCAB, 4096) - matmul
     assert step.attention == pytest.approx(tokens * attention * 7 / 6 / 1e13)
-    moved = 20 * (19 * 1024 + 5 * 2 * 1024 + 8 * 3072) + 14.5 * 1024 + 3 * VOCAB
+    moved = 20 * (19 * 1024 + (5 * 2 + 2) * 1024 + 8 * 3072) + 14.5 * 1024 + 3 * VOCAB
     assert step.elementwise == pytest.approx(tokens * 2 * moved / 1e12)
     size = parameters_per_rank(cfg.model, cfg.attention, VOCAB, 1)
     assert step.optimizer == pytest.approx((8 * 10 + 36 + 34) * size / 1e12)

@@ -1,10 +1,11 @@
 """The Triton kernels around linear layers compile on a machine without a GPU, with the instructions of the hardware."""
 
 import pytest
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from sagekernels import swiglu
+from sagekernels import qk_norm_rope, swiglu
 from sagekernels.casts import (
     LARGEST_COLUMNS,
     LARGEST_ROWS,
@@ -16,17 +17,17 @@ from sagekernels.casts import (
 )
 
 POINTERS = {"OF_ROWS": "*i32", "OF_COLUMNS": "*i32", "CODES": "*i8", "TURNED": "*i32"}
-POINTERS |= {"SCALE": "*fp32", "TURNED_SCALE": "*fp32"}
+POINTERS |= {"SCALE": "*fp32", "TURNED_SCALE": "*fp32", "COS": "*fp32", "SIN": "*fp32", "PARTIAL": "*fp32"}
+MATRICES = ("X", "GRAD", "GATE", "UP", "OUT", "Q", "K", "Q_GAIN", "K_GAIN", "Q_OUT", "K_OUT", "OF_Q", "OF_K", "OF_V")
 
 
 def ptx_of(function, architecture: int, num_warps: int, constants: dict[str, object], x: str = "*bf16") -> str:
     """As it is launched for sizes that are multiples of 16; ptxas takes it."""
     names = function.arg_names
-    matrices = dict.fromkeys(("X", "GRAD", "GATE", "UP", "OUT"), x)
-    types = {**matrices, **POINTERS, **dict.fromkeys(constants, "constexpr")}
+    types = {**dict.fromkeys(MATRICES, x), **POINTERS, "eps": "fp32", **dict.fromkeys(constants, "constexpr")}
     signature = {name: types.get(name, "i32") for name in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
-    even = [name for name in names if name not in constants and name != "across"]
+    even = [name for name in names if name not in (*constants, "across", "eps")]
     hints = {(names.index(name),): [["tt.divisibility", 16]] for name in even}
     source = ASTSource(function, signature, fixed, hints)
     return compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": num_warps}).asm["ptx"]
@@ -72,3 +73,22 @@ def test_gradients_of_swiglu_compile(architecture):
     assert ptx.count("ex2.approx") == swiglu.ROWS * swiglu.COLUMNS // (32 * swiglu.WARPS)
     moved = [line for line in ptx.splitlines() if "ld.global" in line or "st.global" in line]
     assert moved and all("v4.b32" in line for line in moved)
+
+
+@pytest.mark.parametrize("architecture", [80, 89, 90, 100])
+@pytest.mark.parametrize(("heads", "head_dim", "x"), [
+    ((16, 4), 128, "*bf16"), ((32, 8), 64, "*bf16"), ((12, 1), 80, "*bf16"), ((16, 4), 128, "*fp32"),
+])  # fmt: skip
+def test_qk_norm_with_rotary_embedding_compiles(architecture, heads, head_dim, x):
+    """16 bytes a thread in q's stores; no atomics."""
+    q, k = (torch.empty(1, count * head_dim) for count in heads)
+    forward = qk_norm_rope._blocks(qk_norm_rope.FORWARD_ELEMENTS, q, k, head_dim)
+    ptx = ptx_of(qk_norm_rope._qk_norm_rope_kernel, architecture, qk_norm_rope.FORWARD_WARPS, forward, x)
+    assert "rsqrt.approx" in ptx and "st.global.v4.b32" in ptx
+    backward = qk_norm_rope._blocks(qk_norm_rope.BACKWARD_ELEMENTS, q, k, head_dim)
+    backward |= {"TOKENS": qk_norm_rope.BACKWARD_TOKENS}
+    kernel = qk_norm_rope._qk_norm_rope_gradients_kernel
+    ptx = ptx_of(kernel, architecture, qk_norm_rope.BACKWARD_WARPS, backward, x)
+    assert "rsqrt.approx" in ptx and "atom" not in ptx and "red.global" not in ptx
+    tile = {"ROWS": qk_norm_rope.SUM_ROWS, "COLUMNS": qk_norm_rope.SUM_COLUMNS}
+    assert "st.global" in ptx_of(qk_norm_rope._sum_rows_kernel, architecture, qk_norm_rope.SUM_WARPS, tile, x)

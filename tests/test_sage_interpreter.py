@@ -26,10 +26,24 @@ else:
     from sagekernels.backward import triton_backward
     from sagekernels.casts import INT8, NUMBERS, quantize_both_triton, quantize_both_twin
     from sagekernels.forward import document_bounds_triton, triton_forward
+    from sagekernels.qk_norm_rope import (
+        qk_norm_rope_gradients_triton,
+        qk_norm_rope_gradients_twin,
+        qk_norm_rope_triton,
+        qk_norm_rope_twin,
+    )
     from sagekernels.quantize import quantize_triton, quantize_twin, tile_means, token_mean, transpose_codes
     from sagekernels.reference import document_bounds, twin_backward, twin_forward
     from sagekernels.swiglu import swiglu_gradients_triton
-    from sagekernels.testing import Shape, random_inputs, random_swiglu, rel_l2, swiglu_gradients_error
+    from sagekernels.testing import (
+        Shape,
+        qk_norm_rope_errors,
+        random_inputs,
+        random_qk,
+        random_swiglu,
+        rel_l2,
+        swiglu_gradients_error,
+    )
 
     # shape, recipe, smooth_q, dtype. float16 where agreement is to be tight: the interpreter truncates to bfloat16.
     CASES = [
@@ -184,3 +198,52 @@ else:
         everywhere = inputs[0][:1, :1].expand(rows, columns)  # as the gradient of a sum
         found = swiglu_gradients_triton(everywhere, *inputs[1:])
         assert torch.equal(found, swiglu_gradients_triton(everywhere.contiguous(), *inputs[1:]))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    @pytest.mark.parametrize(("tokens", "heads", "head_dim", "magnitude"), [
+        (1, (1, 1), 2, 1.0), (3, (20, 4), 128, 1e4), (17, (5, 1), 80, 1e-3),
+    ])  # fmt: skip
+    def test_qk_norm_and_rotary_embedding(tokens, heads, head_dim, magnitude, dtype):
+        """More heads than a program has in hand, programs with fewer tokens than others, halves that are no power of 2.
+        (The interpreter truncates to bfloat16: up to two roundings.)"""
+        x = random_qk(tokens, heads, head_dim, magnitude, dtype)
+        y, gradients = qk_norm_rope_triton(*x[3:]), qk_norm_rope_gradients_triton(*x)
+        assert all(part.is_contiguous() and part.dtype == dtype for part in (*y, *gradients))
+        assert max(qk_norm_rope_errors(y, gradients, x)) <= (2 if dtype == torch.bfloat16 else 1)
+
+    def test_qk_norm_and_rotary_embedding_of_any_strides():
+        x = random_qk(5, (3, 1), 16, 1.0, torch.float32)
+        y, gradients = qk_norm_rope_triton(*x[3:]), qk_norm_rope_gradients_triton(*x)
+        by_heads = [part.transpose(0, 1).contiguous().transpose(0, 1) for part in x[:3]]
+        turned = [part.t().contiguous().t() for part in x[3:5]]
+        assert all(map(torch.equal, qk_norm_rope_triton(*turned, *x[5:]), y))
+        for inputs in ([*by_heads, *x[3:5]], [*x[:3], *turned]):
+            assert all(map(torch.equal, qk_norm_rope_gradients_triton(*inputs, *x[5:]), gradients))
+        everywhere = x.of_q[:1, :1, :1].expand_as(x.of_q)  # as the gradient of a sum
+        gradients = qk_norm_rope_gradients_triton(everywhere, *x[1:])
+        assert max(qk_norm_rope_errors(y, gradients, x._replace(of_q=everywhere))) <= 1
+
+    def test_gains_are_summed_over_all_programs(monkeypatch):
+        """129 tokens, with few at a time: several tiles of partial sums, and a rest of one token, of one row."""
+        monkeypatch.setattr("sagekernels.qk_norm_rope.BACKWARD_TOKENS", 2)
+        monkeypatch.setattr("sagekernels.qk_norm_rope.SUM_ROWS", 32)
+        x = random_qk(129, (2, 1), 16, 1.0, torch.float32)
+        gradients = qk_norm_rope_gradients_triton(*x)
+        assert max(qk_norm_rope_errors(qk_norm_rope_triton(*x[3:]), gradients, x)) <= 1
+
+    def test_heads_that_are_not_finite_stay_so_alone():
+        x = random_qk(20, (4, 2), 16, 1.0, torch.float32)
+        x.q[3, 4], x.q[5, 40], x.k[7, 20] = torch.nan, torch.inf, -torch.inf
+        x.of_k[9, 1, 3] = torch.nan
+        found = *qk_norm_rope_triton(*x[3:]), *qk_norm_rope_gradients_triton(*x)
+        expected = *qk_norm_rope_twin(*x[3:]), *qk_norm_rope_gradients_twin(*x)
+        for ours, twin in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, twin, equal_nan=True, rtol=1e-4, atol=1e-4)
+        assert expected[2].isnan().any(1).sum() == 4 and not expected[2].isnan().all(1).any()
+
+    def test_no_tokens_are_no_trouble():
+        x = random_qk(1, (2, 1), 16, 1.0, torch.float32)
+        nothing = x._make([*(part[:0] for part in x[:5]), *x[5:7], *(part[:0] for part in x[7:9]), x.eps])
+        assert [len(y) for y in qk_norm_rope_triton(*nothing[3:])] == [0, 0]
+        of_qkv, of_gains = qk_norm_rope_gradients_triton(*nothing)
+        assert of_qkv.shape == (0, 64) and torch.equal(of_gains, torch.zeros(2, 16))

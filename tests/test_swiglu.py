@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._guards import detect_fake_mode
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.post_grad import post_grad_passes
-from torch._inductor.virtualized import V
 
+from backward_graph import backward_calls
 from sagekernels.swiglu import SWIGLU_GRADIENTS, swiglu, swiglu_gradients_twin
 from sagekernels.testing import random_swiglu, swiglu_gradients_error
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
@@ -86,30 +81,12 @@ def test_what_it_does_not_take_it_refuses() -> None:
 
 
 def backward_graph(matmul: Matmul) -> list[str]:
-    """What torch.compile makes of an MLP's backward pass, before it generates code: names of what is called."""
-    calls: list[str] = []
-
-    def inspect(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
-        with V.set_fake_mode(detect_fake_mode(inputs)):
-            post_grad_passes(graph, is_inference=False)
-        calls.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return make_boxed_func(graph.forward)
-
-    torch._dynamo.reset()
-    backend = aot_autograd(
-        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
-        bw_compiler=inspect,
-        decompositions=select_decomp_table(),
-    )
+    """Of an MLP's backward pass."""
     place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
     layer = mlp.MLP(SHAPE, SINGLE, matmul=matmul, sequence_parallel=False, **place)
     for weight in layer.parameters():
         nn.init.normal_(weight)
-    call = torch.compile(lambda x: layer.down(layer(x)), fullgraph=True, backend=backend)
-    call(torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-    with torch.no_grad():
-        call(torch.randn(32, 64, dtype=torch.bfloat16))
-    return calls
+    return backward_calls(lambda x: layer.down(layer(x)))
 
 
 def test_gradients_that_are_joined_are_not_copied() -> None:

@@ -37,6 +37,13 @@ class Shape(NamedTuple):
         return document_bounds(self.cu_seqlens(device), self.n_q) if self.documents else None
 
 
+def _rounding_errors(found: Tensor, exact: Tensor, float32: Tensor) -> float:
+    """How far `found` is from `exact` at most, over one rounding to its dtype and what float32 before it allows."""
+    last_place = torch.finfo(found.dtype)
+    rounding = exact.abs() * (last_place.eps / 2) + last_place.smallest_normal * last_place.eps
+    return ((found.double() - exact).abs() / (rounding + float32)).amax().item()
+
+
 def random_swiglu(
     rows: int, columns: int, magnitude: float, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,9 +68,85 @@ def swiglu_gradients_error(found: Tensor, grad: Tensor, gate: Tensor, up: Tensor
     # Of float32: some last places of the terms, more of e^-x the larger x is, and no sigmoid below 1e-37.
     steps = (4e-7 * sigmoid + 1e-37) * (1 + x.abs() * (1 - sigmoid))
     float32 = torch.cat(((grad64 * up64).abs() * steps * (1 + x.abs()), (grad64 * x).abs() * steps), 1)
-    last_place = torch.finfo(found.dtype)
-    rounding = exact.abs() * (last_place.eps / 2) + last_place.smallest_normal * last_place.eps
-    return ((found.double() - exact).abs() / (rounding + float32)).amax().item()
+    return _rounding_errors(found, exact, float32)
+
+
+class QKInputs(NamedTuple):
+    """What the gradients of QK-norm with rotary embedding are made of, in the operator's order; forward from q on."""
+
+    of_q: Tensor
+    of_k: Tensor
+    of_v: Tensor
+    q: Tensor
+    k: Tensor
+    q_gain: Tensor
+    k_gain: Tensor
+    cos: Tensor
+    sin: Tensor
+    eps: float = 1e-6
+
+
+def random_qk(
+    tokens: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    magnitude: float,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> QKInputs:
+    """heads: of q, of k. q and k are views of one projection's output; tokens lie anywhere in a long context, and some
+    are of zeros, others near 1e-30."""
+    draw = torch.Generator(device).manual_seed(tokens)
+    query, key = (n * head_dim for n in heads)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=draw, device=device)
+
+    y = magnitude * normal(tokens, query + 2 * key) * torch.exp2(normal(tokens, 1))
+    y[1::7], y[2::7] = 0, 1e-30 * y[2::7]
+    largest = min(torch.finfo(dtype).max, torch.finfo(y.dtype).max) / 2
+    q, k, _ = y.clamp(-largest, largest).to(dtype).split([query, key, key], 1)
+    grads = (normal(tokens, n, head_dim).to(dtype) for n in (heads[0], heads[1], heads[1]))
+    gains = (1 + 0.5 * normal(2, head_dim)).to(dtype)
+    place = torch.randint(100_000, (tokens, 1), generator=draw, device=device)
+    angles = place * 10_000.0 ** (-torch.arange(head_dim // 2, device=device, dtype=torch.float64) * 2 / head_dim)
+    cos, sin = angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
+    return QKInputs(*grads, q, k, *gains, cos, sin)
+
+
+def qk_norm_rope_errors(results: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor], x: QKInputs) -> list[float]:
+    """How far what qk_norm_rope and its gradients make of `x` is from float64's at most, over what one rounding and
+    float32 before it allow: 1 is the limit. Of q, k, their gradients, the gains', and v's. NaN if any is."""
+    sides = (x.q, x.of_q, x.q_gain, results[0]), (x.k, x.of_k, x.k_gain, results[1])
+    query, key = x.q.shape[1], x.k.shape[1]
+    *of_x, of_v = gradients[0].split([query, key, key], 1)
+    errors, cos, sin = [], x.cos.double(), x.sin.double()
+
+    def turned(a: Tensor, b: Tensor, sine: Tensor) -> Tensor:
+        return torch.cat((a * cos - b * sine, b * cos + a * sine), -1)
+
+    def terms(a: Tensor, b: Tensor) -> Tensor:
+        """What is added up in `turned`, as magnitudes: float32 errs by some last places of these."""
+        cosine, sine = cos.abs(), sin.abs()
+        return torch.cat((a.abs() * cosine + b.abs() * sine, b.abs() * cosine + a.abs() * sine), -1)
+
+    for (rows, of_y, narrow_gain, y), gradient, of_gain in zip(sides, of_x, gradients[1], strict=True):
+        gain = narrow_gain.double()
+        heads = rows.double().unflatten(1, (-1, len(gain)))
+        r = (heads.square().mean(-1, keepdim=True) + x.eps).rsqrt()
+        unit = heads * r
+        halves, of_halves = (unit * gain).chunk(2, -1), of_y.double().chunk(2, -1)
+        errors.append(_rounding_errors(y, turned(*halves, sin), 2e-6 * terms(*halves)))
+        u, magnitudes = turned(*of_halves, -sin), terms(*of_halves)
+        w = u * gain
+        exact = r * (w - unit * (w * unit).mean(-1, keepdim=True))
+        w = magnitudes * gain.abs()
+        steps = 2e-6 * r * (w + unit.abs() * (w * unit.abs()).mean(-1, keepdim=True))
+        errors.append(_rounding_errors(gradient, exact.flatten(1), steps.flatten(1)))
+        steps = 4e-6 * (magnitudes * unit.abs()).sum((0, 1))
+        errors.append(_rounding_errors(of_gain, (u * unit).sum((0, 1)), steps))
+    errors.append(0.0 if torch.equal(of_v, x.of_v.flatten(1)) else float("inf"))
+    return errors
 
 
 class Results(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from sagekernels.qk_norm_rope import qk_norm_rope
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model.backends import AttentionFunction, TokenLayout
 from sagetrain.model.norm import RMSNorm
@@ -68,16 +69,16 @@ class Attention(nn.Module):
         self, x_TD: Tensor | Pending, cos: Tensor, sin: Tensor, gains: dict[RMSNorm, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, normalized and rotated: [T, hidden], of start_enter -> [T, heads / tp, head_dim] each."""
-        q_TNK, k_TMK, v_TMK = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x_TD))
+        qkv = self.qkv(x_TD)
         if self.qk_norm == "before_rope":
-            q_TNK, k_TMK = self._normalize(q_TNK, k_TMK, gains)
+            of_q, of_k = (norm.entered(gains.get(norm)) for norm in (self.q_norm, self.k_norm))
+            return qk_norm_rope(*qkv, of_q, of_k, cos, sin, self.q_norm.eps)
+        q_TNK, k_TMK, v_TMK = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
         q_TNK, k_TMK = apply_rotary(q_TNK, cos, sin), apply_rotary(k_TMK, cos, sin)
         if self.qk_norm == "after_rope":
-            q_TNK, k_TMK = self._normalize(q_TNK, k_TMK, gains)
+            q_TNK = self.q_norm(q_TNK, gains.get(self.q_norm))
+            k_TMK = self.k_norm(k_TMK, gains.get(self.k_norm))
         return q_TNK, k_TMK, v_TMK
-
-    def _normalize(self, q_TNK: Tensor, k_TMK: Tensor, gains: dict[RMSNorm, Tensor]) -> tuple[Tensor, Tensor]:
-        return self.q_norm(q_TNK, gains.get(self.q_norm)), self.k_norm(k_TMK, gains.get(self.k_norm))
 
     def forward(self, q_TNK: Tensor, k_TMK: Tensor, v_TMK: Tensor, layout: TokenLayout) -> Tensor:
         """Of all tokens -> [T, heads / tp * head_dim]."""

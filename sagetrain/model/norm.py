@@ -39,12 +39,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """[..., size] -> same. gain: what enter_gains gave for this norm, if it was called."""
-        if gain is None:
-            gain = enter_gains(self)[0].get(self)
-        gain = self.gain if gain is None else gain
         x_fp32 = x.float()
         scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.eps)
-        return (x_fp32 * scale * gain.float()).to(x.dtype)
+        return (x_fp32 * scale * self.entered(gain).float()).to(x.dtype)
+
+    def entered(self, gain: Tensor | None) -> Tensor:
+        """The gain to compute with: what enter_gains gave for this norm, if it was called."""
+        if gain is None:
+            gain = enter_gains(self)[0].get(self)
+        return self.gain if gain is None else gain
 
 
 def is_qk_gain(name: str) -> bool:

@@ -20,6 +20,10 @@ from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 # 65 and 54 elements per column. sage's quantizers are part of its attention rate.
 _NORM = 9.5, 75.5  # of the residual stream, with the addition before it
 _ROTARY = 5, 119  # of q and k, QK-norm included
+# QK-norm and then rotary embedding by one kernel each way, compiled or not (sagekernels/qk_norm_rope.py): q and k are
+# read and written, then they and their gradients read and those of the projection written; v's gradient is copied.
+_IN_ONE_PASS = "before_rope"
+_QK_NORM_ROTARY, _GRADIENT_OF_V = (5, 5), (2, 2)
 _SWIGLU = 8, 14
 _LOGIT = 3, 35  # written by the matmul; read for the log-sum-exp; read and replaced by its gradient
 _EMBEDDING = 5
@@ -274,16 +278,20 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     def moving(name: str, moved: float, saved: int = 0, gains: int = 0) -> Pass:
         return Pass(name=name, moved=moved, saved=saved, gains=gains, recomputed=again)
 
-    normed = attention.qk_norm != "none"
+    normed, one_pass = attention.qk_norm != "none", attention.qk_norm == _IN_ONE_PASS
     qk_saved = normed * (rank.saved_by_norm(query, heads) + rank.saved_by_norm(key, kv_heads))
+    qk_moved = rank.moved(_ROTARY, query + key)
+    if one_pass:
+        qk_saved = element * (query + key)  # as the projection made them
+        qk_moved = rank.moved(_QK_NORM_ROTARY, query + key) + rank.moved(_GRADIENT_OF_V, key)
     # sage keeps q and k with a scale per token, as INT8 where the scores are; v and o, and the others all, in 16 bits.
     sage = attention.backend == "sage"
     codes = (query + key) * (1 if sage and attention.recipe != "gradients" else element) + 4 * (heads + kv_heads) * sage
     kept = codes + element * (key + query) + 4 * heads  # and the log-sum-exp
     # q, k and v of a layer in 8 bits are views of one tensor, so what keeps one keeps all: v, unless it comes from an
-    # all-to-all, and, compiled, q and k that are normalized.
+    # all-to-all, and q and k that are normalized, compiled or in one pass.
     if precisions["q, k, v"] is not None and rank.linear.low_bit:
-        kept_by = rank.context == 1, bool(normed) and rank.fused
+        kept_by = rank.context == 1, bool(normed) and (rank.fused or one_pass)
         kept += element * {(True, False): query + key, (False, True): key}.get(kept_by, 0)
     # What `out` reads is attention's output, unless that is rounded, or comes from an all-to-all.
     output = inputs["out"] if rank.context > 1 or inputs["out"] < element * query else 0
@@ -295,7 +303,7 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         column("q", query, "q, k, v", saved=inputs["q, k, v"]),  # as the layer reads it: gathered
         column("k", key, "q, k, v"),
         column("v", key, "q, k, v"),
-        moving("QK-norm and rotary embedding", rank.moved(_ROTARY, query + key), qk_saved, 2 * model.head_dim * normed),
+        moving("QK-norm and rotary embedding", qk_moved, qk_saved, 2 * model.head_dim * normed),
         moving("around all-to-alls", element * _ALL_TO_ALL * (query + key) * (rank.context > 1)),
         Attention(
             name="attention",

@@ -1,0 +1,142 @@
+"""QK-norm and rotary embedding on a GPU: the kernels against float64, and in a compiled model beside two steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sagekernels.qk_norm_rope import (
+    qk_norm_rope,
+    qk_norm_rope_gradients_triton,
+    qk_norm_rope_gradients_twin,
+    qk_norm_rope_triton,
+    qk_norm_rope_twin,
+)
+from sagekernels.testing import qk_norm_rope_errors, random_qk
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model import attention
+from sagetrain.model.rotary import apply_rotary
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.topology import ParallelGroups
+
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CAPABILITY < (8, 0), reason="needs an NVIDIA GPU with bf16: make test-gpu"),
+]
+SINGLE = ParallelGroups.single()
+SHAPE = ModelConfig(
+    num_layers=2, hidden_size=512, ffn_hidden_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=128
+)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _poison() -> None:
+    """What is allocated next holds NaN."""
+    torch.full((2**26,), torch.nan, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "heads", "head_dim", "magnitude"), [
+    (4096, (16, 4), 128, 1.0), (1001, (32, 8), 64, 1e4), (129, (5, 1), 80, 1e-3), (17, (64, 8), 128, 1.0),
+    (3, (12, 12), 256, 1.0), (1, (1, 1), 2, 1.0),
+])  # fmt: skip
+def test_they_are_within_one_rounding_of_float64(
+    tokens: int, heads: tuple[int, int], head_dim: int, magnitude: float, dtype: torch.dtype
+) -> None:
+    """Strides, whatever was in the memory of the results; and the same bits at every call."""
+    x = random_qk(tokens, heads, head_dim, magnitude, dtype, "cuda")
+    by_heads = [part.transpose(0, 1).contiguous().transpose(0, 1) for part in x[:3]]
+    turned = [part.t().contiguous().t() for part in x[3:5]]
+    for inputs in (x[:5], [*by_heads, *x[3:5]], [*x[:3], *turned]):
+        _poison()
+        y, gradients = qk_norm_rope_triton(*inputs[3:], *x[5:]), qk_norm_rope_gradients_triton(*inputs, *x[5:])
+        assert all(part.is_contiguous() and part.dtype == dtype for part in (*y, *gradients))
+        assert max(qk_norm_rope_errors(y, gradients, x)) <= 1
+        _poison()
+        assert all(map(torch.equal, qk_norm_rope_triton(*inputs[3:], *x[5:]), y))
+        assert all(map(torch.equal, qk_norm_rope_gradients_triton(*inputs, *x[5:]), gradients))
+
+
+def test_heads_that_are_not_finite_stay_so_alone() -> None:
+    x = random_qk(64, (4, 2), 64, 1.0, torch.float32, "cuda")
+    x.q[3, 4], x.q[5, 70], x.k[7, 20], x.of_k[9, 1, 3] = torch.nan, torch.inf, -torch.inf, torch.nan
+    found = *qk_norm_rope_triton(*x[3:]), *qk_norm_rope_gradients_triton(*x)
+    expected = *qk_norm_rope_twin(*x[3:]), *qk_norm_rope_gradients_twin(*x)
+    for ours, twin in zip(found, expected, strict=True):
+        assert torch.equal(ours.isfinite(), twin.isfinite())
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """The last tokens of more than 2^31 elements are what they are by themselves."""
+    if torch.cuda.get_device_properties(0).total_memory < 40e9:
+        pytest.skip("needs 40 GB")
+    last = random_qk(64, (16, 1), 128, 1.0, torch.bfloat16, "cuda")
+    tokens = 2**20 + 64
+
+    def long(part: Tensor) -> Tensor:
+        whole = part.new_zeros(tokens, *part.shape[1:])
+        whole[-64:] = part
+        return whole
+
+    query, key = last.q.shape[1], last.k.shape[1]
+    y = long(torch.cat((last.q, last.k, last.k), 1))
+    assert y.numel() > 2**31
+    q, k, _ = y.split([query, key, key], 1)
+    tables = [long(table) for table in last[7:9]]
+    for found, alone in zip(
+        qk_norm_rope_triton(q, k, *last[5:7], *tables, last.eps), qk_norm_rope_triton(*last[3:]), strict=True
+    ):
+        assert torch.equal(found[-64:], alone)
+    grads = [long(grad) for grad in last[:3]]
+    of_y, of_gains = qk_norm_rope_gradients_triton(*grads, q, k, *last[5:7], *tables, last.eps)
+    of_last, gains_of_last = qk_norm_rope_gradients_triton(*last)
+    assert torch.equal(of_y[-64:], of_last)
+    torch.testing.assert_close(of_gains, gains_of_last)
+
+
+def _in_two_steps(
+    q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, ...]:
+    """RMSNorm, then the rotary embedding, each rounded."""
+
+    def normalized(x: Tensor, gain: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * gain.float()).to(x.dtype)
+
+    q, k, v = (x.unflatten(1, (-1, q_gain.shape[0])) for x in (q, k, v))
+    return apply_rotary(normalized(q, q_gain), cos, sin), apply_rotary(normalized(k, k_gain), cos, sin), v
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backend", ["sdpa", "sage"])
+def test_a_model_is_that_of_two_steps(backend: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No further from it than roundings that fall the other way; without a break in its graph."""
+    tokens = torch.randint(0, 1024, (2, 513), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+
+    def results(way: object) -> tuple[dict[str, Tensor], list[str]]:
+        torch._dynamo.reset()
+        monkeypatch.setattr(attention, "qk_norm_rope", way)
+        place = {"groups": SINGLE, "dtype": torch.bfloat16, "device": torch.device("cuda")}
+        model = Transformer(SHAPE, AttentionConfig(backend=backend), vocab_size=1024, **place)
+        if compiled:
+            model.compile_blocks()  # in one graph or not at all
+        inputs = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        model(*inputs).backward()
+        model.zero_grad()
+        _poison()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            loss = model(*inputs)
+            loss.backward()
+        found = {"loss": loss.detach()} | {name: weight.grad for name, weight in model.named_parameters()}
+        return found, [event.key for event in profile.key_averages()]
+
+    found, kernels = results(qk_norm_rope)
+    expected, others = results(_in_two_steps)
+    for name, ours in found.items():
+        assert (ours - expected[name]).double().norm() <= 0.05 * expected[name].double().norm(), name
+    torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-3, atol=0)
+    for kernel in ("_qk_norm_rope_kernel", "_qk_norm_rope_gradients_kernel", "_sum_rows_kernel"):
+        assert any(kernel in name for name in kernels)
+        assert not any(kernel in name for name in others)
