@@ -18,7 +18,7 @@ WAYS = {"data.micro_batch_size": 8, "parallel.zero_stage": 1}
 
 
 def run_out(folder: Path) -> str:
-    with pytest.raises(TrainingError) as raised, explained(folder, 3, 61.24 * 2**30, WAYS):
+    with pytest.raises(TrainingError) as raised, explained(folder, 3, lambda: 61.24 * 2**30, WAYS):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has more to say")
     return str(raised.value)
 
@@ -42,7 +42,7 @@ def test_a_snapshot_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch) 
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="other"), explained(tmp_path, 0, 1.0, WAYS):
+    with pytest.raises(ValueError, match="other"), explained(tmp_path, 0, lambda: 1.0, WAYS):
         raise ValueError("other")
     assert not list(tmp_path.iterdir())
 
@@ -78,6 +78,25 @@ def start_without_memory(corpus: str, run_dir: str) -> None:
 def test_memory_that_is_out_before_the_first_step_is_explained_too(tmp_path: Path, corpus: Path) -> None:
     """The optimizer's state is most of what a run needs, and allocated before it."""
     run_distributed(start_without_memory, 1, str(corpus), str(tmp_path / "run"))
+
+
+def precisions_that_are_priced(corpus: str, run_dir: str) -> list[str]:
+    def full(self: trainer.Trainer) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    priced: list[str] = []
+    trainer.memory_per_rank = lambda cfg, *_: priced.append(cfg.linear.precision) or []
+    trainer.Trainer._build_engine = full
+    torch.cuda.memory._dump_snapshot = lambda path: None
+    data, training = {"train": [{"path": f"{corpus}/train"}]}, {"run_dir": run_dir}
+    with pytest.raises(TrainingError):
+        trainer.Trainer(tiny.config(1, data=data, training=training, linear={"precision": "auto"}), [])
+    return priced
+
+
+def test_what_is_predicted_is_for_what_auto_has_become(tmp_path: Path, corpus: Path) -> None:
+    """FP8, say, keeps weights in 8 bits, too."""
+    assert run_distributed(precisions_that_are_priced, 1, str(corpus), str(tmp_path / "run")) == [["bf16"]]
 
 
 def test_eval_and_generate_say_what_helps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

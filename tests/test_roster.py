@@ -36,6 +36,7 @@ def rows(hosts: int = 2, per_host: int = 2) -> list[roster.Row]:
             "versions": {"sagetrain": "1 (sources ab)", "torch": "2.9.0"},
             "configuration": {"training.seed": 0, "model.vocab_size": None},
             "files": {"tokenizer": "0123"},
+            "devices": {"device": "cuda", "compute capability": "9.0"},
             "environment": {"NCCL_DEBUG": "WARN"},
         }
         for rank in range(hosts * per_host)
@@ -66,6 +67,32 @@ def test_both_sides_are_named_and_every_kind_has_its_fix() -> None:
     assert "data.valid: unset on node0 (ranks 0..1); 45 on node1 (ranks 2..3)\n  fix: copy" in text
     assert "sagetrain" not in text
     assert "tokenizer:" not in text
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"attention": {"backend": "sage"}}, "8.0"),  # whose recipe is auto
+        ({"attention": {"backend": "sage", "recipe": "fine"}}, None),
+        ({"attention": {"backend": "sdpa"}}, None),
+        ({"attention": {"backend": "auto"}}, "8.0"),
+        ({"attention": {"backend": "sdpa"}, "linear": {"precision": "auto"}}, "8.0"),
+    ],
+)
+def test_where_auto_decides_ranks_have_gpus_of_one_kind(sections: dict, told: str | None, monkeypatch) -> None:
+    """Else one may wait for a choice that the other has not to make."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    config = tiny.config(1, **sections)
+    mixed = [{**row, "devices": roster._told_apart(config, torch.device("cuda", 0))} for row in rows()]
+    assert mixed[3]["devices"].get("compute capability") == told
+    assert roster.disagreements(mixed) == []
+    if told:
+        mixed[0]["devices"]["compute capability"] = "9.0"
+        named, fix = roster.disagreements(mixed)
+        assert named == "compute capability: 9.0 on node0 (rank 0); 8.0 on node0 (rank 1), node1 (ranks 2..3)"
+        assert "linear.precision" in fix
+    mixed[0]["devices"] = roster._told_apart(config, torch.device("cpu"))
+    assert "device: cpu on node0 (rank 0); cuda on" in roster.disagreements(mixed)[0]
 
 
 def test_files_are_told_by_the_first_rank_of_each_host() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,12 +23,12 @@ def record_allocations(device: torch.device) -> None:
 
 
 @contextmanager
-def explained(run_dir: Path, rank: int, predicted: float, ways: Mapping[str, object]) -> Iterator[None]:
+def explained(run_dir: Path, rank: int, predicted: Callable[[], float], ways: Mapping[str, object]) -> Iterator[None]:
     """Make of a GPU's out-of-memory an error that says what helps, and leave a snapshot of the allocator in the run
     folder (rank-<rank>.pickle of memory/, for pytorch.org/memory_viz), with what `record_allocations` took note of.
 
     Args:
-        predicted: bytes of a rank, as planned (model.accounting.memory_per_rank).
+        predicted: bytes of a rank, as planned (model.accounting.memory_per_rank) for what is settled by then.
         ways: keys of the YAML that change it, with their values.
 
     Raises:
@@ -47,6 +47,6 @@ def explained(run_dir: Path, rank: int, predicted: float, ways: Mapping[str, obj
         keys = ", ".join(f"{key} (now {value})" for key, value in ways.items())
         raise TrainingError(
             f"rank {rank} is out of GPU memory: {str(error).splitlines()[0]} `sagetrain plan` predicts "
-            f"{predicted / 2**30:.1f} GiB for a rank of this layout; what it takes is up to {keys}; {kept}. "
+            f"{predicted() / 2**30:.1f} GiB for a rank of this layout; what it takes is up to {keys}; {kept}. "
             "The newest checkpoint is untouched"
         ) from error

@@ -41,6 +41,8 @@ FIXES = {
     "configuration": "start every host with the same YAML file and the same overrides",
     "files": "copy tokenizer.model and the token files (.bin, .idx, .json) again from one host to the others, "
     "or keep them in a folder that all hosts share",
+    "devices": "start on devices of one kind; or name what all of these GPUs can do in the place of auto: "
+    "attention.backend, attention.recipe, linear.precision",
 }
 """What a host must share with the others, and what to do where it does not."""
 
@@ -295,6 +297,7 @@ def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[s
         "cp": cp,
         "tp": tp,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "devices": _told_apart(cfg, device),
         "versions": versions(),
         "configuration": {name: value for name, value in tree.items() if name not in LOCAL_KEYS},
         "files": {name: digest[:12] for name, digest in files.items()},
@@ -304,6 +307,17 @@ def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[s
             if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_")) or name == "OMP_NUM_THREADS"
         },
     }
+
+
+def _told_apart(cfg: RunConfig, device: torch.device) -> dict[str, str]:
+    """What of its device a rank must share with the others. Where `auto` asks what a GPU can do, ranks whose answers
+    differ would wait for each other."""
+    attention, told = cfg.attention, {"device": device.type}
+    decided = [attention.backend, cfg.linear.precision]
+    decided += [attention.recipe] if attention.backend == "sage" else []
+    if device.type == "cuda" and "auto" in decided:
+        told["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return told
 
 
 def versions() -> dict[str, str]:

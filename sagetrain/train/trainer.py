@@ -111,6 +111,7 @@ class Trainer:
         how = {**place, "say": self._say}
         if cfg.profile is not None:
             record_allocations(self.device)
+        self.attention, self.linear = cfg.attention, cfg.linear
         with self._memory_explained():
             choices = Choices(cfg, self.groups, self.stream, self.folder, compiled=self.compiled, **how)
             chosen = attention.settle(cfg.attention, cfg.model, found, choose=choices.attention, **how)
@@ -135,13 +136,16 @@ class Trainer:
             needed=partial(bundle.needed, self.folder.spikes),
         )
         self.saver.reserve(self._shards())
-        settled = cfg.model_copy(update={"attention": self.attention, "linear": self.linear})
         parts = self._rungs(self.device), self.stream, self.folder, self.saver, self.reporter
-        self.steering = Steering(settled, self.engine, *parts, self.state.controllers)
+        self.steering = Steering(self._settled(), self.engine, *parts, self.state.controllers)
         self.loader = self._loader(self.stream)
         self.valid = self._loader(valid) if valid else None
 
     # -- construction --------------------------------------------------------------------------------------------
+
+    def _settled(self) -> RunConfig:
+        """What `auto` of attention and linear layers has become, as soon as that is known."""
+        return self.cfg.model_copy(update={"attention": self.attention, "linear": self.linear})
 
     def _rungs(self, device: torch.device) -> dict[str, AttentionFunction]:
         """The attention functions of the precision ladder, if there is one."""
@@ -301,15 +305,19 @@ class Trainer:
                 self.reporter.close()
 
     def _memory_explained(self) -> contextlib.AbstractContextManager[None]:
-        cfg, world_size = self.cfg, dist.get_world_size()
-        items = memory_per_rank(cfg, world_size, padded_vocab_size(self.vocab_size))
+        cfg = self.cfg
+
+        def predicted() -> float:
+            items = memory_per_rank(self._settled(), dist.get_world_size(), padded_vocab_size(self.vocab_size))
+            return sum(item.bytes for item in items)
+
         ways = {
             "data.micro_batch_size": cfg.data.micro_batch_size,
             "training.activation_checkpointing": cfg.training.activation_checkpointing,
             "parallel.zero_stage": cfg.parallel.zero_stage,
             "parallel.tensor_parallel_size": cfg.parallel.tensor_parallel_size,
         }
-        return explained(self.folder.path, dist.get_rank(), sum(item.bytes for item in items), ways)
+        return explained(self.folder.path, dist.get_rank(), predicted, ways)
 
     def _train(self) -> bool:
         cfg, total = self.cfg, self.cfg.training.total_tokens

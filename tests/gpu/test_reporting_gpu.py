@@ -54,7 +54,7 @@ def test_a_collective_of_nccl_that_is_not_finished_is_named() -> None:
 
 
 def run_out_of_memory(folder: Path, held: list[torch.Tensor]) -> None:
-    with explained(folder, 0, 2.0**30, {}):
+    with explained(folder, 0, lambda: 2.0**30, {}):
         for _ in range(ENTRIES):
             torch.empty(1, device="cuda")
         held.append(torch.empty(48 * 2**20, dtype=torch.uint8, device="cuda"))
