@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rich.console import Console
 from runs import write_config
 from sagetrain.config import ConfigError, load_config
 from sagetrain.config.guidance import guidance
-from sagetrain.config.measured import Ratio, read_measured
+from sagetrain.config.measured import Ratio, critical_in_words, critical_tokens, read_measured
 from sagetrain.planning.show import show_plan
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.measured import Measured
@@ -90,6 +91,22 @@ def test_the_bias_alone_grows_with_the_tokens_per_step() -> None:
     assert Ratio(0.3, -0.01, 1000).at(8000) == 0.3
 
 
+def test_a_ratio_reaches_the_margin_at_the_tokens_per_step_where_its_bias_has_grown_to_it() -> None:
+    ratio = Ratio(0.05, 0.02, 1000)
+    assert ratio.critical(0.1) == pytest.approx(3500) and ratio.at(3500) == pytest.approx(0.1)
+    assert Ratio(0.3, 0.25, 1000).critical(0.1) == pytest.approx(200)  # too much already, with fewer it would do
+    assert Ratio(0.3, 0.15, 1000).critical(0.1) == 0  # .15 of it no number of tokens changes
+    assert Ratio(0.05, -0.01, 1000).critical(0.1) == math.inf and Ratio(0.3, 0.0, 1000).critical(0.1) == 0
+    ratios = {"all": ratio, "0": Ratio(0.05, 0.0, 1000), "3": Ratio(0.06, 0.04, 1000)}
+    found = critical_tokens(ratios, 0.1)
+    assert found == {"margin": 0.1, "all": 3500, "layer": "3", "worst": 2000}
+    assert critical_in_words(found) == "T_x 3,500 (layer 3: 2,000) tokens per step, where it is 0.1"
+    never = critical_tokens({"all": ratios["0"], "0": ratios["0"]}, 0.2)
+    assert never == {"margin": 0.2, "all": None, "layer": "0", "worst": None}
+    assert critical_in_words(never).startswith("T_x infinite (layer 0: infinite) tokens")
+    assert critical_tokens({}, 0.1) is None
+
+
 def test_a_plan_says_what_the_ratio_of_an_earlier_run_would_be(tmp_path: Path, config: Path) -> None:
     earlier = run_folder(tmp_path / "earlier", MEASURED, attention={"recipe": "paper"}, optimizer={"lr": 3e-3})
     text = io.StringIO()
@@ -101,7 +118,7 @@ def test_a_plan_says_what_the_ratio_of_an_earlier_run_would_be(tmp_path: Path, c
     for part in (
         "info ", "override tokens_per_step={schedule: constant, tokens: 2048}: tokens_per_step.tokens = 2048: ",
         f"measured in {earlier}: quantized attention added 0.3 of the noise", "at 512 tokens per step, 0.2 of it bias; "
-        "at 2,048 it would be 0.9 (largest in layer 1: 1.7)",
+        "at 2,048 it would be 0.9 (largest in layer 1: 1.7); T_x 0 (layer 1: 0) tokens per step, where it is 0.1",
         "noise scale was 1,024 tokens: 2,048 tokens per step are 2",
         "largest relative error was 0.25, of dS in layer 1", "differs: attention.recipe paper there, fine here",
     ):  # fmt: skip

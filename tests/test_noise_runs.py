@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from runs import finish, log_of, write_config
+from sagetrain.config.measured import critical_in_words, critical_tokens, ratios_of
+from sagetrain.report.read import read_runs
 
 
 def rows(run_dir: Path) -> list[dict]:
@@ -43,6 +45,12 @@ def test_the_noise_of_a_run_is_logged_and_a_resumed_run_goes_on_with_its_average
         for what in ("error_square", "bias_square", "ratio", "bias_ratio")
     }
     assert 0 < probes[9]["quant_noise/all/ratio"] < 1
+    told = json.loads((tmp_path / "whole/stability.json").read_text())
+    critical = told["critical_tokens_per_step"]
+    assert critical == critical_tokens(ratios_of(told["metrics"]), 0.1) and critical["layer"] in layers
+    assert critical_in_words(critical) in log_of(tmp_path / "whole.yaml")
+    (run,) = read_runs([tmp_path / "whole"])
+    assert critical_in_words(critical) in run.summary.values()
     for steps in (8, 18):  # stopped at the eighth and continued, with rows of even steps
         finish("sagetrain", write("cut", steps * 256, logging={"every_steps": 2}))
     # What was measured between two rows is in the next one, and the averages are the same to the last bit.

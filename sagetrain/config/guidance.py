@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.measured import ALL, MeasuredRun
+from sagetrain.config.measured import ALL, MeasuredRun, critical_in_words, critical_tokens, margin_of
 from sagetrain.config.schema import RunConfig
 
 _SAGEBWD = "SageBwd (arXiv 2603.02170)"
@@ -131,6 +131,8 @@ def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
         if layers := {name: ratio.at(tokens) for name, ratio in run.ratios.items() if name != ALL}:
             worst = max(layers, key=lambda name: layers[name])
             said[-1] += f" (largest in layer {worst}: {layers[worst]:.2g})"
+        if critical := critical_tokens(run.ratios, margin_of(cfg)):
+            said[-1] += f"; {critical_in_words(critical)}"
         level = "warning" if here > 1 else "info"
         source += "; ratio' = ratio + bias_ratio (tokens' / tokens - 1), sagetrain/config/measured.py"
     if run.noise_scale is not None:

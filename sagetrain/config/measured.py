@@ -6,22 +6,31 @@ sagetrain/stability/quant_noise.py defines the ratio and its parts. At n' micro-
     ratio' = ratio - bias_ratio + bias_ratio n' / n
 
 since the noise left in a step falls like 1 / n, the independent part of the error with it, and the bias stays. Micro-
-batches are as large as those of the run that measured: n' / n is the quotient of the tokens per step.
+batches are as large as those of the run that measured: n' / n is the quotient of the tokens per step T' and T. So the
+ratio reaches a margin at
+
+    T_x = T (margin - (ratio - bias_ratio)) / bias_ratio
+
+tokens per step: at none where nothing of it is bias, and at any where what is no bias is above the margin by itself.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sagetrain.config import yaml_nodes
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 
 STABILITY_NAME = "stability.json"
 """In the run folder; train/run_folder.py writes it."""
+CRITICAL = "critical_tokens_per_step"
+"""In it, what critical_tokens gives."""
 ALL = "all"
 """What the whole model is called among the layers."""
 
@@ -38,8 +47,54 @@ class Ratio:
 
     def at(self, tokens_per_step: int) -> float:
         """What it would be, by the formula above."""
-        bias = max(self.bias_ratio, 0.0)  # an estimate, which may be below 0 where there is hardly any
-        return self.ratio + bias * (tokens_per_step / self.tokens_per_step - 1)
+        return self.ratio + self._bias * (tokens_per_step / self.tokens_per_step - 1)
+
+    def critical(self, margin: float) -> float:
+        """T_x: tokens per step at which it would be `margin`; inf: no number is large enough, 0: none small enough."""
+        if self._bias == 0:
+            return math.inf if self.ratio <= margin else 0.0
+        return max(0.0, self.tokens_per_step * (margin - self.ratio + self._bias) / self._bias)
+
+    @property
+    def _bias(self) -> float:
+        """An estimate, which may be below 0 where there is hardly any."""
+        return max(self.bias_ratio, 0.0)
+
+
+def ratios_of(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Ratio]:
+    """By layer, from the metrics of stability.json; ALL: of the whole model. Raises KeyError of other metrics."""
+    return {
+        layer: Ratio(entry["last"], metrics[f"quant_noise/{layer}/bias_ratio"]["last"], entry["tokens_per_step"])
+        for name, entry in metrics.items()
+        if name.startswith("quant_noise/") and name.endswith("/ratio")
+        for layer in [name.split("/")[1]]
+    }
+
+
+def margin_of(cfg: RunConfig) -> float:
+    """Of tokens_per_step, noise_aware's default under other schedules."""
+    if isinstance(cfg.tokens_per_step, NoiseAwareTokens):
+        return cfg.tokens_per_step.margin
+    margin: float = NoiseAwareTokens.model_fields["margin"].default
+    return margin
+
+
+def critical_tokens(ratios: Mapping[str, Ratio], margin: float) -> dict[str, Any] | None:
+    """T_x as stability.json has it: {"margin", "all": of the whole model, "layer": the worst one, "worst": T_x of it},
+    in whole tokens per step. None in the place of a number: it is never reached. None instead: nothing was measured."""
+    layers = {layer: ratio.critical(margin) for layer, ratio in ratios.items() if layer != ALL}
+    if not layers or ALL not in ratios:
+        return None
+    worst = min(layers, key=lambda layer: layers[layer])
+    found = {"all": ratios[ALL].critical(margin), "worst": layers[worst]}
+    whole = {name: int(tokens) if math.isfinite(tokens) else None for name, tokens in found.items()}
+    return {"margin": margin, "all": whole["all"], "layer": worst, "worst": whole["worst"]}
+
+
+def critical_in_words(critical: Mapping[str, Any]) -> str:
+    """The same: "T_x 1,024 (layer 3: 512) tokens per step, where it is 0.1"."""
+    said = [f"{critical[name]:,}" if critical[name] is not None else "infinite" for name in ("all", "worst")]
+    return f"T_x {said[0]} (layer {critical['layer']}: {said[1]}) tokens per step, where it is {critical['margin']:g}"
 
 
 @dataclass(frozen=True)
@@ -77,12 +132,7 @@ def read_measured(path: str | Path) -> MeasuredRun:
     try:
         metrics = json.loads((folder / STABILITY_NAME).read_text())["metrics"]
         settings, _, _ = yaml_nodes.parse((folder / "config.yaml").read_text())
-        ratios = {
-            layer: Ratio(entry["last"], metrics[f"quant_noise/{layer}/bias_ratio"]["last"], entry["tokens_per_step"])
-            for name, entry in metrics.items()
-            if name.startswith("quant_noise/") and name.endswith("/ratio")
-            for layer in [name.split("/")[1]]
-        }
+        ratios = ratios_of(metrics)
         errors = {
             "/".join(name.split("/")[1:3]): entry["last"]
             for name, entry in metrics.items()

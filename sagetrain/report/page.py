@@ -31,6 +31,11 @@ CHARTS = (
     Chart("Learning rate", ("train/lr",), from_zero=True),
     Chart("Tokens per step", ("train/tokens_per_step", "noise/all/scale_tokens"), from_zero=True),
     Chart("Throughput, tokens per second", ("perf/tokens_per_second",), from_zero=True),
+    Chart(
+        "Error of quantized attention over the gradient's noise, worst layer and whole model",
+        ("quant_noise/*/ratio", "quant_noise/all/ratio", "quant_noise/*/bias_ratio"),
+        logarithmic=True,
+    ),
     Chart("Relative L2 error of quantized dS, worst layer", ("quant/*/dS/rel_l2",), logarithmic=True),
     Chart("Relative L2 error of dQ and dK, worst layer", ("quant/*/dQ/rel_l2", "quant/*/dK/rel_l2"), logarithmic=True),
     Chart("Relative L2 error of O and dV, worst layer", ("quant/*/O/rel_l2", "quant/*/dV/rel_l2"), logarithmic=True),

@@ -16,6 +16,7 @@ import yaml
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import flat
+from sagetrain.config.measured import CRITICAL, STABILITY_NAME, critical_in_words
 
 MAX_POINTS = 2_000
 """Of one curve. A longer one keeps the least and the largest value of every stretch, so that no spike is lost."""
@@ -110,7 +111,7 @@ def _read(folder: Path, name: str) -> RunRecord:
         {metric: thinned(*_columns(curve)) for metric, curve in sorted(curves.items())},
         sorted(events, key=lambda event: event["tokens"]),
         settings,
-        _summary(rows),
+        _summary(rows) | _stability(folder / STABILITY_NAME),
     )
 
 
@@ -140,6 +141,13 @@ def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
         found["validation loss (last)"] = f"{valid[-1]:.4f}"
         found["validation loss (least)"] = f"{min(valid):.4f}"
     return found
+
+
+def _stability(path: Path) -> dict[str, str]:
+    """What stability.json says of the tokens per step at which quantization becomes too much."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return {"quantization beside the gradient's noise": critical_in_words(json.loads(path.read_text())[CRITICAL])}
+    return {}
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -19,7 +19,7 @@ import yaml
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.load import dump_config, flat
-from sagetrain.config.measured import STABILITY_NAME
+from sagetrain.config.measured import CRITICAL, STABILITY_NAME
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.token_file import write_atomic
 from sagetrain.train.checkpoint import CheckpointError
@@ -112,10 +112,12 @@ class RunFolder:
             write_atomic(self.path / name, text.encode())
             (self.path / name).chmod((self.path / name).stat().st_mode & 0o444)
 
-    def tell_stability(self, step: int, tokens: int, metrics: dict[str, dict[str, float]]) -> None:
+    def tell_stability(
+        self, step: int, tokens: int, metrics: dict[str, dict[str, float]], critical: dict[str, Any] | None
+    ) -> None:
         """Write what was measured so far about the run's stability, and its events by kind, to stability.json.
 
-        metrics: of stability.measured.Measured.
+        metrics: of stability.measured.Measured. critical: of config.measured.critical_tokens.
         """
         events: dict[str, dict[str, Any]] = {}
         path = self.path / "events.jsonl"
@@ -123,7 +125,13 @@ class RunFolder:
             event = json.loads(line)
             count = events.get(event["kind"], {"count": 0})["count"] + 1
             events[event["kind"]] = {"count": count, "last_step": event["step"], "last": event["text"]}
-        tree = {"step": step, "tokens": tokens, "metrics": metrics, "events": events}
+        tree = {
+            "step": step,
+            "tokens": tokens,
+            CRITICAL: critical,
+            "metrics": metrics,
+            "events": events,
+        }
         write_atomic(self.path / STABILITY_NAME, (json.dumps(tree, indent=1) + "\n").encode())
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 from sagetrain.config.load import dump_config
+from sagetrain.config.measured import critical_in_words, critical_tokens, margin_of, ratios_of
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.data.loader import SampleStream
 from sagetrain.model.backends import AttentionFunction, attention_function
@@ -106,7 +107,17 @@ class Steering:
     def tell(self, state: TrainState) -> None:
         """Write what was measured so far about the run's stability (stability.json)."""
         if self._engine.groups.rank == 0:
-            self._folder.tell_stability(state.step, state.tokens, self._measured.state()["metrics"])
+            metrics = self._measured.state()["metrics"]
+            self._folder.tell_stability(state.step, state.tokens, metrics, self._critical())
+
+    def say_critical(self) -> None:
+        """Say at how many tokens per step quantization would be too much, if that was measured."""
+        if critical := self._critical():
+            said = f"quantized attention's error beside the gradient's noise: {critical_in_words(critical)}"
+            self._reporter.say(f"{said} (stability.json, docs/stability.md)")
+
+    def _critical(self) -> dict[str, Any] | None:
+        return critical_tokens(ratios_of(self._measured.state()["metrics"]), margin_of(self._cfg))
 
     # -- around a step -------------------------------------------------------------------------------------------
 

@@ -371,6 +371,7 @@ class Trainer:
         self.saver.wait()
         self.reporter.saved(self.saver)
         if self.main:
+            self.steering.say_critical()
             why = f"stopped by {self.stop.name or 'a signal to another rank'}" if stopped else "finished"
             self._say(f"{why} at step {state.step}, {state.tokens:,} of {total:,} tokens"
                       + ("" if finished else "; run the same command to continue"))  # fmt: skip
