@@ -53,6 +53,11 @@ SHAPES = {
     ),
 }
 VOCAB = 32000
+ATTENTION = {  # what --ours calls it
+    **{name: AttentionConfig(backend=name) for name in ("sdpa", "flash", "sage", "reference")},
+    **{name: AttentionConfig(backend="sage", recipe=name) for name in ("fine", "paper", "scores", "gradients")},
+}
+PEERS = ("bf16", "tensorwise", "rowwise")
 CHECKED_STEPS = 8
 TOLERANCE = {False: 0.03, True: 0.1}
 """Of the losses of those steps against the first contender's, in units of what its loss falls, without and with linear
@@ -188,8 +193,7 @@ class Case:
 
     def _ours(self, what: str) -> Contender:
         name, _, linear = what.partition("+")
-        attention = {"recipe": name} if name in ("fine", "paper", "scores") else {"backend": name}
-        model = self._transformer(AttentionConfig(**attention))
+        model = self._transformer(ATTENTION[name])
         if linear:
             precision, recipe, *below = linear.split(":")
             matmul = dataclasses.replace(RECIPES[precision, recipe], least_weights=int(*below))
@@ -331,14 +335,40 @@ def flash_attention_4() -> bool:
     return torch.cuda.is_available()
 
 
+def ours(text: str) -> list[str]:
+    """The names of --ours."""
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        attention, plus, linear = name.partition("+")
+        precision, _, recipe = linear.partition(":")
+        recipe, colon, below = recipe.partition(":")
+        if attention not in ATTENTION:
+            raise argparse.ArgumentTypeError(f"{name}: {attention!r} is no attention; there are {', '.join(ATTENTION)}")
+        if plus and ((precision, recipe) not in RECIPES or (colon and not below.isdecimal())):
+            ways = ", ".join(map(":".join, RECIPES))
+            raise argparse.ArgumentTypeError(f"{name}: behind the plus come linear layers, of {ways}, and :WEIGHTS, "
+                                             "below which a layer stays in 16 bits")  # fmt: skip
+    return names
+
+
+def peers(text: str) -> list[str]:
+    """The names of --peers."""
+    names = [name for name in text.split(",") if name]
+    if unknown := [name for name in names if name not in PEERS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: linear layers of plain PyTorch are {', '.join(PEERS)}")
+    return names
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a micro-batch")
     parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of a step")
-    parser.add_argument("--ours", default="sdpa,scores", help="what SageTrain runs with, separated by commas")
-    parser.add_argument("--peers", default="bf16,tensorwise,rowwise", help="linear layers of plain PyTorch, the same")
+    parser.add_argument(
+        "--ours", type=ours, default="sdpa,scores", help="what SageTrain runs with, separated by commas"
+    )
+    parser.add_argument("--peers", type=peers, default=",".join(PEERS), help="linear layers of plain PyTorch, the same")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--compile", choices=["on", "off"], default="on")
     parser.add_argument("--profile", type=int, default=0, help="list this many kernels of each")
@@ -351,8 +381,8 @@ def main(words: Sequence[str] | None = None) -> None:
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, VOCAB, (arguments.tokens // length, length + 1), generator=generator).to(device)
     batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    names = [f"sagetrain {name}" for name in arguments.ours.split(",") if name]
-    names += [f"plain + torchao {name}".removesuffix(" + torchao bf16") for name in arguments.peers.split(",") if name]
+    names = [f"sagetrain {name}" for name in arguments.ours]
+    names += [f"plain + torchao {name}".removesuffix(" + torchao bf16") for name in arguments.peers]
     place = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     print(f"{arguments.shape} on {place}, torch {torch.__version__}: {arguments.accumulation} micro-batches of "
           f"{len(text)} x {length} tokens; attention of plain PyTorch: {attention}", flush=True)  # fmt: skip

@@ -46,6 +46,28 @@ def test_every_row_is_timed_or_said_to_be_not_installed(program: dict, capsys: p
     assert len(losses) == len(timed) and all(float(last) < float(first) - 0.1 for first, last in losses)
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (
+            ["--ours", "sdpa,foo"],
+            "foo: 'foo' is no attention; there are sdpa, flash, sage, reference, fine, paper, scores",
+        ),
+        (
+            ["--ours", "scores+fp8"],
+            "linear layers, of fp8:tensorwise, fp8:rowwise, fp8:rowwise_bf16_wgrad, int8:rowwise",
+        ),
+        (["--ours", "scores+fp8:rowwise:8M"], ":WEIGHTS, below which"),
+        (["--peers", "bf16,fp8"], "fp8: linear layers of plain PyTorch are bf16, tensorwise, rowwise"),
+    ],
+)
+def test_unknown_names_are_told_before_anything_runs(option: list, said: str, program: dict, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        program["main"]([*TINY, *option])
+    written = capsys.readouterr()
+    assert said in written.err and not written.out
+
+
 def test_a_peer_that_learns_otherwise_is_not_timed(program: dict, capsys: pytest.CaptureFixture) -> None:
     """Its first loss is right: it lacks the gradient through q, k and v."""
     rotate = program["PeerBlock"]._rotate
