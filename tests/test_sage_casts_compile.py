@@ -1,7 +1,6 @@
 """The Triton kernels around linear layers compile on a machine without a GPU, with the instructions of the hardware."""
 
 import pytest
-import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
@@ -81,12 +80,12 @@ def test_gradients_of_swiglu_compile(architecture):
 ])  # fmt: skip
 def test_qk_norm_with_rotary_embedding_compiles(architecture, heads, head_dim, x):
     """16 bytes a thread in q's stores; no atomics."""
-    q, k = (torch.empty(1, count * head_dim) for count in heads)
-    forward = qk_norm_rope._blocks(qk_norm_rope.FORWARD_ELEMENTS, q, k, head_dim)
+    query, key = (count * head_dim for count in heads)
+    forward = qk_norm_rope._blocks(qk_norm_rope.FORWARD_ELEMENTS, query, key, head_dim)
     ptx = ptx_of(qk_norm_rope._qk_norm_rope_kernel, architecture, qk_norm_rope.FORWARD_WARPS, forward, x)
     assert "rsqrt.approx" in ptx and "st.global.v4.b32" in ptx
-    backward = qk_norm_rope._blocks(qk_norm_rope.BACKWARD_ELEMENTS, q, k, head_dim)
-    backward |= {"TOKENS": qk_norm_rope.BACKWARD_TOKENS}
+    backward = qk_norm_rope._blocks(qk_norm_rope.BACKWARD_ELEMENTS, query, key, head_dim)
+    backward = {**backward, "TOKENS": qk_norm_rope.BACKWARD_TOKENS}
     kernel = qk_norm_rope._qk_norm_rope_gradients_kernel
     ptx = ptx_of(kernel, architecture, qk_norm_rope.BACKWARD_WARPS, backward, x)
     assert "rsqrt.approx" in ptx and "atom" not in ptx and "red.global" not in ptx

@@ -16,6 +16,8 @@ With x = (a, b), the halves of a head, r = rsqrt(mean(x^2) + eps) and n = x r ga
                 dx = r (w - x r mean(w x r))
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -215,11 +217,12 @@ def _sum_rows_kernel(X, OUT, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.cons
     tl.store(OUT + column, tl.sum(total, 0).to(OUT.dtype.element_ty), mask=column < columns)
 
 
-def _blocks(elements: int, q: Tensor, k: Tensor, head_dim: int) -> dict[str, int]:
-    """Constants of both kernels."""
+@functools.cache
+def _blocks(elements: int, query: int, key: int, head_dim: int) -> dict[str, int]:
+    """Constants of both kernels, of columns of q and of k; kept, for the host's sake."""
     half = head_dim // 2
     block_half = triton.next_power_of_2(half)
-    heads = {"Q": q.shape[1] // head_dim, "K": k.shape[1] // head_dim}
+    heads = {"Q": query // head_dim, "K": key // head_dim}
     at_once = {name: min(triton.next_power_of_2(n), max(1, elements // block_half)) for name, n in heads.items()}
     of_heads = {f"{name}_HEADS": n for name, n in heads.items()} | {f"BLOCK_{name}": n for name, n in at_once.items()}
     return {**of_heads, "HALF": half, "BLOCK_HALF": block_half}
@@ -236,10 +239,11 @@ def qk_norm_rope_triton(
     """qk_norm_rope_twin on a GPU, within its rounding."""
     q, k = _with_rows(q, k)
     out = _qk_norm_rope_fake(q, k, q_gain, k_gain, cos, sin, eps)
+    blocks = _blocks(FORWARD_ELEMENTS, q.shape[1], k.shape[1], len(q_gain))
     with on_device_of(q):
         _qk_norm_rope_kernel[(len(q),)](
             q, k, q_gain.contiguous(), k_gain.contiguous(), cos.contiguous(), sin.contiguous(), *out,
-            q.stride(0), k.stride(0), eps, **_blocks(FORWARD_ELEMENTS, q, k, len(q_gain)), num_warps=FORWARD_WARPS,
+            q.stride(0), k.stride(0), eps, **blocks, num_warps=FORWARD_WARPS,
         )  # fmt: skip
     return out
 
@@ -253,12 +257,13 @@ def qk_norm_rope_gradients_triton(
     out, of_gains = _qk_norm_rope_gradients_fake(of_q, of_k, of_v, q, k, q_gain, k_gain, cos, sin, eps)
     programs, columns = triton.cdiv(len(q), BACKWARD_TOKENS), 2 * len(q_gain)
     partial = torch.empty(programs, columns, dtype=torch.float32, device=q.device)
+    blocks = _blocks(BACKWARD_ELEMENTS, q.shape[1], k.shape[1], len(q_gain))
     strides = [x.stride(dim) for x in (of_q, of_k, of_v) for dim in (0, 1)]
     with on_device_of(q):
         _qk_norm_rope_gradients_kernel[(programs,)](
             of_q, of_k, of_v, q, k, q_gain.contiguous(), k_gain.contiguous(), cos.contiguous(), sin.contiguous(),
             out, partial, len(q), *strides, q.stride(0), k.stride(0), eps,
-            **_blocks(BACKWARD_ELEMENTS, q, k, len(q_gain)), TOKENS=BACKWARD_TOKENS, num_warps=BACKWARD_WARPS,
+            **blocks, TOKENS=BACKWARD_TOKENS, num_warps=BACKWARD_WARPS,
         )  # fmt: skip
         _sum_rows_kernel[(triton.cdiv(columns, SUM_COLUMNS),)](
             partial, of_gains, programs, columns, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=SUM_WARPS
