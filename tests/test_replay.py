@@ -183,3 +183,28 @@ def test_a_fault_of_the_quantization_is_blamed_on_precision_and_one_that_has_gon
     (healthy,) = run_distributed(replayed, 1, str(folder), False)
     assert healthy["cause"] == "hardware"
     assert torch.tensor(healthy["numbers"]["again"]["loss"]) < found["limits"]["loss"]
+
+
+def test_layers_have_the_rungs_that_they_had_also_those_that_a_measurement_moved(tmp_path, corpus) -> None:
+    """A replay measures nothing on its way, and takes each step with the attention that its bundle names."""
+    stability = {
+        "spikes": SPIKES,
+        "monitor": {"every_steps": 12},
+        "precision": {"rungs": ["gradients", "sdpa"], "threshold": {"metric": "quant/*/dS/rel_l2", "above": 1e-9}},
+    }
+    short = {"attention": {"backend": "sage", "recipe": "fine"}, "training": {"total_tokens": 15 * 256}}
+    path = config(tmp_path, spoiled(corpus, tmp_path / "corpus", SAMPLES), **short, stability=stability)
+    assert run_distributed(ladder_run, 1, str(path)) == [True]
+    (folder,) = (tmp_path / "run/spikes").iterdir()
+    content = bundle.read(folder)
+    assert content["attention"] == ["sage gradients"] * 2
+    changes = {row["step"]: row["attention"] for row in content["steps_between"] if "attention" in row}
+    assert changes == {11: ["sage fine"] * 2, 13: ["sage gradients"] * 2}
+    (found,) = run_distributed(replayed, 1, str(folder), False)
+    assert found["attention"] == {"recorded": "sage gradients", "again": "sage gradients", "asked": "sdpa"}
+    assert found["numbers"]["again"]["loss"] == pytest.approx(found["numbers"]["recorded"]["loss"], rel=1e-6)
+    assert found["drift"] < 1e-6
+
+
+def ladder_run(path: str) -> bool:
+    return Trainer(load_config(path), []).run()

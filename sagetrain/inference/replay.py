@@ -125,18 +125,14 @@ def _start(checkpoints: Path, content: dict[str, Any]) -> Path | None:
 
 def _replay(folder: Path, content: dict[str, Any], scratch: Path, backend: str, recipe: str | None) -> Replay:
     trainer = _trainer(folder, scratch)
-    cfg, model, device = trainer.cfg, cast(Transformer, trainer.engine.module), trainer.device
+    cfg, device = trainer.cfg, trainer.device
     asked = trainer.attention.model_copy(update={"backend": backend, "recipe": recipe or trainer.attention.recipe})
     try:
         resolve_backend(asked, cfg.model, device=device, dtype=trainer.dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     drift = _go_there(trainer, content)
-    before = model.functions
-    if [bundle.describe(function) for function in before] != content["attention"]:
-        trainer.reporter.say(
-            "attention differs from what the bundle says the layers had: its controllers went elsewhere"
-        )
+    before = _functions(trainer, content["attention"])
     other: list[AttentionFunction] = [attention_function(backend, asked, device)] * len(before)
     again, compared = (_take(trainer, folder, content, functions) for functions in (before, other))
     limits = {name: float(content["event"][f"{name}_limit"]) for name in ("loss", "grad_norm")}
@@ -186,17 +182,25 @@ def _trainer(folder: Path, scratch: Path) -> Trainer:
     return Trainer(cfg.model_copy(update=sections), [])
 
 
+def _functions(trainer: Trainer, words: list[str]) -> list[AttentionFunction]:
+    """Of all layers, as a bundle names them."""
+    known = cast(Transformer, trainer.engine.module).functions
+    return bundle.functions(words, known, trainer.attention, trainer.device)
+
+
 def _go_there(trainer: Trainer, content: dict[str, Any]) -> float:
-    """Take the steps between; how far a loss was from the recorded one."""
+    """Take the steps between, with the attention that they had; how far a loss was from the recorded one."""
     state, ledger, drift = trainer.state, bundle.ledger_of(content), 0.0
-    recorded = {row["step"]: row["loss"] for row in content["steps_between"]}
+    rows, attention = {row["step"]: row for row in content["steps_between"]}, None
     for samples in ledger.samples_of_steps()[state.step :]:
         tokens, step = samples * trainer.cfg.data.seq_length, state.step + 1
         if step in ledger.dropped:
             state.advance(tokens, trainer.cfg.data.seq_length, dropped=True)
-            if step not in trainer.cfg.training.drop_steps:
-                trainer.steering.ask(state, tokens, {METRIC: 1.0})
+            trainer.steering.ask(state, tokens, {} if step in trainer.cfg.training.drop_steps else {METRIC: 1.0})
             continue
+        attention = rows.get(step, {}).get("attention", attention)
+        if attention:
+            cast(Transformer, trainer.engine.module).functions = _functions(trainer, attention)
         result = _step(trainer, tokens, partial(trainer.steering.spikes.judge, tokens=tokens))
         if not result.applied:
             raise TrainingError(
@@ -205,8 +209,8 @@ def _go_there(trainer: Trainer, content: dict[str, Any]) -> float:
             )
         state.advance(tokens, trainer.cfg.data.seq_length)
         trainer.steering.ask(state, tokens, result.metrics | ({METRIC: 1.0} if result.event else {}))
-        if step in recorded:
-            before = recorded[step]  # 0 where no token of the step counts
+        if step in rows:
+            before = rows[step]["loss"]  # 0 where no token of the step counts
             drift = max(drift, abs(result.loss - before) / (abs(before) or 1.0))
     return drift
 

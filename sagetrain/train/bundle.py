@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import AttentionConfig
 from sagetrain.data.token_file import write_atomic
-from sagetrain.model.backends import AttentionFunction
+from sagetrain.model.backends import AttentionFunction, attention_function
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event
@@ -37,6 +39,22 @@ FORMAT = 1
 def describe(function: AttentionFunction) -> str:
     """An attention function in words: "sage fine", "sdpa"."""
     return " ".join([function.name, *filter(None, [getattr(function, "recipe", None)])])
+
+
+def functions(
+    words: Sequence[str],
+    known: Sequence[AttentionFunction],
+    settings: AttentionConfig,
+    device: torch.device,
+) -> list[AttentionFunction]:
+    """The functions that `describe` has put in words: those of `known`, others by the settings of attention."""
+    found = {describe(function): function for function in known}
+    for text in dict.fromkeys(words):
+        name, *recipe = text.split()
+        if text not in found:
+            of = settings.model_copy(update={"recipe": recipe[0]}) if recipe else settings
+            found[text] = attention_function(name, of, device)
+    return [found[text] for text in words]
 
 
 def write(
@@ -62,7 +80,8 @@ def write(
         event: what is wrong with it.
         samples: source and window in it of each of the step's samples, which follow `state.sequences`.
         attention: what each layer had.
-        trail: step, tokens per step, loss and gradient norm of the steps before, back to the newest checkpoint.
+        trail: step, tokens per step, loss, gradient norm and attention of the steps before, back to the newest
+            checkpoint. The attention is kept where it changes.
     """
     folder = spikes / folder_name(state.step + 1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,12 +109,20 @@ def write(
             "data_parallel_size": groups.dp_size,
         },
         "checkpoint": step_of(start) if start else None,
-        "steps_between": [row for row in trail if not start or row["step"] > step_of(start)],
+        "steps_between": list(_changes(row for row in trail if not start or row["step"] > step_of(start))),
         "ledger": asdict(state.ledger),
     }
     write_atomic(folder / "config.yaml", config_text.encode())
     write_atomic(folder / "bundle.json", (json.dumps(content, indent=1) + "\n").encode())
     return folder
+
+
+def _changes(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    before = None
+    for row in rows:
+        same = row["attention"] == before
+        before = row["attention"]
+        yield {name: value for name, value in row.items() if name != "attention" or not same}
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -145,7 +145,8 @@ class Steering:
 
     def taken(self, state: TrainState, size: int, result: StepResult) -> list[Event]:
         """Take note of a step that has brought the run to `state`; what it was, and what the controllers decide."""
-        self._trail.append({"step": state.step, "tokens": size, "loss": result.loss, "grad_norm": result.grad_norm})
+        row = {"step": state.step, "tokens": size, "loss": result.loss, "grad_norm": result.grad_norm}
+        self._trail.append({**row, "attention": self._attention()})
         if result.event:
             result.metrics[METRIC] = 1.0
         return [*([result.event] if result.event else []), *self.ask(state, size, result.metrics)]
@@ -166,7 +167,6 @@ class Steering:
             return
         self._saver.wait()
         samples = range(state.sequences, state.sequences + size // self._cfg.data.seq_length)
-        model = cast(Transformer, self._engine.module)
         folder = bundle.write(
             self._folder.spikes,
             self._folder.checkpoints,
@@ -176,12 +176,16 @@ class Steering:
             lr=lr,
             event=event,
             result=result,
-            attention=[bundle.describe(function) for function in model.functions],
+            attention=self._attention(),
             groups=self._engine.groups,
             config_text=dump_config(self._cfg),
             trail=self._trail,
         )
         self._reporter.say(f"step {step}: {folder} has what `sagetrain replay` needs to take it again")
+
+    def _attention(self) -> list[str]:
+        """What each layer has."""
+        return [bundle.describe(function) for function in cast(Transformer, self._engine.module).functions]
 
     def leave_out(self, state: TrainState, size: int, result: StepResult, go_back: GoBack) -> TrainState:
         """What the policy says of the step after `state`, whose update was not made: where the run stands then.
