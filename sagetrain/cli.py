@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -131,7 +133,7 @@ def prepare(
 
     sagetrain prepare chats.jsonl -o chat/train --tokenizer tokenizer.json --chat-field messages --seq-length 4096
     """
-    with _Errors():
+    with _Errors(output=Path(output)):
         from sagetrain.data.prepare import prepare as run
         from sagetrain.data.records import records_of
 
@@ -225,9 +227,12 @@ def train(
 ) -> None:
     """Train, or continue, the run that a YAML file describes.
 
-    One process: sagetrain train configs/quickstart.yaml. Many: start launch/train.py with the deepspeed launcher or
-    torchrun. If training.run_dir holds a checkpoint, the run continues from it. SIGTERM, SIGUSR1
-    and Ctrl-C save a checkpoint and exit; the same command continues.
+    \b
+    sagetrain train configs/quickstart.yaml training.run_dir=runs/mine optimizer.lr=3e-4
+
+    That is one process. Many: start launch/train.py with the deepspeed launcher or torchrun. If training.run_dir holds
+    a checkpoint, the run continues from it. SIGTERM, SIGUSR1 and Ctrl-C save a checkpoint and exit; the same command
+    continues.
 
     A shipped configuration goes by its name (325m) in any folder; give its paths as KEY=VALUE: data.train.0.path,
     data.valid.0.path (or data.valid=[]) and training.run_dir.
@@ -280,7 +285,11 @@ def export(
     shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest size of a file of weights, in GB.")] = 4.0,
     checkpoint: Checkpoint = None,
 ) -> None:
-    """Write a run's newest checkpoint as a Hugging Face folder, which transformers loads as Llama or Qwen3."""
+    """Write a run's newest checkpoint as a Hugging Face folder, which transformers loads as Llama or Qwen3.
+
+    \b
+    sagetrain export runs/325m 325m-hf --dtype bfloat16
+    """
     with _Errors(run_dir=run_dir):
         from sagetrain.interop.exporting import export as write
 
@@ -297,7 +306,11 @@ def import_folder(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder of Llama, Mistral or Qwen3.")],
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to write; it must not exist yet.")],
 ) -> None:
-    """Make of a Hugging Face folder a run folder to start from, with training.init_from."""
+    """Make of a Hugging Face folder a run folder to start from, with training.init_from.
+
+    \b
+    sagetrain import Qwen3-0.6B runs/qwen3
+    """
     with _Errors(run_dir=run_dir):
         from sagetrain.interop.importing import import_folder as read
 
@@ -338,6 +351,12 @@ def _checked(config: Path, overrides: list[str], world_size: int, show: bool) ->
 
 def main() -> None:
     """Entry point of the console script and of launch/train.py. Help is as wide as the terminal; a pipe has no end."""
+    words = sys.argv[1:]
+    for option, after in zip(words, [*words[1:], ""], strict=True):  # as other programs take them
+        if words[0] in ("train", "plan", "doctor", "compare") and re.match(r"--[a-z_]+(\.\w+)+(=|$)", option):
+            key, _, value = option[2:].partition("=")
+            _warn(f"error: {option}: keys of the YAML go without dashes: {key}={value or after or 'VALUE'}")
+            _exit(2)
     command = typer.main.get_group(app)
     for each in command.commands.values():
         each.short_help = (each.help or "").partition("\n\n")[0]  # whole: by itself the list of commands is cut

@@ -143,6 +143,9 @@ def diagnose(
 ) -> None:
     """What INT8 attention loses on a checkpoint, layer by layer: the papers' Table 2.
 
+    Attention is computed in INT8 and in float32 from the same queries, keys and values; the table has, for each of its
+    tensors, the cosine between the two and the relative L2 norm of their difference.
+
     \b
     sagetrain diagnose runs/325m --recipe paper --recipe fine --plot errors.png
     """
@@ -181,6 +184,9 @@ def replay(
     From the checkpoint before it, over the same samples, in the precision that it had and with another attention. A
     spike that stays is the data's (or the weights'), one that goes away is the precision's, one that does not come
     back is neither.
+
+    \b
+    sagetrain replay runs/325m/spikes/step-00001500 --attention sdpa
     """
     with _Errors(int(os.environ.get("RANK", "0"))):
         from dataclasses import asdict
@@ -246,8 +252,11 @@ def report(
 
     Curves over tokens with all runs in each, events (resumes, spikes, changes of precision), and the settings that
     differ.
+
+    \b
+    sagetrain report runs/325m runs/325m-sdpa -o runs.html
     """
-    with _Errors():
+    with _Errors(output=output):
         from sagetrain.report.page import write_report
 
         size = write_report(run_dirs, output)

@@ -28,8 +28,8 @@ class Errors:
     that fails alone speaks for itself.
     """
 
-    def __init__(self, rank: int = 0, run_dir: Path | None = None):
-        self.rank, self.run_dir = rank, run_dir
+    def __init__(self, rank: int = 0, run_dir: Path | None = None, output: Path | None = None):
+        self.rank, self.run_dir, self.output = rank, run_dir, output
 
     def __enter__(self) -> Errors:
         return self
@@ -42,11 +42,13 @@ class Errors:
                 f"training.run_dir {self.run_dir} cannot be used: {error.filename}: {error.strerror}; "
                 "choose another folder, or free this one"
             )
+        if self.output and isinstance(error, OSError) and _is_unusable(self.output, error):
+            error = ConfigError(f"{self.output} cannot be written: {error.strerror}; choose another place for it")
         if error is None or (code := _exit_code(error)) is None:
             return
         said = str(error)
         if isinstance(error, OSError):
-            where = error.filename or self.run_dir or "here"
+            where = error.filename or self.run_dir or self.output or "here"
             said = f"{where}: {error.strerror}; free some space and run the same command again"
         if _is_out_of_memory(error):
             said = (
@@ -71,7 +73,7 @@ def _is_unusable(run_dir: Path, error: OSError) -> bool:
 def _exit_code(error: BaseException) -> int | None:
     if isinstance(error, ConfigError):
         return 2
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return 3
     # Imported late: these modules need torch, and may be what failed to import.
     checkpoint = sys.modules.get("sagetrain.train.checkpoint")

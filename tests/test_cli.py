@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -116,7 +118,31 @@ def test_a_configuration_that_is_not_named(words) -> None:
         cli._named("train", words[0], None, words[1])
 
 
+@pytest.mark.parametrize(("number", "code", "said"), [
+    (errno.EROFS, 2, "page.html cannot be written: Read-only file system; choose another place for it"),
+    (errno.EFBIG, 3, "page.html: File too large; free some space"),
+])  # fmt: skip
+def test_a_page_that_cannot_be_written_is_one_line(monkeypatch, capsys, tmp_path, number, code, said) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path / "page.html"))
+
+    monkeypatch.setattr("sagetrain.report.page.write_report", fail)
+    monkeypatch.setattr("sagetrain.exits.leave", sys.exit)
+    with pytest.raises(SystemExit) as left:
+        cli.app(["report", str(tmp_path), "-o", str(tmp_path / "page.html")], standalone_mode=False)
+    assert left.value.code == code and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(typer.main.get_group(cli.app).commands))
+def test_help_of_every_command_has_an_example(name: str) -> None:
+    text = typer.main.get_group(cli.app).commands[name].help
+    assert re.search(rf"^ *(sagetrain|torchrun \S+ \S+ -m sagetrain) {name} \S", text, re.M)
+
+
 @pytest.mark.parametrize(("words", "said"), [
+    (["plan", "minimal", "--optimizer.lr=1"], "error: --optimizer.lr=1: keys of the YAML go without dashes: opt"),
+    (["train", "minimal", "--training.run_dir", "x"], "keys of the YAML go without dashes: training.run_dir=x"),
+    (["plan", "minimal", "optimizer.lr", "=", "1"], "must be dotted.key=value in one word"),
     (["eval", "none", "--num-sequences", 0], "--num-sequences"),
     (["eval", "none", "--num-sequences", -3], "--num-sequences"),
     (["generate", "none", "--seed", 2**64], "--seed"),

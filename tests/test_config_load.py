@@ -218,7 +218,7 @@ def test_messages(tmp_path, old, new, expected):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("optimizer.lr", "override optimizer.lr: must be dotted.key=value, for example optimizer.lr=3e-4"),
+        ("optimizer.lr", "override optimizer.lr: must be dotted.key=value in one word, for example optimizer.lr=3e-4"),
         ("=3", "override =3: must be dotted.key=value"),
         ("model..x=3", "override model..x=3: must be dotted.key=value"),
         ("data.train.2.path=c", "data.train = [{\"path\": \"a\", \"weight\": 3}, {\"path\": \"b\"}]: is a list of 2, counted from 0: there is no item '2'"),

@@ -56,6 +56,14 @@ def test_bad_files_are_named_with_the_place(tmp_path, model, name):
     assert not list(tmp_path.glob("x*"))
 
 
+def test_an_output_that_cannot_be_written_is_found_before_a_tokenizer_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr("sagetrain.data.prepare.train_tokenizer", lambda *args: pytest.fail("has begun"))
+    (tmp_path / "text.txt").write_text("a text")
+    output = tmp_path / "text.txt/train"
+    with pytest.raises(ConfigError, match=rf"cannot write {output}: .* choose another place"):
+        quiet([str(tmp_path / "text.txt")], output, vocab_size=300)
+
+
 @pytest.mark.parametrize("name", ["syntax.jsonl", "cut.jsonl.gz"])
 def test_a_bad_file_is_named_while_a_tokenizer_is_trained_on_it(tmp_path, name):
     """SentencePiece makes a RuntimeError of what its reader raises, with a stack of lines inside."""

@@ -33,6 +33,7 @@ def rows(hosts: int = 2, per_host: int = 2) -> list[roster.Row]:
             "cp": 0,
             "tp": rank % per_host,
             "device": "NVIDIA H200",
+            "gpus": per_host,
             "versions": {"sagetrain": "1 (sources ab)", "torch": "2.9.0"},
             "configuration": {"training.seed": 0, "model.vocab_size": None},
             "files": {"tokenizer": "0123"},
@@ -188,6 +189,24 @@ def test_an_interface_is_set_for_both_libraries_or_refused(monkeypatch) -> None:
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     with pytest.raises(ConfigError, match=f"ib7: {socket.gethostname()} has no such interface, it has .*lo"):
         roster.use_interface("ib7")
+
+
+def test_gpus_without_a_rank_are_named() -> None:
+    assert roster.idle_gpus(rows()) == []
+    alone = rows(hosts=1, per_host=1)
+    alone[0]["gpus"] = 8
+    (line,) = roster.idle_gpus(alone)
+    assert line.startswith("warning: node0 has 8 GPUs, of which this run uses 1: ")
+    assert "torchrun --nproc-per-node 8 launch/train.py" in line
+
+
+def test_a_rank_without_a_gpu_says_so_before_it_waits_for_others(monkeypatch) -> None:
+    """More ranks than GPUs, or a GPU a task of Slurm, of which each task sees its own as the first."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match=r"rank 2 of this host has no GPU: .* sees 2"):
+        roster.init_distributed(1)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,9 @@ class _Source:
         name, equals, value_text = text.partition("=")
         parts = name.strip().split(".")
         if not equals or "" in parts:
-            self._report((), "must be dotted.key=value, for example optimizer.lr=3e-4", where=f"override {text}")
+            self._report(
+                (), "must be dotted.key=value in one word, for example optimizer.lr=3e-4", where=f"override {text}"
+            )
             return
         value, _, problems = yaml_nodes.parse(value_text)
         for problem in problems:

@@ -421,7 +421,10 @@ def check_tokenizers(files: list[TokenFile], expected: str | None) -> None:
     known = [(path, sha) for path, sha in recorded.items() if sha]
     for path, sha in known:
         if expected and sha != expected:
-            raise ConfigError(f"token file {path} was prepared with another tokenizer than the one of data.tokenizer")
+            raise ConfigError(
+                f"token file {path} was prepared with another tokenizer than data.tokenizer (SHA-256 {sha[:12]} in its "
+                f".json, {expected[:12]} here); name its own, or prepare it again with this one"
+            )
         if sha != known[0][1]:
             raise ConfigError(f"token files {known[0][0]} and {path} were prepared with different tokenizers")
 

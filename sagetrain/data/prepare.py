@@ -30,6 +30,7 @@ from sagetrain.data.sources import Corpus
 from sagetrain.data.token_file import (
     TokenFile,
     TokenFileWriter,
+    check_writable,
     read_provenance,
     token_path,
     write_atomic,
@@ -134,6 +135,7 @@ def prepare(
     if os.fspath(output).endswith("/") or Path(output).is_dir():
         raise ConfigError(f"output {output} is a folder: name the token file in it, e.g. -o {Path(output) / 'train'}")
     output = Path(output)
+    check_writable(output)
     _check_arguments(output, tokenizer, vocab_size, valid_fraction, num_workers)
     division = _parse_shard(shard) if shard else None
     fields = records.fields if records else ()

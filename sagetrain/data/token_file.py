@@ -461,6 +461,13 @@ def write_atomic(path: Path, data: bytes) -> None:
         raise
 
 
+def check_writable(path: Path) -> None:
+    """ConfigError if no file can be made there, or no folder for it: before what comes out has been computed."""
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write {path}: {there} is no folder that can be written to; choose another place")
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError of what writes `path` into a ConfigError."""

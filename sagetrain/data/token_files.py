@@ -29,7 +29,7 @@ class TokenFiles:
         if self.num_windows < 1:
             raise ConfigError(
                 f"token file {source.path} has {self.num_tokens:,} tokens, too few for one sequence of "
-                f"data.seq_length {seq_length:,} (and the token after it)"
+                f"data.seq_length {seq_length:,} (and the token after it); more text, or a shorter data.seq_length"
             )
 
     def window(self, number: int) -> tuple[TokenFile, int]:

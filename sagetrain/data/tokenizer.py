@@ -283,6 +283,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
         if counter.lines == 0:
             raise ConfigError("no text to train the tokenizer on") from error
         reason = str(error).rsplit("] ", 1)[-1].strip()
+        if least := re.search(r"required_chars\. \d+ vs (\d+)", reason):
+            reason = f"--vocab-size {least[1]} or more"
+        elif most := re.search(r"too high.*<= (\d+)", reason):
+            reason = f"--vocab-size {most[1]} or less, or more text"
         raise ConfigError(
             f"a tokenizer of {vocab_size:,} tokens cannot be trained on this sample ({counter.lines:,} lines, "
             f"{counter.characters:,} characters): {reason}"

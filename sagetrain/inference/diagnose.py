@@ -22,6 +22,7 @@ import torch
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import AttentionConfig, MonitorConfig
 from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.data.token_file import check_writable
 from sagetrain.inference.load import TrainedRun
 from sagetrain.model.backends import FIXED_RECIPE, AttentionFunction, Sage, attention_function
 from sagetrain.model.selection import resolve_backend
@@ -162,6 +163,8 @@ def check_outputs(json_file: Path | None, picture: Path | None) -> None:
     for option, path in (("--json", json_file), ("--plot", picture)):
         if path and not path.absolute().parent.is_dir():
             raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
+        if path:
+            check_writable(path)
     if picture is None:
         return
     try:

@@ -12,8 +12,8 @@
 A piece is the range [start, stop) of the flattened tensor-parallel slice (tp_rank of tp_size along tp_dim) of a
 parameter; `dp` in a file's name counts replicas, context-parallel ones included. What `sagetrain import` writes has
 weights alone, in the dtype that they came in, and files named weights-N. A checkpoint is written (saver.py)
-into a folder with a temporary name, synced to disk, and renamed once its manifest is in it, so a folder without a
-manifest, or with files that do not match it, is never loaded.
+into a folder with a temporary name, synced to disk, and renamed once its manifest is in it. A folder without a
+manifest, or with files that do not match it, is damaged (copied in part, say), and never loaded.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def remove(folder: Path) -> None:
 
 def _folders(root: Path) -> list[Path]:
     """Published checkpoints, oldest first."""
-    return sorted(f for f in root.glob("step-*") if (f / "manifest.json").is_file()) if root.is_dir() else []
+    return sorted(f for f in root.glob("step-*") if f.name.removeprefix("step-").isdigit() and f.is_dir())
 
 
 def newest(root: Path) -> Path | None:

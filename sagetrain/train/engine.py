@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sagetrain.config.arithmetic import overlaps_reduction, resolved_zero_stage
+from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.accounting import reduce_bucket_size
@@ -72,7 +73,14 @@ def init_distributed(timeout_minutes: float) -> torch.device:
         deepspeed.ops.__compatible_ops__ = collections.defaultdict(bool)
     device = torch.device("cpu")
     if on_gpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= gpus:
+            raise ConfigError(
+                f"rank {local} of this host has no GPU: it sees {gpus} (CUDA_VISIBLE_DEVICES="
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}). Start at most as many ranks on a host as it has GPUs, "
+                "and let each rank see all of them (Slurm: no --gpus-per-task)"
+            )
+        device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(minutes=timeout_minutes)
     # Kept until the process group has it.

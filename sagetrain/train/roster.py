@@ -185,7 +185,8 @@ def _exchange(row: Row) -> dict[str, str]:
         problem = _verdict(rows)
         store.set("roster/verdict", json.dumps([problem, rows[0].get("files")]))
         if not any(row["problem"] for row in rows):
-            lines = [*table(rows), *differing_environment(rows), *differing_allocation(world_size)]
+            warnings = [*differing_environment(rows), *differing_allocation(world_size), *idle_gpus(rows)]
+            lines = [*table(rows), *warnings]
             print("\n".join(lines), file=sys.stderr, flush=True)
     problem, files = json.loads(_when_there(store, "roster/verdict"))
     if problem:
@@ -258,6 +259,16 @@ def differing_allocation(world_size: int) -> list[str]:
     ]
 
 
+def idle_gpus(rows: list[Row]) -> list[str]:
+    """Warnings about hosts that have more GPUs than ranks: started without a launcher, say."""
+    return [
+        f"warning: {host} has {gpus} GPUs, of which this run uses {len(members)}: start a rank on each (torchrun "
+        f"--nproc-per-node {gpus} launch/train.py), or hide the others (CUDA_VISIBLE_DEVICES)"
+        for host, members in by_host(rows).items()
+        if (gpus := max(row["gpus"] for row in members)) > len(members)
+    ]
+
+
 def table(rows: list[Row]) -> list[str]:
     """The lines of the start-up table: one for a host, and one for what all of them have in common."""
     cells = [("host", "ranks", "data parallel", "context parallel", "tensor parallel", "devices")]
@@ -298,6 +309,7 @@ def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[s
         "tp": tp,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "devices": _told_apart(cfg, device),
+        "gpus": torch.cuda.device_count(),
         "versions": versions(),
         "configuration": {name: value for name, value in tree.items() if name not in LOCAL_KEYS},
         "files": {name: digest[:12] for name, digest in files.items()},

@@ -8,10 +8,15 @@ from pathlib import Path
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error, no_effect, warning
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, RunConfig
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 """Names of what `sagetrain prepare --shard` writes."""
+_WRITTEN = (
+    *("config.yaml", "deepspeed.json", "findings.json", "metrics.jsonl", "events.jsonl", "stability.json"),
+    *("attention.json", "linear.json", TOKENIZER_NAME, TOKENIZER_JSON),
+)
+"""What a run writes beside its folders (docs/run-folder.md)."""
 
 
 def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
@@ -19,6 +24,7 @@ def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     nothing; documents that attend to each other from positions of their own."""
     yield from _files(cfg, required)
     yield from _start(cfg, required)
+    yield from _run_dir(cfg, required)
     yield from _weights(cfg)
     yield from repeats(cfg)
     if cfg.data.document_positions and not cfg.data.document_attention:
@@ -66,8 +72,7 @@ def _files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     for key, prefix in sources:
         missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
         if missing:
-            fix = "write it with `sagetrain prepare`; the path goes without .bin and .idx"
-            yield _missing(required, key, prefix, f"no {' and no '.join(missing)}", fix)
+            yield _missing(required, key, prefix, f"no {' and no '.join(missing)}", _meant(Path(prefix)))
         elif not elsewhere and not Path(f"{prefix}.json").is_file():
             yield warning(
                 "unknown_tokenizer",
@@ -95,6 +100,32 @@ def _files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         )
         message = "no such file" if cfg.data.tokenizer else f"no {cfg.data.tokenizer_path}"
         yield _missing(required, "data.tokenizer", cfg.data.tokenizer, message, fix)
+
+
+def _meant(path: Path) -> str:
+    """What to do about a path that is none of a token file."""
+    if path.suffix in (".bin", ".idx") and path.is_file():
+        return f"leave {path.suffix} out: {path.with_suffix('')}"
+    if path.is_dir() and (there := sorted(str(index.with_suffix("")) for index in path.glob("*.idx"))):
+        return f"it is a folder: name one of {', '.join(there)}"
+    if path.is_file():
+        return "it is text: make a token file of it with `sagetrain prepare`"
+    return "write it with `sagetrain prepare`; the path goes without .bin and .idx"
+
+
+def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
+    """A folder that no run had before, with files in it that a run would replace by its own."""
+    folder = Path(cfg.training.run_dir)
+    theirs = [name for name in _WRITTEN if (folder / name).exists()]
+    if theirs and not any((folder / name).exists() for name in (".lock", "checkpoints")):
+        yield Finding(
+            "run_dir",
+            "error" if required else "warning",
+            "training.run_dir",
+            cfg.training.run_dir,
+            f"holds {' and '.join(theirs)}, which no run of SageTrain wrote there: the run's own would replace them",
+            "choose a folder of its own for the run",
+        )
 
 
 def _parts(key: str, path: str, files: list[str]) -> Iterator[Finding]:

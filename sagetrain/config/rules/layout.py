@@ -34,7 +34,8 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
             "parallel.tensor_parallel_size",
             tensor,
             f"does not divide the {world_size} ranks of this launch",
-            f"use one of {divisors(world_size)}, or start a multiple of {tensor} ranks",
+            f"use {divisors(world_size)}, or start a multiple of {tensor} ranks (torchrun --nproc-per-node "
+            f"{tensor} launch/train.py)",
         )
     elif world_size % (tensor * context):
         yield error(
@@ -42,7 +43,7 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
             "parallel.context_parallel_size",
             context,
             f"times tensor_parallel_size {tensor} does not divide the {world_size} ranks of this launch",
-            f"use one of {divisors(world_size // tensor)}, or start a multiple of {tensor * context} ranks",
+            f"use {divisors(world_size // tensor)}, or start a multiple of {tensor * context} ranks",
         )
     for name, by_context in (("num_attention_heads", True), ("num_key_value_heads", True), ("ffn_hidden_size", False)):
         value = getattr(cfg.model, name)
