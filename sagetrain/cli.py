@@ -230,9 +230,11 @@ def train(
     \b
     sagetrain train configs/quickstart.yaml training.run_dir=runs/mine optimizer.lr=3e-4
 
-    That is one process. Many: start launch/train.py with the deepspeed launcher or torchrun. If training.run_dir holds
-    a checkpoint, the run continues from it. SIGTERM, SIGUSR1 and Ctrl-C save a checkpoint and exit; the same command
-    continues.
+    \b
+    torchrun --nproc-per-node 8 -m sagetrain train configs/7b.yaml parallel.world_size=8
+
+    The deepspeed launcher starts launch/train.py. If training.run_dir holds a checkpoint, the run continues from it.
+    SIGTERM, SIGUSR1 and Ctrl-C save a checkpoint and exit; the same command continues.
 
     A shipped configuration goes by its name (325m) in any folder; give its paths as KEY=VALUE: data.train.0.path,
     data.valid.0.path (or data.valid=[]) and training.run_dir.

@@ -61,7 +61,7 @@ CASES = [
     # sections, world size, rule, level, key, what the message says, what the fix says
     (
         {"parallel": {"tensor_parallel_size": 3}, "model": {"num_attention_heads": 6, "head_dim": 64}}, 4,
-        "world_size", "error", "parallel.tensor_parallel_size", "does not divide the 4 ranks", "use 1, 2, 4, or start a multiple of 3 ranks (torchrun --nproc-per-node 3 launch/train.py)",
+        "world_size", "error", "parallel.tensor_parallel_size", "does not divide the 4 ranks", "use 1, 2, 4, or start a multiple of 3 ranks (torchrun --nproc-per-node 3 -m sagetrain train)",
     ),
     (
         {"parallel": {"tensor_parallel_size": 2}, "model": {"num_attention_heads": 3, "head_dim": 64, "num_key_value_heads": 1}}, 2,
@@ -603,7 +603,9 @@ def test_a_default_is_placed_at_its_nearest_parent(tmp_path):
     assert {f.rule: f.where for f in findings}["no_warmup"] == str(path)
 
 
-@pytest.mark.parametrize(("total", "level", "passes"), [(100, None, ""), (300, "info", "3.0"), (500, "warning", "5.0")])
+@pytest.mark.parametrize(
+    ("total", "level", "passes"), [(100, None, ""), (104, None, ""), (300, "info", "3.0"), (500, "warning", "5.0")]
+)
 def test_passes_over_the_data_are_told(tmp_path, total: int, level: str | None, passes: str):
     index = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([8])
     for name, tokens in (("few", 25), ("many", 10**6)):

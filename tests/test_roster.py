@@ -197,7 +197,7 @@ def test_gpus_without_a_rank_are_named() -> None:
     alone[0]["gpus"] = 8
     (line,) = roster.idle_gpus(alone)
     assert line.startswith("warning: node0 has 8 GPUs, of which this run uses 1: ")
-    assert "torchrun --nproc-per-node 8 launch/train.py" in line
+    assert "torchrun --nproc-per-node 8 -m sagetrain train" in line
 
 
 def test_a_rank_without_a_gpu_says_so_before_it_waits_for_others(monkeypatch) -> None:

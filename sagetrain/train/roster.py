@@ -263,7 +263,7 @@ def idle_gpus(rows: list[Row]) -> list[str]:
     """Warnings about hosts that have more GPUs than ranks: started without a launcher, say."""
     return [
         f"warning: {host} has {gpus} GPUs, of which this run uses {len(members)}: start a rank on each (torchrun "
-        f"--nproc-per-node {gpus} launch/train.py), or hide the others (CUDA_VISIBLE_DEVICES)"
+        f"--nproc-per-node {gpus} -m sagetrain train), or hide the others (CUDA_VISIBLE_DEVICES)"
         for host, members in by_host(rows).items()
         if (gpus := max(row["gpus"] for row in members)) > len(members)
     ]

@@ -191,7 +191,7 @@ def repeats(cfg: RunConfig) -> Iterator[Finding]:
     ]
     for i, (source, held) in enumerate(zip(cfg.data.train, sizes, strict=True)):
         read = cfg.training.total_tokens * weights[i] / (sum(weights) or 1)
-        if held and read > held:
+        if held and read > 1.05 * held:  # less is told as 1.0 times
             yield Finding(
                 "data_repeats",
                 "info" if read <= 4 * held else "warning",

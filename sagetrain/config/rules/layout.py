@@ -35,7 +35,7 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
             tensor,
             f"does not divide the {world_size} ranks of this launch",
             f"use {divisors(world_size)}, or start a multiple of {tensor} ranks (torchrun --nproc-per-node "
-            f"{tensor} launch/train.py)",
+            f"{tensor} -m sagetrain train)",
         )
     elif world_size % (tensor * context):
         yield error(
