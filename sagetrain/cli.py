@@ -194,7 +194,9 @@ def plan(
         ),
     ] = None,
     brief: Annotated[bool, typer.Option("--brief", help="Only the findings and the few numbers one needs.")] = False,
-    show_keys: Annotated[bool, typer.Option("--keys", help="List every key of the YAML instead.")] = False,
+    show_keys: Annotated[
+        bool, typer.Option("--keys", help="List the keys of the YAML instead; --keys optimizer: those of a section.")
+    ] = False,
 ) -> None:
     """Show what a run will be, on any laptop: parameters, memory, schedules, step time, better layouts, every finding.
 
@@ -208,7 +210,7 @@ def plan(
         from sagetrain.planning.tables import console
 
         if show_keys:
-            show_key_reference(console())
+            show_key_reference(console(), config or "")
             return
         path, changes = _named("plan", config, config_option, overrides)
         hardware = replace(HARDWARE[gpu.value], gpus_per_host=gpus_per_host, network_bandwidth=network_gbps * 1e9 / 8)

@@ -200,6 +200,7 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
         ("data:\n", "attention: {smooth_k: off}\ndata:\n", 'attention.smooth_k = "off": must be true or false; did you mean false?'),
         ("lr: 3e-4", "lr: 1e300", 'run.yaml:18: optimizer.lr: "1e300" is larger than any number of a run: up to 1e18 if whole, else 3e38'),
         ("num_layers: 4", "num_layers: 9223372036854775808", 'model.num_layers: "9223372036854775808" is larger than any number'),
+        ("seq_length: 1_024", "num_workers: 1e6", "data.num_workers = 1000000: must be a whole number of at least 0 and of at most 256"),
         ("run_dir: runs/x", "timeout_minutes: 1e-9", "must be a number of at least 0.1 and of at most 43200"),
         ("run_dir: runs/x", "timeout_minutes: 1e9", "must be a number of at least 0.1 and of at most 43200"),
         ("lr: 3e-4", "lr: 3e-4\n  eps: 1e8", "optimizer.eps = 100000000: must be a number above 0 and below 1"),

@@ -272,6 +272,7 @@ def test_it_needs_no_torch_and_little_time():
         (["configs/none.yaml"], 2, "configs/none.yaml: cannot be read"),
         (["configs/1b.yaml", "--world-size", "8", "--brief"], 0, "228,882 of 262,144 to 524,288 tokens"),
         (["--keys"], 0, "Peak learning rate."),
+        (["--keys", "optimizer.l"], 0, "Peak learning rate."),
     ],
 )
 def test_the_command_and_its_exit_code(arguments, code, shown):

@@ -15,7 +15,7 @@ from sagetrain.config.arithmetic import (
     scheduled_rung,
     token_multiple,
 )
-from sagetrain.config.errors import Finding
+from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.measured import read_measured
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import NoiseAwareTokens, PrecisionConfig, RunConfig
@@ -63,9 +63,16 @@ def show_plan(
     return plan.errors
 
 
-def show_key_reference(console: Console) -> None:
-    """Print every key of the YAML with what it takes, its default and its meaning."""
-    rows = [(key.name, key.takes, key.default, key.doc) for key in keys()]
+def show_key_reference(console: Console, begin: str = "") -> None:
+    """Print the keys of the YAML that begin so with what they take, their defaults and meanings.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    rows = [(key.name, key.takes, key.default, key.doc) for key in keys() if key.name.startswith(begin)]
+    if not rows:
+        sections = ", ".join(dict.fromkeys(key.name.partition(".")[0] for key in keys()))
+        raise ConfigError(f"--keys {begin}: no key begins so; the sections are {sections}")
     print_table(console, Table("Keys of the configuration", ("", "takes", "default", "meaning"), rows))
 
 

@@ -35,7 +35,7 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
             tensor,
             f"does not divide the {world_size} ranks of this launch",
             f"use {divisors(world_size)}, or start a multiple of {tensor} ranks (torchrun --nproc-per-node "
-            f"{tensor} -m sagetrain train)",
+            f"{tensor} -m sagetrain train; for plan --world-size)",
         )
     elif world_size % (tensor * context):
         yield error(

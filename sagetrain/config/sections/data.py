@@ -6,7 +6,7 @@ import glob
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from sagetrain.config.sections.base import LocalPath, Section
 
@@ -57,7 +57,7 @@ class DataConfig(Section):
     """Attention does not cross document boundaries inside a packed sequence."""
     document_positions: bool = True
     """Rotary positions restart at every document boundary. Needs document_attention."""
-    num_workers: NonNegativeInt = 1
+    num_workers: Annotated[int, Field(ge=0, le=256)] = 1
     """Threads that prepare batches ahead of the step; 0 prepares them in the training thread."""
 
     @property
