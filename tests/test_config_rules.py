@@ -257,6 +257,10 @@ CASES = [
         "linear_recipe", "error", "linear.recipe", "is no recipe of linear.precision int8", "use rowwise or",
     ),
     (
+        {"linear": {"precision": "int8"}}, 1,
+        "linear_int8_is_slow", "warning", "linear.precision", "slower than bf16 at every size that was measured", "use fp8",
+    ),
+    (
         {"linear": {"precision": "fp8", "recipe": "auto"}}, 1,
         "linear_recipe", "error", "linear.recipe", "is chosen together with the precision, and linear.precision is fp8", "use linear.precision auto",
     ),

@@ -241,7 +241,7 @@ def card(monkeypatch: pytest.MonkeyPatch):
 
 def settled(
     asked: LinearConfig, folder: Path | None = None, *, device: torch.device = GPU, shape: ModelConfig = SHAPE,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, tp_size: int = 1,
 ) -> tuple[LinearConfig, str, list]:  # fmt: skip
     """Where rowwise from 8,192 weights on is the fastest; what was chosen from, and what was said."""
     heard = []
@@ -250,7 +250,7 @@ def settled(
         heard.append(asked)
         return asked.model_copy(update=ROWWISE)
 
-    place = {"tensor_parallel_size": 1, "device": device, "dtype": dtype}
+    place = {"tensor_parallel_size": tp_size, "device": device, "dtype": dtype}
     found, why = settle(asked, shape, folder, **place, choose=choose, say=heard.append)
     return found, why, heard
 
@@ -292,6 +292,25 @@ def test_what_cannot_run_any_more_is_chosen_anew_and_said(folder, card) -> None:
     found, why, (said,) = settled(AUTO, folder(ROWWISE))
     assert said.startswith("linear.precision fp8, which auto was so far, cannot run here") and "anew" in said
     assert found.precision == "bf16" and "A card has 8.0" in why
+
+
+def test_what_another_tensor_parallel_size_leaves_no_8_bit_matmul_for_is_decided_anew(folder, card) -> None:
+    found, why, (said, *_) = settled(AUTO, folder(ROWWISE), tp_size=4)
+    assert "(sides of matrices that are no multiples of 16: gate_up 24, down 24): decided anew" in said
+    assert (
+        found.precision == "bf16" and why == "auto: sides of matrices that are no multiples of 16: gate_up 24, down 24"
+    )
+
+
+@pytest.mark.parametrize("asked", [AUTO, LinearConfig(**ROWWISE)])
+def test_layers_that_another_tensor_parallel_size_makes_too_small_are_named(asked, folder, card) -> None:
+    found, _, heard = settled(asked, folder(ROWWISE), tp_size=2)
+    assert found.model_dump(include={*ROWWISE}) == ROWWISE
+    assert heard == [
+        "linear.keep_layers_below 8,192 counts the weights of a rank: at tensor_parallel_size 2 qkv multiply in 8 bits, "
+        "so far, at 1, qkv, out, gate_up did"
+    ]
+    assert settled(asked, folder({**ROWWISE, "keep_layers_below": 0}), tp_size=2)[2][1:] == []
 
 
 def train_and_continue(corpus: str, run_dir: str) -> None:

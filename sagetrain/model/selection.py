@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,22 +122,26 @@ def matmuls_of(
     return [matmul if index in low else None for index in range(model.num_layers)], f"{name} in {blocks} ({how})"
 
 
-def why_sixteen_bits(
+def cannot_multiply(
     linear: LinearConfig, model: ModelConfig, *, tensor_parallel_size: int, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """Why there is nothing for choose_linear to choose from, or nothing."""
-    if torch.device(device).type != "cuda":
-        return "nothing is timed without a GPU"
+    """Why linear layers cannot multiply as they should here, or nothing."""
     try:
-        matmuls_of(
-            linear.model_copy(update={"precision": "fp8", "recipe": _RECIPES[0]}), model, device=device, dtype=dtype
-        )
+        matmuls_of(linear, model, device=device, dtype=dtype)
     except ValueError as error:
         return str(error)
-    layers = linear_choice.layers_of(model, tensor_parallel_size).items()
+    layers = linear_choice.layers_of(model, tensor_parallel_size).items() if linear.low_bit else ()
     sides = {name: {inputs, *outputs.values()} for name, (inputs, outputs) in layers}
     odd = [f"{name} {size}" for name, sizes in sides.items() for size in sorted(sizes) if size % MULTIPLE]
     return f"sides of matrices that are no multiples of {MULTIPLE}: {', '.join(odd)}" if odd else ""
+
+
+def why_sixteen_bits(linear: LinearConfig, model: ModelConfig, *, device: torch.device, **place: Any) -> str:
+    """Why there is nothing for choose_linear to choose from, or nothing; as cannot_multiply."""
+    if torch.device(device).type != "cuda":
+        return "nothing is timed without a GPU"
+    fp8 = linear.model_copy(update={"precision": "fp8", "recipe": _RECIPES[0]})
+    return cannot_multiply(fp8, model, device=device, **place)
 
 
 def choose_linear(

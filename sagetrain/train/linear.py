@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from sagetrain.config.schema import LinearConfig, ModelConfig
-from sagetrain.model.selection import matmuls_of, why_sixteen_bits
+from sagetrain.model.linear_choice import layers_of, weights_of
+from sagetrain.model.selection import cannot_multiply, why_sixteen_bits
 from sagetrain.train.attention import recorded
 
 NAMES = ("precision", "recipe", "keep_layers_below")
@@ -43,17 +44,39 @@ def settle(
         choose: what is fastest here; all ranks call it.
         say: hears why what the run had cannot be kept (on other hardware, say).
     """
+    place = {"tensor_parallel_size": tensor_parallel_size, "device": device, "dtype": dtype}
     if asked.precision != "auto":
-        return asked, ""
-    settled = kept(asked, folder) if folder else asked
-    if settled.precision != "auto":
-        try:
-            matmuls_of(settled, model, device=device, dtype=dtype)
-        except ValueError as error:
-            say(f"linear.precision {settled.precision}, which auto was so far, cannot run here ({error}): decided anew")
+        settled, why = asked, ""
+    elif folder and (settled := kept(asked, folder)).precision != "auto":
+        why = "as the run had it: auto decides once, names of precision and recipe change it"
+        if problem := cannot_multiply(settled, model, **place):
+            precision = settled.precision
+            say(f"linear.precision {precision}, which auto was so far, cannot run here ({problem}): decided anew")
+            settled = asked
+    else:
+        settled = asked
+    if settled.precision == "auto":
+        if why := why_sixteen_bits(asked, model, **place):
+            settled, why = asked.model_copy(update={"precision": "bf16", "recipe": "rowwise"}), f"auto: {why}"
         else:
-            return settled, "as the run had it: auto decides once, names of precision and recipe change it"
-    tp_size = tensor_parallel_size
-    if why := why_sixteen_bits(asked, model, tensor_parallel_size=tp_size, device=device, dtype=dtype):
-        return asked.model_copy(update={"precision": "bf16", "recipe": "rowwise"}), f"auto: {why}"
-    return choose(asked), "auto: the fastest"
+            settled, why = choose(asked), "auto: the fastest"
+    if folder:
+        _compare(settled, model, folder, tensor_parallel_size, say)
+    return settled, why
+
+
+def _compare(
+    settled: LinearConfig, model: ModelConfig, folder: Path, tensor_parallel_size: int, say: Callable[[str], None]
+) -> None:
+    """Say which layers multiply in 8 bits where another tensor-parallel size changes that: keep_layers_below counts the
+    weights that a rank has."""
+    before = LinearConfig(**recorded(folder, "linear"))
+    sizes = recorded(folder, "parallel").get("tensor_parallel_size", 1), tensor_parallel_size
+    was, now = (
+        [name for name, weights in weights_of(layers_of(model, size)).items() if linear.takes(weights)]
+        for linear, size in zip((before, settled), sizes, strict=True)
+    )
+    if sizes[0] != sizes[1] and before.low_bit and settled.low_bit and was != now:
+        say(f"linear.keep_layers_below {settled.keep_layers_below:,} counts the weights of a rank: at "
+            f"tensor_parallel_size {sizes[1]} {', '.join(now) or 'no layers'} multiply in 8 bits, so far, at {sizes[0]},"
+            f" {', '.join(was) or 'none'} did")  # fmt: skip

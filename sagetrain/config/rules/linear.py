@@ -43,6 +43,16 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "is no recipe of linear.precision int8: 127 steps are too few for a whole matrix, whose rows differ",
             "use rowwise or rowwise_bf16_wgrad, or linear.precision fp8",
         )
+    if linear.precision == "int8":
+        yield Finding(
+            "linear_int8_is_slow",
+            "warning",
+            "linear.precision",
+            "int8",
+            "was slower than bf16 at every size that was measured: the layouts of the backward pass meet slow kernels",
+            "use fp8 on a GPU that has it, else bf16; launch/benchmark_linear.py times all of them on yours",
+            "our runs: results/step, one H200",
+        )
     if not linear.low_bit_blocks(model.num_layers):
         name, blocks = max(kept.items(), key=lambda item: item[1])
         yield error(
