@@ -307,7 +307,7 @@ def test_layers_that_another_tensor_parallel_size_makes_too_small_are_named(aske
     found, _, heard = settled(asked, folder(ROWWISE), tp_size=2)
     assert found.model_dump(include={*ROWWISE}) == ROWWISE
     assert heard == [
-        "linear.keep_layers_below 8,192 counts the weights of a rank: at tensor_parallel_size 2 qkv multiply in 8 bits, "
+        "linear.keep_layers_below 8,192 counts a rank's weights: at tensor_parallel_size 2 qkv are in 8 bits, "
         "so far, at 1, qkv, out, gate_up did"
     ]
     assert settled(asked, folder({**ROWWISE, "keep_layers_below": 0}), tp_size=2)[2][1:] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def settle(
         choose: what is fastest here; all ranks call it.
         say: hears why what the run had cannot be kept (on other hardware, say).
     """
-    place = {"tensor_parallel_size": tensor_parallel_size, "device": device, "dtype": dtype}
+    place: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "device": device, "dtype": dtype}
     if asked.precision != "auto":
         settled, why = asked, ""
     elif folder and (settled := kept(asked, folder)).precision != "auto":
@@ -77,6 +78,6 @@ def _compare(
         for linear, size in zip((before, settled), sizes, strict=True)
     )
     if sizes[0] != sizes[1] and before.low_bit and settled.low_bit and was != now:
-        say(f"linear.keep_layers_below {settled.keep_layers_below:,} counts the weights of a rank: at "
-            f"tensor_parallel_size {sizes[1]} {', '.join(now) or 'no layers'} multiply in 8 bits, so far, at {sizes[0]},"
-            f" {', '.join(was) or 'none'} did")  # fmt: skip
+        say(f"linear.keep_layers_below {settled.keep_layers_below:,} counts a rank's weights: at "
+            f"tensor_parallel_size {sizes[1]} {', '.join(now) or 'no layers'} are in 8 bits, so far, at {sizes[0]}, "
+            f"{', '.join(was) or 'none'} did")  # fmt: skip
