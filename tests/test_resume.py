@@ -13,9 +13,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
+import tiny
+from distributed import run_distributed
 from forked import PATIENCE
 from runs import at_step, check_same, finish, free_port, kill_all, start, write_config
+from sagetrain.config import RunConfig
+from sagetrain.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +48,40 @@ def test_a_signal_saves_and_the_run_continues_bitwise(tmp_path, corpus, referenc
     assert f"stopped by {number.name} at step" in config.with_suffix(".log").read_text()
     finish("sagetrain", config)
     check_same(tmp_path / "run", reference[1])
+
+
+def alone(corpus: str, run_dir: str, stop: bool) -> tuple[bool, int]:
+    """Six steps of four micro-batches, or a signal in the middle of the third one; whether they were finished, and the
+    last step taken."""
+    cfg = tiny.config(1).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}])
+    cfg["training"].update(run_dir=run_dir, total_tokens=6 * 4 * tiny.SEQ)
+    cfg["logging"].update(every_steps=4, tensorboard=False)
+    cfg["stability"]["noise_scale"]["every_steps"] = 3
+    trainer = Trainer(RunConfig.model_validate(cfg), [])
+    step_batches = trainer.loader.step_batches
+
+    def signalled(*step: int):
+        for number, batch in enumerate(step_batches(*step)):
+            yield batch
+            if number == 1 and trainer.state.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    if stop:
+        trainer.loader.step_batches = signalled
+    return trainer.run(), trainer.state.step
+
+
+def test_a_rank_alone_stops_between_two_micro_batches_and_nothing_is_lost(tmp_path, corpus) -> None:
+    """On a CPU a step may take minutes."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run_distributed(alone, 1, str(corpus), str(whole), False) == [(True, 6)]
+    assert run_distributed(alone, 1, str(corpus), str(cut), True) == [(False, 2)]
+    rows = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/loss" in row] == [2]
+    assert run_distributed(alone, 1, str(corpus), str(cut), False) == [(True, 6)]
+    ends = [load_file(next((folder / "checkpoints/step-00000006").glob("*.safetensors"))) for folder in (whole, cut)]
+    assert ends[0].keys() == ends[1].keys() and all(ends[0][name].equal(ends[1][name]) for name in ends[0])
 
 
 def test_sigterm_to_a_whole_job_saves(tmp_path, corpus, reference) -> None:

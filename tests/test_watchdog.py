@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 import multiprocessing
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -84,3 +86,17 @@ def test_a_recorder_that_does_not_answer_keeps_no_process_alive(tmp_path: Path, 
     assert process.exitcode == code
     text = (tmp_path / "stacks/rank-0.txt").read_text()
     assert "in start: no progress" in text and "in hang" in text and words in text
+
+
+def test_a_run_whose_comparison_was_killed_is_asked_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that was gone before the run came so far. Runs that it started have a session of their own."""
+    told: list[tuple[int, int]] = []
+    asked = threading.Event()
+    monkeypatch.setattr(guard.os, "kill", lambda *what: (told.append(what), asked.set()))
+    for parent, wanted in ((os.getppid(), False), (2**22 + 1, True)):
+        monkeypatch.setenv("SAGETRAIN_LAUNCHER", str(parent))
+        watchdog = Watchdog(tmp_path / "stacks", 0, 60.0)
+        watchdog._tick = 0.01
+        with watchdog:
+            assert asked.wait(10.0 if wanted else 0.2) == wanted
+    assert told == [(os.getpid(), signal.SIGTERM)]

@@ -110,7 +110,7 @@ def compare(
             lambda job: question.command(job, where.run_dirs / job.folder),
             lambda job: where.run_dirs / f"{job.folder}.log",
             ended,
-            _Progress(found, jobs, where.run_dirs, say),
+            _Progress(found, jobs, where.run_dirs, stop, say),
             start,
         ).run(missing, stop)
     if stop.why:
@@ -174,13 +174,16 @@ def _sentence(record: Record, log: Path) -> str:
 
 
 class _Progress:
-    """Says now and then how far the runs are, in one line."""
+    """Says now and then how far the runs are, in one line, and once that they are stopped."""
 
-    def __init__(self, found: Results, jobs: Sequence[Job], run_dirs: Path, say: Say):
+    def __init__(self, found: Results, jobs: Sequence[Job], run_dirs: Path, stop: runner.Stop, say: Say):
         self._found, self._jobs, self._run_dirs, self._say = found, jobs, run_dirs, say
-        self._next = time.monotonic() + _SAY_SECONDS
+        self._next, self._stop, self._told = time.monotonic() + _SAY_SECONDS, stop, False
 
     def __call__(self, running: Sequence[Job]) -> None:
+        if self._stop.why and running and not self._told:
+            self._told = True
+            self._say(f"{self._stop.why}: {len(running)} runs save and stop; a second signal ends them at once")
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _SAY_SECONDS

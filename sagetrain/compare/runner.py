@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from sagetrain.compare.question import Job
+from sagetrain.train.guard import LAUNCHER
 
 _TICK = 0.2
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -35,10 +36,13 @@ Start = Callable[[Sequence[str], Mapping[str, str], Path], Process]
 
 
 def start_process(words: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
-    """`sagetrain train WORDS` with its output at the end of `log`; signals of a terminal do not reach it."""
+    """`sagetrain train WORDS` with its output at the end of `log`; signals of a terminal do not reach it, and it stops
+    where this process is gone."""
     command = [sys.executable, "-m", "sagetrain", "train", *words]
     with log.open("ab") as output:
-        return subprocess.Popen(command, env=dict(env), stdout=output, stderr=output, start_new_session=True)
+        return subprocess.Popen(
+            command, env={**env, LAUNCHER: str(os.getpid())}, stdout=output, stderr=output, start_new_session=True
+        )
 
 
 def slots(gpus: Sequence[str], per_gpu: int, cores: int) -> list[dict[str, str]]:

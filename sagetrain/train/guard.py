@@ -18,6 +18,8 @@ import torch.distributed as dist
 TRAINING_EXIT_CODE = 4
 """Of a run whose training cannot go on: a step that went wrong, or no more memory."""
 HANG_EXIT_CODE = 5
+LAUNCHER = "SAGETRAIN_LAUNCHER"
+"""Environment variable: the process id of `sagetrain compare`, which started this run."""
 _RECORD_SECONDS = 10.0  # for the flight recorder, when a run has hung
 
 T = TypeVar("T")
@@ -55,7 +57,9 @@ class Watchdog:
         self._folder, self._path, self._timeout = folder, folder / f"rank-{rank}.txt", timeout
         self._tick = min(max(timeout / 20, 0.1), 5.0)
         self._name = f"rank {rank}"
-        self._idle, self._doing, self._launchers = 0.0, "start", _launchers()
+        self._idle, self._doing = 0.0, "start"
+        given = os.environ.get(LAUNCHER)  # it may be gone by now
+        self._launchers = (int(given),) if given else _launchers()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -157,8 +161,9 @@ def _tell(text: str) -> None:
 
 
 def _launchers() -> tuple[int, ...]:
-    """Process ids of what started this rank: torchrun, or DeepSpeed's launcher and its child here; or nothing."""
-    if not {"TORCHELASTIC_RUN_ID", "LOCAL_SIZE"} & os.environ.keys():
+    """Process ids of what started this rank: torchrun, `sagetrain compare`, or DeepSpeed's launcher and its child here;
+    or nothing."""
+    if not {"TORCHELASTIC_RUN_ID", "LOCAL_SIZE", LAUNCHER} & os.environ.keys():
         return ()  # started by hand: training goes on when the shell closes
     parent = os.getppid()
     try:

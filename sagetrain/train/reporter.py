@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class Reporter:
         self._flops, self._full = flops_per_token, flops_per_token(seq_length)
         self._clock = Throughput()
         self._latest: dict[str, float] = {}
+        self._held: Callable[[MetricsWriter], None] | None = None
         if self._main:
             wandb = WandbRun(logging.wandb, run_dir, tree) if logging.wandb else None
             self._writer = MetricsWriter(run_dir, state.step, state.tokens, total_tokens, logging.tensorboard, wandb)
@@ -79,13 +81,21 @@ class Reporter:
         has one, whatever its number."""
         self._latest |= result.metrics
         self._clock.add(size, self._flops(result.span))
+        self._held = partial(self._write_step, state.step, state.tokens, result, size, lr)
         last = result.stop or state.tokens >= self._total
-        if not self._writer or (state.step % self._logging.every_steps and not last):
-            return
-        with self.off_the_clock():
-            self._row(self._writer, state, result, size, lr)
+        if last or state.step % self._logging.every_steps == 0:
+            self.row()
 
-    def _row(self, writer: MetricsWriter, state: TrainState, result: StepResult, size: int, lr: float) -> None:
+    def row(self) -> None:
+        """Write the row of the last step, if it has none."""
+        if self._writer and self._held:
+            with self.off_the_clock():
+                self._held(self._writer)
+        self._held = None
+
+    def _write_step(
+        self, step: int, tokens: int, result: StepResult, size: int, lr: float, writer: MetricsWriter
+    ) -> None:
         rate, flops = self._clock.take()
         peak = (peak_flops(self._device) or 0) * dist.get_world_size()
         derived = {
@@ -96,9 +106,9 @@ class Reporter:
             "perf/mfu_full_attention": rate * self._full / peak if peak else None,
             "perf/memory_gib": memory_gib(self._device),
         }
-        writer.write(state.step, state.tokens, {**self._latest, **derived})
+        writer.write(step, tokens, {**self._latest, **derived})
         self._latest.clear()
-        writer.progress(state.step, state.tokens, result.loss, lr, rate)
+        writer.progress(step, tokens, result.loss, lr, rate)
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -26,7 +26,7 @@ from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.data import verify
-from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.data.loader import Batch, Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.model.accounting import flops_per_token, memory_per_rank, overlaps
@@ -61,6 +61,10 @@ _ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
 Tasks = Callable[[Engine, Callable[[], None]], dict[str, float]]
 """Given the engine, and what to call as a sign of life, numbers by name; collective, and they matter on the first
 rank."""
+
+
+class _LeftStep(Exception):
+    """A signal came between two micro-batches."""
 
 
 class Trainer:
@@ -386,14 +390,18 @@ class Trainer:
         self.watchdog.begin(f"step {state.step + 1}")
         lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, cfg.training.total_tokens)
         ahead = self.steering.tokens_ahead(state.tokens + size)
-        batches = self.watchdog.over(self.loader.step_batches(state.sequences, size, ahead))
+        batches = self._micro_batches(self.loader.step_batches(state.sequences, size, ahead))
         # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
         stop = self.stop.name is not None or self.saver.failed
         observers = self.steering.observers(state.step + 1, size)
         samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
         counted = self.stream.counted(state.sequences, samples)
-        with self.profile.step(state.step + 1):
-            result = self.engine.step(batches, size // self.micro_step, lr, stop, observers, counted)
+        try:
+            with self.profile.step(state.step + 1):
+                result = self.engine.step(batches, size // self.micro_step, lr, stop, observers, counted)
+        except _LeftStep:
+            self.reporter.row()
+            return True
         if counted is not None:
             result.metrics["train/counted_share"] = counted / size
             if not counted:
@@ -412,6 +420,14 @@ class Trainer:
         for event in events:
             self.reporter.event(state, event)
         return result.stop
+
+    def _micro_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Those of a step, each a sign of life. A rank alone leaves a step that a signal comes into, which may be long,
+        as if it had not begun; several learn of a signal together, in the step after it."""
+        for batch in self.watchdog.over(batches):
+            if self.stop.name and dist.get_world_size() == 1:
+                raise _LeftStep
+            yield batch
 
     def _evaluate(self) -> None:
         self.watchdog.begin("evaluation")
