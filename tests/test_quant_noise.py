@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -22,6 +23,7 @@ from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.noise_scale import NoiseScale
 from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
+from sagetrain.stability.spikes import METRIC
 from sagetrain.train import engine as engine_module
 from sagetrain.train.step import Observers
 
@@ -279,3 +281,25 @@ def test_the_ratio_is_the_error_of_the_step_over_the_noise_that_is_left() -> Non
     without = Taken(5, 0, 80, {"train/loss": 1.0})
     assert ratios.after_step(without) == []
     assert without.metrics == {"train/loss": 1.0}
+
+
+def test_a_spike_that_is_trained_on_leaves_the_averages_as_they_are() -> None:
+    """Its gradient, ten times as large, would make the noise seem a hundred times as large for hundreds of steps, and
+    noise_aware take more tokens per step for it."""
+    noise = NoiseScale(10, decay=0.9)
+    ratios = QuantNoise(10, noise, decay=0.9)
+    measured = {
+        "noise/0/small": 5.0, "noise/0/mean": 2.0, "quant_noise/0/error_square": 0.5, "quant_noise/0/bias_square": 0.1,
+    }  # fmt: skip
+    plain, spike = (
+        Taken(1, 0, 40, dict(measured)),
+        Taken(2, 0, 40, {name: 100 * value for name, value in measured.items()}),
+    )
+    spike.metrics[METRIC] = 1.0
+    for taken in (plain, spike):
+        before = deepcopy((noise.state(), ratios.state()))
+        noise.after_step(taken)
+        ratios.after_step(taken)
+    assert (noise.state(), ratios.state()) == before and noise.variance("0") == pytest.approx(40)
+    assert "quant_noise/0/ratio" in plain.metrics
+    assert spike.metrics == {METRIC: 1.0, "quant_noise/0/error_square": 50.0, "quant_noise/0/bias_square": 10.0}

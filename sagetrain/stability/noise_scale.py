@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event, Taken
+from sagetrain.stability.spikes import METRIC as SPIKE
 
 ALL = "all"
 
@@ -163,9 +164,13 @@ class NoiseScale:
         return variance / weight
 
     def after_step(self, taken: Taken) -> list[Event]:
-        """Make estimates, if this step was measured."""
+        """Make estimates, if this step was measured and is no spike."""
         measured = {key.split("/")[1] for key in taken.metrics if re.fullmatch(r"noise/\w+/small", key)}
         pairs = {layer: [taken.metrics.pop(f"noise/{layer}/{of}") for of in ("small", "mean")] for layer in measured}
+        if taken.metrics.get(
+            SPIKE
+        ):  # of the noise of other steps it says nothing, and would be in the averages for long
+            return []
         if pairs:
             pairs[ALL] = [sum(pair[i] for pair in pairs.values()) for i in (0, 1)]
         n = taken.tokens_per_step // self._micro_batch_tokens

@@ -45,6 +45,7 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event, Taken
 from sagetrain.stability.noise_scale import ALL, LayerSquares, NoiseScale, averaged
+from sagetrain.stability.spikes import METRIC as SPIKE
 
 
 class QuantizationProbe:
@@ -134,7 +135,9 @@ class QuantNoise:
         self._averages: dict[str, list[float]] = {}
 
     def after_step(self, taken: Taken) -> list[Event]:
-        """Relate them, if this step had a probe of several micro-batches and the noise is known."""
+        """Relate them, if this step had a probe of several micro-batches, the noise is known, and it is no spike."""
+        if taken.metrics.get(SPIKE):
+            return []
         suffix = "/bias_square"
         layers = [key.split("/")[1] for key in taken.metrics if key.startswith("quant_noise/") and key.endswith(suffix)]
         pairs = {
