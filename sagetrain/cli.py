@@ -83,7 +83,7 @@ def prepare(
     ] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Train a new tokenizer of this many tokens first.")] = None,
     tokenizer_sample: Annotated[
-        int, typer.Option(help="Characters of the corpus that a new tokenizer is trained on.")
+        int, typer.Option(min=1, help="Characters of the corpus that a new tokenizer is trained on.")
     ] = 100_000_000,
     text_key: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
     prompt_field: Annotated[

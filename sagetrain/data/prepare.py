@@ -39,6 +39,7 @@ from sagetrain.data.token_file import (
 from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
 
 _MIN_VOCAB_SIZE = 256 + 3 + 1
+_MAX_VOCAB_SIZE, _MAX_WORKERS = 1_000_000, 1024
 
 
 @dataclass
@@ -310,6 +311,11 @@ def _check_arguments(
             f"--vocab-size {vocab_size} is below {_MIN_VOCAB_SIZE} (256 bytes, 3 control tokens, one character): "
             "give a larger one, e.g. 32000"
         )
+    if vocab_size is not None and vocab_size > _MAX_VOCAB_SIZE:
+        raise ConfigError(
+            f"--vocab-size {vocab_size} is above {_MAX_VOCAB_SIZE}, larger than any vocabulary in use: give a smaller "
+            "one, e.g. 32000"
+        )
     if tokenizer and vocab_size:
         raise ConfigError("give either --tokenizer or --vocab-size to train one, not both")
     if not tokenizer and not vocab_size and not tokenizer_in(output.parent).is_file():
@@ -322,8 +328,8 @@ def _check_arguments(
         raise ConfigError(
             "the held-out file is named valid, so the output (-o) needs another name with --valid-fraction"
         )
-    if num_workers < 1:
-        raise ConfigError(f"--workers {num_workers} is not positive")
+    if not 1 <= num_workers <= _MAX_WORKERS:
+        raise ConfigError(f"--workers {num_workers} is not from 1 to {_MAX_WORKERS}: one for each core is enough")
 
 
 def _parse_shard(text: str) -> tuple[int, int]:
