@@ -51,6 +51,24 @@ def test_a_threshold_needs_what_it_reads():
     assert finding.rule == "precision_unmeasured" and "stability.monitor.every_steps is null" in str(finding)
 
 
+def test_a_threshold_on_numbers_that_never_come_is_found():
+    """No layer would ever move, and nothing said so."""
+    gains, zeros = (threshold(metric=f"quant/*/{what}") for what in ("Q/gain_max", "dS/zero_share_dQ"))
+    bare = {"attention": {**PAPER, "qk_norm": "none"}, "stability": {"precision": gains}}
+    finding = only([f for f in fit(run_config(**bare), 1) if f.level == "error"])
+    assert finding.rule == "precision_unmeasured" and "attention.qk_norm is none" in str(finding)
+    assert fit(run_config(attention=PAPER, stability={"precision": gains}), 1) == []
+    scores = {"attention": {"recipe": "scores"}, "stability": {"precision": {**zeros, "rungs": ["sdpa"]}}}
+    finding = only([f for f in fit(run_config(**scores), 1) if f.level == "error"])
+    assert finding.rule == "precision_unmeasured" and "scores keeps dS in 16 bits" in str(finding)
+    some = {"precision": threshold(metric="quant/*/dS/rel_l2"), "monitor": {"layers": [0, -2]}}
+    finding = only(fit(run_config(attention=PAPER, stability=some), 1))
+    assert (finding.rule, finding.level, finding.key) == (
+        "precision_unmeasured", "warning", "stability.monitor.layers"
+    )  # fmt: skip
+    assert "the threshold moves no other layer" in str(finding) and "all" in finding.fix
+
+
 def test_flash_on_a_ladder_needs_16_bits():
     sections = {"attention": PAPER, "stability": {"precision": {**MOVED, "rungs": ["flash"]}}}
     assert fit(run_config(**sections), 1) == []

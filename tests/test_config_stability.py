@@ -54,6 +54,10 @@ CASES = [
         "noise_aware_unmeasured", "error", "tokens_per_step.schedule", "stability.noise_scale.every_steps is null", "to 10 for instance",
     ),
     (
+        {**AWARE, "stability": {"quant_noise": {"every_steps": 10**6}}}, 1,
+        "noise_aware_unmeasured", "warning", "stability.quant_noise.every_steps", "no probe: nothing would be decided", "to 200 for instance",
+    ),
+    (
         {**AWARE, "tokens_per_step": aware(floor=131072, ceiling=65536)}, 1,
         "noise_aware_bounds", "error", "tokens_per_step.floor", "131072: floor 131072, start 65536 and ceiling 65536", "floor <= start <= ceiling",
     ),

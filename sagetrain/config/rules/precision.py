@@ -136,6 +136,8 @@ def _threshold(cfg: RunConfig, precision: PrecisionConfig) -> Iterator[Finding]:
             f"is not measured: stability.{source}.every_steps is null",
             f"set stability.{source}.every_steps, to {100 if source == 'monitor' else 500} for instance",
         )
+    elif source == "monitor":
+        yield from _observed(cfg, threshold.metric)
     if threshold.below is not None and threshold.below >= threshold.above:
         yield error(
             "precision_hysteresis",
@@ -151,4 +153,28 @@ def _threshold(cfg: RunConfig, precision: PrecisionConfig) -> Iterator[Finding]:
             0,
             "a layer that reached 16 bits is tried lower in the very next step",
             "let a cool-down be some hundred steps of tokens",
+        )
+
+
+def _observed(cfg: RunConfig, metric: str) -> Iterator[Finding]:
+    """What the monitor measures of some runs and layers alone."""
+    why, fix = "", ""
+    if "/gain_" in metric and cfg.attention.qk_norm == "none":
+        why, fix = (
+            "attention.qk_norm is none",
+            "set attention.qk_norm: before_rope or after_rope, or name another metric",
+        )
+    elif "/zero_share_" in metric and cfg.attention.recipe == "scores":
+        why, fix = "attention.recipe scores keeps dS in 16 bits", "name another metric, such as quant/*/dS/rel_l2"
+    if why:
+        message = f"is not measured: {why}, so no layer would ever move"
+        yield error("precision_unmeasured", f"{_KEY}.threshold.metric", metric, message, fix)
+    layers, count = cfg.stability.monitor.layers, cfg.model.num_layers
+    if layers != "all" and len({layer % count for layer in layers}) < count:
+        yield warning(
+            "precision_unmeasured",
+            "stability.monitor.layers",
+            layers,
+            f"{_KEY}.threshold.metric {metric} is measured there alone: the threshold moves no other layer",
+            "use all, or give the others a rung by floors",
         )

@@ -138,6 +138,16 @@ def _noise_aware(cfg: RunConfig, schedule: NoiseAwareTokens) -> Iterator[Finding
                 f"follows what is measured, and stability.{name}.every_steps is null",
                 f"set stability.{name}.every_steps, to {10 if name == 'noise_scale' else 200} for instance",
             )
+    every = cfg.stability.quant_noise.every_steps
+    if every and every * schedule.start > cfg.training.total_tokens:
+        yield warning(
+            "noise_aware_unmeasured",
+            "stability.quant_noise.every_steps",
+            every,
+            f"{every} steps of tokens_per_step.start {schedule.start} are more than training.total_tokens "
+            f"{cfg.training.total_tokens}, so there is no probe: nothing would be decided",
+            "set it to 200 for instance, or train longer",
+        )
     if not schedule.floor <= schedule.start <= schedule.ceiling:
         name = "floor" if schedule.floor > schedule.ceiling else "start"
         yield error(
