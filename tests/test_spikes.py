@@ -124,10 +124,13 @@ def test_settings_that_cannot_work_are_named(spikes, keep_last, level, words) ->
 
 
 def tensors(engine) -> dict[str, torch.Tensor]:
-    """All that an update changes: masters, moments, the weights that the model computes with, Adam's step counts."""
+    """All that an update changes: masters, moments, the weights that the model computes with, also in 8 bits, Adam's
+    step counts."""
     found = {f"{s.name}|{k}": t.clone() for s in engine.shards() for k, t in s.tensors.items()}
     found |= {f"{s.name}|{i}": t.clone() for s in engine.shards() for i, (t, _) in enumerate(engine.weights(s))}
     found |= {f"step|{i}": engine._ensure_state(m)["step"].clone() for i, m in enumerate(engine._flat_masters())}
+    for name, layer in engine.module.named_modules():
+        found |= {f"{name}|kept {i}": t.view(torch.uint8).clone() for i, t in enumerate(getattr(layer, "kept", ()))}
     return found
 
 
@@ -147,12 +150,13 @@ def step(engine, number: int, verdict: Verdict, factor: float = 1.0) -> StepResu
         engine.step, engine.forward = take, forward
 
 
-def left_out(layouts: list[tuple[int, int, str]]) -> list[list]:
-    """For each (tp_size, stage, dtype): what differs after steps that were refused; then whether the run goes on as one
+def left_out(layouts: list[tuple[int, int, str, str]]) -> list[list]:
+    """For each (tp_size, stage, dtype, linear.precision): what differs after steps that were refused; then whether the run goes on as one
     that never saw them; then, of refused steps and of one applied, the norm beside that of the layers together."""
     results = []
-    for tp_size, stage, dtype in layouts:
-        cfg, groups = tiny.config(stage, dtype, optimizer={"clip_grad": 0.5}), tiny.join(tp_size)
+    for tp_size, stage, dtype, precision in layouts:
+        sections = {"optimizer": {"clip_grad": 0.5}, "linear": {"precision": precision}}
+        cfg, groups = tiny.config(stage, dtype, **sections), tiny.join(tp_size)
         ours, theirs = tiny.engine(cfg, groups), tiny.engine(cfg, groups)
         for number in range(2):
             take_step(ours, number), take_step(theirs, number)
@@ -173,7 +177,9 @@ def left_out(layouts: list[tuple[int, int, str]]) -> list[list]:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_step_left_out_changes_nothing_at_any_stage(tp_size: int) -> None:
-    layouts = [(tp_size, 0, "fp32"), *((tp_size, stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16"))]
+    wide = [(0, "fp32"), *((stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16"))]
+    layouts = [(tp_size, stage, dtype, "bf16") for stage, dtype in wide]
+    layouts += [(tp_size, stage, "bf16", "fp8") for stage in (1, 3)]
     every = run_distributed(left_out, 2, layouts)
     for found in every:
         for layout, (changed, same, norms) in zip(layouts, found, strict=True):
