@@ -151,8 +151,9 @@ def step(engine, number: int, verdict: Verdict, factor: float = 1.0) -> StepResu
 
 
 def left_out(layouts: list[tuple[int, int, str, str]]) -> list[list]:
-    """For each (tp_size, stage, dtype, linear.precision): what differs after steps that were refused; then whether the run goes on as one
-    that never saw them; then, of refused steps and of one applied, the norm beside that of the layers together."""
+    """For each (tp_size, stage, dtype, linear.precision): what differs after steps that were refused; then whether the
+    run goes on as one that never saw them; then, of refused steps and of one applied, the norm beside that of the
+    layers together."""
     results = []
     for tp_size, stage, dtype, precision in layouts:
         sections = {"optimizer": {"clip_grad": 0.5}, "linear": {"precision": precision}}
