@@ -77,7 +77,11 @@ def compare(
     ] = 0.01,
     title: Annotated[str, typer.Option(help="First line of the page. Default: the question.", show_default=False)] = "",
     report_only: Annotated[
-        bool, typer.Option("--report-only", help="Run nothing: the page from output folders, several become one.")
+        bool,
+        typer.Option(
+            "--report-only",
+            help="Run nothing: the page from output folders, several become one; NAME=FOLDER names its row.",
+        ),
     ] = False,
 ) -> None:
     """Train configurations side by side from the same initialization and samples, and say whether losses differ.
@@ -91,12 +95,17 @@ def compare(
     """
     with _Errors():
         from sagetrain.compare import command as comparing
+        from sagetrain.config.errors import ConfigError
         from sagetrain.train.guard import TRAINING_EXIT_CODE
 
         overrides = [] if report_only else [word for word in words if "=" in word and not Path(word).exists()]
         named = [word for word in words if word not in overrides]
         failed = False
         if report_only:
+            if len(named) > 1 and output is None:
+                raise ConfigError(
+                    "several folders become one page: name its own with --output; theirs stay as they are"
+                )
             found = comparing.read_folders(named)
             output = output or Path(named[0])
         else:

@@ -18,6 +18,7 @@ from runs import sagetrain, write_config
 from sagetrain.compare import command, records, results, runner
 from sagetrain.compare.analysis import curves, tables
 from sagetrain.compare.command import Places, compare, read_folders, report
+from sagetrain.compare.page import page
 from sagetrain.compare.question import Job, Question, asked
 from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, STOPPED, Record
 from sagetrain.compare.results import Call, Results
@@ -321,6 +322,36 @@ def test_the_command_makes_a_page_of_folders(base: Path, tmp_path: Path) -> None
     assert len((output / "losses.jsonl").read_text().splitlines()) == 9
     done = sagetrain("compare", base, "--variant", "other: data.seq_length=16")
     assert done.returncode == 2 and "error: these runs cannot be compared; nothing was started" in done.stderr
+
+
+def test_folders_without_rows_become_rows_by_a_name_for_each(base: Path, tmp_path: Path) -> None:
+    """Two calls that differ in what all of their runs have, tokens per step for instance, and no folder changes."""
+    made(ask(base), 0.02, [0]).save(tmp_path / "a")
+    other = ask(base, ["paper: attention.recipe=paper", "late: optimizer.lr=0.1"])
+    made(other, 0.03, [0], settings=SETTINGS | {"optimizer.lr": 2e-3}).save(tmp_path / "b")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json*")}
+    words = [f"16K={tmp_path / 'a'}", f"1M={tmp_path / 'b'}"]
+    refused = sagetrain("compare", "--report-only", *words)
+    assert refused.returncode == 2 and "several folders become one page: name its own with --output" in refused.stderr
+    with pytest.raises(ConfigError, match=r"have different settings for base:(?s:.*)NAME=FOLDER"):
+        read_folders([str(tmp_path / "a"), str(tmp_path / "b")])
+    found = read_folders(words)
+    report(found, tmp_path / "page", 0.005, "", lambda text: None)
+    page = (tmp_path / "page/README.md").read_text()
+    assert "## 16K" in page and "## 1M" in page and page.count("| paper | 1 |") == 2
+    assert {path: path.read_bytes() for path in before} == before
+    assert tables(read_folders([str(tmp_path / "page")]), 0.005) == tables(found, 0.005)
+    with pytest.raises(ConfigError, match="it has the rows 16K, 1M: one row gets a name"):
+        read_folders([f"all={tmp_path / 'page'}"])
+
+
+def test_the_page_says_what_a_variant_of_a_later_row_is(base: Path, tmp_path: Path) -> None:
+    changed = SETTINGS | {"attention.recipe": "fine"}
+    first = made(ask(base), 0.02, [0], "16K", changed)
+    later = made(ask(base, ["late: attention.recipe=scores"]), 0.02, [0], "1M", changed)
+    later.settings["1M/late"] = changed | {"attention.recipe": "scores"}
+    found = results.together([("a", first), ("b", later)])
+    assert "- `late`: attention.recipe = scores" in page(found, tables(found, 0.01), 0.01, "", "gap.png")
 
 
 def test_folders_of_different_questions_are_refused(base: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from sagetrain.compare import records, results, runner
 from sagetrain.compare.analysis import Table, curves, tables, to_json
 from sagetrain.compare.page import page
 from sagetrain.compare.plot import can_plot, plot_gaps
-from sagetrain.compare.question import OWN, Job, Question, differences
+from sagetrain.compare.question import OWN, Job, Question, differences, usable
 from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, STOPPED, Record
 from sagetrain.compare.results import Call, Results
 from sagetrain.config.arithmetic import padded_vocab_size
@@ -220,14 +220,20 @@ def report(found: Results, output: Path, margin: float, title: str, say: Say) ->
     return lines
 
 
-def read_folders(folders: Sequence[str]) -> Results:
-    """The results of folders of earlier calls as one, their runs read again where they are."""
+def read_folders(words: Sequence[str]) -> Results:
+    """The results of folders of earlier calls as one, their runs read again where they are.
+
+    words: FOLDER, or NAME=FOLDER to call its only row so.
+    """
     parts = []
-    for name in folders:
+    for word in words:
+        row, equals, name = word.partition("=")
+        if not equals or Path(word).exists():
+            row, name = "", word
         found = results.load(Path(name))
         for job in found.question.jobs():
             _reread(found, job, Path(name) / "runs" / job.folder)
-        parts.append((name, found))
+        parts.append((name, results.with_row(found, usable(row, word)) if row else found))
     return results.together(parts)
 
 

@@ -63,9 +63,9 @@ def _question(results: Results) -> str:
 
 
 def _meant(results: Results, variant: Setting) -> str:
-    row = results.rows[0].name
-    ours, theirs = (results.settings.get(f"{row}/{name}", {}) for name in (results.baseline, variant.name))
-    changed = [f"{key} = {value}" for key, (_, value) in differences(ours, theirs).items()] if theirs else []
+    rows = [row.name for row in results.rows if f"{row.name}/{variant.name}" in results.settings]
+    ours, theirs = (results.settings[f"{row}/{name}"] for row in rows[:1] for name in (results.baseline, variant.name))
+    changed = [f"{key} = {value}" for key, (_, value) in differences(ours, theirs).items()]
     return ", ".join(changed) or variant.config
 
 

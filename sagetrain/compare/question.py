@@ -191,8 +191,8 @@ def asked(
         raise ConfigError("name a configuration: sagetrain compare A.yaml B.yaml")
     first, *others = configs
     named = [
-        Setting(_usable(baseline or Path(first).stem, "--baseline"), config=first),
-        *(Setting(_usable(Path(path).stem, path), config=path) for path in others),
+        Setting(usable(baseline or Path(first).stem, "--baseline"), config=first),
+        *(Setting(usable(Path(path).stem, path), config=path) for path in others),
         *(named_overrides(text, "--variant", first) for text in variants),
     ]
     if len(named) == 1 and not band:
@@ -221,10 +221,11 @@ def named_overrides(text: str, option: str, config: str = "") -> Setting:
     if not (colon and name and all(re.match(r"[\w.]+=", word) for word in words)):
         raise ConfigError(f"{option} {text!r}: is written 'NAME: KEY=VALUE', for example "
                           "'paper: attention.backend=sage attention.recipe=paper'")  # fmt: skip
-    return Setting(_usable(name.strip(), option), tuple(words), config)
+    return Setting(usable(name.strip(), option), tuple(words), config)
 
 
-def _usable(name: str, where: str) -> str:
+def usable(name: str, where: str) -> str:
+    """The name of a variant or row; ConfigError if it cannot be that of a folder."""
     if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
         raise ConfigError(f"{where}: the name {name!r} becomes that of a folder: use letters, digits and . _ - + =")
     return name

@@ -102,6 +102,19 @@ def load(folder: Path) -> Results:
     return result
 
 
+def with_row(found: Results, name: str) -> Results:
+    """The same with another name for its only row. ConfigError: it has several."""
+    if len(found.rows) > 1:
+        names = ", ".join(row.name for row in found.rows)
+        raise ConfigError(f"{name}=FOLDER: it has the rows {names}: one row gets a name; give the folder alone")
+    return replace(
+        found,
+        question=replace(found.question, rows=(replace(found.rows[0], name=name),)),
+        settings={f"{name}/{key.partition('/')[2]}": tree for key, tree in found.settings.items()},
+        runs=records.merged(replace(run, row=name) for run in found.runs.values()),
+    )
+
+
 def together(parts: Sequence[tuple[str, Results]]) -> Results:
     """Several as one: rows, variants, seeds and calls of all, and of a run that is in several the one that came
     furthest. They may have different rows, variants and seeds.
@@ -125,7 +138,8 @@ def together(parts: Sequence[tuple[str, Results]]) -> Results:
                 lines = [f"{key}: {a!r} and {b!r}" for key, (a, b) in changed.items()]
                 raise ConfigError(
                     "\n  ".join([f"{where} and {place} have different settings for {name.strip('/')}:", *lines])
-                    + "\n  give what differs another name (--variant, --row), or use another --output"
+                    + "\n  give what differs another name (--variant, --row; with --report-only NAME=FOLDER "
+                    "names a folder's row), or use another --output"
                 )
         for known_settings, more in ((variants, other.question.variants), (rows, other.rows)):
             for setting in more:
