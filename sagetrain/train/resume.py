@@ -15,26 +15,33 @@ from sagetrain.train.engine import Engine
 from sagetrain.train.ledger import Ledger, TrainState
 
 
-def restore(reader: Reader, engine: Engine, identity: dict[str, Any], files: dict[str, str], order: str) -> TrainState:
-    """Load a whole checkpoint into the engine and the random generators; returns where the run stood.
+def check(reader: Reader, identity: dict[str, Any], files: dict[str, str]) -> None:
+    """CheckpointError if a checkpoint was written by another run.
 
     Args:
         identity: what a checkpoint must share with the run that continues it, by setting.
         files: hashes of this host's data, by name.
-        order: fingerprint of the order of samples.
-
-    Raises:
-        CheckpointError: it was written by another run, or its ledger is not that of a run.
     """
-    state, folder = reader.manifest["state"], reader.folder
+    state = reader.manifest["state"]
     theirs, ours = flat(state["identity"]), flat(identity)
     changed = [f"{k}: checkpoint {theirs.get(k)!r}, this run {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]]
     changed += verify.changed(state.get("files", {}), files)
     if changed:
         raise CheckpointError(
-            f"{folder} was written by another run: {'; '.join(changed)}. "
+            f"{reader.folder} was written by another run: {'; '.join(changed)}. "
             "Restore these settings, or choose another training.run_dir"
         )
+
+
+def restore(reader: Reader, engine: Engine, order: str) -> TrainState:
+    """Load a whole checkpoint of this run into the engine and the random generators; returns where the run stood.
+
+    order: fingerprint of the order of samples.
+
+    Raises:
+        CheckpointError: its ledger is not that of a run.
+    """
+    state, folder = reader.manifest["state"], reader.folder
     ledger = Ledger.verified(state.get("ledger"), order, state["step"], state["sequences"], folder)
     checkpoint.load_engine(reader, engine, state["optimizer_steps"])
     rng = reader.rng(dist.get_rank())

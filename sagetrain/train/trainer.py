@@ -37,7 +37,7 @@ from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Event
 from sagetrain.stability.precision import rungs_of
-from sagetrain.train import attention, bundle, checkpoint, linear, origin, roster
+from sagetrain.train import attention, bundle, checkpoint, linear, origin, resume, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.choices import Choices
 from sagetrain.train.engine import Engine, init_distributed, partitioner
@@ -48,7 +48,6 @@ from sagetrain.train.out_of_memory import explained, record_allocations
 from sagetrain.train.profile import ProfileWindow
 from sagetrain.train.rendezvous import ended_by_signals
 from sagetrain.train.reporter import Reporter
-from sagetrain.train.resume import restore
 from sagetrain.train.run_folder import RunFolder, changed_settings
 from sagetrain.train.saver import Saver
 from sagetrain.train.start_line import start_line
@@ -110,6 +109,8 @@ class Trainer:
             self.watchdog.forget()
         seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
         found, damaged = checkpoint.newest_whole(self.folder.checkpoints, self._say)
+        if found is not None:  # before auto is timed and the model is built
+            self._check_continues(found)
         self.compiled = {"auto": self.device.type == "cuda", "on": True, "off": False}[cfg.training.compile]
         place = {"device": self.device, "dtype": self.dtype}
         how = {**place, "say": self._say}
@@ -218,10 +219,8 @@ class Trainer:
             _ORDER: self.stream.fingerprint,
         }
 
-    def _resume(self, folder: Path | None, damaged: list[Path]) -> None:
-        if folder is None:
-            self.origin = origin.start_from(self.cfg.training, self.engine, self.folder.path, self._say)
-            return
+    def _check_continues(self, folder: Path) -> None:
+        """CheckpointError if this run may not go on from a checkpoint."""
         if self.cfg.checkpoint.resume == "never":
             raise CheckpointError(
                 f"{self.folder.path} holds checkpoint {folder.name} and checkpoint.resume is never; "
@@ -230,7 +229,14 @@ class Trainer:
         reader = Reader(folder)
         if self.stream.keep_order(reader.manifest["state"]["identity"].get(_ORDER, "")):
             self._say("the shares of data.train are those that the run began with, coarser than a new run's")
-        self.state = self._restored(reader)
+        resume.check(reader, self._identity(), self.files)
+
+    def _resume(self, folder: Path | None, damaged: list[Path]) -> None:
+        if folder is None:
+            self.origin = origin.start_from(self.cfg.training, self.engine, self.folder.path, self._say)
+            return
+        reader = Reader(folder)
+        self.state = resume.restore(reader, self.engine, self.stream.fingerprint)
         self.origin = reader.manifest["state"].get("init_from")
         if self.main:
             for bad in damaged:
@@ -246,16 +252,13 @@ class Trainer:
                 if said := change_at_resume(self.cfg.tokens_per_step, self.state.tokens, last):
                     self._say(said)
 
-    def _restored(self, reader: Reader) -> TrainState:
-        return restore(reader, self.engine, self._identity(), self.files, self.stream.fingerprint)
-
     def _go_back(self, wanted: Callable[[int], bool]) -> TrainState | None:
         """Load the newest whole checkpoint of a wanted step, if there is one."""
         self.watchdog.begin("going back to a checkpoint")
         self.saver.wait()
         self.reporter.saved(self.saver)
         folder, _ = checkpoint.newest_whole(self.folder.checkpoints, self._say, wanted)
-        return self._restored(Reader(folder)) if folder else None
+        return resume.restore(Reader(folder), self.engine, self.stream.fingerprint) if folder else None
 
     def _shards(self):
         """What this rank writes of the model and the optimizer."""
