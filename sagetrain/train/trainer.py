@@ -62,10 +62,6 @@ Tasks = Callable[[Engine, Callable[[], None]], dict[str, float]]
 rank."""
 
 
-class _LeftStep(Exception):
-    """A signal came between two micro-batches."""
-
-
 class Trainer:
     """One run of a RunConfig on this rank. `findings` are recorded in the run folder; `tasks` gives the numbers of
     evaluation.tasks."""
@@ -402,7 +398,7 @@ class Trainer:
         try:
             with self.profile.step(state.step + 1):
                 result = self.engine.step(batches, size // self.micro_step, lr, stop, observers, counted)
-        except _LeftStep:
+        except InterruptedError:  # of _micro_batches
             self.reporter.row()
             return True
         if counted is not None:
@@ -429,7 +425,7 @@ class Trainer:
         as if it had not begun; several learn of a signal together, in the step after it."""
         for batch in self.watchdog.over(batches):
             if self.stop.name and dist.get_world_size() == 1:
-                raise _LeftStep
+                raise InterruptedError(self.stop.name)
             yield batch
 
     def _evaluate(self) -> None:
