@@ -77,3 +77,43 @@ def test_a_weight_is_a_number_or_proportional(weight):
     (line,) = str(raised.value).splitlines()[1:]
     assert "must be a number above 0 or proportional" in line
     assert ("did you mean proportional?" in line) == (weight == "proportinal")
+
+
+@pytest.mark.parametrize(("given", "fix"), [
+    ("data/train.bin", "leave .bin out: {0}/data/train"),
+    ("data/train.idx", "leave .idx out: {0}/data/train"),
+    ("data", "it is a folder: name one of {0}/data/train, {0}/data/valid"),
+    ("text.jsonl", "it is text: make a token file of it with `sagetrain prepare`"),
+])  # fmt: skip
+def test_a_path_that_is_nearly_that_of_a_token_file_gets_the_right_one(tmp_path, given, fix):
+    (tmp_path / "data").mkdir()
+    for name in ("data/train.bin", "data/train.idx", "data/valid.bin", "data/valid.idx", "text.jsonl"):
+        (tmp_path / name).touch()
+    (finding, *_) = findings(config({"path": f"{tmp_path}/{given}"}), required=True)
+    assert (finding.rule, finding.key) == ("data_files", "data.train.0.path")
+    assert finding.fix == fix.format(tmp_path)
+
+
+@pytest.mark.parametrize(("required", "level"), [(True, "error"), (False, "warning")])
+def test_a_folder_with_files_of_somebody_else_is_no_run_dir(tmp_path, parts, required, level):
+    """What a run writes would replace them: a configuration with comments, a tokenizer beside its data."""
+    tree = TREE | {"data": {**TREE["data"], "train": [{"path": parts}]}}
+    tree["training"] = {"run_dir": str(tmp_path / "run"), "total_tokens": 1000}
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def found() -> list:
+        return [f for f in findings(RunConfig.model_validate(tree), required) if f.rule == "run_dir"]
+
+    (folder / "notes.txt").touch()
+    assert found() == []
+    for name in ("tokenizer.model", "config.yaml"):
+        (folder / name).touch()
+    (finding,) = found()
+    assert (finding.level, finding.key) == (level, "training.run_dir")
+    assert "holds config.yaml and tokenizer.model, which no run of SageTrain wrote there" in finding.message
+    (folder / ".lock").touch()  # of a run that was there
+    assert found() == []
+    (folder / ".lock").unlink()
+    (folder / "checkpoints").mkdir()  # a run that was copied without it
+    assert found() == []

@@ -187,5 +187,5 @@ def _step_size(cfg: RunConfig) -> Iterator[Finding]:
                 key,
                 decay,
                 f"times optimizer.lr {lr} is 1 or more: one step would take all of a weight away",
-                f"use one far below {1 / lr:g}, such as 0.1",
+                f"use a smaller optimizer.lr (3e-4, say), or a decay far below {1 / lr:g}",
             )
