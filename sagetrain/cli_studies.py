@@ -21,6 +21,7 @@ from sagetrain.exits import warn as _warn
 studies = typer.Typer()
 
 Backend = enum.Enum("Backend", {name: name for name in ("sdpa", "sage", "flash", "reference")})  # type: ignore[misc]
+Linear = enum.Enum("Linear", {name: name for name in ("recorded", "bf16")})  # type: ignore[misc]
 
 
 @studies.command()
@@ -186,16 +187,19 @@ def replay(
         Backend, typer.Option("--attention", help="What to take the step with, beside what it had.")
     ] = Backend["sdpa"],
     recipe: Annotated[str | None, typer.Option(help="Of --attention sage. Default: the run's.")] = None,
+    linear: Annotated[
+        Linear, typer.Option(help="Linear layers beside that attention: as the run has them, or in 16 bits.")
+    ] = Linear["recorded"],
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
-    """Take a step that went wrong again, and say whether its data or the precision of attention is to blame.
+    """Take a step that went wrong again, and say whether its data or the precision is to blame.
 
-    From the checkpoint before it, over the same samples, in the precision that it had and with another attention. A
-    spike that stays is the data's (or the weights'), one that goes away is the precision's, one that does not come
-    back is neither.
+    From the checkpoint before it, over the same samples, in the precision that it had and with another attention (or
+    linear layers in 16 bits, where the run has them in 8). A spike that stays is the data's (or the weights'), one that
+    goes away is the precision's, one that does not come back is neither.
 
     \b
-    sagetrain replay runs/325m/spikes/step-00001500 --attention sdpa
+    sagetrain replay runs/325m/spikes/step-00001500 --attention sdpa --linear bf16
     """
     with _Errors(int(os.environ.get("RANK", "0"))):
         from dataclasses import asdict
@@ -205,7 +209,7 @@ def replay(
         from sagetrain.parallel.host import use_cores
 
         use_cores()
-        found = take_again(bundle, attention.value, recipe)
+        found = take_again(bundle, attention.value, recipe, linear.value == "bf16")
         if os.environ.get("RANK", "0") == "0":
             values = {**asdict(found), "verdict": found.verdict}
             typer.echo(json.dumps(values, indent=1) if as_json else table(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +20,15 @@ from runs import finish, log_of, sagetrain, start, write_config
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import DataSource
-from sagetrain.data.loader import SampleStream
+from sagetrain.data.loader import Batch, SampleStream
 from sagetrain.inference.replay import _go_there, replay
 from sagetrain.model import transformer
 from sagetrain.model.backends import Sage, TokenLayout
+from sagetrain.parallel.lowbit import LowBit
 from sagetrain.stability.spikes import Verdict
 from sagetrain.train import bundle
 from sagetrain.train.checkpoint import CheckpointError
+from sagetrain.train.engine import Engine
 from sagetrain.train.ledger import Ledger, TrainState
 from sagetrain.train.step import StepResult
 from sagetrain.train.trainer import Trainer
@@ -183,6 +186,51 @@ def test_a_fault_of_the_quantization_is_blamed_on_precision_and_one_that_has_gon
     (healthy,) = run_distributed(replayed, 1, str(folder), False)
     assert healthy["cause"] == "hardware"
     assert torch.tensor(healthy["numbers"]["again"]["loss"]) < found["limits"]["loss"]
+
+
+def make_linear_faulty() -> None:
+    """Gradients of weights made of 8 bits are 300 times too large in the step of these samples."""
+    where, step, gradient = SimpleNamespace(fault=False), Engine.step, LowBit._weight_gradient
+
+    def watched(self: Engine, batches: Iterable[Batch], *rest: object, **how: object) -> StepResult:
+        def each() -> Iterator[Batch]:
+            for batch in batches:
+                where.fault = batch.sample_ids[0] in SAMPLES
+                yield batch
+
+        return step(self, each(), *rest, **how)
+
+    Engine.step = watched
+    LowBit._weight_gradient = lambda self, *what: gradient(self, *what) * (300 if where.fault else 1)
+
+
+def train_with_faulty_linear_layers(path: str) -> bool:
+    make_linear_faulty()
+    return Trainer(load_config(path), []).run()
+
+
+def replayed_with_faulty_linear_layers(folder: str) -> list[dict]:
+    make_linear_faulty()
+    ways = ("sdpa", False), ("reference", False), ("sdpa", True)
+    return [asdict(replay(Path(folder), backend, linear_in_16_bits=also)) for backend, also in ways]
+
+
+def test_linear_layers_in_8_bits_are_told_from_the_data(tmp_path, corpus) -> None:
+    short = {"attention": {"backend": "sdpa"}, "linear": {"precision": "fp8"}, "training": {"total_tokens": 15 * 256}}
+    path = config(tmp_path, corpus, **short)
+    assert run_distributed(train_with_faulty_linear_layers, 1, str(path)) == [True]
+    (folder,) = (tmp_path / "run/spikes").iterdir()
+    ((first, other, second),) = run_distributed(replayed_with_faulty_linear_layers, 1, str(folder))
+    assert first["cause"] == "open" and first["attention"]["asked"] == "sdpa"  # that is what it had
+    assert other["cause"] == "data or linear layers"
+    assert second["cause"] == "precision" and second["attention"]["asked"] == "sdpa and linear layers in 16 bits"
+    again, asked = second["numbers"]["again"], second["numbers"]["asked"]
+    assert asked["grad_norm"] < second["limits"]["grad_norm"] < again["grad_norm"]
+    assert again["loss"] == pytest.approx(second["numbers"]["recorded"]["loss"], rel=1e-6) and second["drift"] < 1e-6
+    shown = sagetrain("replay", folder, "--attention", "reference")  # where 8 bits do nothing wrong
+    assert "hardware: it does not come back" in shown.stdout
+    shown = sagetrain("replay", folder, "--linear", "fp8")
+    assert shown.returncode == 2 and "'recorded', 'bf16'" in shown.stderr
 
 
 def test_layers_have_the_rungs_that_they_had_also_those_that_a_measurement_moved(tmp_path, corpus) -> None:

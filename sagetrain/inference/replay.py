@@ -1,8 +1,9 @@
-"""A step that went wrong, taken again from its bundle: in the precision that it had, and with another attention.
+"""A step that went wrong, taken again from its bundle: in the precision that it had, and with another attention, or
+linear layers in 16 bits, or both.
 
 The trainer itself goes there, in a folder of its own in which there is nothing but the checkpoint before: the same
-data, order, schedules, controllers and arithmetic. The step is then taken once for each attention, with updates
-refused: that leaves the weights as they are.
+data, order, schedules, controllers and arithmetic. The step is then taken once each way, with updates refused: that
+leaves the weights as they are.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from sagetrain.config.schema import AttentionConfig
 from sagetrain.model.backends import AttentionFunction, attention_function
 from sagetrain.model.selection import resolve_backend
 from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.layers import use_16_bits
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.stability.controller import Event
 from sagetrain.stability.spikes import METRIC, Verdict
@@ -37,10 +39,12 @@ from sagetrain.train.trainer import Trainer
 CAUSES = {
     "data": "it comes back in the recorded precision and stays with {asked}: the data of the step, or weights that "
     "were bad before it",
-    "precision": "it comes back in the recorded precision and goes away with {asked}: the precision of attention",
+    "data or linear layers": "it comes back in the recorded precision and stays with {asked}: the data of the step, or "
+    "weights that were bad before it, or linear layers in 8 bits, which --linear bf16 tells from these",
+    "precision": "it comes back in the recorded precision and goes away with {asked}: the precision",
     "hardware": "it does not come back in the recorded precision: hardware, or something that is not reproducible",
-    "open": "it comes back, and {asked} is what it was recorded with: name another --attention to tell data from "
-    "precision",
+    "open": "it comes back, and {asked} is what it was recorded with: name another --attention, or --linear bf16 "
+    "where linear layers are in 8 bits, to tell data from precision",
 }
 
 
@@ -77,13 +81,14 @@ class Replay:
         return CAUSES[self.cause].format(asked=self.attention["asked"])
 
 
-def replay(folder: Path, backend: str, recipe: str | None = None) -> Replay:
+def replay(folder: Path, backend: str, recipe: str | None = None, linear_in_16_bits: bool = False) -> Replay:
     """Take the step of a bundle again.
 
     Args:
         folder: of the bundle, in a run's folder.
         backend: of attention, for the comparison.
         recipe: of sage; None: the run's.
+        linear_in_16_bits: linear layers, too, for the comparison; else as the run has them.
 
     Raises:
         ConfigError: no bundle, or an attention that cannot run here.
@@ -101,7 +106,7 @@ def replay(folder: Path, backend: str, recipe: str | None = None) -> Replay:
         if start is not None:
             (scratch / "checkpoints" / start.name).symlink_to(start, target_is_directory=True)
     try:
-        return _replay(folder, content, scratch, backend, recipe)
+        return _replay(folder, content, scratch, backend, recipe, linear_in_16_bits)
     finally:
         if main:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -123,7 +128,9 @@ def _start(checkpoints: Path, content: dict[str, Any]) -> Path | None:
     )
 
 
-def _replay(folder: Path, content: dict[str, Any], scratch: Path, backend: str, recipe: str | None) -> Replay:
+def _replay(
+    folder: Path, content: dict[str, Any], scratch: Path, backend: str, recipe: str | None, linear_in_16_bits: bool
+) -> Replay:
     trainer = _trainer(folder, scratch)
     cfg, device = trainer.cfg, trainer.device
     asked = trainer.attention.model_copy(update={"backend": backend, "recipe": recipe or trainer.attention.recipe})
@@ -134,7 +141,10 @@ def _replay(folder: Path, content: dict[str, Any], scratch: Path, backend: str, 
     drift = _go_there(trainer, content)
     before = _functions(trainer, content["attention"])
     other: list[AttentionFunction] = [attention_function(backend, asked, device)] * len(before)
-    again, compared = (_take(trainer, folder, content, functions) for functions in (before, other))
+    again, low = _take(trainer, folder, content, before), trainer.linear.low_bit
+    if linear_in_16_bits:
+        use_16_bits(trainer.engine.module)
+    compared = _take(trainer, folder, content, other)
     limits = {name: float(content["event"][f"{name}_limit"]) for name in ("loss", "grad_norm")}
     metrics = content["metrics"]
     recorded = Numbers(
@@ -144,17 +154,19 @@ def _replay(folder: Path, content: dict[str, Any], scratch: Path, backend: str, 
     )
     if not _wrong(again, limits):
         cause = "hardware"
-    elif other == before:
+    elif other == before and not (low and linear_in_16_bits):
         cause = "open"
+    elif _wrong(compared, limits):
+        cause = "data or linear layers" if low and not linear_in_16_bits else "data"
     else:
-        cause = "data" if _wrong(compared, limits) else "precision"
+        cause = "precision"
     return Replay(
         step=content["step"],
         event=content["event"]["text"],
         attention={
             "recorded": " | ".join(dict.fromkeys(content["attention"])),
             "again": " | ".join(dict.fromkeys(map(bundle.describe, before))),
-            "asked": bundle.describe(other[0]),
+            "asked": bundle.describe(other[0]) + (" and linear layers in 16 bits" if linear_in_16_bits else ""),
         },
         numbers={"recorded": recorded, "again": again, "asked": compared},
         limits=limits,
