@@ -123,5 +123,9 @@ def test_a_state_from_other_settings_is_made_to_fit_and_none_is_the_start() -> N
     controller = NoiseAware(schedule(ceiling=2048, multiple=256))
     controller.restore({"now": 4096, "following": 1408, "changed": 10, "said": False})
     assert (controller.now, controller.following) == (2048, 1280)
+    assert (
+        controller.summary()
+        == "2,048 tokens per step; the checkpoint had 4,096, which floor, ceiling and multiple forbid"
+    )
     controller.restore({})
-    assert (controller.now, controller.following) == (1024, 1024)
+    assert (controller.now, controller.following) == (1024, 1024) and controller.summary() == "1,024 tokens per step"

@@ -110,6 +110,7 @@ def test_a_noise_aware_run_decides_alike_whether_or_not_it_is_interrupted(tmp_pa
         finish("sagetrain", write_noise_aware(cut, corpus, tmp_path / launcher, tokens))
         finish(launcher, write_noise_aware(cut, corpus, tmp_path / launcher))
         assert f"resumed from step-{4 if tokens == 1280 else 3:08d}" in log_of(cut)
+        assert f"noise_aware: {256 if tokens == 768 else 512} tokens per step\n" in log_of(cut)
         assert steps_of(tmp_path / launcher) == steps
         found = decisions_of(tmp_path / launcher)
         if launcher == "sagetrain":

@@ -88,6 +88,14 @@ class NoiseAware:
         self.now, self.following = (self._allowed(state.get(key, start)) for key in ("now", "following"))
         self._changed = state.get("changed")
         self._said = state.get("said", False)
+        self._restored = state.get("now", self.now)
+
+    def summary(self) -> str:
+        """Where `restore` has left it, in words; and what the checkpoint had, if the settings do not allow that."""
+        words = f"{self.now:,} tokens per step"
+        if self.now == self._restored:
+            return words
+        return f"{words}; the checkpoint had {self._restored:,}, which floor, ceiling and multiple forbid"
 
     def _allowed(self, tokens: int) -> int:
         unit = self._schedule.rounding

@@ -89,6 +89,8 @@ class Steering:
         self._restore(remembered)
         if ladder:
             reporter.say(f"stability.precision: {ladder.summary()}")
+        if self._aware:
+            reporter.say(f"tokens_per_step.schedule noise_aware: {self._aware.summary()}")
 
     # -- what a checkpoint has of it -----------------------------------------------------------------------------
 
