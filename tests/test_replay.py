@@ -100,6 +100,8 @@ def test_what_cannot_be_replayed_says_why(bad, tmp_path) -> None:
         replay(tmp_path, "sdpa")
     with pytest.raises(ConfigError, match="recipe 'none': it is one of"):
         replay(bad / "run/spikes/step-00000015", "sage", "none")
+    with pytest.raises(ConfigError, match="--recipe fine is of --attention sage, and this is sdpa"):
+        replay(bad / "run/spikes/step-00000015", "sdpa", "fine")
     alone = tmp_path / "spikes/step-00000015"
     alone.mkdir(parents=True)
     (alone / "bundle.json").write_bytes((bad / "run/spikes/step-00000015/bundle.json").read_bytes())

@@ -98,6 +98,8 @@ def replay(folder: Path, backend: str, recipe: str | None = None, linear_in_16_b
     recipes = get_args(AttentionConfig.model_fields["recipe"].annotation)
     if recipe is not None and recipe not in recipes:
         raise ConfigError(f"recipe {recipe!r}: it is one of {', '.join(recipes)}")
+    if recipe is not None and backend != "sage":
+        raise ConfigError(f"--recipe {recipe} is of --attention sage, and this is {backend}; add --attention sage")
     scratch, main = folder / "replay", os.environ.get("RANK", "0") == "0"
     start = _start(folder.absolute().parent.parent / "checkpoints", content)
     if main:
