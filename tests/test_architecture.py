@@ -112,7 +112,7 @@ def test_kernels_are_imported_where_their_use_is_defined_chosen_and_measured():
     """Attention's, QK-norm's, SwiGLU's by the model, the casts of linear layers by what multiplies and what travels."""
     users = {name_of(path) for path in SOURCES if "sagekernels" in roots(imports(path))}
     users -= {name_of(path) for path in below("kernels/sagekernels")}
-    attention = ("model/backends", "model/selection", "stability/monitor")
+    attention = ("model/backends", "model/selection", "stability/monitor", "stability/linear_errors")
     casts = ("parallel/collectives", "parallel/lowbit", "parallel/packing")
     names = (*attention, "model/attention", "model/mlp", *casts)
     assert users == {f"sagetrain/{name}.py" for name in names} | {"launch/benchmark_linear.py"}

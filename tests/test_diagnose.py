@@ -7,18 +7,27 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer.main
 
 import tiny
 from distributed import run_distributed
+from sagekernels.casts import quantize
 from sagekernels.testing import cosine, exact_results, rel_l2
 from sagetrain import cli, exits
 from sagetrain.config import ConfigError, RunConfig
+from sagetrain.config.load import load_config
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.inference import diagnose as diagnosis
+from sagetrain.inference import load
 from sagetrain.inference.diagnose import diagnose
 from sagetrain.inference.load import load_run
 from sagetrain.model.backends import Sage
+from sagetrain.parallel.lowbit import RECIPES, LowBit
+from sagetrain.parallel.matmul import linear as linear_of
+from sagetrain.parallel.metrics import Metrics
+from sagetrain.stability.linear_errors import Observed
+from sagetrain.train import linear
 from sagetrain.train.trainer import Trainer
 
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -105,6 +114,61 @@ def test_the_command_prints_tables_and_writes_json_and_a_picture(run, tmp_path, 
     assert f"largest relative L2 of dS: layer {'01'[written['recipes']['paper'][1]['dS/rel_l2'] == worst]}" in said
     picture = places[1].read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_linear_layers_that_the_run_has_in_8_bits_are_measured(run: Path, monkeypatch) -> None:
+    """Those alone; INT8 attention is measured as without."""
+    text = load_config(next((run / "checkpoints").glob("step-*")) / "config.yaml")
+    keys = {"keep_first_blocks": 1, "keep_layers_below": 64 * 64 + 1}
+    auto = text.model_copy(update={"linear": text.linear.model_copy(update={"precision": "auto", **keys})})
+    monkeypatch.setattr(load, "load_config", lambda path: auto)
+    monkeypatch.setattr(linear, "recorded", lambda *_: {"precision": "fp8", "recipe": "rowwise"})
+    loaded = load_run(run, print)
+    found = diagnose(loaded, ["fine"])
+    assert list(found.linear) == ["1.attention.qkv", "1.mlp.gate_up"]  # out and down have 64 * 64
+    for errors in found.linear.values():
+        for x in ("Y", "dX", "dW"):
+            assert 0.01 < errors[f"{x}/rel_l2"] < 0.06 and 0.998 < errors[f"{x}/cosine"] < 1
+        assert 0 <= errors["dY/zero_share_dX"] < 0.2 and 0 <= errors["dY/zero_share_dW"] < 0.2
+    monkeypatch.undo()
+    plain = diagnose(load_run(run, print), ["fine"])
+    assert plain.linear == {} and plain.recipes == found.recipes
+    said = diagnosis.tables(found)[-1]
+    assert said.title == "Linear layers, fp8 rowwise: cosine / relative L2 against float32"
+    assert [row[0] for row in said.rows] == list(found.linear)
+    assert len(diagnosis.tables(plain)) == len(diagnosis.tables(found)) - 1
+
+
+@pytest.mark.parametrize("name", RECIPES, ids=" ".join)
+def test_errors_of_a_linear_layer_are_those_against_float64(name: tuple[str, str]) -> None:
+    """What is computed stays the same, and gradients that vanish are counted: here 30 of 32 in every second row."""
+    low, metrics = RECIPES[name], Metrics()
+    draw = torch.Generator().manual_seed(1)
+    x, dy = torch.randn(24, 48, generator=draw), torch.randn(24, 32, generator=draw)
+    dy[::2, 2:] *= 2**-60
+    dy[1::2, 16:] = 0  # no gradients at all: none that vanish
+    weights = [torch.randn(16, 48, generator=draw, requires_grad=True) for _ in range(2)]
+    ends = []
+    for matmul in (low, Observed(low=low, metrics=metrics, tag="t")):
+        own = x.clone().requires_grad_()
+        y = torch.cat(linear_of(own, weights, matmul), 1)
+        ends.append([y, *torch.autograd.grad(y, [own, *weights], dy)])
+    assert all(a.equal(b) for a, b in zip(*ends, strict=True))
+    numbers = metrics.reduce(torch.device("cpu"))
+    w = torch.cat(weights).double()
+    exact = {"Y": x.double() @ w.t(), "dX": dy.double() @ w, "dW": dy.double().t() @ x.double()}
+    y, dx, *dw = ends[0]
+    for tensor, result in {"Y": y, "dX": dx, "dW": torch.cat(dw)}.items():
+        assert numbers[f"t/{tensor}/rel_l2"] == pytest.approx(rel_l2(result, exact[tensor]), rel=1e-3, abs=1e-6)
+        assert numbers[f"t/{tensor}/cosine"] == pytest.approx(cosine(result, exact[tensor]), abs=1e-6)
+    there, lost = 12 * 32 + 12 * 16, 12 * 30
+    small = (dy != 0) & (dy.abs() > 2**-30) & (low_codes(low, dy) == 0)
+    assert numbers["t/dY/zero_share_dX"] == pytest.approx((lost + small.sum().item()) / there)
+    assert ("t/dY/zero_share_dW" in numbers) != low.wide_weight_gradient
+
+
+def low_codes(low: LowBit, dy: torch.Tensor) -> torch.Tensor:
+    return quantize(dy, low.gradient, low.per_row).codes.float()
 
 
 def test_the_default_is_fine_for_a_run_with_16_bit_attention(run: Path) -> None:

@@ -236,14 +236,16 @@ def test_linear_layers_in_8_bits_are_told_from_the_data(tmp_path, corpus) -> Non
 
 
 def test_layers_have_the_rungs_that_they_had_also_those_that_a_measurement_moved(tmp_path, corpus) -> None:
-    """A replay measures nothing on its way, and takes each step with the attention that its bundle names."""
+    """A replay measures nothing on its way, and takes each step with the attention that its bundle names; linear layers
+    have the 8 bits that they had."""
     stability = {
         "spikes": SPIKES,
         "monitor": {"every_steps": 12},
         "precision": {"rungs": ["gradients", "sdpa"], "threshold": {"metric": "quant/*/dS/rel_l2", "above": 1e-9}},
     }
+    linear = {"precision": "fp8", "keep_last_blocks": 1}
     short = {"attention": {"backend": "sage", "recipe": "fine"}, "training": {"total_tokens": 15 * 256}}
-    path = config(tmp_path, spoiled(corpus, tmp_path / "corpus", SAMPLES), **short, stability=stability)
+    path = config(tmp_path, spoiled(corpus, tmp_path / "corpus", SAMPLES), **short, stability=stability, linear=linear)
     assert run_distributed(ladder_run, 1, str(path)) == [True]
     (folder,) = (tmp_path / "run/spikes").iterdir()
     content = bundle.read(folder)

@@ -6,6 +6,9 @@ same Q, K, V and dO. So checkpoints trained with 16-bit attention can be asked t
 All layers run with the recipe: those further up read what the layers below them made with it. Without one, layers of
 a run with a precision ladder run on the rungs that they were on, and those in 16 bits have no errors to show.
 
+Linear layers that the run multiplies in 8 bits are measured too, in a pass of their own with the attention that the run
+was trained with (stability/linear_errors.py).
+
 Of each layer and micro-batch the sample has at most 2^28 scores: 16 heads of one sequence of 4,096 tokens, other
 ones in every micro-batch (sagekernels/observe.py).
 """
@@ -21,12 +24,14 @@ import torch
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import AttentionConfig, MonitorConfig
-from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.data.loader import Batch, Loader, SampleStream
 from sagetrain.data.token_file import check_writable
 from sagetrain.inference.load import TrainedRun
 from sagetrain.model.backends import FIXED_RECIPE, AttentionFunction, Sage, attention_function
-from sagetrain.model.selection import resolve_backend
+from sagetrain.model.selection import matmuls_of, resolve_backend
+from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.planning.tables import Table
+from sagetrain.stability.linear_errors import Observed
 from sagetrain.stability.monitor import Monitor
 from sagetrain.train.bundle import describe
 
@@ -49,6 +54,10 @@ class Diagnosis:
     """Of every layer of the checkpoint: "sage fine", "sdpa"."""
     recipes: dict[str, list[dict[str, float]]]
     """By recipe, or LADDER, and layer: the monitor's numbers, as "<tensor>/<metric>"; none of a layer in 16 bits."""
+    linear: dict[str, dict[str, float]]
+    """The same by linear layer in 8 bits: "0.attention.qkv"."""
+    linear_precision: str
+    """Of those: "fp8 rowwise"."""
 
     def to_json(self) -> dict[str, Any]:
         """The same, of JSON types only."""
@@ -75,6 +84,7 @@ def diagnose(
     attention = run.cfg.attention.model_copy(update={"backend": "sage"})
     try:
         resolve_backend(attention, run.cfg.model, device=run.device, dtype=model.embedding.weight.dtype)
+        observed = _observed(run)
     except ValueError as error:
         raise ConfigError(f"{error}; this checkpoint cannot be diagnosed here") from error
     size = data.micro_batch_size
@@ -87,6 +97,7 @@ def diagnose(
     if count < (num_sequences or 1):
         report(f"{num_sequences} sequences were asked for, and the data has {count} in whole micro-batches of {size}")
     model.requires_grad_(False)
+    linear = _linear_errors(run, observed, list(loader.eval_batches(count))) if observed else {}
     found: dict[str, list[dict[str, float]]] = {}
     for recipe in recipes:
         if recipe != LADDER:
@@ -102,7 +113,42 @@ def diagnose(
             {name.removeprefix(tag): value for name, value in numbers.items() if name.startswith(tag)} for tag in at
         ]
     own = [describe(function) for function in trained]
-    return Diagnosis(run.step, run.tokens, count, data.seq_length, own, found)
+    precision = f"{run.cfg.linear.precision} {run.cfg.linear.recipe}"
+    return Diagnosis(run.step, run.tokens, count, data.seq_length, own, found, linear, precision)
+
+
+def _observed(run: TrainedRun) -> dict[ColumnParallelLinear | RowParallelLinear, Observed]:
+    """How the linear layers multiply that the run has in 8 bits. Raises ValueError where they cannot here."""
+    model, cfg = run.model, run.cfg
+    matmuls, _ = matmuls_of(cfg.linear, cfg.model, device=run.device, dtype=model.embedding.weight.dtype)
+    found = {}
+    for index, (block, low) in enumerate(zip(model.blocks, matmuls, strict=True)):
+        for name, layer in block.named_modules():
+            if low and isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+                weights = sum(weight.numel() for weight in layer.parameters())
+                if low.suits(weights // cfg.parallel.tensor_parallel_size):
+                    tag = f"linear/{index}.{name}"
+                    found[layer] = Observed(low=low, metrics=model.groups.metrics, tag=tag)
+    return found
+
+
+def _linear_errors(
+    run: TrainedRun, observed: dict[ColumnParallelLinear | RowParallelLinear, Observed], batches: Sequence[Batch]
+) -> dict[str, dict[str, float]]:
+    before = [(layer, layer.matmul) for layer in observed]
+    for layer, low in observed.items():
+        layer.matmul = low
+    for batch in batches:
+        with torch.enable_grad():
+            run.model(**batch.inputs(run.device)).backward()
+    for layer, matmul in before:
+        layer.matmul = matmul
+    errors: dict[str, dict[str, float]] = {low.tag.removeprefix("linear/"): {} for low in observed.values()}
+    for name, value in run.model.groups.metrics.reduce(run.device).items():
+        if name.startswith("linear/"):
+            _, layer_name, metric = name.split("/", 2)
+            errors[layer_name][metric] = value
+    return errors
 
 
 def _own(functions: Sequence[AttentionFunction]) -> str:
@@ -115,7 +161,22 @@ def _own(functions: Sequence[AttentionFunction]) -> str:
 
 def tables(diagnosis: Diagnosis) -> list[Table]:
     """For each recipe: cosine and relative L2 of the papers' Table 2, then what else the monitor measures."""
-    return [table for recipe, layers in diagnosis.recipes.items() for table in _tables(diagnosis, recipe, layers)]
+    found = [table for recipe, layers in diagnosis.recipes.items() for table in _tables(diagnosis, recipe, layers)]
+    return [*found, _linear_table(diagnosis)] if diagnosis.linear else found
+
+
+def _linear_table(diagnosis: Diagnosis) -> Table:
+    columns = ("linear layer", "Y", "dX", "dW", "dY to 0 for dX", "for dW")
+    rows = [
+        [
+            name,
+            *(_cell(found, [f"{x}/cosine", f"{x}/rel_l2"], "{:.4f} / {:.4f}") for x in ("Y", "dX", "dW")),
+            *(_cell(found, [f"dY/zero_share_{x}"], "{:.1%}") for x in ("dX", "dW")),
+        ]
+        for name, found in diagnosis.linear.items()
+    ]
+    title = f"Linear layers, {diagnosis.linear_precision}: cosine / relative L2 against float32"
+    return Table(title, columns, rows, columns, caption="dY to 0: what 8 bits round to zero of it")
 
 
 def _tables(diagnosis: Diagnosis, recipe: str, layers: list[dict[str, float]]) -> list[Table]:

@@ -20,7 +20,7 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import Topology
 from sagetrain.stability.precision import Ladder, rungs_of
-from sagetrain.train import checkpoint
+from sagetrain.train import checkpoint, linear
 from sagetrain.train.attention import kept
 from sagetrain.train.checkpoint import CheckpointError, Reader
 
@@ -132,6 +132,7 @@ def load_run(
     ranks = ranks or Ranks.alone()
     cfg, device, groups = run.cfg, ranks.device, ranks.groups
     trained = kept(cfg.attention, run.reader.folder)
+    cfg = cfg.model_copy(update={"linear": linear.kept(cfg.linear, run.reader.folder)})
     dtype = torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32
     precision = cfg.stability.precision if attention is None else None
     rungs: dict[str, AttentionFunction] = {}
