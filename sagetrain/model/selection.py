@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,12 +135,15 @@ def cannot_multiply(
     return f"sides of matrices that are no multiples of {MULTIPLE}: {', '.join(odd)}" if odd else ""
 
 
-def why_sixteen_bits(linear: LinearConfig, model: ModelConfig, *, device: torch.device, **place: Any) -> str:
-    """Why there is nothing for choose_linear to choose from, or nothing; as cannot_multiply."""
+def why_sixteen_bits(
+    linear: LinearConfig, model: ModelConfig, *, tensor_parallel_size: int, device: torch.device, dtype: torch.dtype
+) -> str:
+    """Why there is nothing for choose_linear to choose from, or nothing."""
     if torch.device(device).type != "cuda":
         return "nothing is timed without a GPU"
     fp8 = linear.model_copy(update={"precision": "fp8", "recipe": _RECIPES[0]})
-    return cannot_multiply(fp8, model, device=device, **place)
+    place = {"tensor_parallel_size": tensor_parallel_size, "device": device, "dtype": dtype}
+    return cannot_multiply(fp8, model, **place)
 
 
 def choose_linear(
