@@ -76,6 +76,10 @@ def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
             f"is less than the first optimizer step of {first} tokens",
             "train longer, or begin with fewer tokens per step",
         )
+    most = -(-total // min(schedule.named_tokens.values()))
+    if late := [step for step in cfg.training.drop_steps if step > most]:
+        ends = f"training.total_tokens {total}: the run ends before step {most + 1}"
+        yield no_effect("training.drop_steps", late, ends)
 
 
 def _ramp(cfg: RunConfig, ramp: RampTokens) -> Iterator[Finding]:
