@@ -23,9 +23,12 @@ from typing import Any
 
 import torch
 
+from sagetrain.cli_options import Attention
+from sagetrain.config.errors import ConfigError
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun, load_run
 from sagetrain.interop.exporting import export
+from sagetrain.train.checkpoint import CheckpointError
 
 ROUNDS = 5
 
@@ -127,11 +130,15 @@ def main() -> None:
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8], help="prompts (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of the longest (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="for each prompt (default: %(default)s)")
-    parser.add_argument("--attention", default="sdpa", help="ours (default: %(default)s)")
+    kinds = [kind.name for kind in Attention]
+    parser.add_argument("--attention", default="sdpa", choices=kinds, help="ours (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures there as well")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
-    run, model = load(args.run, args.attention)
+    try:
+        run, model = load(args.run, args.attention)
+    except (ConfigError, CheckpointError) as error:
+        sys.exit(str(error))
     dtype, context = run.model.head.weight.dtype, run.cfg.data.seq_length
     where = torch.cuda.get_device_name() if run.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     rows: dict[int, dict[str, float]] = {}

@@ -4,6 +4,7 @@ import gc
 import itertools
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -222,6 +223,29 @@ def test_linear_layers_in_8_bits_keep_8_bits_of_their_inputs(compile_, linear, q
     attention = {"qk_norm": qk_norm}
     cfg = run_config(training={"compile": compile_}, attention=attention, linear={"precision": "fp8", **linear})
     assert saved_bytes_per_token(cfg, compile_ == "on") == pytest.approx(block_activation_bytes(cfg), rel=0.005)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(
+    "linear",
+    [
+        {"recipe": "rowwise"},
+        {"recipe": "tensorwise", "keep_first_blocks": 1},
+        {"recipe": "rowwise_bf16_wgrad", "keep_layers_below": 100_000},
+        {"precision": "int8"},
+    ],
+)
+def test_codes_of_weights_are_as_many_as_layers_keep(linear, tp_size):
+    """Scales, a number for each row and column, are not counted."""
+    cfg = run_config(linear={"precision": "fp8", **linear}, parallel={"tensor_parallel_size": tp_size})
+    place = {"device": torch.device("cpu"), "dtype": torch.float32}
+    groups = replace(ParallelGroups.single(), topology=Topology(tp_size, tp_size))
+    network = transformer(
+        cfg.model, cfg.attention, groups=groups, matmuls=matmuls_of(cfg.linear, cfg.model, **place)[0], seed=None
+    )
+    network.keep_weights()
+    kept = [tensor for module in network.modules() for tensor in getattr(module, "kept", ())]
+    assert 0 < items(cfg, tp_size)["8-bit weights"] == sum(x.nbytes for x in kept if x.element_size() == 1)
 
 
 def test_blocks_that_stay_in_16_bits_keep_16():

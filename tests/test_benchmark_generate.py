@@ -38,6 +38,16 @@ def test_what_differs_is_not_timed(run: Path) -> None:
         benchmark.check(own, other, prompts, 7)
 
 
+def test_mistakes_are_one_line(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmark_generate.py", str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match=r"^there is no folder [^\n]*; name the folder of a run [^\n]*$"):
+        benchmark.main()
+    monkeypatch.setattr("sys.argv", ["benchmark_generate.py", str(run), "--attention", "foo"])
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    assert "argument --attention: invalid choice: 'foo' (choose from " in capsys.readouterr().err
+
+
 def test_both_have_the_same_weights(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU those of a run in bf16 are rounded when it is loaded."""
 
