@@ -29,6 +29,7 @@ from sagekernels.admission import median_seconds
 from sagekernels.casts import Rounded, quantize_both, quantize_both_twin
 from sagekernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_twin
 from sagekernels.testing import QKInputs, qk_norm_rope_errors, random_qk
+from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model.linear_choice import LIMITS, errors_of, layer_of, layers_of
@@ -216,20 +217,26 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=every, choices=every, help="default: all of them")
     parser.add_argument("--json", type=Path, help="write the milliseconds there as well")
     args = parser.parse_args()
+    try:
+        models = {path: load_config(path).model for path in args.config}
+    except ConfigError as error:
+        parser.error(str(error))
+    if not torch.cuda.is_available():
+        parser.error("it times a GPU, and there is none here")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch._dynamo.config.recompile_limit = 1000  # one graph for each size and recipe, all of the same code
     found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": args.tokens}
     found |= {"ms": {}, "casts": {}, "qk": {}}
     print(f"{found['gpu']}, torch {torch.__version__}, {args.tokens:,} tokens")
-    for path in args.config:
+    for path, model in models.items():
         rows = {}
-        for layer, (inputs, sizes) in layers_of(load_config(path).model).items():
+        for layer, (inputs, sizes) in layers_of(model).items():
             name = f"{layer} {inputs} x {sum(sizes.values())}"
             rows[name] = measure(inputs, sizes, args.tokens, args.recipes)
             print(f"{path} {name}: {rows[name]['bf16']:.3f} ms in bf16", flush=True)
         found["ms"][path] = rows
         print(f"\n{path}\n{table(rows)}\n", flush=True)
-    widths = {width for path in args.config for width in widths_of(load_config(path).model)}
+    widths = {width for model in models.values() for width in widths_of(model)}
     for recipe in RECIPES:
         if recipe[0] == "fp8" and not RECIPES[recipe].wide_weight_gradient and " ".join(recipe) in args.recipes:
             for columns in sorted(widths):
@@ -237,8 +244,7 @@ def main() -> None:
                 found["casts"][f"{recipe[1]} {columns}"] = spent
                 moved = 6 * columns * args.tokens  # 2 + 2 read, 1 + 1 written
                 print(f"casts, {recipe[1]}, {columns} columns: {line(spent, moved)}", flush=True)
-    for path in args.config:
-        model = load_config(path).model
+    for path, model in models.items():
         spent = found["qk"][path] = measure_qk(model, args.tokens)
         print(f"{path} QK-norm with the rotary embedding: {line(spent, qk_bytes(model) * args.tokens)}", flush=True)
     if args.json:

@@ -89,3 +89,13 @@ def test_the_table_compares_speeds() -> None:
         ["down", "1.000", "1.00"],
         ["block", "3.000", "1.50"],
     ]
+
+
+@pytest.mark.parametrize(("config", "said"), [("foo", "foo"), ("configs/1b.yaml", "it times a GPU, and there is none")])
+def test_what_cannot_be_timed_is_one_line(config: str, said: str, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["benchmark_linear.py", "--config", config])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main()
+    assert said in capsys.readouterr().err.splitlines()[-1]
