@@ -77,7 +77,7 @@ def stepper(cfg: RunConfig, engine: Engine) -> Callable[[], float]:
 
     def step() -> float:
         begin = time.perf_counter()
-        engine.step([batch], 1, cfg.optimizer.lr, stop=False)  # it ends with a reduced number, so the GPU is done
+        engine.step([batch], 1, cfg.optimizer.lr)  # it ends with a reduced number, so the GPU is done
         return time.perf_counter() - begin
 
     return step

@@ -417,7 +417,7 @@ def measured_peak() -> dict[tuple[int, str], tuple[int, int]]:
         for _ in range(5):
             held = sum(t.untyped_storage().nbytes() for address, t in live_tensors().items() if address not in before)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
-                engine.step([batch, batch], 2, 1e-3, stop=False)
+                engine.step([batch, batch], 2, 1e-3)
             events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
             changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
             peaks.append(held + max(itertools.accumulate(changes)))

@@ -48,7 +48,7 @@ def exact_sgd(stage: int, dtype_name: str) -> list[tuple[int, float, float]]:
         # One micro-batch of 64 on rank 0 and 1/8 everywhere else: lost if anything is added up in bf16.
         values = [[64.0 if (rank, i) == (0, 0) else 0.125 for i in range(accumulation)] for rank in (0, 1)]
         batches = [plain_batch(value * accumulation) for value in values[groups.dp_rank]]
-        result = engine.step(batches, accumulation, 1.0, stop=False)
+        result = engine.step(batches, accumulation, 1.0)
         asked = sum(map(sum, values)) / 2
         assert result.applied
         assert result.grad_norm == pytest.approx(2 * asked, rel=2**-8)  # four equal components

@@ -87,7 +87,7 @@ def one_rank_goes_wrong() -> list[str]:
         ids = [2 * step + rank * (1 + wrong_sample)]
         tokens = torch.full((1, tiny.SEQ), 5)
         batch = Batch(tokens, tokens, positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=ids)
-        result = engine.step([batch], 1, 1e-3, stop=False)
+        result = engine.step([batch], 1, 1e-3)
         try:
             check_consumed(result.folds, 2 * step, 2, 1, 2, 2)
             seen.append("finite" if math.isfinite(result.loss) else "not finite")

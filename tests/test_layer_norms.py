@@ -56,7 +56,7 @@ def measured(layouts: list[Layout]) -> list[tuple[dict[str, float], list[float],
                 for row in tokens()[groups.dp_rank :: groups.dp_size]
             ]
             observers = Observers(layer_norms=watched)
-            runs.append([engine.step(batches, len(batches), 1e-2, False, observers) for _ in range(3)])
+            runs.append([engine.step(batches, len(batches), 1e-2, observers) for _ in range(3)])
         norms = {name: value for name, value in runs[0][0].metrics.items() if name.startswith("norms/")}
         assert not [name for name in runs[1][0].metrics if name.startswith("norms/")]
         results.append((norms, *([(step.loss, step.grad_norm) for step in run] for run in runs)))

@@ -157,7 +157,7 @@ def steps(path: str, layouts: list[tuple[int, int, int]]) -> list[dict]:
             return {s.name: s.tensors["weight"].double().clone() for s in engine.shards() if s.tensors}
 
         def step(counted: int, batches, engine=engine, groups=groups):
-            return engine.step(batches, STEP // groups.dp_size, 1.0, stop=False, counted=counted)
+            return engine.step(batches, STEP // groups.dp_size, 1.0, counted=counted)
 
         before, held_out = weights(), engine.evaluate(loader.eval_batches(EVALUATED))
         result = step(stream.counted(0, STEP), loader.step_batches(0, STEP * tiny.SEQ))

@@ -64,7 +64,7 @@ def monitor_of(cfg: RunConfig, engine: Engine) -> Monitor:
 
 def step(engine: Engine, data: Batch, monitor: Monitor | None) -> dict[str, float]:
     watch = monitor.watch(100) if monitor else None
-    return engine.step([data], 1, 1e-2, False, Observers(watch=watch)).metrics
+    return engine.step([data], 1, 1e-2, Observers(watch=watch)).metrics
 
 
 def numbers(tp: int, cp: int, stage: int, documents: bool, compiled: bool, sections: dict) -> dict[str, float]:

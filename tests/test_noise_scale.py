@@ -81,7 +81,7 @@ def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[
         ]
         graphs = []
         for watch in (None, noise, noise):
-            result = engine.step(batches, len(batches), 0.0, False, Observers(noise=watch))
+            result = engine.step(batches, len(batches), 0.0, Observers(noise=watch))
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         assert len(set(graphs)) == 1  # hooks on parameters make nobody compile anew
         results.append((layout, result.metrics, result.loss))

@@ -180,7 +180,7 @@ def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, dict[str,
         groups = tiny.join(*layout[:2])
         engine = tiny.engine(config(layout[2]), groups)
         own = batches(groups, sequences=2)
-        found = engine.step(own, len(own), 1e-2, False, Observers(probe=probe_of(engine))).metrics
+        found = engine.step(own, len(own), 1e-2, Observers(probe=probe_of(engine))).metrics
         results.append((layout, {name: value for name, value in found.items() if name.startswith("quant_noise/")}))
     return results
 
@@ -219,7 +219,7 @@ def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[l
     for step in range(4):
         own = batches(groups, step)
         probe = probe_of(engine) if probes and step % 2 else None
-        result = engine.step(own, len(own), 1e-2, False, Observers(probe=probe))
+        result = engine.step(own, len(own), 1e-2, Observers(probe=probe))
         numbers.append((result.loss, result.grad_norm))
         assert ("quant_noise/0/error_square" in result.metrics) == bool(probe)
     return numbers, [shard.tensors["weight"].clone() for shard in engine.shards() if shard.tensors]

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 
@@ -67,9 +68,13 @@ def alone(corpus: str, run_dir: str, stop: bool) -> tuple[bool, int]:
             if number == 1 and trainer.state.step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    if stop:
+    if stop and dist.get_rank() + 1 == dist.get_world_size():
         trainer.loader.step_batches = signalled
     return trainer.run(), trainer.state.step
+
+
+def test_ranks_learn_of_a_signal_in_the_step_in_which_it_comes(tmp_path, corpus) -> None:
+    assert run_distributed(alone, 2, str(corpus), str(tmp_path / "run"), True) == [(False, 3)] * 2
 
 
 def test_a_rank_alone_stops_between_two_micro_batches_and_nothing_is_lost(tmp_path, corpus) -> None:

@@ -64,7 +64,7 @@ def global_step(engine: Engine, step: int, sequences: int = 4) -> StepResult:
         Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
         for row in tokens[dp_rank::dp_size]
     ]
-    return engine.step(batches, sequences // dp_size, 1e-2, stop=False)
+    return engine.step(batches, sequences // dp_size, 1e-2)
 
 
 def evaluation(engine: Engine, sources: list[str]) -> dict[str, float]:

@@ -332,7 +332,7 @@ def qk_norm_rope(
     one matrix, side by side. q, k, gains and tables are kept for the backward pass.
 
     Args:
-        q: [tokens, heads * head_dim], bf16, fp16 or fp32, any strides.
+        q: [tokens, heads * head_dim], bf16, fp16 or fp32, without a GPU also float64; any strides.
         k, v: [tokens, kv_heads * head_dim] in its dtype.
         q_gain, k_gain: [head_dim] of one dtype; it need not be that of q.
         cos, sin: fp32 [tokens, 1, head_dim / 2] of the rotation angles. They get no gradient.
@@ -345,7 +345,8 @@ def qk_norm_rope(
         TypeError: another dtype.
         ValueError: shapes or dtypes that do not fit together, or an odd head_dim.
     """
-    if not {q.dtype, q_gain.dtype} <= set(DTYPES) or {cos.dtype, sin.dtype} != {torch.float32}:
+    dtypes = DTYPES if q.is_cuda else (*DTYPES, torch.float64)
+    if not {q.dtype, q_gain.dtype} <= set(dtypes) or {cos.dtype, sin.dtype} != {torch.float32}:
         raise TypeError(
             f"qk_norm_rope takes bf16, fp16 or fp32, and tables in fp32, got q in {q.dtype}, gains in {q_gain.dtype}, "
             f"tables in {cos.dtype} and {sin.dtype}"

@@ -48,6 +48,10 @@ _ARRIVAL_MINUTES = 10
 _NOBODY = Observers()
 
 
+def _never() -> bool:
+    return False
+
+
 def init_distributed(timeout_minutes: float) -> torch.device:
     """Join the process group named by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* and return this rank's device.
 
@@ -231,13 +235,14 @@ class Engine:
         batches: Iterable[Batch],
         accumulation: int,
         lr: float,
-        stop: bool,
         observers: Observers = _NOBODY,
         counted: int | None = None,
+        stop: Callable[[], bool] = _never,
     ) -> StepResult:
         """Forward and backward over `accumulation` micro-batches, then one optimizer update at `lr`, if
-        observers.judge allows. `stop`: this rank was asked to, which all ranks learn. `counted`: tokens of all ranks'
-        batches that count in the loss, which is their mean; None: all do. Where none does, loss and gradient are 0.
+        observers.judge allows. `counted`: tokens of all ranks' batches that count in the loss, which is their mean;
+        None: all do. Where none does, loss and gradient are 0. `stop`: whether this rank was asked to stop, asked at
+        the end of the step; all ranks learn of it.
 
         A step that is refused, or whose gradient DeepSpeed finds not finite, leaves the weights and the optimizer's
         state as they were, to the last bit.
@@ -277,7 +282,7 @@ class Engine:
         metrics.mean("train/loss", total / accumulation)
         if self._gain_cap:
             gain_cap.count(self, self._gain_cap)
-        metrics.sum("stop", stop)
+        metrics.sum("stop", stop())
         metrics.sum("folds", fold(samples, self.groups.dp_rank))
 
         @functools.cache

@@ -390,14 +390,12 @@ class Trainer:
         lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, cfg.training.total_tokens)
         ahead = self.steering.tokens_ahead(state.tokens + size)
         batches = self._micro_batches(self.loader.step_batches(state.sequences, size, ahead))
-        # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
-        stop = self.stop.name is not None or self.saver.failed
         observers = self.steering.observers(state.step + 1, size)
         samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
         counted = self.stream.counted(state.sequences, samples)
         try:
             with self.profile.step(state.step + 1):
-                result = self.engine.step(batches, size // self.micro_step, lr, stop, observers, counted)
+                result = self.engine.step(batches, size // self.micro_step, lr, observers, counted, self._stopping)
         except InterruptedError:  # of _micro_batches
             self.reporter.row()
             return True
@@ -420,9 +418,13 @@ class Trainer:
             self.reporter.event(state, event)
         return result.stop
 
+    def _stopping(self) -> bool:
+        # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
+        return self.stop.name is not None or self.saver.failed
+
     def _micro_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Those of a step, each a sign of life. A rank alone leaves a step that a signal comes into, which may be long,
-        as if it had not begun; several learn of a signal together, in the step after it."""
+        as if it had not begun; several learn of a signal together, at its end."""
         for batch in self.watchdog.over(batches):
             if self.stop.name and dist.get_world_size() == 1:
                 raise InterruptedError(self.stop.name)
