@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.accounting import flops_per_token
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, keep_weights
+from sagetrain.parallel.layers import keep_weights, linear_layers
 from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train.metrics import memory_gib, peak_flops
@@ -197,9 +197,7 @@ class Case:
         if linear:
             precision, recipe, *below = linear.split(":")
             matmul = dataclasses.replace(RECIPES[precision, recipe], least_weights=int(*below))
-            for layer in model.blocks.modules():
-                if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-                    continue
+            for layer in linear_layers(model.blocks):
                 if matmul.suits(sum(weight.numel() for weight in layer.parameters())):
                     layer.matmul = matmul
             keep_weights(model)

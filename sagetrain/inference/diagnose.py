@@ -15,7 +15,7 @@ ones in every micro-batch (sagekernels/observe.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -97,7 +97,7 @@ def diagnose(
     if count < (num_sequences or 1):
         report(f"{num_sequences} sequences were asked for, and the data has {count} in whole micro-batches of {size}")
     model.requires_grad_(False)
-    linear = _linear_errors(run, observed, list(loader.eval_batches(count))) if observed else {}
+    linear = _linear_errors(run, observed, loader.eval_batches(count)) if observed else {}
     found: dict[str, list[dict[str, float]]] = {}
     for recipe in recipes:
         if recipe != LADDER:
@@ -133,7 +133,7 @@ def _observed(run: TrainedRun) -> dict[ColumnParallelLinear | RowParallelLinear,
 
 
 def _linear_errors(
-    run: TrainedRun, observed: dict[ColumnParallelLinear | RowParallelLinear, Observed], batches: Sequence[Batch]
+    run: TrainedRun, observed: dict[ColumnParallelLinear | RowParallelLinear, Observed], batches: Iterable[Batch]
 ) -> dict[str, dict[str, float]]:
     before = [(layer, layer.matmul) for layer in observed]
     for layer, low in observed.items():

@@ -7,6 +7,8 @@ checkpoint, DeepSpeed and the optimizer need to know about it (see `annotate`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,6 +56,11 @@ def _divide(total: int, groups: ParallelGroups, what: str) -> int:
     return total // groups.tp_size
 
 
+def linear_layers(model: nn.Module) -> Iterator[ColumnParallelLinear | RowParallelLinear]:
+    """Those of a model that multiply by a Matmul."""
+    return (layer for layer in model.modules() if isinstance(layer, ColumnParallelLinear | RowParallelLinear))
+
+
 @torch.no_grad()
 def keep_weights(model: nn.Module) -> None:
     """Make what layers keep of their weights (Matmul.keep), from the weights as they are now.
@@ -61,19 +68,17 @@ def keep_weights(model: nn.Module) -> None:
     From then on the layers compute with that: whoever changes a weight has to call this again. Not for ZeRO 3, where
     weights come and go.
     """
-    for layer in model.modules():
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            made = layer.matmul.keep(list(layer.parameters(recurse=False)))
-            layer.kept = layer.kept or made
-            for old, new in zip(layer.kept, made, strict=True):
-                old.copy_(new)
+    for layer in linear_layers(model):
+        made = layer.matmul.keep(list(layer.parameters(recurse=False)))
+        layer.kept = layer.kept or made
+        for old, new in zip(layer.kept, made, strict=True):
+            old.copy_(new)
 
 
 def use_16_bits(model: nn.Module) -> None:
     """Let all linear layers multiply in the dtype of their operands from now on."""
-    for layer in model.modules():
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            layer.matmul, layer.kept = Matmul(joined=layer.matmul.joined), ()
+    for layer in linear_layers(model):
+        layer.matmul, layer.kept = Matmul(joined=layer.matmul.joined), ()
 
 
 class ColumnParallelLinear(nn.Module):

@@ -61,7 +61,7 @@ def settle(
             settled, why = asked.model_copy(update={"precision": "bf16", "recipe": "rowwise"}), f"auto: {why}"
         else:
             settled, why = choose(asked), "auto: the fastest"
-    if folder:
+    if folder and settled.low_bit:
         _compare(settled, model, folder, tensor_parallel_size, say)
     return settled, why
 
@@ -77,7 +77,7 @@ def _compare(
         [name for name, weights in weights_of(layers_of(model, size)).items() if linear.takes(weights)]
         for linear, size in zip((before, settled), sizes, strict=True)
     )
-    if sizes[0] != sizes[1] and before.low_bit and settled.low_bit and was != now:
+    if sizes[0] != sizes[1] and before.low_bit and was != now:
         say(f"linear.keep_layers_below {settled.keep_layers_below:,} counts a rank's weights: at "
             f"tensor_parallel_size {sizes[1]} {', '.join(now) or 'no layers'} are in 8 bits, so far, at {sizes[0]}, "
             f"{', '.join(was) or 'none'} did")  # fmt: skip
