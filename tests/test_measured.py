@@ -135,8 +135,16 @@ def test_a_ratio_above_one_is_a_warning_with_ways_out(tmp_path: Path, config: Pa
     assert "fewer tokens per step" in finding.fix
     accepted = cfg.model_copy(update={"guidance": cfg.guidance.model_copy(update={"override": ["measured_ratio"]})})
     assert [f.level for f in guidance(accepted, earlier) if f.rule == "measured_ratio"] == ["info"]
-    plain = load_config(config, ["attention.backend=sdpa"])
-    assert not any(f.rule == "measured_ratio" for f in guidance(plain, earlier))
+
+
+def test_of_a_run_in_16_bits_the_noise_alone_is_told_and_why(tmp_path: Path, config: Path) -> None:
+    earlier = read_measured(run_folder(tmp_path / "earlier", MEASURED))
+    plain = load_config(config, ["attention.backend=sdpa", "tokens_per_step={schedule: constant, tokens: 4096}"])
+    (finding,) = guidance(plain, earlier)
+    assert (finding.rule, finding.level, finding.fix) == ("measured_ratio", "info", "")
+    assert "the gradient noise scale was 1,024 tokens: 4,096 tokens per step are 4 of it" in finding.message
+    assert "what INT8 attention added is not shown: attention.backend sdpa is in 16 bits" in finding.message
+    assert "it would be" not in finding.message and "relative error" not in finding.message
 
 
 def test_the_noise_scale_alone_is_told(tmp_path: Path, config: Path) -> None:

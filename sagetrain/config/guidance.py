@@ -41,10 +41,13 @@ def guidance(cfg: RunConfig, measured: MeasuredRun | None = None) -> list[Findin
 
     Unknown names in guidance.override are errors. Tokens per step are global, so the number of ranks changes nothing.
     """
-    may_be_int8 = cfg.attention.backend in ("sage", "auto")
-    findings = [*_findings(cfg), *(_measured(cfg, measured) if measured else [])] if may_be_int8 else []
+    findings = [*(_findings(cfg) if _may_be_int8(cfg) else []), *(_measured(cfg, measured) if measured else [])]
     accepted = set(cfg.guidance.override)
     return [_overridden(f) if f.rule in accepted else f for f in findings] + list(_unknown_overrides(cfg))
+
+
+def _may_be_int8(cfg: RunConfig) -> bool:
+    return cfg.attention.backend in ("sage", "auto")
 
 
 def _findings(cfg: RunConfig) -> Iterator[Finding]:
@@ -118,11 +121,12 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
 
 
 def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
-    """What the ratio of an earlier run would be at the largest tokens per step of this one."""
+    """What the ratio of an earlier run would be at the largest tokens per step of this one; of a run with 16-bit
+    attention the noise alone."""
     key, tokens = max(cfg.tokens_per_step.named_tokens.items(), key=lambda item: item[1])
-    said, source = [], f"{run.path}, measured"
+    said, source, int8 = [], f"{run.path}, measured", _may_be_int8(cfg)
     level: Literal["warning", "info"] = "info"
-    if whole := run.ratios.get(ALL):
+    if int8 and (whole := run.ratios.get(ALL)):
         there, here = whole.tokens_per_step, whole.at(tokens)
         said.append(
             f"quantized attention added {whole.ratio:.2g} of the noise of the weights' gradients at {there:,} tokens "
@@ -140,7 +144,9 @@ def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
             f"the gradient noise scale was {run.noise_scale:,.0f} tokens: {tokens:,} tokens per step are "
             f"{tokens / run.noise_scale:.2g} of it"
         )
-    if run.errors:
+    if not int8:
+        said.append(f"what INT8 attention added is not shown: attention.backend {cfg.attention.backend} is in 16 bits")
+    elif run.errors:
         worst = max(run.errors, key=lambda name: run.errors[name])
         layer, tensor = worst.split("/")
         said.append(f"the largest relative error was {run.errors[worst]:.2g}, of {tensor} in layer {layer}")
