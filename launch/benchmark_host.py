@@ -119,6 +119,8 @@ def main(words: Sequence[str] | None = None) -> None:
     settings = [*(TINY if tiny else ()), *own, *arguments.overrides]
     cfg = load_config(str(ROOT / f"configs/{'1b' if tiny else arguments.shape}.yaml"), settings)
     vocab_size = VOCAB if tiny else 32000
+    place = {"dtype": torch.bfloat16, "device": device}
+    matmuls, _ = matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=groups.tp_size, **place)
     model = Transformer(
         cfg.model,
         cfg.attention,
@@ -127,9 +129,8 @@ def main(words: Sequence[str] | None = None) -> None:
         sequence_parallel=True,
         overlap=not arguments.whole,
         functions=[Added()] * cfg.model.num_layers if tiny else None,
-        dtype=torch.bfloat16,
-        device=device,
-        matmuls=matmuls_of(cfg.linear, cfg.model, device=device, dtype=torch.bfloat16)[0],
+        matmuls=matmuls,
+        **place,
     )
     model.compile_blocks(arguments.compile)
     engine = Engine(cfg, model, groups, 2)  # never at the end of a step: no micro-step reduces gradients

@@ -32,7 +32,7 @@ from sagekernels.testing import QKInputs, qk_norm_rope_errors, random_qk
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import ModelConfig
-from sagetrain.model.linear_choice import LIMITS, errors_of, layer_of, layers_of
+from sagetrain.model.linear_choice import LIMITS, errors_of, layer_of
 from sagetrain.parallel.lowbit import RECIPES
 
 ROUNDS = 15
@@ -181,7 +181,7 @@ def in_turn(actions: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 def widths_of(model: ModelConfig) -> set[int]:
     """Columns of what a block's linear layers read and write."""
-    return {width for inputs, sizes in layers_of(model).values() for width in (inputs, sum(sizes.values()))}
+    return {width for inputs, sizes in model.linear_layers(1).values() for width in (inputs, sum(sizes.values()))}
 
 
 def qk_bytes(model: ModelConfig) -> int:
@@ -230,7 +230,7 @@ def main() -> None:
     print(f"{found['gpu']}, torch {torch.__version__}, {args.tokens:,} tokens")
     for path, model in models.items():
         rows = {}
-        for layer, (inputs, sizes) in layers_of(model).items():
+        for layer, (inputs, sizes) in model.linear_layers(1).items():
             name = f"{layer} {inputs} x {sum(sizes.values())}"
             rows[name] = measure(inputs, sizes, args.tokens, args.recipes)
             print(f"{path} {name}: {rows[name]['bf16']:.3f} ms in bf16", flush=True)

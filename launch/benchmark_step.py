@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.accounting import flops_per_token
+from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.layers import keep_weights, linear_layers
 from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train.metrics import memory_gib, peak_flops
@@ -193,33 +193,32 @@ class Case:
 
     def _ours(self, what: str) -> Contender:
         name, _, linear = what.partition("+")
-        model = self._transformer(ATTENTION[name])
+        asked = LinearConfig()
         if linear:
             precision, recipe, *below = linear.split(":")
-            matmul = dataclasses.replace(RECIPES[precision, recipe], least_weights=int(*below))
-            for layer in linear_layers(model.blocks):
-                if matmul.suits(sum(weight.numel() for weight in layer.parameters())):
-                    layer.matmul = matmul
-            keep_weights(model)
+            asked = LinearConfig(precision=precision, recipe=recipe, keep_layers_below=int(*below))
+        model = self._transformer(ATTENTION[name], asked)
+        model.keep_weights()
 
         def compiled() -> Callable[..., Tensor]:
             model.compile_blocks()
             return model
 
-        return Contender(model, compiled, (lambda: keep_weights(model)) if linear else lambda: None)
+        return Contender(model, compiled, model.keep_weights)
 
     def _peer(self, recipe: str) -> Contender:
         peer = Peer(self.shape, self.peer_attention, self.seq_length).to(self.device)
         for parameter in peer.parameters():  # not the rotary tables
             parameter.data = parameter.data.bfloat16()
-        peer.take_weights(self._transformer(AttentionConfig(backend="sdpa")))
+        peer.take_weights(self._transformer(AttentionConfig(backend="sdpa"), LinearConfig()))
         if recipe:
             convert(peer, recipe, emulate=self.device.type != "cuda")
         return Contender(peer, lambda: torch.compile(peer))
 
-    def _transformer(self, attention: AttentionConfig) -> Transformer:
+    def _transformer(self, attention: AttentionConfig, linear: LinearConfig) -> Transformer:
         groups, place = ParallelGroups.single(), {"dtype": torch.bfloat16, "device": self.device}
-        return Transformer(self.shape, attention, vocab_size=VOCAB, groups=groups, **place)
+        matmuls, _ = matmuls_of(linear, self.shape, tensor_parallel_size=1, **place)
+        return Transformer(self.shape, attention, vocab_size=VOCAB, groups=groups, matmuls=matmuls, **place)
 
 
 class MasterAdamW:

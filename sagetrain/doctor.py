@@ -195,10 +195,10 @@ def _attention(device: torch.device, model: ModelConfig, where: str) -> list[Che
 def _linear(device: torch.device, model: ModelConfig, where: str) -> list[Check]:
     try:
         fp8 = LinearConfig(precision="fp8")
-        matmuls_of(fp8, model, device=device, dtype=torch.bfloat16)
+        matmuls_of(fp8, model, tensor_parallel_size=1, device=device, dtype=torch.bfloat16)
     except ValueError as error:
         return [Check("FP8 matmuls", where, "look", f"no: {error}", "linear.precision bf16 (the default)")]
-    layers = {"qkv": linear_choice.layers_of(model)["qkv"]}
+    layers = {"qkv": model.linear_layers(1)["qkv"]}
     ways = [" ".join(name) for name in RECIPES if name[0] == "fp8"]
     _, refused = linear_choice.time_layers(
         layers,

@@ -161,8 +161,9 @@ def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups
     """What autograd keeps of the second block, parameters, rotary tables and other small tensors left out."""
     groups, sharded = groups or ParallelGroups.single(), cfg.parallel.sequence_parallel
     how = {"sequence_parallel": sharded, "activation_checkpointing": cfg.training.activation_checkpointing}
-    matmuls, _ = matmuls_of(cfg.linear, cfg.model, device=torch.device("cpu"), dtype=torch.bfloat16)
-    network = transformer(cfg.model, cfg.attention, dtype=torch.bfloat16, groups=groups, matmuls=matmuls, **how)
+    place = {"tensor_parallel_size": groups.tp_size, "device": torch.device("cpu"), "dtype": torch.bfloat16}
+    how["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **place)
+    network = transformer(cfg.model, cfg.attention, dtype=torch.bfloat16, groups=groups, **how)
     network.keep_weights()
     torch._dynamo.reset()
     if compiled:  # the partition of forward and backward is that of inductor; no compiler needed
@@ -238,7 +239,7 @@ def test_linear_layers_in_8_bits_keep_8_bits_of_their_inputs(compile_, linear, q
 def test_codes_of_weights_are_as_many_as_layers_keep(linear, tp_size):
     """Scales, a number for each row and column, are not counted."""
     cfg = run_config(linear={"precision": "fp8", **linear}, parallel={"tensor_parallel_size": tp_size})
-    place = {"device": torch.device("cpu"), "dtype": torch.float32}
+    place = {"tensor_parallel_size": tp_size, "device": torch.device("cpu"), "dtype": torch.float32}
     groups = replace(ParallelGroups.single(), topology=Topology(tp_size, tp_size))
     network = transformer(
         cfg.model, cfg.attention, groups=groups, matmuls=matmuls_of(cfg.linear, cfg.model, **place)[0], seed=None

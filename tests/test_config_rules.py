@@ -301,6 +301,10 @@ CASES = [
         "linear_multiple", "error", "model.num_key_value_heads", "a side of 40 (1 x head_dim 40), which", "change head_dim, or linear.precision bf16",
     ),
     (
+        {"linear": {"precision": "auto"}, "model": {"ffn_hidden_size": 700}}, 1,
+        "linear_multiple", "info", "model.ffn_hidden_size", "linear.precision auto keeps gate_up and down in 16 bits for that", "use 688 or 704",
+    ),
+    (
         {"linear": {"precision": "fp8"}, "training": {"dtype": "fp32"}}, 1,
         "low_bit_linear_in_fp32", "info", "training.dtype", "takes fp32 without a GPU only", "linear.precision bf16",
     ),
@@ -397,6 +401,13 @@ CASES = [
         "deepspeed_unknown", "warning", "deepspeed.qwertz", "DeepSpeed ignores misspelt ones", "documentation",
     ),
 ]  # fmt: skip
+
+
+def test_an_odd_side_of_a_layer_that_stays_in_16_bits_anyway_is_no_error():
+    narrow = {"num_key_value_heads": 1, "head_dim": 40}  # of q, k and v, 256 x 240
+    for below, rules in ((256 * 240, {"linear_multiple"}), (256 * 240 + 1, set())):
+        cfg = run_config(linear={"precision": "fp8", "keep_layers_below": below}, model=narrow)
+        assert {f.rule for f in check(cfg, 1, files=False) if f.level == "error"} == rules
 
 
 @pytest.mark.parametrize(("attention", "positions"), [(True, True), (True, False), (False, False)])

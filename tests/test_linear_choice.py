@@ -16,7 +16,7 @@ from sagetrain.config import RunConfig
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import LinearConfig, ModelConfig
 from sagetrain.model import linear_choice, selection
-from sagetrain.model.linear_choice import fastest, layers_of, time_layers, weights_of
+from sagetrain.model.linear_choice import fastest, time_layers
 from sagetrain.train import checkpoint, choices, linear, trainer
 from sagetrain.train.linear import settle
 
@@ -53,7 +53,8 @@ def chosen(model: str, least: int = 0) -> tuple[str, int]:
         name: {"bf16": wide, "fp8 rowwise": wide / rowwise, "fp8 tensorwise": wide / tensorwise}
         for name, (wide, tensorwise, rowwise) in MEASURED[model].items()
     }
-    return fastest(times, weights_of(layers_of(load_config(CONFIGS / f"{model}.yaml").model)), least)
+    layers = load_config(CONFIGS / f"{model}.yaml").model.linear_layers(1)
+    return fastest(times, {name: layer.weights for name, layer in layers.items()}, least)
 
 
 def test_measured_times_give_what_was_measured_to_be_fastest() -> None:
@@ -87,7 +88,7 @@ def test_layers_of_equal_size_are_one_decision() -> None:
 
 
 def test_layers_are_those_of_a_rank() -> None:
-    assert layers_of(SHAPE, 2) == {
+    assert SHAPE.linear_layers(2) == {
         "qkv": (64, {"q": 64, "k": 32, "v": 32}),
         "out": (64, {"out": 64}),
         "gate_up": (64, {"gate": 48, "up": 48}),
@@ -115,7 +116,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
 
 def timed(seconds: Callable, *, kept: bool = True) -> tuple[dict, list[str]]:
     how = {"tokens": 32, "joined": False, "kept": kept, "compiled": False, "dtype": torch.bfloat16}
-    return time_layers(layers_of(SHAPE), ["fp8 rowwise", "fp8 tensorwise"], **how, device=CPU, seconds=seconds)
+    return time_layers(SHAPE.linear_layers(1), ["fp8 rowwise", "fp8 tensorwise"], **how, device=CPU, seconds=seconds)
 
 
 def test_what_is_timed_runs_forward_and_backward_and_what_is_wrong_is_not(layers: list) -> None:
@@ -143,7 +144,9 @@ def test_weights_are_rounded_beforehand_where_a_run_keeps_them(layers: list, kep
 # -- the choice ------------------------------------------------------------------------------------------------------
 
 
-def choose(cache: Path, said: list[str], asked: LinearConfig = AUTO, **changes: object) -> LinearConfig:
+def choose(
+    cache: Path, said: list[str], asked: LinearConfig = AUTO, shape: ModelConfig = SHAPE, **changes: object
+) -> LinearConfig:
     how = {
         "tensor_parallel_size": 1,
         "context_parallel_size": 1,
@@ -155,7 +158,7 @@ def choose(cache: Path, said: list[str], asked: LinearConfig = AUTO, **changes: 
         "device": CPU,
         "dtype": torch.bfloat16,
     }
-    return selection.choose_linear(asked, SHAPE, **{**how, **changes}, cache=cache, say=said.append)
+    return selection.choose_linear(asked, shape, **{**how, **changes}, cache=cache, say=said.append)
 
 
 @pytest.fixture
@@ -209,6 +212,15 @@ def test_small_layers_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (found.precision, found.keep_layers_below) == ("fp8", 12_288)
     assert said[0].endswith("chosen: fp8 rowwise, layers of 12,288 weights and more")
     assert choose(tmp_path / "linear.json", said) == found
+
+
+def test_layers_with_odd_sides_are_not_timed_and_keep_no_other_out(tmp_path: Path, clock: Callable) -> None:
+    """Even if they are the largest."""
+    said: list[str] = []
+    left = clock(10.0, 8.0)
+    found = choose(tmp_path / "linear.json", said, shape=SHAPE.model_copy(update={"ffn_hidden_size": 1000}))
+    assert (found.precision, found.keep_layers_below) == ("fp8", 0) and len(left) == 4
+    assert [line.split()[0] for line in said[0].splitlines()[2:-1]] == ["qkv", "out"]
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
@@ -266,7 +278,10 @@ def test_where_there_is_nothing_to_choose_from_it_is_bf16_and_says_why(card) -> 
     for case, says in (
         ({"device": CPU}, "auto: nothing is timed without a GPU"),
         ({"dtype": torch.float32}, "auto: linear.precision fp8 needs training.dtype bf16 on a GPU"),
-        ({"shape": SHAPE.model_copy(update={"ffn_hidden_size": 100})}, "no multiples of 16: gate_up 100, down 100"),
+        (
+            {"shape": SHAPE.model_copy(update={"hidden_size": 100})},
+            "auto: all have sides that are no multiples of 16 (qkv 100, out 100, gate_up 100, down 100)",
+        ),
     ):
         found, why, heard = settled(AUTO.model_copy(update={"recipe": "auto"}), **case)
         assert (found.precision, found.recipe) == ("bf16", "rowwise") and says in why and heard == []
@@ -294,12 +309,18 @@ def test_what_cannot_run_any_more_is_chosen_anew_and_said(folder, card) -> None:
     assert found.precision == "bf16" and "A card has 8.0" in why
 
 
-def test_what_another_tensor_parallel_size_leaves_no_8_bit_matmul_for_is_decided_anew(folder, card) -> None:
-    found, why, (said, *_) = settled(AUTO, folder(ROWWISE), tp_size=4)
-    assert "(sides of matrices that are no multiples of 16: gate_up 24, down 24): decided anew" in said
-    assert (
-        found.precision == "bf16" and why == "auto: sides of matrices that are no multiples of 16: gate_up 24, down 24"
-    )
+def test_a_layer_that_another_tensor_parallel_size_gives_odd_sides_leaves_the_others_in_8_bits(folder, card) -> None:
+    every = {**ROWWISE, "keep_layers_below": 0}
+    found, why, (said,) = settled(AUTO, folder(every), tp_size=4)
+    assert found.precision == "fp8" and "as the run had it" in why
+    assert said.endswith("at tensor_parallel_size 4 qkv, out, so far, at 1, qkv, out, gate_up, down")
+
+
+def test_where_another_tensor_parallel_size_leaves_none_it_is_decided_anew(folder, card) -> None:
+    found, why, (said,) = settled(AUTO, folder(ROWWISE), tp_size=16)
+    sides = "all have sides that are no multiples of 16 (qkv 4 and 8, out 8, gate_up 6, down 6)"
+    assert f"which auto was so far, cannot run here ({sides}): decided anew" in said
+    assert found.precision == "bf16" and why == f"auto: {sides}"
 
 
 @pytest.mark.parametrize("asked", [AUTO, LinearConfig(**ROWWISE)])
@@ -307,8 +328,8 @@ def test_layers_that_another_tensor_parallel_size_makes_too_small_are_named(aske
     found, _, heard = settled(asked, folder(ROWWISE), tp_size=2)
     assert found.model_dump(include={*ROWWISE}) == ROWWISE
     assert heard == [
-        "linear.keep_layers_below 8,192 counts a rank's weights: at tensor_parallel_size 2 qkv are in 8 bits, "
-        "so far, at 1, qkv, out, gate_up did"
+        "a rank's sizes decide which linear layers are in 8 bits (linear.keep_layers_below 8,192, sides of multiples "
+        "of 16): at tensor_parallel_size 2 qkv, so far, at 1, qkv, out, gate_up"
     ]
     assert settled(asked, folder({**ROWWISE, "keep_layers_below": 0}), tp_size=2)[2][1:] == []
 

@@ -40,7 +40,8 @@ def model(
     linear: LinearConfig, groups: ParallelGroups = SINGLE, shape: ModelConfig = SHAPE, **arguments: object
 ) -> Transformer:
     """Larger weights, and gains that are not 1: the same in every layout."""
-    matmuls, _ = matmuls_of(linear, shape, device=torch.device("cpu"), dtype=torch.float32)
+    place = {"tensor_parallel_size": groups.tp_size, "device": torch.device("cpu"), "dtype": torch.float32}
+    matmuls, _ = matmuls_of(linear, shape, **place)
     attention = AttentionConfig(backend="sdpa")
     network = Transformer(shape, attention, vocab_size=VOCAB, groups=groups, matmuls=matmuls, **arguments)
     with torch.no_grad():
@@ -104,14 +105,30 @@ def test_small_layers_stay_in_16_bits() -> None:
     assert block.mlp_norm.reader is None
 
 
+@pytest.mark.parametrize(
+    ("change", "odd"),
+    [({"ffn_hidden_size": 72}, {"gate_up", "down"}), ({"head_dim": 8, "num_key_value_heads": 1}, {"qkv"})],
+)
+def test_layers_with_odd_sides_stay_in_16_bits(change: dict, odd: set) -> None:
+    """And no others. (Under a precision that is named they are an error before that.)"""
+    shape, linear = SHAPE.model_copy(update=change), linear_of(("fp8", "rowwise"))
+    low = {path for path, layer in model(linear, shape=shape).blocks[0].named_modules()
+           if isinstance(getattr(layer, "matmul", None), LowBit)}  # fmt: skip
+    assert {path.partition(".")[2] for path in low} == {"qkv", "out", "gate_up", "down"} - odd
+
+
 def test_the_choice_is_said() -> None:
     def said(**keys: object) -> str:
-        return matmuls_of(LinearConfig(**keys), SHAPE, device=torch.device("cpu"), dtype=torch.float32)[1]
+        shape = SHAPE.model_copy(update={"ffn_hidden_size": keys.pop("ffn_hidden_size", 96)})
+        place = {"tensor_parallel_size": 2, "device": torch.device("cpu"), "dtype": torch.float32}
+        return matmuls_of(LinearConfig(**keys), shape, **place)[1]
 
     assert said() == "in training.dtype"
     assert said(precision="fp8") == "fp8 rowwise in all blocks (its torch twin, since there is no GPU)"
     assert said(precision="int8", keep_last_blocks=1).startswith("int8 rowwise in 1 of 2 blocks")
     assert "in all blocks, layers of 9,000 weights and more (" in said(precision="fp8", keep_layers_below=9000)
+    odd = said(precision="fp8", ffn_hidden_size=72)
+    assert "in all blocks, but for sides that are no multiples of 16 (gate_up 36, down 36) (" in odd
     with pytest.raises(ValueError, match=r"linear\.recipe tensorwise is none of linear.precision int8"):
         said(precision="int8", recipe="tensorwise")
 
@@ -137,7 +154,7 @@ def test_the_choice_is_said() -> None:
 def test_a_gpu_that_cannot_is_an_error(monkeypatch, capability, precision, dtype, says) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
-    where = {"device": torch.device("cuda"), "dtype": dtype}
+    where = {"tensor_parallel_size": 1, "device": torch.device("cuda"), "dtype": dtype}
     if says is None:
         matmuls, _ = matmuls_of(LinearConfig(precision=precision), SHAPE, **where)
         assert len(matmuls) == SHAPE.num_layers
@@ -205,7 +222,7 @@ def losses_of(layouts: list[tuple[int, int, int]], linear: dict) -> dict[tuple, 
     """Of 8 steps of two micro-batches at each (tp, cp, ZeRO stage)."""
     found = {}
     for tp_size, cp_size, stage in layouts:
-        cfg = tiny.config(stage, linear=linear, optimizer={"eps": 1e-6})
+        cfg = tiny.config(stage, linear=linear, optimizer={"eps": 1e-6}, model={"ffn_hidden_size": 64})
         engine = tiny.engine(cfg, tiny.join(tp_size, cp_size))
         found[tp_size, cp_size, stage] = [tiny.global_step(engine, step).loss for step in range(8)]
     return found

@@ -462,13 +462,14 @@ def real_collectives() -> list[tuple[dict, dict]]:
         parallel |= {"context_parallel_size": context, "tensor_parallel_overlap": overlap}
         parallel["gradient_reduction"] = reduction
         zero = {"stage3_param_persistence_threshold": 0, **told}
-        wide = {"hidden_size": 64} if linear else {}
+        wide = {"hidden_size": 64, "ffn_hidden_size": 64} if linear else {}
         tokens = {"tokens": 2 * 16 * groups.dp_size}
         cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step=tokens, linear=linear, model=wide)
         cfg = cfg.model_copy(update={"deepspeed": {"zero_optimization": zero}})
         place = {"vocab_size": tiny.VOCAB, "groups": groups, "sequence_parallel": sequence, "dtype": torch.bfloat16}
         place["overlap"] = overlaps(cfg)
-        place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, device=torch.device("cpu"), dtype=torch.bfloat16)
+        how = {"tensor_parallel_size": tensor, "device": torch.device("cpu"), "dtype": torch.bfloat16}
+        place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **how)
         engine = Engine(cfg, Transformer(cfg.model, cfg.attention, **place), groups, 2)
         # DeepSpeed reduces gradients over a group of one as well; activations alone travel in bf16, or 8 bits.
         dtypes = (torch.bfloat16, torch.uint8) if tensor > 1 else (torch.bfloat16, torch.float32)

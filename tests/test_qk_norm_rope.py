@@ -135,7 +135,9 @@ def test_what_it_does_not_take_it_refuses(change: dict[str, Tensor], error: type
 @pytest.mark.parametrize("matmul", [RECIPES["fp8", "rowwise"], Matmul(joined=True), Matmul()], ids=str)
 def test_what_is_joined_is_not_copied(matmul: Matmul) -> None:
     place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
-    layer = attention.Attention(SHAPE, "before_rope", None, SINGLE, matmul=matmul, sequence_parallel=False, **place)
+    layer = attention.Attention(
+        SHAPE, "before_rope", None, SINGLE, matmuls={"qkv": matmul}, sequence_parallel=False, **place
+    )
     for weight in layer.parameters():
         nn.init.normal_(weight)
     tables = rotary_tables(torch.arange(32), 16, 10_000.0, None)
@@ -146,7 +148,8 @@ def test_what_is_joined_is_not_copied(matmul: Matmul) -> None:
 
 def gradients(dtype: torch.dtype = torch.float32, compiled: bool = False, **arguments: object) -> list[Tensor]:
     """Loss and gradients of a model in FP8, of packed documents."""
-    matmuls, _ = matmuls_of(LinearConfig(precision="fp8"), SHAPE, device=torch.device("cpu"), dtype=dtype)
+    place = {"device": torch.device("cpu"), "dtype": dtype}
+    matmuls, _ = matmuls_of(LinearConfig(precision="fp8"), SHAPE, tensor_parallel_size=1, **place)
     backend = AttentionConfig(backend="sdpa")
     model = Transformer(SHAPE, backend, vocab_size=128, groups=SINGLE, matmuls=matmuls, dtype=dtype, **arguments)
     with torch.no_grad():

@@ -83,7 +83,7 @@ def test_what_it_does_not_take_it_refuses() -> None:
 def backward_graph(matmul: Matmul) -> list[str]:
     """Of an MLP's backward pass."""
     place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
-    layer = mlp.MLP(SHAPE, SINGLE, matmul=matmul, sequence_parallel=False, **place)
+    layer = mlp.MLP(SHAPE, SINGLE, matmuls={"gate_up": matmul, "down": matmul}, sequence_parallel=False, **place)
     for weight in layer.parameters():
         nn.init.normal_(weight)
     return backward_calls(lambda x: layer.down(layer(x)))
@@ -100,7 +100,8 @@ def test_gradients_that_are_joined_are_not_copied() -> None:
 
 def gradients(dtype: torch.dtype = torch.float32, compiled: bool = False, **arguments: object) -> list[Tensor]:
     """Loss and gradients of a model in FP8."""
-    matmuls, _ = matmuls_of(LinearConfig(precision="fp8"), SHAPE, device=torch.device("cpu"), dtype=dtype)
+    place = {"device": torch.device("cpu"), "dtype": dtype}
+    matmuls, _ = matmuls_of(LinearConfig(precision="fp8"), SHAPE, tensor_parallel_size=1, **place)
     attention = AttentionConfig(backend="sdpa")
     model = Transformer(SHAPE, attention, vocab_size=128, groups=SINGLE, matmuls=matmuls, dtype=dtype, **arguments)
     model.keep_weights()

@@ -41,7 +41,8 @@ def between_passes(cases: list[tuple[str, str, str | None, str]]) -> list[tuple[
         cfg = tiny.config(3, "bf16", model=MODEL, **sections)
         cfg = cfg.model_copy(update={"deepspeed": {"zero_optimization": ZERO}})
         place = {"vocab_size": tiny.VOCAB, "groups": groups, "dtype": torch.bfloat16}
-        place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, device=torch.device("cpu"), dtype=torch.bfloat16)
+        how = {"tensor_parallel_size": 1, "device": torch.device("cpu"), "dtype": torch.bfloat16}
+        place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **how)
         model = Transformer(
             cfg.model,
             cfg.attention,

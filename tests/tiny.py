@@ -46,7 +46,8 @@ def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Transformer:
     """A fresh one, at ZeRO 3 partitioned."""
     dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
     place = {"vocab_size": VOCAB, "groups": groups, "dtype": dtype, "partition": partitioner(cfg, groups)}
-    place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, device=torch.device("cpu"), dtype=dtype)
+    how = {"tensor_parallel_size": groups.tp_size, "device": torch.device("cpu"), "dtype": dtype}
+    place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **how)
     return Transformer(cfg.model, cfg.attention, seed=seed, **place)
 
 

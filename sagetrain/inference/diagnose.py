@@ -120,15 +120,14 @@ def diagnose(
 def _observed(run: TrainedRun) -> dict[ColumnParallelLinear | RowParallelLinear, Observed]:
     """How the linear layers multiply that the run has in 8 bits. Raises ValueError where they cannot here."""
     model, cfg = run.model, run.cfg
-    matmuls, _ = matmuls_of(cfg.linear, cfg.model, device=run.device, dtype=model.embedding.weight.dtype)
+    place: dict[str, Any] = {"device": run.device, "dtype": model.embedding.weight.dtype}
+    matmuls, _ = matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=cfg.parallel.tensor_parallel_size, **place)
     found = {}
     for index, (block, low) in enumerate(zip(model.blocks, matmuls, strict=True)):
-        for name, layer in block.named_modules():
-            if low and isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-                weights = sum(weight.numel() for weight in layer.parameters())
-                if low.suits(weights // cfg.parallel.tensor_parallel_size):
-                    tag = f"linear/{index}.{name}"
-                    found[layer] = Observed(low=low, metrics=model.groups.metrics, tag=tag)
+        for path, layer in block.named_modules():
+            if (name := path.rpartition(".")[2]) in low:
+                tag = f"linear/{index}.{path}"
+                found[layer] = Observed(low=low[name], metrics=model.groups.metrics, tag=tag)
     return found
 
 

@@ -6,6 +6,8 @@ sequence under context parallelism), D hidden size, N query heads and M key/valu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +36,7 @@ class Attention(nn.Module):
         function: AttentionFunction,
         groups: ParallelGroups,
         *,
-        matmul: Matmul | None,
+        matmuls: Mapping[str, Matmul],
         sequence_parallel: bool,
         dtype: torch.dtype,
         device: torch.device | None,
@@ -55,10 +57,10 @@ class Attention(nn.Module):
         hidden = model.hidden_size
         query_size = model.num_attention_heads * model.head_dim
         key_value_size = model.num_key_value_heads * model.head_dim
-        layer = {"matmul": matmul, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        layer = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
         sizes = {"q": query_size, "k": key_value_size, "v": key_value_size}
-        self.qkv = ColumnParallelLinear(hidden, sizes, groups, **layer)
-        self.out = RowParallelLinear(query_size, hidden, groups, **layer)
+        self.qkv = ColumnParallelLinear(hidden, sizes, groups, matmul=matmuls.get("qkv"), **layer)
+        self.out = RowParallelLinear(query_size, hidden, groups, matmul=matmuls.get("out"), **layer)
         self.q_norm = self.k_norm = None
         if self.qk_norm != "none":
             norm = {"split_input": True, "dtype": dtype, "device": device}

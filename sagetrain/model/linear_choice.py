@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sagetrain.config.schema import ModelConfig
+from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
 from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.matmul import Matmul
@@ -21,27 +21,6 @@ LIMITS = {"bf16": 0.01, "int8": 0.03, "fp8": 0.1}
 """Of an error, of all elements of a result together: rounding to bf16; to INT8 with a scale per row; to e4m3 and e5m2.
 """
 _CALLS = 8  # at a time, so that what is timed is the GPU
-
-Sizes = tuple[int, dict[str, int]]
-"""Input features, and output features by weight, of the weights that read one x."""
-
-
-def layers_of(model: ModelConfig, tensor_parallel_size: int = 1) -> dict[str, Sizes]:
-    """Of each linear layer of a block, on one rank."""
-    query, key = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
-    hidden = model.hidden_size
-    query, key, inner = (size // tensor_parallel_size for size in (query, key, model.ffn_hidden_size))
-    return {
-        "qkv": (hidden, {"q": query, "k": key, "v": key}),
-        "out": (query, {"out": hidden}),
-        "gate_up": (hidden, {"gate": inner, "up": inner}),
-        "down": (inner, {"down": hidden}),
-    }
-
-
-def weights_of(layers: Mapping[str, Sizes]) -> dict[str, int]:
-    """How many each layer has."""
-    return {name: inputs * sum(sizes.values()) for name, (inputs, sizes) in layers.items()}
 
 
 def errors_of(layer: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> dict[str, float]:
@@ -61,7 +40,7 @@ def errors_of(layer: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> dict[str,
 
 
 def time_layers(
-    layers: Mapping[str, Sizes],
+    layers: Mapping[str, LinearSizes],
     ways: Sequence[str],
     *,
     tokens: int,
@@ -159,7 +138,9 @@ def fastest(times: Mapping[str, Mapping[str, float]], weights: Mapping[str, int]
     return best, below
 
 
-def table(times: Mapping[str, Mapping[str, float]], layers: Mapping[str, Sizes], refused: Sequence[str]) -> list[str]:
+def table(
+    times: Mapping[str, Mapping[str, float]], layers: Mapping[str, LinearSizes], refused: Sequence[str]
+) -> list[str]:
     """Lines: each layer's milliseconds, those of a way that is not used excepted, then why."""
     _, *ways = next(iter(times.values()))
     lines = [f"  {'layer':<24}{'bf16':>12}" + "".join(f"{way:>24}" for way in ways)]

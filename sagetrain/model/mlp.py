@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,16 +26,17 @@ class MLP(nn.Module):
         model: ModelConfig,
         groups: ParallelGroups,
         *,
-        matmul: Matmul | None,
+        matmuls: Mapping[str, Matmul],
         sequence_parallel: bool,
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
         super().__init__()
         hidden, inner = model.hidden_size, model.ffn_hidden_size
-        layer = {"matmul": matmul, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
-        self.gate_up = ColumnParallelLinear(hidden, {"gate": inner, "up": inner}, groups, **layer)
-        self.down = RowParallelLinear(inner, hidden, groups, **layer)
+        layer = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        gate_up = {"gate": inner, "up": inner}
+        self.gate_up = ColumnParallelLinear(hidden, gate_up, groups, matmul=matmuls.get("gate_up"), **layer)
+        self.down = RowParallelLinear(inner, hidden, groups, matmul=matmuls.get("down"), **layer)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[tokens, hidden], of start_enter -> [tokens, inner / tp]."""

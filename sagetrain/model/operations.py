@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeVar
 
+from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 
 # Elements moved per token and column, forward and backward, fused by torch.compile and eager. Fused, every kernel reads
@@ -234,10 +235,10 @@ class Rank:
             recomputed=recomputed,
         )
 
-    def kept_by_layer(self, columns: int, weights: int) -> int:
-        """What a linear layer with so many weights keeps of its input for backward: codes, or the input itself."""
-        eight = self.linear.low_bit and self.linear.takes(weights) and self.linear.recipe != "rowwise_bf16_wgrad"
-        return columns * (1 if eight else self.element)
+    def kept_by_layer(self, layer: LinearSizes) -> int:
+        """What a linear layer keeps of its input for backward: codes, or the input itself."""
+        eight = self.linear.takes(layer) and self.linear.recipe != "rowwise_bf16_wgrad"
+        return layer.inputs * (1 if eight else self.element)
 
     def moved(self, elements: tuple[float, float], columns: float) -> float:
         """Bytes per token: elements moved per column, fused or eager."""
@@ -255,9 +256,9 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     query, key = heads * model.head_dim, kv_heads * model.head_dim
     again, stream = rank.recompute == "full", hidden / rank.shards
 
-    layers = _layers(model, rank)
-    precisions = {name: rank.precision if rank.linear.takes(i * o) else None for name, (i, o) in layers.items()}
-    inputs = {name: rank.kept_by_layer(i, i * o) for name, (i, o) in layers.items()}
+    layers = model.linear_layers(rank.tensor)
+    precisions = {name: rank.precision if rank.linear.takes(layer) else None for name, layer in layers.items()}
+    inputs = {name: rank.kept_by_layer(layer) for name, layer in layers.items()}
 
     def column(name: str, outputs: int, layer: str, saved: int = 0) -> Matmul:
         precision = precisions[layer]
@@ -290,19 +291,19 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     kept = codes + element * (key + query) + 4 * heads  # and the log-sum-exp
     # q, k and v of a layer in 8 bits are views of one tensor, so what keeps one keeps all: v, unless it comes from an
     # all-to-all, and q and k that are normalized, compiled or in one pass.
-    if precisions["q, k, v"] is not None and rank.linear.low_bit:
+    if precisions["qkv"] is not None:
         kept_by = rank.context == 1, bool(normed) and (rank.fused or one_pass)
         kept += element * {(True, False): query + key, (False, True): key}.get(kept_by, 0)
     # What `out` reads is attention's output, unless that is rounded, or comes from an all-to-all.
     output = inputs["out"] if rank.context > 1 or inputs["out"] < element * query else 0
     # gate and up; silu(gate) as well when nothing recomputes it: torch.compile, or the kernel for joint gradients
-    joined = rank.tensor > 1 or (rank.linear.low_bit and precisions["gate, up"] is not None)
+    joined = rank.tensor > 1 or precisions["gate_up"] is not None
     swiglu = 2 if rank.fused or joined else 3
     listed = (
         norm("attention norm"),
-        column("q", query, "q, k, v", saved=inputs["q, k, v"]),  # as the layer reads it: gathered
-        column("k", key, "q, k, v"),
-        column("v", key, "q, k, v"),
+        column("q", query, "qkv", saved=inputs["qkv"]),  # as the layer reads it: gathered
+        column("k", key, "qkv"),
+        column("v", key, "qkv"),
         moving("QK-norm and rotary embedding", qk_moved, qk_saved, 2 * model.head_dim * normed),
         moving("around all-to-alls", element * _ALL_TO_ALL * (query + key) * (rank.context > 1)),
         Attention(
@@ -319,8 +320,8 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         ),
         row("out", query, output),
         norm("MLP norm"),
-        column("gate", inner, "gate, up", saved=inputs["gate, up"]),
-        column("up", inner, "gate, up"),
+        column("gate", inner, "gate_up", saved=inputs["gate_up"]),
+        column("up", inner, "gate_up"),
         moving("SwiGLU", rank.moved(_SWIGLU, inner), saved=swiglu * element * inner),
         row("down", inner, inputs["down"]),
         moving("casts to 8 bits", _casts(rank, layers)),
@@ -351,25 +352,12 @@ def _backends(attention: AttentionConfig) -> tuple[str, ...]:
     return {"auto": (*sage, "sdpa"), "sage": sage}.get(attention.backend, (attention.backend,))
 
 
-def _layers(model: ModelConfig, rank: Rank) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs on this rank of what is one matmul in 8 bits."""
-    hidden, inner = model.hidden_size, model.ffn_hidden_size // rank.tensor
-    heads, kv_heads = model.num_attention_heads // rank.tensor, model.num_key_value_heads // rank.tensor
-    query, key = heads * model.head_dim, kv_heads * model.head_dim
-    return {
-        "q, k, v": (hidden, query + 2 * key),
-        "out": (query, hidden),
-        "gate, up": (hidden, 2 * inner),
-        "down": (inner, hidden),
-    }
-
-
-def _casts(rank: Rank, layers: dict[str, tuple[int, int]]) -> float:
+def _casts(rank: Rank, layers: dict[str, LinearSizes]) -> float:
     """Bytes per token, of the columns that layers in 8 bits read and write."""
     linear = rank.linear
     if not linear.low_bit:
         return 0.0
-    columns = sum(i + o for i, o in layers.values() if linear.takes(i * o))
+    columns = sum(each.inputs + sum(each.outputs.values()) for each in layers.values() if linear.takes(each))
     rescaled = rank.moved(_RESCALED, columns) if linear.precision == "int8" else 0.0
     return rank.moved(_CASTS[linear.recipe], columns) + rescaled
 
@@ -433,7 +421,7 @@ def _tensor_parallel(model: ModelConfig, attention: AttentionConfig, rank: Rank,
     gathers, linear = 2 * model.num_layers, rank.linear
     if linear.precision == "fp8" and linear.recipe != "rowwise_bf16_wgrad":
         eight = rank.tokens * (model.hidden_size + 16) // parts  # parallel/packing.py
-        sizes = [inputs * outputs for inputs, outputs in _layers(model, rank).values()]
+        sizes = list(model.linear_layers(rank.tensor).values())
         for key in packed:
             if key[1] == INTO or linear.recipe == "rowwise":
                 layers = sizes[key[1] == OUT :: 2]  # column-parallel ones read, row-parallel ones write

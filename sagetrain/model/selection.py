@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor
 
 from sagekernels.admission import LIMITS, Admission, admit, choose, decided_once, median_seconds
-from sagekernels.casts import MULTIPLE
 from sagekernels.hopper_backward import KEYS
 from sagekernels.launch import is_hopper
 from sagekernels.testing import Shape
+from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model import linear_choice
 from sagetrain.model.accounting import attention_calls, parts_of
@@ -87,9 +86,9 @@ def resolve_backend(
 
 
 def matmuls_of(
-    linear: LinearConfig, model: ModelConfig, *, device: torch.device, dtype: torch.dtype
-) -> tuple[list[LowBit | None], str]:
-    """How the linear layers of each block multiply (None: in dtype; so do all with precision `auto`, for
+    linear: LinearConfig, model: ModelConfig, *, tensor_parallel_size: int, device: torch.device, dtype: torch.dtype
+) -> tuple[list[dict[str, LowBit]], str]:
+    """How linear layers multiply, by name for each block (others: in dtype; so do all with precision `auto`, for
     choose_linear has to tell), and one line that says so.
 
     Raises:
@@ -97,12 +96,11 @@ def matmuls_of(
     """
     low = linear.low_bit_blocks(model.num_layers)
     if not low:
-        return [None] * model.num_layers, "in training.dtype"
+        return [{}] * model.num_layers, "in training.dtype"
     name = f"{linear.precision} {linear.recipe}"
     recipe = RECIPES.get((linear.precision, linear.recipe))
     if recipe is None:
         raise ValueError(f"linear.recipe {linear.recipe} is none of linear.precision {linear.precision}")
-    matmul = replace(recipe, least_weights=linear.keep_layers_below)
     how = "its torch twin, since there is no GPU"
     if torch.device(device).type == "cuda":
         if dtype != torch.bfloat16:
@@ -118,21 +116,29 @@ def matmuls_of(
         how = "torch's kernels"
     blocks = f"{len(low)} of {model.num_layers} blocks" if len(low) < model.num_layers else "all blocks"
     blocks += f", layers of {linear.keep_layers_below:,} weights and more" if linear.keep_layers_below else ""
-    return [matmul if index in low else None for index in range(model.num_layers)], f"{name} in {blocks} ({how})"
+    layers = model.linear_layers(tensor_parallel_size)
+    if odd := _odd(layers):
+        blocks += f", but for {odd}"
+    matmuls: dict[str, LowBit] = {layer: recipe for layer, sizes in layers.items() if linear.takes(sizes)}
+    return [matmuls if index in low else {} for index in range(model.num_layers)], f"{name} in {blocks} ({how})"
+
+
+def _odd(layers: Mapping[str, LinearSizes]) -> str:
+    """Which of them have sides that 8-bit matmuls do not take, in words, or nothing."""
+    odd = [f"{name} {' and '.join(map(str, sizes.odd))}" for name, sizes in layers.items() if sizes.odd]
+    return f"sides that are no multiples of {LOW_BIT_MULTIPLE} ({', '.join(odd)})" if odd else ""
 
 
 def cannot_multiply(
     linear: LinearConfig, model: ModelConfig, *, tensor_parallel_size: int, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """Why linear layers cannot multiply as they should here, or nothing."""
+    """Why linear layers, not even one of them, cannot multiply as they should here, or nothing."""
     try:
-        matmuls_of(linear, model, device=device, dtype=dtype)
+        matmuls_of(linear, model, tensor_parallel_size=tensor_parallel_size, device=device, dtype=dtype)
     except ValueError as error:
         return str(error)
-    layers = linear_choice.layers_of(model, tensor_parallel_size).items() if linear.low_bit else ()
-    sides = {name: {inputs, *outputs.values()} for name, (inputs, outputs) in layers}
-    odd = [f"{name} {size}" for name, sizes in sides.items() for size in sorted(sizes) if size % MULTIPLE]
-    return f"sides of matrices that are no multiples of {MULTIPLE}: {', '.join(odd)}" if odd else ""
+    layers = model.linear_layers(tensor_parallel_size)
+    return f"all have {_odd(layers)}" if linear.low_bit and all(sizes.odd for sizes in layers.values()) else ""
 
 
 def why_sixteen_bits(
@@ -172,8 +178,8 @@ def choose_linear(
     """
     own_tokens = num_sequences * seq_length // context_parallel_size
     tokens = own_tokens // parts_of(own_tokens, tensor_parallel_size, overlap)
-    layers = linear_choice.layers_of(model, tensor_parallel_size)
-    weights = linear_choice.weights_of(layers)
+    layers = {name: sizes for name, sizes in model.linear_layers(tensor_parallel_size).items() if not sizes.odd}
+    weights = {name: sizes.weights for name, sizes in layers.items()}
     recipes = _RECIPES if linear.recipe == "auto" else (linear.recipe,)
     ways, least = {f"fp8 {recipe}": recipe for recipe in recipes}, linear.keep_layers_below
     named = {"bf16": linear.model_copy(update={"precision": "bf16", "recipe": recipes[0]})}

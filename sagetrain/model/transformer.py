@@ -7,7 +7,7 @@ attention works on single tokens, and because shards along the sequence are then
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, cast
 
@@ -69,7 +69,7 @@ class Block(nn.Module):
         function: AttentionFunction,
         groups: ParallelGroups,
         *,
-        matmul: Matmul | None,
+        matmuls: Mapping[str, Matmul],
         sequence_parallel: bool,
         selective: bool = False,
         dtype: torch.dtype,
@@ -81,16 +81,14 @@ class Block(nn.Module):
         self.selective = selective
         """Whether, alone, it keeps the dear for its backward pass and recomputes the cheap."""
         norm = {"split_input": sequence_parallel, "dtype": dtype, "device": device}
-        layer = {"matmul": matmul, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        layer = {"matmuls": matmuls, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.attention = Attention(model, qk_norm, function, groups, **layer)
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.mlp = MLP(model, groups, **layer)
         if sequence_parallel and groups.tp_size > 1:
             # Of layers in fewer bits alone: another reader is another graph, for the last block's next norm as well.
-            readers = (self.attention_norm, self.attention.qkv), (self.mlp_norm, self.mlp.gate_up)
-            for own, reader in readers:
-                own.reader = reader.matmul if reader.matmul is matmul else None
+            self.attention_norm.reader, self.mlp_norm.reader = matmuls.get("qkv"), matmuls.get("gate_up")
 
     def stages(self) -> Stretch:
         """All of them, in their order."""
@@ -200,7 +198,7 @@ class Transformer(nn.Module):
         model: its shape.
         attention: backend and QK-norm.
         functions: of attention, one for each layer; default: what the backend names, in all of them.
-        matmuls: how linear layers multiply, one for each block (selection.matmuls_of); None: in dtype.
+        matmuls: how linear layers multiply, by name for each block (selection.matmuls_of); others, or None: in dtype.
         vocab_size: rows of the embedding, padded so that the tensor-parallel size divides it.
         groups: this rank's place in the layout.
         sequence_parallel: shard residual stream and norms along the sequence.
@@ -227,7 +225,7 @@ class Transformer(nn.Module):
         vocab_size: int,
         groups: ParallelGroups,
         functions: Sequence[AttentionFunction] | None = None,
-        matmuls: Sequence[Matmul | None] | None = None,
+        matmuls: Sequence[Mapping[str, Matmul]] | None = None,
         sequence_parallel: bool = False,
         overlap: bool = True,
         activation_checkpointing: Literal["none", "selective", "full"] = "none",
@@ -248,7 +246,7 @@ class Transformer(nn.Module):
         if functions is None:
             backend, _ = resolve_backend(attention, model, device=device, dtype=dtype)
             functions = [attention_function(backend, attention, device)] * model.num_layers
-        matmuls = [None] * model.num_layers if matmuls is None else matmuls
+        matmuls = [{}] * model.num_layers if matmuls is None else matmuls
         if sequence_parallel and groups.tp_size > 1 and device.type == "cuda":
             copies.connect(groups.tp_group)  # before anything is compiled: that decides which operators are called
         self.embedding = VocabParallelEmbedding(
@@ -260,12 +258,12 @@ class Transformer(nn.Module):
                 attention.qk_norm,
                 function,
                 groups,
-                matmul=matmul,
+                matmuls=own,
                 sequence_parallel=sequence_parallel,
                 selective=activation_checkpointing == "selective",
                 **place,
             )
-            for _, function, matmul in zip(range(model.num_layers), functions, matmuls, strict=True)
+            for _, function, own in zip(range(model.num_layers), functions, matmuls, strict=True)
         )
         self.final_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, split_input=sequence_parallel, **place)
         head_weight = self.embedding.weight

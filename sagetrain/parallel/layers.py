@@ -89,8 +89,7 @@ class ColumnParallelLinear(nn.Module):
 
     Args:
         out_features: name of each weight and its number of output features, in the order of the outputs.
-        matmul: how it multiplies if its size suits it (default: in the dtype of its operands, gradients joined under
-            tensor parallelism).
+        matmul: how it multiplies (default: in the dtype of its operands, gradients joined under tensor parallelism).
     """
 
     def __init__(
@@ -107,9 +106,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.groups = groups
         self.sequence_parallel = sequence_parallel
-        self.matmul = Matmul(joined=groups.tp_size > 1)
-        if matmul and matmul.suits(in_features * sum(out_features.values()) // groups.tp_size):
-            self.matmul = matmul
+        self.matmul = matmul or Matmul(joined=groups.tp_size > 1)
         self.kept: tuple[Tensor, ...] = ()
         """What `keep_weights` made. No buffers: DeepSpeed would cast them."""
         self.names = tuple(out_features)
@@ -132,7 +129,7 @@ class RowParallelLinear(nn.Module):
     ends that.
 
     Args:
-        matmul: how it multiplies if its size suits it (default: in the dtype of its operands).
+        matmul: how it multiplies (default: in the dtype of its operands).
     """
 
     def __init__(
@@ -149,9 +146,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.groups = groups
         self.sequence_parallel = sequence_parallel
-        self.matmul = Matmul()
-        if matmul and matmul.suits(in_features * out_features // groups.tp_size):
-            self.matmul = matmul
+        self.matmul = matmul or Matmul()
         self.kept: tuple[Tensor, ...] = ()
         local = _divide(in_features, groups, "in_features")
         weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))

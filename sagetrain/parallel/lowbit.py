@@ -69,7 +69,6 @@ class LowBit(Matmul):
         per_row: a scale for each row of every operand, not one for all of it.
         wide_weight_gradient: the gradient of the weights is made of what 16 bits (the dtype of x) hold of dY and x. It
             sums over tokens, whose magnitudes differ most.
-        least_weights: layers of fewer stay in 16 bits.
     """
 
     joined: bool = True
@@ -77,11 +76,6 @@ class LowBit(Matmul):
     gradient: torch.dtype = E4M3
     per_row: bool = True
     wide_weight_gradient: bool = False
-    least_weights: int = 0
-
-    def suits(self, weights: int) -> bool:
-        """Whether a layer is large enough."""
-        return weights >= self.least_weights
 
     def keep(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Codes and scales of the weights, as the output reads them, and transposed, for the gradient of x."""

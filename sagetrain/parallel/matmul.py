@@ -34,10 +34,6 @@ class Matmul:
 
     joined: bool = False
 
-    def suits(self, weights: int) -> bool:
-        """Whether a layer with so many weights should multiply like this, or else in the dtype of its operands."""
-        return True
-
     def keep(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the products read in place of the weights for as long as these do not change; nothing here."""
         return ()

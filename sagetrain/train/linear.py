@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE
 from sagetrain.config.schema import LinearConfig, ModelConfig
-from sagetrain.model.linear_choice import layers_of, weights_of
 from sagetrain.model.selection import cannot_multiply, why_sixteen_bits
 from sagetrain.train.attention import recorded
 
@@ -69,15 +69,15 @@ def settle(
 def _compare(
     settled: LinearConfig, model: ModelConfig, folder: Path, tensor_parallel_size: int, say: Callable[[str], None]
 ) -> None:
-    """Say which layers multiply in 8 bits where another tensor-parallel size changes that: keep_layers_below counts the
-    weights that a rank has."""
+    """Say which layers multiply in 8 bits where another tensor-parallel size changes that: what decides is a rank's
+    sizes."""
     before = LinearConfig(**recorded(folder, "linear"))
     sizes = recorded(folder, "parallel").get("tensor_parallel_size", 1), tensor_parallel_size
     was, now = (
-        [name for name, weights in weights_of(layers_of(model, size)).items() if linear.takes(weights)]
+        [name for name, layer in model.linear_layers(size).items() if linear.takes(layer)]
         for linear, size in zip((before, settled), sizes, strict=True)
     )
     if sizes[0] != sizes[1] and before.low_bit and was != now:
-        say(f"linear.keep_layers_below {settled.keep_layers_below:,} counts a rank's weights: at "
-            f"tensor_parallel_size {sizes[1]} {', '.join(now) or 'no layers'} are in 8 bits, so far, at {sizes[0]}, "
-            f"{', '.join(was) or 'none'} did")  # fmt: skip
+        say(f"a rank's sizes decide which linear layers are in 8 bits (linear.keep_layers_below "
+            f"{settled.keep_layers_below:,}, sides of multiples of {LOW_BIT_MULTIPLE}): at tensor_parallel_size "
+            f"{sizes[1]} {', '.join(now) or 'none'}, so far, at {sizes[0]}, {', '.join(was) or 'none'}")  # fmt: skip

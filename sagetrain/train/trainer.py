@@ -81,7 +81,8 @@ class Trainer:
         try:
             resolve_backend(cfg.attention, cfg.model, device=kind, dtype=self.dtype)
             self._rungs(kind)
-            matmuls_of(cfg.linear, cfg.model, device=kind, dtype=self.dtype)
+            size = cfg.parallel.tensor_parallel_size
+            matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=size, device=kind, dtype=self.dtype)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -117,8 +118,9 @@ class Trainer:
             choices = Choices(cfg, self.groups, self.stream, self.folder, compiled=self.compiled, **how)
             chosen = attention.settle(cfg.attention, cfg.model, found, choose=choices.attention, **how)
             self.attention, self.attention_reason = chosen
-            how["tensor_parallel_size"] = self.groups.tp_size
-            self.linear, why = linear.settle(cfg.linear, cfg.model, found, choose=choices.linear, **how)
+            place["tensor_parallel_size"] = self.groups.tp_size
+            say = self._say
+            self.linear, why = linear.settle(cfg.linear, cfg.model, found, choose=choices.linear, say=say, **place)
             self.matmuls, self.linear_reason = matmuls_of(self.linear, cfg.model, **place)
             self.linear_reason += f"; {why}" if why else ""
             self.micro_step = token_multiple(cfg, self.groups.dp_size)

@@ -173,7 +173,7 @@ SHAPE = ModelConfig(num_layers=4, hidden_size=256, ffn_hidden_size=512, num_atte
 
 def _model(linear: LinearConfig) -> Transformer:
     place = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
-    matmuls, _ = matmuls_of(linear, SHAPE, **place)
+    matmuls, _ = matmuls_of(linear, SHAPE, tensor_parallel_size=1, **place)
     attention = AttentionConfig(backend="sdpa")
     return Transformer(SHAPE, attention, vocab_size=1024, groups=SINGLE, matmuls=matmuls, **place)
 

@@ -63,7 +63,8 @@ def test_an_mlp_compiled_is_that_of_plain_torch(matmul: Matmul, monkeypatch: pyt
         torch._dynamo.reset()
         torch.manual_seed(1)
         place = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
-        layer = MLP(SHAPE, ParallelGroups.single(), matmul=matmul, sequence_parallel=False, **place)
+        matmuls = {"gate_up": matmul, "down": matmul}
+        layer = MLP(SHAPE, ParallelGroups.single(), matmuls=matmuls, sequence_parallel=False, **place)
         for weight in layer.parameters():
             torch.nn.init.normal_(weight, std=0.05)
         keep_weights(layer)

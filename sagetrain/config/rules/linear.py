@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
+from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE
 from sagetrain.config.rules.findings import error, neighbours, no_effect
 from sagetrain.config.schema import RunConfig
-
-# Of every size of a rank's matrices: torch's FP8 kernels read 16 bytes at a time.
-_MULTIPLE = 16
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
@@ -63,9 +61,9 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f"none is left for linear.precision {asked}",
             "keep fewer, or use linear.precision bf16",
         )
-    qkv = model.head_dim * (model.num_attention_heads + 2 * model.num_key_value_heads)
-    largest = model.hidden_size * max(2 * model.ffn_hidden_size, qkv) // tensor
-    if not linear.takes(largest):
+    layers = model.linear_layers(tensor)
+    largest = max(layer.weights for layer in layers.values())
+    if largest < below:
         yield error(
             "linear_blocks",
             "linear.keep_layers_below",
@@ -74,32 +72,34 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f"none is left for linear.precision {asked}",
             "use a smaller one, or linear.precision bf16",
         )
-    if asked == "auto":  # what has no 8-bit matmul stays in 16 bits, and the run says why
-        return
     sizes = {
-        "model.hidden_size": (model.hidden_size, 1, 1),
-        "model.ffn_hidden_size": (model.ffn_hidden_size, 1, tensor),
-        "model.num_attention_heads": (model.num_attention_heads, model.head_dim, tensor),
-        "model.num_key_value_heads": (model.num_key_value_heads, model.head_dim, tensor),
+        "hidden_size": (1, 1),
+        "ffn_hidden_size": (1, tensor),
+        "num_attention_heads": (model.head_dim, tensor),
+        "num_key_value_heads": (model.head_dim, tensor),
     }
-    for key, (value, width, ranks) in sizes.items():
+    for name, (width, ranks) in sizes.items():
+        value = getattr(model, name)
         size, rest = divmod(value * width, ranks)
-        if rest or size % _MULTIPLE == 0:  # what does not divide is layout.py's
+        odd = [layer for layer, each in layers.items() if size in each.odd and each.weights >= below]
+        if rest or not odd:  # what does not divide is layout.py's
             continue
         made_of = (f" x head_dim {width}" if width > 1 else "") + (
             f" / tensor_parallel_size {ranks}" if ranks > 1 else ""
         )
-        change = f"use {neighbours(value, _MULTIPLE * ranks)}" if width == 1 else "change head_dim"
+        change = f"use {neighbours(value, LOW_BIT_MULTIPLE * ranks)}" if width == 1 else "change head_dim"
         smaller = ", a smaller tensor_parallel_size" if ranks > 1 else ""
-        yield error(
+        needs = f"keeps {' and '.join(odd)} in 16 bits for that" if asked == "auto" else "needs that"
+        yield Finding(
             "linear_multiple",
-            key,
+            "info" if asked == "auto" else "error",
+            f"model.{name}",
             value,
-            f"makes matrices with a side of {size} ({value}{made_of}), which is not a multiple of {_MULTIPLE}, as "
-            f"linear.precision {linear.precision} needs",
+            f"makes matrices with a side of {size} ({value}{made_of}), which is not a multiple of {LOW_BIT_MULTIPLE}: "
+            f"linear.precision {asked} {needs}",
             f"{change}{smaller}, or linear.precision bf16",
         )
-    if cfg.training.dtype == "fp32":
+    if cfg.training.dtype == "fp32" and asked != "auto":
         yield Finding(
             "low_bit_linear_in_fp32",
             "info",

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.config.sections.base import Section
 
 
@@ -63,6 +64,18 @@ class ModelConfig(Section):
     init_std: Annotated[float, Field(gt=0, le=1)] = 0.02
     """Standard deviation of the initial weights; projections into the residual stream get it / sqrt(2 num_layers)."""
 
+    def linear_layers(self, tensor_parallel_size: int) -> dict[str, LinearSizes]:
+        """Those of a block."""
+        query, key = (heads * self.head_dim for heads in (self.num_attention_heads, self.num_key_value_heads))
+        hidden = self.hidden_size
+        query, key, inner = (size // tensor_parallel_size for size in (query, key, self.ffn_hidden_size))
+        return {
+            "qkv": LinearSizes(hidden, {"q": query, "k": key, "v": key}),
+            "out": LinearSizes(query, {"out": hidden}),
+            "gate_up": LinearSizes(hidden, {"gate": inner, "up": inner}),
+            "down": LinearSizes(inner, {"down": hidden}),
+        }
+
 
 class AttentionConfig(Section):
     """Which attention runs, and the SageBwd settings."""
@@ -110,9 +123,9 @@ class LinearConfig(Section):
         """Whether layers multiply in 8 bits. With precision `auto` none does until it is decided."""
         return self.precision in ("fp8", "int8")
 
-    def takes(self, weights: int) -> bool:
-        """Whether a layer of so many weights on a rank multiplies in 8 bits, in a block that does."""
-        return self.low_bit and weights >= self.keep_layers_below
+    def takes(self, layer: LinearSizes) -> bool:
+        """Whether a layer multiplies in 8 bits, in a block that does."""
+        return self.low_bit and layer.weights >= self.keep_layers_below and not layer.odd
 
     def low_bit_blocks(self, num_layers: int) -> range:
         """Which of the blocks multiply in 8 bits."""
