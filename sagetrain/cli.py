@@ -6,6 +6,7 @@ Heavy imports sit inside the commands, so that `--help` and `plan` answer at onc
 from __future__ import annotations
 
 import enum
+import gc
 import os
 import re
 import shutil
@@ -253,8 +254,11 @@ def train(
 
             if (said := use_cores()) and rank == 0:
                 _warn(said)
+            gc.disable()  # what is imported stays: to look for garbage in it takes a fifth of the start
             from sagetrain.train.trainer import Trainer
 
+            gc.freeze()
+            gc.enable()
             tasks = None
             if cfg.evaluation.tasks:
                 from sagetrain.cli_evaluate import load_harness
@@ -265,9 +269,10 @@ def train(
                 tasks = ask(cfg.evaluation, cfg.data, trained)
             trainer = Trainer(cfg, findings, tasks)
         except ConfigError as error:
-            from sagetrain.train import roster
+            if world_size > 1:
+                from sagetrain.train import roster
 
-            roster.stay_out(error)
+                roster.stay_out(error)
             raise
         trainer.run()
     _leave_together()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,17 @@ SLOW = (
 )
 
 torch.set_num_threads(1)  # two on a busy machine wait for each other: a sixth of the speed of one
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: no search for garbage need look at it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

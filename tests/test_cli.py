@@ -15,15 +15,16 @@ import pytest
 import typer
 
 from forked import PATIENCE
-from runs import BIN, ROOT, write_config
+from runs import ROOT, sagetrain, write_config
 from sagetrain import __version__, cli
 from sagetrain.config import ConfigError
 
 
 def command(*words: object) -> subprocess.CompletedProcess:
-    words = [word if isinstance(word, bytes) else str(word) for word in words]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "PYTHONUTF8": "1"}
-    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, env=env, check=False)
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [*map(str, words)], capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, env=env, check=False
+    )
 
 
 @pytest.mark.parametrize("words", [
@@ -33,9 +34,11 @@ def command(*words: object) -> subprocess.CompletedProcess:
     ["launch/train.py", "--local_rank=0", "none.yaml", "optimizer.lr=1"],  # as the deepspeed launcher calls it
 ])  # fmt: skip
 def test_the_package_the_module_and_the_launchers_script_can_be_run(words: list[str]) -> None:
-    done = command(sys.executable, *words)
+    done = command(sys.executable, "-X", "importtime", *words)
     assert done.returncode == 2
     assert "error: none.yaml: cannot be read" in done.stderr
+    assert " sagetrain.cli\n" in done.stderr or words[1] == "sagetrain.cli"
+    assert " torch\n" not in done.stderr  # a mistake is told at once
 
 
 @pytest.mark.parametrize("imported", ["typer.models", "torch.types"])
@@ -153,7 +156,7 @@ def test_help_of_every_command_has_an_example(name: str) -> None:
     (["generate", "none", b"caf\xe9"], "error: the prompt 'caf\\udce9' is not UTF-8"),
 ])  # fmt: skip
 def test_arguments_that_are_refused(words: list[object], said: str) -> None:
-    done = command(BIN / "sagetrain", *words)
+    done = sagetrain(*(os.fsdecode(word) if isinstance(word, bytes) else word for word in words))
     assert done.returncode == 2
     assert said in done.stderr and "Traceback" not in done.stderr
 
@@ -165,7 +168,7 @@ def test_a_run_dir_that_cannot_be_used_is_one_line(corpus: Path, tmp_path: Path,
     (tmp_path / "file").write_text("")
     folder = tmp_path / run_dir
     config = write_config(tmp_path / "run.yaml", corpus, folder)
-    done = command(BIN / "sagetrain", "train", "--config", config)
+    done = sagetrain("train", "--config", config)
     assert done.returncode == 2
     assert f"error: training.run_dir {folder} cannot be used: " in done.stderr and said in done.stderr
     assert "Traceback" not in done.stderr
