@@ -281,6 +281,10 @@ CASES = [
         "no_effect", "warning", "linear.keep_first_blocks", "has no effect with linear.precision bf16", "remove it",
     ),
     (
+        {"linear": {"recipe": "tensorwise"}}, 1,
+        "no_effect", "warning", "linear.recipe", "has no effect with linear.precision bf16", "remove it",
+    ),
+    (
         {"linear": {"keep_layers_below": 1}}, 1,
         "no_effect", "warning", "linear.keep_layers_below", "has no effect with linear.precision bf16", "remove it",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,20 @@ from torch import Tensor
 import tiny
 from distributed import run_distributed
 from runs import finish, write_config
+from sagetrain.config.load import load_config
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
+from sagetrain.parallel import layers
 from sagetrain.parallel.layers import shard
 from sagetrain.parallel.lowbit import RECIPES, LowBit
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.train import checkpoint
+from sagetrain.train import checkpoint, trainer
 from sagetrain.train.checkpoint import Reader
 from sagetrain.train.engine import Engine
+from spoiled import spoiled
 
 VOCAB, SEQUENCES, LENGTH = 128, 4, 16
 SHAPE = ModelConfig(
@@ -305,6 +309,57 @@ def keep_through_a_run(root: str, stage: int, dtype: str) -> None:
 def test_kept_weights_are_never_stale(tmp_path, stage: int, dtype: str) -> None:
     """DeepSpeed writes weights past autograd's version counters, so nothing but the engine can tell."""
     run_distributed(keep_through_a_run, 2, str(tmp_path), stage, dtype)
+
+
+class Fresh:
+    """Where layers multiply, in the place of `linear`: no 8-bit copy differs from the weights of that moment."""
+
+    def __init__(self) -> None:
+        self._linear, self.calls = layers.linear, 0
+        layers.linear = self
+
+    def __call__(self, x, weights, matmul, back=None, group=None, kept=()) -> tuple[Tensor, ...]:
+        if isinstance(matmul, LowBit):
+            now = matmul.keep(list(weights))
+            assert len(kept) == 4 and all(torch.equal(x.float(), y.float()) for x, y in zip(kept, now, strict=True))
+            self.calls += 1
+        return self._linear(x, weights, matmul, back, group, kept)
+
+
+def train_through_all_that_writes_weights(corpus: str, root: str) -> None:
+    """Steps, evaluations, probes, a cap on gains, skipped steps, going back, dropped steps, a resume at another layout,
+    another run's weights."""
+    fresh = Fresh()
+    stability = {"qk_gain": {"cap": 1.01}, "quant_noise": {"every_steps": 4}, "monitor": {"every_steps": 4}}
+    constant = "tokens_per_step={schedule: constant, tokens: 256}"
+    for name, policy, tp_size, steps, keys in (
+        ("first", "skip", 1, 16, {}),
+        ("first", "rewind", 2, 20, {}),
+        ("second", "stop", 1, 4, {"init_from": f"{root}/first", "init_moments": True, "drop_steps": [2]}),
+    ):
+        spikes = {"spikes": {"window": 16, "grace_steps": 6, "policy": policy}}
+        sections = {"stability": {**stability, **spikes}, "checkpoint": {"every_tokens": 1280, "keep_last": 4}}
+        sections |= {"attention": {"qk_norm": "before_rope"}, "linear": {"precision": "fp8"}}
+        sections |= {
+            "evaluation": {"every_tokens": 1024},
+            "training": {"total_tokens": steps * 256, "dtype": "bf16", **keys},
+        }
+        file = Path(root) / f"{dist.get_rank()}.yaml"
+        cfg = load_config(write_config(file, Path(corpus), Path(root) / name, tp_size, **sections), [constant])
+        calls, run = fresh.calls, trainer.Trainer(cfg, [])
+        run.run()
+        if run.folder._lock:
+            run.folder._lock.close()  # as the end of its process does
+        assert run.state.step == steps and fresh.calls > calls
+    rows = [json.loads(line) for line in (Path(root) / "first/events.jsonl").read_text().splitlines()]
+    events = [(row["step"], row["action"]) for row in rows if row["kind"] == "spike"]
+    assert events == [(15, "skip"), (18, "rewind")]
+
+
+def test_no_product_of_a_run_reads_a_stale_copy(tmp_path, corpus) -> None:
+    wrong = [sample for step in (15, 18) for sample in range(8 * (step - 1), 8 * step)]
+    bad = spoiled(corpus, tmp_path / "bad", wrong)
+    run_distributed(train_through_all_that_writes_weights, 2, str(bad), str(tmp_path))
 
 
 # -- a run ---------------------------------------------------------------------------------------------------------

@@ -16,11 +16,8 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     kept = {name: getattr(linear, name) for name in ("keep_first_blocks", "keep_last_blocks")}
     below = linear.keep_layers_below
     if linear.precision == "bf16":
-        for name, blocks in kept.items():
-            if blocks:
-                yield no_effect(f"linear.{name}", blocks, "linear.precision bf16: all blocks are in 16 bits")
-        if below:
-            yield no_effect("linear.keep_layers_below", below, "linear.precision bf16: all layers are in 16 bits")
+        for name, value in linear.model_dump(exclude={"precision"}, exclude_defaults=True).items():
+            yield no_effect(f"linear.{name}", value, "linear.precision bf16: all layers are in 16 bits")
         return
     asked = linear.precision
     if asked == "auto":  # in fp8, where that gains
