@@ -208,6 +208,11 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
             most_loss, most_gradients = (1e-4, 0.2) if name[0] == "fp8" else (5e-3, 1.2)
             assert away[0].abs() < most_loss, case
             assert _norm(away[1:]) < most_gradients * rounding, case
+            if cp_size > 1:  # not compiled anew
+                spread.zero_grad()
+                spread.use_16_bits()
+                wide = results(model(LinearConfig(), groups, **how), groups)
+                assert all(map(torch.equal, results(spread, groups), wide)), case
 
 
 @pytest.mark.parametrize(("tp_size", "cp_size"), [(2, 1), (1, 2), (2, 2)])

@@ -25,7 +25,6 @@ from sagetrain.config.schema import AttentionConfig
 from sagetrain.model.backends import AttentionFunction, attention_function
 from sagetrain.model.selection import resolve_backend
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.layers import use_16_bits
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.stability.controller import Event
 from sagetrain.stability.spikes import METRIC, Verdict
@@ -145,7 +144,7 @@ def _replay(
     other: list[AttentionFunction] = [attention_function(backend, asked, device)] * len(before)
     again, low = _take(trainer, folder, content, before), trainer.linear.low_bit
     if linear_in_16_bits:
-        use_16_bits(trainer.engine.module)
+        cast(Transformer, trainer.engine.module).use_16_bits()
     compared = _take(trainer, folder, content, other)
     limits = {name: float(content["event"][f"{name}_limit"]) for name in ("loss", "grad_norm")}
     metrics = content["metrics"]

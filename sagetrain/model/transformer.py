@@ -28,7 +28,7 @@ from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, gather_from_region
 from sagetrain.parallel.cross_entropy import linear_cross_entropy, linear_token_losses
 from sagetrain.parallel.host import cores_of_rank
-from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, keep_weights, settle, shard
+from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, keep_weights, linear_layers, settle, shard
 from sagetrain.parallel.matmul import Matmul, linear
 from sagetrain.parallel.rng import named_generator
 from sagetrain.parallel.topology import ParallelGroups
@@ -398,6 +398,13 @@ class Transformer(nn.Module):
     def keep_weights(self) -> None:
         """Make what linear layers keep of their weights (layers.keep_weights): at first, and whenever these changed."""
         keep_weights(self)
+
+    def use_16_bits(self) -> None:
+        """Let all linear layers multiply in the dtype of their operands from now on."""
+        for layer in linear_layers(self):
+            layer.matmul, layer.kept = Matmul(joined=self.groups.tp_size > 1), ()
+        for block in self.blocks:
+            block.attention_norm.reader = block.mlp_norm.reader = None
 
     def _layouts(
         self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None

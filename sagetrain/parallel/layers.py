@@ -75,12 +75,6 @@ def keep_weights(model: nn.Module) -> None:
             old.copy_(new)
 
 
-def use_16_bits(model: nn.Module) -> None:
-    """Let all linear layers multiply in the dtype of their operands from now on."""
-    for layer in linear_layers(model):
-        layer.matmul, layer.kept = Matmul(joined=layer.matmul.joined), ()
-
-
 class ColumnParallelLinear(nn.Module):
     """Several y = x W^T of one x, with the rows of each W, that is its output features, spread over the group.
 
