@@ -25,8 +25,9 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_twin_is_within_one_rounding_of_float64(dtype: torch.dtype) -> None:
-    magnitudes = (1.0, 1e-2, 20.0) if dtype == torch.float16 else (1.0, 1e-15, 1e15)
-    for rows, columns, magnitude in zip((1, 37, 16), (1, 129, 48), magnitudes, strict=True):
+    """At 1e-20 products are subnormal."""
+    magnitudes = (1.0, 1e-2, 20.0, 1e-3) if dtype == torch.float16 else (1.0, 1e-15, 1e15, 1e-20)
+    for rows, columns, magnitude in zip((1, 37, 16, 37), (1, 129, 48, 129), magnitudes, strict=True):
         inputs = random_swiglu(rows, columns, magnitude, dtype)
         found = swiglu_gradients_twin(*inputs)
         assert found.shape == (rows, 2 * columns) and found.dtype == dtype

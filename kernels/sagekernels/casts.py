@@ -200,12 +200,8 @@ def _round_both_kernel(
     X, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE, rows, columns, padded, stride, across,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """One program rounds one tile: read once, written along rows and along columns, there as words of four codes.
-
-    The last tile comes first: the end of what the pass before read is still in the L2 cache.
-    """
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    right, down = tile % across, tile // across
+    """One program rounds one tile: read once, written along rows and along columns, there as words of four codes."""
+    right, down = tl.program_id(0) % across, tl.program_id(0) // across
     column = right * COLUMNS + tl.arange(0, COLUMNS)
     row0, row1 = _rows_of(down, 0, ROWS), _rows_of(down, 1, ROWS)
     row2, row3 = _rows_of(down, 2, ROWS), _rows_of(down, 3, ROWS)
@@ -221,8 +217,8 @@ def _round_both_kernel(
     else:
         # The same number, read again: codes that are used both ways end ptxas 12.8 (and as bytes became zeros).
         turned_scale, inverse = _scale_of(tl.load(OF_COLUMNS), NUMBER)
-        tl.store(SCALE, inverse, mask=tile == 0)
-        tl.store(TURNED_SCALE, inverse, mask=tile == 0)
+        tl.store(SCALE, inverse, mask=tl.program_id(0) == 0)
+        tl.store(TURNED_SCALE, inverse, mask=tl.program_id(0) == 0)
     words = _store_rows(x0, row0, column, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns, 0, PER_ROW, NUMBER)
     words |= _store_rows(
         x1, row1, column, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns, 1, PER_ROW, NUMBER

@@ -65,9 +65,11 @@ def swiglu_gradients_error(found: Tensor, grad: Tensor, gate: Tensor, up: Tensor
     grad64, x, up64 = grad.double(), gate.double(), up.double()
     sigmoid = x.sigmoid()
     exact = torch.cat((grad64 * up64 * sigmoid * (1 + x * (1 - sigmoid)), grad64 * x * sigmoid), 1)
-    # Of float32: some last places of the terms, more of e^-x the larger x is, and no sigmoid below 1e-37.
+    # Of float32: some last places of the terms, more of e^-x the larger x is, no sigmoid below 1e-37, and last places
+    # of 2^-149 where a product is subnormal, before 1 + x (1 - sigmoid) multiplies it.
     steps = (4e-7 * sigmoid + 1e-37) * (1 + x.abs() * (1 - sigmoid))
-    float32 = torch.cat(((grad64 * up64).abs() * steps * (1 + x.abs()), (grad64 * x).abs() * steps), 1)
+    of_gate = ((grad64 * up64).abs() * steps + 2**-149) * (1 + x.abs())
+    float32 = torch.cat((of_gate, (grad64 * x).abs() * steps + 2**-149), 1)
     return _rounding_errors(found, exact, float32)
 
 

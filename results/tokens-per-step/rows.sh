@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rows of PLAN.md, one after the other, on the GPUs that CUDA_VISIBLE_DEVICES shows:
+# Rows of README.md, one after the other, on the GPUs that CUDA_VISIBLE_DEVICES shows:
 #
 #   results/tokens-per-step/rows.sh B-256k C-256k ...
 #
@@ -8,8 +8,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-paper='paper: attention.backend=sage attention.recipe=paper'
+paper='paper: attention.backend=sage attention.recipe=paper stability.quant_noise.every_steps=100'
 no_smoothing='no-k-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_k=false'
+fp8='fp8: attention.backend=sage attention.recipe=scores linear.precision=fp8 linear.recipe=rowwise'
 q_smoothing='q-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_q=true'
 
 # row NAME TOKENS_PER_STEP STEPS SEQUENCES_PER_MICRO_BATCH ARGUMENTS_OF_COMPARE...
@@ -25,8 +26,8 @@ row() {
 
 for name in "$@"; do
   case $name in
-    B-16k) row "$name" 16384 2600 16 --variant "$paper" ;;
-    B-64k) row "$name" 65536 650 32 --variant "$paper" ;;
+    B-16k) row "$name" 16384 5200 8 --variant "$paper" ;;
+    B-64k) row "$name" 65536 1300 32 --variant "$paper" --variant "$fp8" ;;
     B-256k) row "$name" 262144 500 32 --variant "$paper" ;;
     B-1m) row "$name" 1048576 200 32 --variant "$paper" ;;
     C-256k) row "$name" 262144 500 32 attention.qk_norm=none --variant "$paper" ;;
