@@ -9,7 +9,8 @@ and by reduces to their owners with owners (docs/gradients.md): dp2,dp2-g16,dp2-
 
 Each is a real run of launch/train.py through the deepspeed launcher with `--accumulation` micro-steps a step; those
 that leave GPUs free run side by side. Nothing is saved: a run is killed when it has enough steps. Scaling is tokens/s
-per GPU against the first layout; MFU counts attention inside documents (perf/mfu). Exit code 1: a layout failed.
+per GPU against the first layout; MFU is perf/mfu, which counts attention inside documents, and MFU of whole sequences
+perf/mfu_full_attention. Exit code 1: a layout failed.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Layout:
     process: subprocess.Popen | None = None
     error: str = ""
     rate: float = 0.0
-    mfu: float = 0.0
+    mfu: tuple[float, float] = (0.0, 0.0)
+    """Of documents, of whole sequences."""
     memory: float = 0.0
 
     @classmethod
@@ -132,7 +134,8 @@ class Layout:
             return True
         timed = found[WARM_UP : WARM_UP + steps]
         self.rate = statistics.median(row["perf/tokens_per_second"] for row in timed)
-        self.mfu = statistics.median(row.get("perf/mfu", 0.0) for row in timed)
+        names = "perf/mfu", "perf/mfu_full_attention"
+        self.mfu = tuple(statistics.median(row.get(name, 0.0) for row in timed) for name in names)
         self.memory = timed[-1]["perf/memory_gib"]
         return True
 
@@ -197,7 +200,8 @@ def table(layouts: list[Layout], configs: dict[str, RunConfig], vocab_size: int,
     first = next((x for x in layouts if x.rate), None)
     hardware = of_device(title)
     shown = Table(title=title, title_justify="left")
-    for column in ("layout", "GPUs", "tokens/s", "predicted", "per GPU", "scaling", "MFU", "memory", "predicted"):
+    rates = "tokens/s", "predicted", "per GPU", "scaling", "MFU", "of whole sequences"
+    for column in ("layout", "GPUs", *rates, "memory", "predicted"):
         shown.add_column(column, justify="left" if column == "layout" else "right")
     for layout in layouts:
         if layout.error:
@@ -214,7 +218,7 @@ def table(layouts: list[Layout], configs: dict[str, RunConfig], vocab_size: int,
             f"{step.tokens_per_second:,.0f}" if step else "-",
             f"{per_gpu:,.0f}",
             f"{per_gpu / (first.rate / first.world_size):.3f}",
-            f"{layout.mfu:.3f}",
+            *(f"{share:.3f}" for share in layout.mfu),
             f"{layout.memory:.1f} GiB",
             f"{predicted:.1f} GiB",
         )

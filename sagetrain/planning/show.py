@@ -317,8 +317,8 @@ def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
     )
     tokens = f"{prediction.tokens_per_step:,} tokens in {prediction.accumulation:,} micro-steps"
     per_gpu = f"{prediction.tokens_per_second / prediction.world_size:,.0f} per GPU"
-    rate = f"{prediction.tokens_per_second:,.0f} tokens/s, {per_gpu}, MFU {prediction.mfu:.3f}"
-    rate += f" ({prediction.mfu_full_attention:.3f} if attention counted over whole sequences)" if documents else ""
+    rate = f"{prediction.tokens_per_second:,.0f} tokens/s, {per_gpu}, MFU {prediction.mfu:.3f} of the 16-bit peak"
+    rate += f" (MFU of whole sequences {prediction.mfu_full_attention:.3f})" if documents else ""
     return Table(
         title,
         ("part", "time", "share", "what"),
