@@ -145,6 +145,17 @@ def test_a_full_disk_names_the_file_and_leaves_whole_rows_and_events(small_disk:
         (small_disk / "filler").unlink()
 
 
+def test_a_run_whose_folder_is_removed_does_not_go_on_writing_to_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    writer = MetricsWriter(tmp_path / "run", 0, 0, 1000, tensorboard=False)
+    writer.write(1, 1, {"train/loss": 1.0})
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FileNotFoundError, match="removed") as raised:
+        writer.write(2, 2, {"train/loss": 1.0})
+    writer.close()
+    assert raised.value.filename == str(tmp_path / "run/metrics.jsonl")
+
+
 def test_files_beside_the_metrics_stay_as_they_were_on_a_full_disk(small_disk: Path) -> None:
     folder, cfg = RunFolder(small_disk), tiny.config(1)
     folder.describe(cfg, {"first": 1}, [])

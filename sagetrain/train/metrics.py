@@ -157,7 +157,8 @@ def _drop_rows_after(path: Path, step: int) -> None:
 
 
 class _Records:
-    """A file that grows by whole records: what a full disk cuts short is taken back."""
+    """A file that grows by whole records: what a full disk cuts short is taken back. One that was removed is an error,
+    or the run would train on to its next checkpoint and find no place for that either."""
 
     def __init__(self, path: Path):
         self._path, self._file = path, path.open("ab", buffering=0)
@@ -167,6 +168,8 @@ class _Records:
         try:
             if self._file.write(record) < len(record):  # what fits on the disk is written, without an error
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if not os.fstat(self._file.fileno()).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "removed while the run was writing to it")
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(before)
