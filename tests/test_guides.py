@@ -17,6 +17,8 @@ from mkdocs.config import load_config
 from forked import PATIENCE, Command
 from runs import ROOT
 from sagetrain.config.reference import keys
+from sagetrain.config.schema import LinearConfig
+from sagetrain.parallel.lowbit import RECIPES
 from test_documented_commands import split
 
 GUIDES = sorted(ROOT.glob("docs/*.md"))
@@ -64,6 +66,15 @@ def test_the_site_renders_with_every_page_every_link_and_every_key(tmp_path: Pat
     reference = (tmp_path / "reference/index.html").read_text()
     assert [key.name for key in keys() if f"<code>{key.name}</code>" not in reference] == []
     assert "googleapis" not in reference, "a page that needs another server"
+
+
+def test_the_page_on_linear_layers_has_every_key_with_its_default_and_every_recipe() -> None:
+    page = ROOT / "docs/low-bit-linear.md"
+    keys_of_page = yaml.safe_load(next(block for language, block in blocks(page) if language == "yaml"))["linear"]
+    assert LinearConfig(**keys_of_page) == LinearConfig(precision="fp8")
+    assert keys_of_page.keys() == LinearConfig.model_fields.keys()
+    recipes = {recipe for _, recipe in RECIPES} | {"auto"}
+    assert set(re.findall(r"^- `(\w+)`", page.read_text(), re.M)) == recipes
 
 
 def test_the_readme_is_one_page() -> None:

@@ -104,8 +104,9 @@ class LinearConfig(Section):
     """bf16: as training.dtype says. fp8 (Ada, Hopper and newer GPUs) and int8: operands are rounded to 8 bits before
     each product, scaled by their present magnitudes; results, weights and optimizer keep their precision. auto: fp8 for
     the layers that are large enough to gain 5 % or more, timed on this GPU, once, when the run begins, at the sizes of
-    a rank; bf16 where none is, and without FP8 or a GPU. A run that continues keeps it. Not the default: fp8 changes
-    the loss, which a choice by speed should not do unasked."""
+    a rank; bf16 where none is, for layers with a side of no multiple of 16 (an error with fp8 and int8), and without
+    FP8 or a GPU. A run that continues keeps it. Not the default: fp8 changes the loss, which a choice by speed should
+    not do unasked."""
     recipe: Literal["tensorwise", "rowwise", "rowwise_bf16_wgrad", "auto"] = "rowwise"
     """What shares a scale: tensorwise (fp8 only) a whole matrix, with gradients in e5m2; rowwise each token and each
     feature, in e4m3 or INT8; rowwise_bf16_wgrad the same with the gradients of the weights multiplied in 16 bits. auto
@@ -116,7 +117,8 @@ class LinearConfig(Section):
     """Blocks at the output whose linear layers stay in 16 bits."""
     keep_layers_below: NonNegativeInt = 0
     """Linear layers of fewer weights than this on a rank stay in 16 bits (q, k and v are one layer, gate and up too):
-    rounding takes longer than small matmuls save, by themselves on an H200 below some 8 million (results/step)."""
+    rounding takes longer than small matmuls save, by themselves on an H200 below some 8 million, less where a whole
+    model keeps the GPU busy (results/step)."""
 
     @property
     def low_bit(self) -> bool:
