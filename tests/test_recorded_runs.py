@@ -144,7 +144,7 @@ def test_sequence_parallelism_is_neither_too_fast_nor_too_slow_at_large():
     (["attention.backend=sdpa"], 831), ([SCORES], 824), ([SCORES, "linear.precision=fp8"], 643),
 ])  # fmt: skip
 def test_steps_without_deepspeed_are_met(overrides, milliseconds):
-    """launch/benchmark_step.py (results/step): 1B, two micro-batches and a fused AdamW, which moves 28 bytes."""
+    """launch/benchmark_step.py at commit 0dbf5ff: 1B, two micro-batches and a fused AdamW, which moves 28 bytes."""
     cfg, _ = configured("1b", "tp1", (8, 2), [*overrides, *WHOLE_SEQUENCES])
     step, size = predict(cfg, 1, VOCAB, H200), num_parameters(cfg.model, cfg.attention, VOCAB)
     seconds = step.matmul + step.attention + step.elementwise + 28 * size / H200.memory_bandwidth
