@@ -123,7 +123,9 @@ def test_linear_layers_that_the_run_has_in_8_bits_are_measured(run: Path, monkey
     auto = text.model_copy(update={"linear": text.linear.model_copy(update={"precision": "auto", **keys})})
     monkeypatch.setattr(load, "load_config", lambda path: auto)
     monkeypatch.setattr(linear, "recorded", lambda *_: {"precision": "fp8", "recipe": "rowwise"})
-    loaded = load_run(run, print)
+    said: list[str] = []
+    loaded = load_run(run, said.append)
+    assert said == ["linear layers, fp8 rowwise in training, are not in 8 bits here"]
     found = diagnose(loaded, ["fine"])
     assert list(found.linear) == ["1.attention.qkv", "1.mlp.gate_up"]  # out and down have 64 * 64
     for errors in found.linear.values():

@@ -162,6 +162,9 @@ def load_run(
         raise ConfigError(f"{error}: start the command on fewer ranks") from error
     checkpoint.load_weights(run.reader, model, groups, device)
     model.eval()
+    if cfg.linear.low_bit:
+        trained_in = f"{cfg.linear.precision} {cfg.linear.recipe}"
+        report(f"linear layers, {trained_in} in training, are not in 8 bits here")
     if precision and rungs:
         ladder = Ladder(precision, rungs, model.attention_layers, cfg.training.total_tokens)
         ladder.restore(run.reader.manifest["state"]["controllers"][ladder.name])
