@@ -525,6 +525,7 @@ static std::string stuck(const std::vector<std::unique_ptr<Block>> &blocks) {
 }
 // A message, or nothing if all blocks of threads came to their end. So many of them run at one time.
 static void run(int grid, int threads, int resident) {
+    resident = std::min(resident, grid);
     static std::vector<char> stacks;
     stacks.resize(STACK * threads * resident);
     std::vector<std::unique_ptr<Block>> blocks;

@@ -54,7 +54,7 @@ class Emulated:
         program.write_text(text + LAUNCH % name)
         library = program.with_suffix(".so")
         options = [*(f"-D{key}={value}" for key, value in defines.items()), f"-I{nvrtc.HERE}", f"-I{HERE}", "-w"]
-        command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", *options, str(program), "-o", str(library)]
+        command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", *options, str(program), "-o", str(library)]
         subprocess.run(command, check=True)
         self._launch = ctypes.CDLL(str(library)).launch
         self._launch.restype = ctypes.c_char_p
