@@ -121,10 +121,11 @@ def log_of(config: Path) -> str:
 def when(launcher: str | list[str], config: Path, ready: Callable[[], bool], act: Callable[[Command], None]) -> int:
     """Start a run, do `act` as soon as `ready`, and return the launcher's exit code."""
     process, deadline = start(launcher, config), time.monotonic() + PATIENCE
+    folder = run_dir_of(config)
     while not ready():
         assert process.poll() is None, log_of(config)[-3000:]
         assert time.monotonic() < deadline, "the run did not get there in time"
-        time.sleep(0.002)
+        time.sleep(0.002 if folder.exists() else 0.05)  # until then it imports
     act(process)
     return process.wait(PATIENCE)
 

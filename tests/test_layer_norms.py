@@ -41,8 +41,8 @@ def measured(layouts: list[Layout]) -> list[tuple[dict[str, float], list[float],
     results = []
     for tp_size, cp_size, stage, again, backend, overlap in layouts:
         runs = []
+        torch._dynamo.reset()
         for watched in (True, False):
-            torch._dynamo.reset()
             sections = {"optimizer": {"clip_grad": 0.05}, "training": {"activation_checkpointing": again}}
             sections["parallel"] = {"tensor_parallel_overlap": overlap}
             cfg, groups = tiny.config(stage, **sections), tiny.join(tp_size, cp_size)

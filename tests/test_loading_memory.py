@@ -14,7 +14,7 @@ MODEL = {"num_layers": 1, "hidden_size": 768, "ffn_hidden_size": 2048, "num_atte
 
 
 def engine_of(tp_size: int, stage: int, dtype: str):
-    tiny.VOCAB = 32_768  # two tensors with 25M values each: to read one whole, or keep it, would show
+    tiny.VOCAB = 16_384  # two tensors with 12.6M values each: to read one whole, or keep it, would show
     return tiny.engine(tiny.config(stage, dtype, model=MODEL), tiny.join(tp_size))
 
 
@@ -63,5 +63,5 @@ def test_loading_takes_at_most_1_3_times_the_state(tmp_path) -> None:
     for sizes in ranks:
         for layout, (state, more) in sizes.items():
             print(f"{layout}: state {state / 2**20:.0f} MiB, loaded in {1 + more / state:.3f} times that")
-            assert state > 370 * 2**20
+            assert state > 190 * 2**20
             assert 1 + more / state <= 1.3, f"{layout}: {more / 2**20:.0f} MiB beside {state / 2**20:.0f} MiB"

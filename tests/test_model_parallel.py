@@ -1,7 +1,5 @@
 """The whole model under tensor, sequence and data parallelism against the one-process model, on gloo, in fp32."""
 
-import itertools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -78,38 +76,28 @@ def _check_model(groups: ParallelGroups, packing: dict, **arguments: object) -> 
         torch.testing.assert_close(sharded(tokens, **packing), dense(tokens, **packing), rtol=1e-5, atol=1e-5)
 
 
-def _check_compiled(groups: ParallelGroups, sequence_parallel: bool, overlap: bool) -> None:
-    """Collectives inside the compiled blocks break no graph and change no number."""
-    results = []
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+def _check_compiled(groups: ParallelGroups, sequence_parallel: bool, overlap: bool, ways: tuple[str, ...]) -> None:
+    """Collectives inside the compiled blocks break no graph and change no number; recomputing what is cheap changes no
+    bit: collectives whose results are needed again run again."""
+    plain = []
     for compiled in (False, True):
-        model = _model(groups, tied=True, sequence_parallel=sequence_parallel, overlap=overlap)
-        if compiled:
-            model.compile_blocks(backend="aot_eager")  # without the C++ compiler
-        loss = model(*_batch(), **PACKED)
-        loss.backward()
-        results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert (
-        torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    )  # all blocks share one, and the norms outside of them
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
-
-
-def _check_selective(groups: ParallelGroups) -> None:
-    """Recomputing what is cheap changes no bit: collectives whose results are needed again run again."""
-    for sequence_parallel, compiled in itertools.product((False, True), (False, True)):
-        results = []
-        for how in ("none", "selective"):
+        results = {}
+        for how in ways:
             torch._dynamo.reset()
-            model = _model(groups, tied=True, sequence_parallel=sequence_parallel, activation_checkpointing=how)
+            torch._dynamo.utils.counters.clear()
+            place = {"sequence_parallel": sequence_parallel, "overlap": overlap, "activation_checkpointing": how}
+            model = _model(groups, tied=True, **place)
             if compiled:
-                model.compile_blocks(backend="aot_eager")
+                model.compile_blocks(backend="aot_eager")  # without the C++ compiler
             loss = model(*_batch(), **PACKED)
             loss.backward()
-            results.append([loss.detach(), *(p.grad for p in model.parameters())])
-        torch.testing.assert_close(*results, rtol=0, atol=0)
-        assert torch._C._distributed_c10d._get_work_registry_size() == 0  # what was started was finished
+            results[how] = [loss.detach(), *(p.grad for p in model.parameters())]
+            torch.testing.assert_close(results[how], results["none"], rtol=0, atol=0)
+            if compiled and how == "none":  # all blocks share one, and the norms outside of them
+                assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+            assert torch._C._distributed_c10d._get_work_registry_size() == 0  # what was started was finished
+        plain.append(results["none"])
+    torch.testing.assert_close(*plain, rtol=1e-5, atol=1e-7)
 
 
 def _check_tensor_parallel(tp_size: int) -> None:
@@ -122,9 +110,9 @@ def _check_tensor_parallel(tp_size: int) -> None:
         _check_model(groups, {}, tied=True, activation_checkpointing="full")
         _check_model(groups, PACKED, tied=True, overlap=False)
         _check_model(groups, PACKED, tied=False, overlap=False, sequence_parallel=True)
-        _check_selective(groups)
-        for sequence_parallel, overlap in ((True, True), (False, True), (True, False)):
-            _check_compiled(groups, sequence_parallel, overlap)
+        _check_compiled(groups, True, True, ("none", "selective"))
+        _check_compiled(groups, False, True, ("none", "selective"))
+        _check_compiled(groups, True, False, ("none",))
     with pytest.raises(ValueError, match="not a multiple of tensor_parallel_size"):
         Transformer(SHAPE, AttentionConfig(backend="sdpa"), vocab_size=VOCAB + 1, groups=groups)
 

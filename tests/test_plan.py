@@ -2,7 +2,6 @@
 """The printed plan: numbers, findings, speed, and that it needs neither torch nor data. Every shipped configuration."""
 
 import io
-import os
 import re
 import shlex
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from runs import sagetrain
 from sagetrain.config import ConfigError, dump_config, load_config
 from sagetrain.config.arithmetic import data_parallel_size
 from sagetrain.config.reference import keys, markdown
@@ -275,10 +275,10 @@ def test_it_needs_no_torch_and_little_time():
         (["--keys", "optimizer.l"], 0, "Peak learning rate."),
     ],
 )
-def test_the_command_and_its_exit_code(arguments, code, shown):
-    command = [sys.executable, "-c", "from sagetrain.cli import main; main()", "plan", *arguments]
-    environment = {**os.environ, "COLUMNS": "80"}  # of the terminal, not of a pipe
-    done = subprocess.run(command, capture_output=True, text=True, cwd=CONFIGS.parent, env=environment, check=False)
+def test_the_command_and_its_exit_code(monkeypatch, arguments, code, shown):
+    monkeypatch.setenv("COLUMNS", "80")  # of the terminal, not of a pipe
+    monkeypatch.chdir(CONFIGS.parent)
+    done = sagetrain("plan", *arguments)
     assert done.returncode == code, done.stdout + done.stderr
     assert shown in done.stdout + done.stderr
 
