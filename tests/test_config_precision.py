@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - one case a line reads best
-"""Precision ladders that cannot be as configured."""
+"""Precision ladders, and linear layers in 8 bits, that cannot be as configured."""
 
 import pytest
 
@@ -92,3 +92,10 @@ def test_flash_on_a_ladder_needs_16_bits():
 def test_sound_ladders(precision):
     found = check(run_config(attention=PAPER, stability={"precision": precision}), 1, files=False)
     assert [finding for finding in found if finding.key.startswith(("stability", "attention"))] == []
+
+
+def test_an_odd_side_of_a_layer_that_stays_in_16_bits_anyway_is_no_error():
+    narrow = {"num_key_value_heads": 1, "head_dim": 40}  # of q, k and v, 256 x 240
+    for below, rules in ((256 * 240, {"linear_multiple"}), (256 * 240 + 1, set())):
+        cfg = run_config(linear={"precision": "fp8", "keep_layers_below": below}, model=narrow)
+        assert {f.rule for f in check(cfg, 1, files=False) if f.level == "error"} == rules

@@ -407,13 +407,6 @@ CASES = [
 ]  # fmt: skip
 
 
-def test_an_odd_side_of_a_layer_that_stays_in_16_bits_anyway_is_no_error():
-    narrow = {"num_key_value_heads": 1, "head_dim": 40}  # of q, k and v, 256 x 240
-    for below, rules in ((256 * 240, {"linear_multiple"}), (256 * 240 + 1, set())):
-        cfg = run_config(linear={"precision": "fp8", "keep_layers_below": below}, model=narrow)
-        assert {f.rule for f in check(cfg, 1, files=False) if f.level == "error"} == rules
-
-
 @pytest.mark.parametrize(("attention", "positions"), [(True, True), (True, False), (False, False)])
 def test_documents_may_share_positions_but_not_the_other_way_round(attention, positions):
     cfg = run_config(data={"document_attention": attention, "document_positions": positions})

@@ -12,9 +12,11 @@ from torch import nn
 
 import tiny
 from distributed import run_distributed
+from sagetrain.config import ConfigError
 from sagetrain.data.loader import Batch
 from sagetrain.model.transformer import Transformer
 from sagetrain.train import engine as engine_module
+from sagetrain.train.engine import check_zero
 
 ACCUMULATIONS = [1, 4, 3, 4, 8, 4, 1, 2]
 
@@ -125,6 +127,21 @@ def by_layout(worlds: dict[int, list[tuple[int, int, int]]], backend: str) -> di
                 {f"world {world}, (tp, cp, stage) {k[:3]}, rank {rank}": torch.tensor(v) for k, v in results.items()}
             )
     return rows
+
+
+@pytest.mark.parametrize(
+    ("zero", "says"),
+    [
+        ({"overlap_com": True}, "overlap_com = True: is no key of DeepSpeed .*; did you mean overlap_comm"),
+        ({"overlap_comm:true": None}, "overlap_comm:true = None: is no key of DeepSpeed .*; did you mean overlap_comm"),
+        ({"reduce_scatter": "maybe"}, "reduce_scatter = 'maybe': Input should be a valid boolean"),
+    ],
+)
+def test_what_deepspeed_does_not_take_is_one_line(zero: dict, says: str) -> None:
+    cfg = tiny.config(2).model_copy(update={"deepspeed": {"zero_optimization": zero}})
+    with pytest.raises(ConfigError, match=rf"^deepspeed\.zero_optimization\.{says}"):
+        check_zero(cfg)
+    check_zero(tiny.config(2))
 
 
 def test_losses_do_not_depend_on_the_layout() -> None:

@@ -189,7 +189,8 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
     """Distances from the same recipe on one rank: of the loss, of this rank's gradients over what rounding does."""
     torch.set_num_threads(1)
     groups = ParallelGroups.create(Topology(dist.get_world_size(), tp_size, cp_size))
-    ways = [{"sequence_parallel": True}, {"overlap": False}, {"activation_checkpointing": "full"}]
+    again = ({"activation_checkpointing": how} for how in ("full", "selective"))
+    ways = [{"sequence_parallel": True}, {"overlap": False}, *again]
     exact = results(model(LinearConfig()))
     for name in (("fp8", "tensorwise"), ("fp8", "rowwise"), ("int8", "rowwise_bf16_wgrad")):
         dense = results(model(linear_of(name)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
+import difflib
 import functools
 import io
 import itertools
@@ -27,6 +28,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import nn
 
 from sagetrain.config.arithmetic import overlaps_reduction, resolved_zero_stage
@@ -53,6 +55,35 @@ def _never() -> bool:
     return False
 
 
+def check_zero(cfg: RunConfig) -> None:
+    """ConfigError if DeepSpeed would not take what the YAML has for it below zero_optimization: it would end in a
+    traceback of every rank, after the model is built."""
+    _without_gpu()
+    from deepspeed import __version__
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    try:
+        DeepSpeedZeroConfig(**cfg.deepspeed.get("zero_optimization", {}))
+    except ValidationError as error:
+        known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
+        said = []
+        for problem in error.errors():
+            name, says = ".".join(map(str, problem["loc"])), problem["msg"]
+            if problem["type"] == "extra_forbidden":
+                near = difflib.get_close_matches(name, known, 1)
+                says = f"is no key of DeepSpeed {__version__}" + (f"; did you mean {near[0]}?" if near else "")
+            said.append(f"deepspeed.zero_optimization.{name} = {problem['input']!r}: {says}")
+        raise ConfigError("; ".join(said)) from error
+
+
+def _without_gpu() -> bool:
+    """Whether there is none; DeepSpeed is told before it looks for one itself."""
+    if torch.cuda.is_available():
+        return False
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return True
+
+
 def init_distributed(timeout_minutes: float) -> torch.device:
     """Join the process group named by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* and return this rank's device.
 
@@ -63,9 +94,7 @@ def init_distributed(timeout_minutes: float) -> torch.device:
         os.environ.setdefault(key, value)
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(rendezvous.free_port()) if os.environ["WORLD_SIZE"] == "1" else "29500"
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    on_gpu = not _without_gpu()
     import deepspeed
     import deepspeed.ops
     from deepspeed.runtime import compiler
