@@ -370,7 +370,9 @@ def test_linear_layers_in_8_bits_are_planned():
     eight = ("linear.precision=fp8", "linear.keep_first_blocks=2")
     errors, text = plan(CONFIGS / "1b.yaml", 8, *eight)
     assert errors == 0
-    assert "linear layers fp8, recipe rowwise, in 18 of 20 blocks" in text
+    assert "linear layers fp8, recipe rowwise, in 18 of 20 blocks: qkv, out, gate_up, down" in text
+    _, text = plan(CONFIGS / "1b.yaml", 8, "linear.precision=auto", "model.ffn_hidden_size=5640")
+    assert "in 20 of 20 blocks: qkv, out\n" in text
     cfg = load_config(CONFIGS / "1b.yaml", eight)
     of_block = (2048 + 2 * 512 + 2048 + 3 * 5632) * 2048
     found = {item.name: item.bytes for item in memory_per_rank(cfg, 8, ASSUMED_VOCAB_SIZE)}

@@ -144,7 +144,9 @@ def _model_table(plan: Plan) -> Table:
     backend = attention.backend + (f", recipe {attention.recipe}" if attention.backend in ("sage", "auto") else "")
     smoothing = ", ".join(name for name in ("smooth_k", "smooth_q") if getattr(attention, name)) or "no smoothing"
     linear, low = plan.cfg.linear, len(plan.cfg.linear.low_bit_blocks(model.num_layers))
-    low_bit = f"{linear.precision}, recipe {linear.recipe}, in {low} of {model.num_layers} blocks"
+    layers = model.linear_layers(plan.cfg.parallel.tensor_parallel_size).items()
+    names = ", ".join(name for name, layer in layers if linear.takes(layer))
+    low_bit = f"{linear.precision}, recipe {linear.recipe}, in {low} of {model.num_layers} blocks: {names or 'none'}"
     done = flops_per_token(model, plan.vocab_size, rank_of(plan.cfg, span=plan.span).span)
     flops = flops_per_token(model, plan.vocab_size, plan.cfg.data.seq_length)
     share, full = (1 - flops_per_token(model, plan.vocab_size, 0) / count for count in (done, flops))
