@@ -29,7 +29,7 @@ from rich.table import Table
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.hardware import of_device
 from sagetrain.model import linear_choice
-from sagetrain.model.selection import admissions, matmuls_of
+from sagetrain.model.selection import admissions, cannot_multiply
 from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.train import roster
 from sagetrain.train.engine import init_distributed
@@ -193,15 +193,13 @@ def _attention(device: torch.device, model: ModelConfig, where: str) -> list[Che
 
 
 def _linear(device: torch.device, model: ModelConfig, where: str) -> list[Check]:
-    try:
-        fp8 = LinearConfig(precision="fp8")
-        matmuls_of(fp8, model, tensor_parallel_size=1, device=device, dtype=torch.bfloat16)
-    except ValueError as error:
-        return [Check("FP8 matmuls", where, "look", f"no: {error}", "linear.precision bf16 (the default)")]
-    layers = {"qkv": model.linear_layers(1)["qkv"]}
+    fp8 = LinearConfig(precision="fp8")
+    if why := cannot_multiply(fp8, model, tensor_parallel_size=1, device=device, dtype=torch.bfloat16):
+        return [Check("FP8 matmuls", where, "look", f"no: {why}", "linear.precision bf16 (the default)")]
+    name, sizes = next((name, sizes) for name, sizes in model.linear_layers(1).items() if fp8.takes(sizes))
     ways = [" ".join(name) for name in RECIPES if name[0] == "fp8"]
     _, refused = linear_choice.time_layers(
-        layers,
+        {name: sizes},
         ways,
         tokens=256,
         joined=False,

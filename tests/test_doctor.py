@@ -110,6 +110,20 @@ def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
     assert "GB/s" in speed.found and locks.verdict == "ok" and list(tmp_path.iterdir()) == []
 
 
+def test_fp8_is_tried_on_a_layer_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run keeps others in 16 bits, and where all are such, says so."""
+    tried: list[str] = []
+    right = linear_choice.time_layers
+    monkeypatch.setattr(linear_choice, "time_layers", lambda x, *etc, **how: tried.extend(x) or right(x, *etc, **how))
+    for change, verdict, says in (
+        ({"head_dim": 20}, "ok", "agree with float32"),  # not of q, k and v, nor of what reads attention's output
+        ({"hidden_size": 24}, "look", "no: all have sides that are no multiples of 16 (qkv 24, "),
+    ):
+        (check,) = doctor._linear(torch.device("cpu"), SMALL.model_copy(update=change), "here")
+        assert check.verdict == verdict and says in check.found
+    assert tried == ["gate_up"]
+
+
 def test_limits_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1024, 4096))
     files = host_limits("here")[1]
