@@ -17,6 +17,7 @@ from prepare_inputs import TEXTS
 from runs import finish, write_config
 from sagetrain.data.prepare import prepare
 from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
+from sagetrain.model.operations import block_operations
 
 # The slowest first: files are dealt out to processes whole, and one that begins last would be waited for.
 SLOW = (
@@ -91,6 +92,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(model: Path) -> Tokenizer:
     return Tokenizer.load(model)
+
+
+@pytest.fixture
+def other_operations() -> Iterator[None]:
+    """For tests that change what a block computes: nothing is kept of what was listed before, or for others."""
+    block_operations.cache_clear()
+    yield
+    block_operations.cache_clear()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import torch
 IMPORTED = [
     "sagetrain.cli",
     "sagetrain.config.check",
+    "sagetrain.interop.lm_eval",
     "sagetrain.train.trainer",
     "deepspeed.launcher.runner",
     "deepspeed.runtime.zero.muon.muon_optimizer",

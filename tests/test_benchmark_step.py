@@ -21,10 +21,12 @@ TINY += ["--compile", "off"]
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """Without torchao, whether it is here or not."""
+    """With a small vocabulary, and without torchao, whether it is here or not."""
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    return runpy.run_path(str(ROOT / "launch/benchmark_step.py"))
+    found = runpy.run_path(str(ROOT / "launch/benchmark_step.py"))
+    monkeypatch.setitem(found["main"].__globals__, "VOCAB", 1000)
+    return found
 
 
 def test_every_row_is_timed_or_said_to_be_not_installed(program: dict, capsys: pytest.CaptureFixture) -> None:

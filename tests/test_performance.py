@@ -268,7 +268,7 @@ def test_rates_fall_with_thin_matmuls_and_short_sequences():
     assert (rate.at(64, 1000), rate.at(128, 1000), rate.at(96, 1000), rate.at(32, 1000)) == (50, 150, 100, 25)
 
 
-def test_a_linear_layer_in_other_arithmetic_is_one_change(monkeypatch):
+def test_a_linear_layer_in_other_arithmetic_is_one_change(monkeypatch, other_operations):
     """Forward and the gradient of the input in an arithmetic twice as fast; each of three matmuls is a third."""
     card = dataclasses.replace(SIMPLE, precisions={**SIMPLE.precisions, "int8": 2.0})
     before, listed = predict(config(), 1, VOCAB, card), Rank.matmul
@@ -278,6 +278,7 @@ def test_a_linear_layer_in_other_arithmetic_is_one_change(monkeypatch):
         return matmul if name == "head" else dataclasses.replace(matmul, precision=Precision("int8", "int8", "bf16"))
 
     monkeypatch.setattr(Rank, "matmul", low_bit)
+    operations.block_operations.cache_clear()
     after, cfg = predict(config(), 1, VOCAB, card), config()
     head = 262_144 * (flops_per_token(cfg.model, VOCAB, 0) - flops_per_token(cfg.model, 0, 0)) / 1e14
     assert after.matmul - head == pytest.approx((before.matmul - head) * 2 / 3)

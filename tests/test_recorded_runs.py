@@ -34,7 +34,7 @@ LONG = ["data.seq_length=131072", "data.document_attention=false", SCORES]
 
 
 @pytest.fixture(autouse=True)
-def as_these_runs_were(monkeypatch):
+def as_these_runs_were(monkeypatch, other_operations):
     """ZeRO 1 kept 16-bit gradients beside their fp32 sum, and zeroed and added to them: 26 bytes a parameter and
     micro-batch, 6 of them to write them in fp32. It is 10 now, none in fp32 (docs/gradients.md), not measured yet.
     QK-norm and rotary embedding were torch's, priced by its bytes: as few where it is compiled, many more, and many

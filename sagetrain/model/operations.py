@@ -7,6 +7,7 @@ layer in other arithmetic is another `Precision`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable
@@ -249,6 +250,7 @@ class Rank:
         return 4 * rows + (width * self.element if self.fused else 8 * width)
 
 
+@functools.lru_cache(maxsize=4096)  # to propose layouts prices many, which share most of these
 def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank) -> tuple[Operation, ...]:
     """One block, in the order of its forward pass: x + attention(norm(x)), then x + mlp(norm(x))."""
     hidden, inner, element = model.hidden_size, model.ffn_hidden_size // rank.tensor, rank.element
