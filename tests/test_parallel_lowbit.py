@@ -294,6 +294,24 @@ def test_kept_weights_multiply_as_the_weights_themselves(name: tuple[str, str]) 
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@every_recipe
+def test_weights_that_are_kept_are_not_rounded_again(name: tuple[str, str]) -> None:
+    """Neither forward nor backward, in no micro-batch of a step: what the parameters hold is not read."""
+    layer = ColumnParallelLinear(
+        IN, {"a": 64, "c": 32}, ParallelGroups.single(), matmul=RECIPES[name], dtype=torch.float32
+    )
+    for j, weight in enumerate(layer.parameters()):
+        weight.data.copy_(_random(10 + j, *weight.shape))
+    x, g = _random(1, 20, IN).requires_grad_(), _random(2, 20, 96)
+    y, grad_x, _ = _products(layer.matmul, x.detach(), list(layer.parameters()), list(g.split([64, 32], 1)))
+    keep_weights(layer)
+    for weight in layer.parameters():
+        weight.data.fill_(torch.nan)
+    for _ in range(2):
+        found = torch.cat(layer(x), 1)
+        assert torch.equal(found, y) and torch.equal(torch.autograd.grad(found, x, g)[0], grad_x)
+
+
 # -- gradients that are gathered ---------------------------------------------------------------------------------
 
 
