@@ -108,7 +108,8 @@ def test_a_ratio_reaches_the_margin_at_the_tokens_per_step_where_its_bias_has_gr
 
 
 def test_a_plan_says_what_the_ratio_of_an_earlier_run_would_be(tmp_path: Path, config: Path) -> None:
-    earlier = run_folder(tmp_path / "earlier", MEASURED, attention={"recipe": "paper"}, optimizer={"lr": 3e-3})
+    settings = {"attention": {"recipe": "paper"}, "linear": {"precision": "fp8"}, "optimizer": {"lr": 3e-3}}
+    earlier = run_folder(tmp_path / "earlier", MEASURED, **settings)
     text = io.StringIO()
     console = Console(file=text, width=10_000)
     assert (
@@ -121,6 +122,7 @@ def test_a_plan_says_what_the_ratio_of_an_earlier_run_would_be(tmp_path: Path, c
         "at 2,048 it would be 0.9 (largest in layer 1: 1.7); T_x 0 (layer 1: 0) tokens per step, where it is 0.1",
         "noise scale was 1,024 tokens: 2,048 tokens per step are 2",
         "largest relative error was 0.25, of dS in layer 1", "differs: attention.recipe paper there, fine here",
+        "linear.precision fp8 there, bf16 here",
     ):  # fmt: skip
         assert part in line, part
     assert "optimizer.lr" not in line

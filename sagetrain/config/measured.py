@@ -116,7 +116,7 @@ class MeasuredRun:
         ours = cfg.model_dump(mode="json")
         return [
             f"{section}.{key} {value} there, {ours[section][key]} here"
-            for section in ("model", "attention", "optimizer")
+            for section in ("model", "attention", "linear", "optimizer")
             for key, value in self.settings.get(section, {}).items()
             if key in ours[section] and ours[section][key] != value
         ]
