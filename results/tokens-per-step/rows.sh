@@ -28,7 +28,7 @@ for name in "$@"; do
   case $name in
     B-16k) row "$name" 16384 5200 8 --variant "$paper" ;;
     B-64k) row "$name" 65536 1300 32 --variant "$paper" --variant "$fp8" ;;
-    B-256k) row "$name" 262144 500 32 --variant "$paper" ;;
+    B-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$fp8" ;;
     B-1m) row "$name" 1048576 200 32 --variant "$paper" ;;
     C-256k) row "$name" 262144 500 32 attention.qk_norm=none --variant "$paper" ;;
     C-1m) row "$name" 1048576 200 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' --variant "$paper" ;;
