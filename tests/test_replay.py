@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -26,9 +27,10 @@ from sagetrain.model import transformer
 from sagetrain.model.backends import Sage, TokenLayout
 from sagetrain.parallel.lowbit import LowBit
 from sagetrain.stability.spikes import Verdict
-from sagetrain.train import bundle
+from sagetrain.train import bundle, checkpoint
 from sagetrain.train.checkpoint import CheckpointError
 from sagetrain.train.engine import Engine
+from sagetrain.train.guard import TrainingError
 from sagetrain.train.ledger import Ledger, TrainState
 from sagetrain.train.step import StepResult
 from sagetrain.train.trainer import Trainer
@@ -123,6 +125,34 @@ def test_a_step_that_is_not_finite_before_the_first_checkpoint_is_replayed_from_
     assert found["cause"] == "data" and found["step"] == content["step"] > 1
     assert not math.isfinite(found["numbers"]["again"]["grad_norm"])
     assert sorted(found["numbers"]["again"]["layers"]) == ["0", "1", "embedding", "head"]
+
+
+def left_by(path: str, factors: dict[int, float]) -> list[str]:
+    """Names of the bundles of a run whose losses in these steps are multiplied by these factors."""
+    trainer = Trainer(load_config(path), [])
+    forward = trainer.engine.forward
+    trainer.engine.forward = lambda batch: forward(batch) * factors.get(trainer.state.step + 1, 1.0)
+    with contextlib.suppress(TrainingError):
+        trainer.run()
+    return sorted(folder.name for folder in trainer.folder.spikes.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("policy", "factors", "steps"),
+    [
+        ("stop", {11: 1e4, 12: math.nan}, (11, 12)),  # the step that ends the run, too
+        ("skip", {11: 1e4, 12: 1e4}, (11, 12)),
+        ("stop", {11: 1e4, 12: 2e4, 14: 1e4}, (11, 14)),  # one spike of two steps
+    ],
+)
+def test_every_step_left_out_leaves_a_bundle_and_a_spike_trained_on_for_long_leaves_one(
+    tmp_path, corpus, policy, factors, steps
+) -> None:
+    stability = {"spikes": {**SPIKES, "policy": policy}}
+    short = {"attention": {"backend": "sdpa"}, "training": {"total_tokens": 15 * 256}}
+    path = config(tmp_path, corpus, **short, stability=stability)
+    (names,) = run_distributed(left_by, 1, str(path), factors)
+    assert names == [checkpoint.folder_name(step) for step in steps]
 
 
 def test_the_way_there_may_lead_over_a_step_in_which_no_token_counts(monkeypatch) -> None:

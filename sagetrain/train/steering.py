@@ -161,11 +161,12 @@ class Steering:
     # -- steps that go wrong -------------------------------------------------------------------------------------
 
     def keep_bundle(self, state: TrainState, size: int, lr: float, result: StepResult) -> None:
-        """Keep what it takes to take the step after `state` again, of several such steps in a row for the first."""
+        """Keep what it takes to take the step after `state` again; of spikes in a row that are trained on, for
+        the first."""
         step, event = state.step + 1, result.event
         assert event, "a bundle is of a step that went wrong"
         before, self._event_step = self._event_step, step
-        if before == step - 1 and before:
+        if result.applied and before == step - 1 and before:
             return
         self._saver.wait()
         samples = range(state.sequences, state.sequences + size // self._cfg.data.seq_length)
@@ -228,7 +229,7 @@ class Steering:
         weights_of = back.step
         for samples in state.ledger.samples_of_steps()[weights_of:]:
             back.advance(samples * seq_length, seq_length, dropped=True)
-        self._trail, self._event_step = [], 0
+        self._trail = []
         self._restore(back.controllers)
         return back, weights_of
 
