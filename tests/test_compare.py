@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +48,7 @@ def ask(base: Path, variants: Sequence[str] = (PAPER,), overrides: Sequence[str]
 def go(question: Question, output: Path, **more: object) -> tuple[Results, list[str]]:
     said: list[str] = []
     where = Places(output, output / "runs", (), 2, "CPU")
-    found = compare(question, where, said.append, command="sagetrain compare base.yaml", start=start, **more)
+    found = compare(question, where, said.append, **{"command": "sagetrain compare base.yaml", "start": start, **more})
     return found, said
 
 
@@ -103,14 +104,34 @@ def test_the_page_has_what_a_reader_needs(done: Path) -> None:
     assert line["verdicts"]["validation"]["gap"] is not None
 
 
-def test_what_is_finished_is_not_repeated_and_seeds_are_added(done: Path, base: Path, tmp_path: Path) -> None:
-    """On another machine too, which has nothing but the small files."""
-    for name in (results.QUESTION, results.LOSSES):
-        (tmp_path / name).write_bytes((done / name).read_bytes())
-    found, said = go(ask(base), tmp_path)
-    assert "5 runs, 0 to go" in said[0]
-    assert not (tmp_path / "runs").exists()
-    assert len(found.calls) == 2
+@pytest.mark.parametrize("kept", ["the small files", "the runs without checkpoints"])
+def test_what_is_finished_is_not_repeated_and_seeds_are_added(
+    done: Path, base: Path, tmp_path: Path, kept: str
+) -> None:
+    """On another machine too, which has one or the other."""
+    if kept == "the small files":
+        for name in (results.QUESTION, results.LOSSES):
+            (tmp_path / name).write_bytes((done / name).read_bytes())
+    else:
+        shutil.copytree(done / "runs", tmp_path / "runs", ignore=shutil.ignore_patterns("checkpoints"))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    started: list[str] = []
+
+    class Nothing:
+        """Ends as a run that was stopped before its first step."""
+
+        def __init__(self, words: Sequence[str], env: Mapping[str, str], log: Path):
+            started.append(str(log.relative_to(tmp_path / "runs")))
+
+        def poll(self) -> int:
+            return 0
+
+    found, said = go(ask(base, seeds=3), tmp_path, start=Nothing)
+    assert "7 runs, 2 to go" in said[0] and started == ["base/seed-2.log", "paper/seed-2.log"]
+    earlier = results.load(done)
+    assert {job: found.runs[job] for job in earlier.runs} == earlier.runs
+    assert len(found.calls) == 1 + (kept == "the small files")
+    assert all(path.read_bytes() == text for path, text in before.items() if path.parent != tmp_path)
 
 
 def test_another_question_in_the_same_folder_is_refused(done: Path, base: Path) -> None:
