@@ -26,7 +26,7 @@ THRESHOLD = {"metric": "quant/*/dS/rel_l2", "above": 0.3, "below": 0.1, "cooldow
 def ladder_of(**settings: Any) -> tuple[Ladder, list[SimpleNamespace]]:
     layers = [SimpleNamespace(function=Sage("paper")) for _ in range(LAYERS)]
     precision = PrecisionConfig(rungs=["fine", "gradients", "sdpa"], **settings)
-    return Ladder(precision, FUNCTIONS, layers, TOTAL), layers
+    return Ladder(precision, FUNCTIONS, layers, TOTAL, 0), layers
 
 
 def walk(ladder: Ladder, rows: list[dict[str, float]], first: int = 1) -> list[tuple[int, Event]]:
@@ -178,6 +178,18 @@ def test_a_resumed_ladder_decides_as_one_that_never_stopped() -> None:
         assert again.state() == whole.state()
 
 
+def test_a_run_that_goes_back_to_a_checkpoint_has_not_forgotten_its_spikes() -> None:
+    ladder, _ = ladder_of(spike_tokens=20 * STEP)
+    walk(ladder, [{}, {}])
+    before = ladder.state()  # rewound to twice
+    walk(ladder, [{}, {SPIKE: 1.0}], 3)
+    ladder.restore(before)
+    found = walk(ladder, [{SPIKE: 1.0}], 5)
+    assert [(event.fields["from"], event.fields["to"]) for _, event in found] == [("fine", "gradients")]
+    found = walk(ladder, [{}] * 20, 6)
+    assert [(step, event.fields["to"]) for step, event in found] == [(24, "fine"), (25, "paper")]
+
+
 def test_a_ladder_goes_on_under_other_settings() -> None:
     ladder, _ = ladder_of(threshold=THRESHOLD, spike_tokens=50)
     walk(ladder, [error(1, 0.4) | error(2, 0.4) | {SPIKE: 1.0}])
@@ -185,7 +197,7 @@ def test_a_ladder_goes_on_under_other_settings() -> None:
     state = ladder.state()
     shorter = PrecisionConfig(rungs=["sdpa"], threshold=THRESHOLD)
     layers = [SimpleNamespace(function=None) for _ in range(LAYERS)]
-    other = Ladder(shorter, {"fine": Sage(), "sdpa": Sdpa()}, layers, TOTAL)
+    other = Ladder(shorter, {"fine": Sage(), "sdpa": Sdpa()}, layers, TOTAL, 0)
     other.restore(state)
     assert other.rungs == ["fine"] * LAYERS  # where the measured layers were; nothing of the spike, which moves nothing
     fixed, _ = ladder_of(floors=[{"rung": "fine", "last_layers": 1}])

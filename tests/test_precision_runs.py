@@ -53,7 +53,7 @@ def moving_losses(
     precision = PrecisionConfig(
         rungs=["fine", "gradients", "sdpa"], threshold={"metric": "quant/*/dS/rel_l2", "above": 0.5}
     )
-    ladder = Ladder(precision, FUNCTIONS, [block.attention for block in model.blocks], 1000)
+    ladder = Ladder(precision, FUNCTIONS, [block.attention for block in model.blocks], 1000, 0)
     losses, graphs = [], []
     for step, moved in enumerate(([], [3], [3], [0, 2], [3], range(4), [])):
         result = tiny.global_step(engine, step, sequences=4 // tp_size)
@@ -196,3 +196,21 @@ def test_what_the_monitor_measures_moves_layers(corpus, tmp_path) -> None:
     measured = {row["step"]: {key.split("/")[1] for key in row if key.startswith("quant/")}
                 for row in rows_of(tmp_path / "metrics.jsonl") if "train/loss" in row}  # fmt: skip
     assert measured == {1: {"0", "1"}, 2: {"0"}, 3: {"0"}, 4: set(), 5: set(), 6: set()}
+
+
+def train_on(corpus: str, run_dir: str, steps: int, precision: dict | None) -> list[str]:
+    """Train to so many steps; the attention of the layers in the first of them."""
+    cfg = tiny.config(1, attention={"backend": "sage", "recipe": "paper"}).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
+    cfg["training"].update(run_dir=run_dir, total_tokens=steps * STEP)
+    cfg["stability"].update(monitor={"every_steps": None}, precision=precision)
+    trainer = Trainer(RunConfig.model_validate(cfg), [])
+    functions = [type(function).__name__ for function in trainer.engine.module.functions]
+    assert trainer.run()
+    return functions
+
+
+def test_a_run_that_gets_a_ladder_when_it_is_resumed_is_where_the_schedule_says_at_once(corpus, tmp_path) -> None:
+    precision = {"rungs": ["sdpa"], "floors": [{"rung": "sdpa", "last_fraction": 0.5}]}
+    for steps, ladder, functions in ((4, None, ["Sage"] * 2), (6, precision, ["Sdpa"] * 2)):
+        assert run_distributed(train_on, 1, str(corpus), str(tmp_path), steps, ladder) == [functions]

@@ -166,7 +166,7 @@ def load_run(
         trained_in = f"{cfg.linear.precision} {cfg.linear.recipe}"
         report(f"linear layers, {trained_in} in training, are not in 8 bits here")
     if precision and rungs:
-        ladder = Ladder(precision, rungs, model.attention_layers, cfg.training.total_tokens)
+        ladder = Ladder(precision, rungs, model.attention_layers, cfg.training.total_tokens, run.tokens)
         ladder.restore(run.reader.manifest["state"]["controllers"][ladder.name])
         report(f"attention as at step {run.step}: {ladder.summary()}")
     return TrainedRun(cfg, model, run.tokenizer, run.vocab_size, run.step, run.tokens, device)

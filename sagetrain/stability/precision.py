@@ -70,6 +70,7 @@ class Ladder:
         functions: of rungs_of.
         layers: the attention of every block, in the order of the model.
         total_tokens: of the run, for what is scheduled in its last part.
+        tokens: seen so far.
     """
 
     name = "precision"
@@ -80,11 +81,11 @@ class Ladder:
         functions: Mapping[str, AttentionFunction],
         layers: Sequence[Attention],
         total_tokens: int,
+        tokens: int,
     ) -> None:
         self._settings, self._functions, self._layers = precision, dict(functions), layers
-        self._names, self._total = list(functions), total_tokens
-        self._tokens: int
-        self._spikes: list[int]
+        self._names, self._total, self._tokens = list(functions), total_tokens, tokens
+        self._spikes: list[int] = []
         self._moved: list[int | None]
         self._places: list[_Place]
         self.restore({})
@@ -177,9 +178,10 @@ class Ladder:
         """A rung that is not among those of the settings counts as the lowest; what the settings do not move by any
         more is forgotten."""
         none: list[None] = [None] * len(self._layers)
-        self._tokens = state.get("tokens", 0)
+        self._tokens = state.get("tokens", self._tokens)
         names = state.get("measured", none) if self._settings.threshold else none
         self._measured = [self._names.index(name) if name in self._names else 0 for name in names]
         self._moved = list(state.get("moved", none))
-        self._spikes = list(state.get("spikes", [])) if self._settings.spike_tokens else []
+        # A run that goes back to a checkpoint knows of more spikes than that.
+        self._spikes = sorted({*self._spikes, *state.get("spikes", [])}) if self._settings.spike_tokens else []
         self._set()

@@ -46,7 +46,7 @@ class Steering:
         cfg: with nothing of attention and linear layers left `auto`.
         rungs: of the precision ladder, if there is one.
         stream: which samples a bundle names.
-        remembered: what `state` returned when the run's checkpoint was written; {}: it begins.
+        state: where the run is, with what `state` returned when its checkpoint was written; {}: it begins.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Steering:
         folder: RunFolder,
         saver: Saver,
         reporter: Reporter,
-        remembered: Mapping[str, Mapping[str, Any]],
+        state: TrainState,
     ) -> None:
         self._cfg, self._engine, self._stream = cfg, engine, stream
         self._folder, self._saver, self._reporter = folder, saver, reporter
@@ -80,13 +80,14 @@ class Steering:
         self.controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise, decay)]
         ladder, self._aware, self._measured = None, None, Measured()
         if stability.precision:
-            ladder = Ladder(stability.precision, rungs, model.attention_layers, cfg.training.total_tokens)
+            tokens = cfg.training.total_tokens, state.tokens
+            ladder = Ladder(stability.precision, rungs, model.attention_layers, *tokens)
             self.controllers.append(ladder)
         if isinstance(schedule, NoiseAwareTokens):
             self._aware = NoiseAware(schedule)
             self.controllers.append(self._aware)
         self.controllers.append(self._measured)
-        self._restore(remembered)
+        self._restore(state.controllers)
         if ladder:
             reporter.say(f"stability.precision: {ladder.summary()}")
         if self._aware:

@@ -141,7 +141,7 @@ class Trainer:
         )
         self.saver.reserve(self._shards())
         parts = self._rungs(self.device), self.stream, self.folder, self.saver, self.reporter
-        self.steering = Steering(self._settled(), self.engine, *parts, self.state.controllers)
+        self.steering = Steering(self._settled(), self.engine, *parts, self.state)
         self.loader = self._loader(self.stream)
         self.valid = self._loader(valid) if valid else None
 
