@@ -60,7 +60,10 @@ def test_a_threshold_on_numbers_that_never_come_is_found():
     assert fit(run_config(attention=PAPER, stability={"precision": gains}), 1) == []
     scores = {"attention": {"recipe": "scores"}, "stability": {"precision": {**zeros, "rungs": ["sdpa"]}}}
     finding = only([f for f in fit(run_config(**scores), 1) if f.level == "error"])
-    assert finding.rule == "precision_unmeasured" and "scores keeps dS in 16 bits" in str(finding)
+    assert finding.rule == "precision_unmeasured" and "scores, which keeps dS in 16 bits" in str(finding)
+    on_the_way = {"attention": PAPER, "stability": {"precision": {**zeros, "rungs": ["scores", "sdpa"]}}}
+    finding = only(fit(run_config(**on_the_way), 1))
+    assert finding.level == "error" and "no threshold moves a layer on from there" in str(finding)
     some = {"precision": threshold(metric="quant/*/dS/rel_l2"), "monitor": {"layers": [0, -2]}}
     finding = only(fit(run_config(attention=PAPER, stability=some), 1))
     assert (finding.rule, finding.level, finding.key) == (

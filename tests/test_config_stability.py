@@ -55,7 +55,11 @@ CASES = [
     ),
     (
         {**AWARE, "stability": {"quant_noise": {"every_steps": 10**6}}}, 1,
-        "noise_aware_unmeasured", "warning", "stability.quant_noise.every_steps", "no probe: nothing would be decided", "to 200 for instance",
+        "noise_aware_unmeasured", "warning", "stability.quant_noise.every_steps", "so it is never measured: nothing would be decided", "to 200 for instance",
+    ),
+    (
+        {**AWARE, "stability": {**AWARE["stability"], "noise_scale": {"every_steps": 10**6}}}, 1,
+        "noise_aware_unmeasured", "warning", "stability.noise_scale.every_steps", "nothing would be decided", "to 10 for instance",
     ),
     (
         {**AWARE, "tokens_per_step": aware(floor=131072, ceiling=65536)}, 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from sagetrain.config.errors import Finding
@@ -137,7 +137,7 @@ def _threshold(cfg: RunConfig, precision: PrecisionConfig) -> Iterator[Finding]:
             f"set stability.{source}.every_steps, to {100 if source == 'monitor' else 500} for instance",
         )
     elif source == "monitor":
-        yield from _observed(cfg, threshold.metric)
+        yield from _observed(cfg, precision.rungs, threshold.metric)
     if threshold.below is not None and threshold.below >= threshold.above:
         yield error(
             "precision_hysteresis",
@@ -156,19 +156,21 @@ def _threshold(cfg: RunConfig, precision: PrecisionConfig) -> Iterator[Finding]:
         )
 
 
-def _observed(cfg: RunConfig, metric: str) -> Iterator[Finding]:
+def _observed(cfg: RunConfig, rungs: Sequence[str], metric: str) -> Iterator[Finding]:
     """What the monitor measures of some runs and layers alone."""
     why, fix = "", ""
     if "/gain_" in metric and cfg.attention.qk_norm == "none":
         why, fix = (
-            "attention.qk_norm is none",
+            "is not measured, as attention.qk_norm is none: no layer would ever move",
             "set attention.qk_norm: before_rope or after_rope, or name another metric",
         )
-    elif "/zero_share_" in metric and cfg.attention.recipe == "scores":
-        why, fix = "attention.recipe scores keeps dS in 16 bits", "name another metric, such as quant/*/dS/rel_l2"
+    elif "/zero_share_" in metric and "scores" in (cfg.attention.recipe, *rungs):
+        why, fix = (
+            "is not measured of recipe scores, which keeps dS in 16 bits: no threshold moves a layer on from there",
+            "name another metric, such as quant/*/dS/rel_l2, or use gradients in the place of scores",
+        )
     if why:
-        message = f"is not measured: {why}, so no layer would ever move"
-        yield error("precision_unmeasured", f"{_KEY}.threshold.metric", metric, message, fix)
+        yield error("precision_unmeasured", f"{_KEY}.threshold.metric", metric, why, fix)
     layers, count = cfg.stability.monitor.layers, cfg.model.num_layers
     if layers != "all" and len({layer % count for layer in layers}) < count:
         yield warning(

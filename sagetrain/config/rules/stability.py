@@ -129,25 +129,25 @@ def _noise_aware(cfg: RunConfig, schedule: NoiseAwareTokens) -> Iterator[Finding
             + ("may choose one that quantizes nothing" if backend == "auto" else "quantizes nothing"),
             "use attention.backend sage, or another schedule: constant, ramp or stages",
         )
-    for name in ("noise_scale", "quant_noise"):
-        if getattr(cfg.stability, name).every_steps is None:
+    for name, usual in (("noise_scale", 10), ("quant_noise", 200)):
+        every, source = getattr(cfg.stability, name).every_steps, f"stability.{name}.every_steps"
+        if every is None:
             yield error(
                 "noise_aware_unmeasured",
                 key,
                 schedule.schedule,
-                f"follows what is measured, and stability.{name}.every_steps is null",
-                f"set stability.{name}.every_steps, to {10 if name == 'noise_scale' else 200} for instance",
+                f"follows what is measured, and {source} is null",
+                f"set {source}, to {usual} for instance",
             )
-    every = cfg.stability.quant_noise.every_steps
-    if every and every * schedule.start > cfg.training.total_tokens:
-        yield warning(
-            "noise_aware_unmeasured",
-            "stability.quant_noise.every_steps",
-            every,
-            f"{every} steps of tokens_per_step.start {schedule.start} are more than training.total_tokens "
-            f"{cfg.training.total_tokens}, so there is no probe: nothing would be decided",
-            "set it to 200 for instance, or train longer",
-        )
+        elif every * schedule.start > cfg.training.total_tokens:
+            yield warning(
+                "noise_aware_unmeasured",
+                source,
+                every,
+                f"{every} steps of tokens_per_step.start {schedule.start} are more than training.total_tokens "
+                f"{cfg.training.total_tokens}, so it is never measured: nothing would be decided",
+                f"set it to {usual} for instance, or train longer",
+            )
     if not schedule.floor <= schedule.start <= schedule.ceiling:
         name = "floor" if schedule.floor > schedule.ceiling else "start"
         yield error(
