@@ -24,15 +24,17 @@ def noise_of(run_dir: Path, prefix: str = "noise/") -> dict[int, dict[str, float
 
 def test_the_noise_of_a_run_is_logged_and_a_resumed_run_goes_on_with_its_averages(tmp_path, corpus) -> None:
     stability = {"noise_scale": {"every_steps": 3}, "quant_noise": {"every_steps": 9}}
+    single = {"stages": [{"from_tokens": 0, "tokens": 128}, {"from_tokens": 4 * 128, "tokens": 256}]}
     sections = {"lr_schedule": {"shape": "constant"}, "logging": {"every_steps": 1}, "stability": stability}
 
-    def write(name: str, tokens: int, **changes: dict) -> Path:
-        changed = {**sections, "training": {"total_tokens": tokens}, **changes}
+    def write(name: str, steps: int, **changes: dict) -> Path:
+        tokens = steps * 256 - 4 * 128
+        changed = {**sections, "tokens_per_step": single, "training": {"total_tokens": tokens}, **changes}
         return write_config(tmp_path / f"{name}.yaml", corpus, tmp_path / name, **changed)
 
-    finish("sagetrain", write("whole", 18 * 256))
+    finish("sagetrain", write("whole", 18))
     logged = noise_of(tmp_path / "whole")
-    assert sorted(logged) == [3, 6, 9, 12, 15, 18]
+    assert sorted(logged) == [6, 9, 12, 15, 18]  # the third step is one micro-batch, and says nothing
     layers = {"embedding", "0", "1", "head", "all"}
     assert {tuple(key.split("/")) for key in logged[18]} == {
         ("noise", layer, what) for layer in layers for what in ("scale_tokens", "variance", "gradient_square")
@@ -52,9 +54,9 @@ def test_the_noise_of_a_run_is_logged_and_a_resumed_run_goes_on_with_its_average
     (run,) = read_runs([tmp_path / "whole"])
     assert critical_in_words(critical) in run.summary.values()
     for steps in (8, 18):  # stopped at the eighth and continued, with rows of even steps
-        finish("sagetrain", write("cut", steps * 256, logging={"every_steps": 2}))
+        finish("sagetrain", write("cut", steps, logging={"every_steps": 2}))
     # What was measured between two rows is in the next one, and the averages are the same to the last bit.
-    next_row = {3: 4, 6: 6, 9: 10, 12: 12, 15: 16, 18: 18}
+    next_row = {6: 6, 9: 10, 12: 12, 15: 16, 18: 18}
     assert noise_of(tmp_path / "cut") == {next_row[step]: values for step, values in logged.items()}
     assert noise_of(tmp_path / "cut", "quant_noise/") == {10: probes[9], 18: probes[18]}
 
