@@ -88,8 +88,8 @@ def compare(
     """Train configurations side by side from the same initialization and samples, and say whether losses differ.
 
     Runs use the GPUs there are (CUDA_VISIBLE_DEVICES), each as `sagetrain train`. SIGTERM saves and stops all of them;
-    the same command continues, finished runs are not repeated. The output folder gets a page, a plot, tables as json,
-    and losses.jsonl, from which --report-only makes the page again.
+    the same command continues, with more --seeds or variants it adds them; finished runs are not repeated. The output
+    folder gets a page, a plot, tables as json, and losses.jsonl, from which --report-only makes the page again.
 
     \b
     sagetrain compare base.yaml --variant 'paper: attention.backend=sage attention.recipe=paper' --seeds 4 --band 2

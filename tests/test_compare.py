@@ -384,6 +384,8 @@ def test_folders_of_different_questions_are_refused(base: Path, tmp_path: Path) 
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match=r"holds no compare\.json"):
         read_folders([str(tmp_path / "none")])
+    with pytest.raises(ConfigError, match=r"holds no compare\.json: name folders"):
+        read_folders([str(base)])
     (tmp_path / "a" / results.LOSSES).write_text('{"row": 1}\n')
     with pytest.raises(ConfigError, match="not what sagetrain compare writes"):
         read_folders([str(tmp_path / "a")])

@@ -94,7 +94,7 @@ def load(folder: Path) -> Results:
         question = Question.from_json(tree["question"])
         calls = [Call(**call) for call in tree["calls"]]
         result = Results(question, tree["settings"], tree["parameters"], tree["data_tokens"], calls)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{folder}: holds no {QUESTION}: name folders that sagetrain compare has written") from error
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path}: not what sagetrain compare writes ({error!r}); restore or remove it") from error
