@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from forked import PATIENCE
 from runs import at_step, finish, kill_all, log_of, start, training_rows, write_config
@@ -108,6 +109,24 @@ def test_a_rewind_gives_up_the_steps_since_a_checkpoint_and_a_second_one_more(tm
     assert state_of(tmp_path / "run")["ledger"] == state["ledger"]
     given_up = {step: loss for step, loss in ours.items() if step not in state["ledger"]["dropped"]}
     assert {step: rows_of(tmp_path / "run")[step] for step in given_up} == given_up
+
+
+def test_a_run_that_goes_back_has_the_controllers_of_then_and_they_know_why(tmp_path, bad) -> None:
+    """What was seen in the steps that are given up is in no window and no average; that there was a spike is known."""
+    run = config(tmp_path, bad, "rewind", total_tokens=15 * 256)
+    tree = yaml.safe_load(run.read_text())
+    tree["attention"] = {"backend": "sage", "recipe": "paper"}
+    tree["stability"]["precision"] = {"rungs": ["sdpa"], "spike_tokens": 1000}
+    run.write_text(yaml.safe_dump(tree))
+    finish("sagetrain", run)
+    then, now = (
+        checkpoint.read_manifest(tmp_path / "run/checkpoints" / checkpoint.folder_name(step))["state"]["controllers"]
+        for step in (10, 15)
+    )
+    assert (then["spikes"].pop("acted"), now["spikes"].pop("acted")) == ([], [[15, 10]])
+    assert (then.pop("precision")["spikes"], now.pop("precision")["spikes"]) == ([], [15 * 256 + 1000])
+    assert len(then["spikes"]["window"]) == 10 and now == then
+    assert "step 15: attention of layers 0, 1 from paper to sdpa: a spike" in log_of(run)
 
 
 @pytest.mark.parametrize(
