@@ -229,7 +229,9 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Pat
     assert (
         "line 19" in found.runs[Job("", "broken", 0)].said and "line 2\n" not in found.runs[Job("", "broken", 0)].said
     )
-    report(found, tmp_path, 0.01, "", said.append)
+    (table,) = report(found, tmp_path, 0.01, "", said.append)
+    losses = {line.variant: line.losses["training"] for line in (table.baseline, *table.lines)}
+    assert losses == {"base": 5.0, "wild": None, "broken": None, "large": None}  # of what did not finish no mean
     page = (tmp_path / "README.md").read_text()
     assert "diverged in 1 of 1; no pair" in page
     assert "(failed, not by its losses): broken seed 0" in page and "large seed 0" in page
@@ -389,6 +391,20 @@ def test_folders_of_different_questions_are_refused(base: Path, tmp_path: Path) 
     (tmp_path / "a" / results.LOSSES).write_text('{"row": 1}\n')
     with pytest.raises(ConfigError, match="not what sagetrain compare writes"):
         read_folders([str(tmp_path / "a")])
+
+
+def test_a_run_is_finished_behind_its_last_evaluation(tmp_path: Path) -> None:
+    """It may have been ended before; and the noise scale is that of its second half."""
+    steps = [{"train/loss": 3.0, "train/tokens_per_step": 10, "perf/tokens_per_second": 9.0}] * 10
+    rows = [{"step": n, "tokens": 10 * n, **row, "noise/all/scale_tokens": n * 100} for n, row in enumerate(steps, 1)]
+    wanted = {40: STOPPED, 100: FINISHED}  # tokens at the last evaluation
+    for tokens, status in wanted.items():
+        lines = [*rows, {"step": tokens // 10, "tokens": tokens, "valid/loss": 3.5}]
+        lines.sort(key=lambda row: row["tokens"])
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        run = records.read_run(Job("", "base", 0), tmp_path, 100, evaluated=True)
+        assert (run.status, run.valid_end, run.noise_scale) == (status, 3.5, 750)
+        assert records.read_run(Job("", "base", 0), tmp_path, 100, evaluated=False).status == FINISHED
 
 
 def test_of_two_records_of_a_run_the_finished_one_counts() -> None:

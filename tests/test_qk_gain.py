@@ -75,6 +75,15 @@ def test_no_gain_is_above_the_cap_at_any_stage(world: int, tp_size: int, stage: 
     assert ranks[0]["losses"][0] == free["losses"][0] and ranks[0]["losses"][-1] != free["losses"][-1]
 
 
+def test_the_cap_is_one_of_magnitude() -> None:
+    engine = tiny.engine(capped(1, "fp32"), tiny.join(1))
+    for shard in engine.shards(is_qk_gain):
+        for values, _ in engine.weights(shard):
+            values.fill_(-2 * CAP)
+    shares = [tiny.global_step(engine, step).metrics["qk_gain/capped_share"] for step in range(2)]
+    assert shares == [1.0, 1.0] and all((gain >= -torch.tensor(CAP)).all() for gain in masters_of(engine))
+
+
 def test_gains_alone_decay() -> None:
     """By lr x decay of AdamW, beside the same updates."""
     plain, decayed = (

@@ -35,6 +35,14 @@ def config(folder: Path, corpus: Path, policy: str, name: str = "run", **keys: o
     return write_config(folder / f"{name}.yaml", corpus, folder / name, **sections)
 
 
+def with_ladder(run: Path) -> None:
+    """A spike takes it to 16 bits."""
+    tree = yaml.safe_load(run.read_text())
+    tree["attention"] = {"backend": "sage", "recipe": "paper"}
+    tree["stability"]["precision"] = {"rungs": ["sdpa"], "spike_tokens": 1000}
+    run.write_text(yaml.safe_dump(tree))
+
+
 def state_of(run_dir: Path) -> dict:
     """Of the newest checkpoint, whose ledger holds every sample once."""
     folder = checkpoint.newest(run_dir / "checkpoints")
@@ -56,8 +64,10 @@ def rows_of(run_dir: Path) -> dict[int, float]:
 
 def test_a_spike_is_reported_and_what_policy_stop_trains_on(tmp_path, bad) -> None:
     run = config(tmp_path, bad, "stop")
+    with_ladder(run)
     finish("sagetrain", run)
     assert [event["step"] for event in events_of(tmp_path / "run")] == [15, 18]
+    assert "step 15: attention of layers 0, 1 from paper to sdpa: a spike" in log_of(run)
     assert "step 15: gradient norm" in log_of(run)
     assert state_of(tmp_path / "run")["ledger"]["dropped"] == []
     assert sorted(rows_of(tmp_path / "run")) == list(range(1, 41))
@@ -96,6 +106,7 @@ def test_a_rewind_gives_up_the_steps_since_a_checkpoint_and_a_second_one_more(tm
         (15, "rewind", 10),
         (18, "rewind", 5),
     ]
+    assert "saved step-00000018" in log_of(tmp_path / "undisturbed.yaml")  # at once, though none was due
     state = state_of(undisturbed)
     assert (state["ledger"]["dropped"], state["optimizer_steps"]) == (list(range(6, 19)), 27)
     assert state_of(tmp_path / "dropped")["ledger"] == state["ledger"]
@@ -114,10 +125,7 @@ def test_a_rewind_gives_up_the_steps_since_a_checkpoint_and_a_second_one_more(tm
 def test_a_run_that_goes_back_has_the_controllers_of_then_and_they_know_why(tmp_path, bad) -> None:
     """What was seen in the steps that are given up is in no window and no average; that there was a spike is known."""
     run = config(tmp_path, bad, "rewind", total_tokens=15 * 256)
-    tree = yaml.safe_load(run.read_text())
-    tree["attention"] = {"backend": "sage", "recipe": "paper"}
-    tree["stability"]["precision"] = {"rungs": ["sdpa"], "spike_tokens": 1000}
-    run.write_text(yaml.safe_dump(tree))
+    with_ladder(run)
     finish("sagetrain", run)
     then, now = (
         checkpoint.read_manifest(tmp_path / "run/checkpoints" / checkpoint.folder_name(step))["state"]["controllers"]
