@@ -92,8 +92,6 @@ def compare(
     jobs = list(question.jobs())
     for job in jobs:
         _refuse_others(found, job, where.run_dirs / job.folder)
-        if job in found.runs and found.runs[job].status == FAILED:  # has another try
-            del found.runs[job]
         _reread(found, job, where.run_dirs / job.folder)
     missing = [job for job in jobs if job not in found.runs or not found.runs[job].ended]
     found.save(where.output)
