@@ -137,14 +137,22 @@ def test_what_is_finished_is_not_repeated_and_seeds_are_added(
 def test_another_question_in_the_same_folder_is_refused(done: Path, base: Path) -> None:
     with pytest.raises(ConfigError, match=r"different settings for paper:\n  attention\.recipe: 'scores' and 'paper'"):
         go(ask(base, ["paper: attention.recipe=scores"]), done)
-    (config,) = [done / results.QUESTION]
-    kept = config.read_bytes()
-    config.unlink()
+    kept = {path: path.read_bytes() for path in (done / results.QUESTION, done / results.LOSSES)}
+    for path in kept:
+        path.unlink()
     try:
         with pytest.raises(ConfigError, match=r"holds a run with other settings:\n  optimizer\.lr: 0\.003 there, 0\.1"):
             go(ask(base, overrides=[*SHORT, "optimizer.lr=0.1"]), done)
     finally:
-        config.write_bytes(kept)
+        for path, text in kept.items():
+            path.write_bytes(text)
+
+
+def test_records_of_unknown_runs_are_not_written_over(done: Path, base: Path, tmp_path: Path) -> None:
+    (tmp_path / results.LOSSES).write_bytes((done / results.LOSSES).read_bytes())
+    with pytest.raises(ConfigError, match=r"losses\.jsonl holds runs, and no compare\.json beside it says of what"):
+        go(ask(base), tmp_path)
+    assert (tmp_path / results.LOSSES).read_bytes() == (done / results.LOSSES).read_bytes()
 
 
 def test_stopped_by_a_signal_it_saves_and_the_same_command_continues(base: Path, tmp_path: Path) -> None:

@@ -89,6 +89,11 @@ def compare(
     if (where.output / results.QUESTION).exists():
         before = results.load(where.output)
         found = results.together([("this command", found), (str(where.output), before)])
+    elif (where.output / results.LOSSES).exists():
+        raise ConfigError(
+            f"{where.output / results.LOSSES} holds runs, and no {results.QUESTION} beside it says of what: restore "
+            "that, move this away (runs whose folders are left are read from them), or use another --output"
+        )
     jobs = list(question.jobs())
     for job in jobs:
         _refuse_others(found, job, where.run_dirs / job.folder)
