@@ -3,7 +3,8 @@
 #
 #   results/tokens-per-step/rows.sh B-256k C-256k ...
 #
-# A row that was stopped goes on where it was, a finished one is a matter of seconds. RUNS is the number of runs at a time
+# A row that was stopped goes on where it was, a finished one is a matter of seconds. SEEDS is the number of seeds (3; more are
+# added to a finished row), RUNS the number of runs at a time
 # on each GPU (3), TIME_LIMIT the seconds after which a row saves its runs and stops.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -17,7 +18,7 @@ q_smoothing='q-smoothing: attention.backend=sage attention.recipe=paper attentio
 row() {
   local name=$1 tokens=$2 steps=$3 micro=$4 total=$(($2 * $3))
   shift 4
-  sagetrain compare results/rounding-band/43m.yaml --baseline sdpa --seeds 3 --per-gpu "${RUNS:-3}" \
+  sagetrain compare results/rounding-band/43m.yaml --baseline sdpa --seeds "${SEEDS:-3}" --per-gpu "${RUNS:-3}" \
     ${TIME_LIMIT:+--time-limit "$TIME_LIMIT"} -o "results/tokens-per-step/$name" \
     training.seed=1 training.total_tokens=$total tokens_per_step.tokens="$tokens" data.micro_batch_size="$micro" \
     lr_schedule.warmup_tokens=$((total / 10)) lr_schedule.decay_tokens=$((total / 5)) \
