@@ -3,9 +3,9 @@
 #
 #   results/tokens-per-step/rows.sh B-256k C-256k ...
 #
-# A row that was stopped goes on where it was, a finished one is a matter of seconds. SEEDS is the number of seeds (3; more are
-# added to a finished row), RUNS the number of runs at a time
-# on each GPU (3), TIME_LIMIT the seconds after which a row saves its runs and stops.
+# A row that was stopped goes on where it was, a finished one is a matter of seconds. SEEDS is the number of seeds (3; more
+# are added to a finished row), RUNS the number of runs at a time on each GPU (3), TIME_LIMIT the seconds after which a row
+# saves its runs and stops.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
