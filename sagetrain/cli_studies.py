@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import os
 import shlex
 import sys
@@ -74,7 +75,7 @@ def compare(
         typer.Option(min=1, metavar="SECONDS", show_default=False, help="Then save and stop, as on SIGTERM."),
     ] = None,
     margin: Annotated[
-        float, typer.Option(min=0, help="A gap that does not matter, in nats per token: level is called inside of it.")
+        float, typer.Option(help="A gap that does not matter, in nats per token: level is called inside of it.")
     ] = 0.01,
     title: Annotated[str, typer.Option(help="First line of the page. Default: the question.", show_default=False)] = "",
     report_only: Annotated[
@@ -99,6 +100,10 @@ def compare(
         from sagetrain.config.errors import ConfigError
         from sagetrain.train.guard import TRAINING_EXIT_CODE
 
+        if not 0 <= margin < math.inf:
+            raise ConfigError(
+                f"--margin {margin:g}: must be a finite gap of 0 or more, in nats per token; use 0.01, for instance"
+            )
         overrides = [] if report_only else [word for word in words if "=" in word and not Path(word).exists()]
         named = [word for word in words if word not in overrides]
         failed = False

@@ -13,9 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer.main
 
 from forked import Command
 from runs import sagetrain, write_config
+from sagetrain import cli, exits
 from sagetrain.compare import command, records, results, runner
 from sagetrain.compare.analysis import curves, tables
 from sagetrain.compare.command import Places, compare, read_folders, report
@@ -353,6 +355,18 @@ def test_the_command_makes_a_page_of_folders(base: Path, tmp_path: Path) -> None
     assert len((output / "losses.jsonl").read_text().splitlines()) == 9
     done = sagetrain("compare", base, "--variant", "other: data.seq_length=16")
     assert done.returncode == 2 and "error: these runs cannot be compared; nothing was started" in done.stderr
+
+
+@pytest.mark.parametrize("margin", ["nan", "inf", "-0.1"])
+def test_a_margin_that_is_none_is_one_line(margin: str, tmp_path, monkeypatch, capsys) -> None:
+    """Every gap would be level within infinity, and none within what is no number."""
+    monkeypatch.setattr(exits, "leave", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    words = ["compare", "--report-only", str(tmp_path), f"--margin={margin}"]
+    with pytest.raises(SystemExit) as ended:
+        typer.main.get_command(cli.app)(words, standalone_mode=False)
+    assert ended.value.code == 2
+    said = f"error: --margin {margin}: must be a finite gap of 0 or more, in nats per token; use 0.01, for instance\n"
+    assert capsys.readouterr().err == said
 
 
 def test_folders_without_rows_become_rows_by_a_name_for_each(base: Path, tmp_path: Path) -> None:

@@ -80,6 +80,24 @@ def test_memory_that_is_out_before_the_first_step_is_explained_too(tmp_path: Pat
     run_distributed(start_without_memory, 1, str(corpus), str(tmp_path / "run"))
 
 
+def ways_out(corpus: str, run_dir: str) -> str:
+    def full(self: trainer.Trainer) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    trainer.Trainer._build_engine = full
+    torch.cuda.memory._dump_snapshot = lambda path: None
+    data, training = {"train": [{"path": f"{corpus}/train"}]}, {"run_dir": run_dir}
+    with pytest.raises(TrainingError) as raised:
+        trainer.Trainer(tiny.config(0, "bf16", data=data, training={**training, "dtype": "bf16"}), [])
+    return str(raised.value)
+
+
+def test_the_zero_stage_that_is_named_is_the_one_that_runs(tmp_path: Path, corpus: Path) -> None:
+    """DeepSpeed's bf16 at stage 0 is stage 1."""
+    (said,) = run_distributed(ways_out, 1, str(corpus), str(tmp_path / "run"))
+    assert "parallel.zero_stage (now 1)" in said
+
+
 def precisions_that_are_priced(corpus: str, run_dir: str) -> list[str]:
     def full(self: trainer.Trainer) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -320,7 +320,7 @@ class Trainer:
         ways = {
             "data.micro_batch_size": cfg.data.micro_batch_size,
             "training.activation_checkpointing": cfg.training.activation_checkpointing,
-            "parallel.zero_stage": cfg.parallel.zero_stage,
+            "parallel.zero_stage": resolved_zero_stage(cfg),
             "parallel.tensor_parallel_size": cfg.parallel.tensor_parallel_size,
         }
         return explained(self.folder.path, dist.get_rank(), predicted, ways)
