@@ -386,13 +386,27 @@ class Engine:
         return self._ds(**{**self._inputs(batch), "labels": None})
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch], sources: Sequence[str] = ()) -> dict[str, float]:
+    def evaluate(
+        self, batches: Iterable[Batch], sources: Sequence[str] = (), stop: Callable[[], bool] = _never
+    ) -> dict[str, float]:
         """valid/loss, the mean over what counts of all ranks' micro-batches (equally many on every rank); with names of
-        the sources also valid/<name>/loss of each, nan of one that is in none."""
+        the sources also valid/<name>/loss of each, nan of one that is in none. `stop`: whether this rank was asked to
+        stop, asked before every batch.
+
+        Raises:
+            InterruptedError: on every rank, some rank was asked to stop. Several learn of it one batch later: none
+                waits for what was just begun.
+        """
         self._ds.eval()
         metrics = Metrics()  # its own: what the model adds meanwhile is of no step
         totals = torch.zeros(1 + len(sources), 2, dtype=torch.float64, device=self.device)  # losses' sum, tokens
+        several, asked = dist.get_world_size() > 1, collections.deque[torch.Tensor]()
         for batch in batches:
+            asked.append(torch.tensor(stop(), dtype=torch.int32, device=self.device if several else "cpu"))
+            if several:
+                dist.all_reduce(asked[-1], op=dist.ReduceOp.MAX)
+            if len(asked) > several and asked.popleft():
+                raise InterruptedError
             inputs = self._inputs(batch)
             losses = self._ds(**inputs, by_token=True)[: batch.weight].double()
             counted = (inputs["labels"][: batch.weight] >= 0).sum(1, dtype=torch.float64)

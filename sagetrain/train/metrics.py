@@ -156,6 +156,13 @@ def _drop_rows_after(path: Path, step: int) -> None:
     write_atomic(path, "".join(kept).encode())
 
 
+def names_at(run_dir: Path, step: int) -> set[str]:
+    """Names in the rows of a step that a run has written, once it is opened."""
+    path, mark = run_dir / "metrics.jsonl", f'"step": {step},'
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {name for line in lines if mark in line for name in json.loads(line)}
+
+
 class _Records:
     """A file that grows by whole records: what a full disk cuts short is taken back. One that was removed is an error,
     or the run would train on to its next checkpoint and find no place for that either."""

@@ -44,6 +44,7 @@ from sagetrain.train.engine import Engine, check_zero, init_distributed, partiti
 from sagetrain.train.guard import StopSignal, TrainingError, Watchdog
 from sagetrain.train.ledger import Ledger, TrainState, check_consumed
 from sagetrain.train.lr_schedule import learning_rate
+from sagetrain.train.metrics import names_at
 from sagetrain.train.out_of_memory import explained, record_allocations
 from sagetrain.train.profile import ProfileWindow
 from sagetrain.train.rendezvous import ended_by_signals
@@ -55,6 +56,7 @@ from sagetrain.train.steering import Steering
 from sagetrain.train.tokens_per_step import change_at_resume, stages, tokens_per_step
 
 _ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
+_VALID, _TASKS = "valid/", "eval/"
 
 
 Tasks = Callable[[Engine, Callable[[], None]], dict[str, float]]
@@ -327,8 +329,6 @@ class Trainer:
 
     def _train(self) -> bool:
         cfg, total = self.cfg, self.cfg.training.total_tokens
-        every_eval = cfg.evaluation.every_tokens or max(1, total // 10)
-        every_tasks = cfg.evaluation.tasks_every_tokens or max(1, total // 10)
         every_save = cfg.checkpoint.every_tokens or max(1, total // 10)
         self._saved_step, self._waited = self.state.step, False
         if self.main:
@@ -341,7 +341,8 @@ class Trainer:
             text = f"resumed at {self.state.tokens:,} tokens with {ranks} rank{'s' * (ranks > 1)}"
             self.reporter.event(self.state, Event("resume", text, {"ranks": ranks}), say=False)
         self._announce()
-        first, stopped = self.state.step, False
+        first, left = self.state.step, self._look(self._left_to_look())
+        stopped = bool(left)
         while self.state.tokens < total and not stopped:
             before = self.state.tokens
             size = self.steering.tokens_of_step(before)
@@ -356,22 +357,14 @@ class Trainer:
             if state.step == first + 1:  # what compiling left is no garbage: to look through it takes .3 s each time
                 gc.collect()
                 gc.freeze()
+            due = self._due(before, state.tokens)
+            left = due if stopped else self._look(due)
+            stopped = stopped or bool(left)
             running = state.tokens < total and not stopped
-            if self.valid and running and _crossed(before, state.tokens, every_eval):
-                with self.reporter.off_the_clock():
-                    self._evaluate()
-            if self.tasks and running and _crossed(before, state.tokens, every_tasks):
-                with self.reporter.off_the_clock():
-                    self._ask_tasks()
-            due = stopped or (running and _crossed(before, state.tokens, every_save))
-            if due and self._saved_step != state.step:
+            if (stopped or (running and _crossed(before, state.tokens, every_save))) and self._saved_step != state.step:
                 with self.reporter.off_the_clock():
                     self.save()
-        state, finished = self.state, self.state.tokens >= total
-        if finished and self.valid and state.step > first:
-            self._evaluate()
-        if finished and self.tasks and state.step > first:
-            self._ask_tasks()
+        state, finished = self.state, self.state.tokens >= total and not left
         if finished and self._saved_step != state.step:
             self.save()
         self.saver.wait()
@@ -433,11 +426,44 @@ class Trainer:
                 raise InterruptedError(self.stop.name)
             yield batch
 
+    # -- looking at the model between steps ----------------------------------------------------------------------
+
+    def _due(self, before: int, after: int) -> list[str]:
+        """What is to be measured after a step from `before` to `after` tokens: the beginnings of its metrics' names."""
+        total, evaluation = self.cfg.training.total_tokens, self.cfg.evaluation
+        tenth = max(1, total // 10)
+        every = {_VALID: evaluation.every_tokens or tenth} if self.valid else {}
+        every |= {_TASKS: evaluation.tasks_every_tokens or tenth} if self.tasks else {}
+        return [name for name, tokens in every.items() if after >= total or _crossed(before, after, tokens)]
+
+    def _left_to_look(self) -> list[str]:
+        """What of it a run that continues has not measured, because a signal came first."""
+        if not self.state.step:
+            return []
+        last = self.state.ledger.segments[-1][1] * self.cfg.data.seq_length
+        due = self._due(self.state.tokens - last, self.state.tokens)
+        there = names_at(self.folder.path, self.state.step) if self.main and due else ()
+        missing = torch.tensor([not any(name.startswith(x) for name in there) for x in due], device=self.device)
+        if due:
+            dist.broadcast(missing, 0)  # files of other hosts may be late
+        return [name for name, so in zip(due, missing.tolist(), strict=True) if so]
+
+    def _look(self, due: list[str]) -> list[str]:
+        """Measure that; what of it is left, because some rank was asked to stop."""
+        with self.reporter.off_the_clock():
+            for number, name in enumerate(due):
+                try:
+                    self._evaluate() if name == _VALID else self._ask_tasks()
+                except InterruptedError:
+                    return due[number:]
+        return []
+
     def _evaluate(self) -> None:
+        """Raises InterruptedError on every rank if some rank was asked to stop meanwhile."""
         self.watchdog.begin("evaluation")
         batches = self.valid.eval_batches(self.cfg.evaluation.num_sequences)
         names = self.valid.stream.names if len(self.cfg.data.valid) > 1 else []
-        found = self.engine.evaluate(self.watchdog.over(batches), names)
+        found = self.engine.evaluate(self.watchdog.over(batches), names, self._stopping)
         each = {name: found[f"valid/{name}/loss"] for name in dict.fromkeys(names)}
         each = {name: loss for name, loss in each.items() if not math.isnan(loss)}  # few sequences, many sources
         loss, parts = found["valid/loss"], ", ".join(f"{name} {loss:.4f}" for name, loss in each.items())
@@ -446,7 +472,7 @@ class Trainer:
 
     def _ask_tasks(self) -> None:
         found = self.tasks(self.engine, lambda: self.watchdog.begin("downstream tasks"))
-        self.reporter.write(self.state, {f"eval/{name}": value for name, value in found.items()})
+        self.reporter.write(self.state, {f"{_TASKS}{name}": value for name, value in found.items()})
         said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
         self._say(f"step {self.state.step}: {said}")
 
