@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -97,15 +96,6 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     on_gpu = not _without_gpu()
     import deepspeed
     import deepspeed.ops
-    from deepspeed.runtime import compiler
-
-    # ZeRO imports Muon, which no run uses, and which asks to be compiled: for that inductor is imported, a fifth of the
-    # start. (Another DeepSpeed may not have these names.)
-    with (
-        contextlib.suppress(ImportError, AttributeError),
-        mock.patch.object(compiler, "compile", return_value=lambda function: function),
-    ):
-        import deepspeed.runtime.zero.muon.original_muon
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed 0.19 calls collectives by names that newer torch has renamed; nothing a user could act on.
