@@ -30,6 +30,7 @@ from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.operations import Matmul, Pass, block_operations, end_operations, of_kind
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Block, Transformer
+from sagetrain.parallel import lowbit
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.train.engine import Engine, init_distributed
 
@@ -286,6 +287,21 @@ def test_what_selective_checkpointing_keeps_is_what_is_predicted(backend, compil
         model={"num_key_value_heads": kv_heads}, attention={"backend": backend}, training={"compile": compile_}
     )
     assert kept < 0.75 * block_activation_bytes(plain)
+
+
+@pytest.mark.parametrize("compile_", ["off", "on"])
+@pytest.mark.parametrize("linear", [
+    {"precision": "fp8"},
+    {"precision": "fp8", "recipe": "rowwise_bf16_wgrad", "keep_layers_below": 300_000},
+    {"precision": "int8"},
+    {"precision": "int8", "keep_layers_below": 300_000},  # gate and up alone
+])  # fmt: skip
+def test_what_selective_checkpointing_keeps_of_layers_in_8_bits_is_what_is_predicted(monkeypatch, linear, compile_):
+    """By the operators of a GPU: the results of INT8 are kept as they are summed up, in int32."""
+    monkeypatch.setattr(lowbit, "product", lambda a, b, dtype, *_, **__: lowbit.library_product(a, b, dtype, True))
+    how = {"compile": compile_, "activation_checkpointing": "selective"}
+    cfg = run_config(attention={"backend": "sage"}, linear=linear, training=how)
+    assert saved_bytes_per_token(cfg, compile_ == "on") == pytest.approx(block_activation_bytes(cfg), rel=0.005)
 
 
 def parallel_cases() -> list[RunConfig]:

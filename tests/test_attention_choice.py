@@ -1,18 +1,22 @@
-"""What `auto` of attention stands for in a run: decided once, recorded, and kept when the run continues."""
+"""What `auto` of attention stands for in a run: decided once, recorded, and kept when the run continues. And what of a
+run both choices see, on which rank."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 import tiny
 from distributed import run_distributed
 from sagetrain.config import RunConfig
-from sagetrain.config.schema import AttentionConfig
+from sagetrain.config.schema import AttentionConfig, LinearConfig
 from sagetrain.train import attention, checkpoint, choices, trainer
 from sagetrain.train.attention import kept, settle
+from sagetrain.train.choices import Choices
+from sagetrain.train.run_folder import RunFolder
 
 SAGE_SCORES, SDPA = {"backend": "sage", "recipe": "scores"}, {"backend": "sdpa", "recipe": "fine"}
 
@@ -142,3 +146,45 @@ def test_a_run_has_one_arithmetic_until_it_is_told_otherwise(corpus: Path, tmp_p
 
 def test_what_is_loaded_has_the_attention_that_it_was_trained_with(folder) -> None:
     assert kept(AttentionConfig(), folder(SAGE_SCORES)).recipe == "scores"
+
+
+class Stream:
+    """Of data that is never read to its end."""
+
+    def document_lengths(self, count: int) -> list[list[int]]:
+        return [[10, 6]] * count
+
+
+def chosen_on_a_rank(folder: str) -> list[tuple[list[str], list[dict]]]:
+    """What both choices gave to this rank, and what they were told there, of two runs."""
+    found = []
+    place = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "say": print}
+    for tp_size, cp_size, stage, on in ((2, 1, 1, True), (1, 2, 3, False)):
+        groups, told = tiny.join(tp_size, cp_size), []
+        rank = dist.get_rank()
+
+        def choose(asked, model, told=told, rank=rank, **how):
+            told.append(how)
+            return asked.model_copy(update={"recipe": f"of rank {rank}"})
+
+        choices.choose_attention = choices.choose_linear = choose
+        parallel = {"tensor_parallel_overlap": "on" if on else "off"}
+        cfg = tiny.config(stage, "bf16", data={"document_attention": on, "micro_batch_size": 4}, parallel=parallel)
+        made = Choices(cfg, groups, Stream(), RunFolder(Path(folder)), compiled=on, **place)
+        taken = [made.attention(AttentionConfig()).recipe, made.linear(LinearConfig(precision="auto")).recipe]
+        found.append((taken, [{name: what for name, what in how.items() if name != "say"} for how in told]))
+    return found
+
+
+def test_one_rank_chooses_for_all_from_what_a_rank_sees_of_the_run(tmp_path: Path) -> None:
+    """Its shape, the lengths of the data's documents where attention heeds them, and how linear layers will run."""
+    first, second = run_distributed(chosen_on_a_rank, 2, str(tmp_path))
+    for tp_size, on, (taken, told), (theirs, nothing) in zip((2, 1), (True, False), first, second, strict=True):
+        assert taken == theirs == ["of rank 0"] * 2 and nothing == []
+        shape = {"tensor_parallel_size": tp_size, "context_parallel_size": 3 - tp_size, "overlap": on}
+        shape |= {"num_sequences": 4, "seq_length": tiny.SEQ, "device": torch.device("cpu"), "dtype": torch.bfloat16}
+        documents = [[10, 6]] * 64 if on else ()
+        assert told == [
+            {**shape, "documents": documents, "cache": tmp_path / "attention.json"},
+            {**shape, "kept": on, "compiled": on, "cache": tmp_path / "linear.json"},
+        ]

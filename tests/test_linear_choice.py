@@ -203,6 +203,31 @@ def test_the_choice_follows_the_times_and_is_made_once(tmp_path: Path, clock: Ca
     assert (found.recipe, found.keep_last_blocks) == ("rowwise_bf16_wgrad", 1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "tokens", "joined"),
+    [
+        ({}, 32, False),
+        ({"overlap": True}, 32, False),  # halves are for tensor parallelism alone
+        ({"context_parallel_size": 2}, 16, False),
+        ({"tensor_parallel_size": 2}, 32, True),
+        ({"tensor_parallel_size": 2, "overlap": True}, 16, True),
+        ({"tensor_parallel_size": 2, "context_parallel_size": 4, "overlap": True}, 4, True),
+    ],
+)
+def test_layers_are_timed_on_the_tokens_of_one_of_their_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, tokens: int, joined: bool
+) -> None:
+    told = {}
+
+    def time_layers(layers: dict, ways: list, **how: object) -> tuple[dict, list]:
+        told.update(how)
+        return {name: dict.fromkeys(("bf16", *ways), 1.0) for name in layers}, []
+
+    monkeypatch.setattr(linear_choice, "time_layers", time_layers)
+    choose(tmp_path / "linear.json", [], **changes)
+    assert (told["tokens"], told["joined"]) == (tokens, joined)
+
+
 def test_small_layers_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """qkv has 16,384 weights, gate_up 12,288, out 8,192, down 6,144."""
     times = [10.0, 8.0, 10.0, 9.9, 10.0, 8.0, 10.0, 8.0]

@@ -218,13 +218,15 @@ class Broken(AttentionFunction):
         return self.function(q, k.detach(), v, layout) + 0 * k.sum()
 
 
-def _choose(cache: Path, said: list[str], documents: list[list[int]], ranks: int = 1, **asked: str) -> str:
+def _choose(
+    cache: Path, said: list[str], documents: list[list[int]], ranks: int = 1, context: int = 1, **asked: str
+) -> str:
     attention = AttentionConfig(**{"backend": "auto", "recipe": "fine", **asked})
     chosen = selection.choose_attention(
         attention,
         SHAPE,
         tensor_parallel_size=ranks,
-        context_parallel_size=1,
+        context_parallel_size=context,
         overlap=True,
         num_sequences=2,
         seq_length=64,
@@ -238,12 +240,15 @@ def _choose(cache: Path, said: list[str], documents: list[list[int]], ranks: int
     return f"sage {chosen.recipe}" if chosen.backend == "sage" else chosen.backend
 
 
-@pytest.mark.parametrize(("packed", "ranks"), [(False, 1), (True, 1), (True, 2)])
+@pytest.mark.parametrize(
+    ("packed", "ranks", "context"), [(False, 1, 1), (True, 1, 1), (True, 2, 1), (False, 1, 2), (True, 1, 2)]
+)
 def test_auto_takes_what_is_admitted_and_remembers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packed: bool, ranks: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packed: bool, ranks: int, context: int
 ) -> None:
     """A backend that drops a gradient is never chosen, however fast; a second start does not time again. Timed are one
-    rank's calls: of tensor parallelism, half of the sequences and its heads."""
+    rank's calls: of tensor parallelism, half of the sequences and its heads; of context parallelism, whole sequences
+    and its heads."""
 
     def broken(name: str, attention: AttentionConfig, device: torch.device) -> AttentionFunction:
         function = attention_function(name, attention, device)
@@ -251,10 +256,11 @@ def test_auto_takes_what_is_admitted_and_remembers(
 
     monkeypatch.setattr(selection, "attention_function", broken)
     said: list[str] = []
-    case = tmp_path / "attention.json", said, [[64], [60, 4], [64]] if packed else [], ranks
+    case = tmp_path / "attention.json", said, [[64], [60, 4], [64]] if packed else [], ranks, context
     assert _choose(*case) == "sage fine"
     assert "not used: dk is zero in some head" in said[0]
-    assert f"N{64 * 2 // ranks if packed else 64} H{SHAPE.num_attention_heads // ranks}/" in said[0]
+    rows, heads = (1, 128 // ranks) if packed else (2 // ranks, 64), SHAPE.num_attention_heads // (ranks * context)
+    assert "B{} N{} H{}/".format(*rows, heads) in said[0]
     assert _choose(*case) == "sage fine"
     assert "chosen before" in said[1]
     assert _choose(*case, recipe="paper") == "sage paper"

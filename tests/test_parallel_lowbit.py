@@ -158,6 +158,29 @@ def test_what_travels_is_rounded_as_the_layer_rounds_it(name: tuple[str, str], d
         assert matmul.unpack(packed, dtype) is x
 
 
+@pytest.mark.parametrize(
+    ("name", "formats", "scales"),
+    [
+        (("fp8", "tensorwise"), [E4M3, E4M3, E4M3, E4M3, E5M2, E5M2], 1),
+        (("fp8", "rowwise"), [E4M3] * 6, 0),
+        (("fp8", "rowwise_bf16_wgrad"), [E4M3, torch.bfloat16, E4M3, E4M3, E4M3, torch.bfloat16], 0),
+        (("int8", "rowwise"), [INT8] * 6, 0),
+        (("int8", "rowwise_bf16_wgrad"), [INT8, torch.bfloat16, INT8, INT8, INT8, torch.bfloat16], 0),
+    ],
+)
+def test_recipes_are_what_they_are_called(name: tuple[str, str], formats: list, scales: int) -> None:
+    """docs/low-bit-linear.md: x, for the output and for the gradient of W; W, as it lies and turned; dY, for the
+    gradients of x and of W; a scale for each row (0: as many as rows) or one."""
+    matmul = RECIPES[name]
+    x, weight, grad = (_random(seed, 32, 16, dtype=torch.bfloat16) for seed in range(3))
+    operand, saved = matmul.read(x)
+    kept, prepared = matmul.keep([weight]), matmul.prepare([grad])
+    found = [operand, saved, kept[:2], kept[2:], prepared[:2], prepared[2:]]
+    assert [part[0].dtype for part in found] == formats
+    assert all(len(part[1]) == (scales or len(part[0])) for part in found if len(part) == 2)
+    assert matmul.operand(x)[0].dtype == formats[0]
+
+
 # -- the three products ------------------------------------------------------------------------------------------
 
 

@@ -334,18 +334,23 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     # and rotated too. No gradient needs what `down` made: torch.compile sees that, but for partial sums.
     columns = {"attention norm": hidden, "q": query, "k": key, "v": key, "attention": query, "out": hidden}
     columns |= {"gate": inner, "up": inner, "down": hidden * (rank.tensor > 1 or not rank.fused)}
-    dear = {name: element * count for name, count in columns.items()}
+    dear = {part.name: _result_bytes(part, element) * columns.get(part.name, 0) for part in listed}
     dear["attention"] += 4 * heads + sage * codes
     if attention.backend == "flash":  # whose own operators torch does not see
         dear["attention"] = 0
     return tuple(
         replace(
             part,
-            saved=dear.get(part.name, 0),
+            saved=dear[part.name],
             recomputed=isinstance(part, Pass) or (isinstance(part, Attention) and not dear[part.name]),
         )
         for part in listed
     )
+
+
+def _result_bytes(part: Operation, element: int) -> int:
+    """What an operator of torch makes of one result: matmuls in INT8 leave int32, which is scaled apart."""
+    return 4 if isinstance(part, Matmul) and part.precision.forward == "int8" else element
 
 
 def _backends(attention: AttentionConfig) -> tuple[str, ...]:
