@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.data.token_file import TokenFile
 from sagetrain.hardware import H200, HARDWARE
 from sagetrain.model.accounting import flops_per_token, memory_per_rank, num_parameters
+from sagetrain.planning import layouts
+from sagetrain.planning.layouts import fastest_linear, propose
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
 from sagetrain.planning.show import show_key_reference, show_plan
 from sagetrain.planning.tables import Table, console, print_table
@@ -411,6 +414,30 @@ def test_what_a_run_decides_is_planned_as_it_is_predicted_to_be():
         assert make_plan(CONFIGS / "1b.yaml", named, 8, HARDWARE[gpu]).chosen.prediction == made.chosen.prediction
     errors, text = plan(CONFIGS / "1b.yaml", 8, "linear.precision=auto", "parallel.tensor_parallel_size=3")
     assert errors and "linear_precision_auto" not in text
+
+
+def test_proposed_layouts_are_priced_with_what_a_run_would_decide_there(monkeypatch):
+    """For linear.precision auto: sizes of a rank, some of which 8 bits do not take, which keeps no layout out; nor does
+    a size above which layers gain at the configured tensor_parallel_size."""
+    odd = ["linear.precision=auto", "model.ffn_hidden_size=5640"]  # 5640 = 8 x 705
+    made = make_plan(CONFIGS / "1b.yaml", odd, 8, H200)
+    assert made.proposed[0].cfg.linear.low_bit
+    named = make_plan(CONFIGS / "1b.yaml", ["linear.precision=fp8", odd[1]], 8, H200)
+    assert named.errors and not named.proposed  # a named precision is an error there
+    auto, sizes = load_config(CONFIGS / "1b.yaml", ["linear.precision=auto"]), []
+    with monkeypatch.context() as patched:  # the less of a layer is in 8 bits, the faster: gate and up are one layer
+        patched.setattr(layouts, "predict", lambda cfg, *_: Namespace(tokens_per_second=cfg.linear.keep_layers_below))
+        assert fastest_linear(auto, ASSUMED_VOCAB_SIZE, H200, None).keep_layers_below == 2 * 5632 * 2048
+
+    def decide(cfg, *_):
+        sizes.append(size := cfg.parallel.tensor_parallel_size)
+        return cfg.linear.model_copy(update={"precision": "fp8", "keep_layers_below": 20_000_000 // size})
+
+    monkeypatch.setattr(layouts, "fastest_linear", decide)
+    found = propose(auto, 4, ASSUMED_VOCAB_SIZE, H200)
+    assert sorted(sizes) == [1, 2, 4]
+    for item in found:
+        assert item.cfg.linear.keep_layers_below == 20_000_000 // item.cfg.parallel.tensor_parallel_size
 
 
 def test_eight_bits_that_do_not_pay_are_a_finding():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from sagetrain.config.arithmetic import data_parallel_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules import fit
-from sagetrain.config.schema import NoiseAwareTokens, RampTokens, RunConfig
+from sagetrain.config.schema import LinearConfig, NoiseAwareTokens, RampTokens, RunConfig
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.planning.performance import StepPrediction, predict
@@ -55,6 +56,28 @@ def layout(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware,
     return Layout(cfg, predict(cfg, world_size, vocab_size, hardware, span), memory)
 
 
+def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: float | None) -> LinearConfig:
+    """What linear.precision auto is predicted to stand for, without data parallelism: bf16, or fp8 from a size on."""
+    asked = cfg.linear
+    recipes = ("rowwise", "tensorwise") if asked.recipe == "auto" else (asked.recipe,)
+    found = [asked.model_copy(update={"precision": "bf16", "recipe": recipes[0]})]
+    layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size).values()
+    sizes = {max(asked.keep_layers_below, layer.weights) for layer in layers}
+    if "fp8" in hardware.precisions:
+        found += [
+            asked.model_copy(update={"precision": "fp8", "recipe": recipe, "keep_layers_below": below})
+            for recipe in recipes
+            for below in sorted({asked.keep_layers_below, *sizes})
+        ]
+    ranks = cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size
+
+    def speed(linear: LinearConfig) -> float:
+        one = cfg.model_copy(update={"linear": linear})
+        return predict(one, ranks, vocab_size, hardware, span).tokens_per_second
+
+    return max(found, key=speed)
+
+
 def memory_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> Finding | None:
     """The configured layout against the GPU's memory."""
     memory, usable = sum(item.bytes for item in memory_per_rank(cfg, world_size, vocab_size)), usable_memory(hardware)
@@ -77,9 +100,11 @@ def propose(
     """The five fastest layouts for `world_size` ranks that fit memory and raise no finding in config/rules, in order.
 
     Each differs from the others in more than the micro-batch. If tokens_per_step lets none run, they are raised to
-    what the fewest tokens per step need (micro-batches of one sequence).
+    what the fewest tokens per step need (micro-batches of one sequence). What linear.precision auto stands for is
+    decided for each tensor_parallel_size, as a run does.
     """
     allowed = [candidate for candidate in _candidates(cfg, world_size) if _allowed(candidate, world_size, vocab_size)]
+    allowed = _decided(cfg, allowed, vocab_size, hardware, span)
     found = _fitting(allowed, world_size, vocab_size, hardware, span)
     if not found:
         raised = [
@@ -88,6 +113,7 @@ def propose(
             if candidate.data.micro_batch_size == 1
         ]
         raised = [candidate for candidate in raised if _allowed(candidate, world_size, vocab_size)]
+        raised = _decided(cfg, raised, vocab_size, hardware, span)
         found = _fitting(raised, world_size, vocab_size, hardware, span)
         fewest = min((_largest(item.cfg) for item in found), default=0)
         found = [item for item in found if _largest(item.cfg) == fewest]
@@ -146,6 +172,22 @@ def _candidates(cfg: RunConfig, world_size: int) -> Iterator[RunConfig]:
 
 def _allowed(cfg: RunConfig, world_size: int, vocab_size: int) -> bool:
     return not any(finding.level == "error" for finding in fit(cfg, world_size, vocab_size))
+
+
+def _decided(
+    cfg: RunConfig, candidates: list[RunConfig], vocab_size: int, hardware: Hardware, span: float | None
+) -> list[RunConfig]:
+    """The candidates with nothing left to decide of linear layers."""
+    if cfg.linear.precision != "auto":
+        return candidates
+
+    @functools.cache
+    def linear(tensor_parallel_size: int) -> LinearConfig:
+        parallel = cfg.parallel.model_copy(update={"tensor_parallel_size": tensor_parallel_size})
+        return fastest_linear(cfg.model_copy(update={"parallel": parallel}), vocab_size, hardware, span)
+
+    update = [{"linear": linear(candidate.parallel.tensor_parallel_size)} for candidate in candidates]
+    return [candidate.model_copy(update=own) for candidate, own in zip(candidates, update, strict=True)]
 
 
 def _fitting(

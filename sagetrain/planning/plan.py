@@ -15,10 +15,9 @@ from sagetrain.config.measured import MeasuredRun
 from sagetrain.config.schema import DataConfig, DataSource, LinearConfig, RunConfig
 from sagetrain.data.tokenizer import known_vocab_size
 from sagetrain.hardware import Hardware
-from sagetrain.model.accounting import MemoryItem, memory_per_rank, rank_of
-from sagetrain.model.operations import Matmul, block_operations, of_kind
-from sagetrain.planning.layouts import Layout, layout, memory_finding, propose
-from sagetrain.planning.performance import calibrate, predict
+from sagetrain.model.accounting import MemoryItem, memory_per_rank
+from sagetrain.planning.layouts import Layout, fastest_linear, layout, memory_finding, propose
+from sagetrain.planning.performance import calibrate
 from sagetrain.train.tokens_per_step import ScheduleStage, stages
 
 ASSUMED_VOCAB_SIZE = 32_768
@@ -92,14 +91,14 @@ def make_plan(
     Raises:
         ConfigError: the file cannot be loaded, or no GPU could reach the measured figure.
     """
-    cfg = load_config(path, overrides)
+    cfg = asked = load_config(path, overrides)
     world_size = world_size or cfg.parallel.world_size or 1
     known = known_vocab_size(cfg.data)
     padded = padded_vocab_size(cfg.model.vocab_size or known or ASSUMED_VOCAB_SIZE)
     span = document_span(cfg.data)
     findings = check(cfg, world_size, vocab_size=known, path=path, overrides=overrides, files=False, measured=measured)
     if cfg.linear.precision == "auto" and not _NO_LAYOUT & {f.rule for f in findings if f.level == "error"}:
-        cfg = cfg.model_copy(update={"linear": _fastest(cfg, padded, hardware, span)})
+        cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, padded, hardware, span)})
         findings = [_priced(cfg.linear), *findings]
     if cfg.linear.low_bit and cfg.linear.precision not in hardware.precisions:
         findings = [_no_arithmetic(cfg, hardware), *findings]
@@ -121,7 +120,7 @@ def make_plan(
                 wide = cfg.model_copy(update={"linear": LinearConfig()})
                 gain = _gain(cfg, chosen, layout(wide, world_size, padded, hardware, span))
                 findings = [*findings, *([gain] if gain else [])]
-    proposed = None if refused & _NO_MODEL else propose(cfg, world_size, padded, hardware, span)
+    proposed = None if refused & _NO_MODEL else propose(asked, world_size, padded, hardware, span)
     if proposed:
         findings = [_with_way_out(finding) for finding in findings]
     return Plan(
@@ -162,28 +161,6 @@ def document_span(data: DataConfig) -> float | None:
 def _is_there(source: DataSource) -> bool:
     files = source.files
     return bool(files) and all(Path(f"{path}.idx").is_file() for path in files)
-
-
-def _fastest(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: float | None) -> LinearConfig:
-    """What linear.precision auto is predicted to stand for, without data parallelism: bf16, or fp8 from a size on."""
-    asked = cfg.linear
-    recipes = ("rowwise", "tensorwise") if asked.recipe == "auto" else (asked.recipe,)
-    found = [asked.model_copy(update={"precision": "bf16", "recipe": recipes[0]})]
-    operations = block_operations(cfg.model, cfg.attention, rank_of(cfg))
-    sizes = {max(asked.keep_layers_below, layer.weights) for layer in of_kind(Matmul, operations)}
-    if "fp8" in hardware.precisions:
-        found += [
-            asked.model_copy(update={"precision": "fp8", "recipe": recipe, "keep_layers_below": below})
-            for recipe in recipes
-            for below in sorted({asked.keep_layers_below, *sizes})
-        ]
-    ranks = cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size
-
-    def speed(linear: LinearConfig) -> float:
-        one = cfg.model_copy(update={"linear": linear})
-        return predict(one, ranks, vocab_size, hardware, span).tokens_per_second
-
-    return max(found, key=speed)
 
 
 def _priced(linear: LinearConfig) -> Finding:
