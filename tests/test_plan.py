@@ -10,6 +10,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
@@ -18,13 +19,14 @@ from runs import sagetrain
 from sagetrain.config import ConfigError, dump_config, load_config
 from sagetrain.config.arithmetic import data_parallel_size
 from sagetrain.config.reference import keys, markdown
-from sagetrain.config.schema import RunConfig
-from sagetrain.data.token_file import TokenFile
+from sagetrain.config.schema import DataConfig, RunConfig
+from sagetrain.data.token_file import TokenFile, TokenFileWriter
 from sagetrain.hardware import H200, HARDWARE
 from sagetrain.model.accounting import flops_per_token, memory_per_rank, num_parameters
 from sagetrain.planning import layouts
+from sagetrain.planning import plan as planning
 from sagetrain.planning.layouts import fastest_linear, propose
-from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
+from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, document_span, make_plan
 from sagetrain.planning.show import show_key_reference, show_plan
 from sagetrain.planning.tables import Table, console, print_table
 
@@ -115,6 +117,44 @@ def test_documents_are_as_long_as_those_of_the_data_where_it_is_there(corpus):
         for priced in (plan_.chosen.prediction, plan_.proposed[0].prediction):
             assert priced.flops_per_token == flops_per_token(plan_.cfg.model, 512, span)
     assert there.chosen.prediction.attention != absent.chosen.prediction.attention
+
+
+def test_all_that_is_priced_is_priced_with_the_documents_of_the_data(corpus, monkeypatch):
+    """Layouts, the same in 16 bits, what auto stands for, and what a measured figure is held against."""
+    paths = [f"data.{name}.0.path={corpus}/{name}" for name in ("train", "valid")]
+    span, told = TokenFile(corpus / "train").document_span(4096), {}
+
+    def noted(name: str, function):
+        return lambda *arguments: told.setdefault(name, []).append(arguments[-1]) or function(*arguments)
+
+    for name in ("calibrate", "fastest_linear", "layout", "propose"):
+        monkeypatch.setattr(planning, name, noted(name, getattr(planning, name)))
+    overrides = ["model.vocab_size=512", "model.num_layers=2", "linear.precision=auto", *paths]
+    made = make_plan(CONFIGS / "1b.yaml", overrides, 1, H200, 300_000.0)
+    assert made.chosen.prediction.tokens_per_second == pytest.approx(300_000, rel=1e-6)
+    assert made.cfg.linear.low_bit and told.pop("layout") == [span, span]
+    assert told == {key: [span] for key in ("calibrate", "fastest_linear", "propose")}
+
+
+def test_documents_of_a_blend_are_as_long_as_those_of_its_sources_in_their_shares(monkeypatch, tmp_path):
+    """The largest file of a pattern stands for it; of many files some are opened, and their text stands for all."""
+    for name, length, count in (("a-0", 8, 3), *((f"a-{i}", 4, 17) for i in range(1, 5)), ("b", 16, 5)):
+        writer = TokenFileWriter(tmp_path / name, 100)
+        writer.add(np.ones(length * count, np.int64), np.full(count, length))
+        writer.finish()
+        writer.publish({})
+
+    def span(a, b) -> float:
+        weights = {"a-*": a, "b": b}
+        train = [{"path": f"{tmp_path}/{name}", "weight": weight} for name, weight in weights.items()]
+        return document_span(DataConfig(train=train, seq_length=16, micro_batch_size=1))
+
+    assert (span(1, 1), span(3, 1)) == (10, 7)
+    text = 24 + 4 * 68, 80
+    assert span("proportional", "proportional") == pytest.approx((4 * text[0] + 16 * text[1]) / sum(text))
+    monkeypatch.setattr(planning, "_SPAN_SOURCES", 2)
+    text = (24 + 68) / 2 * 5, 80
+    assert span("proportional", "proportional") == pytest.approx((4 * text[0] + 16 * text[1]) / sum(text))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])

@@ -148,10 +148,11 @@ def document_span(data: DataConfig) -> float | None:
     spans, weights = [], []
     try:
         for source in data.train[:: -(-len(data.train) // _SPAN_SOURCES)]:
-            files = [TokenFile(path) for path in source.files[:_SPAN_SOURCES]]
+            paths = source.files
+            files = [TokenFile(path) for path in paths[:_SPAN_SOURCES]]
             largest = max(files, key=lambda file: file.num_tokens)  # stands for all of a pattern's
             spans.append(largest.document_span(data.seq_length))
-            text = sum(file.num_tokens for file in files)
+            text = sum(file.num_tokens for file in files) / len(files) * len(paths)
             weights.append(text if source.weight == "proportional" else source.weight)
     except ConfigError:  # the findings name the file, or the run will
         return None
