@@ -53,6 +53,15 @@ def compare(
         int,
         typer.Option(min=0, help="For so many seeds run the baseline again with another rounding: the rounding band."),
     ] = 0,
+    branch: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="TOKENS",
+            help="Let the others go on from the baseline's checkpoint of so many tokens: chance leaves less between "
+            "runs that part late. 0: all from the beginning.",
+        ),
+    ] = 0,
     allow: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY", help="Let runs differ in this key or section, which pairs else share. Repeatable."),
@@ -126,6 +135,7 @@ def compare(
                 seeds=seeds,
                 band=band,
                 allow=allow or [],
+                branch=branch,
             )
             where = comparing.places(output or question.default_output(), run_dirs, per_gpu)
             line = shlex.join(["sagetrain", *sys.argv[1:]])

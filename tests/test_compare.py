@@ -460,3 +460,44 @@ def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert (where.gpus, where.devices) == (("2", "7"), "2 x NVIDIA H200, 4 runs at a time on each")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert command.places(tmp_path, None, 4).gpus == ("0", "1")
+
+
+# -- pairs that part later ---------------------------------------------------------------------------------------------
+
+
+SAVES = [*SHORT, "checkpoint.every_tokens=1536", "checkpoint.keep_last=1"]
+EQUAL = "equal: logging.layer_norms_every_steps=1000"  # of other settings, and of no other step
+
+
+def test_the_others_go_on_from_a_checkpoint_of_the_baseline(base: Path, tmp_path: Path) -> None:
+    question = ask(base, [PAPER, EQUAL], SAVES, seeds=1, band=0, branch=3000)
+    found, said = go(question, tmp_path)
+    assert [run.status for run in found.runs.values()] == [FINISHED] * 3, said
+    begin, *_ = sorted(found.runs[Job("", "paper", 0)].valid)
+    whole, paper, equal = (losses(tmp_path, f"{name}/seed-0") for name in ("base", "paper", "equal"))
+    parted = [(tokens, loss) for tokens, loss in whole if tokens > 3072]
+    assert equal == parted and whole[0][0] < 3072 < parted[0][0]
+    assert [tokens for tokens, _ in paper] == [tokens for tokens, _ in parted]
+    assert 0 < abs(paper[0][1] - parted[0][1]) < 1e-3 and begin[0] >= 3072
+    assert "resumed from step-" in (tmp_path / "runs/paper/seed-0.log").read_text()
+    report(found, tmp_path, 0.01, "", said.append)
+    page = (tmp_path / "README.md").read_text()
+    assert "Runs of a pair are one up to 3,000 tokens" in page and "- What variants do before runs part." in page
+
+    with pytest.raises(ConfigError, match="--branch: None and 3000"):
+        go(replace(question, branch=0), tmp_path)
+    with pytest.raises(ConfigError, match=r"more seed 0 goes on from base seed 0 at 3,000 tokens, and .* has no check"):
+        go(ask(base, ["more: optimizer.weight_decay=0"], SAVES, seeds=1, band=0, branch=3000), tmp_path)
+
+
+def test_runs_without_a_checkpoint_to_go_on_from_are_named(base: Path, tmp_path: Path) -> None:
+    class Fails:
+        def __init__(self, words: Sequence[str], env: Mapping[str, str], log: Path):
+            log.write_text("no GPU")
+
+        def poll(self) -> int:
+            return 1
+
+    found, said = go(ask(base, [PAPER], SAVES, seeds=1, band=0, branch=3000), tmp_path, start=Fails)
+    assert [run.status for run in found.runs.values()] == [FAILED]
+    assert "paper seed 0: not started: base seed 0 has no checkpoint at 3,000 tokens" in said

@@ -16,9 +16,11 @@ def base(tmp_path: Path, corpus: Path) -> Path:
     return write_config(tmp_path / "base.yaml", corpus, tmp_path / "run", attention=FINE)
 
 
-def question(*configs: Path, variants=(), rows=(), overrides=(), seeds=2, band=0, allow=(), baseline=None):
+def question(*configs: Path, variants=(), rows=(), overrides=(), seeds=2, band=0, allow=(), baseline=None, branch=0):
     names = list(map(str, configs))
-    return asked(names, variants, rows, overrides, seeds=seeds, band=band, allow=allow, baseline=baseline)
+    return asked(
+        names, variants, rows, overrides, seeds=seeds, band=band, allow=allow, baseline=baseline, branch=branch
+    )
 
 
 FINE = {"recipe": "fine"}
@@ -146,3 +148,16 @@ def test_questions_that_cannot_be_asked(base: Path, wrong: dict, said: str) -> N
 
 def test_a_baseline_alone_is_compared_with_itself(base: Path) -> None:
     assert len(list(question(base, band=2, baseline="sdpa").jobs())) == 4
+
+
+def test_pairs_part_where_the_baseline_saves(base: Path) -> None:
+    saves = ["checkpoint.every_tokens=1536", "training.total_tokens=7680"]
+    asking = question(base, variants=[PAPER], overrides=saves, branch=3000)
+    asking.check()
+    assert asking.parting("") == range(3000, 4536) and asking.from_json(asking.to_json()) == asking
+    with pytest.raises(
+        ConfigError, match=r"--branch 6,145: .* saves every 1,536 of its 7,680 .* before its end at 6,144"
+    ):
+        question(base, variants=[PAPER], overrides=saves, branch=6145).check()
+    with pytest.raises(ConfigError, match="--band 1: its second rounding is one of the first step"):
+        question(base, variants=[PAPER], overrides=saves, branch=3000, band=1).check()

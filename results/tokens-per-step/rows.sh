@@ -12,6 +12,7 @@ cd "$(dirname "$0")/../.."
 paper='paper: attention.backend=sage attention.recipe=paper stability.quant_noise.every_steps=100'
 no_smoothing='no-k-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_k=false'
 fp8='fp8: attention.backend=sage attention.recipe=scores linear.precision=fp8 linear.recipe=rowwise'
+fp8_wgrad="fp8-wgrad16: ${fp8#fp8: }_bf16_wgrad"
 q_smoothing='q-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_q=true'
 
 # row NAME TOKENS_PER_STEP STEPS SEQUENCES_PER_MICRO_BATCH ARGUMENTS_OF_COMPARE...
@@ -30,10 +31,11 @@ for name in "$@"; do
     B-16k) row "$name" 16384 5200 8 --variant "$paper" ;;
     B-64k) row "$name" 65536 1300 32 --variant "$paper" --variant "$fp8" ;;
     B-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$fp8" ;;
+    parted-256k) row "$name" 262144 500 32 --branch 32768000 --variant "$paper" --variant "$fp8" --variant "$fp8_wgrad" ;;
     B-1m) row "$name" 1048576 200 32 --variant "$paper" ;;
     C-256k) row "$name" 262144 500 32 attention.qk_norm=none --variant "$paper" ;;
     C-1m) row "$name" 1048576 200 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' --variant "$paper" ;;
     E-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" ;;
-    *) echo "$name: not a row; rows: B-16k B-64k B-256k B-1m C-256k C-1m E-256k" >&2; exit 2 ;;
+    *) echo "$name: not a row; rows: B-16k B-64k B-256k parted-256k B-1m C-256k C-1m E-256k" >&2; exit 2 ;;
   esac
 done

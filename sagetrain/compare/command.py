@@ -18,9 +18,10 @@ import torch
 from sagetrain import __version__
 from sagetrain.compare import records, results, runner
 from sagetrain.compare.analysis import Table, curves, tables, to_json
+from sagetrain.compare.branch import Branches
 from sagetrain.compare.page import page
 from sagetrain.compare.plot import can_plot, plot_gaps
-from sagetrain.compare.question import OWN, Job, Question, differences, usable
+from sagetrain.compare.question import BRANCH, OWN, Job, Question, differences, usable
 from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, STOPPED, Record
 from sagetrain.compare.results import Call, Results
 from sagetrain.config.arithmetic import padded_vocab_size
@@ -99,6 +100,8 @@ def compare(
         _refuse_others(found, job, where.run_dirs / job.folder)
         _reread(found, job, where.run_dirs / job.folder)
     missing = [job for job in jobs if job not in found.runs or not found.runs[job].ended]
+    branches = Branches(question, where.run_dirs)
+    branches.check(missing, [job for job, run in found.runs.items() if run.status == FINISHED])
     found.save(where.output)
     say(f"{len(jobs)} runs, {len(missing)} to go, {where.devices}: {where.output}")
 
@@ -115,9 +118,13 @@ def compare(
             ended,
             _Progress(found, jobs, where.run_dirs, stop, say),
             start,
+            branches.ready,
         ).run(missing, stop)
     if stop.why:
         say(f"stopped by {stop.why}; the same command continues")
+    for job in missing if not stop.why else ():
+        if job not in found.runs:
+            say(branches.why_not(job))
     found.calls[-1] = replace(found.calls[-1], seconds=round(time.monotonic() - begin, 1))
     found.save(where.output)
     return found
@@ -138,7 +145,8 @@ def _refuse_others(found: Results, job: Job, run_dir: Path) -> None:
         return
     tree = flat(load_config(run_dir / "config.yaml").model_dump(mode="json"))
     there = {key: tree[key] for key in tree if key not in OWN}
-    if changed := differences(found.settings[f"{job.row}/{job.variant}"], there):
+    asked = {key: value for key, value in found.settings[f"{job.row}/{job.variant}"].items() if key != BRANCH}
+    if changed := differences(asked, there):
         lines = [f"{key}: {theirs!r} there, {ours!r} now" for key, (ours, theirs) in changed.items()]
         what = "\n  ".join([f"{run_dir} holds a run with other settings:", *lines])
         raise ConfigError(f"{what}\n  remove it, or use another --output (--run-dirs)")

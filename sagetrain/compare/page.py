@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sagetrain.compare.analysis import LOSSES, Line, Table
-from sagetrain.compare.question import Setting, differences
+from sagetrain.compare.question import BRANCH, Setting, differences
 from sagetrain.compare.records import DIVERGED, FAILED, STOPPED
 from sagetrain.compare.results import Results
 
@@ -49,6 +49,7 @@ def _head(results: Results, title: str) -> Iterator[str]:
     for variant in results.question.variants[1:]:
         yield f"- `{variant.name}`: {_meant(results, variant)}"
     yield ""
+    yield from _parting(results)
     yield "```"
     yield from dict.fromkeys(call.command for call in results.calls)
     yield "```"
@@ -67,6 +68,14 @@ def _meant(results: Results, variant: Setting) -> str:
     ours, theirs = (results.settings[f"{row}/{name}"] for row in rows[:1] for name in (results.baseline, variant.name))
     changed = [f"{key} = {value}" for key, (_, value) in differences(ours, theirs).items()]
     return ", ".join(changed) or variant.config
+
+
+def _parting(results: Results) -> Iterator[str]:
+    for row in results.rows:
+        if tokens := results.settings[f"{row.name}/{results.baseline}"].get(BRANCH):
+            of = f" at {row.name}" if row.name else ""
+            yield f"Runs of a pair are one up to {tokens:,} tokens{of}: there the others leave the baseline."
+            yield ""
 
 
 def _passes(results: Results) -> str:
@@ -166,6 +175,8 @@ def _not_shown(results: Results, tables: Sequence[Table]) -> Iterator[str]:
     few = sorted({len(line.verdicts["training"].differences) for table in tables for line in table.lines} & {0, 1, 2})
     if few:
         yield f"- Settings with {' or '.join(map(str, few))} pairs: a claim that separates two settings needs three."
+    if any(BRANCH in settings for settings in results.settings.values()):
+        yield "- What variants do before runs part."
     if any(table.rounding_band["training"] is None for table in tables):
         yield "- Whether chance in the rounding alone makes such gaps, where no rounding band was measured (--band)."
     totals = [results.settings[f"{row.name}/{results.baseline}"]["training.total_tokens"] for row in results.rows]

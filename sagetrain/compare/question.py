@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sagetrain.config.arithmetic import checkpoint_tokens
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import flat, load_config
@@ -32,6 +33,8 @@ _FREE = ("data.num_workers", "data.micro_batch_size", "evaluation.every_tokens")
 """Inside of these, what changes none of that."""
 OWN = ("training.seed", "training.run_dir", "training.perturb")
 """What each run gets from here."""
+BRANCH = "--branch"
+"""Where Question.settings has the tokens at which pairs part."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Question:
     allow: tuple[str, ...] = ()
     """Keys or sections of SHARED that may differ nonetheless."""
     first_seed: int = 0
+    branch: int = 0
+    """If not 0: the others go on from the baseline's first checkpoint of so many tokens or more."""
 
     @property
     def baseline(self) -> str:
@@ -114,14 +119,20 @@ class Question:
         return load_config(path, overrides)
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """By `row/variant`: every key by its dotted name, less those that are a run's own."""
+        """By `row/variant`: every key by its dotted name, less those that are a run's own, and where pairs part."""
         jobs = [Job(row.name, variant.name, 0) for row in self.rows for variant in self.variants]
         trees = {f"{job.row}/{job.variant}": flat(self.config(job).model_dump(mode="json")) for job in jobs}
-        return {name: {key: tree[key] for key in tree if key not in OWN} for name, tree in trees.items()}
+        more = {BRANCH: self.branch} if self.branch else {}
+        return {name: {key: tree[key] for key in tree if key not in OWN} | more for name, tree in trees.items()}
+
+    def parting(self, row: str) -> range:
+        """Tokens that the checkpoint of the baseline has seen where pairs part: from `branch` to the one after."""
+        cfg = self.config(Job(row, self.baseline, 0))
+        return range(self.branch, self.branch + checkpoint_tokens(cfg))
 
     def check(self) -> None:
         """ConfigError naming everything for which these runs could not be compared, or one of them not start."""
-        problems = list(self._unknown_allowed())
+        problems = [*self._unknown_allowed(), *self._no_branch()]
         for row in self.rows:
             baseline = flat(self.config(Job(row.name, self.baseline, 0)).model_dump(mode="json"))
             for variant in self.variants:
@@ -146,6 +157,19 @@ class Question:
             if not any(_within(key, [shared]) or _within(shared, [key]) for shared in SHARED):
                 yield f"--allow {key}: what may not differ is {', '.join(SHARED)}; everything else may"
 
+    def _no_branch(self) -> Iterator[str]:
+        """Why pairs could not part where they should."""
+        if self.branch and self.band:
+            yield f"--band {self.band}: its second rounding is one of the first step, and {BRANCH} parts runs later"
+        for row in self.rows if self.branch else ():
+            total = self.config(Job(row.name, self.baseline, 0)).training.total_tokens
+            every = len(self.parting(row.name))
+            if self.branch > (last := (total - 1) // every * every):
+                yield (
+                    f"{BRANCH} {self.branch:,}: the baseline saves every {every:,} of its {total:,} tokens "
+                    f"(checkpoint.every_tokens), the last time before its end at {last:,}: part there or before"
+                )
+
     def to_json(self) -> dict[str, Any]:
         """JSON types alone."""
         return asdict(self)
@@ -165,6 +189,7 @@ class Question:
             tree["band"],
             tuple(tree["allow"]),
             tree["first_seed"],
+            tree.get("branch", 0),  # folders of before 2026-11-24 have none
         )
 
 
@@ -178,6 +203,7 @@ def asked(
     seeds: int,
     band: int,
     allow: Sequence[str],
+    branch: int = 0,
 ) -> Question:
     """The question that a command line asks.
 
@@ -211,7 +237,7 @@ def asked(
     if not 0 <= band <= seeds:
         raise ConfigError(f"--band {band}: the baseline is run again for so many of the --seeds {seeds}, at most all")
     seed = load_config(first, [*overrides, *settings[0].overrides]).training.seed
-    return Question(tuple(named), settings, tuple(overrides), seeds, band, tuple(allow), seed)
+    return Question(tuple(named), settings, tuple(overrides), seeds, band, tuple(allow), seed, branch)
 
 
 def named_overrides(text: str, option: str, config: str = "") -> Setting:

@@ -94,6 +94,7 @@ class Runner:
         log: file of a job's output.
         ended: called with (job, exit code) for each run that is over; the code is None if it was asked to stop and did.
         tick: called every now and then, with the jobs that run.
+        ready: whether a job can start by now.
     """
 
     def __init__(
@@ -104,13 +105,14 @@ class Runner:
         ended: Callable[[Job, int | None], None],
         tick: Callable[[Sequence[Job]], None],
         start: Start = start_process,
+        ready: Callable[[Job], bool] = lambda job: True,
     ):
         self._places, self._command, self._log = places, command, log
-        self._ended, self._tick, self._start = ended, tick, start
+        self._ended, self._tick, self._start, self._ready = ended, tick, start, ready
 
     def run(self, jobs: Sequence[Job], stop: Stop) -> None:
-        """All of them, until `stop`: then those that run are asked to save, and waited for. An error of ours asks them
-        too, and waits for none."""
+        """All of them, until `stop`: then those that run are asked to save, and waited for. What is not ready when no
+        other runs is left out. An error of ours asks those that run too, and waits for none."""
         running: dict[int, tuple[Job, Process]] = {}
         try:
             self._run(deque(jobs), running, stop)
@@ -131,13 +133,16 @@ class Runner:
                 if (code := process.poll()) is not None:
                     del running[place]
                     self._ended(job, None if asked and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM) else code)
+            ready = deque(job for job in waiting if self._ready(job))
             for place in range(len(self._places)):
-                if waiting and place not in running:
-                    job = waiting.popleft()
+                if ready and place not in running:
+                    job = ready.popleft()
+                    waiting.remove(job)
                     running[place] = job, self._launch(job, self._places[place])
             self._tick([job for job, _ in running.values()])
-            if running:
-                time.sleep(_TICK)
+            if not running:
+                return
+            time.sleep(_TICK)
 
     def _launch(self, job: Job, place: Mapping[str, str]) -> Process:
         log = self._log(job)

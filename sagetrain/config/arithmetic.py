@@ -38,6 +38,11 @@ def overlaps_reduction(cfg: RunConfig) -> bool:
     return bool(cfg.deepspeed.get("zero_optimization", {}).get("overlap_comm", False))
 
 
+def checkpoint_tokens(cfg: RunConfig) -> int:
+    """Tokens between checkpoints: a tenth of the run's, unless they are named."""
+    return cfg.checkpoint.every_tokens or max(1, cfg.training.total_tokens // 10)
+
+
 def decay_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:
     """Tokens of the final decay of wsd: as configured, else a tenth of the run."""
     return lr_schedule.decay_tokens or max(1, total_tokens // 10)

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sagetrain.config.arithmetic import (
+    checkpoint_tokens,
     data_parallel_size,
     decay_tokens,
     layers_in_words,
@@ -271,7 +272,7 @@ def _run_table(plan: Plan, prediction: StepPrediction) -> Table:
         *([("tasks", tasks)] if cfg.evaluation.tasks else []),
         (
             "checkpoints",
-            f"every {cfg.checkpoint.every_tokens or tenth:,} tokens, the last {cfg.checkpoint.keep_last} kept; written "
+            f"every {checkpoint_tokens(cfg):,} tokens, the last {cfg.checkpoint.keep_last} kept; written "
             f"in the background from {memory} of host memory per rank",
         ),
     ])  # fmt: skip

@@ -66,7 +66,7 @@ def prune(root: Path, keep_last: int, keep_every_tokens: int | None, needed: Con
     multiple of `keep_every_tokens`, and but those of needed names. A folder whose manifest cannot be read is left to
     people."""
     found = []
-    for folder in _folders(root):
+    for folder in published(root):
         with contextlib.suppress(CheckpointError):
             found.append((read_manifest(folder)["state"], folder))
     kept, multiples = {folder for _, folder in found[-keep_last:]}, set()
@@ -96,14 +96,14 @@ def remove(folder: Path) -> None:
 # -- finding and checking ------------------------------------------------------------------------------------------
 
 
-def _folders(root: Path) -> list[Path]:
+def published(root: Path) -> list[Path]:
     """Published checkpoints, oldest first."""
     return sorted(f for f in root.glob("step-*") if f.name.removeprefix("step-").isdigit() and f.is_dir())
 
 
 def newest(root: Path) -> Path | None:
     """The newest published checkpoint, whole or not."""
-    return max(_folders(root), default=None)
+    return max(published(root), default=None)
 
 
 def read_manifest(folder: Path) -> dict:
@@ -142,7 +142,7 @@ def newest_whole(
     """The newest checkpoint, of those of wanted steps, whose files are all as its manifest says, and the damaged ones
     passed over on the way (each goes to `report`); collective. Raises CheckpointError when there are such checkpoints
     but none is whole."""
-    candidates, damaged = _broadcast([str(f) for f in _folders(root) if wanted(step_of(f))]), []
+    candidates, damaged = _broadcast([str(f) for f in published(root) if wanted(step_of(f))]), []
     for folder in map(Path, reversed(candidates)):
         wrong = [p for found in _gather(problems(folder, _rank(), _world_size())) for p in found]
         if not wrong:
@@ -159,7 +159,7 @@ def newest_whole(
 
 def whole_at(root: Path, step: int) -> Path:
     """The checkpoint of a step. Raises CheckpointError if there is none, or it is damaged."""
-    folder, there = root / folder_name(step), _folders(root)
+    folder, there = root / folder_name(step), published(root)
     if folder not in there:
         steps = ", ".join(str(step_of(each)) for each in there) or "none"
         raise CheckpointError(f"{root} has no checkpoint of step {step}; it has steps: {steps}")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from sagetrain import __version__
-from sagetrain.config.arithmetic import padded_vocab_size, resolved_zero_stage, token_multiple
+from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
@@ -329,7 +329,7 @@ class Trainer:
 
     def _train(self) -> bool:
         cfg, total = self.cfg, self.cfg.training.total_tokens
-        every_save = cfg.checkpoint.every_tokens or max(1, total // 10)
+        every_save = checkpoint_tokens(cfg)
         self._saved_step, self._waited = self.state.step, False
         if self.main:
             self.folder.describe(cfg, self.engine.config, self.findings)
