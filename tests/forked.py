@@ -11,7 +11,9 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -27,6 +29,9 @@ IMPORTED = [
     "tensorboard.summary.writer.record_writer",
     "torch._inductor.compile_fx",
     "torch.distributed.run",
+    "deepspeed.module_inject.auto_ep_layer",
+    "pytest",  # of every test module
+    "compiled_before",
 ]
 # Seconds that any process of a test is waited for: ten times what the slowest takes on an idle machine, and more.
 PATIENCE = 600.0
@@ -42,6 +47,8 @@ def context() -> multiprocessing.context.BaseContext:
     """Where such processes come from. With a GPU each imports for itself, as CUDA does not survive a fork."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([] if torch.cuda.is_available() else IMPORTED)
+    with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):  # it would not find this folder
+        forkserver.ensure_running()
     return context
 
 
