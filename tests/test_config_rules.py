@@ -265,6 +265,10 @@ CASES = [
         "linear_int8_is_slow", "warning", "linear.precision", "slower than bf16 at every size that was measured", "use fp8",
     ),
     (
+        {"linear": {"precision": "int8"}, "data": {"micro_batch_size": 256}}, 1,
+        "linear_int8_sums", "error", "linear.recipe", "sums over the 262,144 tokens of a rank's micro-batch in int32, which holds 133,144 products of codes", "use rowwise_bf16_wgrad, a smaller data.micro_batch_size",
+    ),
+    (
         {"linear": {"precision": "fp8", "recipe": "auto"}}, 1,
         "linear_recipe", "error", "linear.recipe", "is chosen together with the precision, and linear.precision is fp8", "use linear.precision auto",
     ),
@@ -420,6 +424,15 @@ def test_findings(sections, world_size, rule, level, key, says, fix):
     assert finding.level == level
     assert says in str(finding)
     assert fix in finding.fix
+
+
+@pytest.mark.parametrize("changes", [
+    {"linear": {"precision": "int8", "recipe": "rowwise_bf16_wgrad"}}, {"linear": {"precision": "fp8"}},
+    {"parallel": {"context_parallel_size": 2}}, {"data": {"micro_batch_size": 130}},
+])  # fmt: skip
+def test_sums_of_codes_that_int32_holds_are_no_finding(changes):
+    sections = {"linear": {"precision": "int8"}, "data": {"micro_batch_size": 256}, **changes}
+    assert not [finding for finding in fit(run_config(**sections), 2) if finding.rule == "linear_int8_sums"]
 
 
 @pytest.mark.parametrize(

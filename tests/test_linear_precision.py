@@ -13,6 +13,7 @@ from torch import Tensor
 import tiny
 from distributed import run_distributed
 from runs import finish, write_config
+from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.data.loader import Batch
@@ -165,6 +166,17 @@ def test_a_gpu_that_cannot_is_an_error(monkeypatch, capability, precision, dtype
     else:
         with pytest.raises(ValueError, match=says):
             matmuls_of(LinearConfig(precision=precision), SHAPE, **where)
+
+
+def test_a_run_ends_there_before_ranks_meet(monkeypatch, tmp_path, corpus) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+    monkeypatch.setattr(trainer, "init_distributed", lambda *_: pytest.fail("ranks were waited for"))
+    sections = {"attention": {"backend": "sdpa"}, "linear": {"precision": "fp8"}, "training": {"dtype": "bf16"}}
+    cfg = load_config(write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", **sections))
+    with pytest.raises(ConfigError, match=r"linear\.precision fp8 needs a GPU of compute capability 8\.9 or more"):
+        trainer.Trainer(cfg, [])
 
 
 @every_recipe

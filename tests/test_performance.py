@@ -442,6 +442,7 @@ LAYOUTS = [
     (2, 1, True, "off", 1, {}),
     (2, 1, True, "on", 1, {"precision": "fp8", "keep_last_blocks": 1}),
     (2, 1, True, "on", 1, {"precision": "fp8", "recipe": "rowwise_bf16_wgrad"}),
+    (2, 1, True, "on", 1, {"precision": "fp8", "recipe": "tensorwise"}),  # gathers gradients in 16 bits
     (2, 1, True, "on", 1, {"precision": "fp8", "keep_layers_below": 5000}),  # q, k and v are more, gate and up less
     (1, 2, False, "auto", 1, {}),
     *((1, 1, False, "auto", stage, {}) for stage in (1, 2, 3)),

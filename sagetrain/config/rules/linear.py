@@ -9,6 +9,8 @@ from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE
 from sagetrain.config.rules.findings import error, neighbours, no_effect
 from sagetrain.config.schema import RunConfig
 
+_INT8_PRODUCTS = (2**31 - 1) // 127**2
+
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
     """What cannot be multiplied in 8 bits, and settings that leave nothing to."""
@@ -47,6 +49,16 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "was slower than bf16 at every size that was measured: the layouts of the backward pass meet slow kernels",
             "use fp8 on a GPU that has it, else bf16; launch/benchmark_linear.py times all of them on yours",
             "our runs: results/step, one H200",
+        )
+    tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
+    if linear.precision == "int8" and linear.recipe == "rowwise" and tokens > _INT8_PRODUCTS:
+        yield error(
+            "linear_int8_sums",
+            "linear.recipe",
+            linear.recipe,
+            f"sums over the {tokens:,} tokens of a rank's micro-batch in int32, which holds {_INT8_PRODUCTS:,} "
+            "products of codes: gradients of weights could overflow, and nothing would show it",
+            "use rowwise_bf16_wgrad, a smaller data.micro_batch_size, or linear.precision fp8",
         )
     if not linear.low_bit_blocks(model.num_layers):
         name, blocks = max(kept.items(), key=lambda item: item[1])
