@@ -269,6 +269,14 @@ CASES = [
         "linear_int8_sums", "error", "linear.recipe", "sums over the 262,144 tokens of a rank's micro-batch in int32, which holds 133,144 products of codes", "use rowwise_bf16_wgrad, a smaller data.micro_batch_size",
     ),
     (
+        {"linear": {"precision": "fp8"}}, 1,
+        "linear_fp8_costs_loss", "info", "linear.precision", "ended .007 +- .006 nats per token (.27 %) above 16 bits", "sagetrain compare",
+    ),
+    (
+        {"linear": {"precision": "auto"}}, 1,
+        "linear_fp8_costs_loss", "info", "linear.precision", "\"auto\": fp8 (rowwise)", "sagetrain compare",
+    ),
+    (
         {"linear": {"precision": "fp8", "recipe": "auto"}}, 1,
         "linear_recipe", "error", "linear.recipe", "is chosen together with the precision, and linear.precision is fp8", "use linear.precision auto",
     ),

@@ -60,6 +60,17 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "products of codes: gradients of weights could overflow, and nothing would show it",
             "use rowwise_bf16_wgrad, a smaller data.micro_batch_size, or linear.precision fp8",
         )
+    if linear.precision == "fp8":
+        yield Finding(
+            "linear_fp8_costs_loss",
+            "info",
+            "linear.precision",
+            asked,
+            "fp8 (rowwise) with INT8 attention ended .007 +- .006 nats per token (.27 %) above 16 bits on held-out "
+            "text: 43M parameters, 262,144 tokens per step, six seeds",
+            "sagetrain compare shows what it is for your model",
+            "our runs: results/tokens-per-step",
+        )
     if not linear.low_bit_blocks(model.num_layers):
         name, blocks = max(kept.items(), key=lambda item: item[1])
         yield error(
