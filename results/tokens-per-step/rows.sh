@@ -11,9 +11,14 @@ cd "$(dirname "$0")/../.."
 
 paper='paper: attention.backend=sage attention.recipe=paper stability.quant_noise.every_steps=100'
 no_smoothing='no-k-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_k=false'
-fp8='fp8: attention.backend=sage attention.recipe=scores linear.precision=fp8 linear.recipe=rowwise'
-fp8_wgrad="fp8-wgrad16: ${fp8#fp8: }_bf16_wgrad"
 q_smoothing='q-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_q=true'
+int8_attention='attention.backend=sage attention.recipe=scores'
+scores="scores: $int8_attention"
+fp8="fp8: $int8_attention linear.precision=fp8 linear.recipe=rowwise"
+fp8_alone="fp8-alone: linear.precision=fp8 linear.recipe=rowwise"
+fp8_wgrad="fp8-wgrad16: $int8_attention linear.precision=fp8 linear.recipe=rowwise_bf16_wgrad"
+int8="int8: $int8_attention linear.precision=int8 linear.recipe=rowwise"
+int8_wgrad="int8-wgrad16: $int8_attention linear.precision=int8 linear.recipe=rowwise_bf16_wgrad"
 
 # row NAME TOKENS_PER_STEP STEPS SEQUENCES_PER_MICRO_BATCH ARGUMENTS_OF_COMPARE...
 row() {
@@ -32,10 +37,13 @@ for name in "$@"; do
     B-64k) row "$name" 65536 1300 32 --variant "$paper" --variant "$fp8" ;;
     B-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$fp8" ;;
     parted-256k) row "$name" 262144 500 32 --branch 32768000 --variant "$paper" --variant "$fp8" --variant "$fp8_wgrad" ;;
+    early-256k) row "$name" 262144 125 32 lr_schedule.shape=constant lr_schedule.min_lr=0 lr_schedule.warmup_tokens=13107200 \
+      lr_schedule.decay_tokens=null --variant "$scores" --variant "$fp8" --variant "$fp8_alone" --variant "$fp8_wgrad" \
+      --variant "$int8" --variant "$int8_wgrad" ;;
     B-1m) row "$name" 1048576 200 32 --variant "$paper" ;;
     C-256k) row "$name" 262144 500 32 attention.qk_norm=none --variant "$paper" ;;
     C-1m) row "$name" 1048576 200 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' --variant "$paper" ;;
     E-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" ;;
-    *) echo "$name: not a row; rows: B-16k B-64k B-256k parted-256k B-1m C-256k C-1m E-256k" >&2; exit 2 ;;
+    *) echo "$name: not a row; rows: B-16k B-64k B-256k early-256k parted-256k B-1m C-256k C-1m E-256k" >&2; exit 2 ;;
   esac
 done
