@@ -282,7 +282,7 @@ class Flash(AttentionFunction):
     traceable = False  # not in every version
     package: ModuleType
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # torch.compiler.disable imports the compiler, a second, at once
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         cu_seqlens = layout.cu_seqlens
         if cu_seqlens is None:
