@@ -27,7 +27,7 @@ from sagetrain.model.accounting import (
     reduce_bucket_size,
 )
 from sagetrain.model.backends import AttentionFunction
-from sagetrain.model.operations import Matmul, Pass, block_operations, end_operations, of_kind
+from sagetrain.model.operations import Attention, Matmul, Pass, block_operations, end_operations, of_kind
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Block, Transformer
 from sagetrain.parallel import lowbit
@@ -287,6 +287,29 @@ def test_what_selective_checkpointing_keeps_is_what_is_predicted(backend, compil
         model={"num_key_value_heads": kv_heads}, attention={"backend": backend}, training={"compile": compile_}
     )
     assert kept < 0.75 * block_activation_bytes(plain)
+
+
+@pytest.mark.parametrize("again", ["none", "selective", "full"])
+def test_what_auto_may_become_fits(again):
+    """It is decided when the run begins."""
+
+    def kept(**attention) -> int:
+        return block_activation_bytes(run_config(attention=attention, training={"activation_checkpointing": again}))
+
+    ways = ({"backend": "sdpa"}, *({"backend": "sage", "recipe": recipe} for recipe in ("auto", "fine", "scores")))
+    assert kept(backend="auto") == max(kept(**way) for way in ways)
+
+
+def test_flash_attention_runs_again_under_selective_checkpointing():
+    """Its own operators torch does not see: neither its output nor the log-sum-exp of 4 heads is kept."""
+    kept, again = {}, {}
+    for backend in ("sdpa", "flash"):
+        cfg = run_config(attention={"backend": backend}, training={"activation_checkpointing": "selective"})
+        kept[backend] = block_activation_bytes(cfg)
+        (attention,) = of_kind(Attention, block_operations(cfg.model, cfg.attention, rank_of(cfg)))
+        again[backend] = attention.recomputed
+    assert kept["sdpa"] - kept["flash"] == 2 * 256 + 4 * 4
+    assert again == {"sdpa": False, "flash": True}
 
 
 @pytest.mark.parametrize("compile_", ["off", "on"])

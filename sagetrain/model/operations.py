@@ -289,8 +289,8 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         qk_moved = rank.moved(_QK_NORM_ROTARY, query + key) + rank.moved(_GRADIENT_OF_V, key)
     # sage keeps q and k with a scale per token, as INT8 where the scores are; v and o, and the others all, in 16 bits.
     sage = attention.backend == "sage"
-    codes = (query + key) * (1 if sage and attention.recipe != "gradients" else element) + 4 * (heads + kv_heads) * sage
-    kept = codes + element * (key + query) + 4 * heads  # and the log-sum-exp
+    quantized = (query + key) * (element if attention.recipe == "gradients" else 1) + 4 * (heads + kv_heads)
+    kept = (quantized if sage else element * (query + key)) + element * (key + query) + 4 * heads  # and the log-sum-exp
     # q, k and v of a layer in 8 bits are views of one tensor, so what keeps one keeps all: v, unless it comes from an
     # all-to-all, and q and k that are normalized, compiled or in one pass.
     if precisions["qkv"] is not None:
@@ -331,11 +331,12 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     if rank.recompute != "selective":
         return listed
     # The block's input, and what matmuls and attention made: v is one of the former, q and k before they are normalized
-    # and rotated too. No gradient needs what `down` made: torch.compile sees that, but for partial sums.
+    # and rotated too; sage's codes of these, which `auto` may come to. No gradient needs what `down` made, which
+    # torch.compile sees, but for partial sums.
     columns = {"attention norm": hidden, "q": query, "k": key, "v": key, "attention": query, "out": hidden}
     columns |= {"gate": inner, "up": inner, "down": hidden * (rank.tensor > 1 or not rank.fused)}
     dear = {part.name: _result_bytes(part, element) * columns.get(part.name, 0) for part in listed}
-    dear["attention"] += 4 * heads + sage * codes
+    dear["attention"] += 4 * heads + quantized * (attention.backend in ("sage", "auto"))
     if attention.backend == "flash":  # whose own operators torch does not see
         dear["attention"] = 0
     return tuple(
