@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from llama_reference import reference_loss
 from sagekernels import attention_reference
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.model.backends import AttentionFunction, Flash, Sage, Sdpa, TokenLayout, token_layout
+from sagetrain.model import schedule
+from sagetrain.model.backends import AttentionFunction, Flash, Sage, Sdpa, TokenLayout, find_varlen_attn, token_layout
 from sagetrain.model.rotary import apply_rotary, rotary_tables
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
@@ -182,6 +184,18 @@ def test_what_is_dear_runs_once() -> None:
     mm, attention, silu, norms = once
     assert kept == [mm, attention, 2 * silu, 2 * norms - 1]  # the final norm is outside of the blocks
     assert twice == [mm + 2 * 7, 2 * attention, 2 * silu, 2 * norms - 1]
+
+
+def test_attention_and_matmuls_of_a_gpu_are_dear() -> None:
+    """By the names that they have in this torch."""
+    aten, here = torch.ops.aten, find_varlen_attn() is not None  # which registers its operator
+    operators = [aten._scaled_mm, aten._int_mm, *([torch.ops.torch_attn._varlen_attn] if here else [])]
+    operators += [
+        getattr(aten, f"_scaled_dot_product_{kernel}_attention") for kernel in ("cudnn", "flash", "efficient")
+    ]
+    for operator in operators:
+        assert schedule._policy(None, operator.default) == CheckpointPolicy.MUST_SAVE, operator
+    assert schedule._policy(None, aten.silu.default) == CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_activation_checkpointing_keeps_block_inputs_only() -> None:
