@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -56,6 +57,7 @@ class Errors:
                 "generate over more GPUs (torchrun)"
             )
         if self.rank:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training's would ask for a checkpoint
             time.sleep(5 + 3 * int(os.environ.get("LOCAL_RANK", "0")))
         warn(f"rank {self.rank}: error: {said}" if self.rank else f"error: {said}")
         leave(code)

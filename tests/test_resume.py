@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -19,8 +20,10 @@ from safetensors.torch import load_file
 import tiny
 from distributed import run_distributed
 from forked import PATIENCE
-from runs import at_step, check_same, finish, free_port, kill_all, start, write_config
-from sagetrain.config import RunConfig
+from runs import at_step, check_same, finish, free_port, kill_all, log_of, start, write_config
+from sagetrain.config import ConfigError, RunConfig
+from sagetrain.exits import Errors
+from sagetrain.train.guard import StopSignal
 from sagetrain.train.trainer import Trainer
 
 
@@ -275,6 +278,21 @@ def test_non_finite_loss_stops_every_rank_and_saves_nothing(tmp_path, corpus) ->
     config = write_config(
         tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, optimizer={"lr": 1e30, "weight_decay": 0}
     )
-    assert start("ranks", config).wait(PATIENCE) != 0
-    assert "Nothing of this step was saved" in config.with_suffix(".log").read_text()
+    assert start("ranks", config).wait(PATIENCE) == 4
+    assert "Nothing of this step was saved" in log_of(config)
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+def fail_and_be_ended() -> None:
+    StopSignal()
+    time.sleep = lambda seconds: os.kill(os.getpid(), signal.SIGTERM)
+    with Errors(rank=1):
+        raise ConfigError("as on every rank")
+
+
+def test_a_rank_that_fails_with_others_lets_the_launcher_end_it() -> None:
+    """Training's own handler would go on waiting, and say again what the first rank has said."""
+    rank = multiprocessing.get_context("fork").Process(target=fail_and_be_ended)
+    rank.start()
+    rank.join()
+    assert rank.exitcode == -signal.SIGTERM
