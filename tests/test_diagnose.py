@@ -151,7 +151,7 @@ def test_errors_of_a_linear_layer_are_those_against_float64(name: tuple[str, str
     dy[1::2, 16:] = 0  # no gradients at all: none that vanish
     weights = [torch.randn(16, 48, generator=draw, requires_grad=True) for _ in range(2)]
     ends = []
-    for matmul in (low, Observed(low=low, metrics=metrics, tag="t")):
+    for matmul in (low, Observed(low=low, tell=metrics.derive, tag="t")):
         own = x.clone().requires_grad_()
         y = torch.cat(linear_of(own, weights, matmul), 1)
         ends.append([y, *torch.autograd.grad(y, [own, *weights], dy)])
@@ -161,12 +161,12 @@ def test_errors_of_a_linear_layer_are_those_against_float64(name: tuple[str, str
     exact = {"Y": x.double() @ w.t(), "dX": dy.double() @ w, "dW": dy.double().t() @ x.double()}
     y, dx, *dw = ends[0]
     for tensor, result in {"Y": y, "dX": dx, "dW": torch.cat(dw)}.items():
-        assert numbers[f"t/{tensor}/rel_l2"] == pytest.approx(rel_l2(result, exact[tensor]), rel=1e-3, abs=1e-6)
-        assert numbers[f"t/{tensor}/cosine"] == pytest.approx(cosine(result, exact[tensor]), abs=1e-6)
+        assert numbers[f"t.{tensor}/rel_l2"] == pytest.approx(rel_l2(result, exact[tensor]), rel=1e-3, abs=1e-6)
+        assert numbers[f"t.{tensor}/cosine"] == pytest.approx(cosine(result, exact[tensor]), abs=1e-6)
     there, lost = 12 * 32 + 12 * 16, 12 * 30
     small = (dy != 0) & (dy.abs() > 2**-30) & (low_codes(low, dy) == 0)
-    assert numbers["t/dY/zero_share_dX"] == pytest.approx((lost + small.sum().item()) / there)
-    assert ("t/dY/zero_share_dW" in numbers) != low.wide_weight_gradient
+    assert numbers["t.dY/zero_share_dX"] == pytest.approx((lost + small.sum().item()) / there)
+    assert ("t.dY/zero_share_dW" in numbers) != low.wide_weight_gradient
 
 
 def low_codes(low: LowBit, dy: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from runs import write_config
 from sagetrain.config import ConfigError, load_config
 from sagetrain.config.guidance import guidance
 from sagetrain.config.measured import Ratio, critical_in_words, critical_tokens, read_measured
+from sagetrain.config.schema import LinearConfig
 from sagetrain.planning.show import show_plan
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.measured import Measured
@@ -80,6 +81,7 @@ MEASURED = {
     "quant_noise/1/ratio": 0.5, "quant_noise/1/bias_ratio": 0.4,
     "noise/all/scale_tokens": 1024.0,
     "quant/0/O/rel_l2": 0.02, "quant/1/dS/rel_l2": 0.25, "quant/1/dS/cosine": 0.9,
+    "quant/0/down.dW/rel_l2": 0.31, "quant/1/qkv.Y/rel_l2": 0.03, "quant/1/qkv.dY/zero_share_dX": 0.4,
 }  # fmt: skip
 
 
@@ -125,7 +127,7 @@ def test_a_plan_says_what_the_ratio_of_an_earlier_run_would_be(tmp_path: Path, c
         "linear.precision fp8 there, bf16 here",
     ):  # fmt: skip
         assert part in line, part
-    assert "optimizer.lr" not in line
+    assert "optimizer.lr" not in line and "linear layers was" not in line
     assert f"source: {earlier}, measured; ratio' = " in text.getvalue()
 
 
@@ -146,7 +148,9 @@ def test_of_a_run_in_16_bits_the_noise_alone_is_told_and_why(tmp_path: Path, con
     assert (finding.rule, finding.level, finding.fix) == ("measured_ratio", "info", "")
     assert "the gradient noise scale was 1,024 tokens: 4,096 tokens per step are 4 of it" in finding.message
     assert "what INT8 attention added is not shown: attention.backend sdpa is in 16 bits" in finding.message
-    assert "it would be" not in finding.message and "relative error" not in finding.message
+    assert "it would be" not in finding.message and "largest relative" not in finding.message
+    (finding,) = guidance(plain.model_copy(update={"linear": LinearConfig(precision="fp8")}), earlier)
+    assert "largest relative error of linear layers was 0.31, of down.dW in layer 0" in finding.message
 
 
 def test_the_noise_scale_alone_is_told(tmp_path: Path, config: Path) -> None:

@@ -41,6 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             if k:
                 values |= {f"quant/{layer}/dS/{what}": 0.1 * (layer + 1) for layer in (0, 1) for what in ("rel_l2",)}
                 values |= {f"quant/{layer}/dS/cosine": 0.9 - 0.1 * layer for layer in (0, 1)}
+                values |= {f"quant/{layer}/down.dY/zero_share_dX": 0.3 - 0.1 * layer for layer in (0, 1)}
             writer.write(step, 1000 * step, values)
         for step, loss in ((20, 3.3), (STEPS, 3.1)):
             writer.write(step, 1000 * step, {"valid/loss": loss})
@@ -70,6 +71,7 @@ def test_what_is_read_of_a_run(runs: list[Path]) -> None:
     assert tokens == [1000 * step for step in range(1, STEPS + 1)] and norms[29] == 10 and max(norms[30:]) == 1
     assert set(sage.curves["quant/*/dS/rel_l2"][1]) == {0.2}, "of several layers the worst"
     assert set(sage.curves["quant/*/dS/cosine"][1]) == {0.8}
+    assert set(sage.curves["quant/*/down.dY/zero_share_dX"][1]) == {0.3}
     assert [(event["tokens"], event["kind"]) for event in sdpa.events] == [(30_000, "save"), (30_000, "spike")]
     assert different_settings([sdpa, sage]) == {"attention.backend": ["sdpa", "sage"]}
     assert sdpa.summary["validation loss (last)"] == "3.1000" and sdpa.summary["steps"] == "60"
@@ -109,7 +111,9 @@ def test_the_page_needs_no_network_and_trusts_no_name(runs: list[Path]) -> None:
     assert "{{" not in outside
     data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
     assert data["runs"] == ["sdpa", "<-script><b>sage"]
-    assert {chart["title"] for chart in data["charts"] if chart["first"]} >= {"Loss", "Gradient norm"}
+    assert {chart["title"] for chart in data["charts"] if chart["first"]} >= {
+        *("Loss", "Gradient norm", "Share of dY that rounds to zero in linear layers, worst layer")
+    }
 
 
 @pytest.mark.parametrize(
@@ -186,7 +190,7 @@ def test_curves_are_drawn_at_every_width_in_light_and_dark(
     assert script("return document.getElementsByTagName('b').length") == 0
     charts = script("return [...document.querySelectorAll('#first .chart')].map(c => "
                     "[...c.querySelectorAll('.scatterlayer path.js-line')].map(p => p.getTotalLength()))")  # fmt: skip
-    assert len(charts) == 6 and [len(lengths) for lengths in charts] == [4, 2, 2, 2, 2, 1]
+    assert len(charts) == 7 and [len(lengths) for lengths in charts] == [4, 2, 2, 2, 2, 1, 1]
     assert all(length > 100 for lengths in charts for length in lengths), "pixels"
     fit = "c => c.querySelector('.main-svg').getBoundingClientRect().width <= c.clientWidth"
     assert script(f"return [...document.querySelectorAll('.chart')].every({fit})"), "each within its frame"

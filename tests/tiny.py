@@ -9,6 +9,7 @@ import torch
 
 from sagetrain.config import RunConfig
 from sagetrain.data.loader import Batch
+from sagetrain.model.accounting import overlaps
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups, Topology
@@ -46,6 +47,8 @@ def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Transformer:
     """A fresh one, at ZeRO 3 partitioned."""
     dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
     place = {"vocab_size": VOCAB, "groups": groups, "dtype": dtype, "partition": partitioner(cfg, groups)}
+    place["sequence_parallel"], place["overlap"] = cfg.parallel.sequence_parallel, overlaps(cfg)
+    place["activation_checkpointing"] = cfg.training.activation_checkpointing
     how = {"tensor_parallel_size": groups.tp_size, "device": torch.device("cpu"), "dtype": dtype}
     place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **how)
     return Transformer(cfg.model, cfg.attention, seed=seed, **place)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from sagetrain.config.errors import Finding
@@ -147,9 +147,9 @@ def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
     if not int8:
         said.append(f"what INT8 attention added is not shown: attention.backend {cfg.attention.backend} is in 16 bits")
     elif run.errors:
-        worst = max(run.errors, key=lambda name: run.errors[name])
-        layer, tensor = worst.split("/")
-        said.append(f"the largest relative error was {run.errors[worst]:.2g}, of {tensor} in layer {layer}")
+        said.append(_largest(run.errors, "error"))
+    if cfg.linear.precision != "bf16" and run.linear_errors:
+        said.append(_largest(run.linear_errors, "error of linear layers"))
     if differing := run.differing(cfg):
         said.append(f"that run differs: {', '.join(differing)}")
     yield Finding(
@@ -164,6 +164,12 @@ def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
         else "",
         source,
     )
+
+
+def _largest(errors: Mapping[str, float], what: str) -> str:
+    worst = max(errors, key=lambda name: errors[name])
+    layer, tensor = worst.split("/")
+    return f"the largest relative {what} was {errors[worst]:.2g}, of {tensor} in layer {layer}"
 
 
 def _overridden(finding: Finding) -> Finding:

@@ -107,7 +107,9 @@ class MeasuredRun:
     noise_scale: float | None
     """Gradient noise scale of the whole model, in tokens."""
     errors: dict[str, float]
-    """Relative L2 error by `layer/tensor`, of what INT8 attention computes."""
+    """Relative L2 error of what INT8 attention computes, by `layer/tensor`."""
+    linear_errors: dict[str, float]
+    """And of linear layers in 8 bits, by `layer/name.tensor`."""
     settings: dict[str, dict[str, Any]]
     """Of the run, by section."""
 
@@ -138,6 +140,7 @@ def read_measured(path: str | Path) -> MeasuredRun:
             for name, entry in metrics.items()
             if name.startswith("quant/") and name.endswith("/rel_l2")
         }
+        linear = {name: errors.pop(name) for name in [*errors] if "." in name}
         scale = metrics.get(f"noise/{ALL}/scale_tokens", {}).get("last")
     except OSError as error:
         raise ConfigError(
@@ -146,9 +149,9 @@ def read_measured(path: str | Path) -> MeasuredRun:
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--measured {folder}: {STABILITY_NAME} is not what a run writes ({error!r})") from error
-    if not (ratios or errors or scale is not None):
+    if not (ratios or errors or linear or scale is not None):
         raise ConfigError(
             f"--measured {folder}: the run measured neither its gradient noise nor what INT8 attention loses; turn "
             "that on (section stability of `sagetrain plan --keys`) and take steps of more than one micro-batch"
         )
-    return MeasuredRun(str(folder), ratios, scale, errors, settings if isinstance(settings, dict) else {})
+    return MeasuredRun(str(folder), ratios, scale, errors, linear, settings if isinstance(settings, dict) else {})

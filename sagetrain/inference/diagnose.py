@@ -6,8 +6,8 @@ same Q, K, V and dO. So checkpoints trained with 16-bit attention can be asked t
 All layers run with the recipe: those further up read what the layers below them made with it. Without one, layers of
 a run with a precision ladder run on the rungs that they were on, and those in 16 bits have no errors to show.
 
-Linear layers that the run multiplies in 8 bits are measured too, in a pass of their own with the attention that the run
-was trained with (stability/linear_errors.py).
+Linear layers that the run multiplies in 8 bits are measured too, as while training, in a pass of their own with the
+attention that the run was trained with (stability/linear_errors.py).
 
 Of each layer and micro-batch the sample has at most 2^28 scores: 16 heads of one sequence of 4,096 tokens, other
 ones in every micro-batch (sagekernels/observe.py).
@@ -15,8 +15,9 @@ ones in every micro-batch (sagekernels/observe.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,9 +30,9 @@ from sagetrain.data.token_file import check_writable
 from sagetrain.inference.load import TrainedRun
 from sagetrain.model.backends import FIXED_RECIPE, AttentionFunction, Sage, attention_function
 from sagetrain.model.selection import matmuls_of, resolve_backend
-from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from sagetrain.parallel.matmul import Matmul
 from sagetrain.planning.tables import Table
-from sagetrain.stability.linear_errors import Observed
+from sagetrain.stability.linear_errors import LinearErrors
 from sagetrain.stability.monitor import Monitor
 from sagetrain.train.bundle import describe
 
@@ -84,7 +85,7 @@ def diagnose(
     attention = run.cfg.attention.model_copy(update={"backend": "sage"})
     try:
         resolve_backend(attention, run.cfg.model, device=run.device, dtype=model.embedding.weight.dtype)
-        observed = _observed(run)
+        linear = _in_8_bits(run)
     except ValueError as error:
         raise ConfigError(f"{error}; this checkpoint cannot be diagnosed here") from error
     size = data.micro_batch_size
@@ -96,8 +97,8 @@ def diagnose(
     count = max(1, min(asked, loader.eval_size(asked)) // size * size)
     if count < (num_sequences or 1):
         report(f"{num_sequences} sequences were asked for, and the data has {count} in whole micro-batches of {size}")
+    errors = _linear_errors(run, linear, loader.eval_batches(count))
     model.requires_grad_(False)
-    linear = _linear_errors(run, observed, loader.eval_batches(count)) if observed else {}
     found: dict[str, list[dict[str, float]]] = {}
     for recipe in recipes:
         if recipe != LADDER:
@@ -114,40 +115,34 @@ def diagnose(
         ]
     own = [describe(function) for function in trained]
     precision = f"{run.cfg.linear.precision} {run.cfg.linear.recipe}"
-    return Diagnosis(run.step, run.tokens, count, data.seq_length, own, found, linear, precision)
+    return Diagnosis(run.step, run.tokens, count, data.seq_length, own, found, errors, precision)
 
 
-def _observed(run: TrainedRun) -> dict[ColumnParallelLinear | RowParallelLinear, Observed]:
-    """How the linear layers multiply that the run has in 8 bits. Raises ValueError where they cannot here."""
+def _in_8_bits(run: TrainedRun) -> Sequence[Mapping[str, Matmul]]:
+    """How the linear layers of each block multiply that the run has in 8 bits. Raises ValueError where they cannot."""
     model, cfg = run.model, run.cfg
     place: dict[str, Any] = {"device": run.device, "dtype": model.embedding.weight.dtype}
-    matmuls, _ = matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=cfg.parallel.tensor_parallel_size, **place)
-    found = {}
-    for index, (block, low) in enumerate(zip(model.blocks, matmuls, strict=True)):
-        for path, layer in block.named_modules():
-            if (name := path.rpartition(".")[2]) in low:
-                tag = f"linear/{index}.{path}"
-                found[layer] = Observed(low=low[name], metrics=model.groups.metrics, tag=tag)
-    return found
+    return matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=cfg.parallel.tensor_parallel_size, **place)[0]
 
 
 def _linear_errors(
-    run: TrainedRun, observed: dict[ColumnParallelLinear | RowParallelLinear, Observed], batches: Iterable[Batch]
+    run: TrainedRun, matmuls: Sequence[Mapping[str, Matmul]], batches: Iterable[Batch]
 ) -> dict[str, dict[str, float]]:
-    before = [(layer, layer.matmul) for layer in observed]
-    for layer, low in observed.items():
-        layer.matmul = low
-    for batch in batches:
-        with torch.enable_grad():
-            run.model(**batch.inputs(run.device)).backward()
-    for layer, matmul in before:
-        layer.matmul = matmul
-    errors: dict[str, dict[str, float]] = {low.tag.removeprefix("linear/"): {} for low in observed.values()}
-    for name, value in run.model.groups.metrics.reduce(run.device).items():
-        if name.startswith("linear/"):
-            _, layer_name, metric = name.split("/", 2)
-            errors[layer_name][metric] = value
-    return errors
+    model = run.model
+    for block, own in zip(model.blocks, matmuls, strict=True):
+        for path, layer in block.named_modules():
+            if low := own.get(path.rpartition(".")[2]):
+                layer.matmul = low
+    errors = LinearErrors(model, range(len(model.blocks)))
+    for batch in batches if errors.layers else ():
+        errors.measure([partial(model, **batch.inputs(run.device))])
+    model.use_16_bits()
+    numbers = model.groups.metrics.reduce(run.device)
+    return {
+        f"{number}.{path}": {name.removeprefix(tag): value for name, value in numbers.items() if name.startswith(tag)}
+        for number, path in errors.layers
+        for tag in [f"{errors.tag(number, path)}."]
+    }
 
 
 def _own(functions: Sequence[AttentionFunction]) -> str:

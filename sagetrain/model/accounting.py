@@ -149,10 +149,11 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
     """Estimate of one rank's peak memory, itemised, in bytes; `vocab_size` is padded.
 
     What the rank always holds, and the largest of some moments: the loss over the last logits, the last block's
-    backward, the reduction of gradients, and those of a probe (stability.quant_noise). All follow what DeepSpeed 0.19
-    allocates for our settings and what autograd saves for our blocks, but for the workspace, a guess. Not counted:
-    CUDA's context, NCCL and the slots of parallel/copies.py (1 to 3 GB), and fragmentation of the allocator. Building
-    the model takes less: its weights, at ZeRO 3 this rank's part and one whole parameter, no more than a step gathers.
+    backward, the reduction of gradients, and those of a probe (stability.quant_noise) and of linear layers that are
+    measured (stability.monitor). All follow what DeepSpeed 0.19 allocates for our settings and what autograd saves for
+    our blocks, but for the workspace, a guess. Not counted: CUDA's context, NCCL and the slots of parallel/copies.py (1
+    to 3 GB), and fragmentation of the allocator. Building the model takes less: its weights, at ZeRO 3 this rank's part
+    and one whole parameter, no more than a step gathers.
     """
     size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, cfg.parallel.tensor_parallel_size)
     ranks = world_size // cfg.parallel.tensor_parallel_size
@@ -164,6 +165,7 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
         [kept, *running, bucket],
         [*(item._replace(bytes=int(left * item.bytes)) for item in (kept, *running)), bucket, copies],
         *_probe(cfg, size, ranks, vocab_size),
+        *_linear_errors(cfg, vocab_size),
     ]
     largest = max(moments, key=lambda items: sum(item.bytes for item in items))
     return [item for item in (*_model_state(cfg, size, ranks, vocab_size), *largest) if item.bytes]
@@ -259,6 +261,21 @@ def _probe(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[list[
         [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank)), held],
         [kept, *running, held],
         [MemoryItem("probe", (2 * rank.element + 4) * size + (16 if alone else 8) * largest, why)],
+    ]
+
+
+def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
+    """Moments of measuring linear layers (stability/linear_errors.py), not compiled, every block recomputed: the loss;
+    the backward pass of a block that keeps inputs in 16 bits, beside a layer's weights, then its input, in fp32."""
+    if not cfg.linear.low_bit or cfg.stability.monitor.every_steps is None or resolved_zero_stage(cfg) == 3:
+        return []
+    rank = replace(rank_of(cfg), fused=False, recompute="full", linear=LinearConfig())
+    kept, running = _activations(cfg, rank)
+    layers = of_kind(Matmul, block_operations(cfg.model, cfg.attention, rank))
+    largest = max(4 * max(layer.weights, layer.tokens * layer.inputs) for layer in layers)
+    return [
+        [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank))],
+        [kept, *running, MemoryItem("monitor", largest, "a linear layer in fp32: stability.monitor")],
     ]
 
 

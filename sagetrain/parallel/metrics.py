@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -41,6 +42,16 @@ class Metrics:
         self._sums.clear()
         self._functions.clear()
         self._maxima.clear()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Forget what is added inside: by passes of the model that are of no step."""
+        before = self._sums, self._functions, self._maxima
+        self._sums, self._functions, self._maxima = {}, {}, {}
+        try:
+            yield
+        finally:
+            self._sums, self._functions, self._maxima = before
 
     def derive(self, name: str, function: Callable[..., float], *parts: Tensor | float) -> None:
         """Add to what is summed up over all ranks, part by part. The number is function(sums of the parts), as floats:

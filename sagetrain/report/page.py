@@ -25,6 +25,10 @@ class Chart(NamedTuple):
     from_zero: bool = False
 
 
+def _of_linear_layers(number: str) -> tuple[str, ...]:
+    return tuple(f"quant/*/{layer}.{number}" for layer in ("gate_up", "down", "qkv", "out"))
+
+
 CHARTS = (
     Chart("Loss", ("train/loss", "valid/loss")),
     Chart("Gradient norm", ("train/grad_norm",), logarithmic=True),
@@ -39,6 +43,8 @@ CHARTS = (
     Chart("Relative L2 error of quantized dS, worst layer", ("quant/*/dS/rel_l2",), logarithmic=True),
     Chart("Relative L2 error of dQ and dK, worst layer", ("quant/*/dQ/rel_l2", "quant/*/dK/rel_l2"), logarithmic=True),
     Chart("Relative L2 error of O and dV, worst layer", ("quant/*/O/rel_l2", "quant/*/dV/rel_l2"), logarithmic=True),
+    Chart("Relative L2 error of dW of linear layers, worst layer", _of_linear_layers("dW/rel_l2"), logarithmic=True),
+    Chart("Share of dY that rounds to zero in linear layers, worst layer", _of_linear_layers("dY/zero_share_dX")),
 )
 """What comes first. Every other metric has a chart of its own in the last section of the page."""
 

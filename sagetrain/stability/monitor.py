@@ -45,7 +45,7 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import Metrics
 
 EVERY_STEPS = 100
-"""What `auto` stands for where attention quantizes something."""
+"""What `auto` stands for where something is quantized."""
 SAMPLE_SCORES = 1 << 26
 """Scores of one sample: four heads of a sequence of 4,096 tokens, or the last 512 queries of a head over 131,072."""
 
@@ -60,21 +60,21 @@ class Monitor:
     """
 
     def __init__(self, config: MonitorConfig, model: Transformer, gains: Gains, scores: int = SAMPLE_SCORES) -> None:
-        self._every = EVERY_STEPS if config.every_steps == "auto" else config.every_steps
+        self.every = EVERY_STEPS if config.every_steps == "auto" else config.every_steps
         count = len(model.blocks)
-        self._layers = set(range(count)) if config.layers == "all" else {layer % count for layer in config.layers}
+        self.chosen = set(range(count)) if config.layers == "all" else {layer % count for layer in config.layers}
         self._model, self._gains, self._scores = model, gains, scores
 
     @property
     def layers(self) -> list[int]:
         """The chosen ones that quantize something now."""
-        return [layer for layer in self._quantized() if layer in self._layers]
+        return [layer for layer in self._quantized() if layer in self.chosen]
 
     def watch(self, step: int) -> Callable[[int, int], AbstractContextManager[None]] | None:
         """`micro_batch` for a micro-batch of step number `step`; None: nothing is measured at that step."""
-        if self._every is None or step % self._every or not self.layers:
+        if self.every is None or step % self.every or not self.layers:
             return None
-        return partial(self.micro_batch, step // self._every)
+        return partial(self.micro_batch, step // self.every)
 
     def _quantized(self) -> list[int]:
         return [layer for layer, function in enumerate(self._model.functions) if function.quantized]

@@ -89,7 +89,6 @@ class QuantizationProbe:
                     sums[i] += error
                 else:
                     sums.append(error)
-        groups.metrics.clear()  # what the model has added meanwhile is of no step
         count, cp_size = groups.dp_size * len(runs), groups.cp_size
         self._squares.add("quant_noise/*/error_square", squares, 1 / (cp_size**2 * count), cp_size)
         if count > 1:
@@ -103,7 +102,8 @@ class QuantizationProbe:
 
     def _gradients(self, functions: Sequence[AttentionFunction], run: Callable[[], Tensor]) -> tuple[Tensor, ...]:
         # Asked for, gradients go to nobody else: neither into .grad nor to DeepSpeed's hooks.
-        with _attending(self._model, functions), torch.compiler.set_stance("force_eager"):
+        eager = torch.compiler.set_stance("force_eager")
+        with _attending(self._model, functions), eager, self._groups.metrics.aside():
             return torch.autograd.grad(run(), list(self._model.parameters()))
 
 

@@ -276,7 +276,7 @@ class Engine:
         A step that is refused, or whose gradient DeepSpeed finds not finite, leaves the weights and the optimizer's
         state as they were, to the last bit.
         """
-        noise, probe, watch = observers.noise, observers.probe, observers.watch
+        noise, probes, watch = observers.noise, observers.probes, observers.watch
         if accumulation != self._ds.gradient_accumulation_steps():
             self._ds.set_train_batch_size(self._micro_batch * accumulation * self.groups.num_replicas)
         for group in self._base.param_groups:
@@ -290,10 +290,12 @@ class Engine:
         if counted is not None:  # DeepSpeed takes the mean over micro-batches and replicas
             divisor = max(counted, 1) / (accumulation * self.groups.dp_size)
             batches = (replace(batch, divisor=divisor) for batch in batches)
-        if probe:
+        if probes:
             batches = iter(batches)
-            first = list(itertools.islice(batches, probe.micro_batches))
-            probe.measure([partial(self.module, **self._inputs(batch)) for batch in first])
+            first = list(itertools.islice(batches, max(probe.micro_batches for probe in probes)))
+            runs = [partial(self.module, **self._inputs(batch)) for batch in first]
+            for probe in probes:
+                probe.measure(runs[: probe.micro_batches])
             batches = itertools.chain(first, batches)
         for batch in batches:
             with watch(*batch.tokens.shape) if watch and not count else contextlib.nullcontext():

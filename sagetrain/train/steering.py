@@ -18,6 +18,7 @@ from sagetrain.data.loader import SampleStream
 from sagetrain.model.backends import AttentionFunction, attention_function
 from sagetrain.model.transformer import Transformer
 from sagetrain.stability.controller import Controller, Event, Taken
+from sagetrain.stability.linear_errors import MICRO_BATCHES, LinearErrors, Vanishing
 from sagetrain.stability.measured import Measured
 from sagetrain.stability.monitor import Monitor
 from sagetrain.stability.noise_aware import NoiseAware
@@ -66,8 +67,13 @@ class Steering:
         groups, device, stability, schedule = engine.groups, engine.device, cfg.stability, cfg.tokens_per_step
         owned = lambda: ((shard.name, shard.tensors.get("weight")) for shard in engine.shards())  # noqa: E731
         self._monitor = Monitor(stability.monitor, model, owned)
-        if isinstance(stability.monitor.every_steps, int) and not self._monitor.layers:  # chosen by `auto`
-            reporter.say(f"stability.monitor: attention {cfg.attention.backend} quantizes nothing, nothing is measured")
+        self._linear = LinearErrors(model, self._monitor.chosen)
+        if self._monitor.every and self._linear.layers and engine.stage == 3:
+            reporter.say("stability.monitor: what linear layers lose in 8 bits is not measured at ZeRO 3")
+        asked = isinstance(stability.monitor.every_steps, int)
+        if asked and not (self._monitor.layers or self._linear.layers):  # chosen by `auto`
+            said = f"attention {cfg.attention.backend} quantizes nothing, and no linear layer is looked at"
+            reporter.say(f"stability.monitor: {said}: nothing is measured")
         self._noise = GradientNoise(model, groups, device)
         exact = attention_function("sdpa", cfg.attention, device)
         self._probe = QuantizationProbe(model, exact, groups, device)
@@ -77,7 +83,7 @@ class Steering:
         decay = stability.noise_scale.decay
         noise = NoiseScale(micro_batch, decay)
         # In the order in which they read, and add to, a step's numbers.
-        self.controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise, decay)]
+        self.controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise, decay), Vanishing()]
         ladder, self._aware, self._measured = None, None, Measured()
         if stability.precision:
             tokens = cfg.training.total_tokens, state.tokens
@@ -137,10 +143,15 @@ class Steering:
     def observers(self, step: int, size: int) -> Observers:
         """Of a step of `size` tokens."""
         data, stability = self._cfg.data, self._cfg.stability
+        linear = self._monitor.every if self._engine.stage < 3 else None
+        if linear and stability.monitor.every_steps == "auto":
+            micro_batches = size // (data.micro_batch_size * data.seq_length * self._engine.groups.dp_size)
+            linear = max(linear, MICRO_BATCHES // micro_batches)
+        probed = (self._probe, stability.quant_noise.every_steps), (self._linear, linear)
         several = size > data.micro_batch_size * data.seq_length  # one gradient says nothing about its noise
         return Observers(
             noise=self._noise if several and _due(stability.noise_scale.every_steps, step) else None,
-            probe=self._probe if _due(stability.quant_noise.every_steps, step) else None,
+            probes=[probe for probe, every in probed if _due(every, step)],
             watch=self._monitor.watch(step),
             layer_norms=_due(self._cfg.logging.layer_norms_every_steps, step),
             judge=partial(self.spikes.judge, tokens=size),

@@ -40,8 +40,8 @@ class Observers:
 
     noise: GradientNoise | None = None
     """Takes note of the gradients."""
-    probe: Probe | None = None
-    """Called first. Not at ZeRO 3, whose hooks cannot take that."""
+    probes: Sequence[Probe] = ()
+    """Called first, one after the other. Not at ZeRO 3, whose hooks cannot take that."""
     watch: Watch | None = None
     """Sees the first micro-batch, forward and backward."""
     layer_norms: bool = False

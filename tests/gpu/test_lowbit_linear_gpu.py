@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
 from sagetrain.parallel.lowbit import RECIPES, product
 from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.stability.linear_errors import LinearErrors
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 pytestmark = [
@@ -200,3 +203,23 @@ def test_a_compiled_model_in_8_bits_stays_beside_16(name: tuple[str, str]) -> No
     for loss, gradient in others:
         assert loss == pytest.approx(exact, rel=0.005)
         assert _error(gradient, true_gradient) < 0.2
+
+
+@every_recipe
+def test_errors_are_measured_beside_a_compiled_model(name: tuple[str, str]) -> None:
+    """By its operators as they are: no graph is added."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    tokens, (precision, recipe) = torch.arange(2 * 512, device="cuda").view(2, 512), name
+    model = _model(LinearConfig(precision=precision, recipe=recipe))
+    model.compile_blocks()
+    model.keep_weights()
+    model(tokens, tokens).backward()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    SINGLE.metrics.clear()
+    LinearErrors(model, range(SHAPE.num_layers)).measure([partial(model, tokens, tokens)])
+    found = SINGLE.metrics.reduce(tokens.device)
+    errors = [value for key, value in found.items() if key.endswith("rel_l2")]
+    assert len(errors) == SHAPE.num_layers * 4 * 3 and all(0 < error < 0.1 for error in errors)
+    model(tokens, tokens).backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs

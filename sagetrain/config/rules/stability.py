@@ -23,13 +23,16 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
 
 def _monitor(cfg: RunConfig) -> Iterator[Finding]:
     monitor, layers, backend = cfg.stability.monitor, cfg.model.num_layers, cfg.attention.backend
-    if isinstance(monitor.every_steps, int) and backend not in ("sage", "auto"):
+    linear = "linear.precision bf16 neither" if cfg.linear.precision == "bf16" else ""
+    if cfg.parallel.zero_stage == 3:
+        linear = linear or "linear layers are not looked at with parallel.zero_stage 3"
+    if isinstance(monitor.every_steps, int) and backend not in ("sage", "auto") and linear:
         yield error(
             "monitor_of_nothing",
             "stability.monitor.every_steps",
             monitor.every_steps,
-            f"attention.backend {backend} quantizes nothing: there is no error to measure",
-            "use auto, which measures where attention quantizes something, or attention.backend sage",
+            f"attention.backend {backend} quantizes nothing, {linear}: there is no error to measure",
+            "use auto, which measures where something is quantized, or attention.backend sage",
         )
     if monitor.layers == "all":
         return

@@ -46,11 +46,13 @@ class SpikesConfig(Section):
 
 
 class MonitorConfig(Section):
-    """What INT8 attention loses, measured while training beside float32: quant/<layer>/<tensor>/* in the metrics."""
+    """What INT8 attention and linear layers in 8 bits lose, measured while training beside float32:
+    quant/<layer>/<tensor>/* and quant/<layer>/<linear layer>.<tensor>/* in the metrics."""
 
     every_steps: PositiveInt | Literal["auto"] | None = "auto"
-    """Steps between two measurements, each on one micro-batch. auto: 100 where attention quantizes something. null:
-    never."""
+    """Steps between two measurements, each on one micro-batch, which goes forward and backward once more for linear
+    layers in 8 bits (not at ZeRO 3). auto: 100 where something is quantized, for linear layers 300 micro-batches if
+    these are more. null: never."""
     layers: Literal["all"] | Annotated[list[int], Field(min_length=1)] = "all"
     """The layers that are measured, from 0; negative ones count from the end."""
 
