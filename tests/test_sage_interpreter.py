@@ -156,6 +156,25 @@ else:
         for strided in (wide[:, :columns], x.t().contiguous().t(), x[:1].expand(8, -1)):
             same_bits(quantize_both_triton(strided, number, per_row), quantize_both_twin(strided, number, per_row))
 
+    def test_offsets_reach_past_2_to_31():
+        """Of rows far apart, in memory that nobody touches and so takes no place."""
+        memory, step = torch.empty(2**31 + 2**10, dtype=torch.float16), 2**30 + 2**8
+
+        def far(x, place):
+            return memory.view(x.dtype).as_strided(x.shape, (step, 1), place).copy_(x)
+
+        x = far(torch.randn(3, 48).bfloat16(), 0)
+        same_bits(quantize_both_triton(x, INT8, True), quantize_both_twin(x, INT8, True))
+        inputs = random_swiglu(3, 20, 1.0, torch.float16)
+        expected = swiglu_gradients_triton(*inputs)
+        apart = [far(part, 64 * place) for place, part in enumerate(inputs)]
+        assert torch.equal(swiglu_gradients_triton(*apart), expected)
+        x = random_qk(
+            3, (2, 1), 16, 1.0, torch.float16
+        )  # (Gradients go by a loop, which the interpreter counts in int32.)
+        apart = x._replace(q=far(x.q, 0), k=far(x.k, 64))
+        assert all(map(torch.equal, qk_norm_rope_triton(*apart[3:]), qk_norm_rope_triton(*x[3:])))
+
     @pytest.mark.parametrize("number", [number for number in NUMBERS if number != INT8], ids=str)
     def test_casts_round_as_torch_does(number):
         """Every value of a format, the middles between neighbours, and what lies beside them; largest magnitudes around
