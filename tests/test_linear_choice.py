@@ -323,8 +323,22 @@ def test_a_run_that_continues_keeps_what_it_had(folder, card) -> None:
     assert found.precision == "bf16" and "as the run had it" in why and heard == []
     assert settled(LinearConfig(), folder(ROWWISE)) == (LinearConfig(), "", [])
     # From before it was recorded: as was asked for, or the default.
-    assert settled(AUTO, folder(None, {"precision": "fp8", "recipe": "tensorwise"}))[0].recipe == "tensorwise"
+    either = AUTO.model_copy(update={"recipe": "auto"})
+    assert settled(either, folder(None, {"precision": "fp8", "recipe": "tensorwise"}))[0].recipe == "tensorwise"
     assert settled(AUTO, folder(None))[0].precision == "bf16"
+
+
+def test_what_is_named_beside_auto_holds_when_a_run_continues(folder, card) -> None:
+    """Another recipe, and layers that shall stay in 16 bits; not more layers than were worth it."""
+    for named, expected in (
+        ({"recipe": "tensorwise"}, {"recipe": "tensorwise"}),
+        ({"recipe": "auto"}, {}),
+        ({"keep_layers_below": 10_000}, {"keep_layers_below": 10_000}),
+        ({"keep_layers_below": 1}, {}),
+    ):
+        found, why, heard = settled(AUTO.model_copy(update=named), folder(ROWWISE))
+        assert found.model_dump(include={*ROWWISE}) == {**ROWWISE, **expected} and heard == []
+        assert "as the run had it" in why
 
 
 def test_what_cannot_run_any_more_is_chosen_anew_and_said(folder, card) -> None:

@@ -19,12 +19,15 @@ NAMES = ("precision", "recipe", "keep_layers_below")
 
 def kept(asked: LinearConfig, folder: Path) -> LinearConfig:
     """What is asked for, with `auto` as the run of a checkpoint has it: what a layer gained on some day should not
-    change a run's arithmetic."""
-    before = LinearConfig(**recorded(folder, "linear"))
+    change a run's arithmetic. A recipe that is named beside it, and a larger keep_layers_below, hold."""
     if asked.precision != "auto":
         return asked
-    below = max(asked.keep_layers_below, before.keep_layers_below)
-    return asked.model_copy(update={**before.model_dump(include={*NAMES}), "keep_layers_below": below})
+    before = LinearConfig(**recorded(folder, "linear"))
+    settled = before.model_dump(include={*NAMES})
+    settled["keep_layers_below"] = max(asked.keep_layers_below, before.keep_layers_below)
+    if asked.recipe != "auto":
+        settled["recipe"] = asked.recipe
+    return asked.model_copy(update=settled)
 
 
 def settle(
