@@ -414,6 +414,7 @@ def test_linear_layers_in_8_bits_are_planned():
     errors, text = plan(CONFIGS / "1b.yaml", 8, *eight)
     assert errors == 0
     assert "linear layers fp8, recipe rowwise, in 18 of 20 blocks: qkv, out, gate_up, down" in text
+    assert re.search(r"MFU 0\.\d+ of the 16-bit peak \(MFU of whole sequences 0\.\d+\)", text)
     _, text = plan(CONFIGS / "1b.yaml", 8, "linear.precision=auto", "model.ffn_hidden_size=5640")
     assert "in 20 of 20 blocks: qkv, out\n" in text
     cfg = load_config(CONFIGS / "1b.yaml", eight)
