@@ -135,6 +135,25 @@ def test_what_is_timed_runs_forward_and_backward_and_what_is_wrong_is_not(layers
     assert len(refused) == 1 and refused[0].startswith("gate_up in fp8 rowwise: the output is wrong by")
 
 
+def test_what_is_no_number_or_raises_is_not_used_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = linear_choice.layer_of
+
+    def spoiled(inputs: int, sizes: dict, weights: list, matmul: object, *, kept: bool) -> torch.nn.Module:
+        layer = right(inputs, sizes, weights, matmul, kept=kept)
+        if matmul == selection.RECIPES["fp8", "rowwise"] and "gate" in sizes:
+            layer.kept[1].fill_(torch.nan)
+        if matmul == selection.RECIPES["fp8", "tensorwise"] and "down" in sizes:
+            layer.kept = layer.kept[:1]
+        return layer
+
+    monkeypatch.setattr(linear_choice, "layer_of", spoiled)
+    times, (gate_up, down) = timed(lambda action: 8.0)
+    assert gate_up.startswith("gate_up in fp8 rowwise: the output is wrong by nan")
+    assert down.startswith("down in fp8 tensorwise: TypeError: ")
+    infinite = [(name, way) for name, row in times.items() for way, seconds in row.items() if seconds == float("inf")]
+    assert infinite == [("gate_up", "fp8 rowwise"), ("down", "fp8 tensorwise")]
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_weights_are_rounded_beforehand_where_a_run_keeps_them(layers: list, kept: bool) -> None:
     timed(lambda action: 1.0, kept=kept)

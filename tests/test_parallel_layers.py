@@ -184,3 +184,11 @@ def test_annotations_describe_the_whole_tensor() -> None:
     full = torch.arange(8).view(2, 4)
     assert shard(full, 1, groups).tolist() == [[1], [5]]
     assert shard(full, None, groups) is full
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_gradients_of_weights_that_read_one_x_are_joined_under_tensor_parallelism(tp_size: int) -> None:
+    """Whose matmuls are thin; elsewhere joining them would be copies for nothing."""
+    groups = ParallelGroups(Topology(tp_size, tp_size), rank=0)
+    layer = ColumnParallelLinear(HIDDEN, {"a": INNER, "b": INNER}, groups, dtype=torch.float64)
+    assert layer.matmul.joined == (tp_size == 2)

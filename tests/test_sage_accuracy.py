@@ -1,12 +1,14 @@
 """The claims about accuracy: the papers' tables reproduced by `paper`, beaten by `fine`; admission and choice."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
+import triton
 
 from sagekernels import accuracy, attention_reference, sage_attention
-from sagekernels.admission import LIMITS, admit, choose
+from sagekernels.admission import LIMITS, admit, choose, decided_once
 from sagekernels.testing import Shape
 
 SEED = int(torch.seed() % (1 << 30))  # fresh inputs each time
@@ -143,3 +145,23 @@ def test_the_choice_is_made_once(tmp_path):
     strict = {"sage": dict.fromkeys(LIMITS["fine"], 1e-6)}
     assert choose({"sage": sage, "exact": exact}, SMALL, limits=strict, **options) == "exact"
     assert "sage          not used: o off by" in said[-1]
+
+
+def test_a_choice_is_of_one_kind_of_device_and_one_version(monkeypatch, tmp_path):
+    """Of torch, Triton and the sources."""
+    sources, made = tmp_path / "sources", []
+    sources.mkdir()
+
+    def decide():
+        made.append(len(made))
+        return "this", ["table"]
+
+    how = {"sources": sources, "device": "cuda", "cache": tmp_path / "cache.json", "say": lambda text: None}
+    changes = [lambda: None, lambda: (sources / "kernel.py").write_text("other")]
+    changes += [partial(monkeypatch.setattr, module, "__version__", "0") for module in (torch, triton)]
+    for number, change in enumerate(changes):
+        change()
+        for name in ("H200", "H100", "H200"):
+            monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+            decided_once("attention", "key", decide, **how)
+        assert len(made) == 2 * (number + 1)
