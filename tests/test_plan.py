@@ -102,6 +102,14 @@ def test_shipped_configurations_hold_every_key_with_a_comment(name):
     ]
 
 
+@pytest.mark.parametrize("name", ["1b", "7b"])
+def test_large_shipped_configurations_are_never_slower_than_in_16_bits(name):
+    """Attention is what is fastest on the GPU at hand, 16-bit backends among it, and linear layers are not in INT8."""
+    cfg = load_config(CONFIGS / f"{name}.yaml")
+    assert (cfg.attention.backend, cfg.attention.recipe) == ("auto", "auto")
+    assert cfg.linear.precision in ("bf16", "auto")
+
+
 def test_documents_are_as_long_as_those_of_the_data_where_it_is_there(corpus):
     def planned(folder, *overrides: str):
         paths = (f"data.{name}.0.path={folder}/{name}" for name in ("train", "valid"))
