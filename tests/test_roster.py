@@ -96,6 +96,25 @@ def test_where_auto_decides_ranks_have_gpus_of_one_kind(sections: dict, told: st
     assert "device: cpu on node0 (rank 0); cuda on" in roster.disagreements(mixed)[0]
 
 
+def test_where_auto_may_take_flash_attn_all_hosts_have_it_or_none(monkeypatch) -> None:
+    """The first rank chooses from what it finds, and a rank without the package would end in a traceback."""
+    topology, gpu = Topology(1, 1), torch.device("cuda", 0)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+
+    def brought(backend: str, found: tuple | None, device: torch.device = gpu) -> dict[str, str]:
+        monkeypatch.setattr("sagetrain.model.backends.find_flash", lambda device: found)
+        return roster._row(tiny.config(1, attention={"backend": backend}), topology, device, {})["versions"]
+
+    with_it, without = brought("auto", ("4", None)), brought("auto", None)
+    assert (with_it["flash-attn"], without["flash-attn"]) == ("4", "none")
+    assert brought("sage", ("4", None)) == brought("auto", ("4", None), torch.device("cpu")) == roster.versions()
+    one, other = rows(1)
+    named, fix = roster.disagreements([{**one, "versions": with_it}, {**other, "versions": without}])
+    assert named == "flash-attn: 4 on node0 (rank 0); none on node0 (rank 1)" and "same versions" in fix
+
+
 def test_files_are_told_by_the_first_rank_of_each_host() -> None:
     agreeing = rows()
     for row in (agreeing[1], agreeing[3]):

@@ -310,7 +310,7 @@ def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[s
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "devices": _told_apart(cfg, device),
         "gpus": torch.cuda.device_count(),
-        "versions": versions(),
+        "versions": {**versions(), **_flash_attn(cfg, device)},
         "configuration": {name: value for name, value in tree.items() if name not in LOCAL_KEYS},
         "files": {name: digest[:12] for name, digest in files.items()},
         "environment": {
@@ -330,6 +330,16 @@ def _told_apart(cfg: RunConfig, device: torch.device) -> dict[str, str]:
     if device.type == "cuda" and "auto" in decided:
         told["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
     return told
+
+
+def _flash_attn(cfg: RunConfig, device: torch.device) -> dict[str, str]:
+    """The version that backend `auto` finds here. The first rank chooses for all."""
+    if device.type != "cuda" or cfg.attention.backend != "auto":
+        return {}
+    from sagetrain.model.backends import find_flash  # and Triton, which `doctor` needs not
+
+    found = find_flash(device)
+    return {"flash-attn": found[0] if found else "none"}
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,107 @@
+# ruff: noqa: E501 - one case a line reads best
+"""Linear layers in 8 bits that cannot be as configured, and what choosing them means."""
+
+import pytest
+
+from sagetrain.config.check import check
+from sagetrain.config.rules import fit
+from test_config_rules import only, run_config
+
+CASES = [
+    # sections, world size, rule, level, key, what the message says, what the fix says
+    (
+        {"linear": {"precision": "int8", "recipe": "tensorwise"}}, 1,
+        "linear_recipe", "error", "linear.recipe", "is no recipe of linear.precision int8", "use rowwise or",
+    ),
+    (
+        {"linear": {"precision": "int8"}}, 1,
+        "linear_int8_is_slow", "warning", "linear.precision", "slower than bf16 at every size that was measured", "use fp8",
+    ),
+    (
+        {"linear": {"precision": "int8"}, "data": {"micro_batch_size": 256}}, 1,
+        "linear_int8_sums", "error", "linear.recipe", "sums over the 262,144 tokens of a rank's micro-batch in int32, which holds 133,144 products of codes", "use rowwise_bf16_wgrad, a smaller data.micro_batch_size",
+    ),
+    (
+        {"linear": {"precision": "fp8"}}, 1,
+        "linear_fp8_costs_loss", "info", "linear.precision", "ended .007 +- .006 nats per token (.27 %) above 16 bits", "sagetrain compare",
+    ),
+    (
+        {"linear": {"precision": "auto"}}, 1,
+        "linear_fp8_costs_loss", "info", "linear.precision", "\"auto\": fp8 (rowwise)", "sagetrain compare",
+    ),
+    (
+        {"linear": {"precision": "fp8", "recipe": "auto"}}, 1,
+        "linear_recipe", "error", "linear.recipe", "is chosen together with the precision, and linear.precision is fp8", "use linear.precision auto",
+    ),
+    (
+        {"linear": {"precision": "auto", "keep_first_blocks": 2}}, 1,
+        "linear_blocks", "error", "linear.keep_first_blocks", "none is left for linear.precision auto", "keep fewer",
+    ),
+    (
+        {"linear": {"precision": "fp8", "keep_first_blocks": 1, "keep_last_blocks": 3}}, 1,
+        "linear_blocks", "error", "linear.keep_last_blocks", "together keep 4 of the 2 blocks in 16 bits", "keep fewer",
+    ),
+    (
+        {"linear": {"keep_first_blocks": 1}}, 1,
+        "no_effect", "warning", "linear.keep_first_blocks", "has no effect with linear.precision bf16", "remove it",
+    ),
+    (
+        {"linear": {"recipe": "tensorwise"}}, 1,
+        "no_effect", "warning", "linear.recipe", "has no effect with linear.precision bf16", "remove it",
+    ),
+    (
+        {"linear": {"keep_layers_below": 1}}, 1,
+        "no_effect", "warning", "linear.keep_layers_below", "has no effect with linear.precision bf16", "remove it",
+    ),
+    (
+        {"linear": {"precision": "fp8", "keep_layers_below": 200_000}, "parallel": {"tensor_parallel_size": 2}}, 2,
+        "linear_blocks", "error", "linear.keep_layers_below", "more than the 196,608 weights that a rank has of the largest layer", "use a smaller one",
+    ),
+    (
+        {"linear": {"precision": "fp8"}, "model": {"hidden_size": 264, "head_dim": 64}}, 1,
+        "linear_multiple", "error", "model.hidden_size", "a side of 264 (264), which is not a multiple of 16", "use 256 or 272, or linear.precision bf16",
+    ),
+    (
+        {"linear": {"precision": "int8"}, "model": {"ffn_hidden_size": 720}, "parallel": {"tensor_parallel_size": 2}}, 2,
+        "linear_multiple", "error", "model.ffn_hidden_size", "a side of 360 (720 / tensor_parallel_size 2), which", "use 704 or 736, a smaller",
+    ),
+    (
+        {"linear": {"precision": "fp8"}, "model": {"head_dim": 40, "num_key_value_heads": 1}}, 1,
+        "linear_multiple", "error", "model.num_key_value_heads", "a side of 40 (1 x head_dim 40), which", "change head_dim, or linear.precision bf16",
+    ),
+    (
+        {"linear": {"precision": "auto"}, "model": {"ffn_hidden_size": 700}}, 1,
+        "linear_multiple", "info", "model.ffn_hidden_size", "linear.precision auto keeps gate_up and down in 16 bits for that", "use 688 or 704",
+    ),
+    (
+        {"linear": {"precision": "fp8"}, "training": {"dtype": "fp32"}}, 1,
+        "low_bit_linear_in_fp32", "info", "training.dtype", "takes fp32 without a GPU only", "linear.precision bf16",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sections", "world_size", "rule", "level", "key", "says", "fix"), CASES)
+def test_findings(sections, world_size, rule, level, key, says, fix):
+    found = check(run_config(**sections), world_size, files=False)
+    finding = only([f for f in found if (f.rule, f.key) == (rule, key)])
+    assert finding.level == level
+    assert says in str(finding)
+    assert fix in finding.fix
+
+
+@pytest.mark.parametrize("changes", [
+    {"linear": {"precision": "int8", "recipe": "rowwise_bf16_wgrad"}}, {"linear": {"precision": "fp8"}},
+    {"parallel": {"context_parallel_size": 2}}, {"data": {"micro_batch_size": 130}},
+])  # fmt: skip
+def test_sums_of_codes_that_int32_holds_are_no_finding(changes):
+    sections = {"linear": {"precision": "int8"}, "data": {"micro_batch_size": 256}, **changes}
+    assert not [finding for finding in fit(run_config(**sections), 2) if finding.rule == "linear_int8_sums"]
+
+
+@pytest.mark.parametrize(("rule", "sections"), [
+    # gate, up and down have odd sides, and too few weights to be in 8 bits
+    ("linear_multiple", {"linear": {"precision": "fp8", "keep_layers_below": 190_000}, "model": {"ffn_hidden_size": 120}}),
+    ("low_bit_linear_in_fp32", {"linear": {"precision": "auto"}, "training": {"dtype": "fp32"}}),
+])  # fmt: skip
+def test_what_does_no_harm_is_no_finding(rule, sections):
+    assert rule not in {finding.rule for finding in fit(run_config(**sections), 1)}
