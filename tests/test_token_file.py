@@ -52,6 +52,8 @@ def test_the_span_of_documents_is_that_of_all_sequences_or_of_a_thousand_spread_
     assert file.document_span(3) == (9 + 1 + 4 + 4 + 1) / 9
     even = write(tmp_path / "b", [[1] * 5, [2] * 3] * 5000)
     assert even.document_span(8) == (25 + 9) / 8
+    halves = write(tmp_path / "c", [*[[1] * 8] * 2000, *[[2] * 4] * 4000])
+    assert halves.document_span(8) == (8 + 4) / 2
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(100, "uint16"), (65499, "uint16"), (65500, "int32")])
