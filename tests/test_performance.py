@@ -498,6 +498,20 @@ def test_collectives_are_those_of_torch_and_deepspeed():
                 assert called[kind][1] == pytest.approx(predicted[kind][1], rel=0.01), (case, kind)
 
 
+@pytest.mark.parametrize("span", [200.0, 4096.0])
+def test_of_attention_that_a_run_decides_between_the_fastest_is_priced(span):
+    def attention(backend: str, recipe: str) -> StepPrediction:
+        how = f"attention.backend={backend}", f"attention.recipe={recipe}", "data.document_attention=true"
+        return predict(config("1b", *how), 1, VOCAB, H200, span)
+
+    ways = {"sage scores": ("sage", "scores"), "sage": ("sage", "fine"), "sdpa": ("sdpa", "fine")}
+    seconds = {name: attention(*way).attention for name, way in ways.items()}
+    for auto, names in ((attention("auto", "auto"), [*ways]), (attention("sage", "auto"), ["sage scores", "sage"])):
+        fastest = min(names, key=seconds.__getitem__)
+        assert (auto.attention, auto.attention_backend) == (seconds[fastest], fastest)
+    assert len(set(seconds.values())) == 3
+
+
 # -- proposals ---------------------------------------------------------------------------------------------------
 
 
