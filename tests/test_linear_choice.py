@@ -247,6 +247,17 @@ def test_layers_are_timed_on_the_tokens_of_one_of_their_calls(
     assert (told["tokens"], told["joined"]) == (tokens, joined)
 
 
+@pytest.mark.parametrize("name", ["casts.py", "lowbit.py"])
+def test_other_casts_or_products_are_timed_anew(tmp_path: Path, clock: Callable, monkeypatch, name: str) -> None:
+    """By their sources, in two packages."""
+    said, read, files = [], Path.read_bytes, {}
+    monkeypatch.setattr(Path, "read_bytes", lambda path: files.get(path.name) or read(path))
+    for files[name] in (b"as it was", b"otherwise"):
+        clock(10.0, 8.0)
+        choose(tmp_path / "linear.json", said)
+        assert "chosen before" not in said[-1]
+
+
 def test_small_layers_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """qkv has 16,384 weights, gate_up 12,288, out 8,192, down 6,144."""
     times = [10.0, 8.0, 10.0, 9.9, 10.0, 8.0, 10.0, 8.0]

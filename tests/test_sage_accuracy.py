@@ -156,7 +156,12 @@ def test_a_choice_is_of_one_kind_of_device_and_one_version(monkeypatch, tmp_path
         made.append(len(made))
         return "this", ["table"]
 
-    how = {"sources": sources, "device": "cuda", "cache": tmp_path / "cache.json", "say": lambda text: None}
+    how = {
+        "sources": [sources / "none", sources],
+        "device": "cuda",
+        "cache": tmp_path / "cache.json",
+        "say": lambda text: None,
+    }
     changes = [lambda: None, lambda: (sources / "kernel.py").write_text("other")]
     changes += [partial(monkeypatch.setattr, module, "__version__", "0") for module in (torch, triton)]
     for number, change in enumerate(changes):

@@ -10,7 +10,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -20,6 +20,9 @@ import triton
 from torch import Tensor
 
 from .testing import Results, Shape, errors, exact_results, random_inputs, results_of
+
+SOURCES = Path(__file__).parent
+"""Of the kernels: what was decided with others is decided anew."""
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(q [B, N_q, H, D], k, v [B, N_k, H_kv, D], cu_seqlens or None) -> o [B, N_q, H, D]."""
@@ -123,16 +126,17 @@ def decided_once(
     key: str,
     decide: Callable[[], tuple[str, list[str]]],
     *,
-    sources: Path,
+    sources: Iterable[Path],
     device: torch.device | str,
     cache: Path | None,
     say: Callable[[str], None],
 ) -> str:
     """The name that `decide` gives, with the lines of a table that says why. Both go to `say` and to the file `cache`:
-    who asks again with the same key, on the same kind of device, with the same torch, Triton and files in the folder
+    who asks again with the same key, on the same kind of device, with the same torch, Triton and files in the folders
     `sources`, gets the name that is there."""
     place = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
-    files = b"".join(path.read_bytes() for path in sorted(sources.glob("*.*")) if path.is_file())
+    paths = (path for folder in sources for path in sorted(folder.glob("*.*")))
+    files = b"".join(path.read_bytes() for path in paths if path.is_file())
     software = f"torch {torch.__version__} triton {triton.__version__} {hashlib.sha256(files).hexdigest()[:12]}"
     key = " | ".join((place, software, key))
     kept = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
@@ -185,4 +189,4 @@ def choose(
             raise RuntimeError("\n".join(["no attention backend is admitted", *lines]))
         return min(speeds, key=speeds.__getitem__), lines
 
-    return decided_once("attention", key, fastest, sources=Path(__file__).parent, device=device, cache=cache, say=say)
+    return decided_once("attention", key, fastest, sources=[SOURCES], device=device, cache=cache, say=say)

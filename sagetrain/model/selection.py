@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sagekernels.admission import LIMITS, Admission, admit, choose, decided_once, median_seconds
+from sagekernels.admission import LIMITS, SOURCES, Admission, admit, choose, decided_once, median_seconds
 from sagekernels.hopper_backward import KEYS
 from sagekernels.launch import is_hopper
 from sagekernels.testing import Shape
@@ -198,7 +198,7 @@ def choose_linear(
         return chosen, [first, *linear_choice.table(times, layers, refused)]
 
     key = " | ".join(map(str, (layers, how, list(ways), least, linear_choice.GAIN)))
-    sources = Path(linear_choice.__file__).parent.parent / "parallel"
+    sources = SOURCES, Path(linear_choice.__file__).parent.parent / "parallel"
     return named[decided_once("linear", key, fastest, sources=sources, device=device, cache=cache, say=say)]
 
 
