@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sagetrain.cli_options import Checkpoint, InferenceAttention, RunDir
+from sagetrain.cli_options import Checkpoint, InferenceAttention, InferencePrecision, RunDir
 from sagetrain.config.errors import ConfigError
 from sagetrain.exits import Errors as _Errors
 from sagetrain.exits import warn as _warn
@@ -64,6 +64,7 @@ def evaluate(
         typer.Option(min=1, show_default=False, help="Tokens of a sequence. Default: the run's data.seq_length."),
     ] = None,
     attention: InferenceAttention = None,
+    linear: InferencePrecision = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     checkpoint: Checkpoint = None,
 ) -> None:
@@ -95,7 +96,8 @@ def evaluate(
         )  # before the model: they may not be there
         from sagetrain.inference.load import at_context, load_run
 
-        run = load_run(run_dir, _warn, checkpoint, attention=attention.value if attention else None)
+        names = {"attention": attention and attention.value, "linear": linear and linear.value}
+        run = load_run(run_dir, _warn, checkpoint, **names)
         if context:
             run = at_context(run, context)
         if asked:

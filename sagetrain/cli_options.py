@@ -30,3 +30,12 @@ InferenceAttention = Annotated[
     Attention | None,
     typer.Option("--attention", show_default=False, help="Compute with this attention. Default: the run's own."),
 ]
+Precision = enum.Enum("Precision", {name: name for name in ("bf16", "fp8", "int8")})  # type: ignore[misc]
+InferencePrecision = Annotated[
+    Precision | None,
+    typer.Option(
+        "--linear",
+        show_default=False,
+        help="Multiply the blocks' linear layers in this precision. Default: 16 bits, whatever the run's were.",
+    ),
+]

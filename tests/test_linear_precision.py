@@ -12,11 +12,13 @@ from torch import Tensor
 
 import tiny
 from distributed import run_distributed
-from runs import finish, write_config
+from runs import finish, sagetrain, write_config
 from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.data.loader import Batch
+from sagetrain.inference.evaluate import evaluate, together
+from sagetrain.inference.load import load_run
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import layers
@@ -398,3 +400,25 @@ def test_a_run_switches_precision_at_a_resume_and_says_so(tmp_path, corpus) -> N
     said = second.with_suffix(".log").read_text()
     assert "changed since that checkpoint: linear.precision: 'bf16' -> 'fp8'" in said
     assert "linear layers fp8 rowwise in 1 of 2 blocks (its torch twin, since there is no GPU)" in said
+    check_eval_in_8_bits(tmp_path / "run")
+
+
+def check_eval_in_8_bits(run: Path) -> None:
+    """The precision that it was trained in gives the loss that training measured; others are told apart."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [row["valid/loss"] for row in rows if "valid/loss" in row][-1]
+    said: list[str] = []
+
+    def loss(linear: str | None) -> float:
+        return together(evaluate(load_run(run, said.append, linear=linear), 8)).loss
+
+    losses = {linear: loss(linear) for linear in (None, "bf16", "fp8", "int8")}
+    assert said == [
+        "linear layers, fp8 rowwise in training, are not in 8 bits here"
+    ]  # and no word where one was asked for
+    assert losses["fp8"] == pytest.approx(trained, abs=1e-6)
+    assert losses[None] == losses["bf16"]
+    assert len({round(value, 8) for value in losses.values()}) == 3
+    assert max(losses.values()) - min(losses.values()) < 0.02
+    shown = sagetrain("eval", run, "--linear", "int8", "--num-sequences", 8)
+    assert f"{losses['int8']:.4f}" in shown.stdout and not shown.stderr

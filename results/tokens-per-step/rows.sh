@@ -17,6 +17,7 @@ scores="scores: $int8_attention"
 fp8="fp8: $int8_attention linear.precision=fp8 linear.recipe=rowwise"
 fp8_alone="fp8-alone: linear.precision=fp8 linear.recipe=rowwise"
 fp8_wgrad="fp8-wgrad16: $int8_attention linear.precision=fp8 linear.recipe=rowwise_bf16_wgrad"
+int8_alone="int8-alone: linear.precision=int8 linear.recipe=rowwise"
 int8="int8: $int8_attention linear.precision=int8 linear.recipe=rowwise"
 int8_wgrad="int8-wgrad16: $int8_attention linear.precision=int8 linear.recipe=rowwise_bf16_wgrad"
 
@@ -31,6 +32,19 @@ row() {
     evaluation.every_tokens=$((total / 4)) checkpoint.every_tokens=$((total / 4)) "$@"
 }
 
+# parted NAME TOKENS_PER_STEP STEPS ARGUMENTS_OF_COMPARE...: runs of a seed are one, in 16 bits, for 288 steps of 131,072
+# tokens, then take STEPS of another size, the last three fifths of them at a falling learning rate.
+parted() {
+  local name=$1 tokens=$2 trunk=37748736 rest=$(($2 * $3))
+  shift 3
+  sagetrain compare results/rounding-band/43m.yaml --baseline sdpa --seeds "${SEEDS:-3}" --per-gpu "${RUNS:-3}" \
+    ${TIME_LIMIT:+--time-limit "$TIME_LIMIT"} -o "results/tokens-per-step/$name" --branch $trunk \
+    training.seed=1 training.total_tokens=$((trunk + rest)) lr_schedule.warmup_tokens=8388608 \
+    "tokens_per_step={schedule: stages, stages: [{from_tokens: 0, tokens: 131072}, {from_tokens: $trunk, tokens: $tokens}]}" \
+    lr_schedule.decay_tokens=$((rest * 3 / 5)) evaluation.every_tokens=$((trunk / 2)) \
+    checkpoint.every_tokens=$((trunk / 2)) "$@"
+}
+
 for name in "$@"; do
   case $name in
     B-16k) row "$name" 16384 5200 8 --variant "$paper" ;;
@@ -40,10 +54,14 @@ for name in "$@"; do
     early-256k) row "$name" 262144 125 32 lr_schedule.shape=constant lr_schedule.min_lr=0 lr_schedule.warmup_tokens=13107200 \
       lr_schedule.decay_tokens=null --variant "$scores" --variant "$fp8" --variant "$fp8_alone" --variant "$fp8_wgrad" \
       --variant "$int8" --variant "$int8_wgrad" ;;
+    parted-512k) parted "$name" 524288 72 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" \
+      --variant "$fp8_alone" --variant "$int8_alone" ;;
     B-1m) row "$name" 1048576 200 32 --variant "$paper" ;;
     C-256k) row "$name" 262144 500 32 attention.qk_norm=none --variant "$paper" ;;
+    C-512k) row "$name" 524288 144 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' \
+      lr_schedule.warmup_tokens=18874368 --variant "$paper" ;;
     C-1m) row "$name" 1048576 200 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' --variant "$paper" ;;
     E-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" ;;
-    *) echo "$name: not a row; rows: B-16k B-64k B-256k early-256k parted-256k B-1m C-256k C-1m E-256k" >&2; exit 2 ;;
+    *) echo "$name: not a row; rows: B-16k B-64k B-256k early-256k parted-256k parted-512k B-1m C-256k C-512k C-1m E-256k" >&2; exit 2 ;;
   esac
 done

@@ -11,18 +11,19 @@ import torch
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
-from sagetrain.config.schema import RunConfig, tokenizer_in
+from sagetrain.config.schema import LinearConfig, RunConfig, tokenizer_in
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.inference.ranks import Ranks
 from sagetrain.model.backends import AttentionFunction
-from sagetrain.model.selection import resolve_backend
+from sagetrain.model.selection import matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import Topology
 from sagetrain.stability.precision import Ladder, rungs_of
-from sagetrain.train import checkpoint, linear
+from sagetrain.train import checkpoint
 from sagetrain.train.attention import kept
 from sagetrain.train.checkpoint import CheckpointError, Reader
+from sagetrain.train.linear import kept as linear_kept
 
 
 @dataclass
@@ -115,6 +116,7 @@ def load_run(
     step: int | None = None,
     *,
     attention: str | None = None,
+    linear: str | None = None,
     ranks: Ranks | None = None,
 ) -> TrainedRun:
     """The checkpoint of `open_run` as a model, each layer on the rung of the precision ladder that it was on. `report`
@@ -122,17 +124,19 @@ def load_run(
 
     Args:
         attention: a backend (model/backends.py) for all layers, in place of what the run was trained with.
+        linear: a precision (linear.precision) for the linear layers of the blocks; in 8 bits by the run's recipe if it
+            has one of that precision, else row-wise. Default: 16 bits, which `report` hears where the run has others.
         ranks: that share the model, tensor parallel; all of them call it. Default: this process has all of it.
 
     Raises:
         CheckpointError: as open_run.
-        ConfigError: `attention` cannot run here, or the model cannot be spread over so many ranks.
+        ConfigError: `attention` or `linear` cannot run here, or the model cannot be spread over so many ranks.
     """
     run = open_run(run_dir, report, step)
     ranks = ranks or Ranks.alone()
     cfg, device, groups = run.cfg, ranks.device, ranks.groups
     trained = kept(cfg.attention, run.reader.folder)
-    cfg = cfg.model_copy(update={"linear": linear.kept(cfg.linear, run.reader.folder)})
+    cfg = cfg.model_copy(update={"linear": linear_kept(cfg.linear, run.reader.folder)})
     dtype = torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32
     precision = cfg.stability.precision if attention is None else None
     rungs: dict[str, AttentionFunction] = {}
@@ -148,9 +152,16 @@ def load_run(
     if backend == "auto":  # not recorded by the version that trained it
         backend = "sdpa"
     try:
+        multiply = _multiply(cfg.linear, linear or "bf16")
+        place = {"tensor_parallel_size": groups.tp_size, "device": device, "dtype": dtype}
+        matmuls, _ = matmuls_of(multiply, cfg.model, **place)
+    except ValueError as error:
+        raise ConfigError(f"--linear {linear}: {error}") from error
+    try:
         model = Transformer(
             cfg.model,
             trained.model_copy(update={"backend": backend}),
+            matmuls=matmuls,
             vocab_size=padded_vocab_size(run.vocab_size),
             groups=groups,
             overlap=False,  # which would take a batch apart
@@ -161,8 +172,9 @@ def load_run(
     except ValueError as error:
         raise ConfigError(f"{error}: start the command on fewer ranks") from error
     checkpoint.load_weights(run.reader, model, groups, device)
+    model.keep_weights()
     model.eval()
-    if cfg.linear.low_bit:
+    if cfg.linear.low_bit and linear is None:
         trained_in = f"{cfg.linear.precision} {cfg.linear.recipe}"
         report(f"linear layers, {trained_in} in training, are not in 8 bits here")
     if precision and rungs:
@@ -170,3 +182,9 @@ def load_run(
         ladder.restore(run.reader.manifest["state"]["controllers"][ladder.name])
         report(f"attention as at step {run.step}: {ladder.summary()}")
     return TrainedRun(cfg, model, run.tokenizer, run.vocab_size, run.step, run.tokens, device)
+
+
+def _multiply(trained: LinearConfig, precision: str) -> LinearConfig:
+    """Linear layers in a precision, the same of them in 8 bits as while training."""
+    recipe = trained.recipe if precision == trained.precision else "rowwise"
+    return trained.model_copy(update={"precision": precision, "recipe": recipe})
