@@ -320,7 +320,7 @@ def test_flash_attention_runs_again_under_selective_checkpointing():
     {"precision": "int8", "keep_layers_below": 300_000},  # gate and up alone
 ])  # fmt: skip
 def test_what_selective_checkpointing_keeps_of_layers_in_8_bits_is_what_is_predicted(monkeypatch, linear, compile_):
-    """By the operators of a GPU: the results of INT8 are kept as they are summed up, in int32."""
+    """By the operators of a GPU."""
     monkeypatch.setattr(lowbit, "product", lambda a, b, dtype, *_, **__: lowbit.library_product(a, b, dtype, True))
     how = {"compile": compile_, "activation_checkpointing": "selective"}
     cfg = run_config(attention={"backend": "sage"}, linear=linear, training=how)

@@ -153,7 +153,7 @@ def test_the_choice_is_said() -> None:
         ),
         ((7, 0), "fp8", torch.bfloat16, "use bf16$"),
         ((8, 0), "int8", torch.bfloat16, None),
-        ((7, 0), "int8", torch.bfloat16, "needs a GPU of compute capability 7.5"),
+        ((7, 5), "int8", torch.bfloat16, "needs a GPU of compute capability 8.0"),
         ((9, 0), "fp8", torch.float32, "linear.precision fp8 needs training.dtype bf16 on a GPU"),
         ((7, 0), "bf16", torch.float32, None),
     ],

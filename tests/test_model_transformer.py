@@ -189,7 +189,11 @@ def test_what_is_dear_runs_once() -> None:
 def test_attention_and_matmuls_of_a_gpu_are_dear() -> None:
     """By the names that they have in this torch."""
     aten, here = torch.ops.aten, find_varlen_attn() is not None  # which registers its operator
-    operators = [aten._scaled_mm, aten._int_mm, *([torch.ops.torch_attn._varlen_attn] if here else [])]
+    operators = [
+        aten._scaled_mm,
+        torch.ops.sagekernels.int8_product,
+        *([torch.ops.torch_attn._varlen_attn] if here else []),
+    ]
     operators += [
         getattr(aten, f"_scaled_dot_product_{kernel}_attention") for kernel in ("cudnn", "flash", "efficient")
     ]

@@ -153,8 +153,8 @@ def load_run(
         backend = "sdpa"
     try:
         multiply = _multiply(cfg.linear, linear or "bf16")
-        place = {"tensor_parallel_size": groups.tp_size, "device": device, "dtype": dtype}
-        matmuls, _ = matmuls_of(multiply, cfg.model, **place)
+        size = groups.tp_size
+        matmuls, _ = matmuls_of(multiply, cfg.model, tensor_parallel_size=size, device=device, dtype=dtype)
     except ValueError as error:
         raise ConfigError(f"--linear {linear}: {error}") from error
     try:

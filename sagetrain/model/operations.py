@@ -33,7 +33,6 @@ _EMBEDDING = 5
 # round, and one byte written for each use, by kernels (sagekernels/casts.py). With the weights' gradients in 16 bits it
 # is one use, by torch.compile or eager; not taken to be fused with norms and SwiGLU, though it may.
 _CASTS = {"tensorwise": (3, 3), "rowwise": (3, 3), "rowwise_bf16_wgrad": (1.5, 16.5)}
-_RESCALED = 4, 6  # of every result in INT8: int32 written and read again
 _ALL_TO_ALL = 8  # q, k, v and o are packed and unpacked around them
 
 INTO, OUT = "into the layers", "out of the layers"
@@ -335,7 +334,7 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     # torch.compile sees, but for partial sums.
     columns = {"attention norm": hidden, "q": query, "k": key, "v": key, "attention": query, "out": hidden}
     columns |= {"gate": inner, "up": inner, "down": hidden * (rank.tensor > 1 or not rank.fused)}
-    dear = {part.name: _result_bytes(part, element) * columns.get(part.name, 0) for part in listed}
+    dear = {part.name: element * columns.get(part.name, 0) for part in listed}
     dear["attention"] += 4 * heads + quantized * (attention.backend in ("sage", "auto"))
     if attention.backend == "flash":  # whose own operators torch does not see
         dear["attention"] = 0
@@ -347,11 +346,6 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         )
         for part in listed
     )
-
-
-def _result_bytes(part: Operation, element: int) -> int:
-    """What an operator of torch makes of one result: matmuls in INT8 leave int32, which is scaled apart."""
-    return 4 if isinstance(part, Matmul) and part.precision.forward == "int8" else element
 
 
 def _backends(attention: AttentionConfig) -> tuple[str, ...]:
@@ -366,8 +360,7 @@ def _casts(rank: Rank, layers: dict[str, LinearSizes]) -> float:
     if not linear.low_bit:
         return 0.0
     columns = sum(each.inputs + sum(each.outputs.values()) for each in layers.values() if linear.takes(each))
-    rescaled = rank.moved(_RESCALED, columns) if linear.precision == "int8" else 0.0
-    return rank.moved(_CASTS[linear.recipe], columns) + rescaled
+    return rank.moved(_CASTS[linear.recipe], columns)
 
 
 class Ends(NamedTuple):

@@ -109,10 +109,10 @@ def staggered(
 _DEAR = (
     "aten.mm.",
     "aten._scaled_mm",
-    "aten._int_mm",
     "aten._scaled_dot_product_",
     "torch_attn.",
     "sagekernels.forward",
+    "sagekernels.int8_product",
 )
 
 

@@ -29,8 +29,8 @@ from sagetrain.model.backends import (
 )
 from sagetrain.parallel.lowbit import RECIPES, LowBit
 
-# The least compute capability whose matmuls take it: Ada and Hopper, Turing.
-_CAPABILITY = {"fp8": (8, 9), "int8": (7, 5)}
+# The least compute capability whose matmuls take it: Ada and Hopper, Ampere.
+_CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
 
 # Of linear.recipe auto, from the most exact on.
 _RECIPES = ("rowwise", "tensorwise")
@@ -170,7 +170,7 @@ def choose_linear(
 ) -> LinearConfig:
     """What `linear.precision: auto` stands for: fp8 for the layers from a size on that gain, timed forward and backward
     at the shape of one rank's calls and compared with fp32 before, or bf16 (linear_choice.fastest has the rule). Never
-    int8, which is slower than bf16 on every GPU that was measured.
+    int8, which was timed by its products alone so far.
 
     Not timed are collectives (fp8 gathers half the bytes) and, with `kept`, the rounding of weights once a step.
 

@@ -21,8 +21,8 @@ travels in 8 bits, half the bytes (packing.py).
 Scales are a rank's own: a shard of W, or of the tokens, is scaled by what it holds. No collective agrees on them; a
 tensor that is spread over ranks has a finer scale for it.
 
-On a GPU torch's own kernels multiply. Without one, what the codes stand for is multiplied in float64, so that rounding
-to codes and to the result are all the error there is.
+On a GPU torch's own kernels multiply FP8, and ours INT8 (sagekernels/int8_matmul.py). Without one, what the codes stand
+for is multiplied in float64, so that rounding to codes and to the result are all the error there is.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both
+from sagekernels.int8_matmul import int8_product
 from sagetrain.parallel import packing
 from sagetrain.parallel.matmul import Matmul
 
@@ -50,10 +51,10 @@ def product(a: Rounded, b: Rounded, dtype: torch.dtype, fast_accumulation: bool 
 
 
 def library_product(a: Rounded, b: Rounded, dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
-    """The same by torch's kernels, added up in fp32, or in int32."""
+    """The same by the kernels of a GPU, added up in fp32, or in int32."""
+    if a.codes.dtype == INT8:
+        return int8_product(*a, *b, dtype)
     (codes, scale), (others, other_scale) = a, (b.codes.t(), b.scale.t())
-    if codes.dtype == INT8:
-        return (torch._int_mm(codes, others) * scale * other_scale).to(dtype)
     return torch._scaled_mm(
         codes, others, scale, other_scale, out_dtype=dtype, use_fast_accum=fast_accumulation and codes.is_cuda
     )

@@ -1,0 +1,173 @@
+"""The product of two matrices of INT8 codes with their scales, in 16 bits or fp32 at once: the torch twin, then Triton.
+
+torch._int_mm leaves int32, which another kernel reads to scale it: 4 bytes an element written and read again. Here sums
+are scaled where they were made, in registers. Rows of both operands run along what is summed over, as Hopper's matrix
+instructions want them.
+
+Triton waits for every INT8 product on Hopper before it issues the next one (only sums in fp32 overlap), so tensor cores
+idle for a moment after each step along K, unless another program on the multiprocessor has work: hence small tiles, of
+which two fit. NOTES.md has the other shapes that were timed.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .casts import DTYPES, INT8
+from .launch import is_hopper, on_device_of
+from .operators import operator
+
+MULTIPLE = 16
+"""Of what K has to be: rows begin at multiples of 16 bytes."""
+MOST_PRODUCTS = (2**31 - 1) // 127**2
+"""Products of codes that int32 holds the sum of: the largest K."""
+
+
+class Tile(NamedTuple):
+    """One program computes BLOCK_M x BLOCK_N results, BLOCK_K products of each at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+HOPPER = Tile(128, 128, 128, 4, 3)
+PORTABLE = Tile(128, 128, 64, 4, 3)
+GROUP = 8
+"""Tiles below each other that are computed before those to their right: they share what L2 holds of b."""
+
+
+def int8_product_twin(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b^T, [rows of a, rows of b]: exact in float64, and rounded once."""
+    return (a.double() @ b.double().t() * a_scale.double() * b_scale.double().t()).to(dtype)
+
+
+@triton.jit
+def _load_tile(X, row, at, rows, inner, ROWS: tl.constexpr, INNER: tl.constexpr, DESCRIBED: tl.constexpr):
+    """Codes [ROWS, INNER] from a row and a column on; 0 outside."""
+    if DESCRIBED:
+        return X.load([row, at])
+    else:
+        of = row + tl.arange(0, ROWS)
+        step = at + tl.arange(0, INNER)
+        inside = (of < rows)[:, None] & (step < inner)[None, :]
+        return tl.load(X + of.to(tl.int64)[:, None] * inner + step[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def _int8_product_kernel(
+    A, A_SCALE, B, B_SCALE, OUT, rows, columns, inner,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """A and B: pointers, or (DESCRIBED) descriptors of what the copy engine fetches. A_ROWS, B_ROWS: 1 for a scale for
+    each row, 0 for one for all. Tiles are numbered down groups of GROUP of them, then to the right."""
+    across, down = tl.cdiv(columns, BLOCK_N), tl.cdiv(rows, BLOCK_M)
+    tile = tl.program_id(0)
+    first = tile // (GROUP * across) * GROUP
+    high = tl.minimum(down - first, GROUP)
+    within = tile % (GROUP * across)
+    top, left = (first + within % high) * BLOCK_M, within // high * BLOCK_N
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for at in tl.range(0, inner, BLOCK_K):
+        a = _load_tile(A, top, at, rows, inner, BLOCK_M, BLOCK_K, DESCRIBED)
+        b = _load_tile(B, left, at, columns, inner, BLOCK_N, BLOCK_K, DESCRIBED)
+        total = tl.dot(a, b.T, total, out_dtype=tl.int32)
+    row, column = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
+    of_a = tl.load(A_SCALE + row * A_ROWS, mask=row < rows, other=0.0)
+    of_b = tl.load(B_SCALE + column * B_ROWS, mask=column < columns, other=0.0)
+    # One after the other: the product of two small scales may be less than any float, and this is not.
+    scaled = total.to(tl.float32) * of_a[:, None] * of_b[None, :]
+    out = OUT + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(out, scaled.to(OUT.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
+
+
+def int8_product_triton(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, tile: Tile | None = None
+) -> Tensor:
+    """int8_product_twin on a GPU, within the roundings of fp32 and the one to dtype. tile: default: by architecture."""
+    a, b = (_aligned(x) for x in (a, b))
+    a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
+    out = _int8_product_fake(a, a_scale, b, b_scale, dtype)
+    (rows, inner), columns = a.shape, len(b)
+    if not out.numel():
+        return out
+    described = a.is_cuda and is_hopper(a.device)
+    tile = tile or (HOPPER if described else PORTABLE)
+    first, second = a, b
+    if described:
+        first, second = (
+            TensorDescriptor(x, x.shape, x.stride(), [block, tile.block_k])
+            for x, block in ((a, tile.block_m), (b, tile.block_n))
+        )
+    programs = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
+    with on_device_of(a):
+        _int8_product_kernel[(programs,)](
+            first, a_scale, second, b_scale, out, rows, columns, inner,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=GROUP,
+            A_ROWS=int(len(a_scale) > 1), B_ROWS=int(len(b_scale) > 1), DESCRIBED=described,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return out
+
+
+def _aligned(codes: Tensor) -> Tensor:
+    """As it is or a copy, contiguous, from a multiple of 16 bytes on."""
+    codes = codes.contiguous()
+    return codes.clone() if codes.data_ptr() % MULTIPLE else codes
+
+
+def _int8_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (int8_product_triton if a.is_cuda else int8_product_twin)(a, a_scale, b, b_scale, dtype)
+
+
+def _int8_product_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+INT8_PRODUCT = operator(_int8_product, _int8_product_fake)
+
+
+def int8_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b^T of codes and scales, [rows of a, rows of b], by one operator that torch.compile takes as one node.
+
+    Args:
+        a: int8 [M, K], -127 .. 127. No gradient goes through.
+        a_scale: fp32 [M, 1] or [1, 1]. NaN makes the results of its rows NaN.
+        b: int8 [N, K].
+        b_scale: fp32 [N, 1] or [1, 1].
+        dtype: of the result: torch.bfloat16, float16 or float32.
+
+    Sums are exact, in int32; they are scaled in fp32, by a_scale first: where a sum times its a_scale is beyond fp32
+    (scales of 1e29 and more) the result is infinite, whatever b_scale is.
+
+    Raises:
+        TypeError: a dtype is none of these.
+        ValueError: the shapes do not belong together, K is no multiple of 16, or more than int32 holds the sum of.
+    """
+    if a.dtype != INT8 or b.dtype != INT8 or dtype not in DTYPES:
+        raise TypeError(f"int8_product takes int8 to bf16, fp16 or fp32, got {a.dtype} and {b.dtype} to {dtype}")
+    if a_scale.dtype != torch.float32 or b_scale.dtype != torch.float32:
+        raise TypeError(f"int8_product takes scales in fp32, got {a_scale.dtype} and {b_scale.dtype}")
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"int8_product takes [M, K] and [N, K], got shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    for codes, scale in ((a, a_scale), (b, b_scale)):
+        if scale.dim() != 2 or scale.shape[1] != 1 or scale.shape[0] not in (1, codes.shape[0]):
+            raise ValueError(
+                f"int8_product takes a scale for each row or one for all, got shape {tuple(scale.shape)} for "
+                f"{tuple(codes.shape)}"
+            )
+    if a.shape[1] % MULTIPLE or not a.shape[1]:
+        raise ValueError(f"int8_product sums over multiples of {MULTIPLE}, got K {a.shape[1]}")
+    if a.shape[1] > MOST_PRODUCTS:
+        raise ValueError(
+            f"int8_product sums in int32, which holds {MOST_PRODUCTS:,} products of codes, got K {a.shape[1]:,}: the "
+            "sum could overflow, and nothing would show it"
+        )
+    return INT8_PRODUCT(a, a_scale, b, b_scale, dtype)

@@ -1,0 +1,42 @@
+"""The product of INT8 codes with their scales on a GPU, against float64."""
+
+import pytest
+import torch
+
+from sagekernels.int8_matmul import int8_product, int8_product_twin
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 16), (300, 130, 48), (4096, 2048, 1024), (257, 129, 16_400)], ids=str)
+def test_products_are_within_roundings(sizes, dtype):
+    """Whatever the results' memory held, with rows of their own scales, one of them not a number."""
+    rows, columns, inner = sizes
+    draw = torch.Generator("cuda").manual_seed(rows)
+    how = {"device": "cuda", "generator": draw}
+    a, b = (torch.randint(-127, 128, (n, inner), dtype=torch.int8, **how) for n in (rows, columns))
+    a_scale, b_scale = (torch.exp2(8 * torch.randn(n, 1, **how)) for n in (rows, columns))
+    truth = int8_product_twin(a, a_scale, b, b_scale, torch.float64)
+    torch.full((2**26,), torch.nan, device="cuda")
+    found = int8_product(a, a_scale, b, b_scale, dtype)
+    bound = (4 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps / 2) * truth.abs()
+    assert ((found.double() - truth).abs() <= bound).all()
+    a_scale[-1] = torch.nan
+    found = int8_product(a, a_scale, b, b_scale, dtype)
+    assert found[-1].isnan().all() and found[:-1].isfinite().all()
+
+
+def test_offsets_past_31_bits():
+    """Of the result: 65,536 rows of 32,784."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    a, b = (
+        torch.randint(-127, 128, (n, 16), dtype=torch.int8, device="cuda", generator=draw) for n in (65_536, 32_784)
+    )
+    one = torch.ones(1, 1, device="cuda")
+    found = int8_product(a, one, b, one, torch.bfloat16)
+    assert found.numel() > 2**31
+    assert torch.equal(found[-8:], int8_product_twin(a[-8:], one, b, one, torch.bfloat16))

@@ -1,0 +1,48 @@
+"""The product of INT8 codes with their scales, as an operator of torch: eager and compiled."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sagekernels.int8_matmul import INT8_PRODUCT, MOST_PRODUCTS, int8_product
+
+
+def factor(seed: int, rows: int, columns: int, per_row: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Codes of all values that there are, and scales."""
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-127, 128, (rows, columns), generator=draw, dtype=torch.int8)
+    return codes, scale * (0.5 + torch.rand(rows if per_row else 1, 1, generator=draw))
+
+
+def test_the_operator_keeps_its_promises():
+    """Its schema, its empty results for torch.compile, with dims that change too."""
+    a, b = factor(1, 37, 32, True), factor(2, 20, 32, True)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(INT8_PRODUCT, (*a, *b, torch.bfloat16), test_utils=tests)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *x: int8_product(*x, torch.bfloat16) + 1, fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for rows in (37, 48, 50):
+        a = factor(1, rows, 32, True)
+        assert torch.equal(compiled(*a, *b), int8_product(*a, *b, torch.bfloat16) + 1)
+
+
+@pytest.mark.parametrize(("change", "error", "says"), [
+    ({"a": torch.zeros(4, 32)}, TypeError, "takes int8 to bf16, fp16 or fp32, got torch.float32"),
+    ({"dtype": torch.float64}, TypeError, "to torch.float64"),
+    ({"b_scale": torch.ones(2, 1).double()}, TypeError, "takes scales in fp32"),
+    ({"b": torch.zeros(2, 48).char()}, ValueError, r"takes \[M, K\] and \[N, K\], got shapes \(4, 32\) and \(2, 48\)"),
+    ({"a_scale": torch.ones(3, 1)}, ValueError, r"a scale for each row or one for all, got shape \(3, 1\)"),
+    ({"a": torch.zeros(4, 24).char(), "b": torch.zeros(2, 24).char()}, ValueError, "multiples of 16, got K 24"),
+    (
+        {"a": torch.zeros(4, 133_152).char(), "b": torch.zeros(2, 133_152).char()}, ValueError,
+        "holds 133,144 products of codes, got K 133,152",
+    ),
+])  # fmt: skip
+def test_what_it_does_not_take_it_refuses(change, error, says):
+    given = {"a": torch.zeros(4, 32).char(), "a_scale": torch.ones(4, 1), "b": torch.zeros(2, 32).char()}
+    given |= {"b_scale": torch.ones(2, 1), "dtype": torch.bfloat16}
+    with pytest.raises(error, match=says):
+        int8_product(**{**given, **change})
+    assert MOST_PRODUCTS * 127**2 < 2**31 <= (MOST_PRODUCTS + 1) * 127**2

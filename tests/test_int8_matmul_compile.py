@@ -1,0 +1,61 @@
+"""The product of INT8 matrices compiles on a machine without a GPU, with the instructions of the hardware."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel, compile
+
+from sagekernels.int8_matmul import GROUP, HOPPER, PORTABLE, Tile, _int8_product_kernel
+
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+SHARED_MEMORY = {80: 163, 89: 99, 100: 227}  # KiB a program may have
+
+
+def compiled(tile: Tile, architecture: int, out: str = "*bf16") -> CompiledKernel:
+    """As it is launched for sizes that are multiples of 16; ptxas takes it."""
+    described = architecture == 90
+    constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    constants |= {"GROUP": GROUP, "A_ROWS": 1, "B_ROWS": 1, "DESCRIBED": described}
+    types = {**dict.fromkeys(("A", "B"), "*i8"), **dict.fromkeys(("A_SCALE", "B_SCALE"), "*fp32"), "OUT": out}
+    if described:
+        types["A"] = f"tensordesc<i8[{tile.block_m}, {tile.block_k}]>"
+        types["B"] = f"tensordesc<i8[{tile.block_n}, {tile.block_k}]>"
+    names = _int8_product_kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    even = [i for i, name in enumerate(names) if not signature[name].startswith(("constexpr", "tensordesc"))]
+    source = ASTSource(_int8_product_kernel, signature, fixed, {(i,): [["tt.divisibility", 16]] for i in even})
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def stack(made: CompiledKernel, folder: Path) -> int:
+    """Bytes a thread has in memory for what its registers do not hold."""
+    (folder / "kernel.cubin").write_bytes(made.asm["cubin"])
+    command = [TOOL, "-res-usage", folder / "kernel.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", said)[1])
+
+
+@pytest.mark.parametrize("out", ["*bf16", "*fp16", "*fp32"])
+def test_hopper_multiplies_by_warp_groups_without_spills(out, tmp_path):
+    """Operands come by the copy engine; two programs fit on a multiprocessor."""
+    made = compiled(HOPPER, 90, out)
+    ptx = made.asm["ptx"]
+    assert re.search(r"wgmma\.mma_async\S*\.s32\.s8\.s8", ptx)
+    assert "cp.async.bulk.tensor" in ptx and "ld.global.b128" not in ptx
+    assert 2 * (made.metadata.shared + 1024) <= 228 * 1024
+    assert stack(made, tmp_path) == 0
+
+
+@pytest.mark.parametrize("architecture", SHARED_MEMORY)
+def test_others_multiply_by_warps(architecture, tmp_path):
+    made = compiled(PORTABLE, architecture)
+    assert re.search(r"mma\.sync\S*\.s32\.s8\.s8", made.asm["ptx"])
+    assert "cp.async.cg" in made.asm["ptx"]
+    assert made.metadata.shared <= SHARED_MEMORY[architecture] * 1024
+    assert stack(made, tmp_path) == 0

@@ -1,0 +1,97 @@
+"""The Triton kernel of INT8 products on Triton's interpreter, against float64.
+
+As in test_sage_interpreter.py this file starts itself in a process that interprets.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INSIDE:
+
+    @pytest.mark.timeout(600)
+    def test_int8_products_in_the_interpreter():
+        command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", __file__]
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+else:
+    from sagekernels.int8_matmul import Tile, int8_product_triton, int8_product_twin
+
+    every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+
+    def factor(seed: int, rows: int, columns: int, per_row: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Codes of all values that there are, and scales."""
+        draw = torch.Generator().manual_seed(seed)
+        codes = torch.randint(-127, 128, (rows, columns), generator=draw, dtype=torch.int8)
+        return codes, scale * (0.5 + torch.rand(rows if per_row else 1, 1, generator=draw))
+
+    def check(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, tile: Tile | None = None) -> None:
+        """Within float32's roundings of the sum and of two scales, and the one to dtype, of what float64 gives: to
+        bfloat16 the interpreter cuts off, an eps where half of one is the most that a GPU is away."""
+        truth = int8_product_twin(*a, *b, torch.float64)
+        found = int8_product_triton(*a, *b, dtype, tile)
+        assert found.dtype == dtype and found.shape == truth.shape
+        least = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+        bound = (4 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps) * truth.abs() + least
+        assert ((found.double() - truth).abs() <= bound).all()
+
+    @every_dtype
+    @pytest.mark.parametrize(("rows", "columns", "inner"), [
+        (1, 1, 16), (17, 64, 48), (64, 130, 144), (130, 17, 528), (257, 129, 64), (3, 300, 16),
+    ])  # fmt: skip
+    def test_every_size(rows, columns, inner, dtype):
+        """That fills tiles or not, whatever the results' memory held."""
+        scale = 1e-3 if dtype == torch.float16 else 1.0
+        for of_a, of_b in ((True, True), (False, True), (True, False), (False, False)):
+            torch.full((rows, columns), torch.nan, dtype=dtype)  # where the result may come to lie
+            check(factor(1, rows, inner, of_a, scale), factor(2, columns, inner, of_b), dtype)
+
+    @pytest.mark.parametrize("tile", [Tile(16, 32, 16, 1, 1), Tile(128, 128, 128, 4, 3)], ids=str)
+    def test_more_tiles_than_a_group_has(tile):
+        """Each result once: of 11 by 3 tiles, the last group is smaller."""
+        check(factor(1, 11 * 16 - 3, 80, True), factor(2, 70, 80, True), torch.float32, tile)
+
+    @every_dtype
+    def test_any_magnitude(dtype):
+        """The product of two scales may be less than any float, where that of all three is none."""
+        scales = [(1e-30, 1e30), (1e30, 1e-30), (1e-10, 1e-10), (1e-38, 1.0)]
+        for one, other in scales if dtype != torch.float16 else [(1e-30, 1e28), (1e-4, 1.0)]:
+            check(factor(1, 33, 64, True, one), factor(2, 20, 64, True, other), dtype)
+        zeros = torch.zeros(5, 32, dtype=torch.int8), torch.full((5, 1), 1e-38)
+        assert (int8_product_triton(*zeros, *factor(2, 4, 32, True), dtype) == 0).all()
+
+    def test_sums_are_exact():
+        """Of the largest codes, all of one sign: 127^2 16,384 times is more than a float32 counts to."""
+        a = torch.full((3, 16_384), 127, dtype=torch.int8)
+        one = torch.ones(1, 1)
+        found = int8_product_triton(a, one, -a, one, torch.float32)
+        assert (found == -float(127**2 * 16_384)).all()
+        a[0, 0], a[1, 1] = 126, -127
+        found = int8_product_triton(a, one, a, one, torch.float32).double()
+        assert torch.equal(found, (a.double() @ a.double().t()).float().double())
+
+    def test_what_is_not_finite_shows():
+        a, b = factor(1, 20, 32, True), factor(2, 10, 32, True)
+        a[1][3], b[1][7] = torch.nan, torch.inf
+        found = int8_product_triton(*a, *b, torch.bfloat16)
+        assert found[3].isnan().all() and not found[:, 7].isfinite().any()
+        found[3], found[:, 7] = 0, 0
+        assert found.isfinite().all()
+
+    def test_strides_and_offsets_of_operands():
+        """Turned matrices, and codes that begin at no multiple of 16 bytes."""
+        a, scale = factor(1, 48, 40, True)
+        other = factor(2, 20, 48, True)
+        check((a.t(), scale[:40]), other, torch.float32)
+        loose = torch.empty(48 * 21 + 1, dtype=torch.int8)[1:].view(21, 48)
+        loose.copy_(factor(3, 21, 48, True)[0])
+        check((loose, torch.ones(21, 1)), (other[0], other[1].expand(20, 2)[:, 1:]), torch.float32)
+        check((loose[:0], torch.ones(1, 1)), other, torch.float32)
