@@ -64,8 +64,18 @@ def test_the_end_of_a_run_is_its_last_twentieth_by_tokens() -> None:
 
 
 def test_thinned_curves_keep_every_step() -> None:
-    points = [(100 * n, 100, float(n)) for n in range(1, 26)]
+    points = [(n, 100 * n, float(n)) for n in range(1, 26)]
     assert thinned(points) == [(1000, 5.5), (2000, 15.5), (2500, 23.0)]
+
+
+def test_a_run_that_branches_off_is_compared_over_the_same_steps() -> None:
+    """Groups of its own would be compared with a line between two of the baseline's, while both fall."""
+    points = [(n, 100 * n, 10.0 / n) for n in range(1, 61)]
+    branch = thinned([(step, tokens, loss + 0.5) for step, tokens, loss in points if step > 18])
+    assert gap_curve(branch, thinned(points)) == [(n, pytest.approx(0.5)) for n in (3000, 4000, 5000, 6000)]
+    whole = thinned([point for point in points if point[0] > 20])
+    seldom = thinned([point for point in points if point[0] % 10 == 0])  # logging.every_steps 10
+    assert (whole[0][0], seldom[0][0], len(seldom)) == (3000, 1000, 6)
 
 
 def test_the_gap_of_two_curves() -> None:

@@ -66,11 +66,12 @@ class Record:
 def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool) -> Record:
     """What a run folder says by now: finished or stopped. evaluated: the run has held-out data."""
     rows, tokens = read_rows(run_dir / "metrics.jsonl"), 0
-    points, valid, rates, scales = [], [], [], []
+    points, steps, valid, rates, scales = [], [], [], [], []
     for row in rows:
         tokens = row["tokens"]
         if "train/loss" in row:
             points.append((tokens, row["train/tokens_per_step"], row["train/loss"]))
+            steps.append((row["step"], tokens, row["train/loss"]))
             rates.append(row["perf/tokens_per_second"])
         if "valid/loss" in row:
             valid.append([tokens, row["valid/loss"]])
@@ -91,7 +92,7 @@ def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool) -> Rec
         round(statistics.median(rates)) if rates else None,
         round(statistics.median(scales)) if scales else None,
         dict(Counter(row["kind"] for row in read_rows(run_dir / "events.jsonl"))),
-        [[seen, round(loss, 4)] for seen, loss in thinned(points)],
+        [[seen, round(loss, 4)] for seen, loss in thinned(steps)],
         [[seen, round(loss, 6)] for seen, loss in valid],
     )
 

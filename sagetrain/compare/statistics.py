@@ -7,6 +7,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 CONFIDENCE = 0.975
 """Two-sided 95 %: what t() is asked for everywhere."""
@@ -115,9 +116,15 @@ def end_of(points: Sequence[tuple[int, int, float]], share: float = 0.05) -> flo
 
 
 def thinned(points: Sequence[tuple[int, int, float]], steps: int = 10) -> list[tuple[int, float]]:
-    """(tokens seen, mean loss) of every `steps` steps, as end_of takes them; fewer in the last one."""
-    groups = [points[start : start + steps] for start in range(0, len(points), steps)]
-    return [(group[-1][0], statistics.fmean(loss for _, _, loss in group)) for group in groups]
+    """(tokens seen, mean loss) of every `steps` steps of a training, the same ones in both runs of a pair; fewer in the
+    last one. A run that begins in the middle of them (--branch) has none of those.
+
+    points: (step, tokens seen, loss), one for each reported step.
+    """
+    groups = [list(group) for _, group in groupby(points, lambda point: (point[0] - 1) // steps)]
+    if len(points) > 1 and (points[0][0] - (points[1][0] - points[0][0])) % steps:  # the step it goes on from
+        groups = groups[1:]
+    return [(group[-1][1], statistics.fmean(loss for _, _, loss in group)) for group in groups]
 
 
 def at(curve: Sequence[tuple[int, float]], tokens: float) -> float | None:
