@@ -8,6 +8,8 @@ times as fast it is. Weights are rounded before, as a run does once per step; x 
 themselves, where a block may fuse that with its norms. All is compiled. Ways take turns; a figure is the median over
 rounds. Every result is compared with fp32 first: what is wrong is not timed.
 
+Products alone, of operands that are rounded before: bf16, FP8 and INT8, the three of every layer together.
+
 Casts alone, to FP8 in both orientations: our kernels (sagekernels/casts.py) beside torch.compile's of their twin, which
 they have to equal bit for bit. QK-norm with the rotary embedding, forward and backward (sagekernels/qk_norm_rope.py),
 beside torch.compile's of its twin likewise, both within one rounding of float64.
@@ -19,6 +21,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,16 +29,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sagekernels.admission import median_seconds
-from sagekernels.casts import Rounded, quantize_both, quantize_both_twin
+from sagekernels.casts import E4M3, INT8, Rounded, quantize, quantize_both, quantize_both_twin
 from sagekernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_twin
 from sagekernels.testing import QKInputs, qk_norm_rope_errors, random_qk
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model.linear_choice import LIMITS, errors_of, layer_of
-from sagetrain.parallel.lowbit import RECIPES
+from sagetrain.parallel.lowbit import RECIPES, product
 
 ROUNDS = 15
+PRODUCT_LIMITS = {"bf16": 0.005, "fp8": 0.06, "int8": 0.02}
+"""Of random normal matrices, row-wise: rounding of both operands to codes, and of the result to bf16."""
 
 
 class Plain(nn.Module):
@@ -96,6 +101,36 @@ def measure(inputs: int, sizes: dict[str, int], tokens: int, recipes: Sequence[s
         action()
         actions[name] = action
     return in_turn(actions)
+
+
+def product_ways(rows: int, columns: int, inner: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """[rows, inner] times [columns, inner] transposed, in bf16 and of row-wise codes in FP8 and INT8.
+
+    Raises:
+        SystemExit: one is further from float64 than its arithmetic explains.
+    """
+    draw, place = torch.Generator(device).manual_seed(3), {"device": device, "dtype": torch.bfloat16}
+    a, b = (torch.randn(size, inner, generator=draw, **place) for size in (rows, columns))
+    ways: dict[str, Callable[[], Tensor]] = {"bf16": lambda: a @ b.t()}
+    for name, number in (("fp8", E4M3), ("int8", INT8)):
+        operands = quantize(a, number, True), quantize(b, number, True)
+        ways[name] = partial(product, *operands, torch.bfloat16, fast_accumulation=True)
+    some = min(rows, 128)
+    truth = a[:some].double() @ b.double().t()
+    for name, way in ways.items():
+        error = ((way()[:some].double() - truth).norm() / truth.norm()).item()
+        if not error < PRODUCT_LIMITS[name]:
+            raise SystemExit(f"{name}: the product is wrong by {error:.3g} of itself; not timed")
+    return ways
+
+
+def measure_products(inputs: int, outputs: int, tokens: int) -> dict[str, float]:
+    """Milliseconds of a layer's three products, by way."""
+    device, total = torch.device("cuda"), dict.fromkeys(PRODUCT_LIMITS, 0.0)
+    for sizes in ((tokens, outputs, inputs), (tokens, inputs, outputs), (outputs, inputs, tokens)):
+        for name, spent in in_turn(product_ways(*sizes, device)).items():
+            total[name] += spent
+    return total
 
 
 def check_casts(name: str, found: tuple[Rounded, Rounded], truth: tuple[Rounded, Rounded]) -> None:
@@ -226,7 +261,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch._dynamo.config.recompile_limit = 1000  # one graph for each size and recipe, all of the same code
     found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": args.tokens}
-    found |= {"ms": {}, "casts": {}, "qk": {}}
+    found |= {"ms": {}, "products": {}, "casts": {}, "qk": {}}
     print(f"{found['gpu']}, torch {torch.__version__}, {args.tokens:,} tokens")
     for path, model in models.items():
         rows = {}
@@ -236,6 +271,13 @@ def main() -> None:
             print(f"{path} {name}: {rows[name]['bf16']:.3f} ms in bf16", flush=True)
         found["ms"][path] = rows
         print(f"\n{path}\n{table(rows)}\n", flush=True)
+    for path, model in models.items():
+        rows = {
+            f"{layer} {inputs} x {sum(sizes.values())}": measure_products(inputs, sum(sizes.values()), args.tokens)
+            for layer, (inputs, sizes) in model.linear_layers(1).items()
+        }
+        found["products"][path] = rows
+        print(f"products alone, {path}\n{table(rows)}\n", flush=True)
     widths = {width for model in models.values() for width in widths_of(model)}
     for recipe in RECIPES:
         if recipe[0] == "fp8" and not RECIPES[recipe].wide_weight_gradient and " ".join(recipe) in args.recipes:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sagekernels.casts import quantize
 from sagetrain.config.load import load_config
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +32,15 @@ def test_every_way_passes_the_check_and_what_is_wrong_does_not() -> None:
         stale.a.neg_()
     with pytest.raises(SystemExit, match="fp8 rowwise: the output is wrong"):
         benchmark.check("fp8 rowwise", stale, x, grads)
+
+
+def test_products_that_are_wrong_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = benchmark.product_ways(40, 32, 64, torch.device("cpu"))
+    assert list(ways) == list(benchmark.PRODUCT_LIMITS) and all(way().shape == (40, 32) for way in ways.values())
+    monkeypatch.setattr(benchmark, "quantize", lambda x, number, _: benchmark.Rounded(*quantized(x, number)))
+    quantized = lambda x, number: (quantize(x, number, True).codes, 1.1 * quantize(x, number, True).scale)  # noqa: E731
+    with pytest.raises(SystemExit, match=r"fp8: the product is wrong by 0\.21"):
+        benchmark.product_ways(40, 32, 64, torch.device("cpu"))
 
 
 def test_casts_that_are_not_the_twins_are_not_timed() -> None:

@@ -26,8 +26,10 @@ def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
     figure = Figure(figsize=(8, 0.6 + 3.2 * len(rows)), layout="constrained")
     panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
     for panel, row in zip(panels, rows, strict=True):
+        parted = min((points[0][0] for seeds in row.gaps.values() for points in seeds if points), default=0)
         bands = ((row.seed_band, "0.88", "seeds"), (row.rounding_band, "0.7", "rounding"))
-        for band, grey, name in bands:
+        for whole, grey, name in bands:
+            band = [point for point in whole if point[0] >= parted]  # before --branch there is nothing to compare
             if band:
                 tokens, half = zip(*band, strict=True)
                 low = [-value for value in half]
