@@ -17,6 +17,7 @@ scores="scores: $int8_attention"
 fp8="fp8: $int8_attention linear.precision=fp8 linear.recipe=rowwise"
 fp8_alone="fp8-alone: linear.precision=fp8 linear.recipe=rowwise"
 fp8_wgrad="fp8-wgrad16: $int8_attention linear.precision=fp8 linear.recipe=rowwise_bf16_wgrad"
+int8_wgrad_alone="int8-wgrad16-alone: linear.precision=int8 linear.recipe=rowwise_bf16_wgrad"
 int8_alone="int8-alone: linear.precision=int8 linear.recipe=rowwise"
 int8="int8: $int8_attention linear.precision=int8 linear.recipe=rowwise"
 int8_wgrad="int8-wgrad16: $int8_attention linear.precision=int8 linear.recipe=rowwise_bf16_wgrad"
@@ -56,12 +57,13 @@ for name in "$@"; do
       --variant "$int8" --variant "$int8_wgrad" ;;
     parted-512k) parted "$name" 524288 72 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" \
       --variant "$fp8_alone" --variant "$int8_alone" ;;
+    parted-linear) parted "$name" 524288 72 --variant "$fp8_alone" --variant "$int8_wgrad_alone" ;;
     B-1m) row "$name" 1048576 200 32 --variant "$paper" ;;
     C-256k) row "$name" 262144 500 32 attention.qk_norm=none --variant "$paper" ;;
     C-512k) row "$name" 524288 144 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' \
       lr_schedule.warmup_tokens=18874368 --variant "$paper" ;;
     C-1m) row "$name" 1048576 200 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' --variant "$paper" ;;
     E-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" ;;
-    *) echo "$name: not a row; rows: B-16k B-64k B-256k early-256k parted-256k parted-512k B-1m C-256k C-512k C-1m E-256k" >&2; exit 2 ;;
+    *) echo "$name: not a row; rows: B-16k B-64k B-256k early-256k parted-256k parted-512k parted-linear B-1m C-256k C-512k C-1m E-256k" >&2; exit 2 ;;
   esac
 done
