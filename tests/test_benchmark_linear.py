@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sagekernels.casts import quantize
+from sagekernels.casts import Rounded, quantize
 from sagetrain.config.load import load_config
 
 ROOT = Path(__file__).parent.parent
@@ -37,8 +37,12 @@ def test_every_way_passes_the_check_and_what_is_wrong_does_not() -> None:
 def test_products_that_are_wrong_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = benchmark.product_ways(40, 32, 64, torch.device("cpu"))
     assert list(ways) == list(benchmark.PRODUCT_LIMITS) and all(way().shape == (40, 32) for way in ways.values())
-    monkeypatch.setattr(benchmark, "quantize", lambda x, number, _: benchmark.Rounded(*quantized(x, number)))
-    quantized = lambda x, number: (quantize(x, number, True).codes, 1.1 * quantize(x, number, True).scale)  # noqa: E731
+
+    def larger(x: torch.Tensor, number: torch.dtype, per_row: bool) -> Rounded:
+        codes, scale = quantize(x, number, per_row)
+        return Rounded(codes, 1.1 * scale)
+
+    monkeypatch.setattr(benchmark, "quantize", larger)
     with pytest.raises(SystemExit, match=r"fp8: the product is wrong by 0\.21"):
         benchmark.product_ways(40, 32, 64, torch.device("cpu"))
 

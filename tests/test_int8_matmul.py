@@ -2,21 +2,18 @@
 
 import pytest
 import torch
-from torch import Tensor
 
+from sagekernels.casts import INT8, Rounded, quantize
 from sagekernels.int8_matmul import INT8_PRODUCT, MOST_PRODUCTS, int8_product
 
 
-def factor(seed: int, rows: int, columns: int, per_row: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Codes of all values that there are, and scales."""
-    draw = torch.Generator().manual_seed(seed)
-    codes = torch.randint(-127, 128, (rows, columns), generator=draw, dtype=torch.int8)
-    return codes, scale * (0.5 + torch.rand(rows if per_row else 1, 1, generator=draw))
+def factor(seed: int, rows: int, columns: int) -> Rounded:
+    return quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)), INT8, True)
 
 
 def test_the_operator_keeps_its_promises():
     """Its schema, its empty results for torch.compile, with dims that change too."""
-    a, b = factor(1, 37, 32, True), factor(2, 20, 32, True)
+    a, b = factor(1, 37, 32), factor(2, 20, 32)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(INT8_PRODUCT, (*a, *b, torch.bfloat16), test_utils=tests)
     torch._dynamo.reset()
@@ -24,7 +21,7 @@ def test_the_operator_keeps_its_promises():
         lambda *x: int8_product(*x, torch.bfloat16) + 1, fullgraph=True, backend="aot_eager", dynamic=True
     )
     for rows in (37, 48, 50):
-        a = factor(1, rows, 32, True)
+        a = factor(1, rows, 32)
         assert torch.equal(compiled(*a, *b), int8_product(*a, *b, torch.bfloat16) + 1)
 
 

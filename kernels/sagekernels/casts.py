@@ -24,7 +24,7 @@ NUMBERS = tuple(NAMES)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 MULTIPLE = 16
-"""What FP8 matmuls want of the dim that they sum over: rows of zeros fill it up where the matrix is turned."""
+"""What matmuls want of the dim that they sum over: rows of zeros fill it up where the matrix is turned."""
 
 # As an fp32 holds it, of 2^126: the reciprocal of that scale is still a normal number.
 _LARGEST_EXPONENT = tl.constexpr(253)

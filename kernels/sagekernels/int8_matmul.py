@@ -17,12 +17,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .casts import DTYPES, INT8
+from .casts import DTYPES, INT8, MULTIPLE
 from .launch import is_hopper, on_device_of
 from .operators import operator
 
-MULTIPLE = 16
-"""Of what K has to be: rows begin at multiples of 16 bytes."""
 MOST_PRODUCTS = (2**31 - 1) // 127**2
 """Products of codes that int32 holds the sum of: the largest K."""
 
@@ -118,7 +116,7 @@ def int8_product_triton(
 
 
 def _aligned(codes: Tensor) -> Tensor:
-    """As it is or a copy, contiguous, from a multiple of 16 bytes on."""
+    """As it is or a copy, contiguous, from a multiple of 16 bytes on, so that all rows begin at one."""
     codes = codes.contiguous()
     return codes.clone() if codes.data_ptr() % MULTIPLE else codes
 
