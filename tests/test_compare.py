@@ -470,8 +470,13 @@ EQUAL = "equal: logging.layer_norms_every_steps=1000"  # of other settings, and 
 
 
 def test_the_others_go_on_from_a_checkpoint_of_the_baseline(base: Path, tmp_path: Path) -> None:
+    def over(words: Sequence[str], env: Mapping[str, str], log: Path) -> Command:
+        process = start(words, env, log)
+        process.wait()  # nobody looked at its checkpoints while it ran, and it kept the last one
+        return process
+
     question = ask(base, [PAPER, EQUAL], SAVES, seeds=1, band=0, branch=3000)
-    found, said = go(question, tmp_path)
+    found, said = go(question, tmp_path, start=over)
     assert [run.status for run in found.runs.values()] == [FINISHED] * 3, said
     begin, *_ = sorted(found.runs[Job("", "paper", 0)].valid)
     whole, paper, equal = (losses(tmp_path, f"{name}/seed-0") for name in ("base", "paper", "equal"))
@@ -486,8 +491,10 @@ def test_the_others_go_on_from_a_checkpoint_of_the_baseline(base: Path, tmp_path
 
     with pytest.raises(ConfigError, match="--branch: None and 3000"):
         go(replace(question, branch=0), tmp_path)
+    more = ask(base, ["more: optimizer.weight_decay=0"], SAVES, seeds=1, band=0, branch=3000)
+    shutil.rmtree(tmp_path / "runs/base/seed-0/checkpoints")
     with pytest.raises(ConfigError, match=r"more seed 0 goes on from base seed 0 at 3,000 tokens, and .* has no check"):
-        go(ask(base, ["more: optimizer.weight_decay=0"], SAVES, seeds=1, band=0, branch=3000), tmp_path)
+        go(more, tmp_path)
 
 
 def test_runs_without_a_checkpoint_to_go_on_from_are_named(base: Path, tmp_path: Path) -> None:

@@ -32,8 +32,7 @@ class Branches:
                 where, tokens = self._folder(source).path, self._question.branch
                 raise ConfigError(
                     f"{job} goes on from {source} at {tokens:,} tokens, and {where} is finished and has no checkpoint "
-                    f"of there. Remove it and its line in {LOSSES}: it is trained again, and keeps the checkpoint for "
-                    f"variants to come with checkpoint.keep_every_tokens={tokens}"
+                    f"of there. Remove it and its line in {LOSSES}: it is trained again, and keeps that checkpoint"
                 )
 
     def ready(self, job: Job) -> bool:
@@ -41,8 +40,9 @@ class Branches:
         source, own = self._source(job), self._folder(job).checkpoints
         if source is None or own.exists():
             return True
-        found = _checkpoint(self._folder(source).checkpoints, self._parting[job.row])
-        return found is not None and _linked(found, own)
+        if found := _checkpoint(self._folder(source).checkpoints, self._parting[job.row]):
+            _link_checkpoint(found, own)
+        return found is not None
 
     def why_not(self, job: Job) -> str:
         """Why a run was not started, of one that was not ready to the end."""
@@ -61,26 +61,18 @@ class Branches:
 def _checkpoint(root: Path, tokens: range) -> Path | None:
     """The first checkpoint that saw a number of tokens of that range."""
     for folder in checkpoint.published(root):
-        with suppress(CheckpointError):  # it is being deleted
+        with suppress(CheckpointError):  # another one, which is being deleted
             if checkpoint.read_manifest(folder)["state"]["tokens"] in tokens:
                 return folder
     return None
 
 
-def _linked(folder: Path, root: Path) -> bool:
-    """Make `root`, the checkpoints of another run, with this one in it: hard links, copies where there are none. False:
-    it was deleted meanwhile."""
+def _link_checkpoint(folder: Path, root: Path) -> None:
+    """Make `root`, the checkpoints of another run, with this one in it: hard links, copies where there are none."""
     part = root.with_name(".branching")
     shutil.rmtree(part, ignore_errors=True)
-    part.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        shutil.copytree(folder, part / folder.name, copy_function=_link)
-    except OSError:
-        if folder.exists():
-            raise
-        return False
+    shutil.copytree(folder, part / folder.name, copy_function=_link)
     part.rename(root)
-    return True
 
 
 def _link(source: str, target: str) -> None:

@@ -82,7 +82,7 @@ class Question:
     """Keys or sections of SHARED that may differ nonetheless."""
     first_seed: int = 0
     branch: int = 0
-    """If not 0: the others go on from the baseline's first checkpoint of so many tokens or more."""
+    """If not 0: the others go on from the baseline's first checkpoint of so many tokens or more, which it keeps."""
 
     @property
     def baseline(self) -> str:
@@ -111,7 +111,9 @@ class Question:
         """The same as it was asked for, before the run's own seed, folder and rounding."""
         variant = next(variant for variant in self.variants if variant.name == job.variant)
         row = next(row for row in self.rows if row.name == job.row)
-        return [variant.config, *self.overrides, *row.overrides, *variant.overrides]
+        # Else a baseline may have deleted the checkpoint that the others wait for before anybody looked.
+        keeps = [f"checkpoint.keep_every_tokens={self.branch}"] if self.branch else []
+        return [variant.config, *self.overrides, *row.overrides, *variant.overrides, *keeps]
 
     def config(self, job: Job) -> RunConfig:
         """The whole configuration of a run, as it was asked for."""
