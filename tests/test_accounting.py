@@ -260,6 +260,14 @@ def test_blocks_that_stay_in_16_bits_keep_16():
     assert activations(precision="fp8", keep_last_blocks=1) == (3 * eight + sixteen) // 4
 
 
+def test_a_run_that_ends_in_16_bits_needs_the_memory_of_its_larger_part():
+    """Codes of the weights in the first, activations in 16 bits in the last."""
+    for sequences, larger in ((1, {"precision": "fp8"}), (64, {})):
+        sections = {"data": {"micro_batch_size": sequences}, "stability": {"monitor": {"every_steps": None}}}
+        both = run_config(linear={"precision": "fp8", "keep_last_fraction": 0.1}, **sections)
+        assert items(both, 1) == items(run_config(linear=larger, **sections), 1)
+
+
 def test_scores_in_16_bits_keep_more_and_a_ladder_as_much_as_its_highest_rung():
     gradients = run_config(attention={"backend": "sage", "recipe": "gradients"}, training={"compile": "off"})
     kept = saved_bytes_per_token(gradients, False)  # and the mean of K, of each sequence

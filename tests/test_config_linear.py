@@ -54,6 +54,10 @@ CASES = [
         "no_effect", "warning", "linear.keep_layers_below", "has no effect with linear.precision bf16", "remove it",
     ),
     (
+        {"linear": {"keep_last_fraction": 0.1}}, 1,
+        "no_effect", "warning", "linear.keep_last_fraction", "has no effect with linear.precision bf16", "remove it",
+    ),
+    (
         {"linear": {"precision": "fp8", "keep_layers_below": 200_000}, "parallel": {"tensor_parallel_size": 2}}, 2,
         "linear_blocks", "error", "linear.keep_layers_below", "more than the 196,608 weights that a rank has of the largest layer", "use a smaller one",
     ),

@@ -423,6 +423,9 @@ def test_linear_layers_in_8_bits_are_planned():
     assert errors == 0
     assert "linear layers fp8, recipe rowwise, in 18 of 20 blocks: qkv, out, gate_up, down" in text
     assert re.search(r"MFU 0\.\d+ of the 16-bit peak \(MFU of whole sequences 0\.\d+\)", text)
+    assert "in 16 bits in the last" not in text
+    _, text = plan(CONFIGS / "1b.yaml", 8, *eight, "linear.keep_last_fraction=0.1")
+    assert "down; all in 16 bits in the last 10%, which the speeds below leave out" in text
     _, text = plan(CONFIGS / "1b.yaml", 8, "linear.precision=auto", "model.ffn_hidden_size=5640")
     assert "in 20 of 20 blocks: qkv, out\n" in text
     cfg = load_config(CONFIGS / "1b.yaml", eight)
@@ -459,7 +462,8 @@ def test_what_a_run_decides_is_planned_as_it_is_predicted_to_be():
         (found,) = [f for f in made.findings if f.rule == "linear_precision_auto"]
         assert found.level == "info" and says in f"{found.message},", (overrides, found.message)
         assert made.cfg.linear.low_bit == ("fp8" in says) and made.chosen
-        named = [*overrides, *(f"linear.{name}={value}" for name, value in made.cfg.linear.model_dump().items())]
+        found = made.cfg.linear.model_dump(exclude_none=True)
+        named = [*overrides, *(f"linear.{name}={value}" for name, value in found.items())]
         assert make_plan(CONFIGS / "1b.yaml", named, 8, HARDWARE[gpu]).chosen.prediction == made.chosen.prediction
     errors, text = plan(CONFIGS / "1b.yaml", 8, "linear.precision=auto", "parallel.tensor_parallel_size=3")
     assert errors and "linear_precision_auto" not in text

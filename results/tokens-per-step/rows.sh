@@ -16,6 +16,7 @@ int8_attention='attention.backend=sage attention.recipe=scores'
 scores="scores: $int8_attention"
 fp8="fp8: $int8_attention linear.precision=fp8 linear.recipe=rowwise"
 fp8_alone="fp8-alone: linear.precision=fp8 linear.recipe=rowwise"
+fp8_end="fp8-end16: linear.precision=fp8 linear.recipe=rowwise linear.keep_last_fraction=0.1"
 fp8_wgrad="fp8-wgrad16: $int8_attention linear.precision=fp8 linear.recipe=rowwise_bf16_wgrad"
 int8_wgrad_alone="int8-wgrad16-alone: linear.precision=int8 linear.recipe=rowwise_bf16_wgrad"
 int8_alone="int8-alone: linear.precision=int8 linear.recipe=rowwise"
@@ -57,7 +58,8 @@ for name in "$@"; do
       --variant "$int8" --variant "$int8_wgrad" ;;
     parted-512k) parted "$name" 524288 72 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" \
       --variant "$fp8_alone" --variant "$int8_alone" ;;
-    parted-linear) parted "$name" 524288 72 --variant "$fp8_alone" --variant "$int8_wgrad_alone" ;;
+    parted-linear) parted "$name" 524288 72 --variant "$fp8_alone" --variant "$fp8_end" \
+      --variant "$int8_wgrad_alone" ;;
     B-1m) row "$name" 1048576 200 32 --variant "$paper" ;;
     C-256k) row "$name" 262144 500 32 attention.qk_norm=none --variant "$paper" ;;
     C-512k) row "$name" 524288 144 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' \

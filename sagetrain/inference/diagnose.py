@@ -129,18 +129,16 @@ def _linear_errors(
     run: TrainedRun, matmuls: Sequence[Mapping[str, Matmul]], batches: Iterable[Batch]
 ) -> dict[str, dict[str, float]]:
     model = run.model
-    for block, own in zip(model.blocks, matmuls, strict=True):
-        for path, layer in block.named_modules():
-            if low := own.get(path.rpartition(".")[2]):
-                layer.matmul = low
+    model.matmuls = matmuls
     errors = LinearErrors(model, range(len(model.blocks)))
-    for batch in batches if errors.layers else ():
+    looked_at = errors.layers
+    for batch in batches if looked_at else ():
         errors.measure([partial(model, **batch.inputs(run.device))])
     model.use_16_bits()
     numbers = model.groups.metrics.reduce(run.device)
     return {
         f"{number}.{path}": {name.removeprefix(tag): value for name, value in numbers.items() if name.startswith(tag)}
-        for number, path in errors.layers
+        for number, path in looked_at
         for tag in [f"{errors.tag(number, path)}."]
     }
 

@@ -174,7 +174,7 @@ def load_run(
     checkpoint.load_weights(run.reader, model, groups, device)
     model.keep_weights()
     model.eval()
-    if cfg.linear.low_bit and linear is None:
+    if cfg.linear.low_bit_at(run.tokens, cfg.training.total_tokens) and linear is None:
         trained_in = f"{cfg.linear.precision} {cfg.linear.recipe}"
         report(f"linear layers, {trained_in} in training, are not in 8 bits here")
     if precision and rungs:

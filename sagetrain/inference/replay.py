@@ -142,9 +142,10 @@ def _replay(
     drift = _go_there(trainer, content)
     before = _functions(trainer, content["attention"])
     other: list[AttentionFunction] = [attention_function(backend, asked, device)] * len(before)
-    again, low = _take(trainer, folder, content, before), trainer.linear.low_bit
+    again, model = _take(trainer, folder, content, before), cast(Transformer, trainer.engine.module)
+    low = any(model.matmuls)
     if linear_in_16_bits:
-        cast(Transformer, trainer.engine.module).use_16_bits()
+        model.use_16_bits()
     compared = _take(trainer, folder, content, other)
     limits = {name: float(content["event"][f"{name}_limit"]) for name in ("loss", "grad_norm")}
     metrics = content["metrics"]

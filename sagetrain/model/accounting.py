@@ -146,7 +146,8 @@ def attention_calls(num_sequences: int, tokens: int, tensor_parallel_size: int, 
 
 
 def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
-    """Estimate of one rank's peak memory, itemised, in bytes; `vocab_size` is padded.
+    """Estimate of one rank's peak memory, itemised, in bytes, in that part of the run where it is largest; `vocab_size`
+    is padded.
 
     What the rank always holds, and the largest of some moments: the loss over the last logits, the last block's
     backward, the reduction of gradients, and those of a probe (stability.quant_noise) and of linear layers that are
@@ -155,6 +156,15 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
     to 3 GB), and fragmentation of the allocator. Building the model takes less: its weights, at ZeRO 3 this rank's part
     and one whole parameter, no more than a step gathers.
     """
+    parts = [cfg.model_copy(update={"linear": linear}) for linear in cfg.linear.phases]
+    return max((_memory(part, world_size, vocab_size) for part in parts), key=_total)
+
+
+def _total(items: Iterable[MemoryItem]) -> float:
+    return sum(item.bytes for item in items)
+
+
+def _memory(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
     size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, cfg.parallel.tensor_parallel_size)
     ranks = world_size // cfg.parallel.tensor_parallel_size
     rank = rank_of(cfg)
@@ -167,8 +177,7 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
         *_probe(cfg, size, ranks, vocab_size),
         *_linear_errors(cfg, vocab_size),
     ]
-    largest = max(moments, key=lambda items: sum(item.bytes for item in items))
-    return [item for item in (*_model_state(cfg, size, ranks, vocab_size), *largest) if item.bytes]
+    return [item for item in (*_model_state(cfg, size, ranks, vocab_size), *max(moments, key=_total)) if item.bytes]
 
 
 def block_activation_bytes(cfg: RunConfig) -> int:

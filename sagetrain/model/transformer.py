@@ -28,7 +28,15 @@ from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, gather_from_region
 from sagetrain.parallel.cross_entropy import linear_cross_entropy, linear_token_losses
 from sagetrain.parallel.host import cores_of_rank
-from sagetrain.parallel.layers import VocabParallelEmbedding, annotate, keep_weights, linear_layers, settle, shard
+from sagetrain.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    annotate,
+    keep_weights,
+    settle,
+    shard,
+)
 from sagetrain.parallel.matmul import Matmul, linear
 from sagetrain.parallel.rng import named_generator
 from sagetrain.parallel.topology import ParallelGroups
@@ -86,9 +94,28 @@ class Block(nn.Module):
         self.attention = Attention(model, qk_norm, function, groups, **layer)
         self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, **norm)
         self.mlp = MLP(model, groups, **layer)
-        if sequence_parallel and groups.tp_size > 1:
+        self._read_by(matmuls)
+
+    def _read_by(self, matmuls: Mapping[str, Matmul]) -> None:
+        if self.sequence_parallel and self.groups.tp_size > 1:
             # Of layers in fewer bits alone: another reader is another graph, for the last block's next norm as well.
             self.attention_norm.reader, self.mlp_norm.reader = matmuls.get("qkv"), matmuls.get("gate_up")
+
+    @property
+    def _linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
+        attention, mlp = self.attention, self.mlp
+        return {"qkv": attention.qkv, "out": attention.out, "gate_up": mlp.gate_up, "down": mlp.down}
+
+    @property
+    def matmuls(self) -> dict[str, Matmul]:
+        """How its linear layers multiply that do not in the dtype of their operands, by name. It may be set."""
+        return {name: layer.matmul for name, layer in self._linear_layers.items() if type(layer.matmul) is not Matmul}
+
+    @matmuls.setter
+    def matmuls(self, matmuls: Mapping[str, Matmul]) -> None:
+        for name, layer in self._linear_layers.items():
+            layer.matmul, layer.kept = matmuls.get(name) or Matmul(joined=self.groups.tp_size > 1), ()
+        self._read_by(matmuls)
 
     def stages(self) -> Stretch:
         """All of them, in their order."""
@@ -383,7 +410,12 @@ class Transformer(nn.Module):
         options: dict[str, bool | int] | None = None
         if backend == "inductor":
             options = {**({} if whole else UNCHECKED), **(ORDERED if self.groups.tp_size > 1 else {})}
-        traceable = all(function.traceable for function in (*later, *self.functions))
+        functions = {*later, *self.functions}
+        ways = {frozenset(own.items()) for own in self.matmuls} | {frozenset()}  # linear layers end in 16 bits, maybe
+        # Each is a graph, with gradients and without; beyond the limit torch would end the run, or compile no more.
+        graphs = 2 * len(functions) * len(ways)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, graphs)
+        traceable = all(function.traceable for function in functions)
         how = {"fullgraph": traceable, "backend": backend, "options": options}
         self.whole_blocks = whole
         for block in self.blocks:
@@ -399,12 +431,20 @@ class Transformer(nn.Module):
         """Make what linear layers keep of their weights (layers.keep_weights): at first, and whenever these changed."""
         keep_weights(self)
 
+    @property
+    def matmuls(self) -> list[dict[str, Matmul]]:
+        """As given to the constructor. They may be set, to others for a while, say, and keep nothing of the weights
+        until keep_weights is called."""
+        return [cast(Block, block).matmuls for block in self.blocks]
+
+    @matmuls.setter
+    def matmuls(self, matmuls: Iterable[Mapping[str, Matmul]]) -> None:
+        for block, own in zip(self.blocks, matmuls, strict=True):
+            cast(Block, block).matmuls = own
+
     def use_16_bits(self) -> None:
         """Let all linear layers multiply in the dtype of their operands from now on."""
-        for layer in linear_layers(self):
-            layer.matmul, layer.kept = Matmul(joined=self.groups.tp_size > 1), ()
-        for block in self.blocks:
-            block.attention_norm.reader = block.mlp_norm.reader = None
+        self.matmuls = [{}] * len(self.blocks)
 
     def _layouts(
         self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None

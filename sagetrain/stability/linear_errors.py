@@ -129,15 +129,18 @@ class LinearErrors:
     micro_batches = 1
 
     def __init__(self, model: Transformer, blocks: Container[int]) -> None:
-        self._model = model
-        self.layers: dict[tuple[int, str], tuple[ColumnParallelLinear | RowParallelLinear, LowBit]] = {
+        self._model, self._blocks = model, blocks
+
+    @property
+    def layers(self) -> dict[tuple[int, str], tuple[ColumnParallelLinear | RowParallelLinear, LowBit]]:
+        """Those in 8 bits at present, by the number of the block, and the path inside of it."""
+        return {
             (number, path): (layer, layer.matmul)
-            for number, block in enumerate(model.blocks)
-            if number in blocks
+            for number, block in enumerate(self._model.blocks)
+            if number in self._blocks
             for path, layer in block.named_modules()
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and isinstance(layer.matmul, LowBit)
         }
-        """By the number of the block, and the path inside of it."""
 
     @staticmethod
     def tag(number: int, path: str) -> str:

@@ -19,6 +19,7 @@ from sagetrain.model.backends import AttentionFunction, attention_function
 from sagetrain.model.transformer import Transformer
 from sagetrain.stability.controller import Controller, Event, Taken
 from sagetrain.stability.linear_errors import MICRO_BATCHES, LinearErrors, Vanishing
+from sagetrain.stability.linear_schedule import LinearSchedule
 from sagetrain.stability.measured import Measured
 from sagetrain.stability.monitor import Monitor
 from sagetrain.stability.noise_aware import NoiseAware
@@ -84,11 +85,14 @@ class Steering:
         noise = NoiseScale(micro_batch, decay)
         # In the order in which they read, and add to, a step's numbers.
         self.controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise, decay), Vanishing()]
-        ladder, self._aware, self._measured = None, None, Measured()
+        ladder, linear, self._aware, self._measured = None, None, None, Measured()
+        tokens = cfg.training.total_tokens, state.tokens
         if stability.precision:
-            tokens = cfg.training.total_tokens, state.tokens
             ladder = Ladder(stability.precision, rungs, model.attention_layers, *tokens)
             self.controllers.append(ladder)
+        if len(cfg.linear.phases) > 1:
+            linear = LinearSchedule(cfg.linear, model, engine.weights_changed, *tokens)
+            self.controllers.append(linear)
         if isinstance(schedule, NoiseAwareTokens):
             self._aware = NoiseAware(schedule)
             self.controllers.append(self._aware)
@@ -96,6 +100,8 @@ class Steering:
         self._restore(state.controllers)
         if ladder:
             reporter.say(f"stability.precision: {ladder.summary()}")
+        if linear:
+            reporter.say(f"linear.keep_last_fraction: {linear.summary()}")
         if self._aware:
             reporter.say(f"tokens_per_step.schedule noise_aware: {self._aware.summary()}")
 

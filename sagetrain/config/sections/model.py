@@ -119,11 +119,26 @@ class LinearConfig(Section):
     """Linear layers of fewer weights than this on a rank stay in 16 bits (q, k and v are one layer, gate and up too):
     rounding takes longer than small matmuls save, by themselves on an H200 below some 8 million, less where a whole
     model keeps the GPU busy (results/step)."""
+    keep_last_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """In this last part of training.total_tokens all linear layers are in 16 bits: the model is finished as it will be
+    evaluated and exported. Default: 8 bits to the end."""
 
     @property
     def low_bit(self) -> bool:
         """Whether layers multiply in 8 bits. With precision `auto` none does until it is decided."""
         return self.precision in ("fp8", "int8")
+
+    def low_bit_at(self, tokens: int, total_tokens: int) -> bool:
+        """Whether layers multiply in 8 bits in a step before which `tokens` were seen."""
+        kept = self.keep_last_fraction
+        return self.low_bit and (kept is None or tokens < total_tokens * (1 - kept))
+
+    @property
+    def phases(self) -> list[LinearConfig]:
+        """What a run goes through, one after the other, as settings that hold throughout."""
+        if not (self.low_bit and self.keep_last_fraction):
+            return [self]
+        return [self.model_copy(update={"keep_last_fraction": None}), LinearConfig()]
 
     def takes(self, layer: LinearSizes) -> bool:
         """Whether a layer multiplies in 8 bits, in a block that does."""

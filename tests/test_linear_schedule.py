@@ -1,0 +1,177 @@
+"""The last part of a run whose linear layers are in 8 bits, in 16 (linear.keep_last_fraction)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from distributed import run_distributed
+from runs import finish, write_config
+from sagetrain.config.schema import LinearConfig
+from sagetrain.inference.load import load_run
+from sagetrain.model.backends import Sage, Sdpa
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.lowbit import RECIPES
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.stability.controller import Taken
+from sagetrain.stability.linear_schedule import LinearSchedule
+
+FP8 = LinearConfig(precision="fp8", keep_last_fraction=0.4)
+
+
+def test_when_is_a_function_of_the_tokens_seen() -> None:
+    assert [FP8.low_bit_at(tokens, 1000) for tokens in (0, 599, 600, 1000)] == [True, True, False, False]
+    assert LinearConfig(precision="fp8").low_bit_at(1000, 1000)
+    assert not LinearConfig(keep_last_fraction=0.4).low_bit_at(0, 1000)
+    assert FP8.phases == [LinearConfig(precision="fp8"), LinearConfig()]
+    for throughout in (LinearConfig(precision="fp8"), LinearConfig(), LinearConfig(keep_last_fraction=0.4)):
+        assert throughout.phases == [throughout]
+
+
+def steps_there_and_back(
+    tp_size: int, stage: int, backend: str | None, linear: dict
+) -> tuple[list[tuple[float, float]], list[int], list[str]]:
+    """(loss, gradient norm) of each step: four, the last two of them in 16 bits, and four from a checkpoint of the
+    first on; how many graphs there were after each, and what was said."""
+    groups = tiny.join(tp_size)
+    parallel = {"sequence_parallel": tp_size > 1, "zero_stage": stage}
+    shape = {"hidden_size": 64, "ffn_hidden_size": 96}
+    cfg = tiny.config(stage, model=shape, parallel=parallel, linear={"precision": "fp8", **linear})
+    model = tiny.model(cfg, groups)
+    if backend:
+        model.compile_blocks(backend, whole=stage == 3)
+    engine = tiny.Engine(cfg, model, groups, 1)
+    found, graphs, said = [], [], []
+
+    def take(step: int) -> None:
+        result = tiny.global_step(engine, step, sequences=4 // tp_size)
+        found.append((result.loss, result.grad_norm))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        if schedule:
+            said.extend(event.text for event in schedule.after_step(Taken(step, 100 * step, 100, {})))
+
+    of_run = cfg.linear, model, engine.weights_changed
+    schedule = LinearSchedule(*of_run, 500, 0) if cfg.linear.keep_last_fraction else None
+    for step in (1, 2):
+        take(step)
+    state = schedule.state() if schedule else {}
+    for step in (3, 4):
+        take(step)
+    if schedule:
+        assert not any(model.matmuls) and not any(layer.kept for layer in layers_of(model))
+        schedule.restore(state)
+        assert model.matmuls == [dict.fromkeys(NAMES, RECIPES["fp8", "rowwise"])] * 2
+        assert bool(model.blocks[0].mlp_norm.reader) == (tp_size > 1)
+        assert all(bool(layer.kept) == (stage < 3) for layer in layers_of(model))
+        said.append(schedule.summary())
+        take(5)
+        said.append(LinearSchedule(*of_run, 500, 400).summary())
+    return found, graphs, said
+
+
+NAMES = ("qkv", "out", "gate_up", "down")
+
+
+def layers_of(model: Transformer) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if hasattr(module, "kept")]
+
+
+@pytest.mark.parametrize(("world", "tp_size", "stage"), [(1, 1, 1), (2, 2, 1), (2, 1, 3)])
+def test_layers_move_at_any_layout_and_back_to_a_checkpoint(world, tp_size, stage) -> None:
+    def go(backend: str | None = None, **linear: object) -> tuple:
+        first, *others = run_distributed(steps_there_and_back, world, tp_size, stage, backend, linear)
+        assert all(other == first for other in others)
+        return first
+
+    moved, _, said = go(keep_last_fraction=0.4)
+    eight, sixteen = (go(**linear)[0] for linear in ({}, {"precision": "bf16"}))
+    assert moved[:3] == eight[:3]  # the move comes behind the third
+    assert moved[3] != eight[3] and moved[3][0] == pytest.approx(eight[3][0], abs=2e-3)
+    assert moved[3] != sixteen[3]
+    assert said == [
+        "linear layers from fp8 rowwise to 16 bits: linear.keep_last_fraction 0.4",
+        "fp8 up to 300 of 500 tokens",
+        "linear layers from fp8 rowwise to 16 bits: linear.keep_last_fraction 0.4",
+        "16 bits since 300 of 500 tokens",
+    ]
+    compiled, graphs, _ = go("aot_eager", keep_last_fraction=0.4)
+    assert torch.allclose(torch.tensor(compiled[:4]), torch.tensor(moved[:4]), rtol=2e-3)
+    new = [after - before for before, after in pairwise(graphs)]
+    assert new[0] == new[1] == new[3] == 0 and new[2] > 0, "compiled anew at the move, once"
+
+
+def test_every_rung_in_8_and_16_bits_is_compiled() -> None:
+    """torch ends a run by default that makes more than 8 graphs of one function."""
+    functions = [Sage("paper"), Sage("fine"), Sage("gradients"), Sdpa()]
+    cfg, low = tiny.config(1), dict.fromkeys(NAMES, RECIPES["fp8", "rowwise"])
+    place = {"vocab_size": tiny.VOCAB, "groups": ParallelGroups.single(), "matmuls": [{}, low]}
+    model = Transformer(cfg.model, cfg.attention, functions=functions[:1] * 2, **place)
+    torch._dynamo.reset()
+    model.compile_blocks("aot_eager", later=functions)
+    tokens = torch.arange(2 * tiny.SEQ).view(2, tiny.SEQ) % tiny.VOCAB
+    for matmuls in ([{}, low], [{}, {}]):
+        model.matmuls = matmuls
+        for function in functions:
+            model.functions = [function] * 2
+            with torch.no_grad():
+                unrecorded = model(tokens, tokens)
+            loss = model(tokens, tokens)
+            loss.backward()
+            assert unrecorded.item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(run: Path) -> dict[int, tuple[float, float]]:
+    rows = [row for row in rows_of(run / "metrics.jsonl") if "train/loss" in row]
+    return {row["tokens"]: (row["train/loss"], row["train/grad_norm"]) for row in rows}
+
+
+def test_a_run_ends_in_16_bits_and_resumes_on_either_side(tmp_path: Path, corpus: Path) -> None:
+    sections = {
+        "training": {"total_tokens": 10 * 256},
+        "linear": {"precision": "fp8", "keep_last_fraction": 0.4},
+        "checkpoint": {"every_tokens": 2 * 256, "keep_last": 10},
+        "stability": {"monitor": {"every_steps": 1}},
+    }
+
+    def go(name: str, steps: int | None = None, **linear: object) -> tuple[Path, str]:
+        """A run, from a checkpoint of the first one if steps are given; what it said."""
+        run = tmp_path / name
+        if steps is not None:
+            shutil.copytree(tmp_path / "whole/checkpoints", run / "checkpoints")
+            for folder in (run / "checkpoints").glob("step-*"):
+                if int(folder.name.removeprefix("step-")) > steps:
+                    shutil.rmtree(folder)
+        changed = {"linear": linear} if linear else {}
+        path = write_config(tmp_path / f"{name}.yaml", corpus, run, **{**sections, **changed})
+        finish("sagetrain", path)
+        return run, path.with_suffix(".log").read_text()
+
+    run, said = go("whole")
+    assert "linear.keep_last_fraction: fp8 up to 1,536 of 2,560 tokens" in said
+    moves = [event for event in rows_of(run / "events.jsonl") if event["kind"] == "precision"]
+    assert [(move["tokens"], move["from"], move["to"]) for move in moves] == [(1536, "fp8 rowwise", "16 bits")]
+    measured = {row["tokens"] for row in rows_of(run / "metrics.jsonl") if "quant/0/qkv.dW/rel_l2" in row}
+    assert measured == {256 * step for step in range(1, 7)}
+
+    whole = losses(run)
+    for name, steps, begins in (("before", 4, "fp8 up to"), ("behind", 8, "16 bits since")):
+        again, said = go(name, steps)
+        assert f"linear.keep_last_fraction: {begins} 1,536 of 2,560 tokens" in said
+        assert losses(again) == {tokens: loss for tokens, loss in whole.items() if tokens > 256 * steps}
+    by_hand, _ = go("by-hand", 6, precision="bf16")
+    assert losses(by_hand) == {tokens: loss for tokens, loss in whole.items() if tokens > 256 * 6}
+
+    for step, told in ((4, ["linear layers, fp8 rowwise in training, are not in 8 bits here"]), (10, [])):
+        heard: list[str] = []
+        load_run(run, heard.append, step=step)
+        assert heard == told
