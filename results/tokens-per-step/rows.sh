@@ -59,10 +59,10 @@ for name in "$@"; do
     parted-512k) parted "$name" 524288 72 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" \
       --variant "$fp8_alone" --variant "$int8_alone" ;;
     parted-linear) parted "$name" 524288 72 --variant "$fp8_alone" --variant "$fp8_end" \
-      --variant "$int8_wgrad_alone" ;;
+      --variant "$int8_alone" --variant "$int8_wgrad_alone" ;;
     B-1m) row "$name" 1048576 200 32 --variant "$paper" ;;
     C-256k) row "$name" 262144 500 32 attention.qk_norm=none --variant "$paper" ;;
-    C-512k) row "$name" 524288 144 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' \
+    C-512k) row "$name" 524288 108 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' \
       lr_schedule.warmup_tokens=18874368 --variant "$paper" ;;
     C-1m) row "$name" 1048576 200 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' --variant "$paper" ;;
     E-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" ;;
