@@ -49,8 +49,8 @@ parted() {
 
 for name in "$@"; do
   case $name in
-    B-16k) row "$name" 16384 5200 8 --variant "$paper" ;;
-    B-64k) row "$name" 65536 1300 32 --variant "$paper" --variant "$fp8" ;;
+    parted-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$paper" ;;
+    parted-64k) parted "$name" 65536 576 --variant "$paper" --variant "$fp8_alone" ;;
     B-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$fp8" ;;
     parted-256k) row "$name" 262144 500 32 --branch 32768000 --variant "$paper" --variant "$fp8" --variant "$fp8_wgrad" ;;
     early-256k) row "$name" 262144 125 32 lr_schedule.shape=constant lr_schedule.min_lr=0 lr_schedule.warmup_tokens=13107200 \
@@ -60,12 +60,12 @@ for name in "$@"; do
       --variant "$fp8_alone" --variant "$int8_alone" ;;
     parted-linear) parted "$name" 524288 72 --variant "$fp8_alone" --variant "$fp8_end" \
       --variant "$int8_alone" --variant "$int8_wgrad_alone" ;;
-    B-1m) row "$name" 1048576 200 32 --variant "$paper" ;;
+    parted-1m) parted "$name" 1048576 36 --variant "$paper" ;;
     C-256k) row "$name" 262144 500 32 attention.qk_norm=none --variant "$paper" ;;
     C-512k) row "$name" 524288 108 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' \
       lr_schedule.warmup_tokens=18874368 --variant "$paper" ;;
     C-1m) row "$name" 1048576 200 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' --variant "$paper" ;;
     E-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" ;;
-    *) echo "$name: not a row; rows: B-16k B-64k B-256k early-256k parted-256k parted-512k parted-linear B-1m C-256k C-512k C-1m E-256k" >&2; exit 2 ;;
+    *) echo "$name: not a row; rows: B-256k early-256k parted-16k parted-64k parted-256k parted-512k parted-linear parted-1m C-256k C-512k C-1m E-256k" >&2; exit 2 ;;
   esac
 done
