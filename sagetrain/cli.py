@@ -336,7 +336,7 @@ def _named(command: str, first: str | None, option: Path | None, others: list[st
     words = [*([first] if first is not None else []), *(others or [])]
     if option is not None:
         return option, words
-    if not words or ("=" in words[0] and not Path(words[0]).exists()):
+    if not words or ("=" in words[0] and not os.path.exists(words[0])):  # (which Path's refuses long ones)
         raise ConfigError(f"name a configuration: sagetrain {command} configs/quickstart.yaml")
     return Path(words[0]), words[1:]
 
@@ -361,7 +361,7 @@ def _checked(config: Path, overrides: list[str], world_size: int, show: bool) ->
 def main() -> None:
     """Entry point of the console script and of launch/train.py. Help is as wide as the terminal; a pipe has no end."""
     words = sys.argv[1:]
-    for option, after in zip(words, [*words[1:], ""], strict=True):  # as other programs take them
+    for option, after in zip(words, [*words[1:], ""], strict=False):  # as other programs take them
         if words[0] in ("train", "plan", "doctor", "compare") and re.match(r"--[a-z_]+(\.\w+)+(=|$)", option):
             key, _, value = option[2:].partition("=")
             _warn(f"error: {option}: keys of the YAML go without dashes: {key}={value or after or 'VALUE'}")

@@ -104,7 +104,7 @@ def compare(
     \b
     sagetrain compare base.yaml --variant 'paper: attention.backend=sage attention.recipe=paper' --seeds 4 --band 2
     """
-    with _Errors():
+    with _Errors() as errors:
         from sagetrain.compare import command as comparing
         from sagetrain.config.errors import ConfigError
         from sagetrain.train.guard import TRAINING_EXIT_CODE
@@ -113,13 +113,14 @@ def compare(
             raise ConfigError(
                 f"--margin {margin:g}: must be a finite gap of 0 or more, in nats per token; use 0.01, for instance"
             )
-        overrides = [] if report_only else [word for word in words if "=" in word and not Path(word).exists()]
+        overrides = [] if report_only else [word for word in words if "=" in word and not os.path.exists(word)]
         named = [word for word in words if word not in overrides]
-        failed = False
+        failed = 0
         if report_only:
-            if len(named) > 1 and output is None:
+            if output is None and (len(named) > 1 or not os.path.exists(named[0])):
                 raise ConfigError(
-                    "several folders become one page: name its own with --output; theirs stay as they are"
+                    "several folders, or one whose row gets a name, become a page of its own: name its folder with "
+                    "--output; theirs stay as they are"
                 )
             found = comparing.read_folders(named)
             output = output or Path(named[0])
@@ -138,13 +139,14 @@ def compare(
                 branch=branch,
             )
             where = comparing.places(output or question.default_output(), run_dirs, per_gpu)
+            errors.output = where.output
             line = shlex.join(["sagetrain", *sys.argv[1:]])
             found = comparing.compare(question, where, _warn, command=line, time_limit=time_limit)
-            output, failed = where.output, bool(found.failed)
+            output, failed = where.output, len(found.failed([*question.jobs()]))
         if found.runs or report_only:  # or it was stopped before any run began
             comparing.report(found, output, margin, title, _warn)
         if failed:
-            _warn(f"error: {len(found.failed)} runs failed; the same command tries them again")
+            _warn(f"error: {failed} runs failed; the same command tries them again")
             _exit(TRAINING_EXIT_CODE)
 
 

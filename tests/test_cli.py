@@ -115,7 +115,10 @@ def test_a_configuration_is_named_with_or_without_config(monkeypatch, capsys, co
     assert done == [(Path("a.yaml"), overrides)]
 
 
-@pytest.mark.parametrize("words", [(None, None), ("optimizer.lr=1", None), ("optimizer.lr=1", ["x=2"])])
+LONG = "data.valid=[" + 300 * "x" + "]"  # no name of a file
+
+
+@pytest.mark.parametrize("words", [(None, None), ("optimizer.lr=1", None), ("optimizer.lr=1", ["x=2"]), (LONG, None)])
 def test_a_configuration_that_is_not_named(words) -> None:
     with pytest.raises(ConfigError, match=r"name a configuration: sagetrain train configs/quickstart\.yaml"):
         cli._named("train", words[0], None, words[1])
@@ -136,6 +139,11 @@ def test_a_page_that_cannot_be_written_is_one_line(monkeypatch, capsys, tmp_path
     assert left.value.code == code and said in capsys.readouterr().err
 
 
+def test_the_command_alone_shows_its_help() -> None:
+    done = sagetrain()
+    assert done.returncode == 2 and "Usage: sagetrain" in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("name", sorted(typer.main.get_group(cli.app).commands))
 def test_help_of_every_command_has_an_example(name: str) -> None:
     text = typer.main.get_group(cli.app).commands[name].help
@@ -149,6 +157,7 @@ def test_help_of_every_command_has_an_example(name: str) -> None:
     (["plan", "--keys", "optimiser"], "error: --keys optimiser: no key begins so; the sections are model, attention, "),
     (["plan", "minimal", "optimizer.lr", "=", "1"], "must be dotted.key=value in one word"),
     (["eval", "none", "--num-sequences", 0], "--num-sequences"),
+    (["compare", "minimal", LONG, "--band", 1], "must be a section: {path, weight}"),
     (["eval", "none", "--num-sequences", -3], "--num-sequences"),
     (["generate", "none", "--seed", 2**64], "--seed"),
     (["generate", "none", "--temperature", 1e-40], "error: --temperature 1e-40: neither 0 nor at least 1e-6"),

@@ -26,6 +26,8 @@ from sagetrain.compare.question import Job, Question, asked
 from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, STOPPED, Record
 from sagetrain.compare.results import Call, Results
 from sagetrain.config import ConfigError
+from sagetrain.config.load import load_config
+from sagetrain.train.run_folder import lock
 
 PAPER = "paper: attention.recipe=paper"
 SHORT = ["training.total_tokens=7680", "logging.tensorboard=false"]  # 25 steps of 8 and 16 sequences
@@ -133,7 +135,47 @@ def test_what_is_finished_is_not_repeated_and_seeds_are_added(
     earlier = results.load(done)
     assert {job: found.runs[job] for job in earlier.runs} == earlier.runs
     assert len(found.calls) == 1 + (kept == "the small files")
+    assert all(call.seconds > 0 for call in found.calls)  # begun in one minute, maybe
     assert all(path.read_bytes() == text for path, text in before.items() if path.parent != tmp_path)
+
+
+def test_a_folder_of_before_a_key_came_is_continued(done: Path, base: Path, tmp_path: Path) -> None:
+    tree = json.loads((done / results.QUESTION).read_text())
+    for settings in tree["settings"].values():
+        del settings["linear.keep_last_fraction"], settings["parallel.tensor_parallel_overlap"]
+        settings["checkpoint.keep_every_tokens"] = None  # was none that a run gets from here
+    (tmp_path / results.QUESTION).write_text(json.dumps(tree))
+    shutil.copyfile(done / results.LOSSES, tmp_path / results.LOSSES)
+    found, said = go(ask(base), tmp_path)
+    assert "5 runs, 0 to go" in said[0] and len(found.settings) == 2
+    tree["settings"]["/paper"]["linear.precision"] = "fp8"
+    (tmp_path / results.QUESTION).write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match=r"different settings for paper:\n  linear\.precision: 'bf16' and 'fp8'\n"):
+        go(ask(base), tmp_path)
+
+
+def test_one_comparison_at_a_time_writes_a_folder(base: Path, tmp_path: Path) -> None:
+    held, _ = lock(tmp_path)
+    with held, pytest.raises(ConfigError, match="is in use by another comparison; wait for it, or use another --out"):
+        go(ask(base), tmp_path)
+    assert not (tmp_path / results.QUESTION).exists()
+    (tmp_path / "page").touch()
+    refused = sagetrain("compare", base, *SHORT, "--band", 1, "-o", tmp_path / "page")
+    assert refused.returncode == 2 and f"error: {tmp_path / 'page'} cannot be written: File exists" in refused.stderr
+
+
+def test_a_run_trains_where_it_should_whatever_the_folder_is_called(base: Path, tmp_path: Path) -> None:
+    question = ask(base, branch=2560, band=0)
+    for name in ("a #1", "b: c", "@d [e", 'f "g" \\h', "\u00e4"):
+        for job in question.jobs():
+            path, *overrides = question.command(job, tmp_path / name)
+            cfg = load_config(path, overrides)
+            assert cfg.training.run_dir == str(tmp_path / name) and cfg.training.seed == job.seed
+            assert cfg.checkpoint.keep_every_tokens == (2560 if job.variant == "base" else None)
+    for own, kept in ((1280, 1280), (1000, 2560)):  # the user's own, where that keeps what is needed
+        question = ask(base, overrides=[*SHORT, f"checkpoint.keep_every_tokens={own}"], branch=2560, band=0)
+        path, *overrides = question.command(next(question.jobs()), tmp_path)
+        assert load_config(path, overrides).checkpoint.keep_every_tokens == kept
 
 
 def test_another_question_in_the_same_folder_is_refused(done: Path, base: Path) -> None:
@@ -214,7 +256,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Pat
             raise AssertionError(number)
 
     def ends(words: Sequence[str], env: Mapping[str, str], log: Path) -> Over:
-        run_dir = Path(next(word for word in words if word.startswith("training.run_dir=")).partition("=")[2])
+        run_dir = Path(load_config(words[0], words[1:]).training.run_dir)
         name = run_dir.parent.name
         started.append(name)
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -245,6 +287,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Pat
     page = (tmp_path / "README.md").read_text()
     assert "diverged in 1 of 1; no pair" in page
     assert "(failed, not by its losses): broken seed 0" in page and "large seed 0" in page
+    assert [run.job.variant for run in found.failed([Job("", "broken", 0), Job("", "wild", 0)])] == ["broken"]
     started.clear()  # what failed is tried again, what diverged is not
     compare(question, where, said.append, command="x", start=ends)
     assert started == ["broken", "large"]
@@ -376,8 +419,9 @@ def test_folders_without_rows_become_rows_by_a_name_for_each(base: Path, tmp_pat
     made(other, 0.03, [0], settings=SETTINGS | {"optimizer.lr": 2e-3}).save(tmp_path / "b")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json*")}
     words = [f"16K={tmp_path / 'a'}", f"1M={tmp_path / 'b'}"]
-    refused = sagetrain("compare", "--report-only", *words)
-    assert refused.returncode == 2 and "several folders become one page: name its own with --output" in refused.stderr
+    for given in (words, words[:1]):
+        refused = sagetrain("compare", "--report-only", *given)
+        assert refused.returncode == 2 and "become a page of its own: name its folder with --output" in refused.stderr
     with pytest.raises(ConfigError, match=r"have different settings for base:(?s:.*)NAME=FOLDER"):
         read_folders([str(tmp_path / "a"), str(tmp_path / "b")])
     found = read_folders(words)
@@ -465,7 +509,8 @@ def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 # -- pairs that part later ---------------------------------------------------------------------------------------------
 
 
-SAVES = [*SHORT, "checkpoint.every_tokens=1536", "checkpoint.keep_last=1"]
+# Saved behind steps of 256 tokens, at 1,024, 2,048, 3,072, 4,096: the first behind 3,080 is more than 1,000 later.
+SAVES = [*SHORT, "checkpoint.every_tokens=1000", "checkpoint.keep_last=1"]
 EQUAL = "equal: logging.layer_norms_every_steps=1000"  # of other settings, and of no other step
 
 
@@ -475,25 +520,25 @@ def test_the_others_go_on_from_a_checkpoint_of_the_baseline(base: Path, tmp_path
         process.wait()  # nobody looked at its checkpoints while it ran, and it kept the last one
         return process
 
-    question = ask(base, [PAPER, EQUAL], SAVES, seeds=1, band=0, branch=3000)
+    question = ask(base, [PAPER, EQUAL], SAVES, seeds=1, band=0, branch=3080)
     found, said = go(question, tmp_path, start=over)
     assert [run.status for run in found.runs.values()] == [FINISHED] * 3, said
     begin, *_ = sorted(found.runs[Job("", "paper", 0)].valid)
     whole, paper, equal = (losses(tmp_path, f"{name}/seed-0") for name in ("base", "paper", "equal"))
-    parted = [(tokens, loss) for tokens, loss in whole if tokens > 3072]
-    assert equal == parted and whole[0][0] < 3072 < parted[0][0]
+    parted = [(tokens, loss) for tokens, loss in whole if tokens > 4096]
+    assert equal == parted and whole[0][0] < 4096 < parted[0][0]
     assert [tokens for tokens, _ in paper] == [tokens for tokens, _ in parted]
-    assert 0 < abs(paper[0][1] - parted[0][1]) < 1e-3 and begin[0] >= 3072
+    assert 0 < abs(paper[0][1] - parted[0][1]) < 1e-3 and begin[0] >= 4096
     assert "resumed from step-" in (tmp_path / "runs/paper/seed-0.log").read_text()
     report(found, tmp_path, 0.01, "", said.append)
     page = (tmp_path / "README.md").read_text()
-    assert "Runs of a pair are one up to 3,000 tokens" in page and "- What variants do before runs part." in page
+    assert "Runs of a pair are one up to 3,080 tokens" in page and "- What variants do before runs part." in page
 
-    with pytest.raises(ConfigError, match="--branch: None and 3000"):
+    with pytest.raises(ConfigError, match="--branch: None and 3080"):
         go(replace(question, branch=0), tmp_path)
-    more = ask(base, ["more: optimizer.weight_decay=0"], SAVES, seeds=1, band=0, branch=3000)
+    more = ask(base, ["more: optimizer.weight_decay=0"], SAVES, seeds=1, band=0, branch=3080)
     shutil.rmtree(tmp_path / "runs/base/seed-0/checkpoints")
-    with pytest.raises(ConfigError, match=r"more seed 0 goes on from base seed 0 at 3,000 tokens, and .* has no check"):
+    with pytest.raises(ConfigError, match=r"more seed 0 goes on from base seed 0 at 3,080 tokens, and .* has no check"):
         go(more, tmp_path)
 
 
@@ -505,6 +550,6 @@ def test_runs_without_a_checkpoint_to_go_on_from_are_named(base: Path, tmp_path:
         def poll(self) -> int:
             return 1
 
-    found, said = go(ask(base, [PAPER], SAVES, seeds=1, band=0, branch=3000), tmp_path, start=Fails)
+    found, said = go(ask(base, [PAPER], SAVES, seeds=1, band=0, branch=3080), tmp_path, start=Fails)
     assert [run.status for run in found.runs.values()] == [FAILED]
-    assert "paper seed 0: not started: base seed 0 has no checkpoint at 3,000 tokens" in said
+    assert "paper seed 0: not started: base seed 0 has no checkpoint at 3,080 tokens" in said

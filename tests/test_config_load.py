@@ -224,6 +224,7 @@ def test_messages(tmp_path, old, new, expected):
         ("model..x=3", "override model..x=3: must be dotted.key=value"),
         ("data.train.2.path=c", "data.train = [{\"path\": \"a\", \"weight\": 3}, {\"path\": \"b\"}]: is a list of 2, counted from 0: there is no item '2'"),
         ("data.train.x=c", "there is no item 'x'"),
+        ("data.train.\u00b2=c", "there is no item '\u00b2'"),
         ("data.seq_length.x=1", "data.seq_length = 1024: is a single value: nothing can be set inside it"),
         ("optimzer.lr=1", "override optimzer.lr=1: optimzer = {\"lr\": 1}: unknown key; did you mean optimizer?"),
         ("optimizer.lr=[1", "override optimizer.lr=[1: not valid YAML"),

@@ -138,6 +138,11 @@ def test_what_was_exported_comes_back_with_its_tokenizer(llama: Path, model: Pat
     assert Tokenizer.load(tmp_path / "again/tokenizer.model").sha256 == Tokenizer.load(model).sha256
     text = sagetrain("generate", tmp_path / "again", "abc", "--max-tokens", 3)
     assert text.stdout.startswith("abc") and text.returncode == 0
+    (tmp_path / "out/chat_template.jinja").write_text("{{ messages }}")  # of which a SentencePiece model has none
+    chats = sagetrain("import", tmp_path / "out", tmp_path / "chats")
+    assert "tokenizer tokenizer.json" in chats.stdout
+    assert "tokenizer.json is taken, which has a chat template, not tokenizer.model" in chats.stderr
+    assert Tokenizer.load(tmp_path / "chats/tokenizer.json").chat_template == "{{ messages }}"
     missing = sagetrain("eval", tmp_path / "again")
     assert missing.returncode == 2 and "name some with --data" in missing.stderr
 

@@ -319,6 +319,12 @@ def test_it_needs_no_torch_and_little_time():
         (["configs/7b.yaml", "--world-size", "2", "--gpu", "a100"], 2, "[gpu_memory]"),
         (["configs/1b.yaml", "--measured-tokens-per-second", "50000"], 0, "NVIDIA H200, calibrated"),
         (["configs/1b.yaml", "--measured-tokens-per-second", "1e9"], 2, "fixed costs and links alone allow"),
+        (
+            ["configs/1b.yaml", "--measured-tokens-per-second", "5e4", "parallel.tensor_parallel_size=32"]
+            + ["--world-size", "32"],
+            2,
+            "model.num_key_value_heads",
+        ),
         (["configs/1b.yaml", "--gpu", "h3"], 2, "'h200', 'h100'"),
         (["configs/none.yaml"], 2, "configs/none.yaml: cannot be read"),
         (["configs/1b.yaml", "--world-size", "8", "--brief"], 0, "228,882 of 262,144 to 524,288 tokens"),

@@ -8,7 +8,8 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,6 +33,7 @@ from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import num_parameters
 from sagetrain.report.read import read_rows
 from sagetrain.train.guard import TRAINING_EXIT_CODE
+from sagetrain.train.run_folder import is_taken, lock
 
 PAGE, PLOT, TABLES = "README.md", "gap.png", "results.json"
 _SAY_SECONDS = 30.0
@@ -86,7 +88,29 @@ def compare(
     """
     begin, stop = time.monotonic(), runner.Stop(time_limit)
     question.check()
-    found = _results(question, Call(_now(), command, where.devices, _versions(), gpus=len(where.gpus)))
+    call = Call(_now(), command, where.devices, _versions(), gpus=len(where.gpus))
+    with _alone(where.output):
+        found = _compared(question, where, say, call, stop, start)
+        place = next(number for number, each in enumerate(found.calls) if each is call)
+        found.calls[place] = replace(call, seconds=round(time.monotonic() - begin, 1))
+        found.save(where.output)
+    return found
+
+
+@contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """Lock the folder. ConfigError: another comparison writes there."""
+    file, error = lock(output)
+    with file:
+        if is_taken(error):
+            raise ConfigError(f"{output} is in use by another comparison; wait for it, or use another --output")
+        yield
+
+
+def _compared(
+    question: Question, where: Places, say: Say, call: Call, stop: runner.Stop, start: runner.Start
+) -> Results:
+    found = _results(question, call)
     if (where.output / results.QUESTION).exists():
         before = results.load(where.output)
         found = results.together([("this command", found), (str(where.output), before)])
@@ -125,8 +149,6 @@ def compare(
     for job in missing if not stop.why else ():
         if job not in found.runs:
             say(branches.why_not(job))
-    found.calls[-1] = replace(found.calls[-1], seconds=round(time.monotonic() - begin, 1))
-    found.save(where.output)
     return found
 
 
@@ -239,10 +261,10 @@ def read_folders(words: Sequence[str]) -> Results:
     parts = []
     for word in words:
         row, equals, name = word.partition("=")
-        if not equals or Path(word).exists():
+        if not equals or os.path.exists(word):
             row, name = "", word
         found = results.load(Path(name))
-        for job in found.question.jobs():
+        for job in dict.fromkeys([*found.question.jobs(), *found.runs]):  # of earlier commands too
             _reread(found, job, Path(name) / "runs" / job.folder)
         parts.append((name, results.with_row(found, usable(row, word)) if row else found))
     return results.together(parts)

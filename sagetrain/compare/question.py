@@ -3,6 +3,7 @@ anything starts."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -31,8 +32,8 @@ SHARED = (
 """What runs of a pair have alike: initialization, samples, when weights change and what is measured. Keys, sections."""
 _FREE = ("data.num_workers", "data.micro_batch_size", "evaluation.every_tokens")
 """Inside of these, what changes none of that."""
-OWN = ("training.seed", "training.run_dir", "training.perturb")
-"""What each run gets from here."""
+OWN = ("training.seed", "training.run_dir", "training.perturb", "checkpoint.keep_every_tokens")
+"""What each run gets from here, or may."""
 BRANCH = "--branch"
 """Where Question.settings has the tokens at which pairs part."""
 
@@ -104,16 +105,19 @@ class Question:
 
     def command(self, job: Job, run_dir: Path | str) -> list[str]:
         """CONFIG [KEY=VALUE]... of a run."""
-        own = [f"training.seed={job.seed}", f"training.run_dir={run_dir}", f"training.perturb={int(job.again)}"]
+        where = json.dumps(str(run_dir), ensure_ascii=False)  # overrides are YAML, where " #" begins a comment
+        own = [f"training.seed={job.seed}", f"training.run_dir={where}", f"training.perturb={int(job.again)}"]
+        if self.branch and job.variant == self.baseline:
+            # Else it may delete the checkpoint that the others wait for before anybody looks.
+            kept = self.config(job).checkpoint.keep_every_tokens
+            own += [f"checkpoint.keep_every_tokens={self.branch}"] if not kept or self.branch % kept else []
         return [*self._given(job), *own]
 
     def _given(self, job: Job) -> list[str]:
         """The same as it was asked for, before the run's own seed, folder and rounding."""
         variant = next(variant for variant in self.variants if variant.name == job.variant)
         row = next(row for row in self.rows if row.name == job.row)
-        # Else a baseline may have deleted the checkpoint that the others wait for before anybody looked.
-        keeps = [f"checkpoint.keep_every_tokens={self.branch}"] if self.branch else []
-        return [variant.config, *self.overrides, *row.overrides, *variant.overrides, *keeps]
+        return [variant.config, *self.overrides, *row.overrides, *variant.overrides]
 
     def config(self, job: Job) -> RunConfig:
         """The whole configuration of a run, as it was asked for."""
@@ -128,9 +132,11 @@ class Question:
         return {name: {key: tree[key] for key in tree if key not in OWN} | more for name, tree in trees.items()}
 
     def parting(self, row: str) -> range:
-        """Tokens that the checkpoint of the baseline has seen where pairs part: from `branch` to the one after."""
+        """Tokens that the checkpoint of the baseline has seen where pairs part, the first of so many: it is saved by
+        the step that comes to the next multiple of checkpoint.every_tokens, or past it."""
         cfg = self.config(Job(row, self.baseline, 0))
-        return range(self.branch, self.branch + checkpoint_tokens(cfg))
+        late = max(cfg.tokens_per_step.named_tokens.values())
+        return range(self.branch, self.branch + checkpoint_tokens(cfg) + late)
 
     def check(self) -> None:
         """ConfigError naming everything for which these runs could not be compared, or one of them not start."""
@@ -164,8 +170,8 @@ class Question:
         if self.branch and self.band:
             yield f"--band {self.band}: its second rounding is one of the first step, and {BRANCH} parts runs later"
         for row in self.rows if self.branch else ():
-            total = self.config(Job(row.name, self.baseline, 0)).training.total_tokens
-            every = len(self.parting(row.name))
+            cfg = self.config(Job(row.name, self.baseline, 0))
+            total, every = cfg.training.total_tokens, checkpoint_tokens(cfg)
             if self.branch > (last := (total - 1) // every * every):
                 yield (
                     f"{BRANCH} {self.branch:,}: the baseline saves every {every:,} of its {total:,} tokens "
@@ -271,6 +277,23 @@ def _timed(cfg: RunConfig) -> Iterator[str]:
                 f"{key} auto is timed when a run begins, and runs of one variant may not come to the same: name it "
                 f"({key}={name}, say)"
             )
+
+
+def completed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What Question.settings has of one run, as an earlier version wrote it, with the keys that have come since."""
+    nested: dict[str, Any] = {"training": {"run_dir": "any"}}
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    branch = nested.pop(BRANCH, None)
+    try:
+        tree = flat(RunConfig.model_validate(nested).model_dump(mode="json"))
+    except ValueError:  # keys that have gone since
+        return dict(settings)
+    return {key: tree[key] for key in tree if key not in OWN} | ({BRANCH: branch} if branch else {})
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sagetrain.compare import records
-from sagetrain.compare.question import Job, Question, Setting, differences
+from sagetrain.compare.question import Job, Question, Setting, completed, differences
 from sagetrain.compare.records import Record
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.token_file import write_atomic
@@ -52,10 +52,9 @@ class Results:
     def baseline(self) -> str:
         return self.question.baseline
 
-    @property
-    def failed(self) -> list[Record]:
-        """Runs that ended for another reason than their losses."""
-        return [run for run in self.runs.values() if run.status == records.FAILED]
+    def failed(self, jobs: Container[Job]) -> list[Record]:
+        """Those of these runs that ended for another reason than their losses."""
+        return [run for job, run in self.runs.items() if job in jobs and run.status == records.FAILED]
 
     def of(self, row: str, variant: str, again: bool = False) -> dict[int, Record]:
         """The runs of a variant in a row, by seed."""
@@ -93,10 +92,11 @@ def load(folder: Path) -> Results:
         tree = json.loads(path.read_text())
         question = Question.from_json(tree["question"])
         calls = [Call(**call) for call in tree["calls"]]
-        result = Results(question, tree["settings"], tree["parameters"], tree["data_tokens"], calls)
+        settings = {name: completed(each) for name, each in tree["settings"].items()}
+        result = Results(question, settings, tree["parameters"], tree["data_tokens"], calls)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{folder}: holds no {QUESTION}: name folders that sagetrain compare has written") from error
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path}: not what sagetrain compare writes ({error!r}); restore or remove it") from error
     result.runs = records.merged(records.load(folder / LOSSES))
     return result

@@ -132,7 +132,8 @@ class Runner:
             for place, (job, process) in list(running.items()):
                 if (code := process.poll()) is not None:
                     del running[place]
-                    self._ended(job, None if asked and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM) else code)
+                    did = stop.at_once or code in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+                    self._ended(job, None if asked and did else code)
             ready = deque(job for job in waiting if self._ready(job))
             for place in range(len(self._places)):
                 if ready and place not in running:

@@ -167,7 +167,7 @@ class _Source:
         if isinstance(target, dict):
             target.setdefault(part, None)
             return part
-        if isinstance(target, list) and part.isdigit() and int(part) < len(target):
+        if isinstance(target, list) and part.isdecimal() and int(part) < len(target):
             return int(part)
         if isinstance(target, list):
             rule = f"is a list of {len(target)}, counted from 0: there is no item {part!r}"

@@ -241,6 +241,9 @@ def prepare(
                 bad = f" ({_many(counts['train'].bad_lines, 'bad line')}, the first: {first_bad})" if first_bad else ""
                 if records and counts["train"].too_long_records:
                     bad += f" ({_too_long(counts['train'], records)})"
+                if side == "valid":
+                    bad += f": --valid-fraction {valid_fraction:g} of {_many(counts['train'].documents, 'document')}"
+                    bad += " took none, use a larger one"
                 raise ConfigError(f"{writer.path}: no document with text went into this file{bad}; nothing is written")
         _check_siblings(output.parent, outputs, encoder.tokenizer)  # by now another host may have written its part
         with writing(model_path):

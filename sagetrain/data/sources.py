@@ -162,10 +162,16 @@ class Corpus:
         )
 
     def _files(self, folder: Path, glob: str | None) -> list[Path]:
+        try:
+            there = [*folder.glob(glob or "**/*")]
+        except (ValueError, NotImplementedError) as error:
+            raise ConfigError(
+                f"--glob {glob!r}: {error}; write it relative to the folder, ** alone between slashes: '**/*.md'"
+            ) from error
         found = sorted(
             (
                 path
-                for path in folder.glob(glob or "**/*")
+                for path in there
                 if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
             ),
             key=lambda path: path.relative_to(folder).as_posix(),

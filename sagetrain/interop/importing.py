@@ -208,7 +208,8 @@ def _padded(weight: Weight) -> tuple[int, ...]:
 
 
 def _tokenizer(folder: Path, vocab_size: int, report: Callable[[str], None]) -> Tokenizer | None:
-    """The folder's SentencePiece model where it knows as many tokens as its tokenizer.json, else that."""
+    """The folder's SentencePiece model where it knows as many tokens as its tokenizer.json, else that, which alone
+    keeps a chat template."""
     there = [folder / name for name in (TOKENIZER_JSON, TOKENIZER_NAME) if (folder / name).is_file()]
     if not there:
         report(f"{folder}: has no {TOKENIZER_JSON} and no {TOKENIZER_NAME}: text cannot be tokenized for this model")
@@ -217,7 +218,11 @@ def _tokenizer(folder: Path, vocab_size: int, report: Callable[[str], None]) -> 
     if len(there) == 2:
         try:
             other = Tokenizer.load(there[1])
-            tokenizer = other if other.vocab_size == tokenizer.vocab_size else tokenizer
+            if other.vocab_size == tokenizer.vocab_size:
+                if tokenizer.chat_template:
+                    report(f"{folder}: {TOKENIZER_JSON} is taken, which has a chat template, not {TOKENIZER_NAME}")
+                else:
+                    tokenizer = other
         except ConfigError:  # some call another kind of file so
             pass
     if tokenizer.vocab_size > vocab_size:

@@ -97,12 +97,13 @@ def make_plan(
     padded = padded_vocab_size(cfg.model.vocab_size or known or ASSUMED_VOCAB_SIZE)
     span = document_span(cfg.data)
     findings = check(cfg, world_size, vocab_size=known, path=path, overrides=overrides, files=False, measured=measured)
-    if cfg.linear.precision == "auto" and not _NO_LAYOUT & {f.rule for f in findings if f.level == "error"}:
+    possible = not _NO_LAYOUT & {f.rule for f in findings if f.level == "error"}
+    if cfg.linear.precision == "auto" and possible:
         cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, padded, hardware, span)})
         findings = [_priced(cfg.linear), *findings]
     if cfg.linear.low_bit and cfg.linear.precision not in hardware.precisions:
         findings = [_no_arithmetic(cfg, hardware), *findings]
-    elif measured_tokens_per_second:
+    elif measured_tokens_per_second and possible:
         hardware = calibrate(cfg, padded, hardware, measured_tokens_per_second, span)
     refused = {finding.rule for finding in findings if finding.level == "error"}
     memory: list[MemoryItem] = []

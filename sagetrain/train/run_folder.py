@@ -28,6 +28,23 @@ _LOOKS = 10
 """A network file system may show a new file late."""
 
 
+def lock(folder: Path) -> tuple[IO[str], OSError | None]:
+    """Make a folder and lock it for as long as the file that comes back is open; why it is not locked: a file system
+    without locks, or somebody else who has it (`is_taken`)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return file, error
+    return file, None
+
+
+def is_taken(error: OSError | None) -> bool:
+    """Whether `lock` has found another process in the folder."""
+    return error is not None and error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+
+
 class RunFolder:
     """training.run_dir."""
 
@@ -52,15 +69,12 @@ class RunFolder:
             CheckpointError: another run has it.
         """
         warning = ""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise CheckpointError(
-                    f"training.run_dir {self.path} is in use by another run; wait for it or choose another folder"
-                ) from error
+        self._lock, error = lock(self.path)
+        if is_taken(error):
+            raise CheckpointError(
+                f"training.run_dir {self.path} is in use by another run; wait for it or choose another folder"
+            )
+        if error:
             warning = (
                 f"warning: training.run_dir {self.path} is on a file system without locks ({error.strerror}): nothing "
                 "keeps a second run out of it, so start no other one there while this one runs"
