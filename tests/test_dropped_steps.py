@@ -32,13 +32,17 @@ def test_a_dropped_step_is_found_again_and_cannot_be_forged() -> None:
             Ledger.verified({**stored, "dropped": dropped}, "order", 5, 20, Path("step-5"))
 
 
-def train(corpus: str, run_dir: str, steps: float, drop: list[int], bad_sample: int = -1) -> str:
+def train(
+    corpus: str, run_dir: str, steps: float, drop: list[int], bad_sample: int = -1, every: int = 1, policy: str = "stop"
+) -> str:
     """Train to `steps`, a checkpoint at every second; the loss on one sample is not a number. What ended it."""
     cfg = tiny.config(1).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
     cfg["data"]["valid"] = [{"path": f"{corpus}/{name}"} for name in ("valid", "train")]
     total = int(steps * STEP)
     cfg["training"].update(run_dir=run_dir, total_tokens=total, drop_steps=drop)
+    cfg["logging"].update(every_steps=every)
+    cfg["stability"]["spikes"].update(policy=policy)
     cfg["lr_schedule"].update(shape="constant")
     cfg["checkpoint"].update(every_tokens=2 * STEP)
     cfg["evaluation"].update(every_tokens=2 * STEP, num_sequences=10**6 if drop == [2] else 5)
@@ -99,6 +103,14 @@ def test_a_step_that_is_not_finite_is_dropped_once_and_never_replayed(corpus, tm
     assert alone[0] == pytest.approx((3 * alone[1] + 2 * alone[2]) / 5, abs=1e-12) and alone[1] != alone[2]
     said = "validation loss {:.4f} (valid {:.4f}, train {:.4f})".format(*alone)
     assert said in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("drop", "bad_sample", "policy"), [([4], -1, "stop"), ([], 12, "skip"), ([], 12, "stop")])
+def test_the_step_before_one_that_is_left_out_has_its_row(corpus, tmp_path, drop, bad_sample, policy) -> None:
+    """Whatever logging.every_steps: it is the last that was taken, and what led to the next."""
+    (said,) = run_distributed(train, 1, str(corpus), str(tmp_path), 4, drop, bad_sample, 2, policy)
+    assert ("loss nan" in said) == (policy == "stop" and bad_sample == 12)
+    assert sorted(rows_of(tmp_path, "train/loss")) == [2, 3]
 
 
 def functions_of_steps(corpus: str, run_dir: str) -> dict[int, str]:

@@ -230,6 +230,20 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
                 assert all(map(torch.equal, results(spread, groups), wide)), case
 
 
+def narrow_gradients(sequence_parallel: bool) -> list[Tensor]:
+    groups = ParallelGroups.create(Topology(dist.get_world_size(), 2))
+    shape = SHAPE.model_copy(update={"hidden_size": 16})
+    how = {"sequence_parallel": sequence_parallel, "dtype": torch.bfloat16}
+    return results(model(linear_of(("fp8", "rowwise")), groups, shape, **how), groups)
+
+
+def test_gradients_of_16_columns_in_16_bits_travel_as_they_are() -> None:
+    """Packed, they would be as many bytes in the same shape."""
+    whole, split = (run_distributed(narrow_gradients, 2, way)[0] for way in (False, True))
+    assert all(found.isfinite().all() for found in split)
+    assert _norm([x - y for x, y in zip(split, whole, strict=True)]) < 0.1 * _norm(whole)
+
+
 @pytest.mark.parametrize(("tp_size", "cp_size"), [(2, 1), (1, 2), (2, 2)])
 def test_layouts_agree_as_closely_as_scales_of_their_own_allow(tp_size: int, cp_size: int) -> None:
     """FP8: scales are powers of two, so a value has the same code, shifted, in every shard, unless it is among the

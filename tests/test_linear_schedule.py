@@ -13,12 +13,13 @@ import torch
 import tiny
 from distributed import run_distributed
 from runs import finish, write_config
+from sagetrain.config.arithmetic import low_bit_linear
 from sagetrain.config.schema import LinearConfig
 from sagetrain.inference.load import load_run
 from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.lowbit import RECIPES
-from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.linear_schedule import LinearSchedule
 
@@ -26,9 +27,13 @@ FP8 = LinearConfig(precision="fp8", keep_last_fraction=0.4)
 
 
 def test_when_is_a_function_of_the_tokens_seen() -> None:
-    assert [FP8.low_bit_at(tokens, 1000) for tokens in (0, 599, 600, 1000)] == [True, True, False, False]
-    assert LinearConfig(precision="fp8").low_bit_at(1000, 1000)
-    assert not LinearConfig(keep_last_fraction=0.4).low_bit_at(0, 1000)
+    assert [low_bit_linear(FP8, tokens, 1000) for tokens in (0, 599, 600, 1000)] == [True, True, False, False]
+    for percent in range(1, 100):  # as the run says, to the token
+        part = LinearConfig(precision="fp8", keep_last_fraction=percent / 100)
+        begin = 10 * (100 - percent)
+        assert [low_bit_linear(part, tokens, 1000) for tokens in (begin - 1, begin)] == [True, False]
+    assert low_bit_linear(LinearConfig(precision="fp8"), 1000, 1000)
+    assert not low_bit_linear(LinearConfig(keep_last_fraction=0.4), 0, 1000)
     assert FP8.phases == [LinearConfig(precision="fp8"), LinearConfig()]
     for throughout in (LinearConfig(precision="fp8"), LinearConfig(), LinearConfig(keep_last_fraction=0.4)):
         assert throughout.phases == [throughout]
@@ -76,6 +81,7 @@ def steps_there_and_back(
 
 
 NAMES = ("qkv", "out", "gate_up", "down")
+LADDER = (Sage("paper"), Sage("fine"), Sage("gradients"), Sdpa())
 
 
 def layers_of(model: Transformer) -> list[torch.nn.Module]:
@@ -106,24 +112,45 @@ def test_layers_move_at_any_layout_and_back_to_a_checkpoint(world, tp_size, stag
     assert new[0] == new[1] == new[3] == 0 and new[2] > 0, "compiled anew at the move, once"
 
 
-def test_every_rung_in_8_and_16_bits_is_compiled() -> None:
-    """torch ends a run by default that makes more than 8 graphs of one function."""
-    functions = [Sage("paper"), Sage("fine"), Sage("gradients"), Sdpa()]
-    cfg, low = tiny.config(1), dict.fromkeys(NAMES, RECIPES["fp8", "rowwise"])
-    place = {"vocab_size": tiny.VOCAB, "groups": ParallelGroups.single(), "matmuls": [{}, low]}
-    model = Transformer(cfg.model, cfg.attention, functions=functions[:1] * 2, **place)
+def graphs_of_rungs() -> list[int]:
+    """How many there are after each rung, in 8 bits but for the first and the last block, then in 16 bits throughout,
+    trained and evaluated."""
+    groups = tiny.join(2)
+    shape = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96}
+    linear = {"precision": "fp8", "keep_first_blocks": 1, "keep_last_blocks": 1}
+    cfg = tiny.config(1, model=shape, parallel={"sequence_parallel": True}, linear=linear)
+    model = tiny.model(cfg, groups)
+    model.functions = LADDER[:1] * 4
     torch._dynamo.reset()
-    model.compile_blocks("aot_eager", later=functions)
-    tokens = torch.arange(2 * tiny.SEQ).view(2, tiny.SEQ) % tiny.VOCAB
-    for matmuls in ([{}, low], [{}, {}]):
-        model.matmuls = matmuls
-        for function in functions:
-            model.functions = [function] * 2
+    model.compile_blocks("aot_eager", later=LADDER)
+    tokens, graphs = torch.arange(2 * tiny.SEQ).view(2, tiny.SEQ) % tiny.VOCAB, []
+    for _ in range(2):
+        for function in LADDER:
+            model.functions = [function] * 4
+            model.keep_weights()
             with torch.no_grad():
                 unrecorded = model(tokens, tokens)
             loss = model(tokens, tokens)
             loss.backward()
             assert unrecorded.item() == pytest.approx(loss.item(), rel=1e-5)
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        model.use_16_bits()
+    return graphs
+
+
+def test_every_rung_in_8_and_16_bits_is_compiled() -> None:
+    """torch ends a run by default that makes more than 8 graphs of one function. A block's depends on its own layers
+    and on the next block's, whose input it gathers: four kinds, and the last two are those in 16 bits."""
+    for graphs in run_distributed(graphs_of_rungs, 2):
+        made = [after - before for before, after in pairwise(graphs)]
+        assert made == [8, 8, 8, 0, 0, 0, 0]
+
+
+def test_what_was_in_16_bits_is_as_it_was_built() -> None:
+    cfg, groups = tiny.config(1, linear={"precision": "fp8"}), ParallelGroups(Topology(2, 2), rank=0)
+    moved, built = tiny.model(cfg, groups), tiny.model(tiny.config(1), groups)
+    moved.use_16_bits()
+    assert [layer.matmul for layer in layers_of(moved)] == [layer.matmul for layer in layers_of(built)]
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -175,3 +202,16 @@ def test_a_run_ends_in_16_bits_and_resumes_on_either_side(tmp_path: Path, corpus
         heard: list[str] = []
         load_run(run, heard.append, step=step)
         assert heard == told
+
+
+def test_evaluation_in_8_bits_is_of_the_layers_that_training_had_there(tmp_path: Path, corpus: Path) -> None:
+    """linear.keep_layers_below counts the weights of a rank."""
+    sections = {
+        "model": {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 2},
+        "attention": {"backend": "sdpa"},
+        "linear": {"precision": "fp8", "keep_layers_below": 6000},
+        "training": {"total_tokens": 5 * 256, "dtype": "fp32", "run_dir": str(tmp_path / "run")},
+    }
+    path = write_config(tmp_path / "two.yaml", corpus, tmp_path / "run", tp_size=2, **sections)
+    finish("ranks", path)
+    assert [*load_run(tmp_path / "run", print, linear="fp8").model.matmuls[0]] == ["qkv", "gate_up"]

@@ -4,6 +4,7 @@ one is the step without."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -309,3 +310,6 @@ def test_a_spike_that_is_trained_on_leaves_the_averages_as_they_are() -> None:
     assert (noise.state(), ratios.state()) == before and noise.variance("0") == pytest.approx(40)
     assert "quant_noise/0/ratio" in plain.metrics
     assert spike.metrics == {METRIC: 1.0, "quant_noise/0/error_square": 50.0, "quant_noise/0/bias_square": 10.0}
+    lost = Taken(3, 0, 40, {"quant_noise/0/error_square": math.nan, "quant_noise/0/bias_square": 0.1})
+    ratios.after_step(lost)  # nor does what is no number
+    assert ratios.state() == before[1] and "quant_noise/0/ratio" not in lost.metrics

@@ -101,7 +101,7 @@ def int8_product_triton(
     first, second = a, b
     if described:
         first, second = (
-            TensorDescriptor(x, x.shape, x.stride(), [block, tile.block_k])
+            TensorDescriptor(x, x.shape, [inner, 1], [block, tile.block_k])  # a single row's own stride may be any
             for x, block in ((a, tile.block_m), (b, tile.block_n))
         )
     programs = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)

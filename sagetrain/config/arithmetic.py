@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from sagetrain.config.schema import LrScheduleConfig, PrecisionConfig, RunConfig
+from sagetrain.config.schema import LinearConfig, LrScheduleConfig, PrecisionConfig, RunConfig
 
 VOCAB_MULTIPLE = 128
 
@@ -48,6 +48,17 @@ def decay_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:
     return lr_schedule.decay_tokens or max(1, total_tokens // 10)
 
 
+def last_part(fraction: float, total_tokens: int) -> int:
+    """Tokens at which the last part of a run begins that is so much of it."""
+    return round(total_tokens * (1 - fraction))
+
+
+def low_bit_linear(linear: LinearConfig, tokens: int, total_tokens: int) -> bool:
+    """Whether linear layers multiply in 8 bits in a step before which `tokens` were seen."""
+    kept = linear.keep_last_fraction
+    return linear.low_bit and (kept is None or tokens < last_part(kept, total_tokens))
+
+
 def scheduled_rung(precision: PrecisionConfig, layer: int, num_layers: int, tokens: int, total_tokens: int) -> int:
     """The rung that a layer is at least on in a step before which `tokens` were seen: 0 is attention.recipe, then come
     those of precision.rungs."""
@@ -55,7 +66,7 @@ def scheduled_rung(precision: PrecisionConfig, layer: int, num_layers: int, toke
     for floor in precision.floors:
         everywhere = not (floor.first_layers or floor.last_layers)
         here = everywhere or layer < floor.first_layers or layer >= num_layers - floor.last_layers
-        if here and tokens >= total_tokens * (1 - (floor.last_fraction or 1)):
+        if here and tokens >= last_part(floor.last_fraction or 1, total_tokens):
             found.append(precision.rungs.index(floor.rung) + 1)
     return max(found)
 

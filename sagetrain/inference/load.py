@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sagetrain.config.arithmetic import padded_vocab_size
+from sagetrain.config.arithmetic import low_bit_linear, padded_vocab_size
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import LinearConfig, RunConfig, tokenizer_in
@@ -153,7 +153,7 @@ def load_run(
         backend = "sdpa"
     try:
         multiply = _multiply(cfg.linear, linear or "bf16")
-        size = groups.tp_size
+        size = cfg.parallel.tensor_parallel_size  # whose layers' sizes decided while training
         matmuls, _ = matmuls_of(multiply, cfg.model, tensor_parallel_size=size, device=device, dtype=dtype)
     except ValueError as error:
         raise ConfigError(f"--linear {linear}: {error}") from error
@@ -174,7 +174,7 @@ def load_run(
     checkpoint.load_weights(run.reader, model, groups, device)
     model.keep_weights()
     model.eval()
-    if cfg.linear.low_bit_at(run.tokens, cfg.training.total_tokens) and linear is None:
+    if low_bit_linear(cfg.linear, run.tokens, cfg.training.total_tokens) and linear is None:
         trained_in = f"{cfg.linear.precision} {cfg.linear.recipe}"
         report(f"linear layers, {trained_in} in training, are not in 8 bits here")
     if precision and rungs:

@@ -56,6 +56,10 @@ UNCHECKED = {"size_asserts": False, "alignment_asserts": False}
 Guards have looked at the inputs. (A weight that ZeRO-3 has taken away by the backward pass would pass them.)"""
 
 
+_GRAPHS = 256
+"""Of one function, at most: torch's own limit for all that it makes of one."""
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), as stages for schedule.py to walk.
 
@@ -114,7 +118,7 @@ class Block(nn.Module):
     @matmuls.setter
     def matmuls(self, matmuls: Mapping[str, Matmul]) -> None:
         for name, layer in self._linear_layers.items():
-            layer.matmul, layer.kept = matmuls.get(name) or Matmul(joined=self.groups.tp_size > 1), ()
+            layer.matmul, layer.kept = matmuls.get(name) or layer.in_dtype, ()
         self._read_by(matmuls)
 
     def stages(self) -> Stretch:
@@ -410,12 +414,10 @@ class Transformer(nn.Module):
         options: dict[str, bool | int] | None = None
         if backend == "inductor":
             options = {**({} if whole else UNCHECKED), **(ORDERED if self.groups.tp_size > 1 else {})}
-        functions = {*later, *self.functions}
-        ways = {frozenset(own.items()) for own in self.matmuls} | {frozenset()}  # linear layers end in 16 bits, maybe
-        # Each is a graph, with gradients and without; beyond the limit torch would end the run, or compile no more.
-        graphs = 2 * len(functions) * len(ways)
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, graphs)
-        traceable = all(function.traceable for function in functions)
+        # By default torch makes 8, then ends the run. Rungs of a ladder, linear layers in 8 and 16 bits, what the next
+        # block's norm gathers, documents and their largest lengths, with gradients and without: all multiply.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
+        traceable = all(function.traceable for function in (*later, *self.functions))
         how = {"fullgraph": traceable, "backend": backend, "options": options}
         self.whole_blocks = whole
         for block in self.blocks:

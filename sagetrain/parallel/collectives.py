@@ -186,10 +186,11 @@ def start_leave(
     x: Tensor, groups: ParallelGroups, sequence_parallel: bool, *, packed: bool = False
 ) -> Tensor | Pending:
     """The ranks' partial sums added up, on their way: [tokens, ...] -> [tokens (/ tp), ...]. packed: their gradient, of
-    x [tokens, columns], is gathered in 8 bits (packing.py), where it is gathered."""
+    x [tokens, columns], is gathered in 8 bits (packing.py), where it is gathered and that is less."""
     if groups.tp_size == 1:
         return x
-    return _start(x, groups, *reversed(entering(sequence_parallel)), packed_back=packed and sequence_parallel)
+    packed = packed and sequence_parallel and x.shape[1] + MULTIPLE < x.shape[1] * x.itemsize
+    return _start(x, groups, *reversed(entering(sequence_parallel)), packed_back=packed)
 
 
 def finish_leave(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:

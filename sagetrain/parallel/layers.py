@@ -100,7 +100,9 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.groups = groups
         self.sequence_parallel = sequence_parallel
-        self.matmul = matmul or Matmul(joined=groups.tp_size > 1)
+        self.in_dtype = Matmul(joined=groups.tp_size > 1)
+        """How it multiplies unless told otherwise."""
+        self.matmul = matmul or self.in_dtype
         self.kept: tuple[Tensor, ...] = ()
         """What `keep_weights` made. No buffers: DeepSpeed would cast them."""
         self.names = tuple(out_features)
@@ -140,7 +142,8 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.groups = groups
         self.sequence_parallel = sequence_parallel
-        self.matmul = matmul or Matmul()
+        self.in_dtype = Matmul()
+        self.matmul = matmul or self.in_dtype
         self.kept: tuple[Tensor, ...] = ()
         local = _divide(in_features, groups, "in_features")
         weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))

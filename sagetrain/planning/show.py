@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from sagetrain.config.arithmetic import (
     checkpoint_tokens,
     data_parallel_size,
     decay_tokens,
+    last_part,
     layers_in_words,
     scheduled_rung,
     token_multiple,
@@ -171,7 +171,7 @@ def _model_table(plan: Plan) -> Table:
 def _precision_table(cfg: RunConfig, precision: PrecisionConfig) -> Table:
     """What each layer's attention is at least, from how many tokens on."""
     layers, total = cfg.model.num_layers, cfg.training.total_tokens
-    starts = {0, *(math.ceil(total * (1 - floor.last_fraction)) for floor in precision.floors if floor.last_fraction)}
+    starts = {0, *(last_part(floor.last_fraction, total) for floor in precision.floors if floor.last_fraction)}
     names = [cfg.attention.recipe, *precision.rungs]
     rows = []
     for tokens in sorted(starts):

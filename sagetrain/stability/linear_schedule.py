@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sagetrain.config.arithmetic import last_part, low_bit_linear
 from sagetrain.config.schema import LinearConfig
 from sagetrain.model.transformer import Transformer
 from sagetrain.stability.controller import Event, Taken
@@ -32,12 +33,12 @@ class LinearSchedule:
         self, settings: LinearConfig, model: Transformer, renew: Callable[[], None], total_tokens: int, tokens: int
     ) -> None:
         self._settings, self._model, self._renew, self._total = settings, model, renew, total_tokens
-        self._matmuls, self._low = model.matmuls, True
+        self._matmuls, self._low, self._fraction = model.matmuls, True, settings.keep_last_fraction or 0.0
         self._move(tokens)
 
     def summary(self) -> str:
         """Where the run is, in words."""
-        until = f"{self._total * (1 - (self._settings.keep_last_fraction or 0)):,.0f} of {self._total:,} tokens"
+        until = f"{last_part(self._fraction, self._total):,} of {self._total:,} tokens"
         return f"{self._settings.precision} up to {until}" if self._low else f"16 bits since {until}"
 
     def after_step(self, taken: Taken) -> list[Event]:
@@ -46,12 +47,12 @@ class LinearSchedule:
             return []
         ways = "16 bits", f"{self._settings.precision} {self._settings.recipe}"
         old, new = ways[not self._low], ways[self._low]
-        text = f"linear layers from {old} to {new}: linear.keep_last_fraction {self._settings.keep_last_fraction:g}"
+        text = f"linear layers from {old} to {new}: linear.keep_last_fraction {self._fraction:g}"
         return [Event("precision", text, {"linear": True, "from": old, "to": new, "cause": "schedule"})]
 
     def _move(self, tokens: int) -> bool:
         """Whether a step after so many tokens is in other bits than the one before."""
-        self._tokens, low = tokens, self._settings.low_bit_at(tokens, self._total)
+        self._tokens, low = tokens, low_bit_linear(self._settings, tokens, self._total)
         if moved := low != self._low:
             self._model.matmuls, self._low = self._matmuls if low else [{}] * len(self._matmuls), low
             self._renew()

@@ -32,6 +32,7 @@ as more tokens per step leave less noise to hide a bias in. What to know when re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -147,6 +148,8 @@ class QuantNoise:
         if pairs:
             pairs[ALL] = [sum(pair[i] for pair in pairs.values()) for i in (0, 1)]
         for layer, (error, bias) in pairs.items():
+            if not math.isfinite(error + bias):  # it would stay in the averages
+                continue
             taken.metrics[f"quant_noise/{layer}/error_square"] = error
             taken.metrics[f"quant_noise/{layer}/bias_square"] = bias
             self._averages[layer] = averaged(self._averages.get(layer), (error, bias), self._decay)

@@ -253,6 +253,7 @@ class Steering:
 
     def drop(self, state: TrainState, size: int, why: str) -> None:
         """Pass over the samples of a step: every later one has those it would have."""
+        self._reporter.row()  # of the step before, which may be the last that is taken
         first = state.sequences
         state.advance(size, self._cfg.data.seq_length, dropped=True)
         self._reporter.write(state, {"train/dropped_tokens": size})

@@ -128,11 +128,6 @@ class LinearConfig(Section):
         """Whether layers multiply in 8 bits. With precision `auto` none does until it is decided."""
         return self.precision in ("fp8", "int8")
 
-    def low_bit_at(self, tokens: int, total_tokens: int) -> bool:
-        """Whether layers multiply in 8 bits in a step before which `tokens` were seen."""
-        kept = self.keep_last_fraction
-        return self.low_bit and (kept is None or tokens < total_tokens * (1 - kept))
-
     @property
     def phases(self) -> list[LinearConfig]:
         """What a run goes through, one after the other, as settings that hold throughout."""
