@@ -39,11 +39,11 @@ def test_when_is_a_function_of_the_tokens_seen() -> None:
         assert throughout.phases == [throughout]
 
 
-def steps_there_and_back(
+def moving_steps(
     tp_size: int, stage: int, backend: str | None, linear: dict
 ) -> tuple[list[tuple[float, float]], list[int], list[str]]:
-    """(loss, gradient norm) of each step: four, the last two of them in 16 bits, and four from a checkpoint of the
-    first on; how many graphs there were after each, and what was said."""
+    """(loss, gradient norm) of five steps, the last two of them in 16 bits; how many graphs there were after each, and
+    what was said."""
     groups = tiny.join(tp_size)
     parallel = {"sequence_parallel": tp_size > 1, "zero_stage": stage}
     shape = {"hidden_size": 64, "ffn_hidden_size": 96}
@@ -52,32 +52,19 @@ def steps_there_and_back(
     if backend:
         model.compile_blocks(backend, whole=stage == 3)
     engine = tiny.Engine(cfg, model, groups, 1)
-    found, graphs, said = [], [], []
-
-    def take(step: int) -> None:
+    schedule = LinearSchedule(cfg.linear, model, 500, 0)
+    found, graphs, said = [], [], [schedule.summary()]
+    for step in range(1, 6):
         result = tiny.global_step(engine, step, sequences=4 // tp_size)
         found.append((result.loss, result.grad_norm))
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        if schedule:
-            said.extend(event.text for event in schedule.after_step(Taken(step, 100 * step, 100, {})))
-
-    of_run = cfg.linear, model, engine.weights_changed
-    schedule = LinearSchedule(*of_run, 500, 0) if cfg.linear.keep_last_fraction else None
-    for step in (1, 2):
-        take(step)
-    state = schedule.state() if schedule else {}
-    for step in (3, 4):
-        take(step)
-    if schedule:
-        assert not any(model.matmuls) and not any(layer.kept for layer in layers_of(model))
-        schedule.restore(state)
-        assert model.matmuls == [dict.fromkeys(NAMES, RECIPES["fp8", "rowwise"])] * 2
-        assert bool(model.blocks[0].mlp_norm.reader) == (tp_size > 1)
-        assert all(bool(layer.kept) == (stage < 3) for layer in layers_of(model))
-        said.append(schedule.summary())
-        take(5)
-        said.append(LinearSchedule(*of_run, 500, 400).summary())
-    return found, graphs, said
+        said.extend(event.text for event in schedule.after_step(Taken(step, 100 * step, 100, {})))
+        schedule.restore({})  # of a checkpoint that the run goes back to: what was seen stays seen
+        low = cfg.linear.low_bit and (step < 3 or not cfg.linear.keep_last_fraction)
+        assert model.matmuls == [dict.fromkeys(NAMES, RECIPES["fp8", "rowwise"]) if low else {}] * 2
+        assert all(bool(layer.kept) == (low and stage < 3) for layer in layers_of(model))
+        assert bool(model.blocks[0].mlp_norm.reader) == (low and tp_size > 1)
+    return found, graphs, [*said, LinearSchedule(cfg.linear, model, 500, 400).summary()]
 
 
 NAMES = ("qkv", "out", "gate_up", "down")
@@ -89,9 +76,9 @@ def layers_of(model: Transformer) -> list[torch.nn.Module]:
 
 
 @pytest.mark.parametrize(("world", "tp_size", "stage"), [(1, 1, 1), (2, 2, 1), (2, 1, 3)])
-def test_layers_move_at_any_layout_and_back_to_a_checkpoint(world, tp_size, stage) -> None:
+def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None:
     def go(backend: str | None = None, **linear: object) -> tuple:
-        first, *others = run_distributed(steps_there_and_back, world, tp_size, stage, backend, linear)
+        first, *others = run_distributed(moving_steps, world, tp_size, stage, backend, linear)
         assert all(other == first for other in others)
         return first
 
@@ -101,13 +88,12 @@ def test_layers_move_at_any_layout_and_back_to_a_checkpoint(world, tp_size, stag
     assert moved[3] != eight[3] and moved[3][0] == pytest.approx(eight[3][0], abs=2e-3)
     assert moved[3] != sixteen[3]
     assert said == [
-        "linear layers from fp8 rowwise to 16 bits: linear.keep_last_fraction 0.4",
         "fp8 up to 300 of 500 tokens",
         "linear layers from fp8 rowwise to 16 bits: linear.keep_last_fraction 0.4",
         "16 bits since 300 of 500 tokens",
     ]
     compiled, graphs, _ = go("aot_eager", keep_last_fraction=0.4)
-    assert torch.allclose(torch.tensor(compiled[:4]), torch.tensor(moved[:4]), rtol=2e-3)
+    assert torch.allclose(torch.tensor(compiled), torch.tensor(moved), rtol=2e-3)
     new = [after - before for before, after in pairwise(graphs)]
     assert new[0] == new[1] == new[3] == 0 and new[2] > 0, "compiled anew at the move, once"
 

@@ -23,10 +23,10 @@ FUNCTIONS = {"paper": Sage("paper"), "fine": Sage("fine"), "gradients": Sage("gr
 THRESHOLD = {"metric": "quant/*/dS/rel_l2", "above": 0.3, "below": 0.1, "cooldown_tokens": 3 * STEP}
 
 
-def ladder_of(**settings: Any) -> tuple[Ladder, list[SimpleNamespace]]:
+def ladder_of(seen: int = 0, **settings: Any) -> tuple[Ladder, list[SimpleNamespace]]:
     layers = [SimpleNamespace(function=Sage("paper")) for _ in range(LAYERS)]
     precision = PrecisionConfig(rungs=["fine", "gradients", "sdpa"], **settings)
-    return Ladder(precision, FUNCTIONS, layers, TOTAL, 0), layers
+    return Ladder(precision, FUNCTIONS, layers, TOTAL, seen), layers
 
 
 def walk(ladder: Ladder, rows: list[dict[str, float]], first: int = 1) -> list[tuple[int, Event]]:
@@ -171,14 +171,14 @@ def test_a_resumed_ladder_decides_as_one_that_never_stopped() -> None:
     for stop in (1, 12, 13, 40, 80, 94):
         before, _ = ladder_of(**settings)
         first = walk(before, rows[:stop])
-        again, layers = ladder_of(**settings)
+        again, layers = ladder_of(stop * STEP, **settings)
         again.restore(json.loads(json.dumps(before.state())))
         assert again.rungs == before.rungs and [FUNCTIONS[rung] for rung in again.rungs] == [x.function for x in layers]
         assert first + walk(again, rows[stop:], stop + 1) == events
         assert again.state() == whole.state()
 
 
-def test_a_run_that_goes_back_to_a_checkpoint_has_not_forgotten_its_spikes() -> None:
+def test_a_run_that_goes_back_to_a_checkpoint_has_not_forgotten_its_spikes_and_tokens() -> None:
     ladder, _ = ladder_of(spike_tokens=20 * STEP)
     walk(ladder, [{}, {}])
     before = ladder.state()  # rewound to twice
@@ -188,6 +188,12 @@ def test_a_run_that_goes_back_to_a_checkpoint_has_not_forgotten_its_spikes() -> 
     assert [(event.fields["from"], event.fields["to"]) for _, event in found] == [("fine", "gradients")]
     found = walk(ladder, [{}] * 20, 6)
     assert [(step, event.fields["to"]) for step, event in found] == [(24, "fine"), (25, "paper")]
+    late, _ = ladder_of(floors=[{"rung": "fine", "last_fraction": 0.98}])
+    before = late.state()
+    walk(late, [{}] * 3)
+    assert late.rungs == ["fine"] * LAYERS and TOTAL == 100 * STEP
+    late.restore(before)  # nor what it has seen
+    assert late.rungs == ["fine"] * LAYERS
 
 
 def test_a_ladder_goes_on_under_other_settings() -> None:

@@ -132,6 +132,7 @@ def test_a_run_that_goes_back_has_the_controllers_of_then_and_they_know_why(tmp_
         for step in (10, 15)
     )
     assert (then["spikes"].pop("acted"), now["spikes"].pop("acted")) == ([], [[15, 10]])
+    assert "stability.precision, back at" not in log_of(run)  # but for the spike nothing has moved since
     assert (then.pop("precision")["spikes"], now.pop("precision")["spikes"]) == ([], [15 * 256 + 1000])
     assert len(then["spikes"]["window"]) == 10 and now == then
     assert "step 15: attention of layers 0, 1 from paper to sdpa: a spike" in log_of(run)
@@ -149,6 +150,23 @@ def test_once_too_often_ends_the_run_with_all_that_was_saved(tmp_path, bad, poli
     assert start("sagetrain", run).wait(PATIENCE) == 4
     assert "error: step 18 (sequences 136 to 143): gradient norm" in log_of(run) and words in log_of(run)
     assert checkpoint.newest(tmp_path / "run/checkpoints").name == checkpoint.folder_name(newest)
+
+
+def test_what_moved_since_the_checkpoint_of_a_rewind_moves_back_and_is_told(tmp_path, bad) -> None:
+    """By measurement; what goes by the tokens seen does not."""
+    run = config(tmp_path, bad, "rewind", total_tokens=15 * 256)
+    with_ladder(run)
+    tree = yaml.safe_load(run.read_text())
+    threshold = {"metric": "quant/*/dS/rel_l2", "above": 1e-9}
+    floors = [{"rung": "sdpa", "first_layers": 1, "last_fraction": 0.3}]  # from step 12 on, behind the 11th
+    tree["stability"]["precision"] = {"rungs": ["fine", "sdpa"], "floors": floors, "threshold": threshold}
+    tree["stability"]["monitor"] = {"every_steps": 7}
+    run.write_text(yaml.safe_dump(tree))
+    finish("sagetrain", run)
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    moves = [(event["step"], event["text"]) for event in events if event["kind"] == "precision"]
+    assert [step for step, _ in moves] == [7, 7, 11, 14, 15]
+    assert moves[-1] == (15, "stability.precision, back at step 10: fine in layer 1; sdpa in layer 0")
 
 
 def test_a_rewind_without_a_checkpoint_to_go_back_to_says_so(tmp_path, corpus) -> None:

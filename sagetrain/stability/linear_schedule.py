@@ -7,7 +7,7 @@ function of the tokens seen. torch.compile makes other graphs of the blocks at t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sagetrain.config.arithmetic import last_part, low_bit_linear
@@ -17,24 +17,22 @@ from sagetrain.stability.controller import Event, Taken
 
 
 class LinearSchedule:
-    """A Controller that hands linear layers how they multiply.
+    """A Controller that lets linear layers multiply in 16 bits when it is time. It has nothing to remember: tokens that
+    were seen stay seen, also where a run goes back to a checkpoint.
 
     Args:
         settings: with nothing left `auto`.
         model: its layers are in 8 bits as the settings say.
-        renew: makes what layers in 8 bits keep of their weights.
         total_tokens: of the run.
         tokens: seen so far.
     """
 
     name = "linear"
 
-    def __init__(
-        self, settings: LinearConfig, model: Transformer, renew: Callable[[], None], total_tokens: int, tokens: int
-    ) -> None:
-        self._settings, self._model, self._renew, self._total = settings, model, renew, total_tokens
-        self._matmuls, self._low, self._fraction = model.matmuls, True, settings.keep_last_fraction or 0.0
-        self._move(tokens)
+    def __init__(self, settings: LinearConfig, model: Transformer, total_tokens: int, tokens: int) -> None:
+        self._settings, self._model, self._total, self._low = settings, model, total_tokens, True
+        self._fraction = settings.keep_last_fraction or 0.0
+        self._moves(tokens)
 
     def summary(self) -> str:
         """Where the run is, in words."""
@@ -43,24 +41,22 @@ class LinearSchedule:
 
     def after_step(self, taken: Taken) -> list[Event]:
         """Move all layers, if it is time."""
-        if not self._move(taken.tokens):
+        if not self._moves(taken.tokens):
             return []
-        ways = "16 bits", f"{self._settings.precision} {self._settings.recipe}"
-        old, new = ways[not self._low], ways[self._low]
+        old, new = f"{self._settings.precision} {self._settings.recipe}", "16 bits"
         text = f"linear layers from {old} to {new}: linear.keep_last_fraction {self._fraction:g}"
         return [Event("precision", text, {"linear": True, "from": old, "to": new, "cause": "schedule"})]
 
-    def _move(self, tokens: int) -> bool:
-        """Whether a step after so many tokens is in other bits than the one before."""
-        self._tokens, low = tokens, low_bit_linear(self._settings, tokens, self._total)
-        if moved := low != self._low:
-            self._model.matmuls, self._low = self._matmuls if low else [{}] * len(self._matmuls), low
-            self._renew()
-        return moved
+    def _moves(self, tokens: int) -> bool:
+        """Whether the step after so many tokens is the first in 16 bits, which it is made to be."""
+        if not self._low or low_bit_linear(self._settings, tokens, self._total):
+            return False
+        self._low = False
+        self._model.use_16_bits()
+        return True
 
     def state(self) -> dict[str, Any]:
-        return {"tokens": self._tokens}
+        return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """A run that goes back to a checkpoint goes back to its precision."""
-        self._move(state.get("tokens", self._tokens))
+        pass

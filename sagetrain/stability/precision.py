@@ -172,13 +172,12 @@ class Ladder:
 
     def state(self) -> dict[str, Any]:
         measured = [self._names[rung] for rung in self._measured]
-        return {"tokens": self._tokens, "measured": measured, "moved": self._moved, "spikes": self._spikes}
+        return {"measured": measured, "moved": self._moved, "spikes": self._spikes}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """A rung that is not among those of the settings counts as the lowest; what the settings do not move by any
-        more is forgotten."""
+        more is forgotten. Tokens that were seen stay seen, also where a run goes back to a checkpoint."""
         none: list[None] = [None] * len(self._layers)
-        self._tokens = state.get("tokens", self._tokens)
         names = state.get("measured", none) if self._settings.threshold else none
         self._measured = [self._names.index(name) if name in self._names else 0 for name in names]
         self._moved = list(state.get("moved", none))

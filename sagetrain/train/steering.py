@@ -85,25 +85,19 @@ class Steering:
         noise = NoiseScale(micro_batch, decay)
         # In the order in which they read, and add to, a step's numbers.
         self.controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise, decay), Vanishing()]
-        ladder, linear, self._aware, self._measured = None, None, None, Measured()
+        self._aware, self._measured = None, Measured()
+        self._movers: dict[str, Ladder | LinearSchedule | NoiseAware] = {}
         tokens = cfg.training.total_tokens, state.tokens
         if stability.precision:
-            ladder = Ladder(stability.precision, rungs, model.attention_layers, *tokens)
-            self.controllers.append(ladder)
+            self._movers["stability.precision"] = Ladder(stability.precision, rungs, model.attention_layers, *tokens)
         if len(cfg.linear.phases) > 1:
-            linear = LinearSchedule(cfg.linear, model, engine.weights_changed, *tokens)
-            self.controllers.append(linear)
+            self._movers["linear.keep_last_fraction"] = LinearSchedule(cfg.linear, model, *tokens)
         if isinstance(schedule, NoiseAwareTokens):
-            self._aware = NoiseAware(schedule)
-            self.controllers.append(self._aware)
-        self.controllers.append(self._measured)
+            self._aware = self._movers["tokens_per_step.schedule noise_aware"] = NoiseAware(schedule)
+        self.controllers += [*self._movers.values(), self._measured]
         self._restore(state.controllers)
-        if ladder:
-            reporter.say(f"stability.precision: {ladder.summary()}")
-        if linear:
-            reporter.say(f"linear.keep_last_fraction: {linear.summary()}")
-        if self._aware:
-            reporter.say(f"tokens_per_step.schedule noise_aware: {self._aware.summary()}")
+        for name, mover in self._movers.items():
+            reporter.say(f"{name}: {mover.summary()}")
 
     # -- what a checkpoint has of it -----------------------------------------------------------------------------
 
@@ -220,8 +214,9 @@ class Steering:
             drop = {*cfg.training.drop_steps, step}
             samples = size // cfg.data.seq_length
             raise left_out(state, samples, event.text, settings, cfg.attention, drop)
+        moved: list[Event] = []
         if settings.policy == "rewind":
-            state, weights_of = self._rewind(state, size, event, go_back)
+            state, weights_of, moved = self._rewind(state, size, event, go_back)
             done = f"back to the weights of step {weights_of}; steps {weights_of + 1} to {step} are dropped"
         else:
             weights_of, done = state.step, "left out"
@@ -229,12 +224,14 @@ class Steering:
         self.spikes.act(step, weights_of)
         fields = {**event.fields, "action": settings.policy, "weights_of": weights_of}
         spike = Event("spike", f"{event.text}: {done}", fields)
-        for event in [spike, *self.ask(state, size, {METRIC: 1.0})]:
+        for event in [spike, *moved, *self.ask(state, size, {METRIC: 1.0})]:
             self._reporter.event(state, event)
         return state
 
-    def _rewind(self, state: TrainState, size: int, event: Event, go_back: GoBack) -> tuple[TrainState, int]:
-        """Weights and optimizer of an earlier checkpoint, behind the present step; that one's step."""
+    def _rewind(
+        self, state: TrainState, size: int, event: Event, go_back: GoBack
+    ) -> tuple[TrainState, int, list[Event]]:
+        """Weights and optimizer of an earlier checkpoint, behind the present step; that one's step; what moves back."""
         step, seq_length = state.step + 1, self._cfg.data.seq_length
         back = go_back(partial(self.spikes.may_go_back, step))
         if back is None:
@@ -248,8 +245,14 @@ class Steering:
         for samples in state.ledger.samples_of_steps()[weights_of:]:
             back.advance(samples * seq_length, seq_length, dropped=True)
         self._trail = []
+        before = [mover.summary() for mover in self._movers.values()]
         self._restore(back.controllers)
-        return back, weights_of
+        moved = [
+            Event(mover.name, f"{name}, back at step {weights_of}: {now}", {"cause": "rewind"})
+            for (name, mover), was in zip(self._movers.items(), before, strict=True)
+            if (now := mover.summary()) != was
+        ]
+        return back, weights_of, moved
 
     def drop(self, state: TrainState, size: int, why: str) -> None:
         """Pass over the samples of a step: every later one has those it would have."""
