@@ -58,8 +58,8 @@ def compare(
         typer.Option(
             min=0,
             metavar="TOKENS",
-            help="Let the others go on from the baseline's checkpoint of so many tokens: chance leaves less between "
-            "runs that part late. 0: all from the beginning.",
+            help="Let the others go on from the baseline's first checkpoint of so many tokens or more: chance leaves "
+            "less between runs that part late. 0: all from the beginning.",
         ),
     ] = 0,
     allow: Annotated[
@@ -117,7 +117,7 @@ def compare(
         named = [word for word in words if word not in overrides]
         failed = 0
         if report_only:
-            if output is None and (len(named) > 1 or not os.path.exists(named[0])):
+            if output is None and (len(named) > 1 or ("=" in named[0] and not os.path.exists(named[0]))):
                 raise ConfigError(
                     "several folders, or one whose row gets a name, become a page of its own: name its folder with "
                     "--output; theirs stay as they are"

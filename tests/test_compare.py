@@ -422,6 +422,8 @@ def test_folders_without_rows_become_rows_by_a_name_for_each(base: Path, tmp_pat
     for given in (words, words[:1]):
         refused = sagetrain("compare", "--report-only", *given)
         assert refused.returncode == 2 and "become a page of its own: name its folder with --output" in refused.stderr
+    typo = sagetrain("compare", "--report-only", tmp_path / "typo")
+    assert typo.returncode == 2 and "holds no compare.json: name folders" in typo.stderr
     with pytest.raises(ConfigError, match=r"have different settings for base:(?s:.*)NAME=FOLDER"):
         read_folders([str(tmp_path / "a"), str(tmp_path / "b")])
     found = read_folders(words)

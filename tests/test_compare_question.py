@@ -154,10 +154,15 @@ def test_pairs_part_where_the_baseline_saves(base: Path) -> None:
     saves = ["checkpoint.every_tokens=1536", "training.total_tokens=7680"]
     asking = question(base, variants=[PAPER], overrides=saves, branch=3000)
     asking.check()
-    assert asking.parting("") == range(3000, 3000 + 1536 + 512) and asking.from_json(asking.to_json()) == asking
+    assert asking.parting("") == range(3000, 3072 + 512) and asking.from_json(asking.to_json()) == asking
     with pytest.raises(
         ConfigError, match=r"--branch 6,145: .* saves every 1,536 of its 7,680 .* before its end at 6,144"
     ):
         question(base, variants=[PAPER], overrides=saves, branch=6145).check()
+    aligned = ["checkpoint.every_tokens=1280", "training.total_tokens=7680"]  # never the one after
+    assert question(base, variants=[PAPER], overrides=aligned, branch=2560).parting("") == range(2560, 3072)
+    last = ["checkpoint.every_tokens=1000", "training.total_tokens=7680"]  # never the end, where nothing is left
+    assert question(base, variants=[PAPER], overrides=last, branch=6900).parting("") == range(6900, 7512)
+    assert question(base, variants=[PAPER], overrides=last, branch=7000).parting("").stop <= 7680
     with pytest.raises(ConfigError, match="--band 1: its second rounding is one of the first step"):
         question(base, variants=[PAPER], overrides=saves, branch=3000, band=1).check()

@@ -111,11 +111,6 @@ def test_an_error_in_a_worker_arrives_whole(tmp_path, model):
         (["./none.jsonl"], {}, r"\./none\.jsonl: no such file or folder"),
         (["none.jsonl"], {}, "no such file or folder"),
         (["."], {"glob": "*.nothing"}, r"no files that match '\*\.nothing'"),
-        (
-            ["."],
-            {"glob": "**.txt"},
-            r"--glob '\*\*\.txt': .*; write it relative to the folder, \*\* alone between slashes",
-        ),
         (["."], {"glob": "/a*"}, "--glob '/a.': .*; write it relative to the folder"),
         (["empty"], {}, "empty: no files"),
         (["a.txt"], {"vocab_size": 500}, "either --tokenizer or --vocab-size"),

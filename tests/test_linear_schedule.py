@@ -16,6 +16,7 @@ from runs import finish, write_config
 from sagetrain.config.arithmetic import low_bit_linear
 from sagetrain.config.schema import LinearConfig
 from sagetrain.inference.load import load_run
+from sagetrain.inference.ranks import Ranks
 from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.lowbit import RECIPES
@@ -52,19 +53,20 @@ def moving_steps(
     if backend:
         model.compile_blocks(backend, whole=stage == 3)
     engine = tiny.Engine(cfg, model, groups, 1)
-    schedule = LinearSchedule(cfg.linear, model, 500, 0)
-    found, graphs, said = [], [], [schedule.summary()]
+    schedules = [LinearSchedule(cfg.linear, model, 500, 0)] if cfg.linear.keep_last_fraction else []
+    found, graphs, said = [], [], [schedule.summary() for schedule in schedules]
     for step in range(1, 6):
         result = tiny.global_step(engine, step, sequences=4 // tp_size)
         found.append((result.loss, result.grad_norm))
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        said.extend(event.text for event in schedule.after_step(Taken(step, 100 * step, 100, {})))
-        schedule.restore({})  # of a checkpoint that the run goes back to: what was seen stays seen
-        low = cfg.linear.low_bit and (step < 3 or not cfg.linear.keep_last_fraction)
+        for schedule in schedules:
+            said.extend(event.text for event in schedule.after_step(Taken(step, 100 * step, 100, {})))
+            schedule.restore({})  # of a checkpoint that the run goes back to: what was seen stays seen
+        low = cfg.linear.low_bit and (step < 3 or not schedules)
         assert model.matmuls == [dict.fromkeys(NAMES, RECIPES["fp8", "rowwise"]) if low else {}] * 2
         assert all(bool(layer.kept) == (low and stage < 3) for layer in layers_of(model))
         assert bool(model.blocks[0].mlp_norm.reader) == (low and tp_size > 1)
-    return found, graphs, [*said, LinearSchedule(cfg.linear, model, 500, 400).summary()]
+    return found, graphs, [*said, *(LinearSchedule(cfg.linear, model, 500, 400).summary() for _ in schedules)]
 
 
 NAMES = ("qkv", "out", "gate_up", "down")
@@ -190,14 +192,21 @@ def test_a_run_ends_in_16_bits_and_resumes_on_either_side(tmp_path: Path, corpus
         assert heard == told
 
 
+def low_on_two_ranks(run: str) -> list[str]:
+    return [*load_run(Path(run), print, linear="fp8", ranks=Ranks.join()).model.matmuls[0]]
+
+
 def test_evaluation_in_8_bits_is_of_the_layers_that_training_had_there(tmp_path: Path, corpus: Path) -> None:
-    """linear.keep_layers_below counts the weights of a rank."""
+    """linear.keep_layers_below counts the weights of a rank; and sides may be multiples of 16 on fewer ranks alone."""
     sections = {
         "model": {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 2},
         "attention": {"backend": "sdpa"},
         "linear": {"precision": "fp8", "keep_layers_below": 6000},
-        "training": {"total_tokens": 5 * 256, "dtype": "fp32", "run_dir": str(tmp_path / "run")},
+        "training": {"total_tokens": 5 * 256, "dtype": "fp32"},
     }
     path = write_config(tmp_path / "two.yaml", corpus, tmp_path / "run", tp_size=2, **sections)
     finish("ranks", path)
     assert [*load_run(tmp_path / "run", print, linear="fp8").model.matmuls[0]] == ["qkv", "gate_up"]
+    sections["model"]["ffn_hidden_size"], sections["linear"] = 80, {"precision": "fp8"}
+    finish("sagetrain", write_config(tmp_path / "one.yaml", corpus, tmp_path / "other", **sections))
+    assert run_distributed(low_on_two_ranks, 2, str(tmp_path / "other")) == [["qkv", "out"]] * 2

@@ -431,7 +431,7 @@ def test_linear_layers_in_8_bits_are_planned():
     assert re.search(r"MFU 0\.\d+ of the 16-bit peak \(MFU of whole sequences 0\.\d+\)", text)
     assert "in 16 bits in the last" not in text
     _, text = plan(CONFIGS / "1b.yaml", 8, *eight, "linear.keep_last_fraction=0.1")
-    assert "down; all in 16 bits in the last 10%, which the speeds below leave out" in text
+    assert "down; all in 16 bits in the last 10 %, which the speeds below leave out" in text
     _, text = plan(CONFIGS / "1b.yaml", 8, "linear.precision=auto", "model.ffn_hidden_size=5640")
     assert "in 20 of 20 blocks: qkv, out\n" in text
     cfg = load_config(CONFIGS / "1b.yaml", eight)

@@ -265,7 +265,8 @@ def read_folders(words: Sequence[str]) -> Results:
             row, name = "", word
         found = results.load(Path(name))
         for job in dict.fromkeys([*found.question.jobs(), *found.runs]):  # of earlier commands too
-            _reread(found, job, Path(name) / "runs" / job.folder)
+            if f"{job.row}/{job.variant}" in found.settings:
+                _reread(found, job, Path(name) / "runs" / job.folder)
         parts.append((name, results.with_row(found, usable(row, word)) if row else found))
     return results.together(parts)
 

@@ -3,12 +3,14 @@ anything starts."""
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from sagetrain.config.arithmetic import checkpoint_tokens
 from sagetrain.config.check import check
@@ -105,7 +107,8 @@ class Question:
 
     def command(self, job: Job, run_dir: Path | str) -> list[str]:
         """CONFIG [KEY=VALUE]... of a run."""
-        where = json.dumps(str(run_dir), ensure_ascii=False)  # overrides are YAML, where " #" begins a comment
+        # Overrides are YAML, where " #" begins a comment.
+        where = yaml.safe_dump(str(run_dir), default_style='"', width=math.inf).rstrip("\n")
         own = [f"training.seed={job.seed}", f"training.run_dir={where}", f"training.perturb={int(job.again)}"]
         if self.branch and job.variant == self.baseline:
             # Else it may delete the checkpoint that the others wait for before anybody looks.
@@ -132,11 +135,11 @@ class Question:
         return {name: {key: tree[key] for key in tree if key not in OWN} | more for name, tree in trees.items()}
 
     def parting(self, row: str) -> range:
-        """Tokens that the checkpoint of the baseline has seen where pairs part, the first of so many: it is saved by
-        the step that comes to the next multiple of checkpoint.every_tokens, or past it."""
+        """Tokens that the checkpoint of the baseline has seen where pairs part: it is saved by the step that comes to
+        the next multiple of checkpoint.every_tokens, or past it, and is not the last one."""
         cfg = self.config(Job(row, self.baseline, 0))
-        late = max(cfg.tokens_per_step.named_tokens.values())
-        return range(self.branch, self.branch + checkpoint_tokens(cfg) + late)
+        every, step = checkpoint_tokens(cfg), max(cfg.tokens_per_step.named_tokens.values())
+        return range(self.branch, min(-(-self.branch // every) * every + step, cfg.training.total_tokens))
 
     def check(self) -> None:
         """ConfigError naming everything for which these runs could not be compared, or one of them not start."""

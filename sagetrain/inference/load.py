@@ -155,6 +155,8 @@ def load_run(
         multiply = _multiply(cfg.linear, linear or "bf16")
         size = cfg.parallel.tensor_parallel_size  # whose layers' sizes decided while training
         matmuls, _ = matmuls_of(multiply, cfg.model, tensor_parallel_size=size, device=device, dtype=dtype)
+        here = cfg.model.linear_layers(groups.tp_size)
+        matmuls = [{name: each for name, each in own.items() if not here[name].odd} for own in matmuls]
     except ValueError as error:
         raise ConfigError(f"--linear {linear}: {error}") from error
     try:

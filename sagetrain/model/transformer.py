@@ -467,7 +467,7 @@ class Transformer(nn.Module):
             if cu_seqlens is not None:  # documents of other parts have length zero
                 own = (cu_seqlens - part * num_tokens).clamp(0, num_tokens)
                 if self.head.compiled:
-                    # One graph for any number of documents: torch.compile gives up after a few recompilations.
+                    # One graph for any number of documents, not one for each.
                     torch._dynamo.maybe_mark_dynamic(own, 0)
             layouts.append(token_layout(wanted, num_sequences, num_tokens, cos, sin, own, max_seqlen))
         return layouts

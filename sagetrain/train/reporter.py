@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,9 @@ class Reporter:
             )
 
     def close(self) -> None:
-        """Close what is open; lines still come."""
+        """Close what is open, behind the last step's row; lines still come."""
         if self._writer:
+            with suppress(OSError):
+                self.row()
             self._writer.close()
             self._writer = None

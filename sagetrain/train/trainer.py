@@ -304,7 +304,6 @@ class Trainer:
                 with contextlib.suppress(CheckpointError):
                     self.saver.wait()
                 with contextlib.suppress(OSError):
-                    self.reporter.row()
                     self.steering.tell(self.state)
                 newest = checkpoint.newest(self.folder.checkpoints)
                 where = f"continues from {newest.name}" if newest else "starts anew: no checkpoint was written yet"
