@@ -30,6 +30,7 @@ from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.hardware import of_device
 from sagetrain.model import linear_choice
 from sagetrain.model.selection import admissions, cannot_multiply
+from sagetrain.parallel.host import ranks_of_host
 from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.train import roster
 from sagetrain.train.engine import init_distributed
@@ -221,7 +222,7 @@ def _linear(device: torch.device, model: ModelConfig, where: str) -> list[Check]
 
 def links(device: torch.device, host: str) -> list[Check]:
     """Bus bandwidth of an all-reduce over all ranks. Collective; rank 0's answer counts."""
-    world_size, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world_size, local = dist.get_world_size(), ranks_of_host() or 1
     x = torch.zeros((256 if device.type == "cuda" else 4) * MIB // 4, device=device)
     for _ in range(2):
         dist.all_reduce(x)

@@ -65,7 +65,7 @@ class Errors:
 
 def _is_unusable(run_dir: Path, error: OSError) -> bool:
     """Whether the error is that this folder, one above it or something in it cannot be made, read or written."""
-    numbers = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
+    numbers = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT)
     if not (error.errno in numbers and isinstance(error.filename, str | os.PathLike)):
         return False
     folder, path = run_dir.absolute(), Path(error.filename).absolute()

@@ -105,6 +105,8 @@ def write_pieces(folder: Path, tensor: torch.Tensor, dim: int | None, tp_size: i
             pieces.append({"file": file, "tp_rank": tp_rank, "start": start, "stop": stop})
     manifest = {
         "format": checkpoint.FORMAT,
+        "state": {"step": 0, "tokens": 0, "identity": {}},
+        "files": {"all": {}},
         "layout": {"tensor_parallel_size": tp_size},
         "tensors": {"w": {"shape": list(tensor.shape), "tp_dim": dim, "pieces": pieces}},
     }
@@ -203,6 +205,23 @@ def test_all_damaged_is_an_error_and_none_is_a_fresh_start(tmp_path) -> None:
     (tmp_path / "step-00000002").mkdir()
     with pytest.raises(CheckpointError, match="none of its 2 checkpoints is whole"):
         checkpoint.newest_whole(tmp_path, print)
+
+
+@pytest.mark.parametrize("lacks", ["state", "layout", "tensors", "files", "step"])
+def test_a_manifest_that_lacks_something_is_damaged(tmp_path, lacks: str) -> None:
+    for step in (1, 2, 3):
+        write_plain(tmp_path, step, 10 * step)
+    for step in (1, 3):
+        path = tmp_path / checkpoint.folder_name(step) / "manifest.json"
+        manifest = json.loads(path.read_text())
+        del (manifest["state"] if lacks == "step" else manifest)[lacks]
+        path.write_text(json.dumps(manifest))
+    said: list[str] = []
+    found, damaged = checkpoint.newest_whole(tmp_path, said.append)
+    assert found == tmp_path / checkpoint.folder_name(2) and [folder.name[-1] for folder in damaged] == ["3"]
+    assert "manifest.json lacks what every manifest has" in said[0]
+    checkpoint.prune(tmp_path, keep_last=1, keep_every_tokens=None)
+    assert len(checkpoint.published(tmp_path)) == 3  # what cannot be read is left to people
 
 
 def test_retention_keeps_the_newest_and_the_milestones(tmp_path) -> None:

@@ -30,7 +30,7 @@ from sagetrain.data.loader import SampleStream
 from sagetrain.data.token_file import TokenFileWriter
 from sagetrain.model.accounting import flops_per_token
 from sagetrain.stability.controller import Event
-from sagetrain.train import reporter
+from sagetrain.train import metrics, reporter
 from sagetrain.train.ledger import TrainState
 from sagetrain.train.metrics import MetricsWriter
 from sagetrain.train.run_folder import RunFolder
@@ -184,6 +184,7 @@ def train_two_ranks(data: str, tokenizer: str, run_dir: str) -> None:
     cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
     cfg["parallel"]["tensor_parallel_size"] = 2
     cfg["logging"].update(every_steps=2, layer_norms_every_steps=3)
+    cfg["checkpoint"]["every_tokens"] = 10**9  # a save has a row, too
     cfg["profile"] = {"from_step": 2, "steps": 1, "all_ranks": True}
     Trainer(RunConfig.model_validate(cfg), []).run()
 
@@ -221,3 +222,11 @@ def test_mfu_counts_attention_inside_documents_and_beside_it_whole_sequences(cor
         assert row["perf/mfu_full_attention"] == pytest.approx(full)
         done = row["perf/tokens_per_second"] * flops_per_token(model, vocab, span) / 2e12
         assert row["perf/mfu"] == pytest.approx(done, rel=1e-5)
+
+
+def test_rows_behind_the_checkpoint_go_and_so_does_what_is_no_row(tmp_path: Path) -> None:
+    """A killed run may leave half a line, a power failure any bytes."""
+    path, row = tmp_path / "metrics.jsonl", b'{"step": 1, "tokens": 8}\n'
+    path.write_bytes(row + b'17\n[1]\n{"tokens": 9}\n{"step": 2, "tokens": 16}\n\xff\xfe\x00{"step"')
+    metrics._drop_rows_after(path, 1)
+    assert path.read_bytes() == row

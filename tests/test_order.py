@@ -1,12 +1,14 @@
 """Permutations and blends: every window once, every source by its share, whatever their number and size."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sagetrain.data import token_files
 from sagetrain.data.order import Blend, permute
 from sagetrain.data.patterns import COARSE_SLOTS, Pattern, earlier_slots
 
@@ -98,3 +100,13 @@ def test_the_blends_of_earlier_versions(weights):
         assert blend[blend[:, 0] == source, 1].tolist() == list(range(sum(blend[:, 0] == source)))
         fair = np.arange(1, total + 1) * slots[source] / total
         assert np.abs(used - fair).max() <= max(1, len(weights) / 2)
+
+
+def test_a_file_without_text_takes_no_window_from_the_one_before(monkeypatch):
+    sizes = {"a": 417, "empty": 0, "b": 33}
+    monkeypatch.setattr(token_files, "TokenFile", lambda path: SimpleNamespace(num_tokens=sizes[path], path=path))
+    files = token_files.TokenFiles(SimpleNamespace(weight=1.0, path="*", files=[*sizes]), 4)
+    assert files.num_windows == 104 + 8
+    assert [(files.window(number)[0].path, files.window(number)[1]) for number in (103, 104, 111)] == [
+        ("a", 103), ("b", 0), ("b", 7),
+    ]  # fmt: skip

@@ -12,6 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from forked import PATIENCE
+from runs import sagetrain
 from sagetrain import cli
 from sagetrain.config.errors import ConfigError
 from sagetrain.report.page import render, write_report
@@ -122,6 +123,7 @@ def test_the_page_needs_no_network_and_trusts_no_name(runs: list[Path]) -> None:
         (None, "there is no metrics.jsonl in it"),
         ("", "it holds no metrics yet"),
         ('{"step": 1, "tok', "it holds no metrics yet"),
+        ('{"tokens": 8}\n{"step": 1, "tokens": null}\n{"step": 1, "tokens": "x"}', "it holds no metrics yet"),
     ],
 )
 def test_a_folder_without_metrics_is_an_error_that_names_it(tmp_path: Path, found: str | None, said: str) -> None:
@@ -130,6 +132,16 @@ def test_a_folder_without_metrics_is_an_error_that_names_it(tmp_path: Path, foun
     with pytest.raises(ConfigError, match=f"{tmp_path} is no run to report on: {said}"):
         write_report([tmp_path], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_configuration_that_is_cut_off_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 8, "train/loss": 1.0}\n')
+    (tmp_path / "config.yaml").write_text("model: [")
+    with pytest.raises(ConfigError, match=f"{tmp_path}/config.yaml: cannot be read"):
+        write_report([tmp_path], tmp_path / "report.html")
+    (tmp_path / "config.yaml").unlink()
+    refused = sagetrain("report", tmp_path, "-o", tmp_path)
+    assert refused.returncode == 2 and f"error: {tmp_path} cannot be written: Is a directory" in refused.stderr
 
 
 def test_one_run_named_twice_is_an_error(runs: list[Path]) -> None:

@@ -61,6 +61,7 @@ def alone(corpus: str, run_dir: str, stop: bool) -> tuple[bool, int]:
     cfg["data"].update(train=[{"path": f"{corpus}/train"}])
     cfg["training"].update(run_dir=run_dir, total_tokens=6 * 4 * tiny.SEQ)
     cfg["logging"].update(every_steps=4, tensorboard=False)
+    cfg["checkpoint"]["every_tokens"] = 10**9  # a save has a row, too
     cfg["stability"]["noise_scale"]["every_steps"] = 3
     trainer = Trainer(RunConfig.model_validate(cfg), [])
     step_batches = trainer.loader.step_batches

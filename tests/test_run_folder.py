@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import subprocess
+import sys
 
 import pytest
 
 from distributed import run_distributed
 from sagetrain.config.errors import ConfigError
-from sagetrain.train import roster, run_folder
+from sagetrain.train import guard, roster, run_folder
 from sagetrain.train.checkpoint import CheckpointError
 from sagetrain.train.run_folder import RunFolder
 
@@ -64,3 +66,16 @@ def test_all_ranks_leave_when_rank_0_cannot_have_the_folder(tmp_path) -> None:
     assert (first, second) == ("CheckpointError", "ConfigError")
     assert "is in use by another run" in text
     assert told.startswith("rank 0 on ") and told.endswith(text)
+
+
+ASKS = "import os; from sagetrain.train import guard; print(guard._launchers() == (os.getppid(),))"
+
+
+@pytest.mark.parametrize("told", ["TORCHELASTIC_RUN_ID", "LOCAL_SIZE", guard.LAUNCHER])
+def test_a_shell_with_the_word_deepspeed_is_no_launcher(tmp_path, told) -> None:
+    """It may end while what it started goes on."""
+    outer, script = tmp_path / "outer.py", tmp_path / "my_deepspeed_run.sh"
+    outer.write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ASKS!r}])")
+    script.write_text(f"{sys.executable} {outer}\ntrue\n")  # with a command behind it bash stays
+    done = subprocess.run(["bash", script], env={**os.environ, told: "1"}, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True", done.stderr

@@ -24,7 +24,7 @@ class TokenFiles:
             raise ConfigError(f"token file {source.path}: no {source.path}.idx; `sagetrain prepare` makes them")
         self.files = [TokenFile(path) for path in source.files]
         self.num_tokens = sum(file.num_tokens for file in self.files)
-        self._ends = list(accumulate((file.num_tokens - 1) // seq_length for file in self.files))
+        self._ends = list(accumulate(max(0, file.num_tokens - 1) // seq_length for file in self.files))
         self.num_windows = self._ends[-1]
         if self.num_windows < 1:
             raise ConfigError(

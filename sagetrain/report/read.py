@@ -51,6 +51,9 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 
+_PLACE = ("step", "tokens")
+
+
 def read_rows(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl or events.jsonl, or of its last bytes alone; none where there is no file. It may be
     growing, or have been cut short: what is no whole row is passed over."""
@@ -64,7 +67,7 @@ def read_rows(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]
     for line in lines:
         with suppress(ValueError):
             rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and "tokens" in row]
+    return [row for row in rows if isinstance(row, dict) and all(isinstance(row.get(key), int) for key in _PLACE)]
 
 
 def different_settings(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
@@ -93,7 +96,10 @@ def _read(folder: Path, name: str) -> RunRecord:
         why = "it holds no metrics yet" if path.exists() else "there is no metrics.jsonl in it"
         raise ConfigError(f"{folder} is no run to report on: {why}; give the training.run_dir of a run that has begun")
     config = folder / "config.yaml"
-    settings = flat(yaml.safe_load(config.read_text())) if config.exists() else {}
+    try:
+        settings = flat(yaml.safe_load(config.read_text())) if config.exists() else {}
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{config}: cannot be read ({error}); restore or remove it") from error
     settings.pop("training.run_dir", None)
     curves: dict[str, dict[int, float]] = {}
     for row in rows:

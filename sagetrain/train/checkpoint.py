@@ -41,6 +41,7 @@ from sagetrain.parallel.topology import ParallelGroups
 
 FORMAT = 1
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
+_PARTS, _POSITION = {"state", "layout", "tensors", "files"}, {"step", "tokens"}  # of every manifest, of every state
 _BLOCK = 2**20  # values read at a time: what loading needs of memory beside the state itself
 
 
@@ -115,6 +116,9 @@ def read_manifest(folder: Path) -> dict:
         raise CheckpointError(f"{folder}: manifest.json cannot be read ({error})") from error
     if found != FORMAT:
         raise CheckpointError(f"{folder}: written in format {found}, this SageTrain reads format {FORMAT}")
+    state = manifest.get("state")
+    if not (manifest.keys() >= _PARTS and manifest["files"] and isinstance(state, dict) and state.keys() >= _POSITION):
+        raise CheckpointError(f"{folder}: manifest.json lacks what every manifest has")
     return manifest
 
 

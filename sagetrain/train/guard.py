@@ -166,9 +166,12 @@ def _launchers() -> tuple[int, ...]:
     if not {"TORCHELASTIC_RUN_ID", "LOCAL_SIZE", LAUNCHER} & os.environ.keys():
         return ()  # started by hand: training goes on when the shell closes
     parent = os.getppid()
+    if LAUNCHER in os.environ:
+        return (parent,)
     try:
         above = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
-        deepspeed = b"deepspeed" in Path(f"/proc/{above}/cmdline").read_bytes()
+        # Both: any shell above another launcher may have the word in its command line.
+        names = [Path(f"/proc/{each}/cmdline").read_bytes() for each in (parent, above)]
     except OSError:  # the parent is going right now
         return (parent,)
-    return (parent, above) if deepspeed else (parent,)
+    return (parent, above) if b"deepspeed.launcher.launch" in names[0] and b"deepspeed" in names[1] else (parent,)

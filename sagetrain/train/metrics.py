@@ -147,11 +147,11 @@ def _drop_rows_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except (ValueError, KeyError):  # the last line of a killed run may be cut short
+        except (ValueError, KeyError, TypeError):  # the last line of a killed run may be cut short
             continue
     write_atomic(path, "".join(kept).encode())
 

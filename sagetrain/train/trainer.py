@@ -271,6 +271,7 @@ class Trainer:
         Waits for the one before, and raises its CheckpointError on every rank.
         """
         self.watchdog.begin("saving")
+        self.reporter.row()  # what it has measured would be lost if the run continued from here
         running = self.state.tokens < self.cfg.training.total_tokens and not self.stop.name
         if self.main and self.saver.busy and running and not self._waited:
             self._waited = True
@@ -485,7 +486,7 @@ class Trainer:
             self._say(f"training.total_tokens {asked:,}: whole steps end at {end:,} tokens")
         wanted = cfg.evaluation.num_sequences
         if self.valid and (held := self.valid.eval_size(wanted)) < wanted:
-            self._say(f"evaluation.num_sequences {wanted:,}: data.valid holds {held:,}; each evaluation takes them all")
+            self._say(f"evaluation.num_sequences {wanted:,}: data.valid holds {held:,}; each evaluation takes so many")
         late = {step for step in cfg.training.drop_steps if step <= self.state.step} - set(self.state.ledger.dropped)
         if late:
             steps = ", ".join(map(str, sorted(late)))
