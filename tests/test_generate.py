@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,6 +232,10 @@ def test_prompts_come_from_words_files_and_standard_input(monkeypatch, tmp_path:
     assert read_prompts(file=tmp_path / "text.txt") == ["über\n\nuns\r\n"]
     assert read_prompts(prompt_file=tmp_path / "text.txt") == ["über", "uns"]
     assert read_prompts(prompt_file=tmp_path / "lines.jsonl") == ["a\nb", ""]
+    shutil.copyfile(tmp_path / "lines.jsonl", tmp_path / "LINES.JSONL")
+    assert read_prompts(prompt_file=tmp_path / "LINES.JSONL") == ["a\nb", ""]
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfa\n")  # as some editors begin a file
+    assert read_prompts(prompt_file=tmp_path / "marked.txt") == ["a"]
 
 
 @pytest.mark.parametrize(("content", "said"), [

@@ -151,6 +151,10 @@ def test_a_sliding_window_bounds_the_sequences(tmp_path: Path) -> None:
     folder, said = save(tmp_path / "in", MistralConfig(**SIZES, sliding_window=64)), []
     assert import_folder(folder, tmp_path / "run", report=said.append).seq_length == 64
     assert "attention reaches 64 tokens back there" in said[0]
+    config = json.loads((folder / "config.json").read_text())
+    del config["sliding_window"]  # transformers takes 4,096 then
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    assert import_folder(folder, tmp_path / "again", report=said.append).seq_length == 4096
 
 
 BAD_KEYS = [

@@ -156,6 +156,8 @@ def test_moments_go_along_when_asked(first: Path, corpus: Path, tmp_path: Path) 
 
 def test_what_was_imported_can_be_trained_and_evaluated(first: Path, corpus: Path, tmp_path: Path) -> None:
     export(first, tmp_path / "hf")
+    special = {"bos_token_id": 0, "eos_token_id": [2, 0]}
+    (tmp_path / "hf/generation_config.json").write_text(json.dumps(special))
     import_folder(tmp_path / "hf", tmp_path / "imported")
     training = SHORT["training"] | {"init_from": str(tmp_path / "imported")}
     sections = {"training": training, "optimizer": {"lr": 1e-30}, "attention": {"backend": "sdpa"}}
@@ -165,6 +167,8 @@ def test_what_was_imported_can_be_trained_and_evaluated(first: Path, corpus: Pat
     losses = [evaluate_texts(load_run(run, print), [data], 32)[0] for run in (tmp_path / "run", first)]
     assert losses[0].loss == pytest.approx(losses[1].loss, abs=2e-3)  # INT8 there, and rows that pad the vocabulary
 
+    export(tmp_path / "run", tmp_path / "again")  # its special tokens stay those of the model
+    assert json.loads((tmp_path / "again/generation_config.json").read_text()) == special
     training["init_moments"] = True
     refused = sagetrain("train", configured(tmp_path / "b.yaml", corpus, tmp_path / "b", **sections))
     assert refused.returncode == 2 and "has weights alone" in refused.stderr

@@ -138,6 +138,54 @@ def test_tasks_run_in_the_harness(loaded: TrainedRun, tasks: dict[str, Path]) ->
     assert one["exact_match"] == 1.0
 
 
+def test_a_group_has_its_own_score(loaded: TrainedRun, tasks: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tasks["choose"].parent
+    mean = {"metric": "acc", "aggregation": "mean", "weight_by_size": False}
+    for name, group in (("both", ["choose", "again"]), ("all", ["both"])):
+        tree = {"group": name, "task": group, "aggregate_metric_list": [mean]}
+        (folder / f"{name}.yaml").write_text(json.dumps(tree))
+    again = json.loads(tasks["choose"].read_text()) | {"task": "again"}
+    (folder / "again.yaml").write_text(json.dumps(again))
+    monkeypatch.setattr(lm_eval, "TaskManager", lambda include_defaults: TaskManager(None, folder, False))
+    for asks in (["both"], ["all"], ["both", "read"]):
+        found = Tasks(asks).measure(harness_of(loaded))
+        assert found["both"]["acc"] == found["choose"]["acc"] == found["again"]["acc"]
+        assert set(found) == {"choose", "again", "both", *asks}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "limit", "temperature"),
+    [
+        ({"max_new_tokens": 12}, 12, 0),
+        ({"max_tokens": "7"}, 7, 0),
+        ({"max_gen_toks": None}, 256, 0),
+        ({"temperature": 0.7}, 256, 0.7),
+        ({"do_sample": True}, 256, 1.0),
+        ({"do_sample": False, "temperature": 0.7}, 256, 0),
+    ],
+)
+def test_arguments_of_generation_are_read_as_the_harness_reads_them(
+    wanted: dict, limit: int, temperature: float
+) -> None:
+    found = lm_eval._sampling({"until": "\n", **wanted})
+    assert (found.max_tokens, found.temperature, found.stop) == (limit, temperature, ("\n",))
+
+
+def test_white_space_alone_is_no_context(loaded: TrainedRun) -> None:
+    """The harness makes it part of the answer, whose first token counts too."""
+    (blank,), (none,) = (harness_of(loaded).loglikelihood([asked(*pair)]) for pair in (("\n", "im"), ("", "\nim")))
+    assert blank == none
+
+
+def test_the_end_of_a_prompt_fits_also_where_it_cuts_a_character(loaded: TrainedRun) -> None:
+    """Half a character is U+FFFD when it is read, and three tokens when it is spelled again."""
+    harness = harness_of(loaded)
+    for count in range(20, 40):
+        for limit in (1, 2, 3):
+            end = harness._end("猫" * count, limit)
+            assert len(loaded.tokenizer.encode(end)) <= 32 - limit and end.strip("猫") in ("", "\ufffd")
+
+
 def test_generated_text_ends_where_it_is_asked_to(loaded: TrainedRun) -> None:
     wanted = {"until": [" "], "max_gen_toks": 20}
     prompts = ["import ", "def get(self, " * 30]  # of the second what fits

@@ -124,9 +124,8 @@ def test_a_mask_that_does_not_fit_is_named(source: DataSource, spoil, message: s
 def test_records_are_not_cut_by_another_sequence_length(tmp_path: Path, source: DataSource) -> None:
     token_path(source.path, ".json").write_text('{"seq_length": 16}')
     assert SampleStream([source], 32, seed=0).num_windows == SEQUENCES // 2
-    with pytest.raises(
-        ConfigError, match=r"prepared for sequences of 16 tokens \(--seq-length\), and data.seq_length 8"
-    ):
+    said = r"prepared for sequences of 16 tokens \(--seq-length\), and data.seq_length \(eval: --context\) 8 would"
+    with pytest.raises(ConfigError, match=said):
         SampleStream([source], 8, seed=0)
 
 

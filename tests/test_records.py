@@ -225,6 +225,15 @@ def test_what_counts_in_a_template_with_generation_tags_is_what_transformers_say
     assert sum(found[1]) == 3
 
 
+def test_json_in_a_template_is_spelled_as_transformers_spells_it(folder: Path) -> None:
+    asked = ["", "ensure_ascii=True", "separators=(',', ':')", "sort_keys=True", "indent=1"]
+    template = "".join(f"{{{{ messages[0] | tojson({each}) }}}}" for each in asked)
+    talk = [{"role": "user", "content": "<é> & 'x'"}, {"role": "assistant", "content": "yes"}]
+    template += "{% generation %}{{ messages[1].content }}{% endgeneration %}"
+    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(talk, chat_template=template, tokenize=False)
+    assert "".join(text for text, _ in Chats("m", 99, template).parts({"m": talk}, {})) == theirs
+
+
 def test_what_counts_without_tags() -> None:
     parts = Chats("m", 99, CHATML).parts({"m": TALK}, {})
     assert [text for text, counts in parts if counts] == ["two <|im_end|>?<|im_end|>\n", "four<|im_end|>\n"]

@@ -436,5 +436,6 @@ def _check_packing(files: list[TokenFile], seq_length: int) -> None:
         if seq_length % packed:
             raise ConfigError(
                 f"token file {file.path} was prepared for sequences of {packed:,} tokens (--seq-length), and "
-                f"data.seq_length {seq_length:,} would cut its records: use {packed:,}, or prepare it again"
+                f"data.seq_length (eval: --context) {seq_length:,} would cut its records: use {packed:,}, or prepare "
+                "it again"
             )

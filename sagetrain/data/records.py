@@ -247,9 +247,15 @@ class _Generation(Extension):
         return [begin, *body, end]
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """Of a template: plain JSON, where jinja2's own spells <, > and & for web pages."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Of a template, as transformers has it: plain JSON, where jinja2's own spells <, > and & for web pages."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:

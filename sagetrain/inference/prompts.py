@@ -43,7 +43,7 @@ def _word(word: str) -> str:
 
 def _text_of(file: Path, option: str) -> str:
     try:
-        return file.read_bytes().decode()
+        return file.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{option} {file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -53,7 +53,7 @@ def _text_of(file: Path, option: str) -> str:
 def _lines_of(file: Path) -> list[str]:
     lines = [(number, line) for number, line in enumerate(_text_of(file, "--prompt-file").split("\n"), 1)]
     prompts = [
-        _prompt_in(line, f"{file}, line {number}") if file.suffix in JSON_LINES else line.removesuffix("\r")
+        _prompt_in(line, f"{file}, line {number}") if file.suffix.lower() in JSON_LINES else line.removesuffix("\r")
         for number, line in lines
         if line.strip()
     ]

@@ -22,6 +22,7 @@ from sagetrain.inference.load import open_run
 from sagetrain.interop.huggingface import INDEX, WEIGHTS, Weight, config_json, weights
 from sagetrain.interop.tokenizer_files import tokenizer_files
 from sagetrain.train.checkpoint import CheckpointError, Reader
+from sagetrain.train.origin import imported_tokens
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -68,7 +69,7 @@ def export(
     }
     eos = run.tokenizer.eos_id if run.tokenizer else None
     # Nothing was trained to follow a bos token: it is an eos that stands before every document.
-    tokens = reader.manifest["state"].get("imported", {}).get("tokens") or {"bos_token_id": eos, "eos_token_id": eos}
+    tokens = imported_tokens(reader.manifest["state"]) or {"bos_token_id": eos, "eos_token_id": eos}
     computed_in = str(next(iter(tensors.values()))).removeprefix("torch.")
     files = {
         "config.json": _json(config | tokens | {"torch_dtype": computed_in}),
@@ -78,7 +79,8 @@ def export(
         report("no tokenizer: the run was trained without one; put its files into the folder yourself")
     else:
         try:
-            files |= tokenizer_files(run.tokenizer, cfg.data.seq_length)
+            bos = tokens.get("bos_token_id")
+            files |= tokenizer_files(run.tokenizer, cfg.data.seq_length, run.tokenizer.bos_id if bos is None else bos)
         except ConfigError as error:
             report(f"no tokenizer.json: {error}; AutoTokenizer will not load the folder, use its tokenizer.model")
             files[run.tokenizer.file_name] = run.tokenizer.model

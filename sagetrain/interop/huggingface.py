@@ -156,7 +156,7 @@ def describe(config: dict[str, Any], where: str, report: Callable[[str], None]) 
         raise ConfigError(
             f"{where}: has no {' and no '.join(missing)}; copy the folder again from where it was published"
         )
-    length, window = config.get("max_position_embeddings", 2048), config.get("sliding_window")
+    length, window = config.get("max_position_embeddings", 2048), config.get("sliding_window", 4096)
     if architecture == "MistralForCausalLM" and window is not None and window < length:
         report(
             f"{where}: attention reaches {window} tokens back there and through the whole sequence here: they are the "

@@ -209,7 +209,7 @@ def _padded(weight: Weight) -> tuple[int, ...]:
 
 def _tokenizer(folder: Path, vocab_size: int, report: Callable[[str], None]) -> Tokenizer | None:
     """The folder's SentencePiece model where it knows as many tokens as its tokenizer.json, else that, which alone
-    keeps a chat template."""
+    keeps a chat template, and what is put before a text."""
     there = [folder / name for name in (TOKENIZER_JSON, TOKENIZER_NAME) if (folder / name).is_file()]
     if not there:
         report(f"{folder}: has no {TOKENIZER_JSON} and no {TOKENIZER_NAME}: text cannot be tokenized for this model")
@@ -219,8 +219,10 @@ def _tokenizer(folder: Path, vocab_size: int, report: Callable[[str], None]) -> 
         try:
             other = Tokenizer.load(there[1])
             if other.vocab_size == tokenizer.vocab_size:
-                if tokenizer.chat_template:
-                    report(f"{folder}: {TOKENIZER_JSON} is taken, which has a chat template, not {TOKENIZER_NAME}")
+                more = ["a chat template"] if tokenizer.chat_template else []
+                more += ["a post_processor"] if json.loads(tokenizer.model).get("post_processor") else []
+                if more:
+                    report(f"{folder}: {TOKENIZER_JSON} is taken, which has {' and '.join(more)}, not {TOKENIZER_NAME}")
                 else:
                     tokenizer = other
         except ConfigError:  # some call another kind of file so

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
@@ -62,7 +63,8 @@ class Harness(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        return self._score([(context, continuation) for _, context, continuation in requests])
+        # White space before an answer is the answer's, so that nothing may be left of a context.
+        return self._score([(context or [self.eot_token_id], answer) for _, context, answer in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         texts = [self.tok_encode(request.args[0]) for request in requests]
@@ -89,16 +91,21 @@ class Harness(TemplateLM):  # type: ignore[misc]
         """Of a prompt as much as leaves room for an answer in the context, half of it at least."""
         tokens, size = self.tok_encode(prompt), self._score.seq_length
         room = size - min(max_tokens, size // 2)
-        return prompt if len(tokens) <= room else self._tokenizer.decode(tokens[-room:])
+        if len(tokens) <= room:
+            return prompt
+        end = self._tokenizer.decode(tokens[-room:])
+        while len(self.tok_encode(end)) > room:  # of a character that was cut in two, say
+            end = end[1:]
+        return end
 
 
 def _sampling(wanted: dict[str, Any]) -> Sampling:
-    until = wanted.get("until") or []
-    stop = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
-    limit = wanted.get("max_gen_toks", _MAX_TOKENS)
-    if not wanted.get("do_sample"):
+    given = normalize_gen_kwargs(wanted, _MAX_TOKENS)
+    limit, stop = given["max_gen_toks"], tuple(text for text in given["until"] if text)
+    if not given["do_sample"]:
         return Sampling(limit, temperature=0, stop=stop)
-    return Sampling(limit, wanted.get("temperature", 1.0), wanted.get("top_k", 0), wanted.get("top_p", 1.0), stop)
+    temperature = float(wanted.get("temperature", 1.0))
+    return Sampling(limit, temperature, wanted.get("top_k", 0), wanted.get("top_p", 1.0), stop)
 
 
 class Tasks:
@@ -121,21 +128,26 @@ class Tasks:
                     "lists them"
                 )
         try:
-            self._loaded = self._manager.load(list(names))["tasks"]
+            loaded = self._manager.load(list(names))
         except Exception as error:  # whatever a task and the libraries that fetch its data raise
             raise ConfigError(f"tasks {', '.join(names)} cannot be loaded: {error}") from error
+        self._tasks, groups = loaded["tasks"], loaded["groups"]
+        inside = {name for children in loaded["group_map"].values() for name in children}
+        # Groups have scores of their own.
+        self._asked = [each for name, each in (groups | self._tasks).items() if name not in inside]
         self._limit = limit
 
     @property
     def generating(self) -> list[str]:
         """Names of those that want generated text."""
-        return [name for name, task in self._loaded.items() if task.OUTPUT_TYPE == "generate_until"]
+        return [name for name, task in self._tasks.items() if task.OUTPUT_TYPE == "generate_until"]
 
     def measure(self, model: Harness, errors: bool = False) -> Results:
-        """Their metrics, with `errors` also their standard errors. Generators of random numbers stay as they are."""
+        """Their metrics, and those of groups, with `errors` also their standard errors. Generators of random numbers
+        stay as they are."""
         found = simple_evaluate(
             model,
-            tasks=list(self._loaded.values()),
+            tasks=self._asked,
             task_manager=self._manager,
             limit=self._limit,
             bootstrap_iters=_BOOTSTRAP * errors,
@@ -144,7 +156,7 @@ class Tasks:
             numpy_random_seed=None,
             torch_random_seed=None,
         )
-        results = found["results"] if found else {}  # it gives them to one process of a host
+        results = found["results"] | found.get("groups", {}) if found else {}  # it gives them to one process of a host
         return {task: _metrics(values) for task, values in results.items()}
 
 

@@ -19,6 +19,7 @@ from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine
 
 RECORD = "init_from.json"
+IMPORTED_TOKENS = "imported tokens"
 """What a run folder calls the record of the checkpoint that its run began with."""
 # What of a model may differ in a new phase: how far its positions reach, and what drew weights that are replaced. Its
 # vocabulary is compared by itself: a model section may leave it to the tokenizer.
@@ -65,6 +66,12 @@ def check(root: Path, training: TrainingConfig, identity: Mapping[str, Any]) -> 
         )
 
 
+def imported_tokens(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The special token ids of the folder that a checkpoint's weights come from, by whatever runs; or nothing."""
+    before = state.get("imported", {}).get("tokens") or (state.get("init_from") or {}).get(IMPORTED_TOKENS)
+    return dict(before or {})
+
+
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     before, now = flat(theirs["model"]), flat(ours["model"])
     keys = [key for key in now if key in before and key.partition(".")[0] not in _FREE]
@@ -101,6 +108,7 @@ def start_from(
         "step": state["step"],
         "tokens": state["tokens"],
         "optimizer_steps": steps,
+        IMPORTED_TOKENS: imported_tokens(state),
     }
     if dist.get_rank() == 0:
         write_atomic(folder / RECORD, (json.dumps(record, indent=2) + "\n").encode())

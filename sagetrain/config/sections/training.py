@@ -118,7 +118,7 @@ class LoggingConfig(Section):
     """Where metrics go."""
 
     every_steps: PositiveInt = 1
-    """Optimizer steps between two lines of metrics.jsonl and the progress bar; a checkpoint has one of its step, too."""
+    """Optimizer steps between two lines of metrics.jsonl and the progress bar; the step of a checkpoint has one too."""
     tensorboard: bool = True
     """Write TensorBoard events into run_dir/tensorboard."""
     layer_norms_every_steps: PositiveInt | None = None
