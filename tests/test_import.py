@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen3Config
 
 from runs import sagetrain
 from sagetrain.config import ConfigError
@@ -143,6 +143,21 @@ def test_what_was_exported_comes_back_with_its_tokenizer(llama: Path, model: Pat
     assert "tokenizer tokenizer.json" in chats.stdout
     assert "tokenizer.json is taken, which has a chat template, not tokenizer.model" in chats.stderr
     assert Tokenizer.load(tmp_path / "chats/tokenizer.json").chat_template == "{{ messages }}"
+    (tmp_path / "out/chat_template.jinja").unlink()
+    tree = json.loads((tmp_path / "out/tokenizer.json").read_text())
+    part = {"Sequence": {"id": "A", "type_id": 0}}
+    tree["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, part],
+        "pair": [part, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    }
+    (tmp_path / "out/tokenizer.json").write_text(json.dumps(tree))
+    said: list[str] = []
+    import_folder(tmp_path / "out", tmp_path / "begun", report=said.append)
+    assert "tokenizer.json is taken, which has a post_processor" in said[0]
+    export(tmp_path / "begun", tmp_path / "begun-hf")
+    assert AutoTokenizer.from_pretrained(tmp_path / "begun-hf")("abc").input_ids[0] == 1
     missing = sagetrain("eval", tmp_path / "again")
     assert missing.returncode == 2 and "name some with --data" in missing.stderr
 
