@@ -163,6 +163,9 @@ def test_pairs_part_where_the_baseline_saves(base: Path) -> None:
     assert question(base, variants=[PAPER], overrides=aligned, branch=2560).parting("") == range(2560, 3072)
     last = ["checkpoint.every_tokens=1000", "training.total_tokens=7680"]  # never the end, where nothing is left
     assert question(base, variants=[PAPER], overrides=last, branch=6900).parting("") == range(6900, 7512)
-    assert question(base, variants=[PAPER], overrides=last, branch=7000).parting("").stop <= 7680
+    for every, branch in ((2500, 7500), (3800, 7000), (7300, 3000)):  # saved behind the multiple at the end alone
+        late = [f"checkpoint.every_tokens={every}", "training.total_tokens=7680"]
+        with pytest.raises(ConfigError, match=f"--branch {branch:,}: the baseline saves every {every:,}"):
+            question(base, variants=[PAPER], overrides=late, branch=branch).check()
     with pytest.raises(ConfigError, match="--band 1: its second rounding is one of the first step"):
         question(base, variants=[PAPER], overrides=saves, branch=3000, band=1).check()

@@ -157,7 +157,7 @@ def test_the_tokenizer_gives_the_same_ids(runs: Path, model: Path, tmp_path: Pat
     export(runs / "llama", tmp_path / "out")
     ours, theirs = Tokenizer.load(model), AutoTokenizer.from_pretrained(tmp_path / "out")
     assert len(theirs) == ours.vocab_size
-    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.eos_id, ours.eos_id)  # nothing followed its bos
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
     draw = random.Random(0)
     letters = string.ascii_letters + string.digits + string.punctuation + " " * 40 + "\n\n\t\0é日🎉\u2581\u00a0\u3000"
     texts = ["", " ", "  two  spaces ", "\u2581\u2581 the mark ", "a\r\n\tb", "日本語 🎉👩‍👩‍👧", "1234 3.14"]
@@ -176,20 +176,26 @@ def test_the_tokenizer_gives_the_same_ids(runs: Path, model: Path, tmp_path: Pat
 )
 def test_published_tokenizers_give_the_same_ids(options: dict) -> None:
     ours = published_tokenizer(**options)
-    theirs = Pipeline.from_str(tokenizer_files(ours, 128, ours.eos_id)["tokenizer.json"].decode())
+    theirs = Pipeline.from_str(tokenizer_files(ours, 128)["tokenizer.json"].decode())
     draw = random.Random(0)
     for text in [*TEXTS, *("".join(draw.choices("abcdeo  \n\té日🎉,1", k=30)) + " ##a<|x|>b" for _ in range(300))]:
         assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text), repr(text)
 
 
-def test_what_counts_of_a_text_is_the_same_in_both_forms(model: Path, tmp_path: Path) -> None:
-    """Of a character that is spelled in bytes all of them, also where it comes first."""
-    ours = Tokenizer.load(model)
-    for name, content in tokenizer_files(ours, 128, ours.eos_id).items():
-        (tmp_path / name).write_bytes(content)
+@pytest.mark.parametrize("name", ["ours", "space before a text", "no bytes"])
+def test_what_counts_of_a_text_is_the_same_in_both_forms(model: Path, tmp_path: Path, name: str) -> None:
+    """Of a character that is spelled in bytes all of them, also where it comes first; no more than the next one of a
+    space that is put before the text."""
+    if name == "ours":
+        ours = Tokenizer.load(model)
+    else:
+        ours = published_tokenizer(**({"byte_fallback": False} if name == "no bytes" else {}))
+    for file, content in tokenizer_files(ours, 128).items():
+        (tmp_path / file).write_bytes(content)
     theirs = Tokenizer.load(tmp_path / "tokenizer.json")
-    ids, counts = ours.encode_parts([("say it", False), ("🎉!", True), ("end", False)])
-    assert "🎉" in ours.decode([token for token, each in zip(ids, counts, strict=True) if each])
+    if name == "ours":
+        ids, counts = ours.encode_parts([("say it", False), ("🎉!", True), ("end", False)])
+        assert "🎉" in ours.decode([token for token, each in zip(ids, counts, strict=True) if each])
     draw = random.Random(0)
     for _ in range(300):
         texts = ["".join(draw.choices("abc e🎉猫é\n", k=draw.randrange(1, 6))) for _ in range(4)]
@@ -210,7 +216,7 @@ def test_tokenizers_that_stay_sentencepiece_alone(
 ) -> None:
     tokenizer = published_tokenizer(**options)
     with pytest.raises(ConfigError, match=message):
-        tokenizer_files(tokenizer, 128, tokenizer.eos_id)
+        tokenizer_files(tokenizer, 128)
     opened = replace(exporting.open_run(runs / "llama", print, None), tokenizer=tokenizer)
     monkeypatch.setattr(exporting, "open_run", lambda *_: opened)
     said: list[str] = []

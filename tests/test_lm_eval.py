@@ -161,14 +161,17 @@ def test_a_group_has_its_own_score(loaded: TrainedRun, tasks: dict[str, Path], m
         ({"max_gen_toks": None}, 256, 0),
         ({"temperature": 0.7}, 256, 0.7),
         ({"do_sample": True}, 256, 1.0),
+        ({"do_sample": False, "temperature": None}, 256, 0),
         ({"do_sample": False, "temperature": 0.7}, 256, 0),
     ],
 )
 def test_arguments_of_generation_are_read_as_the_harness_reads_them(
     wanted: dict, limit: int, temperature: float
 ) -> None:
-    found = lm_eval._sampling({"until": "\n", **wanted})
-    assert (found.max_tokens, found.temperature, found.stop) == (limit, temperature, ("\n",))
+    for until in ("\n", ["\n"], ("\n", "")):
+        found = lm_eval._sampling({"until": until, **wanted})
+        assert (found.max_tokens, found.temperature, found.stop) == (limit, temperature, ("\n",))
+    assert lm_eval._sampling({"until": None, **wanted}).stop == ()
 
 
 def test_white_space_alone_is_no_context(loaded: TrainedRun) -> None:

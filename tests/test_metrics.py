@@ -230,3 +230,16 @@ def test_rows_behind_the_checkpoint_go_and_so_does_what_is_no_row(tmp_path: Path
     path.write_bytes(row + b'17\n[1]\n{"tokens": 9}\n{"step": 2, "tokens": 16}\n\xff\xfe\x00{"step"')
     metrics._drop_rows_after(path, 1)
     assert path.read_bytes() == row
+
+
+def test_a_clock_that_is_stopped_twice_counts_no_second_twice(monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    clock = metrics.Throughput()
+    clock.add(100, 1.0)
+    for at, action in ((2.0, clock.pause), (5.0, clock.pause), (6.0, clock.resume), (9.0, clock.resume)):
+        now[0] = at
+        action()
+    now[0] = 12.0
+    clock.pause()
+    assert clock.take() == (20.0, 20.0)  # 5 seconds: up to 2, and from 9 on

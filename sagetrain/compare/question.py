@@ -175,7 +175,8 @@ class Question:
         for row in self.rows if self.branch else ():
             cfg = self.config(Job(row.name, self.baseline, 0))
             total, every = cfg.training.total_tokens, checkpoint_tokens(cfg)
-            if self.branch > (last := (total - 1) // every * every):
+            step = max(cfg.tokens_per_step.named_tokens.values())
+            if self.branch > (last := (total - step) // every * every):
                 yield (
                     f"{BRANCH} {self.branch:,}: the baseline saves every {every:,} of its {total:,} tokens "
                     f"(checkpoint.every_tokens), the last time before its end at {last:,}: part there or before"

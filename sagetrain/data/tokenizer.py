@@ -152,12 +152,8 @@ class _SentencePiece:
                 # Its offsets count bytes: characters that begin before each.
                 characters = [*accumulate((byte & 0xC0 != 0x80 for byte in part.encode()), initial=begin)]
                 found += [piece.id for piece in pieces]
-                # Of a character that is spelled in bytes the last piece alone has a length: all end where it does.
-                ends, end = [], len(part.encode())
-                for piece in reversed(pieces):
-                    end = piece.end if piece.end > piece.begin else end
-                    ends.append(end)
-                spans += [(characters[p.begin], characters[end]) for p, end in zip(pieces, reversed(ends), strict=True)]
+                # Pieces without a length are bytes of the next character, or a space before the text.
+                spans += [(characters[p.begin], max(characters[p.begin] + 1, characters[p.end])) for p in pieces]
             begin += len(part)
         return found, spans
 

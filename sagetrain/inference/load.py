@@ -156,6 +156,8 @@ def load_run(
         size = cfg.parallel.tensor_parallel_size  # whose layers' sizes decided while training
         matmuls, _ = matmuls_of(multiply, cfg.model, tensor_parallel_size=size, device=device, dtype=dtype)
         here = cfg.model.linear_layers(groups.tp_size)
+        if odd := sorted({name for own in matmuls for name in own if here[name].odd}):
+            report(f"{', '.join(odd)}: in 16 bits on {groups.tp_size} ranks, where sides are no multiples of 16")
         matmuls = [{name: each for name, each in own.items() if not here[name].odd} for own in matmuls]
     except ValueError as error:
         raise ConfigError(f"--linear {linear}: {error}") from error

@@ -79,8 +79,7 @@ def export(
         report("no tokenizer: the run was trained without one; put its files into the folder yourself")
     else:
         try:
-            bos = tokens.get("bos_token_id")
-            files |= tokenizer_files(run.tokenizer, cfg.data.seq_length, run.tokenizer.bos_id if bos is None else bos)
+            files |= tokenizer_files(run.tokenizer, cfg.data.seq_length)
         except ConfigError as error:
             report(f"no tokenizer.json: {error}; AutoTokenizer will not load the folder, use its tokenizer.model")
             files[run.tokenizer.file_name] = run.tokenizer.model

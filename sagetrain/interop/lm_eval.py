@@ -100,7 +100,9 @@ class Harness(TemplateLM):  # type: ignore[misc]
 
 
 def _sampling(wanted: dict[str, Any]) -> Sampling:
-    given = normalize_gen_kwargs(wanted, _MAX_TOKENS)
+    wanted = {key: value for key, value in wanted.items() if value is not None}
+    until = wanted.get("until", [])
+    given = normalize_gen_kwargs(wanted | {"until": [until] if isinstance(until, str) else [*until]}, _MAX_TOKENS)
     limit, stop = given["max_gen_toks"], tuple(text for text in given["until"] if text)
     if not given["do_sample"]:
         return Sampling(limit, temperature=0, stop=stop)
@@ -156,8 +158,8 @@ class Tasks:
             numpy_random_seed=None,
             torch_random_seed=None,
         )
-        results = found["results"] | found.get("groups", {}) if found else {}  # it gives them to one process of a host
-        return {task: _metrics(values) for task, values in results.items()}
+        results = found["results"] if found else {}  # it gives them to one process of a host
+        return {task: numbers for task, values in results.items() if (numbers := _metrics(values))}
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, float]:

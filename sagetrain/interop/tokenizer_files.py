@@ -18,10 +18,8 @@ _BPE = 2  # of SentencePiece's model types
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of its types of pieces
 
 
-def tokenizer_files(tokenizer: Tokenizer, seq_length: int, bos_id: int) -> dict[str, bytes]:
+def tokenizer_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, bytes]:
     """Content of tokenizer.json, tokenizer_config.json and the SentencePiece model, if it is one, by file name.
-
-    bos_id: what the model knows before a text, for which a SentencePiece model may have another token.
 
     Raises ConfigError for a SentencePiece model that tokenizer.json is not made of here: no byte-pair encoding, one
     that normalizes text, or one with symbols of its user's and a space before every text.
@@ -34,7 +32,7 @@ def tokenizer_files(tokenizer: Tokenizer, seq_length: int, bos_id: int) -> dict[
         model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)  # type: ignore[attr-defined]
         files = {TOKENIZER_JSON: json.loads(_pipeline(model).to_str())}
         named = {"unk_token": model.trainer_spec.unk_id, "pad_token": model.trainer_spec.pad_id}
-        named |= {"bos_token": bos_id, "eos_token": tokenizer.eos_id}
+        named |= {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
         config = {name: model.pieces[number].piece for name, number in named.items() if number >= 0}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -42,15 +42,20 @@ class Throughput:
     """Tokens and FLOPs per second of training alone: evaluation and saving stop the clock."""
 
     def __init__(self) -> None:
-        self._tokens, self._flops, self._seconds, self._since = 0, 0.0, 0.0, time.perf_counter()
+        self._tokens, self._flops, self._seconds = 0, 0.0, 0.0
+        self._since, self._pauses = time.perf_counter(), 0
 
     def pause(self) -> None:
-        """Stop the clock, at the end of a step."""
-        self._seconds += time.perf_counter() - self._since
+        """Stop the clock, at the end of a step; it may be stopped already."""
+        if not self._pauses:
+            self._seconds += time.perf_counter() - self._since
+        self._pauses += 1
 
     def resume(self) -> None:
-        """Start the clock again, after whatever was not training."""
-        self._since = time.perf_counter()
+        """Start the clock again, after whatever was not training, if nothing else stops it."""
+        self._pauses -= 1
+        if not self._pauses:
+            self._since = time.perf_counter()
 
     def add(self, tokens: int, flops_per_token: float) -> None:
         """Count the tokens of a step."""

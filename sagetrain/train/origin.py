@@ -19,8 +19,9 @@ from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine
 
 RECORD = "init_from.json"
-IMPORTED_TOKENS = "imported tokens"
 """What a run folder calls the record of the checkpoint that its run began with."""
+IMPORTED_TOKENS = "imported tokens"
+"""Key of it: the special token ids of the folder that the weights were imported from."""
 # What of a model may differ in a new phase: how far its positions reach, and what drew weights that are replaced. Its
 # vocabulary is compared by itself: a model section may leave it to the tokenizer.
 _FREE = ("rope_theta", "rope_scaling", "init_std", "vocab_size")

@@ -114,8 +114,10 @@ class Reporter:
     def off_the_clock(self) -> Iterator[None]:
         """While something is done that is not training."""
         self._clock.pause()
-        yield
-        self._clock.resume()
+        try:
+            yield
+        finally:
+            self._clock.resume()
 
     def saved(self, saver: Saver) -> None:
         """The checkpoints that have been published since the last call."""
