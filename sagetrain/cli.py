@@ -336,7 +336,9 @@ def _named(command: str, first: str | None, option: Path | None, others: list[st
     words = [*([first] if first is not None else []), *(others or [])]
     if option is not None:
         return option, words
-    if not words or ("=" in words[0] and not os.path.exists(words[0])):  # (which Path's refuses long ones)
+    from sagetrain.config.load import is_assignment
+
+    if not words or is_assignment(words[0]):
         raise ConfigError(f"name a configuration: sagetrain {command} configs/quickstart.yaml")
     return Path(words[0]), words[1:]
 

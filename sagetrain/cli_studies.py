@@ -107,17 +107,18 @@ def compare(
     with _Errors() as errors:
         from sagetrain.compare import command as comparing
         from sagetrain.config.errors import ConfigError
+        from sagetrain.config.load import is_assignment
         from sagetrain.train.guard import TRAINING_EXIT_CODE
 
         if not 0 <= margin < math.inf:
             raise ConfigError(
                 f"--margin {margin:g}: must be a finite gap of 0 or more, in nats per token; use 0.01, for instance"
             )
-        overrides = [] if report_only else [word for word in words if "=" in word and not os.path.exists(word)]
+        overrides = [] if report_only else [word for word in words if is_assignment(word)]
         named = [word for word in words if word not in overrides]
         failed = 0
         if report_only:
-            if output is None and (len(named) > 1 or ("=" in named[0] and not os.path.exists(named[0]))):
+            if output is None and (len(named) > 1 or is_assignment(named[0])):
                 raise ConfigError(
                     "several folders, or one whose row gets a name, become a page of its own: name its folder with "
                     "--output; theirs stay as they are"

@@ -23,7 +23,7 @@ if not INSIDE:
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 else:
-    from sagekernels.int8_matmul import Tile, int8_product_triton, int8_product_twin
+    from sagekernels.int8_matmul import Tile, int8_product_triton, product_twin
 
     every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
@@ -36,7 +36,7 @@ else:
     def check(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, tile: Tile | None = None) -> None:
         """Within float32's roundings of the sum and of two scales, and the one to dtype, of what float64 gives: to
         bfloat16 the interpreter cuts off, an eps where half of one is the most that a GPU is away."""
-        truth = int8_product_twin(*a, *b, torch.float64)
+        truth = product_twin(*a, *b, torch.float64)
         found = int8_product_triton(*a, *b, dtype, tile)
         assert found.dtype == dtype and found.shape == truth.shape
         least = torch.finfo(dtype).tiny * torch.finfo(dtype).eps

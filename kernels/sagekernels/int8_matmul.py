@@ -41,8 +41,8 @@ GROUP = 8
 """Tiles below each other that are computed before those to their right: they share what L2 holds of b."""
 
 
-def int8_product_twin(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b^T, [rows of a, rows of b]: exact in float64, and rounded once."""
+def product_twin(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b^T, [rows of a, rows of b], of codes in any format: exact in float64, and rounded once."""
     return (a.double() @ b.double().t() * a_scale.double() * b_scale.double().t()).to(dtype)
 
 
@@ -89,7 +89,7 @@ def _int8_product_kernel(
 def int8_product_triton(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, tile: Tile | None = None
 ) -> Tensor:
-    """int8_product_twin on a GPU, within the roundings of fp32 and the one to dtype. tile: default: by architecture."""
+    """product_twin on a GPU, within the roundings of fp32 and the one to dtype. tile: default: by architecture."""
     a, b = (_aligned(x) for x in (a, b))
     a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
     out = _int8_product_fake(a, a_scale, b, b_scale, dtype)
@@ -122,7 +122,7 @@ def _aligned(codes: Tensor) -> Tensor:
 
 
 def _int8_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (int8_product_triton if a.is_cuda else int8_product_twin)(a, a_scale, b, b_scale, dtype)
+    return (int8_product_triton if a.is_cuda else product_twin)(a, a_scale, b, b_scale, dtype)
 
 
 def _int8_product_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,7 @@ from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, STOPPED, Recor
 from sagetrain.compare.results import Call, Results
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.load import flat, load_config
+from sagetrain.config.load import flat, is_assignment, load_config
 from sagetrain.data.token_file import TokenFile, write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import num_parameters
@@ -260,9 +260,7 @@ def read_folders(words: Sequence[str]) -> Results:
     """
     parts = []
     for word in words:
-        row, equals, name = word.partition("=")
-        if not equals or os.path.exists(word):
-            row, name = "", word
+        row, _, name = word.partition("=") if is_assignment(word) else ("", "", word)
         found = results.load(Path(name))
         for job in dict.fromkeys([*found.question.jobs(), *found.runs]):  # of earlier commands too
             if f"{job.row}/{job.variant}" in found.settings:

@@ -137,9 +137,14 @@ class Question:
     def parting(self, row: str) -> range:
         """Tokens that the checkpoint of the baseline has seen where pairs part: it is saved by the step that comes to
         the next multiple of checkpoint.every_tokens, or past it, and is not the last one."""
+        total, every, step = self._saving(row)
+        return range(self.branch, min(-(-self.branch // every) * every + step, total))
+
+    def _saving(self, row: str) -> tuple[int, int, int]:
+        """Of the baseline: tokens in all, between two checkpoints, and of its largest step, which may pass such a
+        multiple by nearly as many."""
         cfg = self.config(Job(row, self.baseline, 0))
-        every, step = checkpoint_tokens(cfg), max(cfg.tokens_per_step.named_tokens.values())
-        return range(self.branch, min(-(-self.branch // every) * every + step, cfg.training.total_tokens))
+        return cfg.training.total_tokens, checkpoint_tokens(cfg), max(cfg.tokens_per_step.named_tokens.values())
 
     def check(self) -> None:
         """ConfigError naming everything for which these runs could not be compared, or one of them not start."""
@@ -173,9 +178,7 @@ class Question:
         if self.branch and self.band:
             yield f"--band {self.band}: its second rounding is one of the first step, and {BRANCH} parts runs later"
         for row in self.rows if self.branch else ():
-            cfg = self.config(Job(row.name, self.baseline, 0))
-            total, every = cfg.training.total_tokens, checkpoint_tokens(cfg)
-            step = max(cfg.tokens_per_step.named_tokens.values())
+            total, every, step = self._saving(row.name)
             if self.branch > (last := (total - step) // every * every):
                 yield (
                     f"{BRANCH} {self.branch:,}: the baseline saves every {every:,} of its {total:,} tokens "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -218,6 +219,11 @@ def _hint_for_unknown(path: KeyPath, section: type[Section]) -> str:
 
 def _dotted(path: KeyPath) -> str:
     return ".".join(map(str, path))
+
+
+def is_assignment(word: str) -> bool:
+    """Whether a word of a command line is NAME=VALUE, and no file or folder of that name."""
+    return "=" in word and not os.path.exists(word)  # which, unlike Path's, takes words that are too long for a name
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

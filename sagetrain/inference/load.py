@@ -10,6 +10,7 @@ import torch
 
 from sagetrain.config.arithmetic import low_bit_linear, padded_vocab_size
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import LinearConfig, RunConfig, tokenizer_in
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
@@ -157,7 +158,8 @@ def load_run(
         matmuls, _ = matmuls_of(multiply, cfg.model, tensor_parallel_size=size, device=device, dtype=dtype)
         here = cfg.model.linear_layers(groups.tp_size)
         if odd := sorted({name for own in matmuls for name in own if here[name].odd}):
-            report(f"{', '.join(odd)}: in 16 bits on {groups.tp_size} ranks, where sides are no multiples of 16")
+            sides = f"where sides are no multiples of {LOW_BIT_MULTIPLE}"
+            report(f"{', '.join(odd)}: in 16 bits on {groups.tp_size} ranks, {sides}")
         matmuls = [{name: each for name, each in own.items() if not here[name].odd} for own in matmuls]
     except ValueError as error:
         raise ConfigError(f"--linear {linear}: {error}") from error

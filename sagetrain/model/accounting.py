@@ -157,10 +157,11 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
     and one whole parameter, no more than a step gathers.
     """
     parts = [cfg.model_copy(update={"linear": linear}) for linear in cfg.linear.phases]
-    return max((_memory(part, world_size, vocab_size) for part in parts), key=_total)
+    return max((_memory(part, world_size, vocab_size) for part in parts), key=total_bytes)
 
 
-def _total(items: Iterable[MemoryItem]) -> float:
+def total_bytes(items: Iterable[MemoryItem]) -> int:
+    """Of an estimate."""
     return sum(item.bytes for item in items)
 
 
@@ -177,7 +178,8 @@ def _memory(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem
         *_probe(cfg, size, ranks, vocab_size),
         *_linear_errors(cfg, vocab_size),
     ]
-    return [item for item in (*_model_state(cfg, size, ranks, vocab_size), *max(moments, key=_total)) if item.bytes]
+    largest = max(moments, key=total_bytes)
+    return [item for item in (*_model_state(cfg, size, ranks, vocab_size), *largest) if item.bytes]
 
 
 def block_activation_bytes(cfg: RunConfig) -> int:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both
-from sagekernels.int8_matmul import int8_product
+from sagekernels.int8_matmul import int8_product, product_twin
 from sagetrain.parallel import packing
 from sagetrain.parallel.matmul import Matmul
 
@@ -47,7 +47,7 @@ def product(a: Rounded, b: Rounded, dtype: torch.dtype, fast_accumulation: bool 
     """
     if a.codes.is_cuda:
         return library_product(a, b, dtype, fast_accumulation)
-    return (a.codes.double() @ b.codes.double().t() * a.scale * b.scale.t()).to(dtype)
+    return product_twin(*a, *b, dtype)
 
 
 def library_product(a: Rounded, b: Rounded, dtype: torch.dtype, fast_accumulation: bool) -> Tensor:

@@ -12,7 +12,7 @@ from sagetrain.config.errors import Finding
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig, NoiseAwareTokens, RampTokens, RunConfig
 from sagetrain.hardware import Hardware
-from sagetrain.model.accounting import memory_per_rank
+from sagetrain.model.accounting import memory_per_rank, total_bytes
 from sagetrain.planning.performance import StepPrediction, predict
 
 RESERVED_BYTES = 3 * 2**30
@@ -52,7 +52,7 @@ def usable_memory(hardware: Hardware) -> int:
 
 def layout(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None) -> Layout:
     """A configuration that fits `world_size` ranks, with its price; `vocab_size` is padded, span as in predict."""
-    memory = sum(item.bytes for item in memory_per_rank(cfg, world_size, vocab_size))
+    memory = total_bytes(memory_per_rank(cfg, world_size, vocab_size))
     return Layout(cfg, predict(cfg, world_size, vocab_size, hardware, span), memory)
 
 
@@ -80,7 +80,7 @@ def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: fl
 
 def memory_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> Finding | None:
     """The configured layout against the GPU's memory."""
-    memory, usable = sum(item.bytes for item in memory_per_rank(cfg, world_size, vocab_size)), usable_memory(hardware)
+    memory, usable = total_bytes(memory_per_rank(cfg, world_size, vocab_size)), usable_memory(hardware)
     if memory <= usable:
         return None
     return Finding(

@@ -21,7 +21,14 @@ from sagetrain.config.measured import read_measured
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import NoiseAwareTokens, PrecisionConfig, RunConfig
 from sagetrain.hardware import H200, Hardware
-from sagetrain.model.accounting import MemoryItem, flops_per_token, num_parameters, rank_of, save_host_bytes
+from sagetrain.model.accounting import (
+    MemoryItem,
+    flops_per_token,
+    num_parameters,
+    rank_of,
+    save_host_bytes,
+    total_bytes,
+)
 from sagetrain.planning.layouts import Layout, overrides_to, usable_memory
 from sagetrain.planning.performance import StepPrediction
 from sagetrain.planning.plan import Plan, make_plan
@@ -114,7 +121,7 @@ def _brief_table(plan: Plan) -> Table:
     """What one wants to know first."""
     rows = [("model", f"{num_parameters(plan.cfg.model, plan.cfg.attention, plan.vocab_size):,} parameters")]
     if plan.memory:
-        total = sum(item.bytes for item in plan.memory)
+        total = total_bytes(plan.memory)
         rows.append(("layout", _ranks(plan.cfg, plan.world_size) + f", ZeRO {plan.cfg.parallel.zero_stage}"))
         usable = _size(usable_memory(plan.hardware))
         rows.append(("memory", f"{_size(total)} per rank, of {usable} that {plan.hardware.name} leaves to a run"))
@@ -212,7 +219,7 @@ def _ranks(cfg: RunConfig, world_size: int) -> str:
 
 
 def _memory_table(items: list[MemoryItem]) -> Table:
-    total = _size(sum(item.bytes for item in items))
+    total = _size(total_bytes(items))
     return Table(
         "Memory per rank at its fullest moment, estimated",
         ("part", "size", "what"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sagetrain.config.arithmetic import last_part
+from sagetrain.config.arithmetic import last_part, low_bit_linear
 from sagetrain.config.schema import LinearConfig
 from sagetrain.model.transformer import Transformer
 from sagetrain.stability.controller import Event, Taken
@@ -31,12 +31,11 @@ class LinearSchedule:
 
     def __init__(self, settings: LinearConfig, model: Transformer, total_tokens: int, tokens: int) -> None:
         self._settings, self._model, self._total, self._low = settings, model, total_tokens, True
-        self._begin = last_part(settings.keep_last_fraction or 0.0, total_tokens)
         self._moves(tokens)
 
     def summary(self) -> str:
         """Where the run is, in words."""
-        until = f"{self._begin:,} of {self._total:,} tokens"
+        until = f"{last_part(self._settings.keep_last_fraction or 0.0, self._total):,} of {self._total:,} tokens"
         return f"{self._settings.precision} up to {until}" if self._low else f"16 bits since {until}"
 
     def after_step(self, taken: Taken) -> list[Event]:
@@ -49,7 +48,7 @@ class LinearSchedule:
 
     def _moves(self, tokens: int) -> bool:
         """Whether the step after so many tokens is the first in 16 bits, which it is made to be."""
-        if not self._low or tokens < self._begin:
+        if not self._low or low_bit_linear(self._settings, tokens, self._total):
             return False
         self._low = False
         self._model.use_16_bits()

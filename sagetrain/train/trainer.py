@@ -29,7 +29,7 @@ from sagetrain.data import verify
 from sagetrain.data.loader import Batch, Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
-from sagetrain.model.accounting import flops_per_token, memory_per_rank, overlaps
+from sagetrain.model.accounting import flops_per_token, memory_per_rank, overlaps, total_bytes
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
@@ -318,7 +318,7 @@ class Trainer:
 
         def predicted() -> float:
             items = memory_per_rank(self._settled(), dist.get_world_size(), padded_vocab_size(self.vocab_size))
-            return sum(item.bytes for item in items)
+            return total_bytes(items)
 
         ways = {
             "data.micro_batch_size": cfg.data.micro_batch_size,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sagekernels.int8_matmul import int8_product, int8_product_twin
+from sagekernels.int8_matmul import int8_product, product_twin
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +20,7 @@ def test_products_are_within_roundings(sizes, dtype):
     how = {"device": "cuda", "generator": draw}
     a, b = (torch.randint(-127, 128, (n, inner), dtype=torch.int8, **how) for n in (rows, columns))
     a_scale, b_scale = (torch.exp2(8 * torch.randn(n, 1, **how)) for n in (rows, columns))
-    truth = int8_product_twin(a, a_scale, b, b_scale, torch.float64)
+    truth = product_twin(a, a_scale, b, b_scale, torch.float64)
     torch.full((2**26,), torch.nan, device="cuda")
     found = int8_product(a, a_scale, b, b_scale, dtype)
     bound = (4 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps / 2) * truth.abs()
@@ -39,4 +39,4 @@ def test_offsets_past_31_bits():
     one = torch.ones(1, 1, device="cuda")
     found = int8_product(a, one, b, one, torch.bfloat16)
     assert found.numel() > 2**31
-    assert torch.equal(found[-8:], int8_product_twin(a[-8:], one, b, one, torch.bfloat16))
+    assert torch.equal(found[-8:], product_twin(a[-8:], one, b, one, torch.bfloat16))
