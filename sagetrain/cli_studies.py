@@ -51,7 +51,7 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each, from training.seed on: one pair a seed.")] = 3,
     band: Annotated[
         int,
-        typer.Option(min=0, help="For so many seeds run the baseline again with another rounding: the rounding band."),
+        typer.Option(min=0, help="For so many seeds run the baseline again in another rounding: the rounding band."),
     ] = 0,
     branch: Annotated[
         int,

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
@@ -522,19 +523,22 @@ def test_the_others_go_on_from_a_checkpoint_of_the_baseline(base: Path, tmp_path
         process.wait()  # nobody looked at its checkpoints while it ran, and it kept the last one
         return process
 
-    question = ask(base, [PAPER, EQUAL], SAVES, seeds=1, band=0, branch=3080)
+    question = ask(base, [PAPER, EQUAL], SAVES, seeds=1, band=1, branch=3080)
     found, said = go(question, tmp_path, start=over)
-    assert [run.status for run in found.runs.values()] == [FINISHED] * 3, said
+    assert [run.status for run in found.runs.values()] == [FINISHED] * 4, said
     begin, *_ = sorted(found.runs[Job("", "paper", 0)].valid)
     whole, paper, equal = (losses(tmp_path, f"{name}/seed-0") for name in ("base", "paper", "equal"))
     parted = [(tokens, loss) for tokens, loss in whole if tokens > 4096]
     assert equal == parted and whole[0][0] < 4096 < parted[0][0]
     assert [tokens for tokens, _ in paper] == [tokens for tokens, _ in parted]
     assert 0 < abs(paper[0][1] - parted[0][1]) < 1e-3 and begin[0] >= 4096
+    again = losses(tmp_path, "base/seed-0-again")
+    assert again != parted and again == [(tokens, pytest.approx(loss, abs=1e-3)) for tokens, loss in parted]
     assert "resumed from step-" in (tmp_path / "runs/paper/seed-0.log").read_text()
     report(found, tmp_path, 0.01, "", said.append)
     page = (tmp_path / "README.md").read_text()
     assert "Runs of a pair are one up to 3,080 tokens" in page and "- What variants do before runs part." in page
+    assert re.search(r"rounding band 0\.\d+ \(1 pair\)", page)
 
     with pytest.raises(ConfigError, match="--branch: None and 3080"):
         go(replace(question, branch=0), tmp_path)

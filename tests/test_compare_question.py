@@ -91,11 +91,9 @@ def test_a_difference_may_be_allowed(base: Path) -> None:
         question(base, variants=bare, allow=["attention", "optimizer"]).check()
 
 
-def test_weights_to_start_from_are_shared_and_have_no_other_rounding(base: Path) -> None:
+def test_weights_to_start_from_are_shared(base: Path) -> None:
     with pytest.raises(ConfigError, match=r"training\.init_from: None in base, 'runs/x' in other"):
         question(base, variants=["other: training.init_from=runs/x"]).check()
-    with pytest.raises(ConfigError, match="replaces that by other weights"):
-        question(base, variants=[PAPER], overrides=["training.init_from=runs/x"], band=1).check()
 
 
 def test_files_are_variants_and_differ_like_them(base: Path, tmp_path: Path, corpus: Path) -> None:
@@ -167,5 +165,3 @@ def test_pairs_part_where_the_baseline_saves(base: Path) -> None:
         late = [f"checkpoint.every_tokens={every}", "training.total_tokens=7680"]
         with pytest.raises(ConfigError, match=f"--branch {branch:,}: the baseline saves every {every:,}"):
             question(base, variants=[PAPER], overrides=late, branch=branch).check()
-    with pytest.raises(ConfigError, match="--band 1: its second rounding is one of the first step"):
-        question(base, variants=[PAPER], overrides=saves, branch=3000, band=1).check()

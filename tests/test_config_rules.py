@@ -100,10 +100,6 @@ CASES = [
         "no_effect", "warning", "model.rope_scaling.attention_factor", "1.5: has no effect with type llama3", "remove",
     ),
     (
-        {"training": {"perturb": 1, "init_from": "runs/x"}}, 1,
-        "perturb_loaded", "error", "training.perturb", "1: changes the initialization", "remove one",
-    ),
-    (
         {"training": {"perturb": 257}}, 1,
         "perturb_channel", "error", "training.perturb", "257: names a channel, and model.hidden_size is 256", "1 to 256",
     ),

@@ -4,8 +4,8 @@
 #   results/tokens-per-step/rows.sh B-256k C-256k ...
 #
 # A row that was stopped goes on where it was, a finished one is a matter of seconds. SEEDS is the number of seeds (3; more
-# are added to a finished row), RUNS the number of runs at a time on each GPU (3), TIME_LIMIT the seconds after which a row
-# saves its runs and stops.
+# are added to a finished row), BAND the number of them for which 16 bits leave a parting once more, a rounding apart (2),
+# RUNS the number of runs at a time on each GPU (3), TIME_LIMIT the seconds after which a row saves its runs and stops.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -36,12 +36,15 @@ row() {
 
 # parted NAME TOKENS_PER_STEP STEPS ARGUMENTS_OF_COMPARE...: runs of a seed are one, in 16 bits, for 288 steps of 131,072
 # tokens, then take STEPS of another size, the last three fifths of them at a falling learning rate.
-parted() {
-  local name=$1 tokens=$2 trunk=37748736 rest=$(($2 * $3))
-  shift 3
-  sagetrain compare results/rounding-band/43m.yaml --baseline sdpa --seeds "${SEEDS:-3}" --per-gpu "${RUNS:-3}" \
-    ${TIME_LIMIT:+--time-limit "$TIME_LIMIT"} -o "results/tokens-per-step/$name" --branch $trunk \
-    training.seed=1 training.total_tokens=$((trunk + rest)) lr_schedule.warmup_tokens=8388608 \
+parted() { parted_from results/rounding-band/43m.yaml 37748736 8388608 "$@"; }
+
+# parted_from CONFIG TRUNK_TOKENS WARMUP_TOKENS NAME TOKENS_PER_STEP STEPS ARGUMENTS_OF_COMPARE...
+parted_from() {
+  local config=$1 trunk=$2 warmup=$3 name=$4 tokens=$5 rest=$(($5 * $6))
+  shift 6
+  sagetrain compare "$config" --baseline sdpa --seeds "${SEEDS:-3}" --band "${BAND:-2}" --per-gpu "${RUNS:-3}" \
+    ${TIME_LIMIT:+--time-limit "$TIME_LIMIT"} -o "results/tokens-per-step/$name" --branch "$trunk" \
+    training.seed=1 training.total_tokens=$((trunk + rest)) lr_schedule.warmup_tokens="$warmup" \
     "tokens_per_step={schedule: stages, stages: [{from_tokens: 0, tokens: 131072}, {from_tokens: $trunk, tokens: $tokens}]}" \
     lr_schedule.decay_tokens=$((rest * 3 / 5)) evaluation.every_tokens=$((trunk / 2)) \
     checkpoint.every_tokens=$((trunk / 2)) "$@"
@@ -60,12 +63,20 @@ for name in "$@"; do
       --variant "$fp8_alone" --variant "$int8_alone" ;;
     parted-linear) parted "$name" 524288 72 --variant "$fp8_alone" --variant "$fp8_end" \
       --variant "$int8_alone" --variant "$int8_wgrad_alone" ;;
+    parted-325m) parted_from configs/325m.yaml 26214400 5242880 "$name" 262144 40 attention.backend=sdpa optimizer.lr=6e-4 \
+      lr_schedule.shape=wsd lr_schedule.min_lr=6e-5 'data.train=[{path: data/docs4k/train}]' \
+      'data.valid=[{path: data/docs4k/valid}]' evaluation.num_sequences=64 --variant "$paper" --variant "$scores" \
+      --variant "$fp8_alone" --variant "$int8_alone" ;;
     parted-1m) parted "$name" 1048576 36 --variant "$paper" ;;
     C-256k) row "$name" 262144 500 32 attention.qk_norm=none --variant "$paper" ;;
     C-512k) row "$name" 524288 108 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' \
       lr_schedule.warmup_tokens=18874368 --variant "$paper" ;;
     C-1m) row "$name" 1048576 200 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' --variant "$paper" ;;
     E-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" ;;
-    *) echo "$name: not a row; rows: B-256k early-256k parted-16k parted-64k parted-256k parted-512k parted-linear parted-1m C-256k C-512k C-1m E-256k" >&2; exit 2 ;;
+    *)
+      echo "$name: not a row; rows: B-256k early-256k parted-16k parted-64k parted-256k parted-512k parted-linear" \
+        "parted-325m parted-1m C-256k C-512k C-1m E-256k" >&2
+      exit 2
+      ;;
   esac
 done

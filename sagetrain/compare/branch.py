@@ -50,9 +50,8 @@ class Branches:
 
     def _source(self, job: Job) -> Job | None:
         """The baseline's run that a job goes on from; None: it begins by itself."""
-        if not self._question.branch or job.variant == self._question.baseline:
-            return None
-        return Job(job.row, self._question.baseline, job.seed)
+        whole = Job(job.row, self._question.baseline, job.seed)
+        return whole if self._question.branch and job != whole else None
 
     def _folder(self, job: Job) -> RunFolder:
         return RunFolder(self._run_dirs / job.folder)

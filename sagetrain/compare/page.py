@@ -162,7 +162,7 @@ def _reading(margin: float) -> Iterator[str]:
         "gap is the mean difference to the baseline of the same seed (same initialization and samples), "
         "+- t(.975, n - 1) s / sqrt(n) of the n differences with standard deviation s. That is also the power: a "
         "smaller gap would not have been called. The seed band is the standard deviation of the baseline over seeds, "
-        "the rounding band the root mean square difference of two runs that differ in one rounding at the start: no "
+        "the rounding band the root mean square difference of two runs that differ in one rounding where they part: no "
         f"claim is made below it. Level: the whole interval lies within {margin:g}."
     )
 

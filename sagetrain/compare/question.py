@@ -175,8 +175,6 @@ class Question:
 
     def _no_branch(self) -> Iterator[str]:
         """Why pairs could not part where they should."""
-        if self.branch and self.band:
-            yield f"--band {self.band}: its second rounding is one of the first step, and {BRANCH} parts runs later"
         for row in self.rows if self.branch else ():
             total, every, step = self._saving(row.name)
             if self.branch > (last := (total - step) // every * every):

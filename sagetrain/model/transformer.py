@@ -238,7 +238,6 @@ class Transformer(nn.Module):
             and attention.
         seed: of the initialization, which depends on nothing else: no layout, no device. None: parameters are left on
             the meta device, for others to be put in their places.
-        perturb: if not 0, this channel of the first block's norm (the first is 1) has the next gain above 1.
         dtype: of parameters and residual stream.
         partition: given every parameter as soon as it has its values, before the next one takes memory: ZeRO 3 keeps a
             part of it (train/engine.py).
@@ -261,7 +260,6 @@ class Transformer(nn.Module):
         overlap: bool = True,
         activation_checkpointing: Literal["none", "selective", "full"] = "none",
         seed: int | None = 0,
-        perturb: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         partition: Callable[[nn.Parameter], None] | None = None,
@@ -308,7 +306,7 @@ class Transformer(nn.Module):
         half's, whose sum is complete by then."""
         self._normalize = normalize
         if seed is not None:
-            self._initialize(seed, perturb, device, partition)
+            self._initialize(seed, device, partition)
 
     def forward(
         self,
@@ -473,11 +471,8 @@ class Transformer(nn.Module):
         return layouts
 
     @torch.no_grad()
-    def _initialize(
-        self, seed: int, perturb: int, device: torch.device, partition: Callable[[nn.Parameter], None] | None
-    ) -> None:
-        """Gains are 1, of `perturb` one the next number above; weights are normal with init_std, over
-        sqrt(2 num_layers) into the residual stream.
+    def _initialize(self, seed: int, device: torch.device, partition: Callable[[nn.Parameter], None] | None) -> None:
+        """Gains are 1; weights are normal with init_std, over sqrt(2 num_layers) into the residual stream.
 
         Every weight is drawn in full from a generator named after it, then sliced; several at a time, since one
         generator keeps one core busy. One after the other they go to the device.
@@ -486,10 +481,7 @@ class Transformer(nn.Module):
         @torch.no_grad()
         def draw(name: str, parameter: nn.Parameter) -> Tensor:
             if name.endswith(".gain"):
-                gains = torch.ones_like(parameter, device="cpu")
-                if perturb and name == "blocks.0.attention_norm.gain":
-                    gains[perturb - 1] += torch.finfo(gains.dtype).eps
-                return gains
+                return torch.ones_like(parameter, device="cpu")
             std = self.config.init_std
             if name.endswith((".attention.out.weight", ".mlp.down.weight")):
                 std /= (2 * self.config.num_layers) ** 0.5

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 
 from sagetrain import __version__
 from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size, resolved_zero_stage, token_multiple
@@ -46,6 +47,7 @@ from sagetrain.train.ledger import Ledger, TrainState, check_consumed
 from sagetrain.train.lr_schedule import learning_rate
 from sagetrain.train.metrics import names_at
 from sagetrain.train.out_of_memory import explained, record_allocations
+from sagetrain.train.perturb import perturb
 from sagetrain.train.profile import ProfileWindow
 from sagetrain.train.rendezvous import ended_by_signals
 from sagetrain.train.reporter import Reporter
@@ -189,7 +191,6 @@ class Trainer:
             overlap=overlaps(cfg),
             activation_checkpointing=cfg.training.activation_checkpointing,
             seed=cfg.training.seed,
-            perturb=cfg.training.perturb,
             dtype=self.dtype,
             device=self.device,
             partition=partitioner(cfg, self.groups),
@@ -235,9 +236,10 @@ class Trainer:
     def _resume(self, folder: Path | None, damaged: list[Path]) -> None:
         if folder is None:
             self.origin = origin.start_from(self.cfg.training, self.engine, self.folder.path, self._say)
+            perturb(self.engine, self.cfg.training.perturb)
             return
         reader = Reader(folder)
-        self.state = resume.restore(reader, self.engine, self.stream.fingerprint)
+        self.state = self._restore(reader)
         self.origin = reader.manifest["state"].get("init_from")
         if self.main:
             for bad in damaged:
@@ -253,13 +255,20 @@ class Trainer:
                 if said := change_at_resume(self.cfg.tokens_per_step, self.state.tokens, last):
                     self._say(said)
 
+    def _restore(self, reader: Reader) -> TrainState:
+        """Load a whole checkpoint, in another rounding if training.perturb has changed since."""
+        state = resume.restore(reader, self.engine, self.stream.fingerprint)
+        training, before = self.cfg.training, yaml.safe_load((reader.folder / "config.yaml").read_text())["training"]
+        perturb(self.engine, training.perturb if training.perturb != before.get("perturb") else 0)
+        return state
+
     def _go_back(self, wanted: Callable[[int], bool]) -> TrainState | None:
         """Load the newest whole checkpoint of a wanted step, if there is one."""
         self.watchdog.begin("going back to a checkpoint")
         self.saver.wait()
         self.reporter.saved(self.saver)
         folder, _ = checkpoint.newest_whole(self.folder.checkpoints, self._say, wanted)
-        return resume.restore(Reader(folder), self.engine, self.stream.fingerprint) if folder else None
+        return self._restore(Reader(folder)) if folder else None
 
     def _shards(self):
         """What this rank writes of the model and the optimizer."""

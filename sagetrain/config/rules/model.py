@@ -48,14 +48,6 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f"names a channel, and model.hidden_size is {model.hidden_size}",
             f"use 1 to {model.hidden_size}, or 0 for none",
         )
-    if cfg.training.perturb and cfg.training.init_from:
-        yield error(
-            "perturb_loaded",
-            "training.perturb",
-            cfg.training.perturb,
-            "changes the initialization, and training.init_from replaces that by other weights",
-            "remove one of them",
-        )
     limits = {"sage": (16, 256), "flash": (8, 256)}.get(cfg.attention.backend)
     if limits and not limits[0] <= head_dim <= limits[1]:
         yield error(

@@ -48,9 +48,9 @@ class TrainingConfig(Section):
     seed: NonNegativeInt = 0
     """Seed of initialization and sample order."""
     perturb: NonNegativeInt = 0
-    """Begin from weights that differ in one rounding: the gain of this channel (the first is 1) of the first block's
-    norm is the next number above 1. 0: in none. Runs that differ in it alone show how far apart rounding takes equal
-    runs, on deterministic machines too (`sagetrain compare --band`)."""
+    """Begin with weights that differ in one rounding: the gain of this channel (the first is 1) of the first block's
+    norm becomes the next number above. 0: none does. Changed at a resume, it is done there. Runs that differ in it
+    alone show how far apart rounding takes equal runs, on deterministic machines too (`sagetrain compare --band`)."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Arithmetic of the model; master weights and optimizer state are fp32 in either case."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

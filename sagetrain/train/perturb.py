@@ -1,0 +1,29 @@
+"""training.perturb: weights in another rounding, where a run begins or goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from sagetrain.train.engine import Engine
+
+GAIN = "blocks.0.attention_norm.gain"
+
+
+@torch.no_grad()
+def perturb(engine: Engine, channel: int) -> None:
+    """Give one gain of the first block's norm the next number above it in the model's dtype; collective.
+
+    channel: of that gain, the first is 1; 0: none.
+    """
+    if not channel:
+        return
+    for shard in engine.shards(lambda name: name == GAIN):
+        for values, start in engine.weights(shard):
+            place = channel - 1 - start
+            if 0 <= place < len(values):
+                gain = torch.tensor(values[place].item(), dtype=shard.parameter.dtype)
+                values[place] = torch.nextafter(gain, torch.tensor(torch.inf, dtype=gain.dtype)).item()
+    engine.weights_changed()
