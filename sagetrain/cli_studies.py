@@ -221,17 +221,14 @@ def replay(
     sagetrain replay runs/325m/spikes/step-00001500 --attention sdpa --linear bf16
     """
     with _Errors(int(os.environ.get("RANK", "0"))):
-        from dataclasses import asdict
-
         from sagetrain.inference.replay import replay as take_again
-        from sagetrain.inference.replay import table
+        from sagetrain.inference.replay import table, to_json
         from sagetrain.parallel.host import use_cores
 
         use_cores()
         found = take_again(bundle, attention.value, recipe, linear.value == "bf16")
         if os.environ.get("RANK", "0") == "0":
-            values = {**asdict(found), "verdict": found.verdict}
-            typer.echo(json.dumps(values, indent=1) if as_json else table(found))
+            typer.echo(json.dumps(to_json(found), indent=1) if as_json else table(found))
     _leave_together()
 
 

@@ -446,6 +446,34 @@ def test_the_page_says_what_a_variant_of_a_later_row_is(base: Path, tmp_path: Pa
     assert "- `late`: attention.recipe = scores" in page(found, tables(found, 0.01), 0.01, "", "gap.png")
 
 
+def test_the_page_says_what_folders_that_became_rows_differ_in(base: Path, tmp_path: Path) -> None:
+    for name, recipe, lr in (("a", "paper", 1e-3), ("b", "scores", 4e-3)):
+        folder = made(ask(base), 0.02, [0], settings=SETTINGS | {"optimizer.lr": lr, "attention.recipe": "fine"})
+        folder.settings["/paper"] = folder.settings["/paper"] | {"attention.recipe": recipe}
+        folder.save(tmp_path / name)
+    found = read_folders([f"low={tmp_path / 'a'}", f"high={tmp_path / 'b'}"])
+    text = page(found, tables(found, 0.01), 0.01, "", "gap.png")
+    assert "- `paper`: attention.recipe = paper at low; attention.recipe = scores at high" in text
+    assert "## low\n\n100 tokens per step" in text and "## high\n\noptimizer.lr=0.004; 100 tokens per step" in text
+
+
+def test_runs_that_would_begin_with_other_weights_are_refused(base: Path, tmp_path: Path) -> None:
+    """training.init_from names a run, and that has gone on since."""
+    short = [*SHORT, "training.total_tokens=512", "checkpoint.every_tokens=256", "lr_schedule.warmup_tokens=256"]
+    first = asked([str(base)], [PAPER], [], short, seeds=1, band=0, allow=())
+    go(first, tmp_path / "first")
+    source = tmp_path / "first/runs/base/seed-0"
+    newest = sorted((source / "checkpoints").glob("step-*"))[-1]
+    begins = [*short, f"training.init_from={source}"]
+    aside = newest.rename(tmp_path / newest.name)
+    found, said = go(ask(base, [PAPER], begins, seeds=1, band=0), tmp_path / "second")
+    assert [run.status for run in found.runs.values()] == [FINISHED] * 2, said
+    aside.rename(newest)
+    more = ask(base, [PAPER, "late: optimizer.lr=1e-4"], begins, seeds=1, band=0)
+    with pytest.raises(ConfigError, match=r"late seed 0 would begin with .*step-00000002, and base seed 0 began with"):
+        go(more, tmp_path / "second")
+
+
 def test_folders_of_different_questions_are_refused(base: Path, tmp_path: Path) -> None:
     question = ask(base)
     made(question, 0.02, [0]).save(tmp_path / "a")

@@ -91,6 +91,14 @@ def test_a_difference_may_be_allowed(base: Path) -> None:
         question(base, variants=bare, allow=["attention", "optimizer"]).check()
 
 
+def test_runs_that_would_decide_their_own_tokens_per_step_are_no_pairs(base: Path) -> None:
+    aware = "tokens_per_step={schedule: noise_aware, start: 512, floor: 512, ceiling: 4096, hold_tokens: 512}"
+    more = [aware, "stability.quant_noise.every_steps=2", "attention.backend=sage"]
+    with pytest.raises(ConfigError, match=r"paper: tokens_per_step\.schedule noise_aware: each run would"):
+        question(base, variants=[PAPER], overrides=more).check()
+    question(base, variants=[PAPER], overrides=more, allow=["tokens_per_step"]).check()
+
+
 def test_weights_to_start_from_are_shared(base: Path) -> None:
     with pytest.raises(ConfigError, match=r"training\.init_from: None in base, 'runs/x' in other"):
         question(base, variants=["other: training.init_from=runs/x"]).check()

@@ -198,6 +198,16 @@ def test_fewer_sequences_than_asked_for(run: Path, monkeypatch) -> None:
     assert said == ["50 sequences were asked for, and the data has 4 in whole micro-batches of 2"]
 
 
+def test_less_data_than_a_micro_batch_is_measured_once(run: Path, monkeypatch) -> None:
+    monkeypatch.setattr(SampleStream, "num_windows", property(lambda self: 3))
+    loaded = load_run(run, print)
+    data = loaded.cfg.data.model_copy(update={"micro_batch_size": 8})
+    loaded.cfg = loaded.cfg.model_copy(update={"data": data})
+    said: list[str] = []
+    assert diagnose(loaded, ["scores"], 5, report=said.append).sequences == 3
+    assert said == ["5 sequences were asked for, and the data has 3 in whole micro-batches of 3"]
+
+
 def test_int8_attention_that_cannot_run_here(run: Path) -> None:
     loaded = load_run(run, print)
     narrow = loaded.cfg.model.model_copy(update={"head_dim": 8})

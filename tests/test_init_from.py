@@ -14,7 +14,9 @@ import yaml
 import tiny
 from distributed import run_distributed
 from runs import finish, log_of, sagetrain, write_config
+from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import train_tokenizer
+from sagetrain.inference.diagnose import diagnose
 from sagetrain.inference.evaluate import evaluate_texts
 from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export
@@ -163,6 +165,8 @@ def test_what_was_imported_can_be_trained_and_evaluated(first: Path, corpus: Pat
     sections = {"training": training, "optimizer": {"lr": 1e-30}, "attention": {"backend": "sdpa"}}
     config = configured(tmp_path / "run.yaml", corpus, tmp_path / "run", **sections)
     finish("sagetrain", config)
+    with pytest.raises(ConfigError, match="an imported model has no data to be diagnosed on"):
+        diagnose(load_run(tmp_path / "imported", print), [])
     data = str(corpus / "valid")
     losses = [evaluate_texts(load_run(run, print), [data], 32)[0] for run in (tmp_path / "run", first)]
     assert losses[0].loss == pytest.approx(losses[1].loss, abs=2e-3)  # INT8 there, and rows that pad the vocabulary

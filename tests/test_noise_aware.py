@@ -129,3 +129,12 @@ def test_a_state_from_other_settings_is_made_to_fit_and_none_is_the_start() -> N
     )
     controller.restore({})
     assert (controller.now, controller.following) == (1024, 1024) and controller.summary() == "1,024 tokens per step"
+
+
+def test_a_state_that_goes_back_to_the_same_tokens_reads_the_same() -> None:
+    controller = NoiseAware(schedule(hold_tokens=1))
+    controller.restore({"now": 512, "following": 1024})
+    controller.after_step(Taken(1, 512, 512, {}))
+    before, state = controller.summary(), controller.state()
+    controller.restore(state)
+    assert controller.summary() == before == "1,024 tokens per step"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -170,3 +173,27 @@ def test_the_first_measurement_stands_for_itself_and_later_ones_are_averaged() -
     assert "noise/0/scale_tokens" not in step(40.0, 1.0)  # on average no gradient: no quotient
     again.restore({})
     assert again.variance("0") is None
+
+
+def test_a_step_in_which_no_token_counts_is_no_measure_of_the_noise() -> None:
+    scale = NoiseScale(1, decay=0.5)
+    for small, share in ((4.0, 0.1), (0.0, 0.0)):
+        scale.after_step(
+            Taken(1, 2, 2, {"noise/0/small": small, "noise/0/mean": small / 2, "train/counted_share": share})
+        )
+    assert scale.variance("0") == 4.0
+
+
+def test_sums_over_layers_are_the_same_in_every_process() -> None:
+    code = (
+        "import random; from sagetrain.stability.noise_scale import NoiseScale, Taken; draw = random.Random(0)\n"
+        "numbers = {f'noise/{layer}/{of}': draw.random() for layer in range(40) for of in ('small', 'mean')}\n"
+        "scale = NoiseScale(1, 0.9); scale.after_step(Taken(1, 4, 4, numbers)); print(scale.state())"
+    )
+    said = set()
+    for seed in "123":
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        said.add(
+            subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+        )
+    assert len(said) == 1

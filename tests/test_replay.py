@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import DataSource
 from sagetrain.data.loader import Batch, SampleStream
-from sagetrain.inference.replay import _go_there, replay
+from sagetrain.inference.replay import _go_there, _start, replay
 from sagetrain.model import transformer
 from sagetrain.model.backends import Sage, TokenLayout
 from sagetrain.parallel.lowbit import LowBit
@@ -123,7 +124,7 @@ def test_a_step_that_is_not_finite_before_the_first_checkpoint_is_replayed_from_
     assert content["layer_grad_norms"] == {}  # DeepSpeed has cleared them
     found = json.loads(sagetrain("replay", folder, "--attention", "reference", "--json").stdout)
     assert found["cause"] == "data" and found["step"] == content["step"] > 1
-    assert not math.isfinite(found["numbers"]["again"]["grad_norm"])
+    assert not math.isfinite(float(found["numbers"]["again"]["grad_norm"]))
     assert sorted(found["numbers"]["again"]["layers"]) == ["0", "1", "embedding", "head"]
 
 
@@ -135,6 +136,45 @@ def left_by(path: str, factors: dict[int, float]) -> list[str]:
     with contextlib.suppress(TrainingError):
         trainer.run()
     return sorted(folder.name for folder in trainer.folder.spikes.iterdir())
+
+
+def test_a_run_that_began_with_another_is_replayed_from_the_checkpoint_that_that_had_then(tmp_path, corpus) -> None:
+    saves = {"checkpoint": {"every_tokens": 1024}, "training": {"total_tokens": 2048}}
+    finish("sagetrain", write_config(tmp_path / "source.yaml", corpus, tmp_path / "source", **saves))
+    first, newest = sorted((tmp_path / "source/checkpoints").glob("step-*"))
+    newest.rename(tmp_path / newest.name)
+    training = {"init_from": str(tmp_path / "source")}
+    path = config(tmp_path, corpus, optimizer={"lr": 1e30, "weight_decay": 0}, training=training)
+    assert start("sagetrain", path).wait(PATIENCE) == 4
+    (tmp_path / newest.name).rename(newest)  # it has gone on since
+    (folder,) = (tmp_path / "run/spikes").iterdir()
+    shown = sagetrain("replay", folder, "--attention", "reference", "--json")
+    assert bundle.read(folder)["checkpoint"] is None and shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout, parse_constant=lambda name: pytest.fail(name))["drift"] < 1e-6
+    (first / "manifest.json").unlink()
+    gone = sagetrain("replay", folder)
+    assert gone.returncode == 3 and "init_from.json: the weights that the run began with are gone" in gone.stderr
+
+
+def test_a_damaged_checkpoint_is_passed_over(bad, tmp_path) -> None:
+    content, whole = bundle.read(bad / "run/spikes/step-00000015"), bad / "run/checkpoints/step-00000010"
+    for step in (7, 8, 9, 10):
+        shutil.copytree(whole, tmp_path / checkpoint.folder_name(step))
+    (tmp_path / "step-00000010/manifest.json").write_text("{")
+    torn = next((tmp_path / "step-00000009").glob("*.safetensors"))
+    torn.write_bytes(bytes(torn.stat().st_size))
+    assert _start(tmp_path, content) == tmp_path / "step-00000008"
+
+
+def test_one_process_has_those_layers_in_8_bits_that_ranks_had(tmp_path, corpus) -> None:
+    """gate_up alone has 2,000 weights on a rank of two, and three layers have in one process."""
+    sections = {"attention": {"backend": "sdpa"}, "linear": {"precision": "fp8", "keep_layers_below": 2000}}
+    spoiled_corpus = spoiled(corpus, tmp_path / "corpus", SAMPLES)
+    parallel, training = {"tensor_parallel_size": 2}, {"total_tokens": 15 * 256}
+    finish("ranks", config(tmp_path, spoiled_corpus, parallel=parallel, training=training, **sections))
+    (folder,) = (tmp_path / "run/spikes").iterdir()
+    numbers = json.loads(sagetrain("replay", folder, "--attention", "reference", "--json").stdout)["numbers"]
+    assert numbers["again"]["grad_norm"] == pytest.approx(numbers["recorded"]["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize(

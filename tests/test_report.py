@@ -65,6 +65,13 @@ def test_rows_that_are_not_whole_are_passed_over(tmp_path: Path) -> None:
     assert [read_rows(path, last_bytes=size) for size in (2, 60, 1000)] == [[], [whole], [whole, whole]]
 
 
+def test_sources_with_numbers_for_names_keep_their_curves(tmp_path: Path) -> None:
+    row = {"step": 1, "tokens": 8, "valid/2023/loss": 2.0, "valid/2024/loss": 3.0, "quant/0/dS/rel_l2": 0.1}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (run,) = read_runs([tmp_path])
+    assert set(run.curves) == {"valid/2023/loss", "valid/2024/loss", "quant/*/dS/rel_l2"}
+
+
 def test_what_is_read_of_a_run(runs: list[Path]) -> None:
     sdpa, sage = read_runs(runs)
     assert (sdpa.name, sage.name) == ("sdpa", "<-script><b>sage")

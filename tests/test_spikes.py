@@ -53,6 +53,14 @@ def test_values_that_never_differ_have_a_spread_of_one_percent() -> None:
     assert spikes.judge(numbers(2.11, 1.0), TOKENS).event is not None
 
 
+def test_steps_in_which_no_token_counts_are_in_no_window() -> None:
+    spikes = after(40)
+    limits = spikes.limits(TOKENS)
+    for step in range(64):
+        spikes.after_step(Taken(41 + step, 0, TOKENS, numbers(0.0, 0.0) | {"train/counted_share": 0.0}))
+    assert spikes.limits(TOKENS) == limits
+
+
 def test_a_spike_among_the_window_hardly_moves_the_limit() -> None:
     spikes = after(64)
     before = spikes.limits(TOKENS)["loss"]

@@ -32,6 +32,7 @@ from sagetrain.data.token_file import TokenFile, write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import num_parameters
 from sagetrain.report.read import read_rows
+from sagetrain.train import checkpoint, origin
 from sagetrain.train.guard import TRAINING_EXIT_CODE
 from sagetrain.train.run_folder import is_taken, lock
 
@@ -123,6 +124,11 @@ def _compared(
     for job in jobs:
         _refuse_others(found, job, where.run_dirs / job.folder)
         _reread(found, job, where.run_dirs / job.folder)
+
+    def words(job: Job) -> list[str]:
+        _refuse_other_start(found, job, where.run_dirs)
+        return question.command(job, where.run_dirs / job.folder)
+
     missing = [job for job in jobs if job not in found.runs or not found.runs[job].ended]
     branches = Branches(question, where.run_dirs)
     branches.check(missing, [job for job, run in found.runs.items() if run.status == FINISHED])
@@ -137,7 +143,7 @@ def _compared(
     with stop:
         runner.Runner(
             runner.slots(where.gpus, where.per_gpu, os.cpu_count() or 1),
-            lambda job: question.command(job, where.run_dirs / job.folder),
+            words,
             lambda job: where.run_dirs / f"{job.folder}.log",
             ended,
             _Progress(found, jobs, where.run_dirs, stop, say),
@@ -172,6 +178,25 @@ def _refuse_others(found: Results, job: Job, run_dir: Path) -> None:
         lines = [f"{key}: {theirs!r} there, {ours!r} now" for key, (ours, theirs) in changed.items()]
         what = "\n  ".join([f"{run_dir} holds a run with other settings:", *lines])
         raise ConfigError(f"{what}\n  remove it, or use another --output (--run-dirs)")
+
+
+def _refuse_other_start(found: Results, job: Job, run_dirs: Path) -> None:
+    """ConfigError if a run would begin with other weights than the others of its row, which training.init_from named
+    then: a run that has gone on since."""
+    init_from = found.settings[f"{job.row}/{job.variant}"]["training.init_from"]
+    if not init_from or checkpoint.newest(run_dirs / job.folder / "checkpoints"):
+        return
+    now = origin.named(Path(init_from))
+    for other in found.question.jobs():
+        record = run_dirs / other.folder / origin.RECORD
+        if other == job or other.row != job.row or not record.is_file():
+            continue
+        began = json.loads(record.read_text())
+        if now and checkpoint.sha256(now / "manifest.json") != began["manifest (SHA-256)"]:
+            raise ConfigError(
+                f"{job} would begin with {now}, and {other} began with {began['checkpoint']}: training.init_from "
+                f"{init_from} has gone on since. Name a checkpoint there, and begin again in another --output"
+            )
 
 
 def _reread(found: Results, job: Job, run_dir: Path) -> None:

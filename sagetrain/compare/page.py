@@ -65,9 +65,21 @@ def _question(results: Results) -> str:
 
 def _meant(results: Results, variant: Setting) -> str:
     rows = [row.name for row in results.rows if f"{row.name}/{variant.name}" in results.settings]
-    ours, theirs = (results.settings[f"{row}/{name}"] for row in rows[:1] for name in (results.baseline, variant.name))
-    changed = [f"{key} = {value}" for key, (_, value) in differences(ours, theirs).items()]
-    return ", ".join(changed) or variant.config
+    said: dict[str, list[str]] = {}  # in folders that were made one, a name may mean something else in another row
+    for row in rows:
+        ours, theirs = (results.settings[f"{row}/{name}"] for name in (results.baseline, variant.name))
+        changed = [f"{key} = {value}" for key, (_, value) in differences(ours, theirs).items()]
+        said.setdefault(", ".join(changed) or variant.config, []).append(row)
+    if len(said) == 1:
+        return next(iter(said))
+    return "; ".join(f"{meant} at {', '.join(at)}" for meant, at in said.items())
+
+
+def _own(results: Results, row: Setting) -> str:
+    """What a row sets; of one that was a folder by itself, what its baseline has otherwise than that of the first."""
+    first, here = (results.settings[f"{each.name}/{results.baseline}"] for each in (results.rows[0], row))
+    changed = [f"{key}={value}" for key, (_, value) in differences(first, here).items()]
+    return " ".join(row.overrides or changed)
 
 
 def _parting(results: Results) -> Iterator[str]:
@@ -91,7 +103,7 @@ def _passes(results: Results) -> str:
 
 def _body(results: Results, tables: Sequence[Table], margin: float, plot: str) -> Iterator[str]:
     for table, row in zip(tables, results.rows, strict=True):
-        yield from _section(table, row)
+        yield from _section(table, _own(results, row))
     yield from ([f"![gap over tokens]({plot})"] if plot.endswith(".png") else [f"({plot}.)"])
     yield ""
     yield from _reading(margin)
@@ -99,15 +111,14 @@ def _body(results: Results, tables: Sequence[Table], margin: float, plot: str) -
     yield from _not_shown(results, tables)
 
 
-def _section(table: Table, row: Setting) -> Iterator[str]:
+def _section(table: Table, own: str) -> Iterator[str]:
     scale = ""
     if table.noise_scale:
         share = table.tokens_per_step / table.noise_scale
         scale = f"; gradient noise scale {table.noise_scale:,.0f} tokens, tokens per step are {share:.2g} of it"
     yield f"## {table.row or 'Losses'}"
     yield ""
-    own = f"{' '.join(row.overrides)}; " if row.overrides else ""
-    yield f"{own}{table.tokens_per_step:,} tokens per step{scale}. {_bands(table)}"
+    yield f"{f'{own}; ' if own else ''}{table.tokens_per_step:,} tokens per step{scale}. {_bands(table)}"
     yield ""
     kinds = [kind for kind in LOSSES if table.baseline.losses[kind] is not None] or ["training"]
     head = [

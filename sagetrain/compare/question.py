@@ -16,7 +16,7 @@ from sagetrain.config.arithmetic import checkpoint_tokens
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import flat, load_config
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.data.tokenizer import known_vocab_size
 
 SHARED = (
@@ -158,6 +158,12 @@ class Question:
                 findings = check(cfg, 1, vocab_size=known_vocab_size(cfg.data), path=path, overrides=overrides)
                 problems += [f"{variant.name}: {finding}" for finding in findings if finding.level == "error"]
                 problems += [f"{variant.name}: {said}" for said in _timed(cfg)]
+                if isinstance(cfg.tokens_per_step, NoiseAwareTokens) and not _within("tokens_per_step", self.allow):
+                    problems.append(
+                        f"{variant.name}: tokens_per_step.schedule noise_aware: each run would decide its own steps by "
+                        "what it measures, and the runs of a pair share theirs. Use constant, ramp or stages, or "
+                        "accept the difference with --allow tokens_per_step"
+                    )
                 for key, (ours, theirs) in differences(baseline, flat(cfg.model_dump(mode="json"))).items():
                     if _within(key, SHARED) and not _within(key, (*_FREE, *self.allow)):
                         problems.append(

@@ -69,7 +69,7 @@ def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool) -> Rec
     points, steps, valid, rates, scales = [], [], [], [], []
     for row in rows:
         tokens = row["tokens"]
-        if "train/loss" in row:
+        if "train/loss" in row and row.get("train/counted_share") != 0:  # a loss of 0, of no token
             points.append((tokens, row["train/tokens_per_step"], row["train/loss"]))
             steps.append((row["step"], tokens, row["train/loss"]))
             rates.append(row["perf/tokens_per_second"])

@@ -9,7 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from sagetrain.config.sections.base import Section
-from sagetrain.config.sections.data import TOKENIZER_JSON, TOKENIZER_NAME, DataConfig, DataSource, tokenizer_in
+from sagetrain.config.sections.data import (
+    NO_DATA,
+    TOKENIZER_JSON,
+    TOKENIZER_NAME,
+    DataConfig,
+    DataSource,
+    tokenizer_in,
+)
 from sagetrain.config.sections.model import AttentionConfig, LinearConfig, ModelConfig, RopeScaling
 from sagetrain.config.sections.schedule import (
     ConstantTokens,
@@ -44,6 +51,7 @@ from sagetrain.config.sections.training import (
 )
 
 __all__ = [
+    "NO_DATA",
     "TOKENIZER_JSON",
     "TOKENIZER_NAME",
     "AttentionConfig",

@@ -24,7 +24,7 @@ from typing import Any, get_args
 import torch
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import AttentionConfig, MonitorConfig
+from sagetrain.config.schema import NO_DATA, AttentionConfig, MonitorConfig
 from sagetrain.data.loader import Batch, Loader, SampleStream
 from sagetrain.data.token_file import check_writable
 from sagetrain.inference.load import TrainedRun
@@ -88,13 +88,17 @@ def diagnose(
         linear = _in_8_bits(run)
     except ValueError as error:
         raise ConfigError(f"{error}; this checkpoint cannot be diagnosed here") from error
-    size = data.micro_batch_size
+    if data.train[0].path == NO_DATA:
+        raise ConfigError(
+            "an imported model has no data to be diagnosed on: train from it (training.init_from), and diagnose that run"
+        )
     sources = data.valid or data.train
     sha256 = run.tokenizer.sha256 if run.tokenizer else None
     stream = SampleStream.configured(data, sources, run.cfg.training.seed, run.vocab_size, sha256)
+    size = min(data.micro_batch_size, stream.num_windows)
     loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=size, num_workers=0)
     asked = -(-(num_sequences or size) // size) * size
-    count = max(1, min(asked, loader.eval_size(asked)) // size * size)
+    count = loader.eval_size(asked) // size * size
     if count < (num_sequences or 1):
         report(f"{num_sequences} sequences were asked for, and the data has {count} in whole micro-batches of {size}")
     errors = _linear_errors(run, linear, loader.eval_batches(count))

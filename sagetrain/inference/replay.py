@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -23,12 +23,12 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import AttentionConfig
 from sagetrain.model.backends import AttentionFunction, attention_function
-from sagetrain.model.selection import resolve_backend
+from sagetrain.model.selection import matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.stability.controller import Event
-from sagetrain.stability.spikes import METRIC, Verdict
-from sagetrain.train import bundle, checkpoint
+from sagetrain.stability.spikes import METRIC, Verdict, plain
+from sagetrain.train import bundle, checkpoint, origin
 from sagetrain.train.checkpoint import CheckpointError
 from sagetrain.train.guard import TrainingError
 from sagetrain.train.lr_schedule import learning_rate
@@ -117,9 +117,9 @@ def _start(checkpoints: Path, content: dict[str, Any]) -> Path | None:
     """The newest checkpoint before the step whose history is that of the bundle; None: the step's run had none yet."""
     if content["checkpoint"] is None:
         return None
-    for folder in sorted(checkpoints.glob("step-*"), reverse=True):
+    for folder in reversed(checkpoint.published(checkpoints)):
         step = checkpoint.step_of(folder)
-        if step <= content["checkpoint"]:
+        if step <= content["checkpoint"] and not checkpoint.problems(folder):
             dropped = checkpoint.read_manifest(folder)["state"]["ledger"].get("dropped", [])
             if dropped == [each for each in content["ledger"]["dropped"] if each <= step]:
                 return folder
@@ -132,7 +132,8 @@ def _start(checkpoints: Path, content: dict[str, Any]) -> Path | None:
 def _replay(
     folder: Path, content: dict[str, Any], scratch: Path, backend: str, recipe: str | None, linear_in_16_bits: bool
 ) -> Replay:
-    trainer = _trainer(folder, scratch)
+    trainer = _trainer(folder, scratch, fresh=content["checkpoint"] is None)
+    _layers_of(trainer, content["layout"]["tensor_parallel_size"])
     cfg, device = trainer.cfg, trainer.device
     asked = trainer.attention.model_copy(update={"backend": backend, "recipe": recipe or trainer.attention.recipe})
     try:
@@ -177,9 +178,14 @@ def _replay(
     )
 
 
-def _trainer(folder: Path, scratch: Path) -> Trainer:
-    """The run's own, at the checkpoint; in one process without its parallelism, which changes nothing but rounding."""
+def _trainer(folder: Path, scratch: Path, fresh: bool) -> Trainer:
+    """The run's own, at the checkpoint; in one process without its parallelism, which changes nothing but rounding.
+    fresh: there is none, it begins as the run did."""
     cfg = load_config(folder / "config.yaml")
+    if fresh and cfg.training.init_from is not None:
+        # It may name a run that has gone on since.
+        init_from = str(origin.recorded(folder.absolute().parent.parent))
+        cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"init_from": init_from})})
     parallel = cfg.parallel.model_copy(update={"world_size": None})
     if os.environ.get("WORLD_SIZE", "1") == "1":
         # At stage 0 a gradient that is not finite has norms of layers, too.
@@ -194,6 +200,16 @@ def _trainer(folder: Path, scratch: Path) -> Trainer:
         "stability": cfg.stability.model_copy(update={"spikes": spikes}),
     }
     return Trainer(cfg.model_copy(update=sections), [])
+
+
+def _layers_of(trainer: Trainer, tensor_parallel_size: int) -> None:
+    """In 8 bits those linear layers that were in the run, whose ranks' sizes decided."""
+    model = cast(Transformer, trainer.engine.module)
+    if any(model.matmuls) and tensor_parallel_size != trainer.groups.tp_size:
+        place: dict[str, Any] = {"device": trainer.device, "dtype": trainer.dtype}
+        place["tensor_parallel_size"] = tensor_parallel_size
+        model.matmuls, _ = matmuls_of(trainer.linear, trainer.cfg.model, **place)
+        trainer.engine.weights_changed()
 
 
 def _functions(trainer: Trainer, words: list[str]) -> list[AttentionFunction]:
@@ -252,6 +268,17 @@ def _wrong(numbers: Numbers, limits: dict[str, float]) -> bool:
     """Whether the step would be an event."""
     values = {"loss": numbers.loss, "grad_norm": numbers.grad_norm}
     return any(not math.isfinite(value) or value > limits[name] for name, value in values.items())
+
+
+def to_json(found: Replay) -> dict[str, Any]:
+    """JSON types alone: what is not finite in words."""
+
+    def known(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: known(each) for name, each in value.items()}
+        return plain(value) if isinstance(value, float) else value
+
+    return {**known(asdict(found)), "verdict": found.verdict}
 
 
 def table(found: Replay) -> str:

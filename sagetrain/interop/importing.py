@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import dump_config
-from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, RunConfig
+from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, RunConfig
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.interop.exporting import cut, published
 from sagetrain.interop.huggingface import INDEX, WEIGHTS, Described, Weight, describe, weights
@@ -248,7 +248,7 @@ def _run_config(described: Described, run_dir: Path, dtype: torch.dtype) -> RunC
     tree = {
         "model": described.model.model_dump(),
         "attention": described.attention.model_dump(),
-        "data": {"train": [{"path": "none"}], "seq_length": length, "micro_batch_size": 1},
+        "data": {"train": [{"path": NO_DATA}], "seq_length": length, "micro_batch_size": 1},
         "tokens_per_step": {"schedule": "constant", "tokens": length},
         "optimizer": {"lr": 1e-5},
         "training": {

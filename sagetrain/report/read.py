@@ -21,7 +21,8 @@ from sagetrain.config.measured import CRITICAL, STABILITY_NAME, critical_in_word
 MAX_POINTS = 2_000
 """Of one curve. A longer one keeps the least and the largest value of every stretch, so that no spike is lost."""
 
-_LAYER = re.compile(r"/\d+(?=/)")
+_LAYER = re.compile(r"^(quant|quant_noise|noise|norms)/\d+/")
+"""Not of other names: valid/2024/loss is of a source."""
 
 Curve = tuple[list[int], list[float]]
 """Tokens seen, values."""
@@ -108,7 +109,7 @@ def _read(folder: Path, name: str) -> RunRecord:
                 continue
             if not math.isfinite(value):  # JSON knows no such number, and no browser would draw it
                 continue
-            curve = curves.setdefault(_LAYER.sub("/*", metric), {})
+            curve = curves.setdefault(_LAYER.sub(r"\1/*/", metric), {})
             worst = min if metric.endswith("/cosine") else max
             curve[row["tokens"]] = worst(value, curve.get(row["tokens"], value))
     events = [*_saves(rows), *read_rows(folder / "events.jsonl")]
@@ -135,7 +136,7 @@ def _saves(rows: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Label -> text, for people."""
-    steps = [row for row in rows if "train/loss" in row]
+    steps = [row for row in rows if "train/loss" in row and row.get("train/counted_share") != 0]
     valid = [row["valid/loss"] for row in rows if "valid/loss" in row]
     found = {"steps": f"{max(row['step'] for row in rows):,}", "tokens": f"{max(row['tokens'] for row in rows):,}"}
     if steps:

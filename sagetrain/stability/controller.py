@@ -26,6 +26,11 @@ class Taken:
     """Every number that was added while it ran, by name, over all ranks. A controller may make others of them: those
     after it read them, and they are logged."""
 
+    @property
+    def empty(self) -> bool:
+        """No token of it counts in the loss: loss and gradient are 0, and say nothing about other steps."""
+        return self.metrics.get("train/counted_share") == 0
+
 
 @dataclass(frozen=True)
 class Event:

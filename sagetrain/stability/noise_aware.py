@@ -41,7 +41,7 @@ class NoiseAware:
 
     def after_step(self, taken: Taken) -> list[Event]:
         """Decide, if this step had a probe, and the last change is long enough ago."""
-        self.now = now = self.following
+        self.now = self._restored = now = self.following
         held = self._changed is not None and taken.tokens - self._changed < self._schedule.hold_tokens
         if held or not _layers(taken):
             return []

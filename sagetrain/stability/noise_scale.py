@@ -165,11 +165,10 @@ class NoiseScale:
 
     def after_step(self, taken: Taken) -> list[Event]:
         """Make estimates, if this step was measured and is no spike."""
-        measured = {key.split("/")[1] for key in taken.metrics if re.fullmatch(r"noise/\w+/small", key)}
+        measured = [key.split("/")[1] for key in taken.metrics if re.fullmatch(r"noise/\w+/small", key)]
         pairs = {layer: [taken.metrics.pop(f"noise/{layer}/{of}") for of in ("small", "mean")] for layer in measured}
-        if taken.metrics.get(
-            SPIKE
-        ):  # of the noise of other steps it says nothing, and would be in the averages for long
+        # Of the noise of other steps it says nothing, and would be in the averages for long.
+        if taken.metrics.get(SPIKE) or taken.empty:
             return []
         if pairs:
             pairs[ALL] = [sum(pair[i] for pair in pairs.values()) for i in (0, 1)]

@@ -137,7 +137,7 @@ class QuantNoise:
 
     def after_step(self, taken: Taken) -> list[Event]:
         """Relate them, if this step had a probe of several micro-batches, the noise is known, and it is no spike."""
-        if taken.metrics.get(SPIKE):
+        if taken.metrics.get(SPIKE) or taken.empty:
             return []
         suffix = "/bias_square"
         layers = [key.split("/")[1] for key in taken.metrics if key.startswith("quant_noise/") and key.endswith(suffix)]

@@ -101,7 +101,7 @@ class Spikes:
 
     def after_step(self, taken: Taken) -> list[Event]:
         """Its numbers are what later ones are compared with."""
-        if "train/loss" in taken.metrics:
+        if "train/loss" in taken.metrics and not taken.empty:
             numbers = taken.metrics["train/loss"], taken.metrics["train/grad_norm"]
             self._window.append((*numbers, taken.tokens_per_step))
         return []

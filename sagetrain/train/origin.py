@@ -49,7 +49,7 @@ def check(root: Path, training: TrainingConfig, identity: Mapping[str, Any]) -> 
     if training.init_from is None:
         return
     path = Path(training.init_from)
-    folder = path if (path / "manifest.json").is_file() else checkpoint.newest(path / "checkpoints")
+    folder = named(path)
     if folder is None:
         raise ConfigError(f"training.init_from {path}: is no checkpoint, and no run folder that has one")
     try:
@@ -65,6 +65,25 @@ def check(root: Path, training: TrainingConfig, identity: Mapping[str, Any]) -> 
             f"training.init_from {path} does not fit this run: {'; '.join(differences)}. Take model and "
             f"attention.qk_norm from {folder / 'config.yaml'}, and data.tokenizer and data made with it from that run"
         )
+
+
+def named(path: Path) -> Path | None:
+    """The checkpoint that training.init_from means: itself, or the newest of a run; None: there is none."""
+    return path if (path / "manifest.json").is_file() else checkpoint.newest(path / "checkpoints")
+
+
+def recorded(run_dir: Path) -> Path:
+    """The checkpoint that a run began with. CheckpointError if it is not there as it was."""
+    record = run_dir / RECORD
+    try:
+        began = json.loads(record.read_text())
+        path = Path(began["checkpoint"])
+        same = checkpoint.sha256(path / "manifest.json") == began["manifest (SHA-256)"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{record}: the weights that the run began with are gone ({error})") from error
+    if not same:
+        raise CheckpointError(f"{record}: {path} is another checkpoint than the one that the run began with")
+    return path
 
 
 def imported_tokens(state: Mapping[str, Any]) -> dict[str, Any]:

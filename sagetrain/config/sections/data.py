@@ -13,6 +13,8 @@ from sagetrain.config.sections.base import LocalPath, Section
 TOKENIZER_NAME, TOKENIZER_JSON = "tokenizer.model", "tokenizer.json"
 """What `sagetrain prepare` calls the tokenizer that it leaves beside a token file: a SentencePiece model, or one of
 Hugging Face's tokenizers."""
+NO_DATA = "none"
+"""The path of data.train in the configuration of a model that was imported."""
 
 
 def tokenizer_in(folder: Path) -> Path:
