@@ -24,6 +24,7 @@ from sagetrain.cli_options import Checkpoint, Config, Overrides, RunDir
 from sagetrain.cli_studies import studies
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.exits import Errors as _Errors
+from sagetrain.exits import forbidden as _forbidden
 from sagetrain.exits import leave as _exit
 from sagetrain.exits import leave_together as _leave_together
 from sagetrain.exits import warn as _warn
@@ -268,11 +269,11 @@ def train(
                 trained = partial(in_training, cfg) if cfg.parallel.zero_stage < 3 else None
                 tasks = ask(cfg.evaluation, cfg.data, trained)
             trainer = Trainer(cfg, findings, tasks)
-        except ConfigError as error:
+        except (ConfigError, PermissionError) as error:
             if world_size > 1:
                 from sagetrain.train import roster
 
-                roster.stay_out(error)
+                roster.stay_out(error if isinstance(error, ConfigError) else _forbidden(error))
             raise
         trainer.run()
     _leave_together()

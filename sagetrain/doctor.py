@@ -194,11 +194,15 @@ def _attention(device: torch.device, model: ModelConfig, where: str) -> list[Che
 
 
 def _linear(device: torch.device, model: ModelConfig, where: str) -> list[Check]:
-    fp8 = LinearConfig(precision="fp8")
-    if why := cannot_multiply(fp8, model, tensor_parallel_size=1, device=device, dtype=torch.bfloat16):
-        return [Check("FP8 matmuls", where, "look", f"no: {why}", "linear.precision bf16 (the default)")]
-    name, sizes = next((name, sizes) for name, sizes in model.linear_layers(1).items() if fp8.takes(sizes))
-    ways = [" ".join(name) for name in RECIPES if name[0] == "fp8"]
+    return [_matmuls(precision, device, model, where) for precision in ("fp8", "int8")]
+
+
+def _matmuls(precision: Literal["fp8", "int8"], device: torch.device, model: ModelConfig, where: str) -> Check:
+    low, what = LinearConfig(precision=precision), f"{precision.upper()} matmuls"
+    if why := cannot_multiply(low, model, tensor_parallel_size=1, device=device, dtype=torch.bfloat16):
+        return Check(what, where, "look", f"no: {why}", "linear.precision bf16 (the default)")
+    name, sizes = next((name, sizes) for name, sizes in model.linear_layers(1).items() if low.takes(sizes))
+    ways = [" ".join(name) for name in RECIPES if name[0] == precision]
     _, refused = linear_choice.time_layers(
         {name: sizes},
         ways,
@@ -211,10 +215,10 @@ def _linear(device: torch.device, model: ModelConfig, where: str) -> list[Check]
         seconds=lambda calls: 0.0,  # tried, not timed
     )
     if refused:
-        return [Check("FP8 matmuls", where, "bad", "; ".join(refused), "linear.precision bf16 (the default)")]
-    names = ", ".join(way.removeprefix("fp8 ") for way in ways)
+        return Check(what, where, "bad", "; ".join(refused), "linear.precision bf16 (the default)")
+    names = ", ".join(way.removeprefix(f"{precision} ") for way in ways)
     twin = "" if device.type == "cuda" else " (their twin in torch: exact, slow)"
-    return [Check("FP8 matmuls", where, "ok", f"agree with float32: {names}{twin}")]
+    return Check(what, where, "ok", f"agree with float32: {names}{twin}")
 
 
 # -- between ranks -----------------------------------------------------------------------------------------------

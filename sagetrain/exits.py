@@ -45,6 +45,8 @@ class Errors:
             )
         if self.output and isinstance(error, OSError) and _is_unusable(self.output, error):
             error = ConfigError(f"{self.output} cannot be written: {error.strerror}; choose another place for it")
+        if isinstance(error, PermissionError) and error.filename:
+            error = forbidden(error)
         if error is None or (code := _exit_code(error)) is None:
             return
         said = str(error)
@@ -61,6 +63,11 @@ class Errors:
             time.sleep(5 + 3 * int(os.environ.get("LOCAL_RANK", "0")))
         warn(f"rank {self.rank}: error: {said}" if self.rank else f"error: {said}")
         leave(code)
+
+
+def forbidden(error: PermissionError) -> ConfigError:
+    """The same for people: a file of other users, most of the time."""
+    return ConfigError(f"{error.filename}: {error.strerror}; let this user read it (chmod), or name another path")
 
 
 def _is_unusable(run_dir: Path, error: OSError) -> bool:

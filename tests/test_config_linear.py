@@ -22,6 +22,14 @@ CASES = [
         "linear_int8_sums", "error", "linear.recipe", "sums over the 262,144 tokens of a rank's micro-batch in int32, which holds 133,144 products of codes", "use rowwise_bf16_wgrad, a smaller data.micro_batch_size",
     ),
     (
+        {"linear": {"precision": "int8"}, "model": {"ffn_hidden_size": 81920}}, 1,
+        "linear_int8_sums", "error", "linear.precision", "sums over 163,840 features of gate_up on a rank in int32, which holds 133,144", "use a larger parallel.tensor_parallel_size",
+    ),
+    (
+        {"linear": {"precision": "int8", "keep_last_fraction": 1e-9}}, 1,
+        "no_effect", "warning", "linear.keep_last_fraction", "1e-09: has no effect with steps of", "remove",
+    ),
+    (
         {"linear": {"precision": "fp8"}}, 1,
         "linear_fp8_costs_loss", "info", "linear.precision", "ended .007 +- .006 nats per token (.27 %) above 16 bits", "sagetrain compare",
     ),

@@ -59,12 +59,14 @@ def test_an_attention_function_that_is_wrong_is_bad(monkeypatch: pytest.MonkeyPa
     assert bad.verdict == "bad" and bad.found.startswith("sdpa: ")
 
 
-def test_fp8_matmuls_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    (good,) = doctor._linear(torch.device("cpu"), SMALL, "here")
-    assert good.verdict == "ok" and good.found.startswith("agree with float32: tensorwise, rowwise")
+def test_matmuls_in_8_bits_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8, int8 = doctor._linear(torch.device("cpu"), SMALL, "here")
+    assert fp8.verdict == "ok" and fp8.found.startswith("agree with float32: tensorwise, rowwise")
+    assert int8.verdict == "ok" and int8.found.startswith("agree with float32: rowwise, rowwise_bf16_wgrad")
     monkeypatch.setitem(linear_choice.LIMITS, "fp8", 1e-6)
-    (bad,) = doctor._linear(torch.device("cpu"), SMALL, "here")
+    bad, good = doctor._linear(torch.device("cpu"), SMALL, "here")
     assert bad.verdict == "bad" and "qkv in fp8 rowwise: the output is wrong by 0.0" in bad.found
+    assert good.verdict == "ok"
 
 
 def examined(folder: str) -> None:
@@ -110,7 +112,7 @@ def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
     assert "GB/s" in speed.found and locks.verdict == "ok" and list(tmp_path.iterdir()) == []
 
 
-def test_fp8_is_tried_on_a_layer_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bits_are_tried_on_a_layer_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run keeps others in 16 bits, and where all are such, says so."""
     tried: list[str] = []
     right = linear_choice.time_layers
@@ -119,9 +121,9 @@ def test_fp8_is_tried_on_a_layer_that_takes_it(monkeypatch: pytest.MonkeyPatch) 
         ({"head_dim": 20}, "ok", "agree with float32"),  # not of q, k and v, nor of what reads attention's output
         ({"hidden_size": 24}, "look", "no: all have sides that are no multiples of 16 (qkv 24, "),
     ):
-        (check,) = doctor._linear(torch.device("cpu"), SMALL.model_copy(update=change), "here")
-        assert check.verdict == verdict and says in check.found
-    assert tried == ["gate_up"]
+        for check in doctor._linear(torch.device("cpu"), SMALL.model_copy(update=change), "here"):
+            assert check.verdict == verdict and says in check.found
+    assert tried == ["gate_up"] * 2
 
 
 def test_limits_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen3Config
 
 from runs import sagetrain
@@ -72,8 +73,11 @@ def check_logits(folder: Path, run_dir: Path) -> None:
     tokens = torch.randint(0, 352, (2, 150), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected, found = theirs(tokens).logits, ours.model(tokens)[..., :352].float()
+        loss = ours.model(tokens, tokens.flip(-1))
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    exact = cross_entropy(expected.flatten(0, 1), tokens.flip(-1).flatten())  # without the rows that pad
+    torch.testing.assert_close(loss, exact, rtol=0, atol=2e-4)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -244,3 +248,11 @@ def test_folders_that_are_not_whole(llama: Path, tmp_path: Path) -> None:
               folder / "model.safetensors")  # fmt: skip
     refused(folder, r"model\.norm\.weight is F8_E4M3: weights are read in F32, BF16, F16 alone")
     assert not (tmp_path / "run").exists()
+
+
+def test_layers_whose_sides_8_bits_do_not_take_are_named(tmp_path: Path) -> None:
+    import_folder(save(tmp_path / "in", LlamaConfig(**SIZES | {"intermediate_size": 40})), tmp_path / "run")
+    said: list[str] = []
+    run = load_run(tmp_path / "run", said.append, linear="int8")
+    assert [*run.model.matmuls[0]] == ["qkv", "out"]
+    assert "gate_up, down: in 16 bits, where sides are no multiples of 16" in said

@@ -177,6 +177,15 @@ def test_the_command_says_which_file_and_what_to_do(monkeypatch, capsys) -> None
     assert capsys.readouterr().err == said
 
 
+def test_a_file_that_may_not_be_read_is_one_line(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(exits, "leave", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    with pytest.raises(SystemExit) as ended, exits.Errors(run_dir=Path("run")):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/data/train.bin")
+    assert ended.value.code == 2
+    said = "error: /data/train.bin: Permission denied; let this user read it (chmod), or name another path\n"
+    assert capsys.readouterr().err == said
+
+
 def train_two_ranks(data: str, tokenizer: str, run_dir: str) -> None:
     reporter.peak_flops = lambda device: 1e12
     cfg = tiny.config(1).model_dump()

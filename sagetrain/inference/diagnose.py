@@ -90,7 +90,7 @@ def diagnose(
         raise ConfigError(f"{error}; this checkpoint cannot be diagnosed here") from error
     if data.train[0].path == NO_DATA:
         raise ConfigError(
-            "an imported model has no data to be diagnosed on: train from it (training.init_from), and diagnose that run"
+            "an imported model has no data to be diagnosed on; train from it (training.init_from), diagnose that run"
         )
     sources = data.valid or data.train
     sha256 = run.tokenizer.sha256 if run.tokenizer else None

@@ -157,9 +157,9 @@ def load_run(
         size = cfg.parallel.tensor_parallel_size  # whose layers' sizes decided while training
         matmuls, _ = matmuls_of(multiply, cfg.model, tensor_parallel_size=size, device=device, dtype=dtype)
         here = cfg.model.linear_layers(groups.tp_size)
-        if odd := sorted({name for own in matmuls for name in own if here[name].odd}):
-            sides = f"where sides are no multiples of {LOW_BIT_MULTIPLE}"
-            report(f"{', '.join(odd)}: in 16 bits on {groups.tp_size} ranks, {sides}")
+        if odd := [name for name, sizes in here.items() if multiply.low_bit and sizes.odd]:
+            ranks_here = f" on {groups.tp_size} ranks" if groups.tp_size > 1 else ""
+            report(f"{', '.join(odd)}: in 16 bits{ranks_here}, where sides are no multiples of {LOW_BIT_MULTIPLE}")
         matmuls = [{name: each for name, each in own.items() if not here[name].odd} for own in matmuls]
     except ValueError as error:
         raise ConfigError(f"--linear {linear}: {error}") from error
@@ -169,6 +169,7 @@ def load_run(
             trained.model_copy(update={"backend": backend}),
             matmuls=matmuls,
             vocab_size=padded_vocab_size(run.vocab_size),
+            known=run.vocab_size,
             groups=groups,
             overlap=False,  # which would take a batch apart
             seed=None,

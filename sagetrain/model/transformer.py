@@ -193,11 +193,18 @@ class Head(nn.Module):
     """
 
     def __init__(
-        self, weight: nn.Parameter, groups: ParallelGroups, *, sequence_parallel: bool, matmul: Matmul | None = None
+        self,
+        weight: nn.Parameter,
+        groups: ParallelGroups,
+        *,
+        sequence_parallel: bool,
+        known: int | None = None,
+        matmul: Matmul | None = None,
     ) -> None:
         super().__init__()
         self.matmul = matmul or Matmul()
         self.weight = weight
+        self.known = known
         self.groups = groups
         self.sequence_parallel = sequence_parallel
         self.compiled = False
@@ -216,7 +223,7 @@ class Head(nn.Module):
         if labels_T is None:
             x_TD = x_TD[every - 1 :: every]
             return gather_from_region(linear(x_TD, [self.weight], self.matmul)[0], self.groups)
-        how = {"matmul": self.matmul, "compiled": self.compiled}
+        how = {"matmul": self.matmul, "compiled": self.compiled, "known": self.known}
         if by_token:
             return linear_token_losses(x_TD, self.weight, labels_T, self.groups, **how)
         return linear_cross_entropy(x_TD, self.weight, labels_T, self.groups, divisor=divisor, **how)
@@ -231,6 +238,7 @@ class Transformer(nn.Module):
         functions: of attention, one for each layer; default: what the backend names, in all of them.
         matmuls: how linear layers multiply, by name for each block (selection.matmuls_of); others, or None: in dtype.
         vocab_size: rows of the embedding, padded so that the tensor-parallel size divides it.
+        known: of these rows, those that are tokens; others have no part in the loss. None: all are.
         groups: this rank's place in the layout.
         sequence_parallel: shard residual stream and norms along the sequence.
         overlap: under tensor parallelism, take the tokens in two halves.
@@ -253,6 +261,7 @@ class Transformer(nn.Module):
         attention: AttentionConfig,
         *,
         vocab_size: int,
+        known: int | None = None,
         groups: ParallelGroups,
         functions: Sequence[AttentionFunction] | None = None,
         matmuls: Sequence[Mapping[str, Matmul]] | None = None,
@@ -298,7 +307,7 @@ class Transformer(nn.Module):
         head_weight = self.embedding.weight
         if not model.tie_embeddings:
             head_weight = annotate(nn.Parameter(torch.empty_like(head_weight)), groups, tp_dim=0)
-        self.head = Head(head_weight, groups, sequence_parallel=sequence_parallel)
+        self.head = Head(head_weight, groups, sequence_parallel=sequence_parallel, known=known)
         self.whole_blocks = False
         """Whether a block computes with its own parameters alone, as a compiled one has to under ZeRO-3."""
         self.watch_blocks: Callable[[int, Tensor], None] | None = None
@@ -350,9 +359,10 @@ class Transformer(nn.Module):
         recompute = self.activation_checkpointing != "none" and torch.is_grad_enabled()
         if recompute or self.whole_blocks:
             streams = tuple(x + finish_leave(y, *region) for x, y in halves)
-            # A collective that is started once more has to be finished once more: recomputed to the end, as a compiled
-            # block is anyway. (Its ZeRO-3 hook, at the very end, would give the weights back too early.)
-            stop_early = self.groups.tp_size == 1 or self.whole_blocks
+            # A collective of the other half that is started once more has to be finished once more: recomputed to the
+            # end, as a compiled block is anyway. (Its ZeRO-3 hook, at the very end, would give the weights back too
+            # early, and so would that of `down`, which only another half behind it would gather again.)
+            stop_early = parts == 1 or self.whole_blocks
             again = recompute and self.activation_checkpointing == "full"
             how = {"again": again, "stop_early": stop_early, "seen": self._seen}
             streams = schedule.recomputed(self.blocks, layouts, streams, **how)

@@ -35,6 +35,7 @@ def linear_cross_entropy(
     chunk: int | None = None,
     compiled: bool = False,
     divisor: float | None = None,
+    known: int | None = None,
 ) -> Tensor:
     """Mean over the tokens of the cross-entropy of hidden @ weight^T, or with a divisor their masked sum over it.
 
@@ -48,6 +49,7 @@ def linear_cross_entropy(
         chunk: tokens whose logits exist at once (default: as many as fill 2^28 logits).
         compiled: fuse the softmax kernels with torch.compile (for CUDA).
         divisor: of the sum over the tokens whose labels are not negative. Only with it may a label be negative.
+        known: size of the vocabulary; rows behind it only fill the weight up, and are no token's. None: all are.
 
     Returns:
         fp32 scalar.
@@ -55,7 +57,7 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
     chunk, matmul = chunk or _chunk(hidden, weight), matmul or Matmul()
-    return _LinearCrossEntropy.apply(hidden, weight, labels, groups, matmul, chunk, compiled, divisor)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, groups, matmul, chunk, compiled, divisor, known)
 
 
 @torch.no_grad()
@@ -68,6 +70,7 @@ def linear_token_losses(
     matmul: Matmul | None = None,
     chunk: int | None = None,
     compiled: bool = False,
+    known: int | None = None,
 ) -> Tensor:
     """The losses, fp32 [tokens], whose mean linear_cross_entropy is, from the same arguments; without a gradient. 0
     where the label is negative."""
@@ -76,6 +79,7 @@ def linear_token_losses(
     for some, some_labels in zip(hidden.split(chunk), labels.split(chunk), strict=True):
         local, outside = local_ids(some_labels, weight.shape[0], groups)
         (logits,) = matmul.forward(matmul.operand(some), (weight,))
+        _leave_out(logits, known, groups)
         losses.append(_token_losses(*statistics(logits, local), outside, groups)[0].masked_fill(some_labels < 0, 0))
         del logits  # the next chunk's take its place
     return torch.cat(losses)
@@ -99,6 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         compiled: bool,
         divisor: float | None,
+        known: int | None,
     ) -> Tensor:
         statistics, logits_gradient = _compiled_kernels() if compiled else (_statistics, _logits_gradient)
         hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
@@ -110,6 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             local, outside = local_ids(labels[rows], weight.shape[0], groups)
             operand, saved = matmul.read(hidden[rows])
             (logits,) = matmul.forward(operand, (weight,))
+            _leave_out(logits, known, groups)
             losses, lse = _token_losses(*statistics(logits, local), outside, groups)
             if divisor is not None:  # exp(logits - inf) = 0: such a row has no gradient either
                 masked = labels[rows] < 0
@@ -135,8 +141,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (
             None if hidden_grad is None else _scaled(hidden_grad, scale),
             None if weight_grad is None else _scaled(weight_grad, scale),
-            *(None,) * 6,
+            *(None,) * 7,
         )
+
+
+def _leave_out(logits: Tensor, known: int | None, groups: ParallelGroups) -> None:
+    """Rows behind the vocabulary, which fill it up to a multiple of 128, are no tokens: probability 0."""
+    if known is not None and (own := max(0, known - groups.tp_rank * logits.shape[1])) < logits.shape[1]:
+        logits[:, own:] = -math.inf
 
 
 def _statistics(logits: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:

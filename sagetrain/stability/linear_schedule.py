@@ -40,7 +40,7 @@ class LinearSchedule:
 
     def after_step(self, taken: Taken) -> list[Event]:
         """Move all layers, if it is time."""
-        if not self._moves(taken.tokens):
+        if taken.tokens >= self._total or not self._moves(taken.tokens):
             return []
         old, new = f"{self._settings.precision} {self._settings.recipe}", "16 bits"
         text = f"linear layers from {old} to {new}: linear.keep_last_fraction {self._settings.keep_last_fraction}"

@@ -186,6 +186,7 @@ class Trainer:
             cfg.model,
             self.attention,
             vocab_size=padded_vocab_size(self.vocab_size),
+            known=self.vocab_size,
             groups=self.groups,
             sequence_parallel=cfg.parallel.sequence_parallel,
             overlap=overlaps(cfg),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sagetrain.config.arithmetic import last_part
 from sagetrain.config.errors import Finding
 from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE
 from sagetrain.config.rules.findings import error, neighbours, no_effect
@@ -61,6 +62,18 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "products of codes: gradients of weights could overflow, and nothing would show it",
             "use rowwise_bf16_wgrad, a smaller data.micro_batch_size, or linear.precision fp8",
         )
+    if linear.precision == "int8":  # the output sums over inputs, the gradient of x over the outputs of all weights
+        for name, layer in model.linear_layers(tensor).items():
+            side = max(layer.inputs, sum(layer.outputs.values()))
+            if linear.takes(layer) and side > _INT8_PRODUCTS:
+                yield error(
+                    "linear_int8_sums",
+                    "linear.precision",
+                    "int8",
+                    f"sums over {side:,} features of {name} on a rank in int32, which holds {_INT8_PRODUCTS:,} "
+                    "products of codes",
+                    "use a larger parallel.tensor_parallel_size, a smaller model, or linear.precision fp8",
+                )
     if linear.precision == "fp8":
         yield Finding(
             "linear_fp8_costs_loss",
@@ -72,6 +85,11 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "sagetrain compare shows what it is for your model",
             "our runs: results/tokens-per-step",
         )
+    if linear.keep_last_fraction:
+        total, step = cfg.training.total_tokens, min(cfg.tokens_per_step.named_tokens.values())
+        if total - last_part(linear.keep_last_fraction, total) < step:
+            why = f"steps of {step:,} tokens: the last one begins before that part of {total:,}"
+            yield no_effect("linear.keep_last_fraction", linear.keep_last_fraction, why)
     if not linear.low_bit_blocks(model.num_layers):
         name, blocks = max(kept.items(), key=lambda item: item[1])
         yield error(
