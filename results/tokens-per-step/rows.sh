@@ -18,7 +18,6 @@ fp8="fp8: $int8_attention linear.precision=fp8 linear.recipe=rowwise"
 fp8_alone="fp8-alone: linear.precision=fp8 linear.recipe=rowwise"
 fp8_end="fp8-end16: linear.precision=fp8 linear.recipe=rowwise linear.keep_last_fraction=0.1"
 fp8_wgrad="fp8-wgrad16: $int8_attention linear.precision=fp8 linear.recipe=rowwise_bf16_wgrad"
-int8_wgrad_alone="int8-wgrad16-alone: linear.precision=int8 linear.recipe=rowwise_bf16_wgrad"
 int8_alone="int8-alone: linear.precision=int8 linear.recipe=rowwise"
 int8="int8: $int8_attention linear.precision=int8 linear.recipe=rowwise"
 int8_wgrad="int8-wgrad16: $int8_attention linear.precision=int8 linear.recipe=rowwise_bf16_wgrad"
@@ -61,8 +60,7 @@ for name in "$@"; do
       --variant "$int8" --variant "$int8_wgrad" ;;
     parted-512k) parted "$name" 524288 72 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" \
       --variant "$fp8_alone" --variant "$int8_alone" ;;
-    parted-linear) parted "$name" 524288 72 --variant "$fp8_alone" --variant "$fp8_end" \
-      --variant "$int8_alone" --variant "$int8_wgrad_alone" ;;
+    parted-linear) parted "$name" 524288 72 --variant "$fp8_alone" --variant "$fp8_end" --variant "$int8_alone" ;;
     parted-325m) parted_from configs/325m.yaml 26214400 5242880 "$name" 262144 40 attention.backend=sdpa optimizer.lr=6e-4 \
       lr_schedule.shape=wsd lr_schedule.min_lr=6e-5 'data.train=[{path: data/docs4k/train}]' \
       'data.valid=[{path: data/docs4k/valid}]' evaluation.num_sequences=64 --variant "$paper" --variant "$scores" \
