@@ -273,7 +273,7 @@ def train(
             if world_size > 1:
                 from sagetrain.train import roster
 
-                roster.stay_out(error if isinstance(error, ConfigError) else _forbidden(error))
+                roster.stay_out(_forbidden(error) if isinstance(error, PermissionError) else error)
             raise
         trainer.run()
     _leave_together()

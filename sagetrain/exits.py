@@ -67,7 +67,7 @@ class Errors:
 
 def forbidden(error: PermissionError) -> ConfigError:
     """The same for people: a file of other users, most of the time."""
-    return ConfigError(f"{error.filename}: {error.strerror}; let this user read it (chmod), or name another path")
+    return ConfigError(f"{error.filename}: {error.strerror}; let this user have it (chmod), or name another path")
 
 
 def _is_unusable(run_dir: Path, error: OSError) -> bool:

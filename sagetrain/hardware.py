@@ -127,9 +127,9 @@ H200 = Hardware(
     # 788 TFLOP/s at 8192 x 8192 x 8192 on random data; summed over the matmuls of a step of 1B, profiled at 32K tokens:
     # 745, 692 and 616 at TP 1, 2 and 4 (255, 137 and 77 ms a micro-step).
     matmul_flops=821e12,
-    # fp32: TF32 by the datasheet. FP8: the matmuls of 1B's blocks in a step's profile (results/step), 519 to 246 ms,
+    # fp32: TF32 by the datasheet. FP8: the matmuls of 1B's blocks in a step's profile (results/step), 1,042 to 512 ms,
     # casts at memory's rate; published, 1.90 (TransformerEngine, H200 NVL, hidden 4096) and 1.66 times (torchao,
-    # 16640 x 5120 x 8192). INT8: 1B's step takes 46 ms longer in it than in FP8 (results/step), so 1.9.
+    # 16640 x 5120 x 8192). INT8: the same step takes 46 ms longer than in FP8: 1,042 to 558.
     precisions={"bf16": 1.0, "fp32": 0.5, "fp8": 2.1, "int8": 1.9},
     matmul_half_size=220,
     attention={

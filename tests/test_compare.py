@@ -472,6 +472,13 @@ def test_runs_that_would_begin_with_other_weights_are_refused(base: Path, tmp_pa
     more = ask(base, [PAPER, "late: optimizer.lr=1e-4"], begins, seeds=1, band=0)
     with pytest.raises(ConfigError, match=r"late seed 0 would begin with .*step-00000002, and base seed 0 began with"):
         go(more, tmp_path / "second")
+    asked_for = ask(
+        base, [f"other: training.init_from={newest}"], begins, seeds=1, band=0, allow=["training.init_from"]
+    )
+    first, *_ = sorted((source / "checkpoints").glob("step-*"))
+    asked_for = replace(asked_for, overrides=(*short, f"training.init_from={first}"))
+    found, said = go(asked_for, tmp_path / "third")  # what is meant is no error
+    assert [run.status for run in found.runs.values()] == [FINISHED] * 2, said
 
 
 def test_folders_of_different_questions_are_refused(base: Path, tmp_path: Path) -> None:

@@ -117,3 +117,18 @@ def test_sums_of_codes_that_int32_holds_are_no_finding(changes):
 ])  # fmt: skip
 def test_what_does_no_harm_is_no_finding(rule, sections):
     assert rule not in {finding.rule for finding in fit(run_config(**sections), 1)}
+
+
+@pytest.mark.parametrize(("total", "fraction", "said"), [
+    (10 * 512, 0.1, False), (10 * 512, 0.09, True), (9 * 512 + 1, 0.01, False), (9 * 512 + 1, 1e-5, True),
+])  # fmt: skip
+def test_a_last_part_in_which_no_step_begins_has_no_effect(total: int, fraction: float, said: bool) -> None:
+    """Also of a run whose last step ends behind its tokens."""
+    cfg = run_config(
+        linear={"precision": "fp8", "keep_last_fraction": fraction},
+        tokens_per_step={"schedule": "constant", "tokens": 512},
+        training={"total_tokens": total},
+        lr_schedule={"warmup_tokens": 0},
+    )
+    keys = [finding.key for finding in check(cfg, 1) if finding.rule == "no_effect"]
+    assert ("linear.keep_last_fraction" in keys) == said

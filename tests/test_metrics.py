@@ -182,7 +182,7 @@ def test_a_file_that_may_not_be_read_is_one_line(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit) as ended, exits.Errors(run_dir=Path("run")):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/data/train.bin")
     assert ended.value.code == 2
-    said = "error: /data/train.bin: Permission denied; let this user read it (chmod), or name another path\n"
+    said = "error: /data/train.bin: Permission denied; let this user have it (chmod), or name another path\n"
     assert capsys.readouterr().err == said
 
 

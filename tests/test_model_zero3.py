@@ -16,13 +16,16 @@ VOCAB, SEQUENCES, LENGTH, STEPS = 128, 2, 12, 4
 SHAPE = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_key_value_heads=2)
 
 
-def _model(groups: ParallelGroups, tied: bool, activation_checkpointing: str = "none") -> Transformer:
+def _model(
+    groups: ParallelGroups, tied: bool, activation_checkpointing: str = "none", overlap: bool = True
+) -> Transformer:
     shape = SHAPE.model_copy(update={"tie_embeddings": tied})
     return Transformer(
         shape,
         AttentionConfig(backend="sdpa"),
         vocab_size=VOCAB,
         groups=groups,
+        overlap=overlap,
         activation_checkpointing=activation_checkpointing,
     )
 
@@ -49,16 +52,16 @@ def _plain(tied: bool) -> list[float]:
     return losses
 
 
-def _zero3(cases: list[tuple[int, bool, str]]) -> list[list[float]]:
+def _zero3(cases: list[tuple[int, bool, str, bool]]) -> list[list[float]]:
     import deepspeed
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # saves probes and a C++ build that training never uses
     deepspeed.init_distributed("gloo", verbose=False)
     curves = []
-    for tp_size, tied, activation_checkpointing in cases:
+    for tp_size, tied, activation_checkpointing, overlap in cases:
         groups = ParallelGroups.create(Topology(dist.get_world_size(), tp_size))
-        model = _model(groups, tied, activation_checkpointing)
+        model = _model(groups, tied, activation_checkpointing, overlap)
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=_optimizer(model),
@@ -88,8 +91,9 @@ def _zero3(cases: list[tuple[int, bool, str]]) -> list[list[float]]:
 
 
 def test_zero3_trains_like_plain_torch() -> None:
-    cases = [(1, True, "none"), (1, False, "full"), (2, True, "full"), (2, True, "selective")]
-    expected = [_plain(tied) for _, tied, _ in cases]
+    cases = [(1, True, "none", True), (1, False, "full", True), (2, True, "full", True), (2, True, "selective", True)]
+    cases.append((2, False, "full", False))  # as a whole: `down` is the last that the second pass calls
+    expected = [_plain(tied) for _, tied, *_ in cases]
     for curves in run_distributed(_zero3, 2, cases):
         for actual, truth in zip(curves, expected, strict=True):
             assert truth[-1] < truth[0] - 0.5

@@ -22,6 +22,8 @@ int8_alone="int8-alone: linear.precision=int8 linear.recipe=rowwise"
 int8="int8: $int8_attention linear.precision=int8 linear.recipe=rowwise"
 int8_wgrad="int8-wgrad16: $int8_attention linear.precision=int8 linear.recipe=rowwise_bf16_wgrad"
 
+band=${BAND:-$((${SEEDS:-3} < 2 ? ${SEEDS:-3} : 2))}
+
 # row NAME TOKENS_PER_STEP STEPS SEQUENCES_PER_MICRO_BATCH ARGUMENTS_OF_COMPARE...
 row() {
   local name=$1 tokens=$2 steps=$3 micro=$4 total=$(($2 * $3))
@@ -41,7 +43,7 @@ parted() { parted_from results/rounding-band/43m.yaml 37748736 8388608 "$@"; }
 parted_from() {
   local config=$1 trunk=$2 warmup=$3 name=$4 tokens=$5 rest=$(($5 * $6))
   shift 6
-  sagetrain compare "$config" --baseline sdpa --seeds "${SEEDS:-3}" --band "${BAND:-2}" --per-gpu "${RUNS:-3}" \
+  sagetrain compare "$config" --baseline sdpa --seeds "${SEEDS:-3}" --band "$band" --per-gpu "${RUNS:-3}" \
     ${TIME_LIMIT:+--time-limit "$TIME_LIMIT"} -o "results/tokens-per-step/$name" --branch "$trunk" \
     training.seed=1 training.total_tokens=$((trunk + rest)) lr_schedule.warmup_tokens="$warmup" \
     "tokens_per_step={schedule: stages, stages: [{from_tokens: 0, tokens: 131072}, {from_tokens: $trunk, tokens: $tokens}]}" \
@@ -54,7 +56,7 @@ for name in "$@"; do
     parted-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$paper" ;;
     parted-64k) parted "$name" 65536 576 --variant "$paper" --variant "$fp8_alone" ;;
     B-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$fp8" ;;
-    parted-256k) row "$name" 262144 500 32 --branch 32768000 --variant "$paper" --variant "$fp8" --variant "$fp8_wgrad" ;;
+    parted-256k) row "$name" 262144 500 32 --branch 32768000 --band "$band" --variant "$paper" --variant "$fp8" --variant "$fp8_wgrad" ;;
     early-256k) row "$name" 262144 125 32 lr_schedule.shape=constant lr_schedule.min_lr=0 lr_schedule.warmup_tokens=13107200 \
       lr_schedule.decay_tokens=null --variant "$scores" --variant "$fp8" --variant "$fp8_alone" --variant "$fp8_wgrad" \
       --variant "$int8" --variant "$int8_wgrad" ;;

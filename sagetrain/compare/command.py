@@ -189,7 +189,8 @@ def _refuse_other_start(found: Results, job: Job, run_dirs: Path) -> None:
     now = origin.named(Path(init_from))
     for other in found.question.jobs():
         record = run_dirs / other.folder / origin.RECORD
-        if other == job or other.row != job.row or not record.is_file():
+        same = found.settings[f"{other.row}/{other.variant}"]["training.init_from"] == init_from
+        if other == job or other.row != job.row or not same or not record.is_file():
             continue
         began = json.loads(record.read_text())
         if now and checkpoint.sha256(now / "manifest.json") != began["manifest (SHA-256)"]:

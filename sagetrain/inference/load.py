@@ -93,6 +93,7 @@ def in_training(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> Tra
         cfg.attention,
         functions=model.functions,
         vocab_size=weight.shape[0] * groups.tp_size,
+        known=model.head.known,
         groups=groups,
         overlap=False,
         seed=None,

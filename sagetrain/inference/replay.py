@@ -184,7 +184,7 @@ def _trainer(folder: Path, scratch: Path, fresh: bool) -> Trainer:
     cfg = load_config(folder / "config.yaml")
     if fresh and cfg.training.init_from is not None:
         # It may name a run that has gone on since.
-        init_from = str(origin.recorded(folder.absolute().parent.parent))
+        init_from = str(origin.recorded(folder.absolute().parent.parent, cfg.training.init_from))
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"init_from": init_from})})
     parallel = cfg.parallel.model_copy(update={"world_size": None})
     if os.environ.get("WORLD_SIZE", "1") == "1":

@@ -170,7 +170,7 @@ def choose_linear(
 ) -> LinearConfig:
     """What `linear.precision: auto` stands for: fp8 for the layers from a size on that gain, timed forward and backward
     at the shape of one rank's calls and compared with fp32 before, or bf16 (linear_choice.fastest has the rule). Never
-    int8, which no three pairs of runs have shown to cost less than fp8 (results/tokens-per-step).
+    int8: too few runs to the end have shown yet that it costs less than fp8 (results/tokens-per-step).
 
     Not timed are collectives (fp8 gathers half the bytes) and, with `kept`, the rounding of weights once a step.
 

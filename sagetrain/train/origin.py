@@ -72,18 +72,18 @@ def named(path: Path) -> Path | None:
     return path if (path / "manifest.json").is_file() else checkpoint.newest(path / "checkpoints")
 
 
-def recorded(run_dir: Path) -> Path:
-    """The checkpoint that a run began with. CheckpointError if it is not there as it was."""
+def recorded(run_dir: Path, init_from: str) -> Path:
+    """The checkpoint that a run began with, where it was or where init_from finds it. CheckpointError if it is gone."""
     record = run_dir / RECORD
     try:
         began = json.loads(record.read_text())
-        path = Path(began["checkpoint"])
-        same = checkpoint.sha256(path / "manifest.json") == began["manifest (SHA-256)"]
+        path, sha256 = Path(began["checkpoint"]), began["manifest (SHA-256)"]
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{record}: the weights that the run began with are gone ({error})") from error
-    if not same:
-        raise CheckpointError(f"{record}: {path} is another checkpoint than the one that the run began with")
-    return path
+        raise CheckpointError(f"{record} does not say what the run began with ({error})") from error
+    for there in (path, named(Path(init_from))):
+        if there and (there / "manifest.json").is_file() and checkpoint.sha256(there / "manifest.json") == sha256:
+            return there
+    raise CheckpointError(f"{record}: the weights that the run began with, {path}, are gone")
 
 
 def imported_tokens(state: Mapping[str, Any]) -> dict[str, Any]:
