@@ -45,8 +45,7 @@ class Errors:
             )
         if self.output and isinstance(error, OSError) and _is_unusable(self.output, error):
             error = ConfigError(f"{self.output} cannot be written: {error.strerror}; choose another place for it")
-        if isinstance(error, PermissionError) and error.filename:
-            error = forbidden(error)
+        error = forbidden(error) if isinstance(error, PermissionError) else error
         if error is None or (code := _exit_code(error)) is None:
             return
         said = str(error)
@@ -65,8 +64,10 @@ class Errors:
         leave(code)
 
 
-def forbidden(error: PermissionError) -> ConfigError:
-    """The same for people: a file of other users, most of the time."""
+def forbidden(error: PermissionError) -> ConfigError | PermissionError:
+    """The same for people, if it is of a file: one of other users, most of the time."""
+    if not error.filename:
+        return error
     return ConfigError(f"{error.filename}: {error.strerror}; let this user have it (chmod), or name another path")
 
 

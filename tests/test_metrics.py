@@ -168,22 +168,16 @@ def test_files_beside_the_metrics_stay_as_they_were_on_a_full_disk(small_disk: P
     assert sorted(path.name for path in small_disk.iterdir()) == ["config.yaml", "deepspeed.json", "findings.json"]
 
 
-def test_the_command_says_which_file_and_what_to_do(monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(("number", "path", "code", "said"), [
+    (errno.ENOSPC, "run/metrics.jsonl", 3, "No space left on device; free some space and run the same command again"),
+    (errno.EACCES, "/data/train.bin", 2, "Permission denied; let this user have it (chmod), or name another path"),
+])  # fmt: skip
+def test_the_command_says_which_file_and_what_to_do(number: int, path: str, code: int, said: str, monkeypatch, capsys):
     monkeypatch.setattr(exits, "leave", lambda code: (_ for _ in ()).throw(SystemExit(code)))
     with pytest.raises(SystemExit) as ended, exits.Errors(run_dir=Path("run")):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/metrics.jsonl")
-    assert ended.value.code == 3
-    said = "error: run/metrics.jsonl: No space left on device; free some space and run the same command again\n"
-    assert capsys.readouterr().err == said
-
-
-def test_a_file_that_may_not_be_read_is_one_line(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(exits, "leave", lambda code: (_ for _ in ()).throw(SystemExit(code)))
-    with pytest.raises(SystemExit) as ended, exits.Errors(run_dir=Path("run")):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/data/train.bin")
-    assert ended.value.code == 2
-    said = "error: /data/train.bin: Permission denied; let this user have it (chmod), or name another path\n"
-    assert capsys.readouterr().err == said
+        raise OSError(number, os.strerror(number), path)
+    assert ended.value.code == code
+    assert capsys.readouterr().err == f"error: {path}: {said}\n"
 
 
 def train_two_ranks(data: str, tokenizer: str, run_dir: str) -> None:

@@ -193,7 +193,7 @@ def _refuse_other_start(found: Results, job: Job, run_dirs: Path) -> None:
         if other == job or other.row != job.row or not same or not record.is_file():
             continue
         began = json.loads(record.read_text())
-        if now and checkpoint.sha256(now / "manifest.json") != began["manifest (SHA-256)"]:
+        if now and not origin.is_recorded(now, began):
             raise ConfigError(
                 f"{job} would begin with {now}, and {other} began with {began['checkpoint']}: training.init_from "
                 f"{init_from} has gone on since. Name a checkpoint there, and begin again in another --output"

@@ -13,7 +13,7 @@ from sagetrain.compare.question import Job
 from sagetrain.compare.statistics import end_of, thinned
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.token_file import write_atomic
-from sagetrain.report.read import read_rows
+from sagetrain.report.read import has_loss, read_rows
 from sagetrain.train.checkpoint import step_of
 from sagetrain.train.run_folder import RunFolder
 
@@ -69,7 +69,7 @@ def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool) -> Rec
     points, steps, valid, rates, scales = [], [], [], [], []
     for row in rows:
         tokens = row["tokens"]
-        if "train/loss" in row and row.get("train/counted_share") != 0:  # a loss of 0, of no token
+        if has_loss(row):
             points.append((tokens, row["train/tokens_per_step"], row["train/loss"]))
             steps.append((row["step"], tokens, row["train/loss"]))
             rates.append(row["perf/tokens_per_second"])

@@ -71,6 +71,11 @@ def read_rows(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]
     return [row for row in rows if isinstance(row, dict) and all(isinstance(row.get(key), int) for key in _PLACE)]
 
 
+def has_loss(row: Mapping[str, Any]) -> bool:
+    """Whether it is of a step with a loss, which one has not in which no token counts: it says 0."""
+    return "train/loss" in row and row.get("train/counted_share") != 0
+
+
 def different_settings(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     """Dotted key -> its value in every run, of those that are not the same in all; None where a run has no such key."""
     keys = sorted({key for run in runs for key in run.settings})
@@ -136,7 +141,7 @@ def _saves(rows: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Label -> text, for people."""
-    steps = [row for row in rows if "train/loss" in row and row.get("train/counted_share") != 0]
+    steps = [row for row in rows if has_loss(row)]
     valid = [row["valid/loss"] for row in rows if "valid/loss" in row]
     found = {"steps": f"{max(row['step'] for row in rows):,}", "tokens": f"{max(row['tokens'] for row in rows):,}"}
     if steps:

@@ -22,6 +22,7 @@ RECORD = "init_from.json"
 """What a run folder calls the record of the checkpoint that its run began with."""
 IMPORTED_TOKENS = "imported tokens"
 """Key of it: the special token ids of the folder that the weights were imported from."""
+_SHA256 = "manifest (SHA-256)"
 # What of a model may differ in a new phase: how far its positions reach, and what drew weights that are replaced. Its
 # vocabulary is compared by itself: a model section may leave it to the tokenizer.
 _FREE = ("rope_theta", "rope_scaling", "init_std", "vocab_size")
@@ -72,18 +73,23 @@ def named(path: Path) -> Path | None:
     return path if (path / "manifest.json").is_file() else checkpoint.newest(path / "checkpoints")
 
 
+def is_recorded(folder: Path, record: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is the one of a record, wherever it lies."""
+    manifest = folder / "manifest.json"
+    return manifest.is_file() and checkpoint.sha256(manifest) == record[_SHA256]
+
+
 def recorded(run_dir: Path, init_from: str) -> Path:
     """The checkpoint that a run began with, where it was or where init_from finds it. CheckpointError if it is gone."""
-    record = run_dir / RECORD
+    path = run_dir / RECORD
     try:
-        began = json.loads(record.read_text())
-        path, sha256 = Path(began["checkpoint"]), began["manifest (SHA-256)"]
+        record = json.loads(path.read_text())
+        for folder in (began := Path(record["checkpoint"]), named(Path(init_from))):
+            if folder and is_recorded(folder, record):
+                return folder
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{record} does not say what the run began with ({error})") from error
-    for there in (path, named(Path(init_from))):
-        if there and (there / "manifest.json").is_file() and checkpoint.sha256(there / "manifest.json") == sha256:
-            return there
-    raise CheckpointError(f"{record}: the weights that the run began with, {path}, are gone")
+        raise CheckpointError(f"{path} does not say what the run began with ({error})") from error
+    raise CheckpointError(f"{path}: the weights that the run began with, {began}, are gone")
 
 
 def imported_tokens(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +130,7 @@ def start_from(
     checkpoint.load_engine(reader, engine, steps, moments=training.init_moments)
     record = {
         "checkpoint": str(source.absolute()),
-        "manifest (SHA-256)": checkpoint.sha256(source / "manifest.json"),
+        _SHA256: checkpoint.sha256(source / "manifest.json"),
         "step": state["step"],
         "tokens": state["tokens"],
         "optimizer_steps": steps,

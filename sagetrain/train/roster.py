@@ -156,7 +156,7 @@ def _wait_for(store: dist.Store, keys: list[str]) -> None:
             store.wait(keys, timedelta(minutes=1))
 
 
-def stay_out(problem: ConfigError) -> None:
+def stay_out(problem: Exception) -> None:
     """Report that this rank cannot take part, so that the other hosts need not wait for it until their timeout.
 
     Does nothing on a single host, whose launcher ends all ranks when one leaves, or if the ranks have met already, or
@@ -170,7 +170,7 @@ def stay_out(problem: ConfigError) -> None:
         _exchange(_unable(problem))
 
 
-def _unable(problem: ConfigError) -> Row:
+def _unable(problem: Exception) -> Row:
     """What a rank reports that cannot take part."""
     return {"host": socket.gethostname(), "rank": dist.get_rank(), "problem": str(problem)}
 

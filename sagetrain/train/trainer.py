@@ -259,8 +259,9 @@ class Trainer:
     def _restore(self, reader: Reader) -> TrainState:
         """Load a whole checkpoint, in another rounding if training.perturb has changed since."""
         state = resume.restore(reader, self.engine, self.stream.fingerprint)
-        training, before = self.cfg.training, yaml.safe_load((reader.folder / "config.yaml").read_text())["training"]
-        perturb(self.engine, training.perturb if training.perturb != before.get("perturb") else 0)
+        if channel := self.cfg.training.perturb:
+            before = yaml.safe_load((reader.folder / "config.yaml").read_text())["training"]
+            perturb(self.engine, channel if channel != before.get("perturb") else 0)
         return state
 
     def _go_back(self, wanted: Callable[[int], bool]) -> TrainState | None:

@@ -11,6 +11,12 @@ from sagetrain.config.rules.findings import error, neighbours, no_effect
 from sagetrain.config.schema import ConstantTokens, RunConfig
 
 _INT8_PRODUCTS = (2**31 - 1) // 127**2
+_COSTS = {
+    "fp8": "fp8 (rowwise) with INT8 attention ended .007 +- .006 nats per token (.27 %) above 16 bits on held-out "
+    "text: 43M parameters, 262,144 tokens per step, six seeds",
+    "int8": "(rowwise) was .0005 +- .0016 nats per token above 16 bits on held-out text, no difference seen: 43M "
+    "parameters, 524,288 tokens per step, five pairs of runs that share their first half, before their end",
+}
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
@@ -33,58 +39,17 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f"is chosen together with the precision, and linear.precision is {linear.precision}",
             "use linear.precision auto, or recipe rowwise",
         )
-    if linear.precision == "int8" and linear.recipe == "tensorwise":
-        yield error(
-            "linear_recipe",
-            "linear.recipe",
-            "tensorwise",
-            "is no recipe of linear.precision int8: 127 steps are too few for a whole matrix, whose rows differ",
-            "use rowwise or rowwise_bf16_wgrad, or linear.precision fp8",
-        )
     if linear.precision == "int8":
-        yield Finding(
-            "linear_int8_costs_loss",
-            "info",
-            "linear.precision",
-            "int8",
-            "(rowwise) was .0005 +- .0016 nats per token above 16 bits on held-out text, no difference seen: 43M "
-            "parameters, 524,288 tokens per step, five pairs of runs that share their first half, before their end",
-            "sagetrain compare shows what it is for your model",
-            "our runs: results/tokens-per-step",
-        )
-    tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
-    if linear.precision == "int8" and linear.recipe == "rowwise" and tokens > _INT8_PRODUCTS:
-        yield error(
-            "linear_int8_sums",
-            "linear.recipe",
-            linear.recipe,
-            f"sums over the {tokens:,} tokens of a rank's micro-batch in int32, which holds {_INT8_PRODUCTS:,} "
-            "products of codes: gradients of weights could overflow, and nothing would show it",
-            "use rowwise_bf16_wgrad, a smaller data.micro_batch_size, or linear.precision fp8",
-        )
-    if linear.precision == "int8":  # the output sums over inputs, the gradient of x over the outputs of all weights
-        for name, layer in model.linear_layers(tensor).items():
-            side = max(layer.inputs, sum(layer.outputs.values()))
-            if linear.takes(layer) and side > _INT8_PRODUCTS:
-                yield error(
-                    "linear_int8_sums",
-                    "linear.precision",
-                    "int8",
-                    f"sums over {side:,} features of {name} on a rank in int32, which holds {_INT8_PRODUCTS:,} "
-                    "products of codes",
-                    "use a larger parallel.tensor_parallel_size, a smaller model, or linear.precision fp8",
-                )
-    if linear.precision == "fp8":
-        yield Finding(
-            "linear_fp8_costs_loss",
-            "info",
-            "linear.precision",
-            asked,
-            "fp8 (rowwise) with INT8 attention ended .007 +- .006 nats per token (.27 %) above 16 bits on held-out "
-            "text: 43M parameters, 262,144 tokens per step, six seeds",
-            "sagetrain compare shows what it is for your model",
-            "our runs: results/tokens-per-step",
-        )
+        yield from _int8(cfg)
+    yield Finding(
+        f"linear_{linear.precision}_costs_loss",
+        "info",
+        "linear.precision",
+        asked,
+        _COSTS[linear.precision],
+        "sagetrain compare shows what it is for your model",
+        "our runs: results/tokens-per-step",
+    )
     if linear.keep_last_fraction and isinstance(cfg.tokens_per_step, ConstantTokens):
         total, step = cfg.training.total_tokens, cfg.tokens_per_step.tokens
         if (total - 1) // step * step < last_part(linear.keep_last_fraction, total):
@@ -147,3 +112,37 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f"linear.precision {linear.precision} takes fp32 without a GPU only, where its torch twin runs",
             "use training.dtype bf16, or linear.precision bf16, on a GPU",
         )
+
+
+def _int8(cfg: RunConfig) -> Iterator[Finding]:
+    """Scales that are too coarse for it, and sums that int32 does not hold."""
+    linear, tensor = cfg.linear, cfg.parallel.tensor_parallel_size
+    if linear.recipe == "tensorwise":
+        yield error(
+            "linear_recipe",
+            "linear.recipe",
+            "tensorwise",
+            "is no recipe of linear.precision int8: 127 steps are too few for a whole matrix, whose rows differ",
+            "use rowwise or rowwise_bf16_wgrad, or linear.precision fp8",
+        )
+    tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
+    if linear.recipe == "rowwise" and tokens > _INT8_PRODUCTS:
+        yield error(
+            "linear_int8_sums",
+            "linear.recipe",
+            linear.recipe,
+            f"sums over the {tokens:,} tokens of a rank's micro-batch in int32, which holds {_INT8_PRODUCTS:,} "
+            "products of codes: gradients of weights could overflow, and nothing would show it",
+            "use rowwise_bf16_wgrad, a smaller data.micro_batch_size, or linear.precision fp8",
+        )
+    for name, layer in cfg.model.linear_layers(tensor).items():
+        side = max(layer.inputs, sum(layer.outputs.values()))  # of the output's sums, and of those of x's gradient
+        if linear.takes(layer) and side > _INT8_PRODUCTS:
+            yield error(
+                "linear_int8_sums",
+                "linear.precision",
+                "int8",
+                f"sums over {side:,} features of {name} on a rank in int32, which holds {_INT8_PRODUCTS:,} products of "
+                "codes",
+                "use a larger parallel.tensor_parallel_size, a smaller model, or linear.precision fp8",
+            )
