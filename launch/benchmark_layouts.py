@@ -5,7 +5,8 @@
 
 A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context parallel), z (ZeRO stage, 1 unless
 said) and sp (sequence parallel); what is left out is 1. Gradients travel in bf16 with g16, beside backward with overlap
-and by reduces to their owners with owners (docs/gradients.md): dp2,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners.
+(ZeRO 2), not beside it with sync (ZeRO 3), and by reduces to their owners with owners (docs/gradients.md):
+dp2,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners,dp2-z3,dp2-z3-sync.
 
 Each is a real run of launch/train.py through the deepspeed launcher with `--accumulation` micro-steps a step; those
 that leave GPUs free run side by side. Nothing is saved: a run is killed when it has enough steps. Scaling is tokens/s
@@ -52,6 +53,7 @@ FLAGS = {
     "sp": "parallel.sequence_parallel=true",
     "g16": "parallel.gradient_reduction=bf16",
     "overlap": "deepspeed.zero_optimization.overlap_comm=true",
+    "sync": "deepspeed.zero_optimization.overlap_comm=false",
     "owners": "deepspeed.zero_optimization.use_multi_rank_bucket_allreduce=false",
 }
 """Settings of what a layout has or has not."""
@@ -204,8 +206,8 @@ def table(layouts: list[Layout], configs: dict[str, RunConfig], vocab_size: int,
     for column in ("layout", "GPUs", *rates, "memory", "predicted"):
         shown.add_column(column, justify="left" if column == "layout" else "right")
     for layout in layouts:
-        if layout.error:
-            shown.add_row(layout.name, str(layout.world_size), layout.error)
+        if not layout.rate:
+            shown.add_row(layout.name, str(layout.world_size), layout.error or "not measured")
             continue
         cfg = configs[layout.name]
         predicted = total_bytes(memory_per_rank(cfg, layout.world_size, vocab_size)) / 2**30
@@ -261,9 +263,11 @@ def main() -> None:
         sys.exit(str(error))
     if findings:
         sys.exit("\n".join(findings))
-    measure(arguments.layouts, settings, arguments)
     title = f"{arguments.config}, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}"
-    Console(width=120).print(table(arguments.layouts, configs, padded_vocab_size(vocab_size), title))
+    try:
+        measure(arguments.layouts, settings, arguments)
+    finally:  # what was measured before a SIGTERM as well
+        Console(width=120).print(table(arguments.layouts, configs, padded_vocab_size(vocab_size), title))
     if any(layout.error for layout in arguments.layouts):
         sys.exit(1)
 

@@ -102,6 +102,7 @@ def test_flags_of_a_layout_are_settings_of_its_run(corpus: Path, tmp_path: Path)
         ("dp2", False, "fp32", {}),
         ("tp2-sp-g16", True, "bf16", {}),
         ("dp2-z2-overlap", False, "fp32", {"overlap_comm": True}),
+        ("dp2-z2-sync", False, "fp32", {"overlap_comm": False}),
         ("dp2-z2-owners-g16", False, "bf16", {"use_multi_rank_bucket_allreduce": False}),
     ):
         layout = benchmark["Layout"].parse(name)

@@ -18,7 +18,7 @@ from sagetrain.train.checkpoint import Reader
 from sagetrain.train.engine import Engine
 
 LATER = {"bf16": {"enabled": True, "immediate_grad_update": False}}
-OVERLAP, OWNERS = {"overlap_comm": True}, {"use_multi_rank_bucket_allreduce": False}
+OVERLAP, SYNC, OWNERS = {"overlap_comm": True}, {"overlap_comm": False}, {"use_multi_rank_bucket_allreduce": False}
 SMALL = {"reduce_bucket_size": 8000}  # of some 25,000 parameters
 WAYS = {
     "1": (1, "fp32", {}, {}),
@@ -28,9 +28,9 @@ WAYS = {
     "2, overlapped": (2, "fp32", {**SMALL, **OVERLAP}, {}),
     "2, to owners": (2, "fp32", {**SMALL, **OWNERS}, {}),
     "2 in bf16": (2, "bf16", SMALL, {}),
-    "3": (3, "fp32", SMALL, {}),
-    "3, overlapped": (3, "fp32", {**SMALL, **OVERLAP}, {}),
-    "3 in bf16": (3, "bf16", SMALL, {}),
+    "3": (3, "fp32", {**SMALL, **SYNC}, {}),
+    "3, overlapped": (3, "fp32", SMALL, {}),
+    "3 in bf16": (3, "bf16", {**SMALL, **SYNC}, {}),
 }
 """ZeRO stage, what gradients travel in, DeepSpeed's keys for ZeRO, and what replaces generated ones."""
 

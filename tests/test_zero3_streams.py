@@ -1,4 +1,4 @@
-"""ZeRO 3 with overlap_comm: the host launches ahead of the GPU. DeepSpeed has no more than a few gathers under way and
+"""ZeRO 3, with overlap_comm as it is by default: the host launches ahead of the GPU. DeepSpeed has no more than a few gathers under way and
 waits for the first of them: on the stream of the kernels that would be a wait for all that was launched, several times
 in a block.
 """
@@ -68,7 +68,7 @@ def waits(persistent: int) -> dict[str, int]:
     accelerator.stream = lambda self, stream: on(stream)
     accelerator.synchronize = lambda self, device=None: DEVICE.synchronize()
     torch.Tensor.record_stream = lambda self, stream: None
-    zero = {"stage3_param_persistence_threshold": persistent, "stage3_max_reuse_distance": 0, "overlap_comm": True}
+    zero = {"stage3_param_persistence_threshold": persistent, "stage3_max_reuse_distance": 0}
     engine = tiny.engine(tiny.config(3, "bf16", deepspeed={"zero_optimization": zero}), groups)
     for step in range(3):  # DeepSpeed learns the order of its modules
         Stream.waits.clear()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Rows of README.md, one after the other, on the GPUs that CUDA_VISIBLE_DEVICES shows:
 #
-#   results/tokens-per-step/rows.sh B-256k C-256k ...
+#   results/tokens-per-step/rows.sh parted-linear parted-1m ...
 #
 # A row that was stopped goes on where it was, a finished one is a matter of seconds. SEEDS is the number of seeds (3; more
 # are added to a finished row), BAND the number of them for which 16 bits leave a parting once more, a rounding apart (2),
@@ -21,6 +21,7 @@ fp8_wgrad="fp8-wgrad16: $int8_attention linear.precision=fp8 linear.recipe=rowwi
 int8_alone="int8-alone: linear.precision=int8 linear.recipe=rowwise"
 int8="int8: $int8_attention linear.precision=int8 linear.recipe=rowwise"
 int8_wgrad="int8-wgrad16: $int8_attention linear.precision=int8 linear.recipe=rowwise_bf16_wgrad"
+no_qk_norm=(attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]')
 
 band=${BAND:-$((${SEEDS:-3} < 2 ? ${SEEDS:-3} : 2))}
 
@@ -56,7 +57,7 @@ for name in "$@"; do
     parted-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$paper" ;;
     parted-64k) parted "$name" 65536 576 --variant "$paper" --variant "$fp8_alone" ;;
     B-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$fp8" ;;
-    parted-256k) row "$name" 262144 500 32 --branch 32768000 --band "$band" --variant "$paper" --variant "$fp8" --variant "$fp8_wgrad" ;;
+    int8-256k) row "$name" 262144 500 32 --band "$band" --variant "$int8" ;;
     early-256k) row "$name" 262144 125 32 lr_schedule.shape=constant lr_schedule.min_lr=0 lr_schedule.warmup_tokens=13107200 \
       lr_schedule.decay_tokens=null --variant "$scores" --variant "$fp8" --variant "$fp8_alone" --variant "$fp8_wgrad" \
       --variant "$int8" --variant "$int8_wgrad" ;;
@@ -68,14 +69,11 @@ for name in "$@"; do
       'data.valid=[{path: data/docs4k/valid}]' evaluation.num_sequences=64 --variant "$paper" --variant "$scores" \
       --variant "$fp8_alone" --variant "$int8_alone" ;;
     parted-1m) parted "$name" 1048576 36 --variant "$paper" ;;
-    C-256k) row "$name" 262144 500 32 attention.qk_norm=none --variant "$paper" ;;
-    C-512k) row "$name" 524288 108 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' \
-      lr_schedule.warmup_tokens=18874368 --variant "$paper" ;;
-    C-1m) row "$name" 1048576 200 32 attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]' --variant "$paper" ;;
-    E-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" ;;
+    parted-c-512k) parted "$name" 524288 72 "${no_qk_norm[@]}" --variant "$paper" ;;
+    C-512k) row "$name" 524288 108 32 "${no_qk_norm[@]}" lr_schedule.warmup_tokens=18874368 --variant "$paper" ;;
     *)
-      echo "$name: not a row; rows: B-256k early-256k parted-16k parted-64k parted-256k parted-512k parted-linear" \
-        "parted-325m parted-1m C-256k C-512k C-1m E-256k" >&2
+      echo "$name: not a row; rows: B-256k int8-256k early-256k parted-16k parted-64k parted-512k parted-linear parted-325m" \
+        "parted-1m parted-c-512k C-512k" >&2
       exit 2
       ;;
   esac

@@ -20,7 +20,8 @@ def can_plot() -> str:
 
 
 def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
-    """One panel a row: thin lines are seeds, thick ones their mean."""
+    """One panel a row: thin lines are seeds, thick ones their mean. What lies between them sets the scale: a band that is
+    wider leaves the panel, with its width at the end in the legend."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 0.6 + 3.2 * len(rows)), layout="constrained")
@@ -33,7 +34,8 @@ def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
             if band:
                 tokens, half = zip(*band, strict=True)
                 low = [-value for value in half]
-                panel.fill_between(_millions(tokens), low, half, color=grey, label=f"{baseline}: {name}", lw=0)
+                label = f"{baseline}: {name}, {half[-1]:.4f} at the end"
+                panel.fill_between(_millions(tokens), low, half, color=grey, label=label, lw=0)
         panel.axhline(0, color="black", linewidth=0.8)
         for number, (variant, seeds) in enumerate(row.gaps.items()):
             color, drawn = f"C{number}", [points for points in seeds if points]
@@ -43,6 +45,10 @@ def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
             if mean:
                 tokens, gaps = zip(*mean, strict=True)
                 panel.plot(_millions(tokens), gaps, color=color, linewidth=1.8, label=f"{variant} ({len(drawn)})")
+        drawn_gaps = [gap for seeds in row.gaps.values() for points in seeds for _, gap in points]
+        if drawn_gaps:
+            room = 0.15 * (max(0, *drawn_gaps) - min(0, *drawn_gaps)) or 1e-4
+            panel.set_ylim(min(0, *drawn_gaps) - room, max(0, *drawn_gaps) + room)
         panel.set_title(row.row, fontsize=10)
         panel.set_ylabel(f"training loss - {baseline}")
         if panel.get_legend_handles_labels()[0]:

@@ -34,8 +34,8 @@ def resolved_zero_stage(cfg: RunConfig) -> int:
 
 
 def overlaps_reduction(cfg: RunConfig) -> bool:
-    """deepspeed.zero_optimization.overlap_comm, off unless the YAML sets it (docs/gradients.md)."""
-    return bool(cfg.deepspeed.get("zero_optimization", {}).get("overlap_comm", False))
+    """deepspeed.zero_optimization.overlap_comm: unless the YAML sets it on at ZeRO 3 alone (docs/gradients.md)."""
+    return bool(cfg.deepspeed.get("zero_optimization", {}).get("overlap_comm", resolved_zero_stage(cfg) == 3))
 
 
 def checkpoint_tokens(cfg: RunConfig) -> int:

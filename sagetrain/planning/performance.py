@@ -287,7 +287,7 @@ class _Step:
 
     def overhead(self) -> float:
         """Fixed costs."""
-        blocks = self.cfg.model.num_layers * (self.zero_stage == 3)
+        blocks = self.cfg.model.num_layers * (self.zero_stage == 3 and not overlaps_reduction(self.cfg))
         micro_step = self.hardware.micro_step_seconds + blocks * self.hardware.zero3_block_seconds
         return self.accumulation * micro_step + self.hardware.step_seconds
 
@@ -352,7 +352,7 @@ class _Step:
     def _data_parallel(self, compute: float) -> list[CollectiveTime]:
         """ZeRO, as DeepSpeed runs it for train/engine.py: stages 1 and 2 all-reduce gradients, stage 2 in every
         micro-step and, without use_multi_rank_bucket_allreduce, by a reduce to each owner. ZeRO-3 gathers weights
-        ahead, beside `compute`; gradients are hidden by backward, two thirds of it, with overlap_comm alone.
+        ahead, beside `compute`; gradients are hidden by backward, two thirds of it, with overlap_comm.
         """
         if self.replicas == 1:
             return []
