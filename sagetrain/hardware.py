@@ -165,8 +165,8 @@ H200 = Hardware(
     collective_launch_seconds=200e-6,
     copy_launch_seconds=250e-6,
     eager_launch_seconds=5e-3,  # not measured: a floor that only small micro-batches touch
-    # 325M and 1B at DP 2 and 4, compiled: 20 to 50 ms a micro-step of 20 blocks beyond the sum of its parts. None of it is
-    # left with overlap_comm (results/layouts: 33 ms a micro-step less, on H100s).
+    # 325M and 1B at DP 2 and 4, compiled: 20 to 50 ms a micro-step of 20 blocks beyond the sum of its parts. With
+    # overlap_comm none of it is left (results/layouts: 33 ms a micro-step less, on H100s).
     zero3_block_seconds=2e-3,
     # NCCL over NVLink 4 without NVLink multicast: 4 GPUs gather 134 MB in 345 us, reduce and scatter them in 356; two
     # gather them in 286. A few KB are added up in 26 to 50 us.

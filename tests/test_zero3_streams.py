@@ -1,6 +1,6 @@
-"""ZeRO 3, with overlap_comm as it is by default: the host launches ahead of the GPU. DeepSpeed has no more than a few gathers under way and
-waits for the first of them: on the stream of the kernels that would be a wait for all that was launched, several times
-in a block.
+"""ZeRO 3, with overlap_comm as it is by default: the host launches ahead of the GPU. DeepSpeed has no more than a few
+gathers under way and waits for the first of them: on the stream of the kernels that would be a wait for all that was
+launched, several times in a block.
 """
 
 from __future__ import annotations

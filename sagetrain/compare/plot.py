@@ -20,8 +20,8 @@ def can_plot() -> str:
 
 
 def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
-    """One panel a row: thin lines are seeds, thick ones their mean. What lies between them sets the scale: a band that is
-    wider leaves the panel, with its width at the end in the legend."""
+    """One panel a row: thin lines are seeds, thick ones their mean. They set the scale: a band that is wider leaves the
+    panel, with its width at the end in the legend."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 0.6 + 3.2 * len(rows)), layout="constrained")

@@ -15,8 +15,8 @@ from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 GAIN = 1.05
-"""So many times as fast a layer has to be to be taken out of 16 bits, and a block to be taken out of a recipe that is
-more exact. Less is within what a clock and a neighbour do to a measurement."""
+"""So many times as fast a layer has to be to be taken out of 16 bits. Less is within what a clock and a neighbour do to
+a measurement."""
 LIMITS = {"bf16": 0.01, "int8": 0.03, "fp8": 0.1}
 """Of an error, of all elements of a result together: rounding to bf16; to INT8 with a scale per row; to e4m3 and e5m2.
 """
@@ -115,27 +115,17 @@ def _calls(layer: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> Callable[[],
     return action
 
 
-def fastest(times: Mapping[str, Mapping[str, float]], weights: Mapping[str, int], least: int) -> tuple[str, int]:
-    """The way to take, "bf16" if none pays, and how many weights a layer must have to take it (at least `least`).
+def smallest(times: Mapping[str, Mapping[str, float]], way: str, weights: Mapping[str, int], least: int) -> int | None:
+    """How many weights a layer must have (at least `least`) to be multiplied this way; None: none is to be.
 
-    A layer takes it if it and all that are larger gain (GAIN): what decides is its size. Ways come from the most exact
-    to the least; a later one replaces one before if the block is faster by as much again.
+    A layer is if it and all that are larger gain (GAIN): what decides is its size.
     """
-    best, below, total = "bf16", least, sum(row["bf16"] for row in times.values())
-    large = sorted({count for count in weights.values() if count >= least}, reverse=True)
-    for way in list(next(iter(times.values())))[1:]:
-        size = None
-        for count in large:
-            rows = [times[name] for name in weights if weights[name] == count]
-            if any(row[way] * GAIN > row["bf16"] for row in rows):
-                break
-            size = count
-        if size is None:
-            continue
-        spent = sum(row[way if weights[name] >= size else "bf16"] for name, row in times.items())
-        if best == "bf16" or spent * GAIN <= total:
-            best, below, total = way, least if size == large[-1] else size, spent
-    return best, below
+    below, large = None, sorted({count for count in weights.values() if count >= least}, reverse=True)
+    for count in large:
+        if any(times[name][way] * GAIN > times[name]["bf16"] for name in weights if weights[name] == count):
+            break
+        below = count
+    return least if large and below == large[-1] else below
 
 
 def table(

@@ -15,7 +15,7 @@ from sagekernels.admission import LIMITS, SOURCES, Admission, admit, choose, dec
 from sagekernels.hopper_backward import KEYS
 from sagekernels.launch import is_hopper
 from sagekernels.testing import Shape
-from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE, LinearSizes
+from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model import linear_choice
 from sagetrain.model.accounting import attention_calls, parts_of
@@ -31,9 +31,6 @@ from sagetrain.parallel.lowbit import RECIPES, LowBit
 
 # The least compute capability whose matmuls take it: Ada and Hopper, Ampere.
 _CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
-
-# Of linear.recipe auto, from the most exact on.
-_RECIPES = ("rowwise", "tensorwise")
 
 
 def resolve_backend(
@@ -147,9 +144,8 @@ def why_sixteen_bits(
     """Why there is nothing for choose_linear to choose from, or nothing."""
     if torch.device(device).type != "cuda":
         return "nothing is timed without a GPU"
-    fp8 = linear.model_copy(update={"precision": "fp8", "recipe": _RECIPES[0]})
-    place = {"tensor_parallel_size": tensor_parallel_size, "device": device, "dtype": dtype}
-    return cannot_multiply(fp8, model, **place)
+    low = linear.model_copy(update={"precision": AUTO_PRECISION})
+    return cannot_multiply(low, model, tensor_parallel_size=tensor_parallel_size, device=device, dtype=dtype)
 
 
 def choose_linear(
@@ -168,11 +164,11 @@ def choose_linear(
     cache: Path,
     say: Callable[[str], None],
 ) -> LinearConfig:
-    """What `linear.precision: auto` stands for: fp8 for the layers from a size on that gain, timed forward and backward
-    at the shape of one rank's calls and compared with fp32 before, or bf16 (linear_choice.fastest has the rule). Never
-    int8: too few runs to the end have shown yet that it costs less than fp8 (results/tokens-per-step).
+    """What `linear.precision: auto` stands for: int8 for the layers from a size on that gain, timed forward and
+    backward at the shape of one rank's calls and compared with fp32 before, or bf16 (linear_choice.smallest has the
+    rule).
 
-    Not timed are collectives (fp8 gathers half the bytes) and, with `kept`, the rounding of weights once a step.
+    Not timed are collectives and, with `kept`, the rounding of weights once a step.
 
     The table goes to `say` and, with the choice, to the file `cache`, as choose_attention's does.
     """
@@ -180,30 +176,29 @@ def choose_linear(
     tokens = own_tokens // parts_of(own_tokens, tensor_parallel_size, overlap)
     layers = {name: sizes for name, sizes in model.linear_layers(tensor_parallel_size).items() if not sizes.odd}
     weights = {name: sizes.weights for name, sizes in layers.items()}
-    recipes = _RECIPES if linear.recipe == "auto" else (linear.recipe,)
-    ways, least = {f"fp8 {recipe}": recipe for recipe in recipes}, linear.keep_layers_below
-    named = {"bf16": linear.model_copy(update={"precision": "bf16", "recipe": recipes[0]})}
-    for way, recipe in ways.items():
-        for below in {least, *(max(least, count) for count in weights.values())}:
-            update = {"precision": "fp8", "recipe": recipe, "keep_layers_below": below}
-            named[_name(way, below)] = linear.model_copy(update=update)
+    way, least = f"{AUTO_PRECISION} {linear.recipe}", linear.keep_layers_below
+    named = {"bf16": linear.model_copy(update={"precision": "bf16"})}
+    for below in {least, *(max(least, count) for count in weights.values())}:
+        update = {"precision": AUTO_PRECISION, "keep_layers_below": below}
+        named[_name(way, below)] = linear.model_copy(update=update)
 
     how = {"tokens": tokens, "joined": tensor_parallel_size > 1, "kept": kept, "compiled": compiled, "dtype": dtype}
 
     def fastest() -> tuple[str, list[str]]:
         timer = partial(median_seconds, device=device)
-        times, refused = linear_choice.time_layers(layers, list(ways), **how, device=device, seconds=timer)
+        times, refused = linear_choice.time_layers(layers, [way], **how, device=device, seconds=timer)
         first = f"{tokens:,} tokens, {dtype}: forward + backward (times as fast as bf16)"
-        chosen = _name(*linear_choice.fastest(times, weights, least))
+        below = linear_choice.smallest(times, way, weights, least)
+        chosen = "bf16" if below is None else _name(way, below)
         return chosen, [first, *linear_choice.table(times, layers, refused)]
 
-    key = " | ".join(map(str, (layers, how, list(ways), least, linear_choice.GAIN)))
+    key = " | ".join(map(str, (layers, how, way, least, linear_choice.GAIN)))
     sources = SOURCES, Path(linear_choice.__file__).parent.parent / "parallel"
     return named[decided_once("linear", key, fastest, sources=sources, device=device, cache=cache, say=say)]
 
 
 def _name(way: str, below: int) -> str:
-    return f"{way}, layers of {below:,} weights and more" if below and way != "bf16" else way
+    return f"{way}, layers of {below:,} weights and more" if below else way
 
 
 def to_be_chosen(attention: AttentionConfig, device: torch.device) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from sagetrain.config.arithmetic import data_parallel_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import Finding
+from sagetrain.config.linear_sizes import AUTO_PRECISION
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig, NoiseAwareTokens, RampTokens, RunConfig
 from sagetrain.hardware import Hardware
@@ -57,17 +58,15 @@ def layout(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware,
 
 
 def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: float | None) -> LinearConfig:
-    """What linear.precision auto is predicted to stand for, without data parallelism: bf16, or fp8 from a size on."""
+    """What linear.precision auto is predicted to stand for, without data parallelism: bf16, or int8 from a size on."""
     asked = cfg.linear
-    recipes = ("rowwise", "tensorwise") if asked.recipe == "auto" else (asked.recipe,)
-    found = [asked.model_copy(update={"precision": "bf16", "recipe": recipes[0]})]
+    found = [asked.model_copy(update={"precision": "bf16"})]
     layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size).values()
-    sizes = {max(asked.keep_layers_below, layer.weights) for layer in layers}
-    if "fp8" in hardware.precisions:
+    sizes = {asked.keep_layers_below, *(max(asked.keep_layers_below, layer.weights) for layer in layers)}
+    if AUTO_PRECISION in hardware.precisions:
         found += [
-            asked.model_copy(update={"precision": "fp8", "recipe": recipe, "keep_layers_below": below})
-            for recipe in recipes
-            for below in sorted({asked.keep_layers_below, *sizes})
+            asked.model_copy(update={"precision": AUTO_PRECISION, "keep_layers_below": below})
+            for below in sorted(sizes)
         ]
     ranks = cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size
 

@@ -19,15 +19,12 @@ NAMES = ("precision", "recipe", "keep_layers_below")
 
 def kept(asked: LinearConfig, folder: Path) -> LinearConfig:
     """What is asked for, with `auto` as the run of a checkpoint has it: what a layer gained on some day should not
-    change a run's arithmetic. A recipe that is named beside it, and a larger keep_layers_below, hold."""
+    change a run's arithmetic. The recipe, and a larger keep_layers_below, are as they are asked for."""
     if asked.precision != "auto":
         return asked
     before = LinearConfig(**recorded(folder, "linear"))
-    settled = before.model_dump(include={*NAMES})
-    settled["keep_layers_below"] = max(asked.keep_layers_below, before.keep_layers_below)
-    if asked.recipe != "auto":
-        settled["recipe"] = asked.recipe
-    return asked.model_copy(update=settled)
+    below = max(asked.keep_layers_below, before.keep_layers_below)
+    return asked.model_copy(update={"precision": before.precision, "keep_layers_below": below})
 
 
 def settle(
@@ -52,16 +49,16 @@ def settle(
     if asked.precision != "auto":
         settled, why = asked, ""
     elif folder and (settled := kept(asked, folder)).precision != "auto":
-        why = "as the run had it: auto decides once, names of precision and recipe change it"
+        why = "as the run had it: auto decides once, the name of a precision changes it"
         if problem := cannot_multiply(settled, model, **place):
             precision = settled.precision
-            say(f"linear.precision {precision}, which auto was so far, cannot run here ({problem}): decided anew")
+            say(f"linear.precision {precision}, which the run had so far, cannot run here ({problem}): decided anew")
             settled = asked
     else:
         settled = asked
     if settled.precision == "auto":
         if why := why_sixteen_bits(asked, model, **place):
-            settled, why = asked.model_copy(update={"precision": "bf16", "recipe": "rowwise"}), f"auto: {why}"
+            settled, why = asked.model_copy(update={"precision": "bf16"}), f"auto: {why}"
         else:
             settled, why = choose(asked), "auto: the fastest"
     if folder and settled.low_bit:
