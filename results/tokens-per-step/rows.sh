@@ -52,28 +52,35 @@ parted_from() {
     checkpoint.every_tokens=$((trunk / 2)) "$@"
 }
 
+# parted_325m NAME ARGUMENTS_OF_COMPARE...: the papers' model, 200 steps of 131,072 tokens in 16 bits, then 40 of 262,144.
+parted_325m() {
+  local name=$1
+  shift
+  parted_from configs/325m.yaml 26214400 5242880 "$name" 262144 40 attention.backend=sdpa optimizer.lr=6e-4 \
+    lr_schedule.shape=wsd lr_schedule.min_lr=6e-5 'data.train=[{path: data/docs4k/train}]' \
+    'data.valid=[{path: data/docs4k/valid}]' evaluation.num_sequences=64 "$@"
+}
+
 for name in "$@"; do
   case $name in
     parted-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$paper" ;;
     parted-64k) parted "$name" 65536 576 --variant "$paper" --variant "$fp8_alone" ;;
     B-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$fp8" ;;
-    int8-256k) row "$name" 262144 500 32 --band "$band" --variant "$int8" ;;
+    int8-131k) row "$name" 131072 650 32 --variant "$int8" ;;
     early-256k) row "$name" 262144 125 32 lr_schedule.shape=constant lr_schedule.min_lr=0 lr_schedule.warmup_tokens=13107200 \
       lr_schedule.decay_tokens=null --variant "$scores" --variant "$fp8" --variant "$fp8_alone" --variant "$fp8_wgrad" \
       --variant "$int8" --variant "$int8_wgrad" ;;
     parted-512k) parted "$name" 524288 72 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" \
       --variant "$fp8_alone" --variant "$int8_alone" ;;
     parted-linear) parted "$name" 524288 72 --variant "$fp8_alone" --variant "$fp8_end" --variant "$int8_alone" ;;
-    parted-325m) parted_from configs/325m.yaml 26214400 5242880 "$name" 262144 40 attention.backend=sdpa optimizer.lr=6e-4 \
-      lr_schedule.shape=wsd lr_schedule.min_lr=6e-5 'data.train=[{path: data/docs4k/train}]' \
-      'data.valid=[{path: data/docs4k/valid}]' evaluation.num_sequences=64 --variant "$paper" --variant "$scores" \
-      --variant "$fp8_alone" --variant "$int8_alone" ;;
+    parted-325m) parted_325m "$name" --variant "$paper" --variant "$scores" --variant "$fp8_alone" --variant "$int8_alone" ;;
+    both-325m) parted_325m "$name" --variant "$fp8" --variant "$int8" ;;
     parted-1m) parted "$name" 1048576 36 --variant "$paper" ;;
     parted-c-512k) parted "$name" 524288 72 "${no_qk_norm[@]}" --variant "$paper" ;;
     C-512k) row "$name" 524288 108 32 "${no_qk_norm[@]}" lr_schedule.warmup_tokens=18874368 --variant "$paper" ;;
     *)
-      echo "$name: not a row; rows: B-256k int8-256k early-256k parted-16k parted-64k parted-512k parted-linear parted-325m" \
-        "parted-1m parted-c-512k C-512k" >&2
+      echo "$name: not a row; rows: B-256k int8-131k early-256k parted-16k parted-64k parted-512k parted-linear parted-325m" \
+        "both-325m parted-1m parted-c-512k C-512k" >&2
       exit 2
       ;;
   esac
