@@ -470,6 +470,9 @@ def test_what_a_run_decides_is_planned_as_it_is_predicted_to_be():
         found = made.cfg.linear.model_dump(exclude_none=True)
         named = [*overrides, *(f"linear.{name}={value}" for name, value in found.items())]
         assert make_plan(CONFIGS / "1b.yaml", named, 8, HARDWARE[gpu]).chosen.prediction == made.chosen.prediction
+    for gpu, expected in (("h200", ("int8", 0)), ("b200", ("bf16", 0))):  # of equal speeds; on a B200 the host's
+        linear = make_plan(CONFIGS / "7b.yaml", ["linear.precision=auto"], 8, HARDWARE[gpu]).cfg.linear
+        assert (linear.precision, linear.keep_layers_below) == expected
     errors, text = plan(CONFIGS / "1b.yaml", 8, "linear.precision=auto", "parallel.tensor_parallel_size=3")
     assert errors and "linear_precision_auto" not in text
 

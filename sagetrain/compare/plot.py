@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
             if mean:
                 tokens, gaps = zip(*mean, strict=True)
                 panel.plot(_millions(tokens), gaps, color=color, linewidth=1.8, label=f"{variant} ({len(drawn)})")
-        drawn_gaps = [gap for seeds in row.gaps.values() for points in seeds for _, gap in points]
+        drawn_gaps = [gap for seeds in row.gaps.values() for points in seeds for _, gap in points if math.isfinite(gap)]
         if drawn_gaps:
             room = 0.15 * (max(0, *drawn_gaps) - min(0, *drawn_gaps)) or 1e-4
             panel.set_ylim(min(0, *drawn_gaps) - room, max(0, *drawn_gaps) + room)

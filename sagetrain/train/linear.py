@@ -19,12 +19,14 @@ NAMES = ("precision", "recipe", "keep_layers_below")
 
 def kept(asked: LinearConfig, folder: Path) -> LinearConfig:
     """What is asked for, with `auto` as the run of a checkpoint has it: what a layer gained on some day should not
-    change a run's arithmetic. The recipe, and a larger keep_layers_below, are as they are asked for."""
+    change a run's arithmetic. A recipe that is named beside it, and a larger keep_layers_below, hold; in fp8, which
+    `auto` was once, it is the recipe that the run had."""
     if asked.precision != "auto":
         return asked
     before = LinearConfig(**recorded(folder, "linear"))
     below = max(asked.keep_layers_below, before.keep_layers_below)
-    return asked.model_copy(update={"precision": before.precision, "keep_layers_below": below})
+    recipe = before.recipe if before.precision == "fp8" else asked.recipe
+    return asked.model_copy(update={"precision": before.precision, "recipe": recipe, "keep_layers_below": below})
 
 
 def settle(

@@ -119,7 +119,8 @@ def _int8(cfg: RunConfig, linear: LinearConfig, asked: str) -> Iterator[Finding]
             "use rowwise or rowwise_bf16_wgrad, or linear.precision fp8",
         )
     tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
-    if linear.recipe == "rowwise" and tokens > _INT8_PRODUCTS:
+    nowhere = asked == "auto" and cfg.training.dtype == "fp32"
+    if linear.recipe == "rowwise" and tokens > _INT8_PRODUCTS and not nowhere:
         yield error(
             "linear_int8_sums",
             "linear.recipe",
