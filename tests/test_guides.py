@@ -73,7 +73,7 @@ def test_the_page_on_linear_layers_has_every_key_with_its_default_and_every_reci
     keys_of_page = yaml.safe_load(next(block for language, block in blocks(page) if language == "yaml"))["linear"]
     assert LinearConfig(**keys_of_page) == LinearConfig(precision="fp8")
     assert keys_of_page.keys() == LinearConfig.model_fields.keys()
-    recipes = {recipe for _, recipe in RECIPES} | {"auto"}
+    recipes = {recipe for _, recipe in RECIPES}
     assert set(re.findall(r"^- `(\w+)`", page.read_text(), re.M)) == recipes
 
 

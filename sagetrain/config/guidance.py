@@ -19,6 +19,7 @@ from sagetrain.config.schema import RunConfig
 _SAGEBWD = "SageBwd (arXiv 2603.02170)"
 _SAGE3 = "SageAttention3 (arXiv 2505.11594)"  # has the first form of the method
 _RECIPE_GAP = "our runs: results/recipe-gap"
+_TOKENS_PER_STEP = "our runs: results/tokens-per-step"
 
 # Largest tokens per step at which INT8 attention without QK-norm trained on par in the paper: 64 sequences of 4096.
 SAFE_WITHOUT_QK_NORM = 64 * 4096
@@ -83,9 +84,10 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             "warning",
             "attention.smooth_k",
             False,
-            "K-smoothing was needed for stable INT8 pretraining even at 260K tokens per step",
+            "K-smoothing was needed for stable INT8 pretraining even at 260K tokens per step. (Ours, with QK-norm, was "
+            "stable without and ended .0010 +- .0009 higher: 43M parameters, 524,288 tokens per step, three seeds)",
             "set attention.smooth_k: true",
-            f"{_SAGEBWD}, sections 3 and 5",
+            f"{_SAGEBWD}, sections 3 and 5; {_TOKENS_PER_STEP}",
         )
     if cfg.attention.smooth_q:
         yield Finding(
@@ -93,9 +95,9 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             "warning",
             "attention.smooth_q",
             True,
-            "Q-smoothing gave no consistent gain in pretraining",
+            "Q-smoothing gave no consistent gain in pretraining, in the paper's runs nor in ours",
             "set attention.smooth_q: false",
-            f"{_SAGEBWD}, section 5",
+            f"{_SAGEBWD}, section 5; {_TOKENS_PER_STEP}",
         )
     if cfg.lr_schedule.warmup_tokens == 0:
         yield Finding(
