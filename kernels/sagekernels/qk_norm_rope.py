@@ -81,8 +81,8 @@ def qk_norm_rope_gradients_twin(
 
 @triton.jit
 def _halves(BASE, head, half, HEADS: tl.constexpr, HALF: tl.constexpr, HEAD_STRIDE):
-    """Where the halves of some heads lie, and which of them there are."""
-    first = BASE + head[:, None] * HEAD_STRIDE + half[None, :]
+    """Where the halves of some heads lie, and which of them there are. Heads may be all tokens apart: 64 bits."""
+    first = BASE + head[:, None].to(tl.int64) * HEAD_STRIDE + half[None, :]
     return first, first + HALF, (head < HEADS)[:, None] & (half < HALF)[None, :]
 
 

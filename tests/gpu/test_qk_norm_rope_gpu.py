@@ -69,10 +69,10 @@ def test_heads_that_are_not_finite_stay_so_alone() -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """The last tokens of more than 2^31 elements are what they are by themselves."""
-    if torch.cuda.get_device_properties(0).total_memory < 40e9:
-        pytest.skip("needs 40 GB")
-    last = random_qk(64, (16, 1), 128, 1.0, torch.bfloat16, "cuda")
+    """The last tokens of more than 2^31 elements are what they are by themselves; also of heads all tokens apart."""
+    if torch.cuda.get_device_properties(0).total_memory < 60e9:
+        pytest.skip("needs 60 GB")
+    last = random_qk(64, (20, 1), 128, 1.0, torch.bfloat16, "cuda")
     tokens = 2**20 + 64
 
     def long(part: Tensor) -> Tensor:
@@ -90,10 +90,14 @@ def test_offsets_beyond_32_bits() -> None:
     ):
         assert torch.equal(found[-64:], alone)
     grads = [long(grad) for grad in last[:3]]
-    of_y, of_gains = qk_norm_rope_gradients_triton(*grads, q, k, *last[5:7], *tables, last.eps)
     of_last, gains_of_last = qk_norm_rope_gradients_triton(*last)
-    assert torch.equal(of_y[-64:], of_last)
-    torch.testing.assert_close(of_gains, gains_of_last)
+    for by_heads in (False, True):
+        if by_heads:
+            grads = [grad.transpose(0, 1).contiguous().transpose(0, 1) for grad in grads]
+            assert (grads[0].shape[1] - 1) * grads[0].stride(1) > 2**31
+        of_y, of_gains = qk_norm_rope_gradients_triton(*grads, q, k, *last[5:7], *tables, last.eps)
+        assert torch.equal(of_y[-64:], of_last)
+        torch.testing.assert_close(of_gains, gains_of_last)
 
 
 def _in_two_steps(
