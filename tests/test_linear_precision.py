@@ -413,6 +413,10 @@ def test_a_run_switches_precision_at_a_resume_and_says_so(tmp_path, corpus) -> N
     finish("sagetrain", second)
     said = second.with_suffix(".log").read_text()
     assert "changed since that checkpoint: linear.precision: 'bf16' -> 'fp8'" in said
+    rows = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    (resumed,) = (row for row in rows if row["kind"] == "resume")
+    assert "linear.precision: 'bf16' -> 'fp8'" in resumed["changed"]
+    assert resumed["text"].startswith("resumed at 2,560 tokens with 1 rank; changed: ")
     assert "linear layers fp8 rowwise in 1 of 2 blocks (its torch twin, since there is no GPU)" in said
     check_eval_in_8_bits(tmp_path / "run")
 
@@ -427,11 +431,15 @@ def check_eval_in_8_bits(run: Path) -> None:
         return together(evaluate(load_run(run, said.append, linear=linear), 8)).loss
 
     losses = {linear: loss(linear) for linear in (None, "bf16", "fp8", "int8")}
-    # Where a precision was asked for it is not said.
-    assert said == ["linear layers, fp8 rowwise in training, are not in 8 bits here"]
+    # Where a precision was asked for it is said what is in it.
+    found = [
+        f"linear layers {name} rowwise in 1 of 2 blocks (its torch twin, since there is no GPU)"
+        for name in ("fp8", "int8")
+    ]
+    assert said == ["linear layers, fp8 rowwise in training, are not in 8 bits here", *found]
     assert losses["fp8"] == pytest.approx(trained, abs=1e-6)
     assert losses[None] == losses["bf16"]
     assert len({round(value, 8) for value in losses.values()}) == 3
     assert max(losses.values()) - min(losses.values()) < 0.02
     shown = sagetrain("eval", run, "--linear", "int8", "--num-sequences", 8)
-    assert f"{losses['int8']:.4f}" in shown.stdout and not shown.stderr
+    assert f"{losses['int8']:.4f}" in shown.stdout and shown.stderr == f"{found[1]}\n"

@@ -156,7 +156,9 @@ def load_run(
     try:
         multiply = _multiply(cfg.linear, linear or "bf16")
         size = cfg.parallel.tensor_parallel_size  # whose layers' sizes decided while training
-        matmuls, _ = matmuls_of(multiply, cfg.model, tensor_parallel_size=size, device=device, dtype=dtype)
+        matmuls, how = matmuls_of(multiply, cfg.model, tensor_parallel_size=size, device=device, dtype=dtype)
+        if linear in ("fp8", "int8"):
+            report(f"linear layers {how}")
         here = cfg.model.linear_layers(groups.tp_size)
         if odd := [name for name, sizes in here.items() if multiply.low_bit and sizes.odd]:
             ranks_here = f" on {groups.tp_size} ranks" if groups.tp_size > 1 else ""

@@ -308,8 +308,9 @@ class Transformer(nn.Module):
         if not model.tie_embeddings:
             head_weight = annotate(nn.Parameter(torch.empty_like(head_weight)), groups, tp_dim=0)
         self.head = Head(head_weight, groups, sequence_parallel=sequence_parallel, known=known)
-        self.whole_blocks = False
-        """Whether a block computes with its own parameters alone, as a compiled one has to under ZeRO-3."""
+        self.whole_blocks = partition is not None and activation_checkpointing == "selective"
+        """Whether a block computes with its own parameters alone: under ZeRO-3 a compiled one has to, and one
+        that is in part computed again: gathers inside would be in that part, and differ from pass to pass."""
         self.watch_blocks: Callable[[int, Tensor], None] | None = None
         """Given each block's number and its output [tokens, hidden] as this rank has it, in overlapped halves the first
         half's, whose sum is complete by then."""

@@ -169,7 +169,7 @@ def _priced(linear: LinearConfig) -> Finding:
     """What the figures stand for where the run decides."""
     size = f" for layers of {linear.keep_layers_below:,} weights and more" if linear.keep_layers_below else ""
     what = f"{linear.precision}, recipe {linear.recipe}{size}" if linear.low_bit else "bf16"
-    says = f"is priced as {what}, the fastest by these figures; the run times it"
+    says = f"is priced as {what}, the faster of bf16 and int8 by these figures; the run times it"
     return Finding("linear_precision_auto", "info", "linear.precision", "auto", says, "")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sagetrain.config.schema import AttentionConfig, SpikesConfig
+from sagetrain.config.schema import AttentionConfig, LinearConfig, SpikesConfig
 from sagetrain.train.checkpoint import CheckpointError
 from sagetrain.train.guard import TrainingError
 
@@ -147,6 +147,7 @@ def left_out(
     text: str,
     settings: SpikesConfig,
     attention: AttentionConfig,
+    linear: LinearConfig,
     drop: Iterable[int],
 ) -> TrainingError:
     """The error of a step that may not be applied and not be left out, with the ways on that are open to the run.
@@ -155,6 +156,7 @@ def left_out(
         state: before the step, which is over the next `samples` samples.
         text: what is wrong with it.
         attention: with the backend that runs.
+        linear: as layers multiply.
         drop: training.drop_steps that would pass over it.
     """
     ways = ["lower optimizer.lr or the tokens per step"]
@@ -162,6 +164,8 @@ def left_out(
         ways.append("use 16-bit attention (attention.backend=sdpa)")
         if attention.qk_norm == "none":
             ways.append("begin another training.run_dir with attention.qk_norm=before_rope")
+    if linear.low_bit:
+        ways.append("multiply linear layers in 16 bits (linear.precision=bf16)")
     numbers = ",".join(map(str, sorted(drop)))
     ways.append(f"pass over its samples with training.drop_steps=[{numbers}], which every later checkpoint records")
     used_up = ""

@@ -213,7 +213,7 @@ class Steering:
         if settings.policy == "stop" or not self.spikes.may_act(step):
             drop = {*cfg.training.drop_steps, step}
             samples = size // cfg.data.seq_length
-            raise left_out(state, samples, event.text, settings, cfg.attention, drop)
+            raise left_out(state, samples, event.text, settings, cfg.attention, cfg.linear, drop)
         moved: list[Event] = []
         if settings.policy == "rewind":
             state, weights_of, moved = self._rewind(state, size, event, go_back)

@@ -72,6 +72,7 @@ class Trainer:
 
     def __init__(self, cfg: RunConfig, findings: list[Finding], tasks: Tasks | None = None):
         self.cfg, self.findings, self.tasks = cfg, findings, tasks
+        self._changed: list[str] = []  # since the checkpoint that the run continues from
         self.folder = RunFolder(Path(cfg.training.run_dir))
         # Everything that can be wrong with files and settings comes before ranks begin to wait for each other.
         tokenizer = tokenizer_of(cfg.data, cfg.model.vocab_size)
@@ -249,8 +250,11 @@ class Trainer:
             if reader.world_size != dist.get_world_size():
                 self._say(f"ranks: {reader.world_size} wrote that checkpoint, {dist.get_world_size()} go on with it"
                           " (parallel.world_size makes a number that you do not mean an error)")  # fmt: skip
+            kept = [name for name in linear.NAMES[1:] if getattr(self.linear, name) != getattr(self.cfg.linear, name)]
             for line in changed_settings((folder / "config.yaml").read_text(), dump_config(self.cfg)):
-                self._say(f"changed since that checkpoint: {line}")
+                if not line.startswith(tuple(f"linear.{name}:" for name in kept)):  # those are as `auto` had them
+                    self._say(f"changed since that checkpoint: {line}")
+                    self._changed.append(line)
             if segments := self.state.ledger.segments:
                 last = segments[-1][1] * self.cfg.data.seq_length
                 if said := change_at_resume(self.cfg.tokens_per_step, self.state.tokens, last):
@@ -351,7 +355,9 @@ class Trainer:
         if self.state.step:
             ranks = dist.get_world_size()
             text = f"resumed at {self.state.tokens:,} tokens with {ranks} rank{'s' * (ranks > 1)}"
-            self.reporter.event(self.state, Event("resume", text, {"ranks": ranks}), say=False)
+            text += f"; changed: {'; '.join(self._changed)}" if self._changed else ""
+            fields = {"ranks": ranks, "changed": self._changed}
+            self.reporter.event(self.state, Event("resume", text, fields), say=False)
         self._announce()
         first, left = self.state.step, self._look(self._left_to_look())
         stopped = bool(left)
