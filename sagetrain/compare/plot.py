@@ -34,9 +34,9 @@ def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
             band = [point for point in whole if point[0] >= parted]  # before --branch there is nothing to compare
             if band:
                 tokens, half = zip(*band, strict=True)
-                low = [-value for value in half]
+                below = [-value for value in half]
                 label = f"{baseline}: {name}, {half[-1]:.4f} at the end"
-                panel.fill_between(_millions(tokens), low, half, color=grey, label=label, lw=0)
+                panel.fill_between(_millions(tokens), below, half, color=grey, label=label, lw=0)
         panel.axhline(0, color="black", linewidth=0.8)
         for number, (variant, seeds) in enumerate(row.gaps.items()):
             color, drawn = f"C{number}", [points for points in seeds if points]
@@ -46,10 +46,11 @@ def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
             if mean:
                 tokens, gaps = zip(*mean, strict=True)
                 panel.plot(_millions(tokens), gaps, color=color, linewidth=1.8, label=f"{variant} ({len(drawn)})")
-        drawn_gaps = [gap for seeds in row.gaps.values() for points in seeds for _, gap in points if math.isfinite(gap)]
-        if drawn_gaps:
-            room = 0.15 * (max(0, *drawn_gaps) - min(0, *drawn_gaps)) or 1e-4
-            panel.set_ylim(min(0, *drawn_gaps) - room, max(0, *drawn_gaps) + room)
+        values = [gap for seeds in row.gaps.values() for points in seeds for _, gap in points if math.isfinite(gap)]
+        if values:
+            low, high = min(0, *values), max(0, *values)
+            room = 0.15 * (high - low) or 1e-4
+            panel.set_ylim(low - room, high + room)
         panel.set_title(row.row, fontsize=10)
         panel.set_ylabel(f"training loss - {baseline}")
         if panel.get_legend_handles_labels()[0]:

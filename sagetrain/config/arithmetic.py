@@ -34,7 +34,7 @@ def resolved_zero_stage(cfg: RunConfig) -> int:
 
 
 def overlaps_reduction(cfg: RunConfig) -> bool:
-    """deepspeed.zero_optimization.overlap_comm: unless the YAML sets it on at ZeRO 3 alone (docs/gradients.md)."""
+    """deepspeed.zero_optimization.overlap_comm: unless the YAML sets it, on at ZeRO 3 alone (docs/gradients.md)."""
     return bool(cfg.deepspeed.get("zero_optimization", {}).get("overlap_comm", resolved_zero_stage(cfg) == 3))
 
 

@@ -157,7 +157,7 @@ def load_run(
         multiply = _multiply(cfg.linear, linear or "bf16")
         size = cfg.parallel.tensor_parallel_size  # whose layers' sizes decided while training
         matmuls, how = matmuls_of(multiply, cfg.model, tensor_parallel_size=size, device=device, dtype=dtype)
-        if linear in ("fp8", "int8"):
+        if multiply.low_bit:
             report(f"linear layers {how}")
         here = cfg.model.linear_layers(groups.tp_size)
         if odd := [name for name, sizes in here.items() if multiply.low_bit and sizes.odd]:

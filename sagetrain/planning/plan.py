@@ -10,6 +10,7 @@ from pathlib import Path
 from sagetrain.config.arithmetic import data_parallel_size, padded_vocab_size, token_multiple
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError, Finding
+from sagetrain.config.linear_sizes import AUTO_PRECISION
 from sagetrain.config.load import load_config
 from sagetrain.config.measured import MeasuredRun
 from sagetrain.config.schema import DataConfig, DataSource, LinearConfig, RunConfig
@@ -169,7 +170,7 @@ def _priced(linear: LinearConfig) -> Finding:
     """What the figures stand for where the run decides."""
     size = f" for layers of {linear.keep_layers_below:,} weights and more" if linear.keep_layers_below else ""
     what = f"{linear.precision}, recipe {linear.recipe}{size}" if linear.low_bit else "bf16"
-    says = f"is priced as {what}, the faster of bf16 and int8 by these figures; the run times it"
+    says = f"is priced as {what}, the faster of bf16 and {AUTO_PRECISION} by these figures; the run times it"
     return Finding("linear_precision_auto", "info", "linear.precision", "auto", says, "")
 
 
