@@ -27,7 +27,7 @@ CASES = [
     ),
     (
         {"linear": {"precision": "int8", "keep_last_fraction": 1e-9}}, 1,
-        "no_effect", "warning", "linear.keep_last_fraction", "1e-09: has no effect with steps of", "remove",
+        "no_effect", "warning", "linear.keep_last_fraction", "1e-09: has no effect with these tokens_per_step", "remove",
     ),
     (
         {"linear": {"precision": "fp8"}}, 1,
@@ -123,16 +123,33 @@ def test_what_does_no_harm_is_no_finding(rule, sections):
     assert rule not in {finding.rule for finding in fit(run_config(**sections), 1)}
 
 
-@pytest.mark.parametrize(("total", "fraction", "said"), [
-    (10 * 512, 0.1, False), (10 * 512, 0.09, True), (9 * 512 + 1, 0.01, False), (9 * 512 + 1, 1e-5, True),
+CONSTANT = {"schedule": "constant", "tokens": 512}
+RAMP = {"schedule": "ramp", "start": 512, "end": 1024, "ramp_tokens": 2048}  # steps at 0, 512, .. 2048, 3072
+STAGES = {"schedule": "stages", "stages": [{"from_tokens": 0, "tokens": 512}, {"from_tokens": 2048, "tokens": 1024}]}
+AWARE = {"schedule": "noise_aware", "start": 1024, "floor": 1024, "ceiling": 1536, "hold_tokens": 1024}
+FIXED = {**AWARE, "ceiling": 1024}
+
+
+@pytest.mark.parametrize(("schedule", "total", "fraction", "said"), [
+    (CONSTANT, 10 * 512, 0.1, False), (CONSTANT, 10 * 512, 0.09, True),
+    (CONSTANT, 9 * 512 + 1, 0.01, False), (CONSTANT, 9 * 512 + 1, 1e-5, True),
+    (RAMP, 4096, 0.25, False), (RAMP, 4096, 0.24, True), (STAGES, 4096, 0.25, False), (STAGES, 4096, 0.24, True),
+    # Of 4,096 tokens three steps can reach the last part and leave some; of 2,048 it takes two, which leave none.
+    (FIXED, 4096, 0.25, False), (FIXED, 4096, 0.24, True), (AWARE, 4096, 0.24, False), (AWARE, 2048, 0.24, True),
 ])  # fmt: skip
-def test_a_last_part_in_which_no_step_begins_has_no_effect(total: int, fraction: float, said: bool) -> None:
-    """Also of a run whose last step ends behind its tokens."""
+def test_a_last_part_in_which_no_step_begins_has_no_effect(schedule, total: int, fraction: float, said: bool) -> None:
+    """Also of a run whose last step ends behind its tokens. Of noise_aware only where that is so whatever it decides."""
     cfg = run_config(
         linear={"precision": "fp8", "keep_last_fraction": fraction},
-        tokens_per_step={"schedule": "constant", "tokens": 512},
+        tokens_per_step=schedule,
         training={"total_tokens": total},
         lr_schedule={"warmup_tokens": 0},
     )
     keys = [finding.key for finding in check(cfg, 1) if finding.rule == "no_effect"]
     assert ("linear.keep_last_fraction" in keys) == said
+
+
+def test_stages_that_begin_late_are_refused_where_the_last_part_is_looked_for_too() -> None:
+    stages = {"schedule": "stages", "stages": [{"from_tokens": 512, "tokens": 512}]}
+    cfg = run_config(linear={"precision": "fp8", "keep_last_fraction": 0.1}, tokens_per_step=stages)
+    assert "first_stage" in {finding.rule for finding in check(cfg, 1)}

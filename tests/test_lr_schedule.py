@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagetrain.config.schema import ConstantTokens, LrScheduleConfig, OptimizerConfig, RampTokens, Stage, StagedTokens
+from sagetrain.config.tokens_per_step import stages, tokens_per_step
 from sagetrain.train.lr_schedule import curve, learning_rate
-from sagetrain.train.tokens_per_step import stages, tokens_per_step
 
 TOTAL = 1000
 OPTIMIZER = OptimizerConfig(lr=2.0)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagetrain.config.schema import ConstantTokens, RampTokens, Stage, StagedTokens
-from sagetrain.train.tokens_per_step import change_at_resume, stages, tokens_per_step
+from sagetrain.config.tokens_per_step import change_at_resume, stages, tokens_per_step
 
 
 def staged(*pairs: tuple[int, int]) -> StagedTokens:

@@ -10,7 +10,7 @@ from sagetrain.config.errors import Finding
 from sagetrain.config.guidance import guidance
 from sagetrain.config.load import locations
 from sagetrain.config.measured import MeasuredRun
-from sagetrain.config.rules import data, fit, layout, logging
+from sagetrain.config.rules import data, fit, layout, linear, logging
 from sagetrain.config.schema import RunConfig
 
 _ORDER = {"error": 0, "warning": 1, "info": 2}
@@ -35,6 +35,7 @@ def check(
     findings = [
         *layout.launch(cfg, world_size),
         *fit(cfg, world_size, vocab_size),
+        *linear.unreached(cfg),
         *guidance(cfg, measured),
         *data.findings(cfg, required=files),
         *logging.findings(cfg, required=files),

@@ -14,12 +14,12 @@ from sagetrain.config.linear_sizes import AUTO_PRECISION
 from sagetrain.config.load import load_config
 from sagetrain.config.measured import MeasuredRun
 from sagetrain.config.schema import DataConfig, DataSource, LinearConfig, RunConfig
+from sagetrain.config.tokens_per_step import ScheduleStage, stages
 from sagetrain.data.tokenizer import known_vocab_size
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import MemoryItem, memory_per_rank
 from sagetrain.planning.layouts import Layout, fastest_linear, layout, memory_finding, propose
 from sagetrain.planning.performance import calibrate
-from sagetrain.train.tokens_per_step import ScheduleStage, stages
 
 ASSUMED_VOCAB_SIZE = 32_768
 # Rules without which the numbers would mean nothing.

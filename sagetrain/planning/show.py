@@ -20,6 +20,7 @@ from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.measured import read_measured
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import NoiseAwareTokens, PrecisionConfig, RunConfig
+from sagetrain.config.tokens_per_step import ScheduleStage
 from sagetrain.hardware import H200, Hardware
 from sagetrain.model.accounting import (
     MemoryItem,
@@ -34,7 +35,6 @@ from sagetrain.planning.performance import StepPrediction
 from sagetrain.planning.plan import Plan, make_plan
 from sagetrain.planning.tables import Table, facts, print_line, print_table, print_text
 from sagetrain.train.lr_schedule import learning_rate
-from sagetrain.train.tokens_per_step import ScheduleStage
 
 _LEVEL_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 # A ramp has as many stages as it has accumulations; this many rows show its course.

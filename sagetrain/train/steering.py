@@ -14,6 +14,7 @@ from typing import Any, cast
 from sagetrain.config.load import dump_config
 from sagetrain.config.measured import critical_in_words, critical_tokens, margin_of, ratios_of
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
+from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data.loader import SampleStream
 from sagetrain.model.backends import AttentionFunction, attention_function
 from sagetrain.model.transformer import Transformer
@@ -35,7 +36,6 @@ from sagetrain.train.reporter import Reporter
 from sagetrain.train.run_folder import RunFolder
 from sagetrain.train.saver import Saver
 from sagetrain.train.step import Observers, StepResult
-from sagetrain.train.tokens_per_step import tokens_per_step
 
 GoBack = Callable[[Callable[[int], bool]], TrainState | None]
 """Load the newest whole checkpoint, of those of wanted steps; the state that it holds. None: there is none."""

@@ -26,6 +26,7 @@ from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size, re
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
+from sagetrain.config.tokens_per_step import change_at_resume, stages, tokens_per_step
 from sagetrain.data import verify
 from sagetrain.data.loader import Batch, Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
@@ -55,7 +56,6 @@ from sagetrain.train.run_folder import RunFolder, changed_settings
 from sagetrain.train.saver import Saver
 from sagetrain.train.start_line import start_line
 from sagetrain.train.steering import Steering
-from sagetrain.train.tokens_per_step import change_at_resume, stages, tokens_per_step
 
 _ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
 _VALID, _TASKS = "valid/", "eval/"

@@ -8,7 +8,8 @@ from sagetrain.config.arithmetic import last_part
 from sagetrain.config.errors import Finding
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE
 from sagetrain.config.rules.findings import error, neighbours, no_effect
-from sagetrain.config.schema import ConstantTokens, LinearConfig, RunConfig
+from sagetrain.config.schema import LinearConfig, RunConfig
+from sagetrain.config.tokens_per_step import may_begin
 
 _INT8_PRODUCTS = (2**31 - 1) // 127**2
 _COSTS = {
@@ -43,11 +44,6 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
         "sagetrain compare shows what it is for your model",
         "our runs: results/tokens-per-step",
     )
-    if linear.keep_last_fraction and isinstance(cfg.tokens_per_step, ConstantTokens):
-        total, step = cfg.training.total_tokens, cfg.tokens_per_step.tokens
-        if (total - 1) // step * step < last_part(linear.keep_last_fraction, total):
-            why = f"steps of {step:,} tokens: the last one begins before that part of {total:,}"
-            yield no_effect("linear.keep_last_fraction", linear.keep_last_fraction, why)
     if not linear.low_bit_blocks(model.num_layers):
         name, blocks = max(kept.items(), key=lambda item: item[1])
         yield error(
@@ -105,6 +101,17 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f"linear.precision {linear.precision} takes fp32 without a GPU only, where its torch twin runs",
             "use training.dtype bf16, or linear.precision bf16, on a GPU",
         )
+
+
+def unreached(cfg: RunConfig) -> Iterator[Finding]:
+    """A last part in which no step begins. No layout changes it, and it takes a walk over the run."""
+    linear, total = cfg.linear, cfg.training.total_tokens
+    if linear.precision == "bf16" or linear.keep_last_fraction is None:
+        return
+    begins = last_part(linear.keep_last_fraction, total)
+    if not may_begin(cfg.tokens_per_step, begins, total):
+        why = f"these tokens_per_step: the last step begins before that part does, at {begins:,} of {total:,} tokens"
+        yield no_effect("linear.keep_last_fraction", linear.keep_last_fraction, why)
 
 
 def _int8(cfg: RunConfig, linear: LinearConfig, asked: str) -> Iterator[Finding]:

@@ -38,7 +38,8 @@ def tokens_per_step(schedule: Schedule, tokens_seen: int) -> int:
         progress = min(tokens_seen, schedule.ramp_tokens)
         on_the_line = schedule.start + (schedule.end - schedule.start) * progress // schedule.ramp_tokens
         return max(1, on_the_line // schedule.rounding) * schedule.rounding
-    return [stage.tokens for stage in schedule.stages if stage.from_tokens <= tokens_seen][-1]
+    begun = [stage for stage in schedule.stages if stage.from_tokens <= tokens_seen]
+    return (begun or schedule.stages)[-1].tokens  # that one begins at 0 is for config/rules to check
 
 
 def change_at_resume(schedule: Schedule, tokens_seen: int, last: int) -> str | None:
@@ -60,7 +61,7 @@ def stages(schedule: Schedule, total_tokens: int, micro_step: int) -> list[Sched
     """The whole run as runs of equal steps, ending with the first step that reaches `total_tokens`.
 
     micro_step: tokens of one micro-step over all ranks (config/arithmetic.py, `token_multiple`), for the accumulation.
-    Costs O(log) per change of the tokens per step, not O(steps).
+    Costs what the changes of the tokens per step are, not the steps.
     """
     result: list[ScheduleStage] = []
     seen = 0
@@ -73,6 +74,14 @@ def stages(schedule: Schedule, total_tokens: int, micro_step: int) -> list[Sched
     return result
 
 
+def may_begin(schedule: Schedule, tokens: int, total_tokens: int) -> bool:
+    """Whether a step may begin at `tokens` or later; of noise_aware, whatever it decides between floor and ceiling."""
+    if isinstance(schedule, NoiseAwareTokens):
+        return -(-tokens // schedule.ceiling) * schedule.floor < total_tokens
+    last = stages(schedule, total_tokens, 1)[-1]
+    return last.from_tokens + (last.steps - 1) * last.tokens_per_step >= tokens
+
+
 def _next_change(schedule: Schedule, tokens_seen: int, end: int) -> int:
     """Smallest count of tokens after `tokens_seen` at which the tokens per step may differ; `end` if there is none."""
     if isinstance(schedule, StagedTokens):
@@ -82,8 +91,7 @@ def _next_change(schedule: Schedule, tokens_seen: int, end: int) -> int:
     now = tokens_per_step(schedule, tokens_seen)
     if tokens_per_step(schedule, schedule.ramp_tokens) == now:
         return end
-    low, high = tokens_seen, schedule.ramp_tokens  # a ramp is monotone: bisect; unchanged at low, changed at high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if tokens_per_step(schedule, middle) == now else (low, middle)
-    return high
+    change = schedule.end - schedule.start
+    if change > 0:  # up to the next multiple
+        return -(-(now + schedule.rounding - schedule.start) * schedule.ramp_tokens // change)
+    return (schedule.start - now) * schedule.ramp_tokens // -change + 1  # below this one
