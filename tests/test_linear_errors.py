@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,31 @@ def test_a_run_writes_what_it_measured_and_what_vanishes(
     assert {name for name in told["metrics"] if name.startswith("quant/")} == names
     assert {kind: event["count"] for kind, event in told["events"].items()} == ({"vanishing": 1} if steps else {})
     assert ("linear layers lose in 8 bits is not measured at ZeRO 3" in capfd.readouterr().out) == (stage == 3)
+
+
+def train_to_16_bits(corpus: str, run_dir: str, stage: int) -> None:
+    linear = {"precision": "fp8", "keep_last_fraction": 0.5}
+    cfg = tiny.config(stage, model=SHAPE, linear=linear, stability={"monitor": {"every_steps": 2}}).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}])
+    cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
+    Trainer(RunConfig.model_validate(cfg), []).run()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_that_has_moved_to_16_bits_is_not_said_to_lose_anything_in_8(
+    stage: int, corpus: Path, tmp_path: Path, capfd
+) -> None:
+    """It goes on from the last checkpoint but one, which is behind the move."""
+    said = []
+    for _ in range(2):
+        run_distributed(train_to_16_bits, 1, str(corpus), str(tmp_path / "run"), stage)
+        said.append(capfd.readouterr().out)
+        shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
+    first, second = said
+    assert "16 bits since" in second and "16 bits since" not in first
+    unmeasured, nothing = "in 8 bits is not measured at ZeRO 3", "or multiplies in 8 bits: nothing is measured"
+    assert (unmeasured in first, nothing in first) == (stage == 3, stage == 3)
+    assert unmeasured not in second and nothing in second
 
 
 # -- what is said before a run -------------------------------------------------------------------------------------

@@ -69,12 +69,6 @@ class Steering:
         owned = lambda: ((shard.name, shard.tensors.get("weight")) for shard in engine.shards())  # noqa: E731
         self._monitor = Monitor(stability.monitor, model, owned)
         self._linear = LinearErrors(model, self._monitor.chosen)
-        if self._monitor.every and self._linear.layers and engine.stage == 3:
-            reporter.say("stability.monitor: what linear layers lose in 8 bits is not measured at ZeRO 3")
-        asked = isinstance(stability.monitor.every_steps, int)
-        if asked and not (self._monitor.layers or self._linear.layers):  # chosen by `auto`
-            said = f"attention {cfg.attention.backend} quantizes nothing, and no linear layer is looked at"
-            reporter.say(f"stability.monitor: {said}: nothing is measured")
         self._noise = GradientNoise(model, groups, device)
         exact = attention_function("sdpa", cfg.attention, device)
         self._probe = QuantizationProbe(model, exact, groups, device)
@@ -98,6 +92,16 @@ class Steering:
         self._restore(state.controllers)
         for name, mover in self._movers.items():
             reporter.say(f"{name}: {mover.summary()}")
+        self._say_unmeasured()  # of layers as the movers have left them
+
+    def _say_unmeasured(self) -> None:
+        settings, linear = self._cfg.stability.monitor, self._linear.layers
+        if self._monitor.every and linear and self._engine.stage == 3:
+            self._reporter.say("stability.monitor: what linear layers lose in 8 bits is not measured at ZeRO 3")
+            linear = {}
+        if isinstance(settings.every_steps, int) and not (self._monitor.layers or linear):  # `auto`, or a mover, chose
+            said = f"no layer looked at quantizes attention ({self._cfg.attention.backend}) or multiplies in 8 bits"
+            self._reporter.say(f"stability.monitor: {said}: nothing is measured")
 
     # -- what a checkpoint has of it -----------------------------------------------------------------------------
 
