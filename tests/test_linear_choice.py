@@ -416,6 +416,7 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
 def test_a_run_has_one_arithmetic_until_it_is_told_otherwise(corpus: Path, tmp_path: Path, capfd) -> None:
     run_distributed(train_and_continue, 1, str(corpus), str(tmp_path / "run"))
     said = "".join(capfd.readouterr())
-    assert "linear layers int8 rowwise in all blocks, layers of 1,600 weights and more (its torch twin" in said
+    layers = "layers of 1,600 weights and more (qkv, gate_up)"
+    assert f"linear layers int8 rowwise in all blocks, {layers} (its torch twin" in said
     assert "); auto: the fastest" in said and "as the run had it: auto decides once" in said
     assert "changed since that checkpoint: linear.precision: 'auto' -> 'bf16'" in said

@@ -125,17 +125,20 @@ def test_layers_with_odd_sides_stay_in_16_bits(change: dict, odd: set) -> None:
 
 
 def test_the_choice_is_said() -> None:
-    def said(**keys: object) -> str:
+    def said(here: int | None = None, **keys: object) -> str:
         shape = SHAPE.model_copy(update={"ffn_hidden_size": keys.pop("ffn_hidden_size", 96)})
         place = {"tensor_parallel_size": 2, "device": torch.device("cpu"), "dtype": torch.float32}
-        return matmuls_of(LinearConfig(**keys), shape, **place)[1]
+        return matmuls_of(LinearConfig(**keys), shape, here=here, **place)[1]
 
     assert said() == "in training.dtype"
     assert said(precision="fp8") == "fp8 rowwise in all blocks (its torch twin, since there is no GPU)"
     assert said(precision="int8", keep_last_blocks=1).startswith("int8 rowwise in 1 of 2 blocks")
-    assert "in all blocks, layers of 9,000 weights and more (" in said(precision="fp8", keep_layers_below=9000)
+    assert "in all blocks, layers of 9,000 weights and more (none) (" in said(precision="fp8", keep_layers_below=9000)
+    assert "layers of 6,000 weights and more (qkv, gate_up) (" in said(precision="fp8", keep_layers_below=6000)
     odd = said(precision="fp8", ffn_hidden_size=72)
     assert "in all blocks, but for sides that are no multiples of 16 (gate_up 36, down 36) (" in odd
+    fewer = said(precision="fp8", ffn_hidden_size=72, here=1)
+    assert "(gate_up 36, down 36), by the sizes at tensor_parallel_size 2 in training and 1 here (" in fewer
     with pytest.raises(ValueError, match=r"linear\.recipe tensorwise is none of linear.precision int8"):
         said(precision="int8", recipe="tensorwise")
 

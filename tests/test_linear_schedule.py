@@ -206,7 +206,12 @@ def test_evaluation_in_8_bits_is_of_the_layers_that_training_had_there(tmp_path:
     }
     path = write_config(tmp_path / "two.yaml", corpus, tmp_path / "run", tp_size=2, **sections)
     finish("ranks", path)
-    assert [*load_run(tmp_path / "run", print, linear="fp8").model.matmuls[0]] == ["qkv", "gate_up"]
+    said: list[str] = []
+    assert [*load_run(tmp_path / "run", said.append, linear="fp8").model.matmuls[0]] == ["qkv", "gate_up"]
+    assert (
+        "6,000 weights and more (qkv, gate_up), by the sizes at tensor_parallel_size 2 in training and 1 here ("
+        in said[0]
+    )
     sections["model"]["ffn_hidden_size"], sections["linear"] = 80, {"precision": "fp8"}
     finish("sagetrain", write_config(tmp_path / "one.yaml", corpus, tmp_path / "other", **sections))
     assert run_distributed(low_on_two_ranks, 2, str(tmp_path / "other")) == [["qkv", "out"]] * 2

@@ -173,7 +173,10 @@ def test_one_process_has_those_layers_in_8_bits_that_ranks_had(tmp_path, corpus)
     parallel, training = {"tensor_parallel_size": 2}, {"total_tokens": 15 * 256}
     finish("ranks", config(tmp_path, spoiled_corpus, parallel=parallel, training=training, **sections))
     (folder,) = (tmp_path / "run/spikes").iterdir()
-    numbers = json.loads(sagetrain("replay", folder, "--attention", "reference", "--json").stdout)["numbers"]
+    shown = sagetrain("replay", folder, "--attention", "reference", "--json")
+    said = "linear layers as in the run: fp8 rowwise in all blocks, layers of 2,000 weights and more (gate_up)"
+    assert f"{said}, by the sizes at tensor_parallel_size 2 in training and 1 here (" in shown.stderr
+    numbers = json.loads(shown.stdout)["numbers"]
     assert numbers["again"]["grad_norm"] == pytest.approx(numbers["recorded"]["grad_norm"], rel=1e-5)
 
 

@@ -10,7 +10,6 @@ import torch
 
 from sagetrain.config.arithmetic import low_bit_linear, padded_vocab_size
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import LinearConfig, RunConfig, tokenizer_in
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
@@ -155,15 +154,10 @@ def load_run(
         backend = "sdpa"
     try:
         multiply = _multiply(cfg.linear, linear or "bf16")
-        size = cfg.parallel.tensor_parallel_size  # whose layers' sizes decided while training
-        matmuls, how = matmuls_of(multiply, cfg.model, tensor_parallel_size=size, device=device, dtype=dtype)
+        sizes = {"tensor_parallel_size": cfg.parallel.tensor_parallel_size, "here": groups.tp_size}
+        matmuls, how = matmuls_of(multiply, cfg.model, **sizes, device=device, dtype=dtype)
         if multiply.low_bit:
             report(f"linear layers {how}")
-        here = cfg.model.linear_layers(groups.tp_size)
-        if odd := [name for name, sizes in here.items() if multiply.low_bit and sizes.odd]:
-            ranks_here = f" on {groups.tp_size} ranks" if groups.tp_size > 1 else ""
-            report(f"{', '.join(odd)}: in 16 bits{ranks_here}, where sides are no multiples of {LOW_BIT_MULTIPLE}")
-        matmuls = [{name: each for name, each in own.items() if not here[name].odd} for own in matmuls]
     except ValueError as error:
         raise ConfigError(f"--linear {linear}: {error}") from error
     try:

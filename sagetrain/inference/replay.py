@@ -206,8 +206,10 @@ def _layers_of(trainer: Trainer, tensor_parallel_size: int) -> None:
     """In 8 bits those linear layers that were in the run, whose ranks' sizes decided."""
     model = cast(Transformer, trainer.engine.module)
     if any(model.matmuls) and tensor_parallel_size != trainer.groups.tp_size:
-        place: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "device": trainer.device}
-        model.matmuls, _ = matmuls_of(trainer.linear, trainer.cfg.model, dtype=trainer.dtype, **place)
+        sizes = {"tensor_parallel_size": tensor_parallel_size, "here": trainer.groups.tp_size}
+        how: dict[str, Any] = {**sizes, "device": trainer.device, "dtype": trainer.dtype}
+        model.matmuls, said = matmuls_of(trainer.linear, trainer.cfg.model, **how)
+        trainer.reporter.say(f"linear layers as in the run: {said}")
         trainer.engine.weights_changed()
 
 

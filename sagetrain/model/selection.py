@@ -83,10 +83,20 @@ def resolve_backend(
 
 
 def matmuls_of(
-    linear: LinearConfig, model: ModelConfig, *, tensor_parallel_size: int, device: torch.device, dtype: torch.dtype
+    linear: LinearConfig,
+    model: ModelConfig,
+    *,
+    tensor_parallel_size: int,
+    here: int | None = None,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> tuple[list[dict[str, LowBit]], str]:
     """How linear layers multiply, by name for each block (others: in dtype; so do all with precision `auto`, for
     choose_linear has to tell), and one line that says so.
+
+    Args:
+        tensor_parallel_size: in training, where the sizes of a rank's layers decide which of them are in 8 bits.
+        here: the ranks that share the model now, if they are others: their sides, too, must be such as 8 bits take.
 
     Raises:
         ValueError: there is no such recipe, or it cannot run on this device or in this dtype.
@@ -112,11 +122,15 @@ def matmuls_of(
             )
         how = "torch's kernels"
     blocks = f"{len(low)} of {model.num_layers} blocks" if len(low) < model.num_layers else "all blocks"
-    blocks += f", layers of {linear.keep_layers_below:,} weights and more" if linear.keep_layers_below else ""
-    layers = model.linear_layers(tensor_parallel_size)
-    if odd := _odd(layers):
+    layers, others = model.linear_layers(tensor_parallel_size), model.linear_layers(here or tensor_parallel_size)
+    taken = [layer for layer, sizes in layers.items() if linear.takes(sizes) and not others[layer].odd]
+    if linear.keep_layers_below:
+        blocks += f", layers of {linear.keep_layers_below:,} weights and more ({', '.join(taken) or 'none'})"
+    if odd := _odd({layer: sizes if sizes.odd else others[layer] for layer, sizes in layers.items()}):
         blocks += f", but for {odd}"
-    matmuls: dict[str, LowBit] = {layer: recipe for layer, sizes in layers.items() if linear.takes(sizes)}
+    if others != layers:
+        blocks += f", by the sizes at tensor_parallel_size {tensor_parallel_size} in training and {here} here"
+    matmuls: dict[str, LowBit] = dict.fromkeys(taken, recipe)
     return [matmuls if index in low else {} for index in range(model.num_layers)], f"{name} in {blocks} ({how})"
 
 
