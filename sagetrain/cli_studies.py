@@ -188,7 +188,8 @@ def diagnose(
         use_cores()
 
         diagnosis.check_outputs(json_file, picture)
-        found = diagnosis.diagnose(load_run(run_dir, _warn, checkpoint), recipe or [], sequences, _warn)
+        run = load_run(run_dir, _warn, checkpoint, linear="bf16")  # those in 8 bits have a table of their own
+        found = diagnosis.diagnose(run, recipe or [], sequences, _warn)
         for table in diagnosis.tables(found):
             print_table(console(), table)
         if json_file:

@@ -33,8 +33,8 @@ from sagetrain.train.trainer import Trainer
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
-def train(corpus: str, run_dir: str) -> None:
-    cfg = tiny.config(1, model=HEADS).model_dump()
+def train(corpus: str, run_dir: str, **sections: object) -> None:
+    cfg = tiny.config(1, model=HEADS, **sections).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], valid=[{"path": f"{corpus}/valid"}], micro_batch_size=2)
     cfg["data"].update(seq_length=64)
     cfg["tokens_per_step"].update(tokens=128)
@@ -114,6 +114,24 @@ def test_the_command_prints_tables_and_writes_json_and_a_picture(run, tmp_path, 
     assert f"largest relative L2 of dS: layer {'01'[written['recipes']['paper'][1]['dS/rel_l2'] == worst]}" in said
     picture = places[1].read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def train_in_8_bits(corpus: str, run_dir: str) -> None:
+    train(corpus, run_dir, linear={"precision": "fp8", "keep_last_fraction": 0.4}, checkpoint={"keep_last": 4})
+
+
+def test_of_linear_layers_the_command_says_once_what_they_were_measured_in(
+    corpus, tmp_path, monkeypatch, capsys
+) -> None:
+    run_distributed(train_in_8_bits, 1, str(corpus), str(tmp_path / "run"))
+    capsys.readouterr()
+    last = " as before the last part, linear.keep_last_fraction 0.4"
+    for step, behind in ((2, ""), (4, last)):
+        said, warned = command(monkeypatch, capsys, "diagnose", tmp_path / "run", "--checkpoint", step)
+        lines = [line for line in said.splitlines() if "inear layers" in line or "16 bits" in line]
+        assert lines[0] == f"Linear layers, fp8 rowwise{behind}: cosine / relative L2 against float32"
+        assert len(lines) == 2 and lines[1].startswith("measured in a pass of their own, and in 16 bits above")
+        assert not warned
 
 
 def test_linear_layers_that_the_run_has_in_8_bits_are_measured(run: Path, monkeypatch) -> None:

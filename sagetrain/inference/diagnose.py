@@ -7,7 +7,8 @@ All layers run with the recipe: those further up read what the layers below them
 a run with a precision ladder run on the rungs that they were on, and those in 16 bits have no errors to show.
 
 Linear layers that the run multiplies in 8 bits are measured too, as while training, in a pass of their own with the
-attention that the run was trained with (stability/linear_errors.py).
+attention that the run was trained with (stability/linear_errors.py), also those that the checkpoint has in 16 bits
+because the run is in its last part. They are in 16 bits where attention is measured.
 
 Of each layer and micro-batch the sample has at most 2^28 scores: 16 heads of one sequence of 4,096 tokens, other
 ones in every micro-batch (sagekernels/observe.py).
@@ -23,6 +24,7 @@ from typing import Any, get_args
 
 import torch
 
+from sagetrain.config.arithmetic import low_bit_linear
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import NO_DATA, AttentionConfig, MonitorConfig
 from sagetrain.data.loader import Batch, Loader, SampleStream
@@ -58,7 +60,7 @@ class Diagnosis:
     linear: dict[str, dict[str, float]]
     """The same by linear layer in 8 bits: "0.attention.qkv"."""
     linear_precision: str
-    """Of those: "fp8 rowwise"."""
+    """Of those: "fp8 rowwise", and where the checkpoint is behind them, that it is."""
 
     def to_json(self) -> dict[str, Any]:
         """The same, of JSON types only."""
@@ -118,7 +120,10 @@ def diagnose(
             {name.removeprefix(tag): value for name, value in numbers.items() if name.startswith(tag)} for tag in at
         ]
     own = [describe(function) for function in trained]
-    precision = f"{run.cfg.linear.precision} {run.cfg.linear.recipe}"
+    settings = run.cfg.linear
+    precision = f"{settings.precision} {settings.recipe}"
+    if settings.low_bit and not low_bit_linear(settings, run.tokens, run.cfg.training.total_tokens):
+        precision += f" as before the last part, linear.keep_last_fraction {settings.keep_last_fraction}"
     return Diagnosis(run.step, run.tokens, count, data.seq_length, own, found, errors, precision)
 
 
@@ -172,7 +177,8 @@ def _linear_table(diagnosis: Diagnosis) -> Table:
         for name, found in diagnosis.linear.items()
     ]
     title = f"Linear layers, {diagnosis.linear_precision}: cosine / relative L2 against float32"
-    return Table(title, columns, rows, columns, caption="dY to 0: what 8 bits round to zero of it")
+    caption = "measured in a pass of their own, and in 16 bits above; dY to 0: what 8 bits round to zero of it"
+    return Table(title, columns, rows, columns, caption=caption)
 
 
 def _tables(diagnosis: Diagnosis, recipe: str, layers: list[dict[str, float]]) -> list[Table]:
