@@ -4,7 +4,9 @@
 import pytest
 
 from sagetrain.config.check import check
+from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.config.rules import fit
+from sagetrain.config.schema import LinearConfig
 from test_config_rules import only, run_config
 
 CASES = [
@@ -153,3 +155,12 @@ def test_stages_that_begin_late_are_refused_where_the_last_part_is_looked_for_to
     stages = {"schedule": "stages", "stages": [{"from_tokens": 512, "tokens": 512}]}
     cfg = run_config(linear={"precision": "fp8", "keep_last_fraction": 0.1}, tokens_per_step=stages)
     assert "first_stage" in {finding.rule for finding in check(cfg, 1)}
+
+
+def test_auto_is_16_bits_or_int8_from_a_size_on() -> None:
+    """No layer counts that 8 bits do not take, nor one that is to stay out."""
+    layers = [LinearSizes(16, {"a": size}) for size in (32, 48, 32, 72, 16)]
+    first, *low = LinearConfig(precision="auto", keep_layers_below=400).choices(layers)
+    assert (first.precision, first.keep_layers_below) == ("bf16", 400)
+    assert {choice.precision for choice in low} == {"int8"}
+    assert [choice.keep_layers_below for choice in low] == [400, 512, 768]

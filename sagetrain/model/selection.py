@@ -191,10 +191,8 @@ def choose_linear(
     layers = {name: sizes for name, sizes in model.linear_layers(tensor_parallel_size).items() if not sizes.odd}
     weights = {name: sizes.weights for name, sizes in layers.items()}
     way, least = f"{AUTO_PRECISION} {linear.recipe}", linear.keep_layers_below
-    named = {"bf16": linear.model_copy(update={"precision": "bf16"})}
-    for below in {least, *(max(least, count) for count in weights.values())}:
-        update = {"precision": AUTO_PRECISION, "keep_layers_below": below}
-        named[_name(way, below)] = linear.model_copy(update=update)
+    bf16, *low = linear.choices(layers.values())
+    named = {"bf16": bf16, **{_name(way, choice.keep_layers_below): choice for choice in low}}
 
     how = {"tokens": tokens, "joined": tensor_parallel_size > 1, "kept": kept, "compiled": compiled, "dtype": dtype}
 

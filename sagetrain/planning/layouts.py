@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from sagetrain.config.arithmetic import data_parallel_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import Finding
-from sagetrain.config.linear_sizes import AUTO_PRECISION
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig, NoiseAwareTokens, RampTokens, RunConfig
 from sagetrain.hardware import Hardware
@@ -59,22 +58,15 @@ def layout(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware,
 
 def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: float | None) -> LinearConfig:
     """What linear.precision auto is predicted to stand for, without data parallelism: bf16, or int8 from a size on."""
-    asked = cfg.linear
-    found = [asked.model_copy(update={"precision": "bf16"})]
     layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size).values()
-    sizes = {asked.keep_layers_below, *(max(asked.keep_layers_below, layer.weights) for layer in layers)}
-    if AUTO_PRECISION in hardware.precisions:
-        found += [
-            asked.model_copy(update={"precision": AUTO_PRECISION, "keep_layers_below": below})
-            for below in sorted(sizes)
-        ]
+    choices = [each for each in cfg.linear.choices(layers) if each.precision in ("bf16", *hardware.precisions)]
     ranks = cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size
 
     def speed(linear: LinearConfig) -> float:
         one = cfg.model_copy(update={"linear": linear})
         return float(f"{predict(one, ranks, vocab_size, hardware, span).tokens_per_second:.6g}")
 
-    return max(found, key=speed)  # of equal ones the first: 16 bits, then the most layers
+    return max(choices, key=speed)  # of equal ones the first: 16 bits, then the most layers
 
 
 def memory_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> Finding | None:

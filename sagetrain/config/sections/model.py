@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from sagetrain.config.linear_sizes import LinearSizes
+from sagetrain.config.linear_sizes import AUTO_PRECISION, LinearSizes
 from sagetrain.config.sections.base import Section
 
 
@@ -140,6 +141,13 @@ class LinearConfig(Section):
         if not (self.low_bit and self.keep_last_fraction):
             return [self]
         return [self.model_copy(update={"keep_last_fraction": None}), LinearConfig()]
+
+    def choices(self, layers: Iterable[LinearSizes]) -> list[LinearConfig]:
+        """What `auto` may stand for with these layers on a rank: 16 bits, then 8 for those from a size on, rising."""
+        least = self.keep_layers_below
+        sizes = {least, *(max(least, layer.weights) for layer in layers if not layer.odd)}
+        wide, low = (self.model_copy(update={"precision": precision}) for precision in ("bf16", AUTO_PRECISION))
+        return [wide, *(low.model_copy(update={"keep_layers_below": below}) for below in sorted(sizes))]
 
     def takes(self, layer: LinearSizes) -> bool:
         """Whether a layer multiplies in 8 bits, in a block that does."""
