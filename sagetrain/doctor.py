@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,9 @@ class Check:
     fix: str = ""
 
 
-def examine(model: ModelConfig | None, run_dir: Path, interface: str | None, disk_mib: int) -> list[Check]:
+def examine(
+    model: ModelConfig | None, tensor_parallel_size: int, run_dir: Path, interface: str | None, disk_mib: int
+) -> list[Check]:
     """All checks of all ranks on rank 0, on the others their own; collective if a launcher started several."""
     roster.use_interface(interface)
     device = init_distributed(MINUTES)
@@ -67,7 +69,7 @@ def examine(model: ModelConfig | None, run_dir: Path, interface: str | None, dis
     own: list[Check] = []
     if os.environ.get("LOCAL_RANK", "0") == "0":
         own += [*versions(host), *host_limits(host), *disk(run_dir, disk_mib, host)]
-    own += gpu(device, model or EXAMPLE, f"{host}, rank {rank}")
+    own += gpu(device, model or EXAMPLE, tensor_parallel_size, f"{host}, rank {rank}")
     store = dist.distributed_c10d._get_default_store()
     store.set(f"doctor/{rank}", json.dumps([asdict(check) for check in own]))
     if rank:
@@ -165,8 +167,9 @@ def clocks(ahead: dict[int, float]) -> list[Check]:
 # -- a rank ------------------------------------------------------------------------------------------------------
 
 
-def gpu(device: torch.device, model: ModelConfig, where: str) -> list[Check]:
-    """The device, the attention functions that it computes correctly at this model's shapes, and 8-bit matmuls."""
+def gpu(device: torch.device, model: ModelConfig, tensor_parallel_size: int, where: str) -> list[Check]:
+    """The device, the attention functions that it computes correctly at this model's shapes, and 8-bit matmuls at those
+    of a rank's layers."""
     if device.type != "cuda":
         fix = "install an NVIDIA driver, and torch with CUDA, to train at speed"
         checks = [Check("GPU", where, "look", f"none; {torch.get_num_threads()} threads", fix)]
@@ -178,7 +181,7 @@ def gpu(device: torch.device, model: ModelConfig, where: str) -> list[Check]:
         used = f"{text}; {(total - free) / 2**30:.1f} GiB in use by others"
         fix = "end what else runs on it (nvidia-smi)"
         checks = [Check("GPU", where, "look", used, fix) if busy else Check("GPU", where, "ok", text)]
-    return [*checks, *_attention(device, model, where), *_linear(device, model, where)]
+    return [*checks, *_attention(device, model, where), *_linear(device, model, tensor_parallel_size, where)]
 
 
 def _attention(device: torch.device, model: ModelConfig, where: str) -> list[Check]:
@@ -193,15 +196,19 @@ def _attention(device: torch.device, model: ModelConfig, where: str) -> list[Che
     return [Check("attention", where, "ok", f"agree with float64: {', '.join(passed)}"), *checks]
 
 
-def _linear(device: torch.device, model: ModelConfig, where: str) -> list[Check]:
-    return [_matmuls(precision, device, model, where) for precision in ("fp8", "int8")]
+def _linear(device: torch.device, model: ModelConfig, tensor_parallel_size: int, where: str) -> list[Check]:
+    return [_matmuls(precision, device, model, tensor_parallel_size, where) for precision in ("fp8", "int8")]
 
 
-def _matmuls(precision: Literal["fp8", "int8"], device: torch.device, model: ModelConfig, where: str) -> Check:
+def _matmuls(
+    precision: Literal["fp8", "int8"], device: torch.device, model: ModelConfig, tensor_parallel_size: int, where: str
+) -> Check:
     low, what = LinearConfig(precision=precision), f"{precision.upper()} matmuls"
-    if why := cannot_multiply(low, model, tensor_parallel_size=1, device=device, dtype=torch.bfloat16):
+    place: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    if why := cannot_multiply(low, model, tensor_parallel_size=tensor_parallel_size, **place):
         return Check(what, where, "look", f"no: {why}", "linear.precision bf16 (the default)")
-    name, sizes = next((name, sizes) for name, sizes in model.linear_layers(1).items() if low.takes(sizes))
+    layers = model.linear_layers(tensor_parallel_size)
+    name, sizes = next((name, sizes) for name, sizes in layers.items() if low.takes(sizes))
     ways = [" ".join(name) for name in RECIPES if name[0] == precision]
     _, refused = linear_choice.time_layers(
         {name: sizes},
@@ -210,9 +217,8 @@ def _matmuls(precision: Literal["fp8", "int8"], device: torch.device, model: Mod
         joined=False,
         kept=False,
         compiled=False,
-        device=device,
-        dtype=torch.bfloat16,
         seconds=lambda calls: 0.0,  # tried, not timed
+        **place,
     )
     if refused:
         return Check(what, where, "bad", "; ".join(refused), "linear.precision bf16 (the default)")

@@ -60,17 +60,17 @@ def test_an_attention_function_that_is_wrong_is_bad(monkeypatch: pytest.MonkeyPa
 
 
 def test_matmuls_in_8_bits_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    fp8, int8 = doctor._linear(torch.device("cpu"), SMALL, "here")
+    fp8, int8 = doctor._linear(torch.device("cpu"), SMALL, 1, "here")
     assert fp8.verdict == "ok" and fp8.found.startswith("agree with float32: tensorwise, rowwise")
     assert int8.verdict == "ok" and int8.found.startswith("agree with float32: rowwise, rowwise_bf16_wgrad")
     monkeypatch.setitem(linear_choice.LIMITS, "fp8", 1e-6)
-    bad, good = doctor._linear(torch.device("cpu"), SMALL, "here")
+    bad, good = doctor._linear(torch.device("cpu"), SMALL, 1, "here")
     assert bad.verdict == "bad" and "qkv in fp8 rowwise: the output is wrong by 0.0" in bad.found
     assert good.verdict == "ok"
 
 
 def examined(folder: str) -> None:
-    assert doctor.examine(SMALL, Path(folder), None, 1)
+    assert doctor.examine(SMALL, 1, Path(folder), None, 1)
     assert not dist.is_initialized(), "torch warns of what is left"
     with warnings.catch_warnings(record=True) as said:
         warnings.warn("Attempting to run cuBLAS, but there was no current CUDA context! Attempting to", stacklevel=1)
@@ -115,15 +115,32 @@ def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
 def test_8_bits_are_tried_on_a_layer_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run keeps others in 16 bits, and where all are such, says so."""
     tried: list[str] = []
+    even = {"head_dim": 8, "ffn_hidden_size": 48}  # in one process
     right = linear_choice.time_layers
     monkeypatch.setattr(linear_choice, "time_layers", lambda x, *etc, **how: tried.extend(x) or right(x, *etc, **how))
-    for change, verdict, says in (
-        ({"head_dim": 20}, "ok", "agree with float32"),  # not of q, k and v, nor of what reads attention's output
-        ({"hidden_size": 24}, "look", "no: all have sides that are no multiples of 16 (qkv 24, "),
+    for change, ranks, verdict, says in (
+        ({"head_dim": 20}, 1, "ok", "agree with float32"),  # not of q, k and v, nor of what reads attention's output
+        ({"hidden_size": 24}, 1, "look", "no: all have sides that are no multiples of 16 (qkv 24, "),
+        (even, 1, "ok", "agree with float32"),
+        (even, 2, "look", "no: all have sides that are no multiples of 16 (qkv 8, out 8, gate_up 24, down 24)"),
     ):
-        for check in doctor._linear(torch.device("cpu"), SMALL.model_copy(update=change), "here"):
+        for check in doctor._linear(torch.device("cpu"), SMALL.model_copy(update=change), ranks, "here"):
             assert check.verdict == verdict and says in check.found
-    assert tried == ["gate_up"] * 2
+    assert tried == ["gate_up"] * 2 + ["qkv"] * 2
+
+
+def test_the_command_tries_what_a_rank_of_the_configuration_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sagetrain import cli
+
+    asked: list[object] = []
+    monkeypatch.setattr(doctor, "examine", lambda *how: asked.extend(how[:2]) or [])
+    for overrides, model, ranks in (
+        ([], None, 1),
+        ([str(ROOT / "configs/1b.yaml"), "parallel.tensor_parallel_size=2"], 2048, 2),
+    ):
+        CliRunner().invoke(cli.app, ["doctor", *overrides], catch_exceptions=False)
+        assert (asked[0] and asked[0].hidden_size, asked[1]) == (model, ranks)
+        asked.clear()
 
 
 def test_limits_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
