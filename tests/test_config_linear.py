@@ -92,6 +92,14 @@ CASES = [
         "linear_multiple", "info", "model.ffn_hidden_size", "linear.precision auto keeps gate_up and down in 16 bits for that", "use 688 or 704",
     ),
     (
+        {"linear": {"precision": "auto"}, "training": {"dtype": "fp32"}}, 1,
+        "no_effect", "warning", "linear.precision", "has no effect with training.dtype fp32, in which it leaves all layers", "remove it",
+    ),
+    (
+        {"linear": {"precision": "auto", "recipe": "tensorwise"}, "training": {"dtype": "fp32"}}, 1,
+        "no_effect", "warning", "linear.recipe", "with linear.precision auto and training.dtype fp32: no layer is in 8 bits", "remove it",
+    ),
+    (
         {"linear": {"precision": "fp8"}, "training": {"dtype": "fp32"}}, 1,
         "low_bit_linear_in_fp32", "info", "training.dtype", "takes fp32 without a GPU only", "linear.precision bf16",
     ),
@@ -119,7 +127,10 @@ def test_sums_of_codes_that_int32_holds_are_no_finding(changes):
 @pytest.mark.parametrize(("rule", "sections"), [
     # gate, up and down have odd sides, and too few weights to be in 8 bits
     ("linear_multiple", {"linear": {"precision": "fp8", "keep_layers_below": 190_000}, "model": {"ffn_hidden_size": 120}}),
-    ("low_bit_linear_in_fp32", {"linear": {"precision": "auto"}, "training": {"dtype": "fp32"}}),
+    *(
+        (rule, {"linear": {"precision": "auto", "recipe": "tensorwise"}, "training": {"dtype": "fp32"}})
+        for rule in ("low_bit_linear_in_fp32", "linear_int8_costs_loss", "linear_recipe")
+    ),
 ])  # fmt: skip
 def test_what_does_no_harm_is_no_finding(rule, sections):
     assert rule not in {finding.rule for finding in fit(run_config(**sections), 1)}

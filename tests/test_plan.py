@@ -475,6 +475,9 @@ def test_what_a_run_decides_is_planned_as_it_is_predicted_to_be():
         assert (linear.precision, linear.keep_layers_below) == expected
     errors, text = plan(CONFIGS / "1b.yaml", 8, "linear.precision=auto", "parallel.tensor_parallel_size=3")
     assert errors and "linear_precision_auto" not in text
+    wide = make_plan(CONFIGS / "1b.yaml", ["linear.precision=auto", "training.dtype=fp32"], 8, H200)
+    assert wide.cfg.linear.precision == "bf16" and "linear_precision_auto" not in {f.rule for f in wide.findings}
+    assert {layout.cfg.linear.precision for layout in wide.proposed} == {"bf16"}
 
 
 def test_proposed_layouts_are_priced_with_what_a_run_would_decide_there(monkeypatch):

@@ -53,6 +53,11 @@ def last_part(fraction: float, total_tokens: int) -> int:
     return round(total_tokens * (1 - fraction))
 
 
+def may_be_low_bit(cfg: RunConfig) -> bool:
+    """Whether any linear layer may be in 8 bits. `auto` has nothing to choose from in fp32."""
+    return cfg.linear.low_bit or (cfg.linear.precision == "auto" and cfg.training.dtype == "bf16")
+
+
 def low_bit_linear(linear: LinearConfig, tokens: int, total_tokens: int) -> bool:
     """Whether linear layers multiply in 8 bits in a step before which `tokens` were seen."""
     kept = linear.keep_last_fraction

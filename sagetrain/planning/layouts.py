@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sagetrain.config.arithmetic import data_parallel_size, resolved_zero_stage, token_multiple
+from sagetrain.config.arithmetic import data_parallel_size, may_be_low_bit, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig, NoiseAwareTokens, RampTokens, RunConfig
@@ -59,7 +59,8 @@ def layout(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware,
 def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: float | None) -> LinearConfig:
     """What linear.precision auto is predicted to stand for, without data parallelism: bf16, or int8 from a size on."""
     layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size).values()
-    choices = [each for each in cfg.linear.choices(layers) if each.precision in ("bf16", *hardware.precisions)]
+    precisions = hardware.precisions if may_be_low_bit(cfg) else ("bf16",)
+    choices = [each for each in cfg.linear.choices(layers) if each.precision in precisions]
     ranks = cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size
 
     def speed(linear: LinearConfig) -> float:

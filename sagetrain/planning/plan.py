@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sagetrain.config.arithmetic import data_parallel_size, padded_vocab_size, token_multiple
+from sagetrain.config.arithmetic import data_parallel_size, may_be_low_bit, padded_vocab_size, token_multiple
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.linear_sizes import AUTO_PRECISION
@@ -101,7 +101,7 @@ def make_plan(
     possible = not _NO_LAYOUT & {f.rule for f in findings if f.level == "error"}
     if cfg.linear.precision == "auto" and possible:
         cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, padded, hardware, span)})
-        findings = [_priced(cfg.linear), *findings]
+        findings = [*([_priced(cfg.linear)] if may_be_low_bit(asked) else []), *findings]
     if cfg.linear.low_bit and cfg.linear.precision not in hardware.precisions:
         findings = [_no_arithmetic(cfg, hardware), *findings]
     elif measured_tokens_per_second and possible:

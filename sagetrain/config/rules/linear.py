@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sagetrain.config.arithmetic import last_part
+from sagetrain.config.arithmetic import last_part, may_be_low_bit
 from sagetrain.config.errors import Finding
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE
 from sagetrain.config.rules.findings import error, neighbours, no_effect
@@ -26,9 +26,12 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     linear, model, tensor = cfg.linear, cfg.model, cfg.parallel.tensor_parallel_size
     kept = {name: getattr(linear, name) for name in ("keep_first_blocks", "keep_last_blocks")}
     below = linear.keep_layers_below
-    if linear.precision == "bf16":
+    if not may_be_low_bit(cfg):
+        why = f"linear.precision {linear.precision} and training.dtype {cfg.training.dtype}: no layer is in 8 bits"
         for name, value in linear.model_dump(exclude={"precision"}, exclude_defaults=True).items():
-            yield no_effect(f"linear.{name}", value, "linear.precision bf16: all layers are in 16 bits")
+            yield no_effect(f"linear.{name}", value, why)
+        if linear.precision == "auto":
+            yield no_effect("linear.precision", "auto", "training.dtype fp32, in which it leaves all layers")
         return
     asked = linear.precision
     if asked == "auto":  # where that gains
@@ -92,7 +95,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f"linear.precision {asked} {needs}",
             f"{change}{smaller}, or linear.precision bf16",
         )
-    if cfg.training.dtype == "fp32" and asked != "auto":
+    if cfg.training.dtype == "fp32":
         yield Finding(
             "low_bit_linear_in_fp32",
             "info",
@@ -106,7 +109,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
 def unreached(cfg: RunConfig) -> Iterator[Finding]:
     """A last part in which no step begins. No layout changes it, and it takes a walk over the run."""
     linear, total = cfg.linear, cfg.training.total_tokens
-    if linear.precision == "bf16" or linear.keep_last_fraction is None:
+    if linear.keep_last_fraction is None or not may_be_low_bit(cfg):
         return
     begins = last_part(linear.keep_last_fraction, total)
     if not may_begin(cfg.tokens_per_step, begins, total):
@@ -126,8 +129,7 @@ def _int8(cfg: RunConfig, linear: LinearConfig, asked: str) -> Iterator[Finding]
             "use rowwise or rowwise_bf16_wgrad, or linear.precision fp8",
         )
     tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
-    nowhere = asked == "auto" and cfg.training.dtype == "fp32"
-    if linear.recipe == "rowwise" and tokens > _INT8_PRODUCTS and not nowhere:
+    if linear.recipe == "rowwise" and tokens > _INT8_PRODUCTS:
         yield error(
             "linear_int8_sums",
             "linear.recipe",
