@@ -1,9 +1,10 @@
 """What an imported model's tokenizer puts before a text is before each that is scored or continued, as in transformers;
-before those of our own models nothing is."""
+before those of our own models nothing is. A chat template brings it along."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,8 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from runs import finish, write_config
+from runs import finish, sagetrain, write_config
+from sagetrain.config import ConfigError
 from sagetrain.data.prepare import prepare
 from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.evaluate import evaluate_texts
@@ -30,6 +32,11 @@ from sagetrain.interop.lm_eval import Tasks, harness_of
 SAMPLE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
 BOS, EOS = 0, 1
 DOCUMENTS = ["import re\n", "def add(self, name):\n    return name\n", "x"]
+
+TEMPLATE = """{{ bos_token }}{% for message in messages %}
+{% if message.content == "none" %}{{ raise_exception("says nothing") }}{% endif %}
+[{{ message.role }}]{{ message.content }}{{ eos_token }}
+{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
 
 
 class Theirs(NamedTuple):
@@ -65,6 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pipeline.train_from_iterator([SAMPLE], trainer)
     pipeline.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -109,11 +117,15 @@ def test_what_is_continued_is_what_transformers_continues(loaded: TrainedRun, th
     assert (ids[0, 0].item(), done.prompt_tokens) == (BOS, ids.shape[1])
 
 
-def test_a_text_beyond_the_context_begins_with_the_prefix_again(
-    loaded: TrainedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """What models read from now on, but what they write themselves."""
     seen, read = [], CachedModel.read
     monkeypatch.setattr(CachedModel, "read", lambda self, row, ids: (seen.append([*ids]), read(self, row, ids))[1])
+    return seen
+
+
+def test_a_text_beyond_the_context_begins_with_the_prefix_again(loaded: TrainedRun, seen: list[list[int]]) -> None:
     (done,) = completions(at_context(loaded, 16), ["import re"], 30)
     assert len(done.tokens) == 30 and len(seen) > 2
     assert [ids[0] for ids in seen] == [BOS] * len(seen) and {len(ids) for ids in seen[1:]} == {8}
@@ -150,9 +162,7 @@ def test_whole_texts_are_scored_after_the_prefix(loaded: TrainedRun, theirs: The
     assert (rolling, total) == pytest.approx((expected, expected), rel=1e-4)
 
 
-def test_a_prompt_that_is_cut_leaves_room_for_the_prefix(loaded: TrainedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, read = [], CachedModel.read
-    monkeypatch.setattr(CachedModel, "read", lambda self, row, ids: (seen.append([*ids]), read(self, row, ids))[1])
+def test_a_prompt_that_is_cut_leaves_room_for_the_prefix(loaded: TrainedRun, seen: list[list[int]]) -> None:
     how = {"max_gen_toks": 4, "until": []}
     harness_of(at_context(loaded, 16)).generate_until([asked(SAMPLE[:400], how)])
     assert seen[0][0] == BOS and len(seen[0]) == 12
@@ -225,3 +235,52 @@ def test_a_run_has_the_prefix_of_the_model_that_it_began_with(folder: Path, impo
             tasks.measure(harness_of(replace(run, text_prefix=each)))["read"]["bits_per_byte"] for each in ([], [BOS])
         ]
         assert said == pytest.approx(bits[bool(prefix)], rel=1e-6) and abs(bits[0] - bits[1]) > 1e-4
+
+
+# -- chats -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_is_what_transformers_makes_of_it(loaded: TrainedRun, theirs: Theirs, seen: list[list[int]]) -> None:
+    """One bos, which the template writes."""
+    prompts = ["What is 2 + 2?", "", "two\nlines <|end|>"]
+    template = loaded.tokenizer.chat_template
+    done = [text for text, _ in generate(loaded, prompts, Sampling(3, 0), template=template) if text.finish]
+    for text, ids in zip(done, seen, strict=True):
+        message = [{"role": "user", "content": text.prompt}]
+        expected = theirs.tokenizer.apply_chat_template(message, add_generation_prompt=True).input_ids
+        assert ids == expected and ids[:2] != [BOS, BOS] and text.prompt_tokens == len(ids)
+    with pytest.raises(ConfigError, match=r"--chat: the chat template refuses .*: says nothing"):
+        next(generate(loaded, ["none"], Sampling(3), template=template))
+
+
+def test_answers_are_printed_alone(imported: Path, loaded: TrainedRun) -> None:
+    how = "--chat", "--temperature", 0, "--max-tokens", 6
+    (done,) = (
+        text
+        for text, _ in generate(loaded, ["sum"], Sampling(6, 0), template=loaded.tokenizer.chat_template)
+        if text.finish
+    )
+    one = sagetrain("generate", imported, "sum", *how)
+    assert (one.returncode, one.stdout) == (0, f"{done.text}\n")
+    two = sagetrain("generate", imported, "--prompt", "sum", "--prompt", "sum", *how)
+    assert two.stdout == f"{done.text}\n\n{done.text}\n"
+    record = json.loads(sagetrain("generate", imported, "sum", "--json", *how).stdout)
+    assert (record["prompt"], record["text"], record["prompt_tokens"]) == ("sum", done.text, done.prompt_tokens)
+
+
+def test_a_model_without_a_template_needs_one(folder: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    import_folder(bare, tmp_path / "run")
+    words = "generate", tmp_path / "run", "sum", "--max-tokens", 3
+    refused = sagetrain(*words, "--chat")
+    assert refused.returncode == 2 and "error: the tokenizer has no chat template" in refused.stderr
+    assert "name a Jinja file with --chat-template" in refused.stderr
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    assert sagetrain(*words, "--chat", "--chat-template", tmp_path / "chat.jinja").returncode == 0
+    for options, message in (
+        (["--chat-template", tmp_path / "chat.jinja"], "chat.jinja is for chats: add --chat"),
+        (["--chat", "--chat-template", tmp_path / "none"], "none cannot be read"),
+    ):
+        refused = sagetrain(*words, *options)
+        assert refused.returncode == 2 and message in refused.stderr

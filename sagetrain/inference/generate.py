@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.data.records import chat_prompt
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.load import TrainedRun
@@ -61,7 +62,7 @@ class Completion:
 
 @torch.no_grad()
 def generate(
-    run: TrainedRun, prompts: Sequence[str], sampling: Sampling, batch_size: int = 1
+    run: TrainedRun, prompts: Sequence[str], sampling: Sampling, batch_size: int = 1, template: str | None = None
 ) -> Iterator[tuple[Completion, str]]:
     """Continue prompts, `batch_size` of them at a time: yields a completion and the text by which it has grown, the
     last time with its `finish`.
@@ -71,8 +72,11 @@ def generate(
     as likely); prompts that are the same draw differently. Keys and values are kept; when the context
     (data.seq_length) is full, its later half is read anew. What the model wants before a text is before each.
 
+    Args:
+        template: a chat template (data/records.py): prompts are messages of a user's, which the model answers.
+
     Raises:
-        ConfigError: the run has no tokenizer, or a prompt is longer than the context.
+        ConfigError: the run has no tokenizer, a prompt is longer than the context, or the template refuses it.
     """
     tokenizer, context, prefix = run.tokenizer, run.cfg.data.seq_length, run.text_prefix
     if tokenizer is None:
@@ -81,7 +85,7 @@ def generate(
             "tokenizer.model or tokenizer.json that made them into the run's folder"
         )
     known = min(run.vocab_size, tokenizer.vocab_size)
-    waiting, growing = deque(_begin(prompts, tokenizer, prefix, context, sampling)), list[_Text]()
+    waiting, growing = deque(_begin(run, prompts, tokenizer, sampling, template)), list[_Text]()
     longest = max((len(text.tokens) for text in waiting), default=0)
     model = CachedModel(run.model, batch_size, min(context, longest + sampling.max_tokens))
 
@@ -172,12 +176,15 @@ def _begun(text: str, stop: str) -> int:
 
 
 def _begin(
-    prompts: Sequence[str], tokenizer: Tokenizer, prefix: Sequence[int], context: int, sampling: Sampling
+    run: TrainedRun, prompts: Sequence[str], tokenizer: Tokenizer, sampling: Sampling, template: str | None
 ) -> list[_Text]:
-    texts, times = [], Counter[str]()
+    texts, times, context = [], Counter[str](), run.cfg.data.seq_length
     for number, prompt in enumerate(prompts):
-        # An eos is what precedes every document in the token file.
-        tokens = [*prefix, *tokenizer.encode(prompt)] or [tokenizer.eos_id]
+        if template is None:
+            tokens = [*run.text_prefix, *tokenizer.encode(prompt)]
+        else:
+            tokens = chat_prompt(template, tokenizer, prompt)
+        tokens = tokens or [tokenizer.eos_id]  # which precedes every document in the token file
         if len(tokens) > context:
             which = f"prompt {number + 1} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
             raise ConfigError(
