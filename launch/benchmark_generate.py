@@ -50,7 +50,7 @@ def ours(run: TrainedRun, prompts: Sequence[str], new_tokens: int) -> list[list[
 @torch.no_grad()
 def theirs(model: Any, run: TrainedRun, prompts: Sequence[str], new_tokens: int) -> list[list[int]]:
     """The same by transformers: one batch, padded on the left."""
-    encoded = [run.tokenizer.encode(prompt) for prompt in prompts]
+    encoded = [[*run.text_prefix, *run.tokenizer.encode(prompt)] for prompt in prompts]
     longest = max(map(len, encoded))
     ids = torch.tensor([[0] * (longest - len(tokens)) + tokens for tokens in encoded], device=run.device)
     mask = torch.tensor([[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in encoded], device=run.device)
@@ -73,7 +73,7 @@ def check(run: TrainedRun, model: Any, prompts: Sequence[str], new_tokens: int) 
 @torch.no_grad()
 def _tie(model: Any, run: TrainedRun, prompt: str, grown: Sequence[int], candidates: tuple[int, int]) -> bool:
     """Whether the logits of the next token differ by what float32 rounds, by ten times that at most."""
-    ids = torch.tensor([[*run.tokenizer.encode(prompt), *grown]], device=run.device)
+    ids = torch.tensor([[*run.text_prefix, *run.tokenizer.encode(prompt), *grown]], device=run.device)
     logits = model(ids).logits[0, -1]
     return abs(logits[candidates[0]] - logits[candidates[1]]).item() < 1e-4 * logits.std().item()
 
@@ -144,7 +144,7 @@ def main() -> None:
     rows: dict[int, dict[str, float]] = {}
     for size in args.batch_sizes:
         prompts = prompts_of(run, size, args.prompt_tokens)
-        longest = max(len(run.tokenizer.encode(prompt)) for prompt in prompts)
+        longest = len(run.text_prefix) + max(len(run.tokenizer.encode(prompt)) for prompt in prompts)
         if longest + args.new_tokens > context:
             sys.exit(
                 f"{longest} and {args.new_tokens} tokens are more than the context of {context} (data.seq_length): "

@@ -60,6 +60,14 @@ def generate(
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling: of each prompt alone, whatever the batch.")
     ] = 0,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Answer each prompt, as a user's message in the tokenizer's chat template."),
+    ] = False,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Jinja file for --chat. Default: the tokenizer's own.", show_default=False),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are continued at the same time.")] = 8,
     attention: InferenceAttention = None,
     as_json: Annotated[
@@ -68,7 +76,7 @@ def generate(
     ] = False,
     checkpoint: Checkpoint = None,
 ) -> None:
-    """Continue texts with a run's newest checkpoint.
+    """Continue texts, or with --chat answer them, with a run's newest checkpoint.
 
     One text is printed while it is written, several in their order, with an empty line between. A model that needs
     several GPUs is spread over the ranks of a launcher:
@@ -81,6 +89,7 @@ def generate(
         from sagetrain.parallel.host import use_cores
 
         use_cores()
+        from sagetrain.data.records import read_template, settled_template
         from sagetrain.inference.generate import Sampling
         from sagetrain.inference.generate import generate as completions
         from sagetrain.inference.load import load_run
@@ -93,8 +102,11 @@ def generate(
             raise ConfigError("give either a prompt or --prompt, not both; --prompt is repeatable")
         if interactive and (words or file or prompt_file):
             raise ConfigError("--interactive reads its prompts from standard input: leave the others out")
+        if chat_template and not chat:
+            raise ConfigError(f"--chat-template {chat_template} is for chats: add --chat")
         ranks = Ranks.join()
         given = [] if interactive else ranks.tell(lambda: read_prompts(words, file, prompt_file))
+        template: str | None = ranks.tell(lambda: read_template(chat_template)) if chat else None
         run = load_run(
             run_dir,
             _warn if ranks.main else lambda text: None,
@@ -102,20 +114,24 @@ def generate(
             attention=attention.value if attention else None,
             ranks=ranks,
         )
+        if template is not None and run.tokenizer:
+            template = settled_template(template, run.tokenizer)
         while interactive and (line := ranks.tell(_next_line)) is not None:
             try:
-                _show(completions(run, [line], sampling), 1, as_json, ranks.main)
+                _show(completions(run, [line], sampling, 1, template), 1, as_json, ranks.main, answers=chat)
             except ConfigError as error:  # too long: the next one may be shorter
                 if ranks.main:
                     _warn(f"error: {error}")
         if given:
-            _show(completions(run, given, sampling, batch_size), len(given), as_json, ranks.main)
+            grown = completions(run, given, sampling, batch_size, template)
+            _show(grown, len(given), as_json, ranks.main, answers=chat)
     if world_size > 1:
         _leave_together()
 
 
-def _show(pieces: Iterator[tuple[Completion, str]], count: int, as_json: bool, main: bool) -> None:
-    """Print completions in the order of their prompts: one as it grows, of several each when it is finished."""
+def _show(pieces: Iterator[tuple[Completion, str]], count: int, as_json: bool, main: bool, answers: bool) -> None:
+    """Print completions in the order of their prompts: one as it grows, of several each when it is finished. answers:
+    without the prompts."""
     finished: dict[int, Completion] = {}
     shown = 0
     streamed = count == 1 and not as_json
@@ -123,7 +139,7 @@ def _show(pieces: Iterator[tuple[Completion, str]], count: int, as_json: bool, m
         if not main:
             continue
         if streamed:
-            typer.echo((piece if shown else done.prompt + piece), nl=bool(done.finish))
+            typer.echo((piece if shown or answers else done.prompt + piece), nl=bool(done.finish))
             shown = 1
         elif done.finish:
             finished[done.number] = done
@@ -139,7 +155,7 @@ def _show(pieces: Iterator[tuple[Completion, str]], count: int, as_json: bool, m
                     }
                     typer.echo(json.dumps(record, ensure_ascii=False))
                 else:
-                    typer.echo(("\n" if shown else "") + done.prompt + done.text)
+                    typer.echo(("\n" if shown else "") + ("" if answers else done.prompt) + done.text)
                 shown += 1
 
 

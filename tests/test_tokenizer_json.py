@@ -79,6 +79,34 @@ def test_a_copy_needs_no_other_file(tokenizer: Tokenizer, tmp_path: Path) -> Non
     assert (copy.sha256, copy.eos_id, copy.bos_id) == (tokenizer.sha256, 1, 0)
 
 
+def placed(text: str) -> processors.PostProcessor:
+    """A template of a text with control tokens around it."""
+    return processors.TemplateProcessing(single=text, special_tokens=[("<|begin|>", 0), ("<|end|>", 1)])
+
+
+BYTES = processors.ByteLevel(trim_offsets=False)
+PREFIXES = {
+    "Llama 3": (processors.Sequence([BYTES, placed("<|begin|> $A")]), [0]),
+    "another order": (processors.Sequence([placed("<|begin|> <|end|> $A <|end|>"), BYTES]), [0, 1]),
+    "BERT": (processors.BertProcessing(("<|end|>", 1), ("<|begin|>", 0)), [0]),
+    "behind alone": (placed("$A <|end|>"), []),
+    "Qwen": (BYTES, []),
+    "none": (None, []),
+}
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+def test_a_prefix_is_what_stands_before_a_text(folder: Path, name: str) -> None:
+    tree = json.loads((folder / "tokenizer.json").read_bytes())
+    post, expected = PREFIXES[name]
+    tree["post_processor"] = post and json.loads(post.__getstate__())
+    assert Tokenizer(json.dumps(tree).encode()).prefix == expected
+
+
+def test_sentencepiece_puts_nothing_before_a_text(model: Path) -> None:
+    assert Tokenizer.load(model).prefix == []
+
+
 def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_bytes((folder / "tokenizer.json").read_bytes())

@@ -158,18 +158,27 @@ def records_of(
         )
     if prompt_field and completion_field:
         return Pairs(prompt_field, completion_field, seq_length)
+    return Chats(chat_field or "", seq_length, read_template(chat_template))
+
+
+def read_template(file: Path | None) -> str:
+    """The text of --chat-template, "" without. ConfigError if it cannot be read."""
     try:
-        template = chat_template.read_text(encoding="utf-8") if chat_template else ""
+        return file.read_text(encoding="utf-8") if file else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {chat_template} cannot be read: {error}") from error
-    return Chats(chat_field or "", seq_length, template)
+        raise ConfigError(f"--chat-template {file} cannot be read: {error}") from error
 
 
 def settled(records: Records, tokenizer: Tokenizer) -> Records:
-    """With the tokenizer's chat template where none was given. ConfigError if there is none, or it is no template."""
+    """With the tokenizer's chat template where none was given. ConfigError as of settled_template."""
     if isinstance(records, Pairs):
         return records
-    template = records.template or tokenizer.chat_template
+    return replace(records, template=settled_template(records.template, tokenizer))
+
+
+def settled_template(given: str, tokenizer: Tokenizer) -> str:
+    """A chat template, or the tokenizer's where none was given. ConfigError if there is none, or it is no template."""
+    template = given or tokenizer.chat_template
     if not template:
         raise ConfigError(
             "the tokenizer has no chat template (in chat_template.jinja or tokenizer_config.json beside its "
@@ -179,7 +188,17 @@ def settled(records: Records, tokenizer: Tokenizer) -> Records:
         _compiled(template)
     except jinja2.TemplateError as error:
         raise ConfigError(f"the chat template is no Jinja template: {error}") from error
-    return replace(records, template=template)
+    return template
+
+
+def chat_prompt(template: str, tokenizer: Tokenizer, message: str) -> list[int]:
+    """Token ids of a chat of one message, the user's, and of what begins the answer: all that the template writes, a
+    bos too. ConfigError if the template refuses the message."""
+    try:
+        text = _rendered(template, [{"role": "user", "content": message}], tokenizer.special_tokens, True)
+        return tokenizer.encode_parts([(re.sub(f"{_BEGIN}|{_END}", "", text), False)], control=True)[0]
+    except ValueError as error:
+        raise ConfigError(f"--chat: {error}") from error
 
 
 def _value(record: Mapping[str, Any], name: str) -> Any:

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import string
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -43,6 +44,8 @@ class Tokenizer:
         self.vocab_size = self._codec.vocab_size
         self.bos_id, self.eos_id = self._codec.bos_id, self._codec.eos_id
         """-1: it has none."""
+        self.prefix: list[int] = self._codec.prefix
+        """What the post-processor of a tokenizer.json puts before a text, as Llama 3's a bos; encode does not."""
         self.special_tokens: dict[str, str] = self._codec.special_tokens
         """Texts of control tokens by the names that chat templates have for them: "eos_token"."""
         self.chat_template: str | None = self._codec.chat_template
@@ -98,6 +101,7 @@ class _Codec(Protocol):
     vocab_size: int
     bos_id: int
     eos_id: int
+    prefix: list[int]
     special_tokens: dict[str, str]
     chat_template: str | None
 
@@ -122,6 +126,7 @@ class _SentencePiece:
         self._space_mark_ids = byte_ids if all(map(self._processor.is_byte, byte_ids)) else None
         named = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         self.special_tokens = {name: self._processor.id_to_piece(each) for name, each in named.items() if each >= 0}
+        self.prefix: list[int] = []
         self.chat_template: str | None = None
 
     def encode(self, text: str) -> list[int]:
@@ -174,6 +179,8 @@ class _HuggingFace:
         self._pipeline.encode_special_tokens = True  # in a text, </s> is four characters
         self.vocab_size: int = max(self._pipeline.get_vocab().values()) + 1
         self.bos_id, self.eos_id = (self._id(config.get(name)) for name in ("bos_token", "eos_token"))
+        text = self._pipeline.encode(string.printable)  # of an empty one nobody can tell what is before and what behind
+        self.prefix = text.ids[: [*text.special_tokens_mask, 0].index(0)]
         self.special_tokens = {name: token for name, token in config.items() if name.endswith("_token")}
         template = config.get("chat_template")
         if isinstance(template, list):  # several by name

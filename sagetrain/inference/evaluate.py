@@ -16,7 +16,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream, batch_of
 from sagetrain.inference.load import TrainedRun
-from sagetrain.inference.windows import decoded_bytes, text_of, windows
+from sagetrain.inference.windows import Raw, decoded_bytes, text_of, windows
 
 _UNIGRAM_TOKENS = 1 << 24  # of the training data: their frequencies are off by .003 nats for 100,000 different ones
 _AT_ONCE = 256  # sequences
@@ -134,11 +134,12 @@ def evaluate_texts(
     paths = paths or [source.path for source in data.valid]
     if not paths:
         raise ConfigError("data.valid is empty: the run has no held-out data to evaluate on; name some with --data")
-    texts = [text_of(path, run.tokenizer, run.vocab_size, text_key) for path in paths]
+    texts = [text_of(path, run.tokenizer, run.vocab_size, text_key, run.text_prefix) for path in paths]
     nats, found = _training_nats(run, report), []
     for text in texts:
         part = _begin(run, text.name, nats)
-        every = windows(text, size, stride, run.tokenizer.eos_id if run.tokenizer else -1)
+        begun = run.text_prefix and isinstance(text, Raw)
+        every = windows(text, size, stride, run.tokenizer.eos_id if run.tokenizer and not begun else -1)
         with tqdm(desc=text.name, unit=" tokens", unit_scale=True, disable=None, leave=False) as progress:
             for _, alike in groupby(every, lambda window: len(window[0].tokens)):
                 while some := list(islice(alike, data.micro_batch_size)):

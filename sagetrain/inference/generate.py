@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.data.records import chat_prompt
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.load import TrainedRun
@@ -61,7 +62,7 @@ class Completion:
 
 @torch.no_grad()
 def generate(
-    run: TrainedRun, prompts: Sequence[str], sampling: Sampling, batch_size: int = 1
+    run: TrainedRun, prompts: Sequence[str], sampling: Sampling, batch_size: int = 1, template: str | None = None
 ) -> Iterator[tuple[Completion, str]]:
     """Continue prompts, `batch_size` of them at a time: yields a completion and the text by which it has grown, the
     last time with its `finish`.
@@ -69,19 +70,22 @@ def generate(
     A prompt is read alone, and a text that ends makes room for the next prompt. With a seed what a prompt becomes
     depends on nothing else, batch and other prompts included (up to float sums in another order, where two tokens are
     as likely); prompts that are the same draw differently. Keys and values are kept; when the context
-    (data.seq_length) is full, its later half is read anew.
+    (data.seq_length) is full, its later half is read anew. What the model wants before a text is before each.
+
+    Args:
+        template: a chat template (data/records.py): prompts are messages of a user's, which the model answers.
 
     Raises:
-        ConfigError: the run has no tokenizer, or a prompt is longer than the context.
+        ConfigError: the run has no tokenizer, a prompt is longer than the context, or the template refuses it.
     """
-    tokenizer, context = run.tokenizer, run.cfg.data.seq_length
+    tokenizer, context, prefix = run.tokenizer, run.cfg.data.seq_length, run.text_prefix
     if tokenizer is None:
         raise ConfigError(
             "the run was trained on token files without a tokenizer, so there is no text for it: put the "
             "tokenizer.model or tokenizer.json that made them into the run's folder"
         )
     known = min(run.vocab_size, tokenizer.vocab_size)
-    waiting, growing = deque(_begin(prompts, tokenizer, context, sampling)), list[_Text]()
+    waiting, growing = deque(_begin(run, prompts, tokenizer, sampling, template)), list[_Text]()
     longest = max((len(text.tokens) for text in waiting), default=0)
     model = CachedModel(run.model, batch_size, min(context, longest + sampling.max_tokens))
 
@@ -100,7 +104,8 @@ def generate(
             continue
         for row, text in enumerate(growing):
             if model.lengths[row] == context:
-                model.read(row, text.tokens[-(context // 2 + 1) : -1])
+                kept = context // 2 - len(prefix)
+                model.read(row, [*prefix, *text.tokens[-kept - 1 : -1]])
         yield from grow(growing, model([text.tokens[-1] for text in growing]))
         _drop_finished(model, growing)
 
@@ -170,11 +175,16 @@ def _begun(text: str, stop: str) -> int:
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
-def _begin(prompts: Sequence[str], tokenizer: Tokenizer, context: int, sampling: Sampling) -> list[_Text]:
-    texts, times = [], Counter[str]()
+def _begin(
+    run: TrainedRun, prompts: Sequence[str], tokenizer: Tokenizer, sampling: Sampling, template: str | None
+) -> list[_Text]:
+    texts, times, context = [], Counter[str](), run.cfg.data.seq_length
     for number, prompt in enumerate(prompts):
-        # An eos is what precedes every document in the token file.
-        tokens = tokenizer.encode(prompt) or [tokenizer.eos_id]
+        if template is None:
+            tokens = [*run.text_prefix, *tokenizer.encode(prompt)]
+        else:
+            tokens = chat_prompt(template, tokenizer, prompt)
+        tokens = tokens or [tokenizer.eos_id]  # which precedes every document in the token file
         if len(tokens) > context:
             which = f"prompt {number + 1} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from sagetrain.train import checkpoint
 from sagetrain.train.attention import kept
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.linear import kept as linear_kept
+from sagetrain.train.origin import text_prefix
 
 
 @dataclass
@@ -38,6 +39,8 @@ class TrainedRun:
     step: int
     tokens: int
     device: torch.device
+    text_prefix: Sequence[int] = ()
+    """Tokens that the model wants before a text (train/origin.py)."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class OpenRun:
     vocab_size: int
     step: int
     tokens: int
+
+    @property
+    def text_prefix(self) -> list[int]:
+        """As of TrainedRun."""
+        return text_prefix(self.reader.manifest["state"], self.tokenizer)
 
 
 def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = None) -> OpenRun:
@@ -185,7 +193,7 @@ def load_run(
         ladder = Ladder(precision, rungs, model.attention_layers, cfg.training.total_tokens, run.tokens)
         ladder.restore(run.reader.manifest["state"]["controllers"][ladder.name])
         report(f"attention as at step {run.step}: {ladder.summary()}")
-    return TrainedRun(cfg, model, run.tokenizer, run.vocab_size, run.step, run.tokens, device)
+    return TrainedRun(cfg, model, run.tokenizer, run.vocab_size, run.step, run.tokens, device, run.text_prefix)
 
 
 def _multiply(trained: LinearConfig, precision: str) -> LinearConfig:

@@ -61,9 +61,9 @@ class Raw:
 
     counted = "in the text"
 
-    def __init__(self, source: str, tokenizer: Tokenizer, text_key: str) -> None:
-        """ConfigError if there is no such source."""
-        self.name = source
+    def __init__(self, source: str, tokenizer: Tokenizer, text_key: str, prefix: Sequence[int]) -> None:
+        """prefix: tokens before every document, which do not count. ConfigError if there is no such source."""
+        self.name, self._prefix = source, np.array(prefix, dtype=np.int64)
         self._corpus, self._encoder = Corpus([source], text_key), Encoder(tokenizer.model, text_key, 0.0)
         self.bytes: int | None = 0
 
@@ -71,12 +71,18 @@ class Raw:
         for encoded in encode(self._corpus.chunks(), self._encoder, 1):
             for part in encoded.parts.values():
                 begins = np.cumsum(part.lengths) - part.lengths
+                begins, size = begins[1:] if encoded.continues else begins, len(self._prefix)
                 self.bytes = (self.bytes or 0) + part.bytes
-                yield part.tokens.astype(np.int64), begins[1:] if encoded.continues else begins
+                added = np.tile(~self._prefix, len(begins))
+                tokens = np.insert(part.tokens.astype(np.int64), np.repeat(begins, size), added)
+                yield tokens, begins + size * np.arange(len(begins))
 
 
-def text_of(path: str, tokenizer: Tokenizer | None, vocab_size: int, text_key: str) -> Prepared | Raw:
-    """Token files as a data source names them (a path without suffix, or a pattern), or text.
+def text_of(
+    path: str, tokenizer: Tokenizer | None, vocab_size: int, text_key: str, prefix: Sequence[int]
+) -> Prepared | Raw:
+    """Token files as a data source names them (a path without suffix, or a pattern), or text, whose documents each
+    follow `prefix`.
 
     Raises:
         ConfigError: as of both, or there is no tokenizer for text.
@@ -89,7 +95,7 @@ def text_of(path: str, tokenizer: Tokenizer | None, vocab_size: int, text_key: s
             f"--data {path}: no token file, and the run was trained without a tokenizer, so no tokens can be made of "
             "text: put the tokenizer.model or tokenizer.json that made its token files into the run's folder"
         )
-    return Raw(path, tokenizer, text_key)
+    return Raw(path, tokenizer, text_key, prefix)
 
 
 def windows(pieces: Iterable[Piece], size: int, stride: int, eos_id: int) -> Iterator[tuple[Sample, int]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,7 @@ from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.score import Scorer
 from sagetrain.model.transformer import Transformer
 from sagetrain.train.engine import Engine
+from sagetrain.train.origin import text_prefix
 
 Results = dict[str, dict[str, float]]
 """By task and metric: acc, acc_stderr; where the harness filters answers, with the filter's name: acc/strict."""
@@ -43,36 +45,40 @@ class Harness(TemplateLM):  # type: ignore[misc]
         tokenizer: Tokenizer,
         score: Scorer,
         complete: Callable[[Sequence[str], Sampling], list[str]],
+        prefix: Sequence[int] = (),
     ) -> None:
-        """complete: what follows each of some prompts."""
+        """complete: what follows each of some prompts. prefix: tokens that the model wants before a text."""
         super().__init__()
-        self._tokenizer, self._score, self._complete = tokenizer, score, complete
+        self._tokenizer, self._score, self._complete, self._prefix = tokenizer, score, complete, prefix
+        # What a text without context is asked for after; an eos precedes every document in a token file.
+        self._start = [*prefix] or [tokenizer.eos_id]
 
     @property
     def eot_token_id(self) -> int:
-        """What precedes every document in a token file, so what a text without context is asked for after."""
+        """The token that ends a document."""
         return self._tokenizer.eos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
-        return self._tokenizer.encode(string)
+        return [*(() if add_special_tokens is False else self._prefix), *self._tokenizer.encode(string)]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return found
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = True
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
         # White space before an answer is the answer's, so that nothing may be left of a context.
-        return self._score([(context or [self.eot_token_id], answer) for _, context, answer in requests])
+        return self._score([((text and context) or self._start, answer) for (text, _), context, answer in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        texts = [self.tok_encode(request.args[0]) for request in requests]
-        size = self._score.seq_length
+        texts = [self._tokenizer.encode(request.args[0]) for request in requests]
         windows = [
-            [make_disjoint_window(pair) for pair in get_rolling_token_windows(text, self.eot_token_id, size, 1)]
+            [make_disjoint_window(pair) for pair in get_rolling_token_windows(text, -1, self._score.seq_length, 1)]
             for text in texts
         ]
+        for pairs in windows:
+            pairs[:1] = [(self._start, answer) for _, answer in pairs[:1]]  # in place of -1
         found = iter(self._score([pair for pairs in windows for pair in pairs]))
         return [math.fsum(next(found)[0] for _ in pairs) for pairs in windows]
 
@@ -93,7 +99,7 @@ class Harness(TemplateLM):  # type: ignore[misc]
         room = size - min(max_tokens, size // 2)
         if len(tokens) <= room:
             return prompt
-        end = self._tokenizer.decode(tokens[-room:])
+        end = self._tokenizer.decode(tokens[len(self._prefix) - room :])
         while len(self.tok_encode(end)) > room:  # of a character that was cut in two, say
             end = end[1:]
         return end
@@ -174,9 +180,9 @@ def _metrics(values: dict[str, Any]) -> dict[str, float]:
 
 def tasks_while_training(
     evaluation: EvaluationConfig, data: DataConfig, trained: Callable[[Transformer, Tokenizer], TrainedRun] | None
-) -> Callable[[Engine, Callable[[], None]], dict[str, float]]:
-    """Load evaluation.tasks, and give what asks them of a model that all ranks hold together: numbers by task/metric,
-    for one process of each host. Collective; what it is given beside the engine it calls as a sign of life.
+) -> Callable[[Engine, Mapping[str, Any], Callable[[], None]], dict[str, float]]:
+    """Load evaluation.tasks, and give what asks them (Tasks of train/trainer.py) of a model that all ranks hold
+    together: numbers by task/metric, for one process of each host. Collective.
 
     Args:
         trained: the model that trains as one that generates (load.in_training); None at ZeRO 3.
@@ -193,20 +199,23 @@ def tasks_while_training(
         )
     tokenizer = Tokenizer.load(find_tokenizer(data))
 
-    def ask(engine: Engine, alive: Callable[[], None]) -> dict[str, float]:
+    def ask(engine: Engine, began: Mapping[str, Any], alive: Callable[[], None]) -> dict[str, float]:
+        prefix = text_prefix(began, tokenizer)
+
         def forward(batch: Batch) -> Tensor:
             alive()
             return engine.logits(batch)
 
         def complete(prompts: Sequence[str], sampling: Sampling) -> list[str]:
             assert trained is not None
-            return completed(trained(cast(Transformer, engine.module), tokenizer), alive, prompts, sampling)
+            run = replace(trained(cast(Transformer, engine.module), tokenizer), text_prefix=prefix)
+            return completed(run, alive, prompts, sampling)
 
         groups = engine.groups
         score = Scorer(forward, groups, engine.device, data.seq_length, data.micro_batch_size, tokenizer.vocab_size)
         # The harness has a progress bar for each task; one process shows it.
         with redirect_stderr(io.StringIO()) if groups.rank else nullcontext():
-            results = tasks.measure(Harness(tokenizer, score, complete))
+            results = tasks.measure(Harness(tokenizer, score, complete, prefix))
         return {f"{task}/{name}": value for task, values in results.items() for name, value in values.items()}
 
     return ask
@@ -251,4 +260,4 @@ def harness_of(run: TrainedRun) -> Harness:
         done = {text.number: text.text for text, _ in generate(run, prompts, sampling, 8) if text.finish}
         return [done[number] for number in range(len(prompts))]
 
-    return Harness(run.tokenizer, score, complete)
+    return Harness(run.tokenizer, score, complete, run.text_prefix)

@@ -14,6 +14,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import flat
 from sagetrain.config.schema import TrainingConfig
 from sagetrain.data.token_file import write_atomic
+from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.train import checkpoint
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine
@@ -96,6 +97,12 @@ def imported_tokens(state: Mapping[str, Any]) -> dict[str, Any]:
     """The special token ids of the folder that a checkpoint's weights come from, by whatever runs; or nothing."""
     before = state.get("imported", {}).get("tokens") or (state.get("init_from") or {}).get(IMPORTED_TOKENS)
     return dict(before or {})
+
+
+def text_prefix(state: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int]:
+    """Tokens before a text that is scored or continued: where a checkpoint's weights were imported, by whatever runs,
+    those that the tokenizer puts there. Weights of our own learned documents that follow an eos alone."""
+    return tokenizer.prefix if tokenizer and imported_tokens(state) else []
 
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -61,9 +61,9 @@ _ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
 _VALID, _TASKS = "valid/", "eval/"
 
 
-Tasks = Callable[[Engine, Callable[[], None]], dict[str, float]]
-"""Given the engine, and what to call as a sign of life, numbers by name; collective, and they matter on the first
-rank."""
+Tasks = Callable[[Engine, Mapping[str, Any], Callable[[], None]], dict[str, float]]
+"""Given the engine, a checkpoint's record of what the run began with, and what to call as a sign of life, numbers by
+name; collective, and they matter on the first rank."""
 
 
 class Trainer:
@@ -489,7 +489,7 @@ class Trainer:
         self._say(f"step {self.state.step}: validation loss {loss:.4f}" + (f" ({parts})" if parts else ""))
 
     def _ask_tasks(self) -> None:
-        found = self.tasks(self.engine, lambda: self.watchdog.begin("downstream tasks"))
+        found = self.tasks(self.engine, {"init_from": self.origin}, lambda: self.watchdog.begin("downstream tasks"))
         self.reporter.write(self.state, {f"{_TASKS}{name}": value for name, value in found.items()})
         said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
         self._say(f"step {self.state.step}: {said}")
