@@ -4,8 +4,9 @@
 #   results/tokens-per-step/rows.sh parted-linear parted-1m ...
 #
 # A row that was stopped goes on where it was, a finished one is a matter of seconds. SEEDS is the number of seeds (3; more
-# are added to a finished row), BAND the number of them for which 16 bits leave a parting once more, a rounding apart (2),
-# RUNS the number of runs at a time on each GPU (3), TIME_LIMIT the seconds after which a row saves its runs and stops.
+# are added to a finished row), SEED the first of them (1), BAND the number of them for which 16 bits leave a parting once
+# more, a rounding apart (2), RUNS the number of runs at a time on each GPU (3), TIME_LIMIT the seconds after which a row
+# saves its runs and stops.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -31,7 +32,7 @@ row() {
   shift 4
   sagetrain compare results/rounding-band/43m.yaml --baseline sdpa --seeds "${SEEDS:-3}" --per-gpu "${RUNS:-3}" \
     ${TIME_LIMIT:+--time-limit "$TIME_LIMIT"} -o "results/tokens-per-step/$name" \
-    training.seed=1 training.total_tokens=$total tokens_per_step.tokens="$tokens" data.micro_batch_size="$micro" \
+    training.seed="${SEED:-1}" training.total_tokens=$total tokens_per_step.tokens="$tokens" data.micro_batch_size="$micro" \
     lr_schedule.warmup_tokens=$((total / 10)) lr_schedule.decay_tokens=$((total / 5)) \
     evaluation.every_tokens=$((total / 4)) checkpoint.every_tokens=$((total / 4)) "$@"
 }
@@ -46,7 +47,7 @@ parted_from() {
   shift 6
   sagetrain compare "$config" --baseline sdpa --seeds "${SEEDS:-3}" --band "$band" --per-gpu "${RUNS:-3}" \
     ${TIME_LIMIT:+--time-limit "$TIME_LIMIT"} -o "results/tokens-per-step/$name" --branch "$trunk" \
-    training.seed=1 training.total_tokens=$((trunk + rest)) lr_schedule.warmup_tokens="$warmup" \
+    training.seed="${SEED:-1}" training.total_tokens=$((trunk + rest)) lr_schedule.warmup_tokens="$warmup" \
     "tokens_per_step={schedule: stages, stages: [{from_tokens: 0, tokens: 131072}, {from_tokens: $trunk, tokens: $tokens}]}" \
     lr_schedule.decay_tokens=$((rest * 3 / 5)) evaluation.every_tokens=$((trunk / 2)) \
     checkpoint.every_tokens=$((trunk / 2)) "$@"

@@ -16,8 +16,8 @@ _COSTS = {
     "fp8": "fp8 (rowwise) with INT8 attention ended .007 +- .006 nats per token (.27 %) above 16 bits on held-out "
     "text: 43M parameters, 262,144 tokens per step, six seeds; .003 +- .002 where runs share their first half",
     "int8": "int8 (rowwise) ended .0003 +- .0002 nats per token above 16 bits on held-out text: 43M parameters, "
-    "524,288 tokens per step, four pairs of runs that share their first half; from the first token on it is not "
-    "measured",
+    "524,288 tokens per step, four pairs of runs that share their first half; from the first token on, with INT8 "
+    "attention, .003 +- .006 at 131,072, six pairs",
 }
 
 

@@ -106,8 +106,8 @@ class LinearConfig(Section):
     each product, scaled by their present magnitudes; results, weights and optimizer keep their precision. auto: int8
     for the layers that are large enough to gain 5 % or more, timed on this GPU, once, when the run begins, at the sizes
     of a rank; bf16 where none is, for layers with a side of no multiple of 16 (an error with fp8 and int8), and without
-    a GPU that has it. A run that continues keeps it. Not the default: what int8 costs in loss from the first token on
-    is not measured yet (docs/low-bit-linear.md)."""
+    a GPU that has it. A run that continues keeps it. Not the default: a cost of int8 in loss, below .01, is not
+    excluded (docs/low-bit-linear.md)."""
     recipe: Literal["tensorwise", "rowwise", "rowwise_bf16_wgrad"] = "rowwise"
     """What shares a scale: tensorwise (fp8 only) a whole matrix, with gradients in e5m2; rowwise each token and each
     feature, in e4m3 or INT8; rowwise_bf16_wgrad the same with the gradients of the weights multiplied in 16 bits."""
