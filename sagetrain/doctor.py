@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -204,8 +204,8 @@ def _matmuls(
     precision: Literal["fp8", "int8"], device: torch.device, model: ModelConfig, tensor_parallel_size: int, where: str
 ) -> Check:
     low, what = LinearConfig(precision=precision), f"{precision.upper()} matmuls"
-    place: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    if why := cannot_multiply(low, model, tensor_parallel_size=tensor_parallel_size, **place):
+    dtype = torch.bfloat16
+    if why := cannot_multiply(low, model, tensor_parallel_size=tensor_parallel_size, device=device, dtype=dtype):
         return Check(what, where, "look", f"no: {why}", "linear.precision bf16 (the default)")
     layers = model.linear_layers(tensor_parallel_size)
     name, sizes = next((name, sizes) for name, sizes in layers.items() if low.takes(sizes))
@@ -217,8 +217,9 @@ def _matmuls(
         joined=False,
         kept=False,
         compiled=False,
+        device=device,
+        dtype=dtype,
         seconds=lambda calls: 0.0,  # tried, not timed
-        **place,
     )
     if refused:
         return Check(what, where, "bad", "; ".join(refused), "linear.precision bf16 (the default)")

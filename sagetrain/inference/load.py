@@ -162,8 +162,14 @@ def load_run(
         backend = "sdpa"
     try:
         multiply = _multiply(cfg.linear, linear or "bf16")
-        sizes = {"tensor_parallel_size": cfg.parallel.tensor_parallel_size, "here": groups.tp_size}
-        matmuls, how = matmuls_of(multiply, cfg.model, **sizes, device=device, dtype=dtype)
+        matmuls, how = matmuls_of(
+            multiply,
+            cfg.model,
+            tensor_parallel_size=cfg.parallel.tensor_parallel_size,
+            here=groups.tp_size,
+            device=device,
+            dtype=dtype,
+        )
         if multiply.low_bit:
             report(f"linear layers {how}")
     except ValueError as error:

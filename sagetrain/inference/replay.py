@@ -206,9 +206,14 @@ def _layers_of(trainer: Trainer, tensor_parallel_size: int) -> None:
     """In 8 bits those linear layers that were in the run, whose ranks' sizes decided."""
     model = cast(Transformer, trainer.engine.module)
     if any(model.matmuls) and tensor_parallel_size != trainer.groups.tp_size:
-        sizes = {"tensor_parallel_size": tensor_parallel_size, "here": trainer.groups.tp_size}
-        how: dict[str, Any] = {**sizes, "device": trainer.device, "dtype": trainer.dtype}
-        model.matmuls, said = matmuls_of(trainer.linear, trainer.cfg.model, **how)
+        model.matmuls, said = matmuls_of(
+            trainer.linear,
+            trainer.cfg.model,
+            tensor_parallel_size=tensor_parallel_size,
+            here=trainer.groups.tp_size,
+            device=trainer.device,
+            dtype=trainer.dtype,
+        )
         trainer.reporter.say(f"linear layers as in the run: {said}")
         trainer.engine.weights_changed()
 
