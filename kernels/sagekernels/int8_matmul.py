@@ -21,8 +21,8 @@ from .casts import DTYPES, INT8, MULTIPLE
 from .launch import is_hopper, on_device_of
 from .operators import operator
 
-MOST_PRODUCTS = (2**31 - 1) // 127**2
-"""Products of codes that int32 holds the sum of: the largest K."""
+PIECE = 131072
+"""Products of codes that are summed in int32, which holds 133,144 of the largest; more are summed in pieces."""
 
 
 class Tile(NamedTuple):
@@ -142,12 +142,13 @@ def int8_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: 
         b_scale: fp32 [N, 1] or [1, 1].
         dtype: of the result: torch.bfloat16, float16 or float32.
 
-    Sums are exact, in int32; they are scaled in fp32, by a_scale first: where a sum times its a_scale is beyond fp32
-    (scales of 1e29 and more) the result is infinite, whatever b_scale is.
+    Sums are exact, in int32 (beyond PIECE products: of each piece, and their scaled sums are added in fp32); they are
+    scaled in fp32, by a_scale first: where a sum times its a_scale is beyond fp32 (scales of 1e29 and more) the result
+    is infinite, whatever b_scale is.
 
     Raises:
         TypeError: a dtype is none of these.
-        ValueError: the shapes do not belong together, K is no multiple of 16, or more than int32 holds the sum of.
+        ValueError: the shapes do not belong together, or K is no multiple of 16.
     """
     if a.dtype != INT8 or b.dtype != INT8 or dtype not in DTYPES:
         raise TypeError(f"int8_product takes int8 to bf16, fp16 or fp32, got {a.dtype} and {b.dtype} to {dtype}")
@@ -163,9 +164,12 @@ def int8_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: 
             )
     if a.shape[1] % MULTIPLE or not a.shape[1]:
         raise ValueError(f"int8_product sums over multiples of {MULTIPLE}, got K {a.shape[1]}")
-    if a.shape[1] > MOST_PRODUCTS:
-        raise ValueError(
-            f"int8_product sums in int32, which holds {MOST_PRODUCTS:,} products of codes, got K {a.shape[1]:,}: the "
-            "sum could overflow, and nothing would show it"
-        )
-    return INT8_PRODUCT(a, a_scale, b, b_scale, dtype)
+    if a.shape[1] <= PIECE:
+        return INT8_PRODUCT(a, a_scale, b, b_scale, dtype)
+    total, *others = (
+        INT8_PRODUCT(ours, a_scale, theirs, b_scale, torch.float32)
+        for ours, theirs in zip(a.split(PIECE, 1), b.split(PIECE, 1), strict=True)
+    )
+    for other in others:
+        total += other
+    return total.to(dtype)

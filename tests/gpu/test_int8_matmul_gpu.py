@@ -30,6 +30,13 @@ def test_products_are_within_roundings(sizes, dtype):
     assert found[-1].isnan().all() and found[:-1].isfinite().all()
 
 
+def test_sums_past_int32():
+    """The largest codes throughout, of 262,144 products."""
+    a, b = (torch.full((n, 262_144), 127, dtype=torch.int8, device="cuda") for n in (200, 130))
+    one = torch.ones(1, 1, device="cuda")
+    assert torch.equal(int8_product(a, one, -b, one, torch.float32), product_twin(a, one, -b, one, torch.float32))
+
+
 def test_offsets_past_31_bits():
     """Of the result: 65,536 rows of 32,784."""
     draw = torch.Generator("cuda").manual_seed(0)

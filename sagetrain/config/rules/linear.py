@@ -8,10 +8,9 @@ from sagetrain.config.arithmetic import last_part, may_be_low_bit
 from sagetrain.config.errors import Finding
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE
 from sagetrain.config.rules.findings import error, neighbours, no_effect
-from sagetrain.config.schema import LinearConfig, RunConfig
+from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import may_begin
 
-_INT8_PRODUCTS = (2**31 - 1) // 127**2
 _COSTS = {
     "fp8": "fp8 (rowwise) with INT8 attention ended .007 +- .006 nats per token (.27 %) above 16 bits on held-out "
     "text: 43M parameters, 262,144 tokens per step, six seeds; .003 +- .002 where runs share their first half",
@@ -36,8 +35,14 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     asked = linear.precision
     if asked == "auto":  # where that gains
         linear = linear.model_copy(update={"precision": AUTO_PRECISION})
-    if linear.precision == "int8":
-        yield from _int8(cfg, linear, asked)
+    if linear.precision == "int8" and linear.recipe == "tensorwise":
+        yield error(
+            "linear_recipe",
+            "linear.recipe",
+            "tensorwise",
+            f"is no recipe of linear.precision {asked}: 127 steps are too few for a whole matrix, whose rows differ",
+            "use rowwise or rowwise_bf16_wgrad, or linear.precision fp8",
+        )
     yield Finding(
         f"linear_{linear.precision}_costs_loss",
         "info",
@@ -115,37 +120,3 @@ def unreached(cfg: RunConfig) -> Iterator[Finding]:
     if not may_begin(cfg.tokens_per_step, begins, total):
         why = f"these tokens_per_step: the last step begins before that part does, at {begins:,} of {total:,} tokens"
         yield no_effect("linear.keep_last_fraction", linear.keep_last_fraction, why)
-
-
-def _int8(cfg: RunConfig, linear: LinearConfig, asked: str) -> Iterator[Finding]:
-    """Scales that are too coarse for it, and sums that int32 does not hold. asked: the precision, int8 or auto."""
-    tensor = cfg.parallel.tensor_parallel_size
-    if linear.recipe == "tensorwise":
-        yield error(
-            "linear_recipe",
-            "linear.recipe",
-            "tensorwise",
-            f"is no recipe of linear.precision {asked}: 127 steps are too few for a whole matrix, whose rows differ",
-            "use rowwise or rowwise_bf16_wgrad, or linear.precision fp8",
-        )
-    tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
-    if linear.recipe == "rowwise" and tokens > _INT8_PRODUCTS:
-        yield error(
-            "linear_int8_sums",
-            "linear.recipe",
-            linear.recipe,
-            f"sums over the {tokens:,} tokens of a rank's micro-batch in int32, which holds {_INT8_PRODUCTS:,} "
-            "products of codes: gradients of weights could overflow, and nothing would show it",
-            "use rowwise_bf16_wgrad, a smaller data.micro_batch_size, or linear.precision fp8",
-        )
-    for name, layer in cfg.model.linear_layers(tensor).items():
-        side = max(layer.inputs, sum(layer.outputs.values()))  # of the output's sums, and of those of x's gradient
-        if linear.takes(layer) and side > _INT8_PRODUCTS:
-            yield error(
-                "linear_int8_sums",
-                "linear.precision",
-                asked,
-                f"sums over {side:,} features of {name} on a rank in int32, which holds {_INT8_PRODUCTS:,} products of "
-                "codes",
-                "use a larger parallel.tensor_parallel_size, a smaller model, or linear.precision fp8",
-            )
