@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
+from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.accounting import flops_per_token
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
@@ -193,7 +193,7 @@ class Case:
 
     def _ours(self, what: str) -> Contender:
         name, _, linear = what.partition("+")
-        asked = LinearConfig()
+        asked = SIXTEEN_BITS
         if linear:
             precision, recipe, *below = linear.split(":")
             asked = LinearConfig(precision=precision, recipe=recipe, keep_layers_below=int(*below))
@@ -210,7 +210,7 @@ class Case:
         peer = Peer(self.shape, self.peer_attention, self.seq_length).to(self.device)
         for parameter in peer.parameters():  # not the rotary tables
             parameter.data = parameter.data.bfloat16()
-        peer.take_weights(self._transformer(AttentionConfig(backend="sdpa"), LinearConfig()))
+        peer.take_weights(self._transformer(AttentionConfig(backend="sdpa"), SIXTEEN_BITS))
         if recipe:
             convert(peer, recipe, emulate=self.device.type != "cuda")
         return Contender(peer, lambda: torch.compile(peer))

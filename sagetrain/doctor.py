@@ -206,7 +206,7 @@ def _matmuls(
     low, what = LinearConfig(precision=precision), f"{precision.upper()} matmuls"
     dtype = torch.bfloat16
     if why := cannot_multiply(low, model, tensor_parallel_size=tensor_parallel_size, device=device, dtype=dtype):
-        return Check(what, where, "look", f"no: {why}", "linear.precision bf16 (the default)")
+        return Check(what, where, "look", f"no: {why}", "linear.precision bf16")
     layers = model.linear_layers(tensor_parallel_size)
     name, sizes = next((name, sizes) for name, sizes in layers.items() if low.takes(sizes))
     ways = [" ".join(name) for name in RECIPES if name[0] == precision]
@@ -222,7 +222,7 @@ def _matmuls(
         seconds=lambda calls: 0.0,  # tried, not timed
     )
     if refused:
-        return Check(what, where, "bad", "; ".join(refused), "linear.precision bf16 (the default)")
+        return Check(what, where, "bad", "; ".join(refused), "linear.precision bf16")
     names = ", ".join(way.removeprefix(f"{precision} ") for way in ways)
     twin = "" if device.type == "cuda" else " (their twin in torch: exact, slow)"
     return Check(what, where, "ok", f"agree with float32: {names}{twin}")

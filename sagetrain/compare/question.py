@@ -281,7 +281,7 @@ def _timed(cfg: RunConfig) -> Iterator[str]:
     for key, value, name in (
         ("attention.backend", cfg.attention.backend, "sdpa"),
         ("attention.recipe", cfg.attention.recipe if cfg.attention.backend == "sage" else "", "fine"),
-        ("linear.precision", cfg.linear.precision, "bf16"),
+        ("linear.precision", cfg.linear.precision if may_be_low_bit(cfg) else "", "bf16"),
     ):
         if value == "auto":
             yield (

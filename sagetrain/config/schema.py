@@ -17,7 +17,7 @@ from sagetrain.config.sections.data import (
     DataSource,
     tokenizer_in,
 )
-from sagetrain.config.sections.model import AttentionConfig, LinearConfig, ModelConfig, RopeScaling
+from sagetrain.config.sections.model import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig, RopeScaling
 from sagetrain.config.sections.schedule import (
     ConstantTokens,
     LrScheduleConfig,
@@ -52,6 +52,7 @@ from sagetrain.config.sections.training import (
 
 __all__ = [
     "NO_DATA",
+    "SIXTEEN_BITS",
     "TOKENIZER_JSON",
     "TOKENIZER_NAME",
     "AttentionConfig",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from sagetrain.config.arithmetic import resolved_zero_stage
-from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig, RunConfig
+from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, ModelConfig, RunConfig
 from sagetrain.model.operations import (
     Attention,
     Ends,
@@ -280,7 +280,7 @@ def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
     the backward pass of a block that keeps inputs in 16 bits, beside a layer's weights, then its input, in fp32."""
     if not cfg.linear.low_bit or cfg.stability.monitor.every_steps is None or resolved_zero_stage(cfg) == 3:
         return []
-    rank = replace(rank_of(cfg), fused=False, recompute="full", linear=LinearConfig())
+    rank = replace(rank_of(cfg), fused=False, recompute="full", linear=SIXTEEN_BITS)
     kept, running = _activations(cfg, rank)
     layers = of_kind(Matmul, block_operations(cfg.model, cfg.attention, rank))
     largest = max(4 * max(layer.weights, layer.tokens * layer.inputs) for layer in layers)
@@ -293,7 +293,7 @@ def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
 def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryItem]]:
     """What all blocks keep of a micro-batch until backward; what the block whose backward runs has beyond that."""
     layers, low = cfg.model.num_layers, len(cfg.linear.low_bit_blocks(cfg.model.num_layers))
-    kinds = [kind for kind in ((low, rank), (layers - low, replace(rank, linear=LinearConfig()))) if kind[0]]
+    kinds = [kind for kind in ((low, rank), (layers - low, replace(rank, linear=SIXTEEN_BITS))) if kind[0]]
     saved = sum(count * _saved(cfg, kind) for count, kind in kinds) / layers
     largest = max((kind for _, kind in kinds), key=lambda kind: _saved(cfg, replace(kind, recompute="none")))
     whole = _saved(cfg, replace(largest, recompute="none"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from sagetrain.config.arithmetic import data_parallel_size, overlaps_reduction, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import LinearConfig, RunConfig
+from sagetrain.config.schema import SIXTEEN_BITS, RunConfig
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import (
     PREFETCH_BUCKET,
@@ -216,7 +216,7 @@ class _Step:
         self.parts = parts_of(self.rank.tokens, tensor_size, overlap)
         self.in_halves = attention_calls(cfg.data.micro_batch_size, self.rank.tokens, tensor_size, overlap) > 1
         """Whether each part has an attention of its own."""
-        wide, low = dataclasses.replace(self.rank, linear=LinearConfig()), len(cfg.linear.low_bit_blocks(layers))
+        wide, low = dataclasses.replace(self.rank, linear=SIXTEEN_BITS), len(cfg.linear.low_bit_blocks(layers))
         self.blocks = tuple(
             (count, block_operations(cfg.model, cfg.attention, rank))
             for count, rank in ((low, self.rank), (layers - low, wide))

@@ -13,7 +13,7 @@ from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.linear_sizes import AUTO_PRECISION
 from sagetrain.config.load import load_config
 from sagetrain.config.measured import MeasuredRun
-from sagetrain.config.schema import DataConfig, DataSource, LinearConfig, RunConfig
+from sagetrain.config.schema import SIXTEEN_BITS, DataConfig, DataSource, LinearConfig, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage, stages
 from sagetrain.data.tokenizer import known_vocab_size
 from sagetrain.hardware import Hardware
@@ -119,7 +119,7 @@ def make_plan(
             schedule = stages(cfg.tokens_per_step, cfg.training.total_tokens, multiple)
             chosen = layout(cfg, world_size, padded, hardware, span)
             if cfg.linear.low_bit:
-                wide = cfg.model_copy(update={"linear": LinearConfig()})
+                wide = cfg.model_copy(update={"linear": SIXTEEN_BITS})
                 gain = _gain(cfg, chosen, layout(wide, world_size, padded, hardware, span))
                 findings = [*findings, *([gain] if gain else [])]
     proposed = None if refused & _NO_MODEL else propose(asked, world_size, padded, hardware, span)

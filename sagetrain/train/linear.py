@@ -23,7 +23,7 @@ def kept(asked: LinearConfig, folder: Path) -> LinearConfig:
     `auto` was once, it is the recipe that the run had."""
     if asked.precision != "auto":
         return asked
-    before = LinearConfig(**recorded(folder, "linear"))
+    before = _of(folder)
     below = max(asked.keep_layers_below, before.keep_layers_below)
     recipe = before.recipe if before.precision == "fp8" else asked.recipe
     return asked.model_copy(update={"precision": before.precision, "recipe": recipe, "keep_layers_below": below})
@@ -68,12 +68,17 @@ def settle(
     return settled, why
 
 
+def _of(folder: Path) -> LinearConfig:
+    """What the run of a checkpoint had; before there were 8-bit layers, 16 bits."""
+    return LinearConfig(**{"precision": "bf16", **recorded(folder, "linear")})
+
+
 def _compare(
     settled: LinearConfig, model: ModelConfig, folder: Path, tensor_parallel_size: int, say: Callable[[str], None]
 ) -> None:
     """Say which layers multiply in 8 bits where another tensor-parallel size changes that: what decides is a rank's
     sizes."""
-    before = LinearConfig(**recorded(folder, "linear"))
+    before = _of(folder)
     sizes = recorded(folder, "parallel").get("tensor_parallel_size", 1), tensor_parallel_size
     was, now = (
         [name for name, layer in model.linear_layers(size).items() if linear.takes(layer)]

@@ -29,8 +29,6 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
         why = f"linear.precision {linear.precision} and training.dtype {cfg.training.dtype}: no layer is in 8 bits"
         for name, value in linear.model_dump(exclude={"precision"}, exclude_defaults=True).items():
             yield no_effect(f"linear.{name}", value, why)
-        if linear.precision == "auto":
-            yield no_effect("linear.precision", "auto", "training.dtype fp32, in which it leaves all layers")
         return
     asked = linear.precision
     if asked == "auto":  # where that gains

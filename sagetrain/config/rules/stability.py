@@ -23,7 +23,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
 
 def _monitor(cfg: RunConfig) -> Iterator[Finding]:
     monitor, layers, backend = cfg.stability.monitor, cfg.model.num_layers, cfg.attention.backend
-    linear = "linear.precision bf16 neither" if cfg.linear.precision == "bf16" else ""
+    linear = "" if may_be_low_bit(cfg) else "linear layers neither"
     if cfg.parallel.zero_stage == 3:
         linear = linear or "linear layers are not looked at with parallel.zero_stage 3"
     if isinstance(monitor.every_steps, int) and backend not in ("sage", "auto") and linear:

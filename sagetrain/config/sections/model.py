@@ -101,13 +101,12 @@ class AttentionConfig(Section):
 class LinearConfig(Section):
     """In how many bits the blocks' linear layers multiply. Embedding, output projection and norms stay in 16."""
 
-    precision: Literal["bf16", "fp8", "int8", "auto"] = "bf16"
+    precision: Literal["bf16", "fp8", "int8", "auto"] = "auto"
     """bf16: as training.dtype says. fp8 (Ada, Hopper and newer GPUs) and int8: operands are rounded to 8 bits before
     each product, scaled by their present magnitudes; results, weights and optimizer keep their precision. auto: int8
     for the layers that are large enough to gain 5 % or more, timed on this GPU, once, when the run begins, at the sizes
     of a rank; bf16 where none is, for layers with a side of no multiple of 16 (an error with fp8 and int8), and without
-    a GPU that has it. A run that continues keeps it. Not the default: a cost of int8 in loss, below .01, is not
-    excluded (docs/low-bit-linear.md)."""
+    a GPU that has it. A run that continues keeps it. What int8 costs in loss: docs/low-bit-linear.md."""
     recipe: Literal["tensorwise", "rowwise", "rowwise_bf16_wgrad"] = "rowwise"
     """What shares a scale: tensorwise (fp8 only) a whole matrix, with gradients in e5m2; rowwise each token and each
     feature, in e4m3 or INT8; rowwise_bf16_wgrad the same with the gradients of the weights multiplied in 16 bits."""
@@ -140,7 +139,7 @@ class LinearConfig(Section):
         """What a run goes through, one after the other, as settings that hold throughout."""
         if not (self.low_bit and self.keep_last_fraction):
             return [self]
-        return [self.model_copy(update={"keep_last_fraction": None}), LinearConfig()]
+        return [self.model_copy(update={"keep_last_fraction": None}), SIXTEEN_BITS]
 
     def choices(self, layers: Iterable[LinearSizes]) -> list[LinearConfig]:
         """What `auto` may stand for with these layers on a rank: 16 bits, then 8 for those from a size on, rising."""
@@ -158,3 +157,7 @@ class LinearConfig(Section):
         if not self.low_bit:
             return range(0)
         return range(self.keep_first_blocks, max(self.keep_first_blocks, num_layers - self.keep_last_blocks))
+
+
+SIXTEEN_BITS = LinearConfig(precision="bf16")
+"""Linear layers all in training.dtype."""
