@@ -76,7 +76,8 @@ def test_what_pairs_share_is_an_error_that_says_what_differs(base: Path, overrid
 
 
 @pytest.mark.parametrize("override", [
-    "attention.backend=sdpa", "optimizer.lr=1e-3", "lr_schedule.warmup_tokens=0", "training.dtype=bf16",
+    "attention.backend=sdpa", "optimizer.lr=1e-3", "lr_schedule.warmup_tokens=0",
+    "training.dtype=bf16 linear.precision=bf16",
     "data.micro_batch_size=2", "evaluation.every_tokens=2560", "training.run_dir=elsewhere", "deepspeed={}",
 ])  # fmt: skip
 def test_everything_else_may_differ(base: Path, override: str) -> None:
@@ -123,7 +124,7 @@ def test_files_are_variants_and_differ_like_them(base: Path, tmp_path: Path, cor
 
 @pytest.mark.parametrize(("override", "key"), [
     ("attention.recipe=auto", "attention.recipe"), ("attention={backend: auto, recipe: fine}", "attention.backend"),
-    ("linear.precision=auto", "linear.precision"),
+    ("linear.precision=auto training.dtype=bf16", "linear.precision"),
 ])  # fmt: skip
 def test_what_a_run_would_time_for_itself_has_to_be_named(base: Path, override: str, key: str) -> None:
     question(base, variants=["other: attention.backend=sdpa attention.recipe=auto"]).check()

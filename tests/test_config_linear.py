@@ -28,10 +28,6 @@ CASES = [
         "linear_fp8_costs_loss", "info", "linear.precision", "ended .007 +- .006 nats per token (.27 %) above 16 bits", "sagetrain compare",
     ),
     (
-        {"linear": {"precision": "auto"}}, 1,
-        "linear_int8_costs_loss", "info", "linear.precision", "\"auto\": int8 (rowwise)", "sagetrain compare",
-    ),
-    (
         {"linear": {"precision": "auto", "recipe": "tensorwise"}}, 1,
         "linear_recipe", "error", "linear.recipe", "is no recipe of linear.precision auto", "linear.precision fp8",
     ),
@@ -44,19 +40,19 @@ CASES = [
         "linear_blocks", "error", "linear.keep_last_blocks", "together keep 4 of the 2 blocks in 16 bits", "keep fewer",
     ),
     (
-        {"linear": {"keep_first_blocks": 1}}, 1,
+        {"linear": {"precision": "bf16", "keep_first_blocks": 1}}, 1,
         "no_effect", "warning", "linear.keep_first_blocks", "has no effect with linear.precision bf16", "remove it",
     ),
     (
-        {"linear": {"recipe": "tensorwise"}}, 1,
+        {"linear": {"precision": "bf16", "recipe": "tensorwise"}}, 1,
         "no_effect", "warning", "linear.recipe", "has no effect with linear.precision bf16", "remove it",
     ),
     (
-        {"linear": {"keep_layers_below": 1}}, 1,
+        {"linear": {"precision": "bf16", "keep_layers_below": 1}}, 1,
         "no_effect", "warning", "linear.keep_layers_below", "has no effect with linear.precision bf16", "remove it",
     ),
     (
-        {"linear": {"keep_last_fraction": 0.1}}, 1,
+        {"linear": {"precision": "bf16", "keep_last_fraction": 0.1}}, 1,
         "no_effect", "warning", "linear.keep_last_fraction", "has no effect with linear.precision bf16", "remove it",
     ),
     (
@@ -78,10 +74,6 @@ CASES = [
     (
         {"linear": {"precision": "auto"}, "model": {"ffn_hidden_size": 700}}, 1,
         "linear_multiple", "info", "model.ffn_hidden_size", "linear.precision auto keeps gate_up and down in 16 bits for that", "use 688 or 704",
-    ),
-    (
-        {"linear": {"precision": "auto"}, "training": {"dtype": "fp32"}}, 1,
-        "no_effect", "warning", "linear.precision", "has no effect with training.dtype fp32, in which it leaves all layers", "remove it",
     ),
     (
         {"linear": {"precision": "auto", "recipe": "tensorwise"}, "training": {"dtype": "fp32"}}, 1,
@@ -106,6 +98,8 @@ def test_findings(sections, world_size, rule, level, key, says, fix):
 @pytest.mark.parametrize(("rule", "sections"), [
     # gate, up and down have odd sides, and too few weights to be in 8 bits
     ("linear_multiple", {"linear": {"precision": "fp8", "keep_layers_below": 190_000}, "model": {"ffn_hidden_size": 120}}),
+    ("linear_int8_costs_loss", {}),
+    ("no_effect", {"training": {"dtype": "fp32"}}),
     *(
         (rule, {"linear": {"precision": "auto", "recipe": "tensorwise"}, "training": {"dtype": "fp32"}})
         for rule in ("low_bit_linear_in_fp32", "linear_int8_costs_loss", "linear_recipe")

@@ -14,7 +14,7 @@ import tiny
 from distributed import run_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.load import load_config
-from sagetrain.config.schema import LinearConfig, ModelConfig
+from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig, ModelConfig
 from sagetrain.model import linear_choice, selection
 from sagetrain.model.linear_choice import smallest, time_layers
 from sagetrain.train import checkpoint, choices, linear, trainer
@@ -304,7 +304,7 @@ def settled(
 def test_a_run_that_begins_chooses_where_it_says_auto_alone(card) -> None:
     found, why, heard = settled(AUTO)
     assert found == AUTO.model_copy(update=CHOSEN) and why == "auto: the fastest" and heard == [AUTO]
-    for named in (LinearConfig(), LinearConfig(precision="int8"), LinearConfig(precision="fp8")):
+    for named in (SIXTEEN_BITS, LinearConfig(precision="int8"), LinearConfig(precision="fp8")):
         assert settled(named) == (named, "", [])
 
 
@@ -332,7 +332,7 @@ def test_a_run_that_continues_keeps_what_it_had(folder, card) -> None:
     wide = {"precision": "bf16", "recipe": "rowwise", "keep_layers_below": 0}
     found, why, heard = settled(AUTO, folder(wide))
     assert found.precision == "bf16" and "as the run had it" in why and heard == []
-    assert settled(LinearConfig(), folder(ROWWISE)) == (LinearConfig(), "", [])
+    assert settled(SIXTEEN_BITS, folder(ROWWISE)) == (SIXTEEN_BITS, "", [])
     fp8 = {**ROWWISE, "precision": "fp8", "recipe": "tensorwise"}  # which auto was once, or the name before
     assert settled(AUTO, folder(fp8))[0] == AUTO.model_copy(update=fp8)
     old = LinearConfig.model_validate({"precision": "auto", "recipe": "auto"})

@@ -275,14 +275,16 @@ def test_a_run_that_has_moved_to_16_bits_is_not_said_to_lose_anything_in_8(
 
 
 def test_a_monitor_is_of_something_where_linear_layers_are_in_8_bits() -> None:
-    neither = "linear.precision bf16 neither"
-    cases = {(1, "fp8"): "", (1, "int8"): "", (1, "auto"): "", (1, "bf16"): neither, (3, "bf16"): neither}
+    neither = "linear layers neither"
+    cases = {(1, "fp8"): "", (1, "int8"): "", (1, "auto"): neither, (1, "bf16"): neither, (3, "bf16"): neither}
     for (stage, precision), why in {**cases, (3, "fp8"): "not looked at with parallel.zero_stage 3"}.items():
         monitor = {"stability": {"monitor": {"every_steps": 10}}}
         cfg = tiny.config(stage, model=SHAPE, linear={"precision": precision}, **monitor)
         found = [f for f in check(cfg, 1, files=False) if f.key.startswith("stability.monitor")]
         assert [f.rule for f in found] == ["monitor_of_nothing"] * bool(why)
         assert all(why in f.message for f in found)
+    cfg = tiny.config(1, model=SHAPE, training={"dtype": "bf16"}, **monitor)  # auto, where it may choose
+    assert not [f for f in check(cfg, 1, files=False) if f.rule == "monitor_of_nothing"]
 
 
 def test_memory_counts_the_pass_that_is_not_compiled() -> None:

@@ -15,7 +15,7 @@ from distributed import run_distributed
 from runs import finish, sagetrain, write_config
 from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
-from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
+from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.data.loader import Batch
 from sagetrain.inference.evaluate import evaluate, together
 from sagetrain.inference.load import load_run
@@ -187,7 +187,7 @@ def test_a_run_ends_there_before_ranks_meet(monkeypatch, tmp_path, corpus) -> No
 @every_recipe
 def test_eight_bits_show_and_do_little_harm(name: tuple[str, str]) -> None:
     """In one step's gradients. (That losses of training stay together is measured, not tested: results/step.)"""
-    exact, low = results(model(LinearConfig())), results(model(linear_of(name)))
+    exact, low = results(model(SIXTEEN_BITS)), results(model(linear_of(name)))
     error = (
         sum((x - y).square().sum() for x, y in zip(low[1:], exact[1:], strict=True)).sqrt() / _norm(exact[1:])
     ).item()
@@ -208,7 +208,7 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
     groups = ParallelGroups.create(Topology(dist.get_world_size(), tp_size, cp_size))
     again = ({"activation_checkpointing": how} for how in ("full", "selective"))
     ways = [{"sequence_parallel": True}, {"overlap": False}, *again]
-    exact = results(model(LinearConfig()))
+    exact = results(model(SIXTEEN_BITS))
     for name in (("fp8", "tensorwise"), ("fp8", "rowwise"), ("int8", "rowwise_bf16_wgrad")):
         dense = results(model(linear_of(name)))
         for number, how in enumerate(ways if tp_size > 1 else [{}]):
@@ -229,7 +229,7 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
             if cp_size > 1:  # not compiled anew
                 spread.zero_grad()
                 spread.use_16_bits()
-                wide = results(model(LinearConfig(), groups, **how), groups)
+                wide = results(model(SIXTEEN_BITS, groups, **how), groups)
                 assert all(map(torch.equal, results(spread, groups), wide)), case
 
 
@@ -408,7 +408,8 @@ def test_no_product_of_a_run_reads_a_stale_copy(tmp_path, corpus) -> None:
 
 def test_a_run_switches_precision_at_a_resume_and_says_so(tmp_path, corpus) -> None:
     """A checkpoint holds nothing of it: the run continues with the weights as they are."""
-    first = write_config(tmp_path / "first.yaml", corpus, tmp_path / "run", training={"total_tokens": 10 * 256})
+    shorter = {"training": {"total_tokens": 10 * 256}, "linear": {"precision": "bf16"}}
+    first = write_config(tmp_path / "first.yaml", corpus, tmp_path / "run", **shorter)
     finish("sagetrain", first)
     assert "linear layers in training.dtype" in first.with_suffix(".log").read_text()
     longer = {"training": {"total_tokens": 20 * 256}, "linear": {"precision": "fp8", "keep_last_blocks": 1}}

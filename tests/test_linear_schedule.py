@@ -14,7 +14,7 @@ import tiny
 from distributed import run_distributed
 from runs import finish, write_config
 from sagetrain.config.arithmetic import low_bit_linear
-from sagetrain.config.schema import LinearConfig
+from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig
 from sagetrain.inference.load import load_run
 from sagetrain.inference.ranks import Ranks
 from sagetrain.model.backends import Sage, Sdpa
@@ -35,8 +35,8 @@ def test_when_is_a_function_of_the_tokens_seen() -> None:
         assert [low_bit_linear(part, tokens, 1000) for tokens in (begin - 1, begin)] == [True, False]
     assert low_bit_linear(LinearConfig(precision="fp8"), 1000, 1000)
     assert not low_bit_linear(LinearConfig(keep_last_fraction=0.4), 0, 1000)
-    assert FP8.phases == [LinearConfig(precision="fp8"), LinearConfig()]
-    for throughout in (LinearConfig(precision="fp8"), LinearConfig(), LinearConfig(keep_last_fraction=0.4)):
+    assert FP8.phases == [LinearConfig(precision="fp8"), SIXTEEN_BITS]
+    for throughout in (LinearConfig(precision="fp8"), SIXTEEN_BITS, LinearConfig(keep_last_fraction=0.4)):
         assert throughout.phases == [throughout]
 
 

@@ -124,7 +124,7 @@ def test_a_plan_says_what_the_ratio_of_an_earlier_run_would_be(tmp_path: Path, c
         "at 2,048 it would be 0.9 (largest in layer 1: 1.7); T_x 0 (layer 1: 0) tokens per step, where it is 0.1",
         "noise scale was 1,024 tokens: 2,048 tokens per step are 2",
         "largest relative error was 0.25, of dS in layer 1", "differs: attention.recipe paper there, fine here",
-        "linear.precision fp8 there, bf16 here",
+        "linear.precision fp8 there, auto here",
     ):  # fmt: skip
         assert part in line, part
     assert "optimizer.lr" not in line and "linear layers was" not in line

@@ -57,7 +57,7 @@ parted_from() {
 parted_325m() {
   local name=$1
   shift
-  parted_from configs/325m.yaml 26214400 5242880 "$name" 262144 40 attention.backend=sdpa optimizer.lr=6e-4 \
+  parted_from configs/325m.yaml 26214400 5242880 "$name" 262144 40 attention.backend=sdpa linear.precision=bf16 optimizer.lr=6e-4 \
     lr_schedule.shape=wsd lr_schedule.min_lr=6e-5 'data.train=[{path: data/docs4k/train}]' \
     'data.valid=[{path: data/docs4k/valid}]' evaluation.num_sequences=64 "$@"
 }

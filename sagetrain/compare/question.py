@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from sagetrain.config.arithmetic import checkpoint_tokens
+from sagetrain.config.arithmetic import checkpoint_tokens, may_be_low_bit
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import flat, load_config

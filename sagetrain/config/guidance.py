@@ -12,6 +12,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
+from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding
 from sagetrain.config.measured import ALL, MeasuredRun, critical_in_words, critical_tokens, margin_of
 from sagetrain.config.schema import RunConfig
@@ -150,7 +151,7 @@ def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
         said.append(f"what INT8 attention added is not shown: attention.backend {cfg.attention.backend} is in 16 bits")
     elif run.errors:
         said.append(_largest(run.errors, "error"))
-    if cfg.linear.precision != "bf16" and run.linear_errors:
+    if may_be_low_bit(cfg) and run.linear_errors:
         said.append(_largest(run.linear_errors, "error of linear layers"))
     if differing := run.differing(cfg):
         said.append(f"that run differs: {', '.join(differing)}")

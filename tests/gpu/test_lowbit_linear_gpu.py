@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both, quantize_both_twin
-from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
+from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
@@ -191,7 +191,7 @@ def test_a_compiled_model_in_8_bits_stays_beside_16(name: tuple[str, str]) -> No
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         precision, recipe = name
-        model = _model(LinearConfig() if kind == "16 bits" else LinearConfig(precision=precision, recipe=recipe))
+        model = _model(SIXTEEN_BITS if kind == "16 bits" else LinearConfig(precision=precision, recipe=recipe))
         if kind == "compiled":
             model.compile_blocks()
         model.keep_weights()

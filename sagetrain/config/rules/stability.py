@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error, neighbours, no_effect, warning
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
