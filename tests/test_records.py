@@ -19,7 +19,7 @@ from prepare_inputs import TEXTS, documents, published_tokenizer, quiet
 from sagetrain.config import ConfigError
 from sagetrain.data import journal, sources
 from sagetrain.data.prepare import prepare
-from sagetrain.data.records import Chats, Pairs, records_of
+from sagetrain.data.records import Chats, Pairs, answer_ends, records_of
 from sagetrain.data.token_file import TokenFile, TokenFileWriter
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -259,6 +259,28 @@ def test_a_template_runs_in_a_sandbox() -> None:
     for attack in ("{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ raise_exception('no ' ~ 'tools') }}"):
         with pytest.raises(ValueError, match="the chat template refuses"):
             Chats("m", 99, attack + CHATML).parts({"m": TALK}, {})
+
+
+ENDS = {
+    "the tokenizer's own": (None, ["<stop>"]),
+    "eos": ("{% for m in messages %}{{ m.content }} {{ eos_token }}{% endfor %}", ["<end>"]),
+    "behind text": (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %} it\n<stop> <end>{% endfor %}",
+        ["<stop>"],
+    ),
+    "no control token": ("{% for m in messages %}<stop> {{ m.role }} {{ m.content }} it\n{% endfor %}", []),
+    "before the next": ("{% for m in messages %}<stop> {{ m.content }}\n{% endfor %}", []),
+    "no answers": ("{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}<stop>", []),
+    "nothing of them": ("{{ messages[0].content }}<stop>", []),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_ends_an_answer_is_the_control_token_behind_it(folder: Path, name: str) -> None:
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    template, expected = ENDS[name]
+    found = answer_ends(template or tokenizer.chat_template, tokenizer)
+    assert [WORDS[token] for token in found] == expected
 
 
 @pytest.mark.parametrize("kind", ["trained", "published"])

@@ -28,6 +28,7 @@ from sagetrain.inference.generate import Completion, Sampling, generate
 from sagetrain.inference.load import TrainedRun, at_context, load_run
 from sagetrain.interop.importing import import_folder
 from sagetrain.interop.lm_eval import Tasks, harness_of
+from sagetrain.train.origin import IMPORTED_TOKENS, end_tokens
 
 SAMPLE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
 BOS, EOS = 0, 1
@@ -106,6 +107,22 @@ def log_likelihood(theirs: Theirs, tokens: Sequence[int], scored: int) -> float:
     with torch.no_grad():
         likely = theirs.model(text[None, :-1]).logits[0].double().log_softmax(-1)[-scored:]
     return likely.gather(-1, text[-scored:, None]).sum().item()
+
+
+def test_every_token_that_ends_a_text_in_transformers_ends_one(folder: Path, tmp_path: Path) -> None:
+    """generation_config.json may list several; a run that began with the model knows them, too."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    ids = AutoTokenizer.from_pretrained(other)("def add(", return_tensors="pt").input_ids
+    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
+    made = model.generate(ids, attention_mask=ids >= 0, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :].tolist()
+    ends = made[5]
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, ends]}))
+    import_folder(other, tmp_path / "run")
+    run = load_run(tmp_path / "run", print, attention="reference")
+    (done,) = completions(run, ["def add("], 12)
+    assert (done.tokens, done.finish) == (made[: made.index(ends)], "eos")
+    state = {"init_from": {IMPORTED_TOKENS: {"eos_token_id": ends}}}
+    assert (end_tokens(state), end_tokens({}), [*run.end_tokens]) == ([ends], [], [EOS, ends])
 
 
 @pytest.mark.parametrize("prompt", ["def add(", ""])

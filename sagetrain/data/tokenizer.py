@@ -88,6 +88,10 @@ class Tokenizer:
         marked = [(stop - len(text), stop) for stop, (text, mark) in zip(stops, parts, strict=True) if mark]
         return ids, [any(begin < stop and start < end for start, stop in marked) for begin, end in spans]
 
+    def is_control(self, token: int) -> bool:
+        """Whether it is a control token, as bos and eos are."""
+        return self._codec.is_control(token)
+
     def decode(self, ids: list[int]) -> str:
         """The text of token ids. Control tokens give nothing; byte tokens that are no UTF-8 give U+FFFD."""
         return self._codec.decode(ids)
@@ -108,6 +112,8 @@ class _Codec(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def spans(self, text: str, control: bool) -> tuple[list[int], Spans]: ...
+
+    def is_control(self, token: int) -> bool: ...
 
     def decode(self, ids: list[int]) -> str: ...
 
@@ -162,6 +168,9 @@ class _SentencePiece:
             begin += len(part)
         return found, spans
 
+    def is_control(self, token: int) -> bool:
+        return bool(self._processor.is_control(token))
+
     def decode(self, ids: list[int]) -> str:
         return str(self._processor.decode(ids))
 
@@ -201,6 +210,10 @@ class _HuggingFace:
         finally:
             self._pipeline.encode_special_tokens = True
         return encoding.ids, encoding.offsets
+
+    def is_control(self, token: int) -> bool:
+        added = self._pipeline.get_added_tokens_decoder().get(token)
+        return added is not None and added.special
 
     def decode(self, ids: list[int]) -> str:
         return self._pipeline.decode(ids, skip_special_tokens=True)

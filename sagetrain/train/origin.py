@@ -99,6 +99,12 @@ def imported_tokens(state: Mapping[str, Any]) -> dict[str, Any]:
     return dict(before or {})
 
 
+def end_tokens(state: Mapping[str, Any]) -> list[int]:
+    """Tokens that end a text beside the tokenizer's own: those that imported weights, by whatever runs, came with."""
+    given = imported_tokens(state).get("eos_token_id")
+    return [] if given is None else [given] if isinstance(given, int) else [*given]
+
+
 def text_prefix(state: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int]:
     """Tokens before a text that is scored or continued: where a checkpoint's weights were imported, by whatever runs,
     those that the tokenizer puts there. Weights of our own learned documents that follow an eos alone."""
