@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from sagetrain.data.token_file import (
     write_atomic,
     writing,
 )
-from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
+from sagetrain.data.tokenizer import Tokenizer, sha256_of, train_tokenizer
 
 _MIN_VOCAB_SIZE = 256 + 3 + 1
 _MAX_VOCAB_SIZE, _MAX_WORKERS = 1_000_000, 1024
@@ -365,7 +364,7 @@ def _check_model(
     there = tokenizer_in(model_path.parent)
     if not there.is_file():
         return
-    theirs = sha256(there.read_bytes()).hexdigest()
+    theirs = sha256_of(there.read_bytes())
     # An interrupted call with this request may have left the tokenizer that it trained, and one of two token files.
     # Or another host has finished its part.
     paths = {path.with_suffix("") for path in model_path.parent.glob("*-of-*.idx")} | set(outputs.values())
