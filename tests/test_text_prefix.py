@@ -19,9 +19,10 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from runs import finish, sagetrain, write_config
+from runs import finish, log_of, sagetrain, write_config
 from sagetrain.config import ConfigError
 from sagetrain.data.prepare import prepare
+from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.evaluate import evaluate_texts
 from sagetrain.inference.generate import Completion, Sampling, generate
@@ -149,6 +150,14 @@ def test_a_text_beyond_the_context_begins_with_the_prefix_again(loaded: TrainedR
     assert seen[1][1:] == [*loaded.tokenizer.encode("import re"), *done.tokens][8:15]
 
 
+def prepare_as_before(sources: list[str], output: Path, tokenizer: Path, **how: Any) -> None:
+    """Token files of a version that put nothing before documents."""
+    with pytest.MonkeyPatch.context() as patch:
+        load = Tokenizer.load
+        patch.setattr(Tokenizer, "load", lambda path: vars(found := load(path)).update(prefix=[]) or found)
+        prepare(sources, output, tokenizer=tokenizer, **{"say": lambda said: None, **how})
+
+
 def asked(*args: object) -> Instance:
     return Instance(request_type="loglikelihood", doc={}, arguments=args, idx=0)
 
@@ -189,7 +198,8 @@ def test_a_prompt_that_is_cut_leaves_room_for_the_prefix(loaded: TrainedRun, see
 def test_every_document_of_raw_text_follows_the_prefix(
     folder: Path, loaded: TrainedRun, theirs: Theirs, tmp_path: Path
 ) -> None:
-    """Which is not scored. Token files are read as they are: an eos is before each of their documents."""
+    """Which is not scored; prepared, the text is the same. Token files of before are read as they are: an eos is before
+    each of their documents."""
     encoded = [theirs.tokenizer(text).input_ids for text in DOCUMENTS]
     expected = sum(log_likelihood(theirs, [*tokens, EOS], len(tokens)) for tokens in encoded)
     text = tmp_path / "text.jsonl"
@@ -198,7 +208,11 @@ def test_every_document_of_raw_text_follows_the_prefix(
     assert (found.tokens, found.bytes) == (sum(map(len, encoded)), sum(map(len, DOCUMENTS)))
     assert -found.nats == pytest.approx(expected, rel=1e-4)
     prepare([str(text)], tmp_path / "train", tokenizer=folder / "tokenizer.json", say=lambda said: None)
-    before, own = evaluate_texts(loaded, [str(tmp_path / "train")]), replace(loaded, text_prefix=[])
+    (begun,) = evaluate_texts(loaded, [str(tmp_path / "train")])
+    assert (begun.tokens, begun.bytes) == (found.tokens, found.bytes)
+    assert begun.nats == pytest.approx(found.nats, rel=1e-6)
+    prepare_as_before([str(text)], tmp_path / "old", folder / "tokenizer.json")
+    before, own = evaluate_texts(loaded, [str(tmp_path / "old")]), replace(loaded, text_prefix=[])
     assert before[0].nats == pytest.approx(evaluate_texts(own, [str(text)])[0].nats, rel=1e-6)
     assert before[0].tokens == found.tokens and abs(before[0].nats - found.nats) > 1e-2
 
@@ -213,11 +227,13 @@ def test_windows_of_raw_text_score_no_prefix(loaded: TrainedRun, tmp_path: Path)
         assert found.tokens == tokens
 
 
-def test_a_run_has_the_prefix_of_the_model_that_it_began_with(folder: Path, imported: Path, tmp_path: Path) -> None:
-    """Its tasks while training, too. A run of its own has none, with the same tokenizer."""
-    source = [str(Path(sysconfig.get_paths()["stdlib"]) / "json")]
-    names = {"glob": "*.py", "say": lambda text: None}
-    prepare(source, tmp_path / "data/train", tokenizer=folder / "tokenizer.json", valid_fraction=0.3, **names)
+def test_a_run_has_the_prefix_that_its_model_learned(folder: Path, imported: Path, tmp_path: Path) -> None:
+    """Before it began, or from its data; its tasks while training, too. Otherwise it has none, with the same
+    tokenizer."""
+    source = [str(path) for path in sorted((Path(sysconfig.get_paths()["stdlib"]) / "json").glob("*.py"))]
+    how = {"valid_fraction": 0.3, "say": lambda text: None}
+    prepare(source, tmp_path / "new/train", tokenizer=folder / "tokenizer.json", **how)
+    prepare_as_before(source, tmp_path / "data/train", folder / "tokenizer.json", **how)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in DOCUMENTS))
     task = {
         "task": "read",
@@ -232,10 +248,12 @@ def test_a_run_has_the_prefix_of_the_model_that_it_began_with(folder: Path, impo
     (tmp_path / "read.yaml").write_text(json.dumps(task))
     tasks = Tasks([str(tmp_path / "read.yaml")])
     model = yaml.safe_load((imported / "config.yaml").read_text())["model"]
-    for name, init_from, prefix in (("begun", str(imported), [BOS]), ("own", None, [])):
+    kinds = ("begun", "data", str(imported)), ("own", "data", None), ("learned", "new", None)
+    for name, data, init_from in (*kinds, ("goes on", "data", str(tmp_path / "learned"))):
+        prefix = [] if name == "own" else [BOS]
         config = write_config(
             tmp_path / f"{name}.yaml",
-            tmp_path / "data",
+            tmp_path / data,
             tmp_path / name,
             model=model,
             attention={"backend": "sdpa", "qk_norm": "none"},
@@ -244,6 +262,8 @@ def test_a_run_has_the_prefix_of_the_model_that_it_began_with(folder: Path, impo
             evaluation={"num_sequences": 8, "tasks": [str(tmp_path / "read.yaml")]},
         )
         finish("sagetrain", config)
+        warned = f"of {init_from} do" if init_from else "do not begin"
+        assert (warned in log_of(config)) == bool(init_from)
         run = load_run(tmp_path / name, print)
         assert [*run.text_prefix] == prefix
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

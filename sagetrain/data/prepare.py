@@ -156,6 +156,7 @@ def prepare(
                 "records are for a model that has a tokenizer: give it (--tokenizer), and no --vocab-size"
             )
         records = settled(records, given)
+    prefix = given.prefix if given and not (records and records.templated) else []
     model_path = output.parent / (given.file_name if given else TOKENIZER_NAME)
     request = (
         {
@@ -168,6 +169,7 @@ def prepare(
         | ({"skip_bad_lines": True} if skip_bad_lines else {})
         | ({"shard": list(division)} if division else {})
         | ({"text_key": None, "records": records.request} if records else {})
+        | ({"prefix": prefix} if prefix else {})
     )
     journal = Journal(output)
     if _already_there(outputs, model_path, request, overwrite):
@@ -194,7 +196,7 @@ def prepare(
         say(f"training a tokenizer of {vocab_size:,} tokens")
         model = train_tokenizer(corpus.sample(tokenizer_sample), vocab_size)
         say(f"trained the tokenizer in {time.perf_counter() - begin:.0f} s")
-    encoder = Encoder(model, text_key, valid_fraction, skip_bad_lines, records)
+    encoder = Encoder(model, text_key, valid_fraction, skip_bad_lines, records, prefix)
     _check_siblings(output.parent, outputs, encoder.tokenizer)
 
     writers: dict[str, TokenFileWriter] = {}
@@ -260,6 +262,9 @@ def prepare(
             writer.abort(keep=journal.exists)
     if division:
         say(f"part {division[0]} of {division[1]}; train on all of them by data.train path: {named}-*")
+    if prefix:
+        what = f"token{'s' * (len(prefix) > 1)} {', '.join(map(str, prefix))}"
+        say(f"each {'record' if records else 'document'} begins with {what}, which the tokenizer puts before a text")
     for line in _said(outputs, counts, records, first_bad):
         say(line)
     return _result(outputs, model_path, begin, False)
