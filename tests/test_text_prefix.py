@@ -23,10 +23,12 @@ from runs import finish, log_of, sagetrain, write_config
 from sagetrain.config import ConfigError
 from sagetrain.data.prepare import prepare
 from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.inference import windows
 from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.evaluate import evaluate_texts
 from sagetrain.inference.generate import Completion, Sampling, generate
 from sagetrain.inference.load import TrainedRun, at_context, load_run
+from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.interop.lm_eval import Tasks, harness_of
 from sagetrain.train.origin import IMPORTED_TOKENS, end_tokens
@@ -196,7 +198,7 @@ def test_a_prompt_that_is_cut_leaves_room_for_the_prefix(loaded: TrainedRun, see
 
 
 def test_every_document_of_raw_text_follows_the_prefix(
-    folder: Path, loaded: TrainedRun, theirs: Theirs, tmp_path: Path
+    folder: Path, loaded: TrainedRun, theirs: Theirs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is not scored; prepared, the text is the same. Token files of before are read as they are: an eos is before
     each of their documents."""
@@ -208,9 +210,11 @@ def test_every_document_of_raw_text_follows_the_prefix(
     assert (found.tokens, found.bytes) == (sum(map(len, encoded)), sum(map(len, DOCUMENTS)))
     assert -found.nats == pytest.approx(expected, rel=1e-4)
     prepare([str(text)], tmp_path / "train", tokenizer=folder / "tokenizer.json", say=lambda said: None)
-    (begun,) = evaluate_texts(loaded, [str(tmp_path / "train")])
-    assert (begun.tokens, begun.bytes) == (found.tokens, found.bytes)
-    assert begun.nats == pytest.approx(found.nats, rel=1e-6)
+    for block in (windows._BLOCK, 1, 4):
+        monkeypatch.setattr(windows, "_BLOCK", block)
+        (begun,) = evaluate_texts(loaded, [str(tmp_path / "train")])
+        assert (begun.tokens, begun.bytes) == (found.tokens, found.bytes)
+        assert begun.nats == pytest.approx(found.nats, rel=1e-6)
     prepare_as_before([str(text)], tmp_path / "old", folder / "tokenizer.json")
     before, own = evaluate_texts(loaded, [str(tmp_path / "old")]), replace(loaded, text_prefix=[])
     assert before[0].nats == pytest.approx(evaluate_texts(own, [str(text)])[0].nats, rel=1e-6)
@@ -272,6 +276,9 @@ def test_a_run_has_the_prefix_that_its_model_learned(folder: Path, imported: Pat
             tasks.measure(harness_of(replace(run, text_prefix=each)))["read"]["bits_per_byte"] for each in ([], [BOS])
         ]
         assert said == pytest.approx(bits[bool(prefix)], rel=1e-6) and abs(bits[0] - bits[1]) > 1e-4
+        export(tmp_path / name, tmp_path / f"{name}-hf")
+        tokens = json.loads((tmp_path / f"{name}-hf/generation_config.json").read_text())
+        assert (tokens["bos_token_id"], tokens["eos_token_id"]) == (BOS if prefix else EOS, EOS)
 
 
 # -- chats -----------------------------------------------------------------------------------------------------------

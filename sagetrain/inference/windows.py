@@ -46,6 +46,7 @@ class Prepared:
 
     def __iter__(self) -> Iterator[Piece]:
         for file in self._files:
+            size = len(file.provenance().get("request", {}).get("prefix", []))
             for start in range(0, file.num_tokens, _BLOCK):
                 stop = min(start + _BLOCK, file.num_tokens)
                 tokens = file.tokens(start, stop)
@@ -54,7 +55,6 @@ class Prepared:
                     self.bytes += decoded_bytes(self._tokenizer, tokens)
                 counted = file.counted(start, stop)
                 counted = np.ones(len(tokens), bool) if counted is None else counted
-                size = len(file.provenance().get("request", {}).get("prefix", []))
                 begins = np.array(file.document_starts(start - max(1, size), stop), dtype=np.int64) - start
                 before = (begins[:, None] + np.arange(size)).ravel()
                 counted[before[(before >= 0) & (before < len(tokens))]] = False
