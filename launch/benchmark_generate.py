@@ -119,7 +119,7 @@ def load(run_dir: Path, attention: str) -> tuple[TrainedRun, Any]:
     model.generation_config.eos_token_id = None
     if run.tokenizer is None:
         sys.exit(f"{run_dir} has no tokenizer, so there is no text to continue")
-    run.tokenizer.eos_id = -1
+    run.tokenizer.eos_id, run.end_tokens = -1, ()
     return run, model.to(run.device).eval()
 
 

@@ -1,11 +1,13 @@
 """Sources of many files and weights by size: what a configuration may say of them, and what is found wrong."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from sagetrain.config import ConfigError, RunConfig, load_config
 from sagetrain.config.rules.data import findings
+from sagetrain.config.schema import TrainingConfig
 
 QUICKSTART = Path(__file__).parents[1] / "configs/quickstart.yaml"
 TREE = {
@@ -68,6 +70,34 @@ def test_proportional_does_not_mix_with_numbers():
     (finding,) = [finding for finding in findings(mixed, required=False) if finding.rule == "mixed_weights"]
     assert (finding.level, finding.key, finding.value) == ("error", "data.train.1.weight", 2.0)
     assert "make all of them proportional or all numbers" in finding.fix
+
+
+def test_documents_that_begin_otherwise_are_named(tmp_path):
+    """Than others that are trained on, or those that the model learned which the run starts from."""
+
+    def found(*train: dict, **training: str) -> list[str]:
+        tree = config(*train).model_copy(update={"training": TrainingConfig(**TREE["training"], **training)})
+        warnings = [finding for finding in findings(tree, required=False) if finding.rule == "text_prefix"]
+        assert all("prepare it again (--overwrite)" in finding.fix for finding in warnings)
+        return [f"{finding.key} {finding.value} {finding.message}" for finding in warnings]
+
+    chats = {"records": {"template_sha256": "c"}}
+    for name, request in (("bos", {"prefix": [5]}), ("old-1", {}), ("old-2", {}), ("chats", chats)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"tokenizer_sha256": "a", "request": request}))
+        (tmp_path / f"{name}.idx").touch()
+    (tmp_path / "elsewhere.idx").touch()
+    bos, old, others = ({"path": f"{tmp_path}/{name}"} for name in ("bos", "old-*", "[ce]*"))
+    assert found(bos, others) == found(old, others) == []
+    said = f"data.train.1.path {tmp_path}/old-1 documents do not begin with tokens [5] in 2 of 2 files of this source"
+    (line,) = found(bos, old)
+    assert line.startswith(f"{said}, as those of {tmp_path}/bos do")
+    folder = tmp_path / "start/checkpoints/step-00000010"
+    folder.mkdir(parents=True)
+    for learned, count in (([5], 1), ([], 0), (None, 0)):
+        (folder / "manifest.json").write_text(json.dumps({"state": {"text_prefix": learned}}))
+        lines = found(others, old, init_from=str(tmp_path / "start"))
+        assert lines == [line.replace(f"{tmp_path}/bos", f"{tmp_path}/start")] * count
+        assert found(bos, init_from=str(folder)) == []
 
 
 @pytest.mark.parametrize("weight", ["-1", "proportinal", "[1]"])

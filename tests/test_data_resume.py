@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from sagetrain.data import journal, sources
 from sagetrain.data.prepare import prepare
 from sagetrain.data.records import Pairs
 from sagetrain.data.token_file import TokenFile, TokenFileWriter
+from sagetrain.data.tokenizer import Tokenizer
 
 NAMES = ("train.bin", "train.idx", "train.json", "valid.bin", "valid.idx", "valid.json", "tokenizer.model")
 
@@ -48,6 +50,13 @@ def write_inputs(folder: Path) -> list[str]:
     datasets.Dataset.from_dict({"text": make_texts(1200, seed=4)}).save_to_disk(folder / "saved")
     names = ("plain.jsonl", "empty.jsonl", "packed.jsonl.zst", "long.txt", "rows.parquet", "saved")
     return [str(folder / name) for name in names]
+
+
+def with_bos(model: Path, folder: Path) -> Path:
+    """A copy of a SentencePiece model, with a file beside it that puts a bos before a text."""
+    (folder / "begun").mkdir()
+    (folder / "begun/tokenizer_config.json").write_text('{"add_bos_token": true}')
+    return Path(shutil.copy(model, folder / "begun/tokenizer.model"))
 
 
 @pytest.fixture
@@ -81,11 +90,18 @@ def killed_after(monkeypatch) -> Callable[..., bool]:
     return run
 
 
-def test_interrupted_anywhere_it_gives_the_same_files(tmp_path, model, small_pieces, killed_after):
+@pytest.mark.parametrize("begun", [False, True])
+def test_interrupted_anywhere_it_gives_the_same_files(tmp_path, model, small_pieces, killed_after, begun):
+    """begun: with a bos before each document, however many chunks it comes in."""
     inputs = write_inputs(tmp_path / "in")
-    options = {"tokenizer": model, "valid_fraction": 0.2}
+    options = {"tokenizer": with_bos(model, tmp_path) if begun else model, "valid_fraction": 0.2}
     whole = quiet(inputs, tmp_path / "whole/train", **options)
     expected = digests(tmp_path / "whole")
+    bos = Tokenizer.load(model).bos_id
+    for name in ("train", "valid"):
+        assert {(document[:1] == [bos], document.count(bos)) for document in documents(tmp_path / "whole" / name)} == {
+            (begun, int(begun))
+        }
     assert sorted(expected) == sorted(NAMES)
     out = tmp_path / "out/train"
     places, count = [None], 3
@@ -96,6 +112,25 @@ def test_interrupted_anywhere_it_gives_the_same_files(tmp_path, model, small_pie
     assert {place["input"] for place in places[1:]} == set(range(6))
     assert digests(out.parent) == expected
     assert quiet(inputs, out, **options).counts == whole.counts
+
+
+def test_what_a_version_did_that_put_no_bos_is_not_gone_on_with(tmp_path, model, small_pieces, killed_after):
+    """Nor taken for what this one does."""
+    path, begun, said = write_jsonl(tmp_path / "a.jsonl", TEXTS), with_bos(model, tmp_path), []
+    killed_after(3, [str(path)], tmp_path / "cut/train", tokenizer=model)
+    with pytest.raises(ConfigError, match=r"differs from it in what the tokenizer puts before a text \(an older"):
+        quiet([str(path)], tmp_path / "cut/train", tokenizer=begun)
+    without = quiet([str(path)], tmp_path / "out/train", tokenizer=model)
+    with pytest.raises(ConfigError, match="exists and was prepared from other inputs or settings"):
+        quiet([str(path)], tmp_path / "out/train", tokenizer=begun)
+    assert "prefix" not in json.loads((tmp_path / "out/train.json").read_text())["request"]
+    more = prepare([str(path)], tmp_path / "out/more", tokenizer=begun, say=said.append)  # the same tokenizer
+    assert "each document begins with token 1, which the tokenizer puts before a text" in said
+    assert more.counts["train"].tokens == without.counts["train"].tokens + len(TEXTS)
+    # The next call without --tokenizer takes that of the folder, which puts it there.
+    quiet([str(path)], tmp_path / "out/third")
+    assert (tmp_path / "out/third.bin").read_bytes() == (tmp_path / "out/more.bin").read_bytes()
+    assert json.loads((tmp_path / "out/third.json").read_text())["request"]["prefix"] == [1]
 
 
 def test_interrupted_records_keep_their_sequences_and_masks(tmp_path, model, small_pieces, killed_after):

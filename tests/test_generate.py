@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -166,6 +167,19 @@ def scripted(tokenizer: Tokenizer, tokens: list[int]) -> TrainedRun:
 
     cfg = saved_runs.config(Path("none"))
     return TrainedRun(cfg, Scripted(), tokenizer, 512, 1, 1, torch.device("cpu"))
+
+
+def test_a_text_ends_with_any_token_that_ends_one(tokenizer: Tokenizer) -> None:
+    """With those of the folder that it was imported from; an answer also with what the template puts behind it."""
+    said = [*spelled("ab"), tokenizer.bos_id, *spelled("c")]
+    marked = "{% for m in messages %}{{ m.content }}{{ bos_token if m.role == 'assistant' }}\n{% endfor %}"
+    for how, template in (({"end_tokens": [7, tokenizer.bos_id]}, None), ({}, marked)):
+        run = replace(scripted(tokenizer, said), **how)
+        *_, (done, _) = generate(run, ["a"], Sampling(len(said), 0), template=template)
+        assert (done.text, done.tokens, done.finish) == ("ab", said[:2], "eos")
+    for template in (None, marked.replace("assistant", "user")):
+        *_, (done, _) = generate(scripted(tokenizer, said), ["a"], Sampling(len(said), 0), template=template)
+        assert (done.text, done.finish) == ("abc", "max_tokens")
 
 
 def pieces_of(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], str]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen3Config
 
+from prepare_inputs import published_tokenizer
 from runs import sagetrain
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
@@ -164,6 +165,20 @@ def test_what_was_exported_comes_back_with_its_tokenizer(llama: Path, model: Pat
     assert AutoTokenizer.from_pretrained(tmp_path / "begun-hf")("abc").input_ids[0] == 1
     missing = sagetrain("eval", tmp_path / "again")
     assert missing.returncode == 2 and "name some with --data" in missing.stderr
+
+
+def test_a_sentencepiece_model_brings_its_bos_along(llama: Path, tmp_path: Path) -> None:
+    """As published with Llama 1 and 2; before a prompt it is in both, here and where it is exported to."""
+    folder, published = shutil.copytree(llama, tmp_path / "in"), published_tokenizer(vocab_size=350)
+    (folder / "tokenizer.model").write_bytes(published.model)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    import_folder(folder, tmp_path / "run")
+    run = load_run(tmp_path / "run", print)
+    assert [*run.text_prefix] == [1] and run.tokenizer.sha256 == published.sha256
+    export(tmp_path / "run", tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("the").input_ids == [1, *published.encode("the")]
+    import_folder(tmp_path / "out", tmp_path / "again")
+    assert [*load_run(tmp_path / "again", print).text_prefix] == [1]
 
 
 def test_a_sliding_window_bounds_the_sequences(tmp_path: Path) -> None:

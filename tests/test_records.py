@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import datasets
@@ -12,14 +13,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer as Pipeline
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from prepare_inputs import TEXTS, documents, published_tokenizer, quiet
 from sagetrain.config import ConfigError
+from sagetrain.config.rules.data import text_prefixes
+from sagetrain.config.schema import DataConfig
 from sagetrain.data import journal, sources
 from sagetrain.data.prepare import prepare
-from sagetrain.data.records import Chats, Pairs, records_of
+from sagetrain.data.records import Chats, Pairs, answer_ends, records_of
 from sagetrain.data.token_file import TokenFile, TokenFileWriter
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -116,6 +119,27 @@ def test_chats_by_hand(tmp_path: Path, folder: Path) -> None:
     second = ids("<you> thanks <stop> <bot> six <stop>")
     assert documents(tmp_path / "out") == [first + 4 * ids("<end>"), second + 14 * ids("<end>"), ids("<end>")]
     assert counted(tmp_path / "out") == [ids("four <stop> six <stop>"), ids("six <stop>"), []]
+
+
+def test_a_record_without_a_template_begins_as_a_text_does(tmp_path: Path, folder: Path) -> None:
+    """With what the tokenizer puts there, which does not count; a template writes its own."""
+    tokenizer, tree = tmp_path / "tokenizer.json", json.loads((folder / "tokenizer.json").read_text())
+    begin = processors.TemplateProcessing(single="<bot> $A", special_tokens=[("<bot>", 1)])
+    tokenizer.write_text(json.dumps(tree | {"post_processor": json.loads(begin.__getstate__())}))
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(folder / name, tmp_path / name)
+    talk = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "two"}]
+    rows = [{"p": "what is", "c": " two", "m": talk}, {"p": "", "c": "six", "m": talk}]
+    source, said = write(tmp_path / "a.jsonl", *rows), []
+    prepare([source], tmp_path / "pairs/x", tokenizer=tokenizer, records=Pairs("p", "c", 8), say=said.append)
+    assert documents(tmp_path / "pairs/x")[:2] == [ids("<bot> what is two <end>"), ids("<bot> six <end>")]
+    assert counted(tmp_path / "pairs/x")[:2] == [ids("two <end>"), ids("six <end>")]
+    assert "each record begins with token 1, which the tokenizer puts before a text" in said
+    quiet([source], tmp_path / "chats/x", tokenizer=tokenizer, records=Chats("m", 16))
+    assert documents(tmp_path / "chats/x")[0] == ids("<you> what <stop> <bot> two <stop>")
+    files = [{"path": str(tmp_path / name / "x")} for name in ("pairs", "chats")]
+    data = DataConfig.model_validate({"train": files, "seq_length": 8, "micro_batch_size": 1})
+    assert text_prefixes(data) == {files[0]["path"]: [1]}
 
 
 def test_long_records_are_cut_and_those_without_an_answer_left_out(tmp_path: Path, folder: Path) -> None:
@@ -259,6 +283,28 @@ def test_a_template_runs_in_a_sandbox() -> None:
     for attack in ("{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ raise_exception('no ' ~ 'tools') }}"):
         with pytest.raises(ValueError, match="the chat template refuses"):
             Chats("m", 99, attack + CHATML).parts({"m": TALK}, {})
+
+
+ENDS = {
+    "the tokenizer's own": (None, ["<stop>"]),
+    "eos": ("{% for m in messages %}{{ m.content }} {{ eos_token }}{% endfor %}", ["<end>"]),
+    "behind text": (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %} it\n<stop> <end>{% endfor %}",
+        ["<stop>"],
+    ),
+    "no control token": ("{% for m in messages %}<stop> {{ m.role }} {{ m.content }} it\n{% endfor %}", []),
+    "before the next": ("{% for m in messages %}<stop> {{ m.content }}\n{% endfor %}", []),
+    "no answers": ("{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}<stop>", []),
+    "nothing of them": ("{{ messages[0].content }}<stop>", []),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_ends_an_answer_is_the_control_token_behind_it(folder: Path, name: str) -> None:
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    template, expected = ENDS[name]
+    found = answer_ends(template or tokenizer.chat_template, tokenizer)
+    assert [WORDS[token] for token in found] == expected
 
 
 @pytest.mark.parametrize("kind", ["trained", "published"])

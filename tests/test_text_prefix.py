@@ -19,15 +19,19 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from runs import finish, sagetrain, write_config
+from runs import finish, log_of, sagetrain, write_config
 from sagetrain.config import ConfigError
 from sagetrain.data.prepare import prepare
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.inference import windows
 from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.evaluate import evaluate_texts
 from sagetrain.inference.generate import Completion, Sampling, generate
 from sagetrain.inference.load import TrainedRun, at_context, load_run
+from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.interop.lm_eval import Tasks, harness_of
+from sagetrain.train.origin import IMPORTED_TOKENS, end_tokens
 
 SAMPLE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
 BOS, EOS = 0, 1
@@ -108,6 +112,22 @@ def log_likelihood(theirs: Theirs, tokens: Sequence[int], scored: int) -> float:
     return likely.gather(-1, text[-scored:, None]).sum().item()
 
 
+def test_every_token_that_ends_a_text_in_transformers_ends_one(folder: Path, tmp_path: Path) -> None:
+    """generation_config.json may list several; a run that began with the model knows them, too."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    ids = AutoTokenizer.from_pretrained(other)("def add(", return_tensors="pt").input_ids
+    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
+    made = model.generate(ids, attention_mask=ids >= 0, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :].tolist()
+    ends = made[5]
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, ends]}))
+    import_folder(other, tmp_path / "run")
+    run = load_run(tmp_path / "run", print, attention="reference")
+    (done,) = completions(run, ["def add("], 12)
+    assert (done.tokens, done.finish) == (made[: made.index(ends)], "eos")
+    state = {"init_from": {IMPORTED_TOKENS: {"eos_token_id": ends}}}
+    assert (end_tokens(state), end_tokens({}), [*run.end_tokens]) == ([ends], [], [EOS, ends])
+
+
 @pytest.mark.parametrize("prompt", ["def add(", ""])
 def test_what_is_continued_is_what_transformers_continues(loaded: TrainedRun, theirs: Theirs, prompt: str) -> None:
     ids = theirs.tokenizer(prompt, return_tensors="pt").input_ids
@@ -130,6 +150,14 @@ def test_a_text_beyond_the_context_begins_with_the_prefix_again(loaded: TrainedR
     assert len(done.tokens) == 30 and len(seen) > 2
     assert [ids[0] for ids in seen] == [BOS] * len(seen) and {len(ids) for ids in seen[1:]} == {8}
     assert seen[1][1:] == [*loaded.tokenizer.encode("import re"), *done.tokens][8:15]
+
+
+def prepare_as_before(sources: list[str], output: Path, tokenizer: Path, **how: Any) -> None:
+    """Token files of a version that put nothing before documents."""
+    with pytest.MonkeyPatch.context() as patch:
+        load = Tokenizer.load
+        patch.setattr(Tokenizer, "load", lambda path: vars(found := load(path)).update(prefix=[]) or found)
+        prepare(sources, output, tokenizer=tokenizer, **{"say": lambda said: None, **how})
 
 
 def asked(*args: object) -> Instance:
@@ -170,9 +198,10 @@ def test_a_prompt_that_is_cut_leaves_room_for_the_prefix(loaded: TrainedRun, see
 
 
 def test_every_document_of_raw_text_follows_the_prefix(
-    folder: Path, loaded: TrainedRun, theirs: Theirs, tmp_path: Path
+    folder: Path, loaded: TrainedRun, theirs: Theirs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which is not scored. Token files are read as they are: an eos is before each of their documents."""
+    """Which is not scored; prepared, the text is the same. Token files of before are read as they are: an eos is before
+    each of their documents."""
     encoded = [theirs.tokenizer(text).input_ids for text in DOCUMENTS]
     expected = sum(log_likelihood(theirs, [*tokens, EOS], len(tokens)) for tokens in encoded)
     text = tmp_path / "text.jsonl"
@@ -181,7 +210,13 @@ def test_every_document_of_raw_text_follows_the_prefix(
     assert (found.tokens, found.bytes) == (sum(map(len, encoded)), sum(map(len, DOCUMENTS)))
     assert -found.nats == pytest.approx(expected, rel=1e-4)
     prepare([str(text)], tmp_path / "train", tokenizer=folder / "tokenizer.json", say=lambda said: None)
-    before, own = evaluate_texts(loaded, [str(tmp_path / "train")]), replace(loaded, text_prefix=[])
+    for block in (windows._BLOCK, 1, 4):
+        monkeypatch.setattr(windows, "_BLOCK", block)
+        (begun,) = evaluate_texts(loaded, [str(tmp_path / "train")])
+        assert (begun.tokens, begun.bytes) == (found.tokens, found.bytes)
+        assert begun.nats == pytest.approx(found.nats, rel=1e-6)
+    prepare_as_before([str(text)], tmp_path / "old", folder / "tokenizer.json")
+    before, own = evaluate_texts(loaded, [str(tmp_path / "old")]), replace(loaded, text_prefix=[])
     assert before[0].nats == pytest.approx(evaluate_texts(own, [str(text)])[0].nats, rel=1e-6)
     assert before[0].tokens == found.tokens and abs(before[0].nats - found.nats) > 1e-2
 
@@ -196,11 +231,13 @@ def test_windows_of_raw_text_score_no_prefix(loaded: TrainedRun, tmp_path: Path)
         assert found.tokens == tokens
 
 
-def test_a_run_has_the_prefix_of_the_model_that_it_began_with(folder: Path, imported: Path, tmp_path: Path) -> None:
-    """Its tasks while training, too. A run of its own has none, with the same tokenizer."""
-    source = [str(Path(sysconfig.get_paths()["stdlib"]) / "json")]
-    names = {"glob": "*.py", "say": lambda text: None}
-    prepare(source, tmp_path / "data/train", tokenizer=folder / "tokenizer.json", valid_fraction=0.3, **names)
+def test_a_run_has_the_prefix_that_its_model_learned(folder: Path, imported: Path, tmp_path: Path) -> None:
+    """Before it began, or from its data; its tasks while training, too. Otherwise it has none, with the same
+    tokenizer."""
+    source = [str(path) for path in sorted((Path(sysconfig.get_paths()["stdlib"]) / "json").glob("*.py"))]
+    how = {"valid_fraction": 0.3, "say": lambda text: None}
+    prepare(source, tmp_path / "new/train", tokenizer=folder / "tokenizer.json", **how)
+    prepare_as_before(source, tmp_path / "data/train", folder / "tokenizer.json", **how)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in DOCUMENTS))
     task = {
         "task": "read",
@@ -215,10 +252,12 @@ def test_a_run_has_the_prefix_of_the_model_that_it_began_with(folder: Path, impo
     (tmp_path / "read.yaml").write_text(json.dumps(task))
     tasks = Tasks([str(tmp_path / "read.yaml")])
     model = yaml.safe_load((imported / "config.yaml").read_text())["model"]
-    for name, init_from, prefix in (("begun", str(imported), [BOS]), ("own", None, [])):
+    kinds = ("begun", "data", str(imported)), ("own", "data", None), ("learned", "new", None)
+    for name, data, init_from in (*kinds, ("goes on", "data", str(tmp_path / "learned"))):
+        prefix = [] if name == "own" else [BOS]
         config = write_config(
             tmp_path / f"{name}.yaml",
-            tmp_path / "data",
+            tmp_path / data,
             tmp_path / name,
             model=model,
             attention={"backend": "sdpa", "qk_norm": "none"},
@@ -227,6 +266,8 @@ def test_a_run_has_the_prefix_of_the_model_that_it_began_with(folder: Path, impo
             evaluation={"num_sequences": 8, "tasks": [str(tmp_path / "read.yaml")]},
         )
         finish("sagetrain", config)
+        warned = f"of {init_from} do" if init_from else "do not begin"
+        assert (warned in log_of(config)) == bool(init_from)
         run = load_run(tmp_path / name, print)
         assert [*run.text_prefix] == prefix
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -235,6 +276,9 @@ def test_a_run_has_the_prefix_of_the_model_that_it_began_with(folder: Path, impo
             tasks.measure(harness_of(replace(run, text_prefix=each)))["read"]["bits_per_byte"] for each in ([], [BOS])
         ]
         assert said == pytest.approx(bits[bool(prefix)], rel=1e-6) and abs(bits[0] - bits[1]) > 1e-4
+        export(tmp_path / name, tmp_path / f"{name}-hf")
+        tokens = json.loads((tmp_path / f"{name}-hf/generation_config.json").read_text())
+        assert (tokens["bos_token_id"], tokens["eos_token_id"]) == (BOS if prefix else EOS, EOS)
 
 
 # -- chats -----------------------------------------------------------------------------------------------------------

@@ -14,12 +14,14 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from prepare_inputs import published_tokenizer
 from runs import finish, sagetrain, write_config
 from sagetrain.config import ConfigError
 from sagetrain.data.prepare import prepare
 from sagetrain.data.token_file import TokenFile
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.load import load_run
+from sagetrain.interop.tokenizer_files import tokenizer_files
 
 SAMPLE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
 
@@ -103,8 +105,56 @@ def test_a_prefix_is_what_stands_before_a_text(folder: Path, name: str) -> None:
     assert Tokenizer(json.dumps(tree).encode()).prefix == expected
 
 
-def test_sentencepiece_puts_nothing_before_a_text(model: Path) -> None:
-    assert Tokenizer.load(model).prefix == []
+@pytest.mark.parametrize("says", [True, False])
+@pytest.mark.parametrize("name", PREFIXES)
+def test_beside_a_tokenizer_json_nothing_else_decides(folder: Path, name: str, says: bool, tmp_path: Path) -> None:
+    """Not in transformers either, whose tokenization of a text begins so."""
+    tree = json.loads((folder / "tokenizer.json").read_bytes())
+    post, expected = PREFIXES[name]
+    tree["post_processor"] = post and json.loads(post.__getstate__())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"add_bos_token": says}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = Tokenizer.load(tmp_path / "tokenizer.json"), AutoTokenizer.from_pretrained(tmp_path)
+    ids = theirs("def add").input_ids
+    assert ours.prefix == expected == ids[: len(expected)] and ids[len(expected)] == ours.encode("def add")[0]
+
+
+# What tokenizer_config.json says beside a SentencePiece model -> whether a bos comes before a text.
+SAID = {
+    "nothing": ({}, False),
+    "true": ({"add_bos_token": True}, True),
+    "false": ({"add_bos_token": False, "tokenizer_class": "LlamaTokenizer"}, False),
+    "Llama, true": ({"add_bos_token": True, "tokenizer_class": "LlamaTokenizer"}, True),
+    "another class": ({"tokenizer_class": "PreTrainedTokenizerFast"}, False),
+    "Llama": ({"tokenizer_class": "LlamaTokenizer"}, True),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_file_beside_it_says_whether_a_sentencepiece_model_has_a_bos(name: str, tmp_path: Path) -> None:
+    published, (config, expected) = published_tokenizer(), SAID[name]
+    (tmp_path / "tokenizer.model").write_bytes(published.model)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = Tokenizer.load(tmp_path / "tokenizer.model")
+    assert ours.prefix == [ours.bos_id] * expected and ours.encode("get one") == published.encode("get one")
+    if name != "Llama":  # transformers 5 forgets the default that it documents
+        assert (AutoTokenizer.from_pretrained(tmp_path)("x").input_ids[0] == ours.bos_id) == expected
+    # A copy keeps it, and is the same tokenizer to all that was made with it.
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy/tokenizer.model").write_bytes(ours.model)
+    copy = Tokenizer.load(tmp_path / "copy/tokenizer.model")
+    assert (copy.prefix, copy.sha256, copy.model) == (ours.prefix, published.sha256, ours.model)
+    for file, content in tokenizer_files(ours, 128).items():
+        (tmp_path / "copy" / file).write_bytes(content)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "copy")
+    assert theirs("get one").input_ids == [*ours.prefix, *ours.encode("get one")]
+    assert Tokenizer.load(tmp_path / "copy/tokenizer.json").prefix == ours.prefix
+
+
+def test_our_own_sentencepiece_models_put_nothing_before_a_text(model: Path) -> None:
+    ours = Tokenizer.load(model)
+    assert (ours.prefix, ours.model) == ([], model.read_bytes())
 
 
 def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:

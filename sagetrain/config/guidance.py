@@ -62,9 +62,9 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             tokens,
             f"INT8 attention without QK-norm diverges at large tokens per step: the paper's run was on par "
             f"with full precision at 260K ({SAFE_WITHOUT_QK_NORM}) and diverged at 2.1M, where gradient noise no "
-            "longer hides the error of the quantized dS. (Ours, 43M parameters at 524,288, was stable behind a half in 16 "
-            "bits, .0005 +- .0004 higher, three seeds; from the first token on two of three were .04 and .08 behind when "
-            "they were cut)",
+            "longer hides the error of the quantized dS. (Ours, 43M parameters at 524,288, was stable behind a half in "
+            "16 bits, .0005 +- .0004 higher, three seeds; from the first token on two of three were .04 and .08 behind "
+            "when they were cut)",
             "set attention.qk_norm to before_rope or after_rope; or use at most "
             f"{SAFE_WITHOUT_QK_NORM} tokens per step in every stage; or a 16-bit attention.backend (sdpa, flash); or "
             "accept the risk with guidance.override: [qk_norm_for_large_steps]",

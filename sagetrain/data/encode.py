@@ -7,7 +7,7 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -75,17 +75,21 @@ class Encoder:
         valid_fraction: float,
         skip_bad_lines: bool = False,
         records: Records | None = None,
+        prefix: Sequence[int] = (),
     ):
+        """prefix: tokens before each document, or each record that no template wrote."""
         self.model = model
         self.tokenizer = Tokenizer(model)
         self.text_key = text_key
         self.valid_fraction = valid_fraction
         self.skip_bad_lines = skip_bad_lines
         self.records = records
+        self.prefix = prefix
         self._dtype = token_dtype(self.tokenizer.vocab_size)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Encoder, (self.model, self.text_key, self.valid_fraction, self.skip_bad_lines, self.records)
+        how = self.valid_fraction, self.skip_bad_lines, self.records, self.prefix
+        return Encoder, (self.model, self.text_key, *how)
 
     def __call__(self, chunk: Chunk) -> Encoded:
         if self.records:
@@ -102,6 +106,8 @@ class Encoder:
                 bad.append(text)
                 continue
             ids = self.tokenizer.encode(text)
+            if number > 1 or not chunk.continues:
+                ids = [*self.prefix, *ids]
             if number < len(texts) or not chunk.unfinished:
                 ids.append(self.tokenizer.eos_id)
             data = text.encode()
@@ -140,8 +146,8 @@ class Encoder:
         parts = records.parts(record, self.tokenizer.special_tokens)
         ids, counted = self.tokenizer.encode_parts(parts, records.templated)
         if not records.templated:
-            ids.append(self.tokenizer.eos_id)
-            counted.append(True)
+            ids = [*self.prefix, *ids, self.tokenizer.eos_id]
+            counted = [*(False for _ in self.prefix), *counted, True]
         counted[0] = False  # what comes before it is another record
         text = "".join(text for text, _ in parts).encode()
         return _Record(np.array(ids, self._dtype), np.array(counted, bool), text)

@@ -25,6 +25,7 @@ _WORDS = {
     "inputs_sha256": "the inputs (a file was added, left out or changed since)",
     "records": "what it takes of the records",
     "tokenizer": "the tokenizer",
+    "prefix": "what the tokenizer puts before a text (an older version of prepare did not)",
 }
 
 

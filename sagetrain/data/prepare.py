@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from sagetrain.data.token_file import (
     write_atomic,
     writing,
 )
-from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
+from sagetrain.data.tokenizer import Tokenizer, sha256_of, train_tokenizer
 
 _MIN_VOCAB_SIZE = 256 + 3 + 1
 _MAX_VOCAB_SIZE, _MAX_WORKERS = 1_000_000, 1024
@@ -157,6 +156,7 @@ def prepare(
                 "records are for a model that has a tokenizer: give it (--tokenizer), and no --vocab-size"
             )
         records = settled(records, given)
+    prefix = given.prefix if given and not (records and records.templated) else []
     model_path = output.parent / (given.file_name if given else TOKENIZER_NAME)
     request = (
         {
@@ -169,6 +169,7 @@ def prepare(
         | ({"skip_bad_lines": True} if skip_bad_lines else {})
         | ({"shard": list(division)} if division else {})
         | ({"text_key": None, "records": records.request} if records else {})
+        | ({"prefix": prefix} if prefix else {})
     )
     journal = Journal(output)
     if _already_there(outputs, model_path, request, overwrite):
@@ -195,7 +196,7 @@ def prepare(
         say(f"training a tokenizer of {vocab_size:,} tokens")
         model = train_tokenizer(corpus.sample(tokenizer_sample), vocab_size)
         say(f"trained the tokenizer in {time.perf_counter() - begin:.0f} s")
-    encoder = Encoder(model, text_key, valid_fraction, skip_bad_lines, records)
+    encoder = Encoder(model, text_key, valid_fraction, skip_bad_lines, records, prefix)
     _check_siblings(output.parent, outputs, encoder.tokenizer)
 
     writers: dict[str, TokenFileWriter] = {}
@@ -261,6 +262,9 @@ def prepare(
             writer.abort(keep=journal.exists)
     if division:
         say(f"part {division[0]} of {division[1]}; train on all of them by data.train path: {named}-*")
+    if prefix:
+        what = f"token{'s' * (len(prefix) > 1)} {', '.join(map(str, prefix))}"
+        say(f"each {'record' if records else 'document'} begins with {what}, which the tokenizer puts before a text")
     for line in _said(outputs, counts, records, first_bad):
         say(line)
     return _result(outputs, model_path, begin, False)
@@ -365,7 +369,7 @@ def _check_model(
     there = tokenizer_in(model_path.parent)
     if not there.is_file():
         return
-    theirs = sha256(there.read_bytes()).hexdigest()
+    theirs = sha256_of(there.read_bytes())
     # An interrupted call with this request may have left the tokenizer that it trained, and one of two token files.
     # Or another host has finished its part.
     paths = {path.with_suffix("") for path in model_path.parent.glob("*-of-*.idx")} | set(outputs.values())

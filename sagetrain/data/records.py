@@ -196,9 +196,24 @@ def chat_prompt(template: str, tokenizer: Tokenizer, message: str) -> list[int]:
     bos too. ConfigError if the template refuses the message."""
     try:
         text = _rendered(template, [{"role": "user", "content": message}], tokenizer.special_tokens, True)
-        return tokenizer.encode_parts([(re.sub(f"{_BEGIN}|{_END}", "", text), False)], control=True)[0]
+        return _encoded(text, tokenizer)
     except ValueError as error:
         raise ConfigError(f"--chat: {error}") from error
+
+
+def answer_ends(template: str, tokenizer: Tokenizer) -> list[int]:
+    """The control token that a chat template puts behind an answer, the first one; nothing if there is none."""
+    question, answer = "What is 6 times 7?", "It is 42, of course."
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    try:
+        _, found, behind = _rendered(template, messages, tokenizer.special_tokens, False).rpartition(answer)
+    except ValueError:  # it takes no answers
+        return []
+    return [token for token in _encoded(behind, tokenizer) if found and tokenizer.is_control(token)][:1]
+
+
+def _encoded(rendered: str, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode_parts([(re.sub(f"{_BEGIN}|{_END}", "", rendered), False)], control=True)[0]
 
 
 def _value(record: Mapping[str, Any], name: str) -> Any:

@@ -29,6 +29,10 @@ _SPACE_MARK = "\u2581"
 _MAX_SENTENCE_BYTES = 1 << 14
 TOKENIZER_CONFIG = "tokenizer_config"
 """Key of our copies of tokenizer.json that holds what lay beside it: its end-of-text token, its chat template."""
+_ADD_BOS = b"\xc2\x0c\x0dadd_bos_token"
+"""At the end of our copies of SentencePiece models that put a bos before a text: a field of its own (200) of their
+format, which leaves those from 200 on to others."""
+_LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")  # by their documentation, which transformers 5 does not keep to
 
 
 class Tokenizer:
@@ -40,12 +44,13 @@ class Tokenizer:
         self._codec: _Codec = _HuggingFace(model) if _is_json(model) else _SentencePiece(model)
         self.model = model
         self.file_name = TOKENIZER_JSON if _is_json(model) else TOKENIZER_NAME
-        self.sha256 = hashlib.sha256(model).hexdigest()
+        self.sha256 = sha256_of(model)
         self.vocab_size = self._codec.vocab_size
         self.bos_id, self.eos_id = self._codec.bos_id, self._codec.eos_id
         """-1: it has none."""
         self.prefix: list[int] = self._codec.prefix
-        """What the post-processor of a tokenizer.json puts before a text, as Llama 3's a bos; encode does not."""
+        """What transformers puts before a text, Llama's a bos; encode does not. The post-processor of a tokenizer.json
+        says so; of a SentencePiece model, tokenizer_config.json beside it."""
         self.special_tokens: dict[str, str] = self._codec.special_tokens
         """Texts of control tokens by the names that chat templates have for them: "eos_token"."""
         self.chat_template: str | None = self._codec.chat_template
@@ -53,14 +58,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Read a tokenizer file; of a tokenizer.json also the files beside it that name its end-of-text token.
+        """Read a tokenizer file, and the files beside it that say more of it: a tokenizer.json's end-of-text token,
+        whether a bos comes before a text of a SentencePiece model.
 
         ConfigError if it is missing, is something else, or lacks an eos token.
         """
         try:
             model = Path(path).read_bytes()
-            if _is_json(model):
-                model = _with_config(model, Path(path).parent)
+            model = (_with_config if _is_json(model) else _with_bos)(model, Path(path).parent)
         except OSError as error:
             raise ConfigError(f"tokenizer {path}: {error.strerror}; `sagetrain prepare` can train one") from error
         except ValueError as error:
@@ -88,6 +93,10 @@ class Tokenizer:
         marked = [(stop - len(text), stop) for stop, (text, mark) in zip(stops, parts, strict=True) if mark]
         return ids, [any(begin < stop and start < end for start, stop in marked) for begin, end in spans]
 
+    def is_control(self, token: int) -> bool:
+        """Whether it is a control token, as bos and eos are."""
+        return self._codec.is_control(token)
+
     def decode(self, ids: list[int]) -> str:
         """The text of token ids. Control tokens give nothing; byte tokens that are no UTF-8 give U+FFFD."""
         return self._codec.decode(ids)
@@ -109,6 +118,8 @@ class _Codec(Protocol):
 
     def spans(self, text: str, control: bool) -> tuple[list[int], Spans]: ...
 
+    def is_control(self, token: int) -> bool: ...
+
     def decode(self, ids: list[int]) -> str: ...
 
 
@@ -126,7 +137,7 @@ class _SentencePiece:
         self._space_mark_ids = byte_ids if all(map(self._processor.is_byte, byte_ids)) else None
         named = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         self.special_tokens = {name: self._processor.id_to_piece(each) for name, each in named.items() if each >= 0}
-        self.prefix: list[int] = []
+        self.prefix = [self.bos_id] if model.endswith(_ADD_BOS) and self.bos_id >= 0 else []
         self.chat_template: str | None = None
 
     def encode(self, text: str) -> list[int]:
@@ -161,6 +172,9 @@ class _SentencePiece:
                 spans += [(characters[p.begin], max(characters[p.begin] + 1, characters[p.end])) for p in pieces]
             begin += len(part)
         return found, spans
+
+    def is_control(self, token: int) -> bool:
+        return bool(self._processor.is_control(token))
 
     def decode(self, ids: list[int]) -> str:
         return str(self._processor.decode(ids))
@@ -202,6 +216,10 @@ class _HuggingFace:
             self._pipeline.encode_special_tokens = True
         return encoding.ids, encoding.offsets
 
+    def is_control(self, token: int) -> bool:
+        added = self._pipeline.get_added_tokens_decoder().get(token)
+        return added is not None and added.special
+
     def decode(self, ids: list[int]) -> str:
         return self._pipeline.decode(ids, skip_special_tokens=True)
 
@@ -214,8 +232,23 @@ def _valid(text: str) -> str:
     return text
 
 
+def sha256_of(model: bytes) -> str:
+    """Which tokenizer a file holds: the same one with a bos before texts and without, so that data fits to both."""
+    return hashlib.sha256(model.removesuffix(_ADD_BOS)).hexdigest()
+
+
 def _is_json(model: bytes) -> bool:
     return model.lstrip()[:1] == b"{"
+
+
+def _with_bos(model: bytes, folder: Path) -> bytes:
+    """A SentencePiece model marked as one with a bos before texts, where tokenizer_config.json says so. (Beside a
+    tokenizer.json transformers does not ask it. An add_eos_token would end prompts, too, and documents end anyway.)"""
+    file = folder / "tokenizer_config.json"
+    if model.endswith(_ADD_BOS) or not file.is_file():
+        return model
+    config = json.loads(file.read_bytes())
+    return model + _ADD_BOS * bool(config.get("add_bos_token", config.get("tokenizer_class") in _LLAMA))
 
 
 def _with_config(model: bytes, folder: Path) -> bytes:

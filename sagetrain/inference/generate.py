@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.records import chat_prompt
+from sagetrain.data.records import answer_ends, chat_prompt
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.load import TrainedRun
@@ -53,7 +53,7 @@ class Completion:
     prompt: str
     prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
-    """Generated; without the end-of-document token."""
+    """Generated; without the one that ended it."""
     text: str = ""
     """Of the tokens, to the stop string. What might become one is held back until it is known."""
     finish: Literal["eos", "stop", "max_tokens"] | None = None
@@ -73,7 +73,8 @@ def generate(
     (data.seq_length) is full, its later half is read anew. What the model wants before a text is before each.
 
     Args:
-        template: a chat template (data/records.py): prompts are messages of a user's, which the model answers.
+        template: a chat template (data/records.py): prompts are messages of a user's, which the model answers. What the
+            template puts behind an answer ends one, too.
 
     Raises:
         ConfigError: the run has no tokenizer, a prompt is longer than the context, or the template refuses it.
@@ -84,6 +85,7 @@ def generate(
             "the run was trained on token files without a tokenizer, so there is no text for it: put the "
             "tokenizer.model or tokenizer.json that made them into the run's folder"
         )
+    ends = {tokenizer.eos_id, *run.end_tokens, *(answer_ends(template, tokenizer) if template else ())}
     known = min(run.vocab_size, tokenizer.vocab_size)
     waiting, growing = deque(_begin(run, prompts, tokenizer, sampling, template)), list[_Text]()
     longest = max((len(text.tokens) for text in waiting), default=0)
@@ -92,7 +94,7 @@ def generate(
     def grow(texts: Sequence[_Text], logits: Tensor) -> Iterator[tuple[Completion, str]]:
         tokens = choose(logits[:, :known].float(), sampling, [text.generator for text in texts])
         for text, token in zip(texts, tokens, strict=True):
-            yield text.completion, text.add(token)
+            yield text.completion, text.add(token, token in ends)
 
     while waiting or growing:
         while waiting and len(growing) < batch_size:
@@ -140,10 +142,10 @@ class _Text:
         self._base, self._shown = 0, len(tokens)
         self._held = ""
 
-    def add(self, token: int) -> str:
-        """Take one more token; the text that can be shown with it."""
+    def add(self, token: int, ended: bool) -> str:
+        """Take one more token, or end with it; the text that can be shown then."""
         done, sampling = self.completion, self._sampling
-        if token == self._tokenizer.eos_id:
+        if ended:
             done.finish = "eos"
         else:
             done.tokens.append(token)

@@ -24,7 +24,7 @@ from sagetrain.train import checkpoint
 from sagetrain.train.attention import kept
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.linear import kept as linear_kept
-from sagetrain.train.origin import text_prefix
+from sagetrain.train.origin import end_tokens, text_prefix
 
 
 @dataclass
@@ -41,6 +41,8 @@ class TrainedRun:
     device: torch.device
     text_prefix: Sequence[int] = ()
     """Tokens that the model wants before a text (train/origin.py)."""
+    end_tokens: Sequence[int] = ()
+    """Those that end one, beside the tokenizer's own (train/origin.py)."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class OpenRun:
     def text_prefix(self) -> list[int]:
         """As of TrainedRun."""
         return text_prefix(self.reader.manifest["state"], self.tokenizer)
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """As of TrainedRun."""
+        return end_tokens(self.reader.manifest["state"])
 
 
 def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = None) -> OpenRun:
@@ -199,7 +206,8 @@ def load_run(
         ladder = Ladder(precision, rungs, model.attention_layers, cfg.training.total_tokens, run.tokens)
         ladder.restore(run.reader.manifest["state"]["controllers"][ladder.name])
         report(f"attention as at step {run.step}: {ladder.summary()}")
-    return TrainedRun(cfg, model, run.tokenizer, run.vocab_size, run.step, run.tokens, device, run.text_prefix)
+    about = run.tokenizer, run.vocab_size, run.step, run.tokens
+    return TrainedRun(cfg, model, *about, device, run.text_prefix, run.end_tokens)
 
 
 def _multiply(trained: LinearConfig, precision: str) -> LinearConfig:

@@ -29,7 +29,8 @@ _BLOCK = 1 << 20  # tokens
 
 
 class Prepared:
-    """The documents of token files, to be read once, one file after the other."""
+    """The documents of token files, to be read once, one file after the other. What `sagetrain prepare` put before each
+    does not count."""
 
     def __init__(self, name: str, paths: Sequence[str], tokenizer: Tokenizer | None, vocab_size: int) -> None:
         """ConfigError if one cannot be read, or was made with another tokenizer."""
@@ -45,15 +46,19 @@ class Prepared:
 
     def __iter__(self) -> Iterator[Piece]:
         for file in self._files:
+            size = len(file.provenance().get("request", {}).get("prefix", []))
             for start in range(0, file.num_tokens, _BLOCK):
                 stop = min(start + _BLOCK, file.num_tokens)
                 tokens = file.tokens(start, stop)
                 check_vocabulary(file, tokens, self._vocab_size)
                 if self._count and self._tokenizer and self.bytes is not None:
                     self.bytes += decoded_bytes(self._tokenizer, tokens)
-                if (counted := file.counted(start, stop)) is not None:
-                    tokens = np.where(counted, tokens, ~tokens)
-                yield tokens, np.array(file.document_starts(start - 1, stop), dtype=np.int64) - start
+                counted = file.counted(start, stop)
+                counted = np.ones(len(tokens), bool) if counted is None else counted
+                begins = np.array(file.document_starts(start - max(1, size), stop), dtype=np.int64) - start
+                before = (begins[:, None] + np.arange(size)).ravel()
+                counted[before[(before >= 0) & (before < len(tokens))]] = False
+                yield np.where(counted, tokens, ~tokens), begins[begins >= 0]
 
 
 class Raw:
@@ -63,19 +68,21 @@ class Raw:
 
     def __init__(self, source: str, tokenizer: Tokenizer, text_key: str, prefix: Sequence[int]) -> None:
         """prefix: tokens before every document, which do not count. ConfigError if there is no such source."""
-        self.name, self._prefix = source, np.array(prefix, dtype=np.int64)
-        self._corpus, self._encoder = Corpus([source], text_key), Encoder(tokenizer.model, text_key, 0.0)
+        self.name = source
+        self._corpus = Corpus([source], text_key)
+        self._encoder = Encoder(tokenizer.model, text_key, 0.0, prefix=prefix)
         self.bytes: int | None = 0
 
     def __iter__(self) -> Iterator[Piece]:
         for encoded in encode(self._corpus.chunks(), self._encoder, 1):
             for part in encoded.parts.values():
                 begins = np.cumsum(part.lengths) - part.lengths
-                begins, size = begins[1:] if encoded.continues else begins, len(self._prefix)
+                begins = begins[1:] if encoded.continues else begins
                 self.bytes = (self.bytes or 0) + part.bytes
-                added = np.tile(~self._prefix, len(begins))
-                tokens = np.insert(part.tokens.astype(np.int64), np.repeat(begins, size), added)
-                yield tokens, begins + size * np.arange(len(begins))
+                tokens, before = part.tokens.astype(np.int64), np.arange(len(self._encoder.prefix))
+                places = begins[:, None] + before
+                tokens[places] = ~tokens[places]
+                yield tokens, begins
 
 
 def text_of(

@@ -68,8 +68,9 @@ def export(
         for weight in weights(cfg.model, cfg.attention, run.vocab_size)
     }
     eos = run.tokenizer.eos_id if run.tokenizer else None
-    # Nothing was trained to follow a bos token: it is an eos that stands before every document.
-    tokens = imported_tokens(reader.manifest["state"]) or {"bos_token_id": eos, "eos_token_id": eos}
+    # Where nothing was trained to follow a bos token, it is an eos that stands before every document.
+    bos = run.tokenizer.bos_id if run.tokenizer and run.text_prefix else eos
+    tokens = imported_tokens(reader.manifest["state"]) or {"bos_token_id": bos, "eos_token_id": eos}
     computed_in = str(next(iter(tensors.values()))).removeprefix("torch.")
     files = {
         "config.json": _json(config | tokens | {"torch_dtype": computed_in}),

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import dump_config
+from sagetrain.config.rules.data import TEXT_PREFIX
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, RunConfig
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.interop.exporting import cut, published
@@ -101,6 +102,7 @@ def import_folder(
                 "tokenizer (SHA-256)": tokenizer.sha256 if tokenizer else None,
             },
             "imported": {"architecture": described.architecture, "tokens": _tokens(folder, config)},
+            **({TEXT_PREFIX: tokenizer.prefix} if tokenizer else {}),
         }
         files = {
             path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(checkpoint.iterdir())

@@ -29,7 +29,7 @@ from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.score import Scorer
 from sagetrain.model.transformer import Transformer
 from sagetrain.train.engine import Engine
-from sagetrain.train.origin import text_prefix
+from sagetrain.train.origin import end_tokens, text_prefix
 
 Results = dict[str, dict[str, float]]
 """By task and metric: acc, acc_stderr; where the harness filters answers, with the filter's name: acc/strict."""
@@ -208,7 +208,8 @@ def tasks_while_training(
 
         def complete(prompts: Sequence[str], sampling: Sampling) -> list[str]:
             assert trained is not None
-            run = replace(trained(cast(Transformer, engine.module), tokenizer), text_prefix=prefix)
+            run = trained(cast(Transformer, engine.module), tokenizer)
+            run = replace(run, text_prefix=prefix, end_tokens=end_tokens(began))
             return completed(run, alive, prompts, sampling)
 
         groups = engine.groups

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Pipeline
 
 from sagetrain.config.errors import ConfigError
@@ -30,7 +30,13 @@ def tokenizer_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, bytes]:
         files = {TOKENIZER_JSON: tree}
     else:
         model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)  # type: ignore[attr-defined]
-        files = {TOKENIZER_JSON: json.loads(_pipeline(model).to_str())}
+        pipeline = _pipeline(model)
+        if tokenizer.prefix:
+            bos = model.pieces[tokenizer.bos_id].piece
+            pipeline.post_processor = processors.TemplateProcessing(
+                single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokenizer.bos_id)]
+            )
+        files = {TOKENIZER_JSON: json.loads(pipeline.to_str())}
         named = {"unk_token": model.trainer_spec.unk_id, "pad_token": model.trainer_spec.pad_id}
         named |= {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
         config = {name: model.pieces[number].piece for name, number in named.items() if number >= 0}

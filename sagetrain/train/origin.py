@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import flat
+from sagetrain.config.rules.data import TEXT_PREFIX
 from sagetrain.config.schema import TrainingConfig
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import Tokenizer
@@ -99,9 +100,18 @@ def imported_tokens(state: Mapping[str, Any]) -> dict[str, Any]:
     return dict(before or {})
 
 
+def end_tokens(state: Mapping[str, Any]) -> list[int]:
+    """Tokens that end a text beside the tokenizer's own: those that imported weights, by whatever runs, came with."""
+    given = imported_tokens(state).get("eos_token_id")
+    return [] if given is None else [given] if isinstance(given, int) else [*given]
+
+
 def text_prefix(state: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int]:
-    """Tokens before a text that is scored or continued: where a checkpoint's weights were imported, by whatever runs,
-    those that the tokenizer puts there. Weights of our own learned documents that follow an eos alone."""
+    """Tokens before a text that is scored or continued, as a checkpoint records them. Those of earlier versions do not:
+    where their weights were imported, by whatever runs, what the tokenizer puts there."""
+    for record in (state, state.get("init_from") or {}):
+        if (prefix := record.get(TEXT_PREFIX)) is not None:
+            return list(prefix)
     return tokenizer.prefix if tokenizer and imported_tokens(state) else []
 
 
@@ -142,6 +152,7 @@ def start_from(
         "tokens": state["tokens"],
         "optimizer_steps": steps,
         IMPORTED_TOKENS: imported_tokens(state),
+        TEXT_PREFIX: state.get(TEXT_PREFIX),
     }
     if dist.get_rank() == 0:
         write_atomic(folder / RECORD, (json.dumps(record, indent=2) + "\n").encode())

@@ -25,6 +25,7 @@ from sagetrain import __version__
 from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import dump_config
+from sagetrain.config.rules.data import TEXT_PREFIX, text_prefixes
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import change_at_resume, stages, tokens_per_step
 from sagetrain.data import verify
@@ -62,8 +63,8 @@ _VALID, _TASKS = "valid/", "eval/"
 
 
 Tasks = Callable[[Engine, Mapping[str, Any], Callable[[], None]], dict[str, float]]
-"""Given the engine, a checkpoint's record of what the run began with, and what to call as a sign of life, numbers by
-name; collective, and they matter on the first rank."""
+"""Given the engine, what a checkpoint records of the run's texts (train/origin.py), and what to call as a sign of life,
+numbers by name; collective, and they matter on the first rank."""
 
 
 class Trainer:
@@ -78,6 +79,7 @@ class Trainer:
         tokenizer = tokenizer_of(cfg.data, cfg.model.vocab_size)
         self.vocab_size = cfg.model.vocab_size or tokenizer.vocab_size
         self.tokenizer_hash = tokenizer.sha256 if tokenizer else None
+        self.text_prefix = next(filter(None, text_prefixes(cfg.data).values()), [])
         self.stream = self._stream(cfg.data.train)
         valid = self._stream(cfg.data.valid) if cfg.data.valid else None
         origin.check(self.folder.checkpoints, cfg.training, self._identity())
@@ -133,6 +135,7 @@ class Trainer:
             self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
             self.engine = self._build_engine()
             self._resume(found, damaged)
+        self.text_prefix = self.text_prefix or origin.text_prefix({"init_from": self.origin}, tokenizer)
         if self.main and tokenizer:  # `sagetrain generate` needs nothing but the run folder
             write_atomic(self.folder.path / tokenizer.file_name, tokenizer.model)
         self.saver = Saver(
@@ -170,7 +173,8 @@ class Trainer:
         streams = {"data.train": self.stream} | ({"data.valid": valid} if valid else {})
         hashes = verify.verify(streams, deep=dist.get_rank() == 0 and not self.folder.checkpoints.exists(), say=say)
         orders = {name: stream.fingerprint for name, stream in streams.items()}
-        return {"tokenizer": self.tokenizer_hash or "none", **orders, **hashes}
+        prefix = {TEXT_PREFIX: f"{self.text_prefix}"} if self.text_prefix else {}
+        return {"tokenizer": self.tokenizer_hash or "none", **prefix, **orders, **hashes}
 
     def _loader(self, stream: SampleStream) -> Loader:
         return Loader(
@@ -297,6 +301,7 @@ class Trainer:
             **asdict(self.state),
             "optimizer_steps": self.state.optimizer_steps + (self.origin or {}).get("optimizer_steps", 0),
             "init_from": self.origin,
+            TEXT_PREFIX: self.text_prefix,
             "identity": self._identity(),
             "attention": {"backend": self.attention.backend, "recipe": self.attention.recipe},
             "linear": self.linear.model_dump(include={*linear.NAMES}),
@@ -489,7 +494,8 @@ class Trainer:
         self._say(f"step {self.state.step}: validation loss {loss:.4f}" + (f" ({parts})" if parts else ""))
 
     def _ask_tasks(self) -> None:
-        found = self.tasks(self.engine, {"init_from": self.origin}, lambda: self.watchdog.begin("downstream tasks"))
+        began = {"init_from": self.origin, TEXT_PREFIX: self.text_prefix}
+        found = self.tasks(self.engine, began, lambda: self.watchdog.begin("downstream tasks"))
         self.reporter.write(self.state, {f"{_TASKS}{name}": value for name, value in found.items()})
         said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
         self._say(f"step {self.state.step}: {said}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error, no_effect, warning
-from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, RunConfig
+from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, DataConfig, RunConfig
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 """Names of what `sagetrain prepare --shard` writes."""
@@ -17,6 +19,8 @@ _WRITTEN = (
     *("attention.json", "linear.json", TOKENIZER_NAME, TOKENIZER_JSON),
 )
 """What a run writes beside its folders (docs/run-folder.md)."""
+TEXT_PREFIX = "text_prefix"
+"""Key of a checkpoint's state: the tokens before a text that its model learned."""
 
 
 def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
@@ -26,6 +30,7 @@ def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     yield from _start(cfg, required)
     yield from _run_dir(cfg, required)
     yield from _weights(cfg)
+    yield from _prefixes(cfg)
     yield from repeats(cfg)
     if cfg.data.document_positions and not cfg.data.document_attention:
         yield error(
@@ -181,6 +186,41 @@ def _start(cfg: RunConfig, required: bool) -> Iterator[Finding]:
             yield _missing(required, "training.init_from", start, "no checkpoint there", fix)
 
 
+def text_prefixes(data: DataConfig) -> dict[str, list[int]]:
+    """What `sagetrain prepare` put before each document of training files, by path. Not of files from elsewhere, and
+    not of chats, whose template writes it."""
+    found = {}
+    for path in (path for source in data.train for path in source.files):
+        record = _read(Path(f"{path}.json"))
+        request = record.get("request", {})
+        if "tokenizer_sha256" in record and "template_sha256" not in request.get("records", {}):
+            found[path] = request.get("prefix", [])
+    return found
+
+
+def _prefixes(cfg: RunConfig) -> Iterator[Finding]:
+    """Training files whose documents lack the tokens that others' begin with, or those that the model learned which the
+    run starts from."""
+    begins, start = text_prefixes(cfg.data), cfg.training.init_from
+    there = [*Path(start).glob("manifest.json"), *Path(start).glob("checkpoints/step-*/manifest.json")] if start else []
+    learned = _read(max(there)).get("state", {}).get(TEXT_PREFIX) if there else None
+    other, wanted = next(((f"those of {path}", prefix) for path, prefix in begins.items() if prefix), ("", []))
+    if learned:
+        other, wanted = f"those of {start}", learned
+    for i, source in enumerate(cfg.data.train):
+        lacking = [path for path in source.files if begins.get(path) == []]
+        if wanted and lacking:
+            yield warning(
+                "text_prefix",
+                f"data.train.{i}.path",
+                lacking[0],
+                f"documents do not begin with tokens {wanted} in {len(lacking)} of {len(source.files)} files of this "
+                f"source, as {other} do, and as texts will when the model is asked",
+                "prepare it again (--overwrite) with the tokenizer of those: `sagetrain prepare` puts before each "
+                "document what the tokenizer puts before a text",
+            )
+
+
 def repeats(cfg: RunConfig) -> Iterator[Finding]:
     """Training sources that the run reads more than once; a warning past four passes, up to which repeated text is
     nearly as good as new (arXiv 2305.16264)."""
@@ -211,6 +251,15 @@ def _tokens(prefix: str) -> int:
         return Path(f"{prefix}.bin").stat().st_size // {3: 2, 4: 4, 5: 8, 8: 2}[code]
     except (OSError, IndexError, KeyError):
         return 0
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What a JSON file holds; nothing where it cannot be read, which is found elsewhere."""
+    try:
+        tree = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def _missing(required: bool, key: str, value: str | None, message: str, fix: str) -> Finding:
