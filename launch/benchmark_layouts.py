@@ -42,6 +42,7 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.hardware import of_device
 from sagetrain.model.accounting import memory_per_rank, total_bytes
+from sagetrain.planning.layouts import fastest_linear
 from sagetrain.planning.performance import predict
 from sagetrain.planning.plan import document_span
 from sagetrain.train.rendezvous import free_port
@@ -210,8 +211,11 @@ def table(layouts: list[Layout], configs: dict[str, RunConfig], vocab_size: int,
             shown.add_row(layout.name, str(layout.world_size), layout.error or "not measured")
             continue
         cfg = configs[layout.name]
+        span = document_span(cfg.data)
+        if hardware and cfg.linear.precision == "auto":
+            cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, vocab_size, hardware, span)})
         predicted = total_bytes(memory_per_rank(cfg, layout.world_size, vocab_size)) / 2**30
-        step = predict(cfg, layout.world_size, vocab_size, hardware, document_span(cfg.data)) if hardware else None
+        step = predict(cfg, layout.world_size, vocab_size, hardware, span) if hardware else None
         per_gpu = layout.rate / layout.world_size
         shown.add_row(
             layout.name,
