@@ -63,7 +63,7 @@ def test_shipped_configurations_load_fit_and_plan(name, tmp_path):
     errors, text = plan(path, world_size, "data.tokenizer=/nowhere/tokenizer.model")
     assert errors == 0
     levels = set(re.findall(r"\[(\w+)\]\n", text))
-    assert levels <= {"data_files", "sage_in_fp32"}
+    assert levels <= {"data_files", "sage_in_fp32", "linear_precision_auto"}
     if parameters:
         assert f"parameters {parameters:,} (" in text
         assert sum(item.bytes for item in memory_per_rank(cfg, world_size, ASSUMED_VOCAB_SIZE)) < 80e9

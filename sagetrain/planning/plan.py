@@ -101,7 +101,7 @@ def make_plan(
     possible = not _NO_LAYOUT & {f.rule for f in findings if f.level == "error"}
     if cfg.linear.precision == "auto" and possible:
         cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, padded, hardware, span)})
-        findings = [*([_priced(cfg.linear)] if may_be_low_bit(asked) else []), *findings]
+        findings = [*findings, *([_priced(cfg.linear)] if may_be_low_bit(asked) else [])]
     if cfg.linear.low_bit and cfg.linear.precision not in hardware.precisions:
         findings = [_no_arithmetic(cfg, hardware), *findings]
     elif measured_tokens_per_second and possible:
@@ -171,7 +171,8 @@ def _priced(linear: LinearConfig) -> Finding:
     size = f" for layers of {linear.keep_layers_below:,} weights and more" if linear.keep_layers_below else ""
     what = f"{linear.precision}, recipe {linear.recipe}{size}" if linear.low_bit else "bf16"
     says = f"is priced as {what}, the faster of bf16 and {AUTO_PRECISION} by these figures; the run times it"
-    return Finding("linear_precision_auto", "info", "linear.precision", "auto", says, "")
+    fix = f"what {AUTO_PRECISION} costs in loss is in docs/low-bit-linear.md; bf16 leaves all layers in 16 bits"
+    return Finding("linear_precision_auto", "info", "linear.precision", "auto", says, fix if linear.low_bit else "")
 
 
 def _no_arithmetic(cfg: RunConfig, hardware: Hardware) -> Finding:
