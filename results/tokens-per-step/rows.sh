@@ -77,11 +77,13 @@ for name in "$@"; do
     parted-325m) parted_325m "$name" --variant "$paper" --variant "$scores" --variant "$fp8_alone" --variant "$int8_alone" ;;
     both-325m) parted_325m "$name" --variant "$fp8" --variant "$int8" ;;
     parted-1m) parted "$name" 1048576 36 --variant "$paper" ;;
+    parted-2m) parted "$name" 2097152 18 --variant "$paper" --variant "$int8" ;;
+    parted-c-2m) parted "$name" 2097152 18 "${no_qk_norm[@]}" --variant "$paper" ;;
     parted-c-512k) parted "$name" 524288 72 "${no_qk_norm[@]}" --variant "$paper" ;;
     C-512k) row "$name" 524288 108 32 "${no_qk_norm[@]}" lr_schedule.warmup_tokens=18874368 --variant "$paper" ;;
     *)
       echo "$name: not a row; rows: B-256k int8-131k early-256k parted-16k parted-64k parted-512k parted-linear parted-325m" \
-        "both-325m parted-1m parted-c-512k C-512k" >&2
+        "both-325m parted-1m parted-2m parted-c-2m parted-c-512k C-512k" >&2
       exit 2
       ;;
   esac
