@@ -244,7 +244,7 @@ class Engine:
         for state in self._flat_masters():
             self._ensure_state(state)
         # DeepSpeed writes weights behind the back of autograd's version counters: whoever wrote says so.
-        self._keeps = self.stage < 3 and cfg.linear.precision != "bf16"
+        self._keeps = self.stage < 3 and cfg.linear.low_bit
         self._renew()
         own = [(shard.name, shard.tensors["weight"]) for shard in self.shards() if shard.tensors]
         copies = 1 if self.stage else groups.num_replicas

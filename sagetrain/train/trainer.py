@@ -186,10 +186,10 @@ class Trainer:
         )
 
     def _build_engine(self) -> Engine:
-        cfg = self.cfg
+        cfg = self._settled()
         model = Transformer(
             cfg.model,
-            self.attention,
+            cfg.attention,
             vocab_size=padded_vocab_size(self.vocab_size),
             known=self.vocab_size,
             groups=self.groups,
