@@ -151,7 +151,7 @@ def test_a_folder_of_before_a_key_came_is_continued(done: Path, base: Path, tmp_
     assert "5 runs, 0 to go" in said[0] and len(found.settings) == 2
     tree["settings"]["/paper"]["linear.precision"] = "fp8"
     (tmp_path / results.QUESTION).write_text(json.dumps(tree))
-    with pytest.raises(ConfigError, match=r"different settings for paper:\n  linear\.precision: 'bf16' and 'fp8'\n"):
+    with pytest.raises(ConfigError, match=r"different settings for paper:\n  linear\.precision: 'auto' and 'fp8'\n"):
         go(ask(base), tmp_path)
 
 

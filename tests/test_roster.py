@@ -70,13 +70,16 @@ def test_both_sides_are_named_and_every_kind_has_its_fix() -> None:
     assert "tokenizer:" not in text
 
 
+BF16 = {"linear": {"precision": "bf16"}}
+
+
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
-        ({"attention": {"backend": "sage"}}, "8.0"),  # whose recipe is auto
-        ({"attention": {"backend": "sage", "recipe": "fine"}}, None),
-        ({"attention": {"backend": "sdpa"}}, None),
-        ({"attention": {"backend": "auto"}}, "8.0"),
+        ({"attention": {"backend": "sage"}, **BF16}, "8.0"),  # whose recipe is auto
+        ({"attention": {"backend": "sage", "recipe": "fine"}, **BF16}, None),
+        ({"attention": {"backend": "sdpa"}, **BF16}, None),
+        ({"attention": {"backend": "auto"}, **BF16}, "8.0"),
         ({"attention": {"backend": "sdpa"}, "linear": {"precision": "auto"}}, "8.0"),
     ],
 )
