@@ -68,6 +68,7 @@ for name in "$@"; do
     parted-64k) parted "$name" 65536 576 --variant "$paper" --variant "$fp8_alone" ;;
     B-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$fp8" ;;
     int8-131k) row "$name" 131072 650 32 --variant "$int8" ;;
+    late-131k) row "$name" 131072 650 32 checkpoint.every_tokens=8519680 --branch 8519680 --band "$band" --variant "$int8" ;;
     early-256k) row "$name" 262144 125 32 lr_schedule.shape=constant lr_schedule.min_lr=0 lr_schedule.warmup_tokens=13107200 \
       lr_schedule.decay_tokens=null --variant "$scores" --variant "$fp8" --variant "$fp8_alone" --variant "$fp8_wgrad" \
       --variant "$int8" --variant "$int8_wgrad" ;;
@@ -82,7 +83,7 @@ for name in "$@"; do
     parted-c-512k) parted "$name" 524288 72 "${no_qk_norm[@]}" --variant "$paper" ;;
     C-512k) row "$name" 524288 108 32 "${no_qk_norm[@]}" lr_schedule.warmup_tokens=18874368 --variant "$paper" ;;
     *)
-      echo "$name: not a row; rows: B-256k int8-131k early-256k parted-16k parted-64k parted-512k parted-linear parted-325m" \
+      echo "$name: not a row; rows: B-256k int8-131k late-131k early-256k parted-16k parted-64k parted-512k parted-linear parted-325m" \
         "both-325m parted-1m parted-2m parted-c-2m parted-c-512k C-512k" >&2
       exit 2
       ;;
