@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runs import write_config
-from sagetrain.compare.question import Job, asked
+from sagetrain.compare.question import Job, asked, completed
 from sagetrain.config import ConfigError
 
 
@@ -174,3 +174,9 @@ def test_pairs_part_where_the_baseline_saves(base: Path) -> None:
         late = [f"checkpoint.every_tokens={every}", "training.total_tokens=7680"]
         with pytest.raises(ConfigError, match=f"--branch {branch:,}: the baseline saves every {every:,}"):
             question(base, variants=[PAPER], overrides=late, branch=branch).check()
+
+
+def test_settings_of_before_there_were_8_bits_are_those_of_16(base: Path) -> None:
+    settings = question(base, overrides=["linear.precision=bf16"], variants=[PAPER]).settings()["/paper"]
+    earlier = {key: value for key, value in settings.items() if not key.startswith("linear.")}
+    assert len(earlier) < len(settings) and completed(earlier) == settings

@@ -292,7 +292,8 @@ def _timed(cfg: RunConfig) -> Iterator[str]:
 
 def completed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What Question.settings has of one run, as an earlier version wrote it, with the keys that have come since."""
-    nested: dict[str, Any] = {"training": {"run_dir": "any"}}
+    # Before there were 8-bit linear layers all were in 16 bits, which the default is no more.
+    nested: dict[str, Any] = {"training": {"run_dir": "any"}, "linear": {"precision": "bf16"}}
     for key, value in settings.items():
         *sections, name = key.split(".")
         place = nested
