@@ -210,12 +210,12 @@ def table(layouts: list[Layout], configs: dict[str, RunConfig], vocab_size: int,
         if not layout.rate:
             shown.add_row(layout.name, str(layout.world_size), layout.error or "not measured")
             continue
-        cfg = configs[layout.name]
-        span = document_span(cfg.data)
-        if hardware and cfg.linear.precision == "auto":
+        cfg, step = configs[layout.name], None
+        if hardware:
+            span = document_span(cfg.data)
             cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, vocab_size, hardware, span)})
+            step = predict(cfg, layout.world_size, vocab_size, hardware, span)
         predicted = total_bytes(memory_per_rank(cfg, layout.world_size, vocab_size)) / 2**30
-        step = predict(cfg, layout.world_size, vocab_size, hardware, span) if hardware else None
         per_gpu = layout.rate / layout.world_size
         shown.add_row(
             layout.name,

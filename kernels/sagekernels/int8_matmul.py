@@ -166,10 +166,11 @@ def int8_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: 
         raise ValueError(f"int8_product sums over multiples of {MULTIPLE}, got K {a.shape[1]}")
     if a.shape[1] <= PIECE:
         return INT8_PRODUCT(a, a_scale, b, b_scale, dtype)
-    total, *others = (
+    pieces = (  # one at a time: each is as large as the result
         INT8_PRODUCT(ours, a_scale, theirs, b_scale, torch.float32)
         for ours, theirs in zip(a.split(PIECE, 1), b.split(PIECE, 1), strict=True)
     )
-    for other in others:
-        total += other
+    total = next(pieces)
+    for piece in pieces:
+        total += piece
     return total.to(dtype)

@@ -83,8 +83,8 @@ for name in "$@"; do
     parted-c-512k) parted "$name" 524288 72 "${no_qk_norm[@]}" --variant "$paper" ;;
     C-512k) row "$name" 524288 108 32 "${no_qk_norm[@]}" lr_schedule.warmup_tokens=18874368 --variant "$paper" ;;
     *)
-      echo "$name: not a row; rows: B-256k int8-131k late-131k early-256k parted-16k parted-64k parted-512k parted-linear parted-325m" \
-        "both-325m parted-1m parted-2m parted-c-2m parted-c-512k C-512k" >&2
+      echo "$name: not a row; rows: B-256k int8-131k late-131k early-256k parted-16k parted-64k parted-512k parted-linear" \
+        "parted-325m both-325m parted-1m parted-2m parted-c-2m parted-c-512k C-512k" >&2
       exit 2
       ;;
   esac

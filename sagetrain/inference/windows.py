@@ -53,12 +53,11 @@ class Prepared:
                 check_vocabulary(file, tokens, self._vocab_size)
                 if self._count and self._tokenizer and self.bytes is not None:
                     self.bytes += decoded_bytes(self._tokenizer, tokens)
-                counted = file.counted(start, stop)
-                counted = np.ones(len(tokens), bool) if counted is None else counted
+                if (counted := file.counted(start, stop)) is not None:
+                    tokens = np.where(counted, tokens, ~tokens)
                 begins = np.array(file.document_starts(start - max(1, size), stop), dtype=np.int64) - start
-                before = (begins[:, None] + np.arange(size)).ravel()
-                counted[before[(before >= 0) & (before < len(tokens))]] = False
-                yield np.where(counted, tokens, ~tokens), begins[begins >= 0]
+                _leave_out(tokens, begins, size)
+                yield tokens, begins[begins >= 0]
 
 
 class Raw:
@@ -79,10 +78,16 @@ class Raw:
                 begins = np.cumsum(part.lengths) - part.lengths
                 begins = begins[1:] if encoded.continues else begins
                 self.bytes = (self.bytes or 0) + part.bytes
-                tokens, before = part.tokens.astype(np.int64), np.arange(len(self._encoder.prefix))
-                places = begins[:, None] + before
-                tokens[places] = ~tokens[places]
+                tokens = part.tokens.astype(np.int64)
+                _leave_out(tokens, begins, len(self._encoder.prefix))
                 yield tokens, begins
+
+
+def _leave_out(tokens: np.ndarray, begins: np.ndarray, size: int) -> None:
+    """Mark as not counted the first `size` tokens of each document, of which some may lie outside or be marked."""
+    places = (begins[:, None] + np.arange(size)).ravel()
+    places = places[(places >= 0) & (places < len(tokens))]
+    tokens[places] = np.minimum(tokens[places], ~tokens[places])
 
 
 def text_of(

@@ -57,7 +57,10 @@ def layout(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware,
 
 
 def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: float | None) -> LinearConfig:
-    """What linear.precision auto is predicted to stand for, without data parallelism: bf16, or int8 from a size on."""
+    """What linear.precision auto is predicted to stand for, without data parallelism: bf16, or int8 from a size on.
+    What is named stays."""
+    if cfg.linear.precision != "auto":
+        return cfg.linear
     layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size).values()
     precisions = hardware.precisions if may_be_low_bit(cfg) else ("bf16",)
     choices = [each for each in cfg.linear.choices(layers) if each.precision in precisions]
@@ -170,8 +173,6 @@ def _decided(
     cfg: RunConfig, candidates: list[RunConfig], vocab_size: int, hardware: Hardware, span: float | None
 ) -> list[RunConfig]:
     """The candidates with nothing left to decide of linear layers."""
-    if cfg.linear.precision != "auto":
-        return candidates
 
     @functools.cache
     def linear(tensor_parallel_size: int) -> LinearConfig:

@@ -179,11 +179,14 @@ def _start(cfg: RunConfig, required: bool) -> Iterator[Finding]:
             "is this run's own folder: it goes on from its checkpoints anyway",
             "leave it out to go on, or choose another training.run_dir for a new run",
         )
-    elif not any(run_dir.glob("checkpoints/step-*")):
-        found = (Path(start) / "manifest.json").is_file() or any(Path(start).glob("checkpoints/step-*/manifest.json"))
-        if not found:
-            fix = "name the folder of a run, one of its checkpoints/step-N, or what `sagetrain import` wrote"
-            yield _missing(required, "training.init_from", start, "no checkpoint there", fix)
+    elif not any(run_dir.glob("checkpoints/step-*")) and not _manifests(start):
+        fix = "name the folder of a run, one of its checkpoints/step-N, or what `sagetrain import` wrote"
+        yield _missing(required, "training.init_from", start, "no checkpoint there", fix)
+
+
+def _manifests(start: str) -> list[Path]:
+    """Of the checkpoints that training.init_from can mean: a run's, the newest last, or itself."""
+    return sorted(Path(start).glob("checkpoints/step-*/manifest.json")) + [*Path(start).glob("manifest.json")]
 
 
 def text_prefixes(data: DataConfig) -> dict[str, list[int]]:
@@ -202,8 +205,8 @@ def _prefixes(cfg: RunConfig) -> Iterator[Finding]:
     """Training files whose documents lack the tokens that others' begin with, or those that the model learned which the
     run starts from."""
     begins, start = text_prefixes(cfg.data), cfg.training.init_from
-    there = [*Path(start).glob("manifest.json"), *Path(start).glob("checkpoints/step-*/manifest.json")] if start else []
-    learned = _read(max(there)).get("state", {}).get(TEXT_PREFIX) if there else None
+    there = _manifests(start) if start else []
+    learned = _read(there[-1]).get("state", {}).get(TEXT_PREFIX) if there else None
     other, wanted = next(((f"those of {path}", prefix) for path, prefix in begins.items() if prefix), ("", []))
     if learned:
         other, wanted = f"those of {start}", learned
