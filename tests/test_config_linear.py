@@ -56,6 +56,14 @@ CASES = [
         "no_effect", "warning", "linear.keep_last_fraction", "has no effect with linear.precision bf16", "remove it",
     ),
     (
+        {"linear": {"precision": "auto", "keep_first_fraction": 0.7, "keep_last_fraction": 0.3}}, 1,
+        "linear_parts", "error", "linear.keep_first_fraction", "with linear.keep_last_fraction 0.3 all of it is in 16", "use smaller ones",
+    ),
+    (
+        {"linear": {"precision": "int8", "keep_first_fraction": 0.9999}}, 1,
+        "no_effect", "warning", "linear.precision", "linear.keep_first_fraction 0.9999 and these tokens_per_step", "remove",
+    ),
+    (
         {"linear": {"precision": "fp8", "keep_layers_below": 200_000}, "parallel": {"tensor_parallel_size": 2}}, 2,
         "linear_blocks", "error", "linear.keep_layers_below", "more than the 196,608 weights that a rank has of the largest layer", "use a smaller one",
     ),

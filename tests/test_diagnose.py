@@ -125,7 +125,7 @@ def test_of_linear_layers_the_command_says_once_what_they_were_measured_in(
 ) -> None:
     run_distributed(train_in_8_bits, 1, str(corpus), str(tmp_path / "run"))
     capsys.readouterr()
-    last = " as before the last part, linear.keep_last_fraction 0.4"
+    last = " as in the part of the run that has it, which this step is not in"
     for step, behind in ((2, ""), (4, last)):
         said, warned = command(monkeypatch, capsys, "diagnose", tmp_path / "run", "--checkpoint", step)
         lines = [line for line in said.splitlines() if "inear layers" in line or "16 bits" in line]

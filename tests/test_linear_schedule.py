@@ -1,4 +1,4 @@
-"""The last part of a run whose linear layers are in 8 bits, in 16 (linear.keep_last_fraction)."""
+"""First and last parts of runs whose linear layers are in 8 bits, in 16 (linear.keep_first_fraction, keep_last_fraction)."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ def test_when_is_a_function_of_the_tokens_seen() -> None:
         assert [low_bit_linear(part, tokens, 1000) for tokens in (begin - 1, begin)] == [True, False]
     assert low_bit_linear(LinearConfig(precision="fp8"), 1000, 1000)
     assert not low_bit_linear(LinearConfig(keep_last_fraction=0.4), 0, 1000)
+    both = LinearConfig(precision="int8", keep_first_fraction=0.1, keep_last_fraction=0.4)
+    assert [low_bit_linear(both, tokens, 1000) for tokens in (0, 99, 100, 599, 600)] == [False, False, True, True, False]
+    for percent in range(1, 100):
+        part = LinearConfig(precision="int8", keep_first_fraction=percent / 100)
+        assert [low_bit_linear(part, tokens, 1000) for tokens in (10 * percent - 1, 10 * percent)] == [False, True]
+    assert not low_bit_linear(LinearConfig(precision="int8", keep_first_fraction=1e-9), 0, 1000)
+    assert both.phases == [SIXTEEN_BITS, LinearConfig(precision="int8"), SIXTEEN_BITS]
     assert FP8.phases == [LinearConfig(precision="fp8"), SIXTEEN_BITS]
     for throughout in (LinearConfig(precision="fp8"), SIXTEEN_BITS, LinearConfig(keep_last_fraction=0.4)):
         assert throughout.phases == [throughout]
@@ -53,7 +60,9 @@ def moving_steps(
     if backend:
         model.compile_blocks(backend, whole=stage == 3)
     engine = tiny.Engine(cfg, model, groups, 1)
-    schedules = [LinearSchedule(cfg.linear, model, 500, 0)] if cfg.linear.keep_last_fraction else []
+    first, last = cfg.linear.keep_first_fraction or 0, cfg.linear.keep_last_fraction or 0
+    now = lambda tokens: LinearSchedule(cfg.linear, model, engine.weights_changed, 500, tokens)  # noqa: E731
+    schedules = [now(0)] if first or last else []
     found, graphs, said = [], [], [schedule.summary() for schedule in schedules]
     for step in range(1, 6):
         result = tiny.global_step(engine, step, sequences=4 // tp_size)
@@ -62,11 +71,11 @@ def moving_steps(
         for schedule in schedules:
             said.extend(event.text for event in schedule.after_step(Taken(step, 100 * step, 100, {})))
             schedule.restore({})  # of a checkpoint that the run goes back to: what was seen stays seen
-        low = cfg.linear.low_bit and (step < 3 or not schedules)
+        low = cfg.linear.low_bit and 5 * first <= step < 5 - 5 * last
         assert model.matmuls == [dict.fromkeys(NAMES, RECIPES["fp8", "rowwise"]) if low else {}] * 2
         assert all(bool(layer.kept) == (low and stage < 3) for layer in layers_of(model))
         assert bool(model.blocks[0].mlp_norm.reader) == (low and tp_size > 1)
-    return found, graphs, [*said, *(LinearSchedule(cfg.linear, model, 500, 400).summary() for _ in schedules)]
+    return found, graphs, [*said, *(now(400).summary() for _ in schedules)]
 
 
 NAMES = ("qkv", "out", "gate_up", "down")
@@ -93,6 +102,22 @@ def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None
         "fp8 up to 300 of 500 tokens",
         "linear layers from fp8 rowwise to 16 bits: linear.keep_last_fraction 0.4",
         "16 bits since 300 of 500 tokens",
+    ]
+    began, _, said = go(keep_first_fraction=0.4)
+    assert began[:2] == sixteen[:2]  # and the third, whose 8-bit weights are those of now
+    assert began[2] != sixteen[2] and began[2][0] == pytest.approx(sixteen[2][0], abs=2e-3)
+    assert said == [
+        "16 bits up to 200 of 500 tokens",
+        "linear layers from 16 bits to fp8 rowwise: linear.keep_first_fraction 0.4",
+        "fp8 since 200 of 500 tokens",
+    ]
+    between, _, said = go(keep_first_fraction=0.2, keep_last_fraction=0.2)
+    assert between[0] == sixteen[0] and between[1:] != sixteen[1:]
+    assert [line.rpartition(": ")[2] for line in said] == [
+        "16 bits up to 100 of 500 tokens",
+        "linear.keep_first_fraction 0.2",
+        "linear.keep_last_fraction 0.2",
+        "16 bits since 400 of 500 tokens",
     ]
     compiled, graphs, _ = go("aot_eager", keep_last_fraction=0.4)
     assert torch.allclose(torch.tensor(compiled), torch.tensor(moved), rtol=2e-3)
@@ -172,7 +197,7 @@ def test_a_run_ends_in_16_bits_and_resumes_on_either_side(tmp_path: Path, corpus
         return run, path.with_suffix(".log").read_text()
 
     run, said = go("whole")
-    assert "linear.keep_last_fraction: fp8 up to 1,536 of 2,560 tokens" in said
+    assert "linear.precision: fp8 up to 1,536 of 2,560 tokens" in said
     moves = [event for event in rows_of(run / "events.jsonl") if event["kind"] == "precision"]
     assert [(move["tokens"], move["from"], move["to"]) for move in moves] == [(1536, "fp8 rowwise", "16 bits")]
     measured = {row["tokens"] for row in rows_of(run / "metrics.jsonl") if "quant/0/qkv.dW/rel_l2" in row}
@@ -181,7 +206,7 @@ def test_a_run_ends_in_16_bits_and_resumes_on_either_side(tmp_path: Path, corpus
     whole = losses(run)
     for name, steps, begins in (("before", 4, "fp8 up to"), ("behind", 8, "16 bits since")):
         again, said = go(name, steps)
-        assert f"linear.keep_last_fraction: {begins} 1,536 of 2,560 tokens" in said
+        assert f"linear.precision: {begins} 1,536 of 2,560 tokens" in said
         assert losses(again) == {tokens: loss for tokens, loss in whole.items() if tokens > 256 * steps}
     by_hand, _ = go("by-hand", 6, precision="bf16")
     assert losses(by_hand) == {tokens: loss for tokens, loss in whole.items() if tokens > 256 * 6}

@@ -5,6 +5,7 @@ tokens per step = micro_batch_size x seq_length x data-parallel ranks x accumula
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -48,6 +49,11 @@ def decay_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:
     return lr_schedule.decay_tokens or max(1, total_tokens // 10)
 
 
+def first_part(fraction: float, total_tokens: int) -> int:
+    """Tokens at which the first part of a run ends that is so much of it."""
+    return max(1, round(total_tokens * fraction))
+
+
 def last_part(fraction: float, total_tokens: int) -> int:
     """Tokens at which the last part of a run begins that is so much of it."""
     return round(total_tokens * (1 - fraction))
@@ -60,8 +66,15 @@ def may_be_low_bit(cfg: RunConfig) -> bool:
 
 def low_bit_linear(linear: LinearConfig, tokens: int, total_tokens: int) -> bool:
     """Whether linear layers multiply in 8 bits in a step before which `tokens` were seen."""
-    kept = linear.keep_last_fraction
-    return linear.low_bit and (kept is None or tokens < last_part(kept, total_tokens))
+    begin, end = low_bit_part(linear, total_tokens)
+    return linear.low_bit and begin <= tokens < end
+
+
+def low_bit_part(linear: LinearConfig, total_tokens: int) -> tuple[int, float]:
+    """Tokens from which on, and up to which, linear layers multiply in 8 bits: 0 and infinity if nothing bounds it."""
+    first, last = linear.keep_first_fraction, linear.keep_last_fraction
+    begin = 0 if first is None else first_part(first, total_tokens)
+    return begin, math.inf if last is None else last_part(last, total_tokens)
 
 
 def scheduled_rung(precision: PrecisionConfig, layer: int, num_layers: int, tokens: int, total_tokens: int) -> int:

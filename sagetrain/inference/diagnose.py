@@ -123,7 +123,7 @@ def diagnose(
     settings = run.cfg.linear
     precision = f"{settings.precision} {settings.recipe}"
     if settings.low_bit and not low_bit_linear(settings, run.tokens, run.cfg.training.total_tokens):
-        precision += f" as before the last part, linear.keep_last_fraction {settings.keep_last_fraction}"
+        precision += " as in the part of the run that has it, which this step is not in"
     return Diagnosis(run.step, run.tokens, count, data.seq_length, own, found, errors, precision)
 
 

@@ -155,10 +155,9 @@ def _model_table(plan: Plan) -> Table:
     layers = model.linear_layers(plan.cfg.parallel.tensor_parallel_size).items()
     names = ", ".join(name for name, layer in layers if linear.takes(layer))
     low_bit = f"{linear.precision}, recipe {linear.recipe}, in {low} of {model.num_layers} blocks: {names or 'none'}"
-    if linear.keep_last_fraction:
-        low_bit += (
-            f"; all in 16 bits in the last {100 * linear.keep_last_fraction:g} %, which the speeds below leave out"
-        )
+    parts = {"first": linear.keep_first_fraction, "last": linear.keep_last_fraction}
+    if kept := [f"the {part} {100 * fraction:g} %" for part, fraction in parts.items() if fraction]:
+        low_bit += f"; all in 16 bits in {' and '.join(kept)}, which the speeds below leave out"
     done = flops_per_token(model, plan.vocab_size, rank_of(plan.cfg, span=plan.span).span)
     flops = flops_per_token(model, plan.vocab_size, plan.cfg.data.seq_length)
     share, full = (1 - flops_per_token(model, plan.vocab_size, 0) / count for count in (done, flops))

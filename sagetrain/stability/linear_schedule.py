@@ -1,57 +1,78 @@
-"""Linear layers in 8 bits up to the last part of a run, which is in 16 (linear.keep_last_fraction).
+"""Linear layers in 16 bits in the first and last part of a run (linear.keep_first_fraction, keep_last_fraction), in 8
+between them.
 
-About half of what FP8 costs in loss is what rounding does to the finished model's forward pass
-(docs/low-bit-linear.md): weights that settle in 16 bits are those that are evaluated and exported. When is a pure
-function of the tokens seen. torch.compile makes other graphs of the blocks at the move, and none before.
+What INT8 costs from the first token on is likely lost where the loss falls fastest (results/tokens-per-step). About
+half of what FP8 costs is what rounding does to the finished model's forward pass (docs/low-bit-linear.md): weights
+that settle in 16 bits are those that are evaluated and exported. When is a pure function of the tokens seen.
+torch.compile makes other graphs of the blocks at a move, and none before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from sagetrain.config.arithmetic import last_part, low_bit_linear
+from sagetrain.config.arithmetic import low_bit_linear, low_bit_part
 from sagetrain.config.schema import LinearConfig
 from sagetrain.model.transformer import Transformer
 from sagetrain.stability.controller import Event, Taken
 
 
 class LinearSchedule:
-    """A Controller that lets linear layers multiply in 16 bits when it is time. It has nothing to remember: tokens that
-    were seen stay seen, also where a run goes back to a checkpoint.
+    """A Controller that lets linear layers multiply in 16 or 8 bits when it is time. It has nothing to remember: tokens
+    that were seen stay seen, also where a run goes back to a checkpoint.
 
     Args:
-        settings: with nothing left `auto`, and a keep_last_fraction.
+        settings: with nothing left `auto`, and a part in 16 bits.
         model: its layers are in 8 bits as the settings say.
+        renew: makes what layers in 8 bits keep of their weights (Engine.weights_changed).
         total_tokens: of the run.
         tokens: seen so far.
     """
 
     name = "linear"
 
-    def __init__(self, settings: LinearConfig, model: Transformer, total_tokens: int, tokens: int) -> None:
-        self._settings, self._model, self._total, self._low = settings, model, total_tokens, True
+    def __init__(
+        self, settings: LinearConfig, model: Transformer, renew: Callable[[], None], total_tokens: int, tokens: int
+    ) -> None:
+        self._settings, self._model, self._renew, self._total, self._low = settings, model, renew, total_tokens, True
+        self._matmuls = model.matmuls
         self._moves(tokens)
 
     def summary(self) -> str:
         """Where the run is, in words."""
-        until = f"{last_part(self._settings.keep_last_fraction or 0.0, self._total):,} of {self._total:,} tokens"
-        return f"{self._settings.precision} up to {until}" if self._low else f"16 bits since {until}"
+        begin, end = low_bit_part(self._settings, self._total)
+        if self._low:
+            now, since, until = self._settings.precision, begin, end
+        else:
+            now, since, until = "16 bits", *((0, begin) if self._tokens < begin else (end, math.inf))
+        bounds = [f"since {since:,}"] * bool(since) + [f"up to {until:,}"] * (until < math.inf)
+        return f"{now} {', '.join(bounds)} of {self._total:,} tokens"
 
     def after_step(self, taken: Taken) -> list[Event]:
         """Move all layers, if it is time."""
         if taken.tokens >= self._total or not self._moves(taken.tokens):
             return []
-        old, new = f"{self._settings.precision} {self._settings.recipe}", "16 bits"
-        text = f"linear layers from {old} to {new}: linear.keep_last_fraction {self._settings.keep_last_fraction}"
+        settings, low = self._settings, f"{self._settings.precision} {self._settings.recipe}"
+        if self._low:
+            old, new, why = "16 bits", low, f"linear.keep_first_fraction {settings.keep_first_fraction}"
+        else:
+            old, new, why = low, "16 bits", f"linear.keep_last_fraction {settings.keep_last_fraction}"
+        text = f"linear layers from {old} to {new}: {why}"
         return [Event("precision", text, {"linear": True, "from": old, "to": new, "cause": "schedule"})]
 
     def _moves(self, tokens: int) -> bool:
-        """Whether the step after so many tokens is the first in 16 bits, which it is made to be."""
-        if not self._low or low_bit_linear(self._settings, tokens, self._total):
+        """Whether the step after so many tokens is in other bits than the one before, which it is made to be."""
+        self._tokens, before = tokens, self._low
+        self._low = low_bit_linear(self._settings, tokens, self._total)
+        if self._low == before:
             return False
-        self._low = False
-        self._model.use_16_bits()
+        if self._low:
+            self._model.matmuls = self._matmuls
+            self._renew()
+        else:
+            self._model.use_16_bits()
         return True
 
     def state(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Steering:
         if stability.precision:
             self._movers["stability.precision"] = Ladder(stability.precision, rungs, model.attention_layers, *tokens)
         if len(cfg.linear.phases) > 1:
-            self._movers["linear.keep_last_fraction"] = LinearSchedule(cfg.linear, model, *tokens)
+            self._movers["linear.precision"] = LinearSchedule(cfg.linear, model, engine.weights_changed, *tokens)
         if isinstance(schedule, NoiseAwareTokens):
             self._aware = self._movers["tokens_per_step.schedule noise_aware"] = NoiseAware(schedule)
         self.controllers += [*self._movers.values(), self._measured]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sagetrain.config.arithmetic import last_part, may_be_low_bit
+from sagetrain.config.arithmetic import low_bit_part, may_be_low_bit
 from sagetrain.config.errors import Finding
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE
 from sagetrain.config.rules.findings import error, neighbours, no_effect
@@ -61,6 +61,16 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f"none is left for linear.precision {asked}",
             "keep fewer, or use linear.precision bf16",
         )
+    first, last = linear.keep_first_fraction or 0.0, linear.keep_last_fraction or 0.0
+    if first + last >= 1:
+        yield error(
+            "linear_parts",
+            f"linear.keep_{'first' if first > last else 'last'}_fraction",
+            max(first, last),
+            f"leaves nothing of the run for linear.precision {asked}: with "
+            f"linear.keep_{'last' if first > last else 'first'}_fraction {min(first, last)} all of it is in 16 bits",
+            "use smaller ones, or linear.precision bf16",
+        )
     layers = model.linear_layers(tensor)
     largest = max(layer.weights for layer in layers.values())
     if largest < below:
@@ -111,11 +121,15 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
 
 
 def unreached(cfg: RunConfig) -> Iterator[Finding]:
-    """A last part in which no step begins. No layout changes it, and it takes a walk over the run."""
+    """Parts in which no step begins. No layout changes it, and it takes a walk over the run."""
     linear, total = cfg.linear, cfg.training.total_tokens
-    if linear.keep_last_fraction is None or not may_be_low_bit(cfg):
+    if not may_be_low_bit(cfg):
         return
-    begins = last_part(linear.keep_last_fraction, total)
-    if not may_begin(cfg.tokens_per_step, begins, total):
-        why = f"these tokens_per_step: the last step begins before that part does, at {begins:,} of {total:,} tokens"
+    begin, end = low_bit_part(linear, total)
+    steps, schedule = "these tokens_per_step: the last step begins before", cfg.tokens_per_step
+    if begin and not may_begin(schedule, begin, total):
+        why = f"linear.keep_first_fraction {linear.keep_first_fraction} and {steps} that part ends, at "
+        yield no_effect("linear.precision", linear.precision, f"{why}{begin:,} of {total:,} tokens")
+    elif linear.keep_last_fraction and not may_begin(schedule, int(end), total):
+        why = f"{steps} that part does, at {int(end):,} of {total:,} tokens"
         yield no_effect("linear.keep_last_fraction", linear.keep_last_fraction, why)

@@ -118,6 +118,9 @@ class LinearConfig(Section):
     """Linear layers of fewer weights than this on a rank stay in 16 bits (q, k and v are one layer, gate and up too):
     rounding takes longer than small matmuls save, by themselves on an H200 below some 8 million, less where a whole
     model keeps the GPU busy (results/step)."""
+    keep_first_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """In this first part of training.total_tokens all linear layers are in 16 bits: what int8 costs from the first
+    token on is likely lost while the learning rate warms up (results/tokens-per-step). Default: 8 bits at once."""
     keep_last_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """In this last part of training.total_tokens all linear layers are in 16 bits: the model is finished as it will be
     evaluated and exported. Default: 8 bits to the end."""
@@ -137,9 +140,11 @@ class LinearConfig(Section):
     @property
     def phases(self) -> list[LinearConfig]:
         """What a run goes through, one after the other, as settings that hold throughout."""
-        if not (self.low_bit and self.keep_last_fraction):
+        first, last = self.keep_first_fraction, self.keep_last_fraction
+        if not (self.low_bit and (first or last)):
             return [self]
-        return [self.model_copy(update={"keep_last_fraction": None}), SIXTEEN_BITS]
+        low = self.model_copy(update={"keep_first_fraction": None, "keep_last_fraction": None})
+        return [*[SIXTEEN_BITS] * bool(first), low, *[SIXTEEN_BITS] * bool(last)]
 
     def choices(self, layers: Iterable[LinearSizes]) -> list[LinearConfig]:
         """What `auto` may stand for with these layers on a rank: 16 bits, then 8 for those from a size on, rising."""
