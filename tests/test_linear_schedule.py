@@ -1,4 +1,4 @@
-"""First and last parts of runs whose linear layers are in 8 bits, in 16 (linear.keep_first_fraction, keep_last_fraction)."""
+"""First and last parts of runs in 16 bits, the rest in 8 (linear.keep_first_fraction, keep_last_fraction)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_when_is_a_function_of_the_tokens_seen() -> None:
     assert low_bit_linear(LinearConfig(precision="fp8"), 1000, 1000)
     assert not low_bit_linear(LinearConfig(keep_last_fraction=0.4), 0, 1000)
     both = LinearConfig(precision="int8", keep_first_fraction=0.1, keep_last_fraction=0.4)
-    assert [low_bit_linear(both, tokens, 1000) for tokens in (0, 99, 100, 599, 600)] == [False, False, True, True, False]
+    assert [tokens for tokens in (0, 99, 100, 599, 600) if low_bit_linear(both, tokens, 1000)] == [100, 599]
     for percent in range(1, 100):
         part = LinearConfig(precision="int8", keep_first_fraction=percent / 100)
         assert [low_bit_linear(part, tokens, 1000) for tokens in (10 * percent - 1, 10 * percent)] == [False, True]
@@ -71,9 +71,11 @@ def moving_steps(
         for schedule in schedules:
             said.extend(event.text for event in schedule.after_step(Taken(step, 100 * step, 100, {})))
             schedule.restore({})  # of a checkpoint that the run goes back to: what was seen stays seen
-        low = cfg.linear.low_bit and 5 * first <= step < 5 - 5 * last
+        low = cfg.linear.low_bit and 5 * first <= min(step, 4) < 5 - 5 * last
         assert model.matmuls == [dict.fromkeys(NAMES, RECIPES["fp8", "rowwise"]) if low else {}] * 2
-        assert all(bool(layer.kept) == (low and stage < 3) for layer in layers_of(model))
+        for layer in layers_of(model):
+            fresh = layer.matmul.keep(list(layer.parameters(recurse=False))) if stage < 3 else ()
+            assert bool(layer.kept) == (low and stage < 3) and all(map(torch.equal, layer.kept, fresh))
         assert bool(model.blocks[0].mlp_norm.reader) == (low and tp_size > 1)
     return found, graphs, [*said, *(now(400).summary() for _ in schedules)]
 
@@ -104,8 +106,8 @@ def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None
         "16 bits since 300 of 500 tokens",
     ]
     began, _, said = go(keep_first_fraction=0.4)
-    assert began[:2] == sixteen[:2]  # and the third, whose 8-bit weights are those of now
-    assert began[2] != sixteen[2] and began[2][0] == pytest.approx(sixteen[2][0], abs=2e-3)
+    assert began[:2] == sixteen[:2]
+    assert began[2] != sixteen[2] and began[2][0] == pytest.approx(sixteen[2][0], abs=5e-3)
     assert said == [
         "16 bits up to 200 of 500 tokens",
         "linear layers from 16 bits to fp8 rowwise: linear.keep_first_fraction 0.4",
