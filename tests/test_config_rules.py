@@ -221,6 +221,10 @@ CASES = [
         "no_effect", "warning", "training.drop_steps", "[1000000]: has no effect with training.total_tokens 100000000: the run ends before step", "remove",
     ),
     (
+        {"profile": {"from_step": 10**6}}, 1,
+        "no_effect", "warning", "profile.from_step", "1000000: has no effect with training.total_tokens 100000000: the run ends before step", "remove",
+    ),
+    (
         {"tokens_per_step": ramp(8192, 65536, 2 * 10**8)}, 1,
         "ramp_never_ends", "warning", "tokens_per_step.ramp_tokens", "65536 tokens per step are never reached", "shorten the ramp",
     ),

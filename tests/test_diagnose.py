@@ -200,6 +200,9 @@ def test_what_cannot_be_done_is_said_before_anything_is_computed(run, tmp_path, 
         diagnose(load_run(run, print), ["fast"])
     with pytest.raises(ConfigError, match=r"--json .*none/x.json: there is no folder .*none; make it first"):
         diagnosis.check_outputs(tmp_path / "none/x.json", None)
+    for name in ("x.txt", "x"):
+        with pytest.raises(ConfigError, match=rf"--plot .*/{name}: a picture's name ends in .png"):
+            diagnosis.check_outputs(None, tmp_path / name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"matplotlib is not installed; pip install 'sagetrain\[plots\]'"):
         diagnosis.check_outputs(None, tmp_path / "x.png")

@@ -91,7 +91,9 @@ def parse(text: str) -> tuple[Any, dict[KeyPath, int], list[YamlProblem]]:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         way_out = "".join(f"; {fix}" for said, fix in _WAYS_OUT.items() if said in reason)
-        return None, {}, [YamlProblem(f"not valid YAML: {reason}{way_out}", mark.line + 1 if mark else None)]
+        # A character that no YAML has comes with its position alone.
+        line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
+        return None, {}, [YamlProblem(f"not valid YAML: {reason}{way_out}", line)]
     return value, lines, problems
 
 

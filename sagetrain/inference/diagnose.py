@@ -236,6 +236,10 @@ def check_outputs(json_file: Path | None, picture: Path | None) -> None:
         raise ConfigError(
             f"--plot {picture}: matplotlib is not installed; pip install 'sagetrain[plots]', or leave it out"
         ) from error
+    from matplotlib.figure import Figure
+
+    if picture.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():
+        raise ConfigError(f"--plot {picture}: a picture's name ends in .png (or .pdf, .svg); give it such a name")
 
 
 def plot(diagnosis: Diagnosis, path: Path) -> None:

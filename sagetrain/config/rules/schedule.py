@@ -77,9 +77,11 @@ def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
             "train longer, or begin with fewer tokens per step",
         )
     most = -(-total // min(schedule.named_tokens.values()))
+    ends = f"training.total_tokens {total}: the run ends before step {most + 1}"
     if late := [step for step in cfg.training.drop_steps if step > most]:
-        ends = f"training.total_tokens {total}: the run ends before step {most + 1}"
         yield no_effect("training.drop_steps", late, ends)
+    if cfg.profile and cfg.profile.from_step > most:
+        yield no_effect("profile.from_step", cfg.profile.from_step, ends)
 
 
 def _ramp(cfg: RunConfig, ramp: RampTokens) -> Iterator[Finding]:
