@@ -494,6 +494,13 @@ def test_folders_of_different_questions_are_refused(base: Path, tmp_path: Path) 
         read_folders([str(tmp_path / "a")])
 
 
+def test_behind_a_time_limit_too_the_second_signal_ends_all_at_once() -> None:
+    with runner.Stop(0.0) as stop:
+        assert stop
+        ended = [(signal.raise_signal(signal.SIGTERM), stop.at_once)[1] for _ in range(2)]
+    assert ended == [False, True]
+
+
 def test_a_run_is_finished_behind_its_last_evaluation(tmp_path: Path) -> None:
     """It may have been ended before; and the noise scale is that of its second half."""
     steps = [{"train/loss": 3.0, "train/tokens_per_step": 10, "perf/tokens_per_second": 9.0}] * 10

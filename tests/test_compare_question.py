@@ -66,6 +66,7 @@ def test_a_value_may_hold_spaces(base: Path) -> None:
     ("attention.qk_norm=none", "attention.qk_norm"),
     ("evaluation.num_sequences=4", "evaluation.num_sequences"),
     ("training.drop_steps=[3]", "training.drop_steps"),
+    ("logging.every_steps=10", "logging.every_steps"),
 ])  # fmt: skip
 def test_what_pairs_share_is_an_error_that_says_what_differs(base: Path, override: str, key: str) -> None:
     with pytest.raises(ConfigError, match="nothing was started") as error:

@@ -1,9 +1,13 @@
 """The statistics of sagetrain compare, against values that are known."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
+from sagetrain.compare import records
+from sagetrain.compare.question import Job
 from sagetrain.compare.statistics import end_of, gap_curve, judge, rounding_band, spread, t, thinned
 
 
@@ -88,3 +92,21 @@ def test_the_gap_of_two_curves() -> None:
     assert gap_curve(coarse, baseline, points=1000)[0] == (1000, pytest.approx(0.5))
     assert gap_curve(coarse, baseline, points=1000)[-1] == (12_000, pytest.approx(0.5))
     assert gap_curve([], baseline) == []
+
+
+def test_where_a_run_was_stopped_changes_no_loss_of_it(tmp_path: Path) -> None:
+    """Between two reported steps: that step has a row, too, in this run of the pair alone. The last one counts."""
+    losses = {step: 3.0 + step % 7 / 10 for step in (*range(10, 201, 10), 205)}
+    found = []
+    for name, more in (("whole", {}), ("stopped", {193: 9.0})):
+        (tmp_path / name).mkdir()
+        told = {"train/tokens_per_step": 10, "perf/tokens_per_second": 9.0}
+        rows = [
+            {"step": step, "tokens": 10 * step, "train/loss": loss, **told}
+            for step, loss in sorted((losses | more).items())
+        ]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found.append(records.read_run(Job("", "base", 0), tmp_path / name, 2050, False, every_steps=10))
+    whole, stopped = found
+    assert stopped == whole
+    assert whole.train_end == pytest.approx((losses[200] + losses[205]) / 2)

@@ -209,7 +209,8 @@ def _reread(found: Results, job: Job, run_dir: Path) -> None:
 
 def _read(found: Results, job: Job, run_dir: Path) -> Record:
     settings = found.settings[f"{job.row}/{job.variant}"]
-    return records.read_run(job, run_dir, settings["training.total_tokens"], bool(settings["data.valid"]))
+    total, every = settings["training.total_tokens"], settings["logging.every_steps"]
+    return records.read_run(job, run_dir, total, bool(settings["data.valid"]), every)
 
 
 def _ended(found: Results, job: Job, code: int | None, where: Places) -> Record:

@@ -30,6 +30,7 @@ SHARED = (
     "training.init_from",
     "training.init_moments",
     "evaluation",
+    "logging.every_steps",  # a training loss is the mean of the steps that are reported
 )
 """What runs of a pair have alike: initialization, samples, when weights change and what is measured. Keys, sections."""
 _FREE = ("data.num_workers", "data.micro_batch_size", "evaluation.every_tokens")

@@ -63,13 +63,15 @@ class Record:
         return self.status in (FINISHED, DIVERGED)
 
 
-def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool) -> Record:
-    """What a run folder says by now: finished or stopped. evaluated: the run has held-out data."""
+def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool, every_steps: int = 1) -> Record:
+    """What a run folder says by now: finished or stopped. evaluated: the run has held-out data. every_steps: between
+    reported steps. Those at which one run of a pair was saved or stopped are reported besides, and would be in its mean
+    alone."""
     rows, tokens = read_rows(run_dir / "metrics.jsonl"), 0
     points, steps, valid, rates, scales = [], [], [], [], []
     for row in rows:
         tokens = row["tokens"]
-        if has_loss(row):
+        if has_loss(row) and (row["step"] % every_steps == 0 or tokens >= total_tokens):
             points.append((tokens, row["train/tokens_per_step"], row["train/loss"]))
             steps.append((row["step"], tokens, row["train/loss"]))
             rates.append(row["perf/tokens_per_second"])

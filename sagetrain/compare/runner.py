@@ -63,7 +63,7 @@ class Stop:
     """
 
     def __init__(self, seconds: float | None = None):
-        self.why, self.at_once = "", False
+        self.why, self.at_once, self._asked = "", False, False
         self._deadline = None if seconds is None else time.monotonic() + seconds
         self._seconds = seconds
 
@@ -77,7 +77,7 @@ class Stop:
             signal.signal(number, handler)
 
     def _ask(self, number: int, _frame: object) -> None:
-        self.at_once = bool(self.why)
+        self.at_once, self._asked = self._asked, True  # the time limit is no signal
         self.why = self.why or signal.Signals(number).name
 
     def __bool__(self) -> bool:
