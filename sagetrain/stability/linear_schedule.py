@@ -43,12 +43,12 @@ class LinearSchedule:
     def summary(self) -> str:
         """Where the run is, in words."""
         begin, end = low_bit_part(self._settings, self._total)
-        if self._low:
-            now, since, until = self._settings.precision, begin, end
-        else:
-            now, since, until = "16 bits", *((0, begin) if self._tokens < begin else (end, math.inf))
-        bounds = [f"since {since:,}"] * bool(since) + [f"up to {until:,}"] * (until < math.inf)
-        return f"{now} {', '.join(bounds)} of {self._total:,} tokens"
+        now = self._settings.precision if self._low else "16 bits"
+        bounds = [0, begin, end] if begin else [0, end]
+        since = max(bound for bound in bounds if bound <= self._tokens)
+        until = min((bound for bound in bounds if bound > self._tokens), default=math.inf)
+        words = [f"since {since:,}"] * bool(since) + [f"up to {until:,}"] * (until < math.inf)
+        return f"{now} {', '.join(words)} of {self._total:,} tokens"
 
     def after_step(self, taken: Taken) -> list[Event]:
         """Move all layers, if it is time."""
