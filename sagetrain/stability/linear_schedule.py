@@ -42,9 +42,8 @@ class LinearSchedule:
 
     def summary(self) -> str:
         """Where the run is, in words."""
-        begin, end = low_bit_part(self._settings, self._total)
         now = self._settings.precision if self._low else "16 bits"
-        bounds = [0, begin, end] if begin else [0, end]
+        bounds = 0, *low_bit_part(self._settings, self._total)
         since = max(bound for bound in bounds if bound <= self._tokens)
         until = min((bound for bound in bounds if bound > self._tokens), default=math.inf)
         words = [f"since {since:,}"] * bool(since) + [f"up to {until:,}"] * (until < math.inf)
