@@ -2,12 +2,14 @@
 
 import fcntl
 import os
+import re
 import resource
 import struct
 import subprocess
 import sys
 import textwrap
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -294,8 +296,10 @@ def test_missing_files(path):
     with pytest.raises(ConfigError, match=r"x\.bin\.idx does not exist \(give the path without \.bin/\.idx\)"):
         TokenFile(f"{path}.bin")
     (path.parent / "x.bin").unlink()
-    with pytest.raises(ConfigError, match=r"x\.bin does not exist.*sagetrain prepare"):
+    with pytest.raises(ConfigError, match=r"x\.bin does not exist; `sagetrain prepare`"):
         TokenFile(path)
+    with pytest.raises(ConfigError, match=rf"n\.idx does not exist \(looked for from {re.escape(str(Path.cwd()))},"):
+        TokenFile("n")
 
 
 def test_an_empty_file_is_refused(tmp_path):

@@ -233,7 +233,10 @@ class TokenFile:
         for file in (idx, bin_):
             if not file.is_file():
                 hint = " (give the path without .bin/.idx)" if self.path.endswith((".bin", ".idx")) else ""
-                raise ConfigError(f"token file {self.path}: {file} does not exist{hint}; `sagetrain prepare` makes it")
+                here = "" if file.is_absolute() else f" (looked for from {Path.cwd()}, the current folder)"
+                raise ConfigError(
+                    f"token file {self.path}: {file} does not exist{hint}{here}; `sagetrain prepare` makes it"
+                )
         with open(idx, "rb") as file:
             header = file.read(_HEADER.size)
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
