@@ -49,11 +49,6 @@ def decay_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:
     return lr_schedule.decay_tokens or max(1, total_tokens // 10)
 
 
-def first_part(fraction: float, total_tokens: int) -> int:
-    """Tokens at which the first part of a run ends that is so much of it."""
-    return max(1, round(total_tokens * fraction))
-
-
 def last_part(fraction: float, total_tokens: int) -> int:
     """Tokens at which the last part of a run begins that is so much of it."""
     return round(total_tokens * (1 - fraction))
@@ -73,7 +68,7 @@ def low_bit_linear(linear: LinearConfig, tokens: int, total_tokens: int) -> bool
 def low_bit_part(linear: LinearConfig, total_tokens: int) -> tuple[int, float]:
     """Tokens from which on, and up to which, linear layers multiply in 8 bits: 0 and infinity if nothing bounds it."""
     first, last = linear.keep_first_fraction, linear.keep_last_fraction
-    begin = 0 if first is None else first_part(first, total_tokens)
+    begin = 0 if first is None else max(1, round(total_tokens * first))  # the first step is in any first part
     return begin, math.inf if last is None else last_part(last, total_tokens)
 
 

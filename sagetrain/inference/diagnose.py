@@ -8,7 +8,7 @@ a run with a precision ladder run on the rungs that they were on, and those in 1
 
 Linear layers that the run multiplies in 8 bits are measured too, as while training, in a pass of their own with the
 attention that the run was trained with (stability/linear_errors.py), also those that the checkpoint has in 16 bits
-because the run is in its last part. They are in 16 bits where attention is measured.
+because the step is in a part of the run in 16. They are in 16 bits where attention is measured.
 
 Of each layer and micro-batch the sample has at most 2^28 scores: 16 heads of one sequence of 4,096 tokens, other
 ones in every micro-batch (sagekernels/observe.py).

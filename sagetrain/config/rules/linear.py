@@ -61,14 +61,15 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f"none is left for linear.precision {asked}",
             "keep fewer, or use linear.precision bf16",
         )
-    first, last = linear.keep_first_fraction or 0.0, linear.keep_last_fraction or 0.0
-    if first + last >= 1:
+    parts = {name: getattr(linear, name) or 0.0 for name in ("keep_last_fraction", "keep_first_fraction")}
+    if sum(parts.values()) >= 1:
+        (other, less), (name, most) = sorted(parts.items(), key=lambda item: item[1])
         yield error(
             "linear_parts",
-            f"linear.keep_{'first' if first > last else 'last'}_fraction",
-            max(first, last),
-            f"leaves nothing of the run for linear.precision {asked}: with "
-            f"linear.keep_{'last' if first > last else 'first'}_fraction {min(first, last)} all of it is in 16 bits",
+            f"linear.{name}",
+            most,
+            f"leaves nothing of the run for linear.precision {asked}: "
+            f"with linear.{other} {less} all of it is in 16 bits",
             "use smaller ones, or linear.precision bf16",
         )
     layers = model.linear_layers(tensor)
