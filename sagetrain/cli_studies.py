@@ -253,18 +253,19 @@ def doctor(
     \b
     deepspeed --hostfile launch/hostfile --module sagetrain doctor configs/7b.yaml
 
-    With a configuration attention is tried at its model's shapes, 8-bit matmuls at those of its tensor_parallel_size,
-    and the disk where its training.run_dir is.
+    With a configuration attention and 8-bit matmuls are tried at the shapes that a rank of it has, and the disk where
+    its training.run_dir is.
     """
     rank = int(os.environ.get("RANK", "0"))
     with _Errors(rank):
         from sagetrain.config.load import load_config
+        from sagetrain.config.schema import ParallelConfig
         from sagetrain.doctor import examine, show
 
         cfg = load_config(Path(config), overrides or []) if config else None
         run_dir, interface = (cfg.training.run_dir, cfg.training.network_interface) if cfg else (".", None)
-        model, ranks = (cfg.model, cfg.parallel.tensor_parallel_size) if cfg else (None, 1)
-        checks = examine(model, ranks, Path(run_dir), interface, disk_mib)
+        model, parallel = (cfg.model, cfg.parallel) if cfg else (None, ParallelConfig())
+        checks = examine(model, parallel, Path(run_dir), interface, disk_mib)
         if rank == 0:
             typer.echo(json.dumps([vars(check) for check in checks], indent=2)) if as_json else show(checks)
         code = 2 * (rank == 0 and any(check.verdict == "bad" for check in checks))

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
+from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig, ParallelConfig
 from sagetrain.hardware import of_device
 from sagetrain.model import linear_choice
 from sagetrain.model.selection import admissions, cannot_multiply
@@ -60,7 +60,7 @@ class Check:
 
 
 def examine(
-    model: ModelConfig | None, tensor_parallel_size: int, run_dir: Path, interface: str | None, disk_mib: int
+    model: ModelConfig | None, parallel: ParallelConfig, run_dir: Path, interface: str | None, disk_mib: int
 ) -> list[Check]:
     """All checks of all ranks on rank 0, on the others their own; collective if a launcher started several."""
     roster.use_interface(interface)
@@ -69,7 +69,7 @@ def examine(
     own: list[Check] = []
     if os.environ.get("LOCAL_RANK", "0") == "0":
         own += [*versions(host), *host_limits(host), *disk(run_dir, disk_mib, host)]
-    own += gpu(device, model or EXAMPLE, tensor_parallel_size, f"{host}, rank {rank}")
+    own += gpu(device, model or EXAMPLE, parallel, f"{host}, rank {rank}")
     store = dist.distributed_c10d._get_default_store()
     store.set(f"doctor/{rank}", json.dumps([asdict(check) for check in own]))
     if rank:
@@ -167,9 +167,8 @@ def clocks(ahead: dict[int, float]) -> list[Check]:
 # -- a rank ------------------------------------------------------------------------------------------------------
 
 
-def gpu(device: torch.device, model: ModelConfig, tensor_parallel_size: int, where: str) -> list[Check]:
-    """The device, the attention functions that it computes correctly at this model's shapes, and 8-bit matmuls at those
-    of a rank's layers."""
+def gpu(device: torch.device, model: ModelConfig, parallel: ParallelConfig, where: str) -> list[Check]:
+    """The device, and the attention functions and 8-bit matmuls that it computes correctly at the shapes of a rank."""
     if device.type != "cuda":
         fix = "install an NVIDIA driver, and torch with CUDA, to train at speed"
         checks = [Check("GPU", where, "look", f"none; {torch.get_num_threads()} threads", fix)]
@@ -181,12 +180,17 @@ def gpu(device: torch.device, model: ModelConfig, tensor_parallel_size: int, whe
         used = f"{text}; {(total - free) / 2**30:.1f} GiB in use by others"
         fix = "end what else runs on it (nvidia-smi)"
         checks = [Check("GPU", where, "look", used, fix) if busy else Check("GPU", where, "ok", text)]
-    return [*checks, *_attention(device, model, where), *_linear(device, model, tensor_parallel_size, where)]
+    linear = _linear(device, model, parallel.tensor_parallel_size, where)
+    return [*checks, *_attention(device, model, parallel, where), *linear]
 
 
-def _attention(device: torch.device, model: ModelConfig, where: str) -> list[Check]:
+def _attention(device: torch.device, model: ModelConfig, parallel: ParallelConfig, where: str) -> list[Check]:
+    ranks = parallel.tensor_parallel_size * parallel.context_parallel_size
+    if model.num_attention_heads % ranks or model.num_key_value_heads % ranks:
+        found = f"{model.num_attention_heads} and {model.num_key_value_heads} heads do not divide among {ranks} ranks"
+        return [Check("attention", where, "bad", found, "sagetrain plan says which sizes do")]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    results = admissions(AttentionConfig(), model, device=device, dtype=dtype)
+    results = admissions(AttentionConfig(), model, heads_split=ranks, device=device, dtype=dtype)
     passed = [name for name, admission in results.items() if admission.passed]
     checks = [
         Check("attention", where, "bad", f"{name}: {admission.reason}", "it is refused; report this with the versions")

@@ -14,7 +14,7 @@ from distributed import run_distributed
 from forked import PATIENCE, Command
 from runs import ROOT, free_port, write_config
 from sagetrain import doctor
-from sagetrain.config.schema import ModelConfig
+from sagetrain.config.schema import ModelConfig, ParallelConfig
 from sagetrain.doctor import Check, clocks, disagreements, disk, host_limits, show
 from sagetrain.hardware import H200
 from sagetrain.model import linear_choice, selection
@@ -54,9 +54,27 @@ def test_an_attention_function_that_is_wrong_is_bad(monkeypatch: pytest.MonkeyPa
         return lambda *problem: right(function)(*problem) * (1.5 if function.name == "sdpa" else 1)
 
     monkeypatch.setattr(selection, "_plain", wrong)
-    (good, bad) = doctor._attention(torch.device("cpu"), doctor.EXAMPLE, "here")
+    (good, bad) = doctor._attention(torch.device("cpu"), doctor.EXAMPLE, ParallelConfig(), "here")
     assert good.verdict == "ok" and "sdpa" not in good.found
     assert bad.verdict == "bad" and bad.found.startswith("sdpa: ")
+
+
+def test_attention_is_tried_with_the_heads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, plain = set(), selection._plain
+
+    def watched(function):
+        def call(q, k, v, cu_seqlens):
+            tried.add((q.shape[2], k.shape[2]))
+            return plain(function)(q, k, v, cu_seqlens)
+
+        return call
+
+    monkeypatch.setattr(selection, "_plain", watched)
+    split = ParallelConfig(tensor_parallel_size=2, context_parallel_size=2)
+    (good,) = doctor._attention(torch.device("cpu"), doctor.EXAMPLE, split, "here")
+    assert good.verdict == "ok" and tried == {(4, 1)}, "of 16 and 4"
+    (bad,) = doctor._attention(torch.device("cpu"), doctor.EXAMPLE, ParallelConfig(tensor_parallel_size=8), "here")
+    assert (bad.verdict, bad.found) == ("bad", "16 and 4 heads do not divide among 8 ranks")
 
 
 def test_matmuls_in_8_bits_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +88,7 @@ def test_matmuls_in_8_bits_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def examined(folder: str) -> None:
-    assert doctor.examine(SMALL, 1, Path(folder), None, 1)
+    assert doctor.examine(SMALL, ParallelConfig(), Path(folder), None, 1)
     assert not dist.is_initialized(), "torch warns of what is left"
     with warnings.catch_warnings(record=True) as said:
         warnings.warn("Attempting to run cuBLAS, but there was no current CUDA context! Attempting to", stacklevel=1)
@@ -139,7 +157,7 @@ def test_the_command_tries_what_a_rank_of_the_configuration_has(monkeypatch: pyt
         ([str(ROOT / "configs/1b.yaml"), "parallel.tensor_parallel_size=2"], 2048, 2),
     ):
         CliRunner().invoke(cli.app, ["doctor", *overrides], catch_exceptions=False)
-        assert (asked[0] and asked[0].hidden_size, asked[1]) == (model, ranks)
+        assert (asked[0] and asked[0].hidden_size, asked[1].tensor_parallel_size) == (model, ranks)
         asked.clear()
 
 

@@ -94,6 +94,14 @@ def test_a_multiple_coarser_than_the_factor_still_lets_it_move() -> None:
     assert [event.fields["to"] for _ in range(6) for event in it.take(HIGH)] == [2048, 1024, 1024]
 
 
+def test_a_factor_is_the_number_that_was_written() -> None:
+    """1.15 in binary is below it: 100 units times it were 114.99."""
+    (event,) = run(start=12800, ceiling=99968, max_factor=1.15).take(LOW)
+    assert event.fields["to"] == 115 * 128
+    (event,) = run(start=14720, ceiling=99968, max_factor=1.15).take(HIGH)
+    assert event.fields["to"] == 100 * 128
+
+
 def test_at_the_floor_it_says_once_that_the_ratio_is_above_the_margin() -> None:
     it = run(start=256)
     (event,) = it.take(HIGH)

@@ -278,12 +278,15 @@ def choose_attention(
 
 
 def admissions(
-    attention: AttentionConfig, model: ModelConfig, *, device: torch.device, dtype: torch.dtype
+    attention: AttentionConfig, model: ModelConfig, *, heads_split: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Admission]:
-    """sagekernels' verdict on every attention function that can run here, at this model's heads, with documents."""
+    """sagekernels' verdict on every attention function that can run here, with documents and a rank's share of this
+    model's heads, one of heads_split."""
     found = {}
-    heads = {"heads": model.num_attention_heads, "kv_heads": model.num_key_value_heads, "head_dim": model.head_dim}
-    shape = Shape(batch=1, n_q=517, n_k=517, documents=(400, 117), **heads)
+    heads, kv_heads = model.num_attention_heads // heads_split, model.num_key_value_heads // heads_split
+    shape = Shape(
+        batch=1, n_q=517, n_k=517, heads=heads, kv_heads=kv_heads, head_dim=model.head_dim, documents=(400, 117)
+    )
     for name in ("sage scores", "sage fine", "sage paper", "flash", "sdpa"):
         backend, _, recipe = name.partition(" ")
         settled = attention.model_copy(update={"backend": backend, "recipe": recipe or "fine"})

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from sagetrain.config.schema import NoiseAwareTokens
@@ -35,6 +36,7 @@ class NoiseAware:
 
     def __init__(self, schedule: NoiseAwareTokens) -> None:
         self._schedule = schedule
+        self._factor = Fraction(str(schedule.max_factor))  # 100 units times 1.15 are 115; in floats, 114
         self._changed: int | None
         self._said: bool
         self.restore({})
@@ -71,12 +73,12 @@ class NoiseAware:
 
     def _less(self, now: int) -> int:
         unit = self._schedule.rounding
-        allowed = math.ceil(now / self._schedule.max_factor / unit) * unit
+        allowed = math.ceil(now / self._factor / unit) * unit
         return max(self._schedule.floor, min(allowed, now - unit))
 
     def _more(self, now: int) -> int:
         unit = self._schedule.rounding
-        allowed = int(now * self._schedule.max_factor / unit) * unit
+        allowed = int(now * self._factor / unit) * unit
         return min(self._schedule.ceiling, max(allowed, now + unit))
 
     def state(self) -> dict[str, Any]:
