@@ -172,8 +172,9 @@ def plan(
     gpu: Annotated[
         Gpu,
         typer.Option(
+            case_sensitive=False,
             help="What memory and step time are predicted for: h200 is measured, h100 on one GPU; the others are "
-            "scaled by datasheet."
+            "scaled by datasheet.",
         ),
     ] = Gpu["h200"],
     gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs that share NVLink; beyond is the network.")] = 8,
