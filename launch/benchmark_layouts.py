@@ -5,8 +5,8 @@
 
 A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context parallel), z (ZeRO stage, 1 unless
 said) and sp (sequence parallel); what is left out is 1. Gradients travel in bf16 with g16, beside backward with overlap
-(ZeRO 2), not beside it with sync (ZeRO 3), and by reduces to their owners with owners (docs/gradients.md):
-dp2,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners,dp2-z3,dp2-z3-sync.
+(ZeRO 2), not beside it with sync (ZeRO 1 and 3), and at ZeRO 2 by reduces to their owners with owners
+(docs/gradients.md): dp2,dp2-sync,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners,dp2-z3,dp2-z3-sync.
 
 Each is a real run of launch/train.py through the deepspeed launcher with `--accumulation` micro-steps a step; those
 that leave GPUs free run side by side. Nothing is saved: a run is killed when it has enough steps. Scaling is tokens/s

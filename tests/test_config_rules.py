@@ -261,8 +261,8 @@ CASES = [
         "gradient_reduction_in_fp32", "error", "parallel.gradient_reduction", "would round the gradients of a run in fp32", "use fp32, or",
     ),
     (
-        {"deepspeed": {"zero_optimization": {"overlap_comm": True}}}, 1,
-        "deepspeed_overlap", "error", "deepspeed.zero_optimization.overlap_comm", "is for ZeRO 2 and 3", "parallel.zero_stage 2 or 3",
+        {"deepspeed": {"zero_optimization": {"overlap_comm": True}}, "training": {"dtype": "fp32"}}, 1,
+        "deepspeed_overlap", "error", "deepspeed.zero_optimization.overlap_comm", "is for ZeRO 2 and 3, and for 1 in bf16", "parallel.zero_stage 2 or 3",
     ),
     (
         {"deepspeed": {"zero_optimization": {"overlap_comm": True, "use_multi_rank_bucket_allreduce": False}}, "parallel": {"zero_stage": 2}}, 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from distributed import run_distributed
 from sagetrain.parallel.rng import rng_state
+from sagetrain.stability.spikes import Verdict
 from sagetrain.train import checkpoint
 from sagetrain.train import engine as engine_module
 from sagetrain.train.checkpoint import Reader
@@ -23,7 +25,9 @@ SMALL = {"reduce_bucket_size": 8000}  # of some 25,000 parameters
 WAYS = {
     "1": (1, "fp32", {}, {}),
     "1, added later": (1, "fp32", {}, LATER),
+    "1, overlapped": (1, "fp32", {**SMALL, **OVERLAP}, {}),
     "1 in bf16": (1, "bf16", {}, {}),
+    "1 in bf16, overlapped": (1, "bf16", {**SMALL, **OVERLAP}, {}),
     "2": (2, "fp32", SMALL, {}),
     "2, overlapped": (2, "fp32", {**SMALL, **OVERLAP}, {}),
     "2, to owners": (2, "fp32", {**SMALL, **OWNERS}, {}),
@@ -79,7 +83,7 @@ def of_all_ways() -> tuple[dict[str, list[Step]], dict[str, int], dict[str, int]
     found, held, begun = {}, {}, {}
     for way, (stage, *_) in WAYS.items():
         engine = engine_of(way)
-        assert stage == 1 or engine._ds.zero_overlap_comm() == way.endswith("overlapped")
+        assert engine._ds.zero_overlap_comm() == (way.endswith("overlapped") and stage > 1)
         found[way] = steps(engine, 0, 4)
         tokens = torch.zeros(1, tiny.SEQ, dtype=torch.long)
         loss = engine._ds(tokens, tokens)
@@ -89,30 +93,95 @@ def of_all_ways() -> tuple[dict[str, list[Step]], dict[str, int], dict[str, int]
                 begun[way] = reductions.count
 
             hook = engine.module.embedding.weight.register_hook(note)
+            if engine._reduction:
+                engine._reduction.begin()
             engine._ds.backward(loss)
         hook.remove()
         held[way] = sum(p.grad is not None for p in engine.module.parameters())
         added = reductions.added / len(list(engine.module.parameters()))
-        assert added == (way in ("1", "1 in bf16")), f"{way}: {added} of the gradients were added as they are"
+        assert added == (stage == 1 and way != "1, added later"), f"{way}: {added} gradients were added as they are"
     return found, held, begun
 
 
 def test_losses_are_the_same_to_the_last_bit_where_the_arithmetic_is() -> None:
     for found, held, begun in run_distributed(of_all_ways, 2):
-        for way in ("1, added later", "2, overlapped", "2, to owners", "3, overlapped"):
+        for way in ("1, added later", "1, overlapped", "2, overlapped", "2, to owners", "3, overlapped"):
             assert found[way] == found[way[0]], way
         assert held.pop("1, added later") > 0 and not any(held.values())
-        assert all((count > 1) == (way[0] != "1") for way, count in begun.items()), begun
+        assert all((count > 1) == (way[0] != "1" or "overlapped" in way) for way, count in begun.items()), begun
         for way in ("1 in bf16", "2 in bf16", "3 in bf16"):
             narrow, wide = torch.tensor(found[way]), torch.tensor(found[way[0]])
             assert narrow[0, 0] == wide[0, 0] and not torch.equal(narrow, wide), way  # the first loss saw no gradient
             torch.testing.assert_close(narrow, wide, rtol=0.02, atol=0)
 
 
+LAYOUTS = {
+    "a reduce to each owner": (1, 1, 2000),
+    "a bucket of several owners": (1, 1, 8000),
+    "tensor and sequence parallel": (2, 1, 2000),
+    "context parallel": (1, 2, 2000),
+}
+"""Of four ranks: tensor and context parallel size, elements of a bucket."""
+
+
+def beside_and_after(layout: str) -> tuple[list[Step], list[Step], set[str]]:
+    """Steps of ZeRO 1 that reduces beside backward and after it; what the first called."""
+    tensor, context, size = LAYOUTS[layout]
+    groups, found, called = tiny.join(tensor, context), [], set[str]()
+    parallel = {"tensor_parallel_size": tensor, "context_parallel_size": context, "sequence_parallel": tensor > 1}
+    for beside in (True, False):
+        zero = {"overlap_comm": beside, "reduce_bucket_size": size}
+        model = {"tie_embeddings": True, "num_attention_heads": 2}
+        told = {"zero_optimization": zero}
+        cfg = tiny.config(1, "bf16", parallel=parallel, deepspeed=told, model=model, optimizer={"clip_grad": 0.5})
+        engine = tiny.engine(cfg, groups)
+        if beside:
+            parts = engine._reduction._buckets
+            called = {"all-reduce" if part.owner is None else "reduce" for part in parts}
+            assert [part.first for part in parts] == sorted((part.first for part in parts), reverse=True)
+            assert len(parts) > 3
+        results = [tiny.global_step(engine, step, sequences=8) for step in range(4)]
+        found.append([(result.loss, result.grad_norm) for result in results])
+    return found[0], found[1], called
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_zero_1_beside_backward_learns_as_behind_it(layout: str) -> None:
+    for beside, after, called in run_distributed(beside_and_after, 4, layout):
+        ours, theirs = torch.tensor(beside), torch.tensor(after)
+        torch.testing.assert_close(ours[0], theirs[0], rtol=2e-6, atol=0)
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=0)  # sums in another order, weights in 16 bits
+        assert called == ({"all-reduce"} if "several" in layout else {"all-reduce", "reduce"})  # gains are few
+
+
+def without_gradients() -> tuple[list[float], float]:
+    """The gradient norm of a step whose loss knows the embedding alone, and of one on two ranks of which one has no
+    gradient at all."""
+    groups = tiny.join(1)
+    cfg = tiny.config(1, "bf16", deepspeed={"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 500}})
+    engine = tiny.engine(cfg, groups)
+    norms = []
+    for alone in (False, True):
+        engine._reduction.begin()
+        if groups.dp_rank == 0 or not alone:
+            weight = engine.module.embedding.weight
+            engine._ds.backward(weight[:3].float().sum())
+        engine._verdict, engine._layer_norms = lambda: ({}, Verdict(False, None)), False
+        engine._ds.step()
+        norms.append(float(engine._ds.optimizer._global_grad_norm))
+    return norms, float(engine.module.embedding.weight[:3].numel())
+
+
+def test_parameters_without_a_gradient_hold_nothing_up_for_good() -> None:
+    for (both, one), elements in run_distributed(without_gradients, 2):
+        assert both == pytest.approx(elements**0.5)
+        assert one == pytest.approx(elements**0.5 / 2)  # the mean of ones and zeros
+
+
 def continued(root: str) -> dict[str, tuple[list[Step], list[Step]]]:
     """Steps after a checkpoint, and those after it was loaded by an engine that had gone on."""
     found = {}
-    for way in ("1 in bf16", "2, overlapped", "3 in bf16"):
+    for way in ("1, overlapped", "1 in bf16, overlapped", "2, overlapped", "3 in bf16"):
         engine, folder = engine_of(way), Path(root) / way
         steps(engine, 0, 1)
         writer = tiny.saver(folder, engine.groups)

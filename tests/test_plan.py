@@ -211,7 +211,7 @@ def test_step_time_communication_and_layouts():
         "Step time, predicted: as configured on 16 x NVIDIA H200 in 2 hosts",
         "1,048,576 tokens in 8 micro-steps: ",
         "tensor forward: out of the layers all-reduce 328 64.0 MiB ",
-        "data gradients all-reduce 1 1.93 GiB 3.38 GiB ",
+        "data gradients reduce 16 123.5 MiB 1.69 GiB ",
         "Layouts proposed for NVIDIA H200, fastest first",
         " 1 1 no 2 none 16 ",
         ": parallel.tensor_parallel_size=1 parallel.zero_stage=2 data.micro_batch_size=16\n",

@@ -56,7 +56,7 @@ def layout_of(text: str) -> tuple[int, int, list[str]]:
         f"parallel.context_parallel_size={sizes['cp']}",
         f"parallel.zero_stage={sizes['z']}",
         f"parallel.sequence_parallel={'true' if sizes['sp'] else 'false'}",
-        *(["deepspeed.zero_optimization.overlap_comm=false"] if sizes["z"] == 3 else []),  # as it was
+        "deepspeed.zero_optimization.overlap_comm=false",  # as it was
     ]  # fmt: skip
 
 

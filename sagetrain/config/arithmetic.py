@@ -35,8 +35,11 @@ def resolved_zero_stage(cfg: RunConfig) -> int:
 
 
 def overlaps_reduction(cfg: RunConfig) -> bool:
-    """deepspeed.zero_optimization.overlap_comm: unless the YAML sets it, on at ZeRO 3 alone (docs/gradients.md)."""
-    return bool(cfg.deepspeed.get("zero_optimization", {}).get("overlap_comm", resolved_zero_stage(cfg) == 3))
+    """deepspeed.zero_optimization.overlap_comm: whether gradients are reduced beside backward. Unless the YAML sets it,
+    at ZeRO 1 in bf16, where it is not DeepSpeed that does it (train/reduction.py), and at 3 (docs/gradients.md)."""
+    stage = resolved_zero_stage(cfg)
+    default = stage == 3 or (stage == 1 and cfg.training.dtype == "bf16")
+    return bool(cfg.deepspeed.get("zero_optimization", {}).get("overlap_comm", default))
 
 
 def checkpoint_tokens(cfg: RunConfig) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from sagetrain.config.arithmetic import resolved_zero_stage
+from sagetrain.config.arithmetic import overlaps_reduction, resolved_zero_stage
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, ModelConfig, RunConfig
 from sagetrain.model.operations import (
     Attention,
@@ -25,6 +25,7 @@ from sagetrain.model.operations import (
 _REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
 _REUSE_DISTANCE = 1_000_000_000
+_BUCKET_BESIDE = 50_000_000  # ours (train/reduction.py)
 # Logits that exist at once; see parallel/cross_entropy.py.
 _CHUNK_LOGITS = 2**28
 # FLOPs of a block's matmuls from which two halves gain: below, a host launches slower than a GPU computes
@@ -113,9 +114,13 @@ def save_host_bytes(cfg: RunConfig, world_size: int, vocab_size: int) -> int:
 
 def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
     """deepspeed.zero_optimization.reduce_bucket_size, in elements: the YAML's, else DeepSpeed's default but no more
-    than the parameters of the rank, since stages 2 and 3 allocate it whole."""
+    than the parameters of the rank, since stages 2 and 3 allocate it whole; at stage 1 beside backward smaller ones,
+    because the last one is on its way when backward is over."""
     given = cfg.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size")
-    return min(_REDUCE_BUCKET, parameters) if given is None else int(given)
+    if given is not None:
+        return int(given)
+    beside = resolved_zero_stage(cfg) == 1 and overlaps_reduction(cfg)
+    return min(_BUCKET_BESIDE if beside else _REDUCE_BUCKET, parameters)
 
 
 def kept_for_backward(cfg: RunConfig, parameters: int) -> int:
@@ -235,13 +240,16 @@ def _reduction(cfg: RunConfig, size: int) -> tuple[MemoryItem, MemoryItem, float
 
     Stage 3 keeps its bucket for good (see _model_state). Stage 2 in bf16 flattens it, then converts to fp32 if it
     travels so. A bucket that holds all gradients is reduced after backward, as are those of stages 0 and 1; in bf16
-    that one flattens a copy only of what fits DeepSpeed's 5e8 elements, and converts to bf16 what travels so.
+    that one flattens a copy only of what fits DeepSpeed's 5e8 elements, and converts to bf16 what travels so. Beside
+    backward stage 1 reduces the fp32 sums where they are.
     """
     stage, sixteen_bit = resolved_zero_stage(cfg), cfg.training.dtype == "bf16"
     bucket = reduce_bucket_size(cfg, size)
     full, narrow = min(bucket, size), cfg.parallel.gradient_reduction == "bf16"
     if stage == 0:
         held, copied = 0, 4 * min(size, _REDUCE_BUCKET)
+    elif stage == 1 and overlaps_reduction(cfg):
+        held, copied = 2 * narrow * min(3 * bucket, size), 0  # rounded buckets: two under way, and the next one
     elif stage == 1:
         flat = 2 * narrow * size + (4 * size if size <= _REDUCE_BUCKET else 0)
         held, copied = (0, flat) if sixteen_bit else (4 * bucket, 0)

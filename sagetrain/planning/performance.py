@@ -207,6 +207,8 @@ class _Step:
         """Ranks that ZeRO spreads over, data-parallel and context-parallel."""
         self.zero_stage = resolved_zero_stage(cfg)
         self.parameters = parameters_per_rank(cfg.model, cfg.attention, vocab_size, tensor_size)
+        self.embedding = vocab_size * cfg.model.hidden_size // tensor_size
+        """Weights whose gradients backward makes last."""
         self.multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
         self.accumulation = max(1, max(cfg.tokens_per_step.named_tokens.values()) // self.multiple)
         inside = 1 < tensor_size <= hardware.gpus_per_host
@@ -352,20 +354,27 @@ class _Step:
     def _data_parallel(self, compute: float) -> list[CollectiveTime]:
         """ZeRO, as DeepSpeed runs it for train/engine.py: stages 1 and 2 all-reduce gradients, stage 2 in every
         micro-step and, without use_multi_rank_bucket_allreduce, by a reduce to each owner. ZeRO-3 gathers weights
-        ahead, beside `compute`; gradients are hidden by backward, two thirds of it, with overlap_comm.
+        ahead, beside `compute`; gradients are hidden by backward, two thirds of it, with overlap_comm. Stage 1 has
+        buckets of its own with it (train/reduction.py), which the last backward pass of a step hides but for the last.
         """
         if self.replicas == 1:
             return []
         size, stage = self.parameters, self.zero_stage
         zero = self.cfg.deepspeed.get("zero_optimization", {})
-        buckets = -(-size // reduce_bucket_size(self.cfg, size)) if stage > 1 else 1
+        bucket, beside = reduce_bucket_size(self.cfg, size), overlaps_reduction(self.cfg)
+        buckets = -(-size // bucket) if stage > 1 or beside else 1
         kind = "reduce-scatter" if stage == 3 else "all-reduce"
         if stage == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:
             kind, buckets = "reduce", buckets + self.replicas - 1  # what has two owners is cut
+        elif stage == 1 and beside and (share := size // self.replicas) >= bucket:
+            kind, buckets = "reduce", self.replicas * -(-share // bucket)
         wide = 2 if self.cfg.parallel.gradient_reduction == "bf16" else 4
-        calls = self.accumulation * buckets if stage > 1 else 1
+        calls = self.accumulation * buckets if stage > 1 else buckets
         gradients = self._collective("data", "gradients", kind, calls, wide * size // buckets)
-        if overlaps_reduction(self.cfg) and kind != "reduce":
+        if stage == 1 and beside:
+            waited = min(1.0, max(bucket, self.embedding) / size) * gradients.seconds / calls
+            gradients = _beside(gradients, 2 * compute / 3 / self.accumulation, waited=waited)
+        elif beside and kind != "reduce":
             gradients = _beside(gradients, 2 * compute / 3)
         if stage == 0:
             return [gradients]

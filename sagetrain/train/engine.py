@@ -1,5 +1,5 @@
-"""The only module that knows DeepSpeed: process groups, its generated configuration, one optimizer step, and where
-it keeps the fp32 master weights and Adam moments of every parameter.
+"""The only module that knows DeepSpeed, but for what reduction.py does in its place: process groups, its generated
+configuration, one optimizer step, and where it keeps the fp32 master weights and Adam moments of every parameter.
 
 DeepSpeed is imported inside functions, so that planning and checking a run never pay for it. What is worked around
 here was measured on DeepSpeed 0.19: with its own accumulation counting, a step after a change of tokens per step
@@ -42,6 +42,7 @@ from sagetrain.train import gain_cap, rendezvous
 from sagetrain.train.gradients import StepGradients
 from sagetrain.train.ledger import fold
 from sagetrain.train.optimizer import build_optimizer
+from sagetrain.train.reduction import Reduction
 from sagetrain.train.step import Observers, StepResult
 
 # How long the ranks of a run may need to come: hosts start at different times.
@@ -131,7 +132,9 @@ def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int, param
     stage = resolved_zero_stage(cfg)
     zero = {"stage": stage, **cfg.deepspeed.get("zero_optimization", {})}
     # The YAML's, if it has them.
-    zero.update(reduce_bucket_size=reduce_bucket_size(cfg, parameters), overlap_comm=overlaps_reduction(cfg))
+    # At stage 1 it is not DeepSpeed that reduces beside backward (reduction.py).
+    overlap = overlaps_reduction(cfg) and stage > 1
+    zero.update(reduce_bucket_size=reduce_bucket_size(cfg, parameters), overlap_comm=overlap)
     # Stage 0 leaves the norm unreported, so that stage clips in Engine._clip_stage0.
     generated = {
         "train_batch_size": cfg.data.micro_batch_size * accumulation * num_replicas,
@@ -182,7 +185,14 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Paramete
 
 
 @torch.no_grad()
-def _add_gradient(optimizer: Any, parameter: nn.Parameter, group: int, place: int, clear_lp_grads: bool) -> None:
+def _add_gradient(
+    optimizer: Any,
+    reduction: Reduction | None,
+    parameter: nn.Parameter,
+    group: int,
+    place: int,
+    clear_lp_grads: bool,
+) -> None:
     """Add a parameter's gradient to its fp32 sum, in the place of DeepSpeed's BF16_Optimizer, which writes it out in
     fp32 first: one kernel for two, fewer calls, the same bits."""
     if parameter.grad is None:
@@ -193,6 +203,8 @@ def _add_gradient(optimizer: Any, parameter: nn.Parameter, group: int, place: in
     optimizer.fp32_groups_has_gradients[group][place] = True
     if clear_lp_grads:
         parameter.grad.zero_()
+    if reduction:
+        reduction.added(group, place)
 
 
 @dataclass(frozen=True)
@@ -239,8 +251,13 @@ class Engine:
             self._ds, *_ = deepspeed.initialize(
                 model=model, optimizer=self._base, config=self.config, mpu=Mpu(groups), dist_init_required=False
             )
-        if hasattr(self._ds.optimizer, "fp32_groups_gradients"):
-            self._ds.optimizer._update_hp_grad = partial(_add_gradient, self._ds.optimizer)
+        self._reduction: Reduction | None = None
+        if hasattr(optimizer := self._ds.optimizer, "fp32_groups_gradients"):
+            if overlaps_reduction(cfg) and groups.num_replicas > 1:
+                dtype = torch.bfloat16 if cfg.parallel.gradient_reduction == "bf16" else torch.float32
+                bucket = reduce_bucket_size(cfg, parameters)
+                self._reduction = Reduction(optimizer, model, groups, bucket, dtype)
+            optimizer._update_hp_grad = partial(_add_gradient, optimizer, self._reduction)
         for state in self._flat_masters():
             self._ensure_state(state)
         # DeepSpeed writes weights behind the back of autograd's version counters: whoever wrote says so.
@@ -300,6 +317,8 @@ class Engine:
         for batch in batches:
             with watch(*batch.tokens.shape) if watch and not count else contextlib.nullcontext():
                 loss = self.forward(batch)
+                if self._reduction and count == accumulation - 1:
+                    self._reduction.begin()
                 with noise.micro_batch() if noise else contextlib.nullcontext():
                     self._ds.backward(loss)
             total += loss.detach()

@@ -74,12 +74,12 @@ def _reduction(cfg: RunConfig, zero: dict[str, Any]) -> Iterator[Finding]:
             "use fp32, or training.dtype bf16",
         )
     key, overlap = "deepspeed.zero_optimization.overlap_comm", zero.get("overlap_comm", False)
-    if overlap and resolved_zero_stage(cfg) < 2:
+    if overlap and resolved_zero_stage(cfg) < 2 and cfg.training.dtype != "bf16":
         yield error(
             "deepspeed_overlap",
             key,
             overlap,
-            "is for ZeRO 2 and 3: DeepSpeed reduces nothing during backward at 0 and 1",
+            f"is for ZeRO 2 and 3, and for 1 in bf16: in {cfg.training.dtype} nothing is reduced during backward",
             "remove it, or use parallel.zero_stage 2 or 3",
         )
     elif overlap and resolved_zero_stage(cfg) == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:

@@ -1,5 +1,5 @@
-"""ZeRO 3 that gathers and reduces on streams of its own, on two GPUs: it learns as without them. What overtook an
-update, or a kernel, would be a step behind or no weights at all."""
+"""ZeRO 1 that reduces beside backward, and ZeRO 3 that gathers and reduces on streams of its own, on two GPUs: they
+learn as without that. What overtook an update, or a kernel, would be a step behind, no gradient or no weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ pytestmark = [
 SEQ, VOCAB, STEPS = 256, 512, 60
 
 
-def losses(folder: Path, overlap: bool) -> list[float]:
+def losses(folder: Path, stage: int, overlap: bool) -> list[float]:
     """Of every step of a run with two micro-batches to a step and evaluations on the way."""
-    name = f"overlap-{overlap}".lower()
+    name = f"zero-{stage}-overlap-{overlap}".lower()
     tree = {
         "model": {
             "num_layers": 8,
@@ -36,7 +36,7 @@ def losses(folder: Path, overlap: bool) -> list[float]:
             "vocab_size": VOCAB,
         },
         "attention": {"backend": "sdpa"},
-        "parallel": {"zero_stage": 3},
+        "parallel": {"zero_stage": stage},
         "data": {
             "train": [{"path": str(folder / "train")}],
             "valid": [{"path": str(folder / "train")}],
@@ -51,7 +51,9 @@ def losses(folder: Path, overlap: bool) -> list[float]:
         "training": {"run_dir": str(folder / name), "total_tokens": STEPS * 32 * SEQ, "dtype": "bf16", "compile": "on"},
         "evaluation": {"every_tokens": 20 * 32 * SEQ, "num_sequences": 32},
         "logging": {"every_steps": 1, "tensorboard": False},
-        "deepspeed": {"zero_optimization": {"overlap_comm": overlap}},
+        "deepspeed": {
+            "zero_optimization": {"overlap_comm": overlap} | ({"reduce_bucket_size": 4_000_000} if stage == 1 else {})
+        },
     }
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(tree))
@@ -62,7 +64,8 @@ def losses(folder: Path, overlap: bool) -> list[float]:
     return [row[key] for row in rows for key in ("train/loss", "valid/loss") if key in row]
 
 
-def test_losses_are_those_of_gathers_between_the_kernels(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_losses_are_those_of_collectives_between_the_kernels(tmp_path: Path, stage: int) -> None:
     draw = np.random.default_rng(0)
     tokens = np.cumsum(draw.integers(0, 3, size=4_000 * SEQ)) % VOCAB  # a random walk: easy to learn
     writer = TokenFileWriter(tmp_path / "train", VOCAB)
@@ -70,7 +73,7 @@ def test_losses_are_those_of_gathers_between_the_kernels(tmp_path: Path) -> None
     writer.finish()
     writer.publish({})
     (tmp_path / "train.json").unlink()  # as files of Megatron's, which come without a tokenizer
-    beside, between = (losses(tmp_path, overlap) for overlap in (True, False))
+    beside, between = (losses(tmp_path, stage, overlap) for overlap in (True, False))
     assert len(beside) == len(between) == STEPS + 3
     fall = [before - after for before, after in itertools.pairwise(between)]
     assert max(fall[5:]) > 0.1  # what a step behind would be seen by
