@@ -2,7 +2,7 @@
 
     python3 results/plots.py [PAGE...]
 
-(Pages with files of measurements beside them have plots of those, made by the command that they name.)
+(Pages with files of measurements beside them also have plots of those, made by the commands that they name.)
 """
 
 from __future__ import annotations
@@ -163,6 +163,23 @@ def tensor_parallel(figure: Figure) -> None:
     panel.legend(fontsize=8)
 
 
+def tokens_per_step(figure: Figure) -> None:
+    rows, panel = tables("tokens-per-step")[0], figure.subplots()
+    for shift, (name, column) in enumerate(
+        (("training loss", "`paper`, training loss"), ("held-out text", "`paper`, held-out text"))
+    ):
+        cells = [[number(part) for part in row[column].split("+-")] for row in rows]
+        sizes = [number(row["tokens per step"]) * (1 + 0.06 * shift) for row in rows]
+        panel.errorbar(sizes, *zip(*cells, strict=True), marker="o", markersize=4, capsize=3, linewidth=1, label=name)
+    panel.axhline(0, color="black", linewidth=0.8)
+    panel.set(xscale="log", xlabel="tokens per step", ylabel="INT8 attention less 16 bits,\nnats per token")
+    panel.set_xticks(
+        [number(row["tokens per step"]) for row in rows], [row["tokens per step"] for row in rows], fontsize=8
+    )
+    panel.minorticks_off()
+    panel.legend(fontsize=8)
+
+
 PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "attention": ("attention.png", 3.6, attention),
     "fp4": ("fp4.png", 3.2, fp4),
@@ -174,6 +191,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "saving": ("saving.png", 1.6, saving),
     "step": ("step.png", 3.6, step),
     "tensor-parallel": ("time.png", 3.6, tensor_parallel),
+    "tokens-per-step": ("by-size.png", 3.0, tokens_per_step),
 }
 """Of each page: the file, its height in inches, and what draws it."""
 

@@ -64,8 +64,8 @@ parted_325m() {
 
 for name in "$@"; do
   case $name in
-    parted-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$paper" ;;
-    parted-64k) parted "$name" 65536 576 --variant "$paper" ;;
+    parted-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$paper" --variant "$scores" --variant "$int8" ;;
+    parted-64k) parted "$name" 65536 576 --variant "$paper" --variant "$scores" --variant "$int8" ;;
     B-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$fp8" ;;
     int8-131k) row "$name" 131072 650 32 --variant "$int8" ;;
     late-131k) row "$name" 131072 650 32 checkpoint.every_tokens=8519680 --branch 8519680 --band "$band" --variant "$int8" ;;

@@ -64,7 +64,7 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             f"with full precision at 260K ({SAFE_WITHOUT_QK_NORM}) and diverged at 2.1M, where gradient noise no "
             "longer hides the error of the quantized dS. (Ours, 43M parameters, was stable behind a half in 16 "
             "bits, .0005 +- .0004 higher at 524,288 and .0002 +- .0002 at 2,097,152, three seeds; from the first token "
-            "on two of three were .04 and .08 behind at 524,288 when they were cut)",
+            "on at 524,288 it did not diverge either, and chance was larger than any difference)",
             "set attention.qk_norm to before_rope or after_rope; or use at most "
             f"{SAFE_WITHOUT_QK_NORM} tokens per step in every stage; or a 16-bit attention.backend (sdpa, flash); or "
             "accept the risk with guidance.override: [qk_norm_for_large_steps]",
@@ -78,8 +78,9 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             tokens,
             "INT8 attention lost to full precision at 2.1M tokens per step even with QK-norm: 2.640 against "
             "2.586 after 78B tokens; at 260K it did not: 2.561 against 2.563. (Ours, 43M parameters, 18 steps of "
-            "2,097,152 behind a common half, lost .0003 +- .0005, three seeds: no more than at 524,288)",
-            "use fewer tokens per step, or a 16-bit attention.backend",
+            "2,097,152 behind a common half, lost .0003 +- .0005, three seeds; in steps of 16,384 for as many tokens "
+            ".0037 +- .0033: fewer tokens per step did not help)",
+            "a 16-bit attention.backend, or, by the paper, fewer tokens per step; sagetrain compare tells which",
             f"{_SAGEBWD}, section 5: 325M model, context 4096; {_TOKENS_PER_STEP}",
         )
     if not cfg.attention.smooth_k:
