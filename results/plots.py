@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -164,20 +165,26 @@ def tensor_parallel(figure: Figure) -> None:
 
 
 def tokens_per_step(figure: Figure) -> None:
-    rows, panel = tables("tokens-per-step")[0], figure.subplots()
-    for shift, (name, column) in enumerate(
-        (("training loss", "`paper`, training loss"), ("held-out text", "`paper`, held-out text"))
-    ):
-        cells = [[number(part) for part in row[column].split("+-")] for row in rows]
-        sizes = [number(row["tokens per step"]) * (1 + 0.06 * shift) for row in rows]
-        panel.errorbar(sizes, *zip(*cells, strict=True), marker="o", markersize=4, capsize=3, linewidth=1, label=name)
-    panel.axhline(0, color="black", linewidth=0.8)
-    panel.set(xscale="log", xlabel="tokens per step", ylabel="INT8 attention less 16 bits,\nnats per token")
-    panel.set_xticks(
-        [number(row["tokens per step"]) for row in rows], [row["tokens per step"] for row in rows], fontsize=8
-    )
-    panel.minorticks_off()
-    panel.legend(fontsize=8)
+    """What `paper` costs by tokens per step, from the table; and of each pair by the bias of its gradients."""
+    sizes, biases = figure.subplots(1, 2)
+    rows = tables("tokens-per-step")[0]
+    for shift, kind in enumerate(("training loss", "held-out text")):
+        cells = [[number(part) for part in row[f"`paper`, {kind}"].split("+-")] for row in rows]
+        places = [number(row["tokens per step"]) * (1 + 0.1 * shift) for row in rows]
+        sizes.errorbar(places, *zip(*cells, strict=True), marker="o", markersize=4, capsize=3, linewidth=1, label=kind)
+    sizes.axhline(0, color="black", linewidth=0.8)
+    sizes.set(xscale="log", xlabel="tokens per step", ylabel="INT8 attention less 16 bits, nats per token")
+    sizes.set_xticks([2**14, 2**16, 2**19, 2**21], ["16K", "64K", "524K", "2.1M"])
+    sizes.minorticks_off()
+    sizes.legend(fontsize=8)
+    lines = (HERE / "tokens-per-step/bias.jsonl").read_text().splitlines()
+    pairs = [json.loads(line) for line in lines]
+    for row in dict.fromkeys(pair["row"] for pair in pairs):
+        points = [(pair["bias_to_gradient"], pair["train"]) for pair in pairs if pair["row"] == row]
+        biases.scatter(*zip(*points, strict=True), s=16, label=row)
+    biases.axline((0, 0), slope=1.5, color="black", linewidth=0.8)
+    biases.set(xlabel="squared bias of the gradient over its square", ylabel="training loss less 16 bits")
+    biases.legend(fontsize=7)
 
 
 PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
@@ -191,7 +198,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "saving": ("saving.png", 1.6, saving),
     "step": ("step.png", 3.6, step),
     "tensor-parallel": ("time.png", 3.6, tensor_parallel),
-    "tokens-per-step": ("by-size.png", 3.0, tokens_per_step),
+    "tokens-per-step": ("by-size.png", 3.6, tokens_per_step),
 }
 """Of each page: the file, its height in inches, and what draws it."""
 

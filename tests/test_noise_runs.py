@@ -44,7 +44,7 @@ def test_the_noise_of_a_run_is_logged_and_a_resumed_run_goes_on_with_its_average
     assert {tuple(key.split("/")) for key in probes[9]} == {
         ("quant_noise", layer, what)
         for layer in layers
-        for what in ("error_square", "bias_square", "ratio", "bias_ratio")
+        for what in ("error_square", "bias_square", "ratio", "bias_ratio", "bias_to_gradient")
     }
     assert 0 < probes[9]["quant_noise/all/ratio"] < 1
     told = json.loads((tmp_path / "whole/stability.json").read_text())

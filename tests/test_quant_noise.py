@@ -276,6 +276,7 @@ def test_the_ratio_is_the_error_of_the_step_over_the_noise_that_is_left() -> Non
     left = 40 / 80
     assert probed.metrics["quant_noise/0/ratio"] == pytest.approx((0.1 + 0.4 / 8) / left)
     assert probed.metrics["quant_noise/all/bias_ratio"] == pytest.approx(0.1 / left)
+    assert probed.metrics["quant_noise/all/bias_to_gradient"] == pytest.approx(0.1)  # |G|^2 = (4 * 2 - 5) / 3
     later = Taken(4, 0, 80, {"quant_noise/0/error_square": 0.2, "quant_noise/0/bias_square": -0.3})
     again = QuantNoise(10, noise, decay=0.9)
     again.restore(ratios.state())
@@ -285,6 +286,10 @@ def test_the_ratio_is_the_error_of_the_step_over_the_noise_that_is_left() -> Non
         share = (0.81 * 0.1 + 0.9 * 0.1 - 0.3) / (0.81 * 0.5 + 0.9 * 0.5 + 0.2)
         assert taken.metrics["quant_noise/0/bias_ratio"] == pytest.approx(share * 0.2 / left)
         assert taken.metrics["quant_noise/0/ratio"] == pytest.approx(0.2 / 8 / left)  # a share below 0 is none
+    noise.after_step(Taken(5, 0, 40, {"noise/0/small": 5000.0, "noise/0/mean": 2.0}))  # |G|^2 below 0: noise alone
+    taken = Taken(5, 0, 80, dict(later.metrics))
+    ratios.after_step(taken)
+    assert "quant_noise/0/ratio" in taken.metrics and "quant_noise/0/bias_to_gradient" not in taken.metrics
     without = Taken(5, 0, 80, {"train/loss": 1.0})
     assert ratios.after_step(without) == []
     assert without.metrics == {"train/loss": 1.0}

@@ -44,6 +44,8 @@ class Ratio:
     """The part of it that micro-batches have in common: bias, which more tokens per step do not average."""
     tokens_per_step: int
     """At which it was measured."""
+    bias_to_gradient: float | None = None
+    """That bias beside the gradient itself, both squared."""
 
     def at(self, tokens_per_step: int) -> float:
         """What it would be, by the formula above."""
@@ -64,7 +66,12 @@ class Ratio:
 def ratios_of(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Ratio]:
     """By layer, from the metrics of stability.json; ALL: of the whole model. Raises KeyError of other metrics."""
     return {
-        layer: Ratio(entry["last"], metrics[f"quant_noise/{layer}/bias_ratio"]["last"], entry["tokens_per_step"])
+        layer: Ratio(
+            entry["last"],
+            metrics[f"quant_noise/{layer}/bias_ratio"]["last"],
+            entry["tokens_per_step"],
+            metrics.get(f"quant_noise/{layer}/bias_to_gradient", {}).get("last"),
+        )
         for name, entry in metrics.items()
         if name.startswith("quant_noise/") and name.endswith("/ratio")
         for layer in [name.split("/")[1]]

@@ -40,6 +40,11 @@ CHARTS = (
         ("quant_noise/*/ratio", "quant_noise/all/ratio", "quant_noise/*/bias_ratio"),
         logarithmic=True,
     ),
+    Chart(
+        "Bias of quantized attention over the gradient, both squared, worst layer and whole model",
+        ("quant_noise/*/bias_to_gradient", "quant_noise/all/bias_to_gradient"),
+        logarithmic=True,
+    ),
     Chart("Relative L2 error of quantized dS, worst layer", ("quant/*/dS/rel_l2",), logarithmic=True),
     Chart("Relative L2 error of dQ and dK, worst layer", ("quant/*/dQ/rel_l2", "quant/*/dK/rel_l2"), logarithmic=True),
     Chart("Relative L2 error of O and dV, worst layer", ("quant/*/O/rel_l2", "quant/*/dV/rel_l2"), logarithmic=True),

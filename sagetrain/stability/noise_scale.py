@@ -163,6 +163,11 @@ class NoiseScale:
         weight, variance, _ = self._averages[layer]
         return variance / weight
 
+    def gradient_square(self, layer: str) -> float | None:
+        """|G|^2; None before the first measurement, and while nothing but noise was seen."""
+        weight, _, square = self._averages.get(layer, (1.0, 0.0, 0.0))
+        return square / weight if square > 0 else None
+
     def after_step(self, taken: Taken) -> list[Event]:
         """Make estimates, if this step was measured and is no spike."""
         measured = [key.split("/")[1] for key in taken.metrics if re.fullmatch(r"noise/\w+/small", key)]

@@ -20,7 +20,12 @@ bias, bias_ratio, is no noise, and adds up over steps. At n' micro-batches inste
 
     ratio - bias_ratio + bias_ratio n' / n
 
-as more tokens per step leave less noise to hide a bias in. What to know when reading them:
+as more tokens per step leave less noise to hide a bias in. Beside the gradient itself, at any tokens per step,
+
+    bias_to_gradient = bias^2 / |G|^2
+
+is what stays of the error however much is averaged: what INT8 attention cost our runs in loss went with it, and not
+with the ratio (results/tokens-per-step). What to know when reading them:
 - One product of two errors is off by some .007 of error^2 in a block of 1e5 weights, by less in larger ones. So for
   the ratios bias^2 is this probe's error^2 times the share of bias in the errors of all probes, averaged as the noise
   scale is; a share below 0 counts as 0 in the ratio (bias_ratio shows it). With hundreds of micro-batches a step what
@@ -120,8 +125,8 @@ def _attending(model: Transformer, functions: Sequence[AttentionFunction]) -> It
 
 
 class QuantNoise:
-    """A controller that decides nothing: to what a probe has measured it adds quant_noise/<layer>/ratio and bias_ratio,
-    and remembers how much of the error is bias.
+    """A controller that decides nothing: to what a probe has measured it adds quant_noise/<layer>/ratio, bias_ratio and
+    bias_to_gradient, and remembers how much of the error is bias.
 
     Args:
         micro_batch_tokens: of one rank's micro-batch.
@@ -162,6 +167,8 @@ class QuantNoise:
                 of_step = common + (error - common) * self._micro_batch_tokens / taken.tokens_per_step
                 taken.metrics[f"quant_noise/{layer}/ratio"] = of_step / left
                 taken.metrics[f"quant_noise/{layer}/bias_ratio"] = bias / left
+            if (square := self._noise.gradient_square(layer)) is not None:
+                taken.metrics[f"quant_noise/{layer}/bias_to_gradient"] = bias / square
         return []
 
     def state(self) -> dict[str, Any]:

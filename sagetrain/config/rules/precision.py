@@ -17,7 +17,7 @@ _KEY = "stability.precision"
 # Numbers of single layers that are larger where INT8 does more harm.
 _METRICS = (
     r"quant/\*/(O|delta|P|dP|dS|dQ|dK|dV)/rel_l2|quant/\*/dS/zero_share_d[QK]|quant/\*/S/largest|"
-    r"quant/\*/[QK]/gain_(mean|max)|quant_noise/\*/(bias_)?ratio"
+    r"quant/\*/[QK]/gain_(mean|max)|quant_noise/\*/((bias_)?ratio|bias_to_gradient)"
 )
 
 
@@ -126,7 +126,8 @@ def _threshold(cfg: RunConfig, precision: PrecisionConfig) -> Iterator[Finding]:
             f"{key}.metric",
             threshold.metric,
             "is no number of single layers that grows with the error of quantization",
-            "name one with * for the layer: quant/*/dS/rel_l2 or another rel_l2, quant_noise/*/ratio or bias_ratio",
+            "name one with * for the layer: quant/*/dS/rel_l2 or another rel_l2, quant_noise/*/ratio, bias_ratio or "
+            "bias_to_gradient",
         )
     elif getattr(cfg.stability, source).every_steps is None:
         yield error(
