@@ -46,7 +46,9 @@ def test_findings(attention, precision, rule, level, key, message, fix):
 def test_a_threshold_needs_what_it_reads():
     ratio, error = (threshold(metric=metric) for metric in ("quant_noise/*/ratio", "quant/*/dQ/rel_l2"))
     probed = {"precision": ratio, "quant_noise": {"every_steps": 500}, "monitor": {"every_steps": None}}
-    assert fit(run_config(attention=PAPER, stability=probed), 1) == []
+    assert fit(run_config(attention=PAPER, linear={"precision": "bf16"}, stability=probed), 1) == []
+    finding = only(fit(run_config(attention=PAPER, stability=probed), 1))
+    assert (finding.rule, finding.level) == ("precision_counts_linear", "warning")
     finding = only(fit(run_config(attention=PAPER, stability={**probed, "precision": error}), 1))
     assert finding.rule == "precision_unmeasured" and "stability.monitor.every_steps is null" in str(finding)
 

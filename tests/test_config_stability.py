@@ -22,8 +22,8 @@ CASES = [
         "no_effect", "warning", "stability.noise_scale.every_steps", "steps of one micro-batch of 1024 tokens", "remove it",
     ),
     (
-        {"attention": {"backend": "sdpa"}, "stability": {"quant_noise": {"every_steps": 50}}}, 1,
-        "probe_of_16_bits", "error", "stability.quant_noise.every_steps", "50: attention.backend sdpa quantizes nothing", "use attention.backend sage",
+        {"attention": {"backend": "sdpa"}, "linear": {"precision": "bf16"}, "stability": {"quant_noise": {"every_steps": 50}}}, 1,
+        "probe_of_16_bits", "error", "stability.quant_noise.every_steps", "50: attention.backend sdpa quantizes nothing, linear layers neither", "use attention.backend sage",
     ),
     (
         {"stability": {"quant_noise": {"every_steps": 50}, "noise_scale": {"every_steps": None}}}, 1,
@@ -38,12 +38,12 @@ CASES = [
         "probe_without_noise", "error", "stability.quant_noise.every_steps", "one micro-batch of 1024 tokens", "smaller data.micro_batch_size",
     ),
     (
-        {**AWARE, "attention": {"backend": "sdpa"}}, 1,
-        "noise_aware_of_16_bits", "error", "tokens_per_step.schedule", "attention.backend sdpa quantizes nothing", "use attention.backend sage",
+        {**AWARE, "attention": {"backend": "sdpa"}, "linear": {"precision": "bf16"}}, 1,
+        "noise_aware_of_16_bits", "error", "tokens_per_step.schedule", "attention.backend sdpa with linear.precision bf16 quantizes nothing", "use attention.backend sage",
     ),
     (
         {**AWARE, "attention": {"backend": "auto"}}, 1,
-        "noise_aware_of_16_bits", "error", "tokens_per_step.schedule", "may choose one that quantizes nothing", "use attention.backend sage",
+        "noise_aware_of_16_bits", "error", "tokens_per_step.schedule", "attention.backend auto with linear.precision auto may quantize nothing", "name linear.precision int8",
     ),
     (
         {**AWARE, "stability": {}}, 1,

@@ -120,7 +120,7 @@ def test_a_plan_says_what_the_ratio_of_an_earlier_run_would_be(tmp_path: Path, c
     (line,) = (line for line in text.getvalue().splitlines() if "[measured_ratio]" in line)
     for part in (
         "info ", "override tokens_per_step={schedule: constant, tokens: 2048}: tokens_per_step.tokens = 2048: ",
-        f"measured in {earlier}: quantized attention added 0.3 of the noise", "at 512 tokens per step, 0.2 of it bias; "
+        f"measured in {earlier}: quantization added 0.3 of the noise", "at 512 tokens per step, 0.2 of it bias; "
         "at 2,048 it would be 0.9 (largest in layer 1: 1.7); T_x 0 (layer 1: 0) tokens per step, where it is 0.1; "
         "its bias was 0.013 of the gradient, both squared, and what INT8 cost our runs in loss was 1.5 times that",
         "noise scale was 1,024 tokens: 2,048 tokens per step are 2",
@@ -148,7 +148,7 @@ def test_of_a_run_in_16_bits_the_noise_alone_is_told_and_why(tmp_path: Path, con
     (finding,) = guidance(plain, earlier)
     assert (finding.rule, finding.level, finding.fix) == ("measured_ratio", "info", "")
     assert "the gradient noise scale was 1,024 tokens: 4,096 tokens per step are 4 of it" in finding.message
-    assert "what INT8 attention added is not shown: attention.backend sdpa is in 16 bits" in finding.message
+    assert "what quantization added is not shown: attention.backend sdpa is in 16 bits" in finding.message
     assert "it would be" not in finding.message and "largest relative" not in finding.message
     (finding,) = guidance(plain.model_copy(update={"linear": LinearConfig(precision="fp8")}), earlier)
     assert "largest relative error of linear layers was 0.31, of down.dW in layer 0" in finding.message

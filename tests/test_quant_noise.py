@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 
@@ -38,10 +39,16 @@ class Numbers(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(width, dtype=torch.float64))
         self.weight.tensor_model_parallel = False
-        self.functions: list[AttentionFunction] = [Sage()]
+        self.quantized = True
+
+    @contextmanager
+    def exact(self, attention: AttentionFunction) -> Iterator[None]:
+        self.quantized = False
+        yield
+        self.quantized = True
 
     def run(self, x: Tensor) -> Tensor:
-        return self.weight @ (x if self.functions == [Sage()] else torch.zeros_like(x))
+        return self.weight @ (x if self.quantized else torch.zeros_like(x))
 
 
 @pytest.mark.parametrize(("micro_batches", "ranks"), [(2, 1), (1, 2)])
@@ -157,6 +164,64 @@ def test_one_micro_batch_says_nothing_about_bias() -> None:
 def test_a_layer_in_16_bits_is_left_alone() -> None:
     assert probed([Reference()] * 2) == {}  # no probe at all
     assert probed([Reference(), Sage()])["quant_noise/1/error_square"] > 0
+
+
+def low_bit(attention: str, tp_size: int = 1, **linear: object):
+    """A configuration whose linear layers are in INT8, wide enough for that."""
+    model = {"hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 2}
+    parallel = {"tensor_parallel_size": tp_size, "sequence_parallel": tp_size > 1}
+    how = {"precision": "int8", **linear}
+    return tiny.config(1, "bf16", model=model, parallel=parallel, linear=how, attention={"backend": attention})
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "sage"])
+def test_what_linear_layers_round_is_in_the_error(attention: str) -> None:
+    """Beside explicit gradients of a model whose linear layers, and attention, are in 16 bits."""
+    cfg = low_bit(attention, keep_last_blocks=1)
+    model, exact = (tiny.model(each, ParallelGroups.single()) for each in (cfg, low_bit("sdpa", precision="bf16")))
+    assert model.quantized and any(model.matmuls[0].values()) and not model.matmuls[1]
+    before = model.matmuls, model.functions
+    QuantizationProbe(model, exact.functions[0], model.groups, CPU).measure(runs_of(model, 2))
+    found = model.groups.metrics.reduce(CPU)
+    assert (model.matmuls, model.functions) == before
+    rounded, plain = (
+        [torch.autograd.grad(run(), list(each.blocks[0].parameters())) for run in runs_of(each, 2)]
+        for each in (model, exact)
+    )
+    errors = torch.stack([
+        torch.cat([(a.double() - b.double()).flatten() for a, b in zip(*pair, strict=True)])
+        for pair in zip(rounded, plain, strict=True)
+    ])  # fmt: skip
+    assert found["quant_noise/0/error_square"] == pytest.approx(errors.square().sum().item() / 2, rel=1e-3)
+    assert found["quant_noise/0/error_square"] > 0
+    model.use_16_bits()
+    assert model.quantized == (attention == "sage")
+
+
+def with_8_bits(tp_size: int) -> list[tuple]:
+    """Losses and norms of steps with probes at every second one, and without; what the probes found."""
+    groups, found = tiny.join(tp_size), []
+    for probes in (True, False):
+        engine = tiny.engine(low_bit("sdpa", tp_size), groups)
+        probe = QuantizationProbe(engine.module, engine.module.functions[0], groups, engine.device)
+        steps = []
+        for step in range(4):
+            own = batches(groups, step)
+            due = [probe] if probes and step % 2 else []
+            result = engine.step(own, len(own), 1e-2, Observers(probes=due))
+            steps.append((result.loss, result.grad_norm))
+            assert ("quant_noise/0/error_square" in result.metrics) == bool(due)
+            if due:
+                assert result.metrics["quant_noise/1/error_square"] > 0
+        found.append(steps)
+    return found
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_probe_leaves_what_linear_layers_keep_of_their_weights(tp_size: int) -> None:
+    """Two ranks, also tensor and sequence parallel, where norms round for the layer behind them."""
+    for probed_steps, others in run_distributed(with_8_bits, 2, tp_size):
+        assert probed_steps == others
 
 
 # -- at every layout -----------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ RULES = {
     "smooth_q_on": "Q-smoothing brings no consistent gain",
     "no_warmup": "the papers' runs warm the learning rate up",
     "lr_above_published": "no INT8 pretraining with a higher learning rate than 1e-3 is published",
-    "measured_ratio": "an earlier run measured what INT8 attention adds to the gradient's noise",
+    "measured_ratio": "an earlier run measured what quantization adds to the gradient's noise",
 }
 
 
@@ -133,10 +133,11 @@ def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
     key, tokens = max(cfg.tokens_per_step.named_tokens.items(), key=lambda item: item[1])
     said, source, int8 = [], f"{run.path}, measured", _may_be_int8(cfg)
     level: Literal["warning", "info"] = "info"
-    if int8 and (whole := run.ratios.get(ALL)):
+    quantized = int8 or may_be_low_bit(cfg)
+    if quantized and (whole := run.ratios.get(ALL)):
         there, here = whole.tokens_per_step, whole.at(tokens)
         said.append(
-            f"quantized attention added {whole.ratio:.2g} of the noise of the weights' gradients at {there:,} tokens "
+            f"quantization added {whole.ratio:.2g} of the noise of the weights' gradients at {there:,} tokens "
             f"per step, {max(whole.bias_ratio, 0):.2g} of it bias; at {tokens:,} it would be {here:.2g}"
         )
         if layers := {name: ratio.at(tokens) for name, ratio in run.ratios.items() if name != ALL}:
@@ -157,9 +158,9 @@ def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
             f"the gradient noise scale was {run.noise_scale:,.0f} tokens: {tokens:,} tokens per step are "
             f"{tokens / run.noise_scale:.2g} of it"
         )
-    if not int8:
-        said.append(f"what INT8 attention added is not shown: attention.backend {cfg.attention.backend} is in 16 bits")
-    elif run.errors:
+    if not quantized:
+        said.append(f"what quantization added is not shown: attention.backend {cfg.attention.backend} is in 16 bits")
+    elif int8 and run.errors:
         said.append(_largest(run.errors, "error"))
     if may_be_low_bit(cfg) and run.linear_errors:
         said.append(_largest(run.linear_errors, "error of linear layers"))

@@ -1,4 +1,4 @@
-"""What an earlier run measured about its stability, read from its folder: what INT8 attention adds to the gradients of
+"""What an earlier run measured about its stability, read from its folder: what quantization adds to the gradients of
 weights, against the noise that they have anyway.
 
 sagetrain/stability/quant_noise.py defines the ratio and its parts. At n' micro-batches a step instead of n, it says,

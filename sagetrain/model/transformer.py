@@ -7,8 +7,9 @@ attention works on single tokens, and because shards along the sequence are then
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Literal, cast
 
 import torch
@@ -120,6 +121,22 @@ class Block(nn.Module):
         for name, layer in self._linear_layers.items():
             layer.matmul, layer.kept = matmuls.get(name) or layer.in_dtype, ()
         self._read_by(matmuls)
+
+    @contextmanager
+    def in_dtype(self) -> Iterator[None]:
+        """Its linear layers multiply in the dtype of their operands for a while; what is kept of the weights stays."""
+        low = {layer: layer.matmul for layer in self._linear_layers.values()}
+        for layer in low:
+            layer.matmul = layer.in_dtype
+        readers = {norm: norm.reader for norm in (self.attention_norm, self.mlp_norm)}
+        self._read_by({})
+        try:
+            yield
+        finally:
+            for layer, matmul in low.items():
+                layer.matmul = matmul
+            for norm, reader in readers.items():
+                norm.reader = reader
 
     def stages(self) -> Stretch:
         """All of them, in their order."""
@@ -452,6 +469,25 @@ class Transformer(nn.Module):
     def matmuls(self, matmuls: Iterable[Mapping[str, Matmul]]) -> None:
         for block, own in zip(self.blocks, matmuls, strict=True):
             cast(Block, block).matmuls = own
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any layer quantizes anything: attention, or a linear layer."""
+        return any(function.quantized for function in self.functions) or any(self.matmuls)
+
+    @contextmanager
+    def exact(self, attention: AttentionFunction) -> Iterator[None]:
+        """Without quantization for a while: attention layers that quantize have this function, and linear layers
+        multiply in the dtype of their operands."""
+        functions = self.functions
+        with ExitStack() as stack:
+            for block in self.blocks:
+                stack.enter_context(cast(Block, block).in_dtype())
+            try:
+                self.functions = [attention if function.quantized else function for function in functions]
+                yield
+            finally:
+                self.functions = functions
 
     def use_16_bits(self) -> None:
         """Let all linear layers multiply in the dtype of their operands from now on."""

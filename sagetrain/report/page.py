@@ -36,12 +36,12 @@ CHARTS = (
     Chart("Tokens per step", ("train/tokens_per_step", "noise/all/scale_tokens"), from_zero=True),
     Chart("Throughput, tokens per second", ("perf/tokens_per_second",), from_zero=True),
     Chart(
-        "Error of quantized attention over the gradient's noise, worst layer and whole model",
+        "Error of quantization over the gradient's noise, worst layer and whole model",
         ("quant_noise/*/ratio", "quant_noise/all/ratio", "quant_noise/*/bias_ratio"),
         logarithmic=True,
     ),
     Chart(
-        "Bias of quantized attention over the gradient, both squared, worst layer and whole model",
+        "Bias of quantization over the gradient, both squared, worst layer and whole model",
         ("quant_noise/*/bias_to_gradient", "quant_noise/all/bias_to_gradient"),
         logarithmic=True,
     ),

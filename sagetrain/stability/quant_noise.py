@@ -1,7 +1,8 @@
-"""What quantized attention adds to the gradients of weights, measured against the noise that they have anyway.
+"""What attention and linear layers in 8 bits add to the gradients of weights, measured against the noise that they have
+anyway.
 
-A probe runs N micro-batches of a step forward and backward twice, apart from the step: with the 16-bit attention of
-torch, which gives the gradient g_i, and as the run has it, which gives g_i + e_i. The errors are as independent as the
+A probe runs N micro-batches of a step forward and backward twice, apart from the step: with 16-bit attention and linear
+layers, which gives the gradient g_i, and as the run has it, which gives g_i + e_i. The errors are as independent as the
 micro-batches. What is common to them is bias, b = E e, and of two different ones the product estimates its square,
 while the rest of them averages out:
 
@@ -31,15 +32,14 @@ with the ratio (results/tokens-per-step). What to know when reading them:
   scale is; a share below 0 counts as 0 in the ratio (bias_ratio shows it). With hundreds of micro-batches a step what
   is left of that spread can be the larger part of the ratio.
 - What 16-bit arithmetic itself rounds is in the errors, that of the reference too.
-- A layer's numbers are about the gradients of its weights, with all layers as they are, not about its own attention
+- A layer's numbers are about the gradients of its weights, with all layers as they are, not about its own rounding
   alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class QuantizationProbe:
     memory for the gradients of three.
 
     Args:
-        reference: 16-bit attention, for the layers that quantize something.
+        reference: 16-bit attention, for the layers whose own quantizes something.
     """
 
     def __init__(
@@ -78,14 +78,15 @@ class QuantizationProbe:
     def measure(self, runs: Sequence[Callable[[], Tensor]]) -> None:
         """At a step that has not begun: `runs` are the forward passes of different micro-batches to their losses, on
         every rank as many. Of one alone there is an error, but no bias. Nothing, where no layer quantizes anything."""
-        functions, groups = self._model.functions, self._groups
-        if not any(function.quantized for function in functions):
+        groups = self._groups
+        if not self._model.quantized:
             return
-        exact = [self._reference if function.quantized else function for function in functions]
         sums: list[Tensor] = []
         squares = torch.zeros(len(self._squares.place), dtype=torch.float64, device=self._device)
         for run in runs:
-            pairs = zip(self._gradients(functions, run), self._gradients(exact, run), strict=True)
+            rounded = self._gradients(run)
+            with self._model.exact(self._reference):
+                pairs = zip(rounded, self._gradients(run), strict=True)
             for i, (quantized, plain) in enumerate(pairs):
                 error = (quantized.float() - plain.float()).flatten()
                 if groups.cp_group is not None:  # this rank's part of the micro-batch's gradient, times cp_size
@@ -106,22 +107,11 @@ class QuantizationProbe:
             factor = 1 / (cp_size**2 * count * (count - 1))
             self._squares.add("quant_noise/*/bias_square", of_sum / share - squares, factor, cp_size)
 
-    def _gradients(self, functions: Sequence[AttentionFunction], run: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+    def _gradients(self, run: Callable[[], Tensor]) -> tuple[Tensor, ...]:
         # Asked for, gradients go to nobody else: neither into .grad nor to DeepSpeed's hooks.
         eager = torch.compiler.set_stance("force_eager")
-        with _attending(self._model, functions), eager, self._groups.metrics.aside():
+        with eager, self._groups.metrics.aside():
             return torch.autograd.grad(run(), list(self._model.parameters()))
-
-
-@contextmanager
-def _attending(model: Transformer, functions: Sequence[AttentionFunction]) -> Iterator[None]:
-    """Every layer with the function named for it, for a while."""
-    before = model.functions
-    try:
-        model.functions = functions
-        yield
-    finally:
-        model.functions = before
 
 
 class QuantNoise:

@@ -126,7 +126,7 @@ class Steering:
     def say_critical(self) -> None:
         """Say at how many tokens per step quantization would be too much, if that was measured."""
         if critical := self._critical():
-            said = f"quantized attention's error beside the gradient's noise: {critical_in_words(critical)}"
+            said = f"quantization's error beside the gradient's noise: {critical_in_words(critical)}"
             self._reporter.say(f"{said} (stability.json, docs/stability.md)")
 
     def _critical(self) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error, no_effect, warning
 from sagetrain.config.schema import PrecisionConfig, RunConfig
@@ -139,6 +140,14 @@ def _threshold(cfg: RunConfig, precision: PrecisionConfig) -> Iterator[Finding]:
         )
     elif source == "monitor":
         yield from _observed(cfg, precision.rungs, threshold.metric)
+    elif may_be_low_bit(cfg):
+        yield warning(
+            "precision_counts_linear",
+            f"{key}.metric",
+            threshold.metric,
+            "counts what linear layers in 8 bits add to gradients, too, which no rung of attention takes away",
+            "use a number of attention alone, quant/*/dS/rel_l2 for instance, or linear.precision bf16",
+        )
     if threshold.below is not None and threshold.below >= threshold.above:
         yield error(
             "precision_hysteresis",

@@ -61,20 +61,20 @@ def _noise_scale(cfg: RunConfig) -> Iterator[Finding]:
 def _quant_noise(cfg: RunConfig) -> Iterator[Finding]:
     key, every = "stability.quant_noise.every_steps", cfg.stability.quant_noise.every_steps
     backend = cfg.attention.backend
-    if backend not in ("sage", "auto"):
+    if backend not in ("sage", "auto") and not may_be_low_bit(cfg):
         yield error(
             "probe_of_16_bits",
             key,
             every,
-            f"attention.backend {backend} quantizes nothing: there is no error to measure",
-            "set it to null, or use attention.backend sage",
+            f"attention.backend {backend} quantizes nothing, linear layers neither: there is no error to measure",
+            "set it to null, or use attention.backend sage, or linear.precision int8",
         )
     if cfg.stability.noise_scale.every_steps is None:
         yield error(
             "probe_without_noise",
             key,
             every,
-            "relates the error of quantized attention to the noise of the gradients, which is not measured",
+            "relates the error of quantization to the noise of the gradients, which is not measured",
             "set stability.noise_scale.every_steps, to 10 for instance",
         )
     if cfg.parallel.zero_stage == 3:
@@ -124,14 +124,15 @@ def _spikes(cfg: RunConfig) -> Iterator[Finding]:
 
 def _noise_aware(cfg: RunConfig, schedule: NoiseAwareTokens) -> Iterator[Finding]:
     key, backend = "tokens_per_step.schedule", cfg.attention.backend
-    if backend != "sage":
+    if backend != "sage" and not cfg.linear.low_bit:
+        unsure = backend == "auto" or may_be_low_bit(cfg)
         yield error(
             "noise_aware_of_16_bits",
             key,
             schedule.schedule,
-            f"follows the error of quantized attention, and attention.backend {backend} "
-            + ("may choose one that quantizes nothing" if backend == "auto" else "quantizes nothing"),
-            "use attention.backend sage, or another schedule: constant, ramp or stages",
+            f"follows the error of quantization, and attention.backend {backend} with linear.precision "
+            f"{cfg.linear.precision} " + ("may quantize nothing" if unsure else "quantizes nothing"),
+            "use attention.backend sage, or name linear.precision int8, or another schedule: constant, ramp or stages",
         )
     for name, usual in (("noise_scale", 10), ("quant_noise", 200)):
         every, source = getattr(cfg.stability, name).every_steps, f"stability.{name}.every_steps"

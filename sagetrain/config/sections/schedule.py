@@ -70,7 +70,7 @@ class StagedTokens(Section):
 
 
 class NoiseAwareTokens(Section):
-    """Decided while training: as many as leave enough gradient noise to hide the error of quantized attention in. Needs
+    """Decided while training: as many as leave enough gradient noise to hide the error of quantization in. Needs
     stability.noise_scale and stability.quant_noise."""
 
     schedule: Literal["noise_aware"]

@@ -20,7 +20,7 @@ class NoiseScaleConfig(Section):
 
 
 class QuantNoiseConfig(Section):
-    """The error of quantized attention in the gradients of weights, against the noise that these have anyway."""
+    """The error of quantization in the gradients of weights, against the noise that these have anyway."""
 
     every_steps: PositiveInt | None = None
     """Steps between two probes; null: never. A probe takes the time of up to five micro-batches, so that 500 cost
