@@ -104,8 +104,8 @@ class Reduction:
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
             self._send()
 
-    def finish(self, **_: Any) -> None:
-        """Backward is over: what this rank owns becomes the mean over all ranks."""
+    def finish(self, pipeline_parallel: bool = False) -> None:
+        """Backward is over: what this rank owns becomes the mean over all ranks. The argument is DeepSpeed's."""
         if not self._going:
             self.begin()
         while self._sent < len(self._buckets):  # a parameter without a gradient holds up what comes behind it
