@@ -443,7 +443,8 @@ def test_model_state_is_what_deepspeed_holds():
 def measured_peak() -> dict[tuple[int, str, bool], tuple[int, int]]:
     """ZeRO stage, what gradients travel in, beside backward? -> peak bytes of a step of few tokens, estimated too."""
     init_distributed(timeout_minutes=10)
-    groups, tokens, result = ParallelGroups.create(Topology(2, 1)), torch.zeros(1, 16, dtype=torch.long), {}
+    tokens, result, ranks = torch.zeros(1, 16, dtype=torch.long), {}, torch.distributed.get_world_size()
+    groups = ParallelGroups.create(Topology(ranks, 1))
     batch = Batch(tokens, tokens, positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
     all_reduce = torch.distributed.all_reduce
 
@@ -455,12 +456,9 @@ def measured_peak() -> dict[tuple[int, str, bool], tuple[int, int]]:
 
     torch.distributed.all_reduce = slowly
     for (stage, beside), reduction in itertools.product(((1, False), (1, True), (2, False)), ("fp32", "bf16")):
-        cfg = run_config(
-            parallel={"zero_stage": stage, "gradient_reduction": reduction},
-            deepspeed={"zero_optimization": {"overlap_comm": beside}},
-            attention={"backend": "sdpa"},
-            data={"seq_length": 16, "micro_batch_size": 1},
-        )
+        parallel, zero = {"zero_stage": stage, "gradient_reduction": reduction}, {"overlap_comm": beside}
+        told, few = {"zero_optimization": zero}, {"seq_length": 16, "micro_batch_size": 1}
+        cfg = run_config(parallel=parallel, deepspeed=told, attention={"backend": "sdpa"}, data=few)
         before = live_tensors()
         engine = Engine(cfg, transformer(cfg.model, cfg.attention, groups=groups, dtype=torch.bfloat16), groups, 2)
         engine._base.param_groups[0]["fused"] = True  # as on a GPU: without temporary tensors
@@ -472,16 +470,17 @@ def measured_peak() -> dict[tuple[int, str, bool], tuple[int, int]]:
             events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
             changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
             peaks.append(held + max(itertools.accumulate(changes)))
-        memory = items(cfg, 2)
+        memory = items(cfg, ranks)
         gathered = sum(memory[name] for name in ("weights", "weights", "gradients", "optimizer"))  # gloo's by a copy
         estimated = max(sum(memory.values()), gathered)
         result[stage, reduction, beside] = (min(peaks[1:]), estimated)  # the first step makes what stays
     return result
 
 
-def test_peak_memory_of_a_step_holds_what_deepspeed_copies():
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_peak_memory_of_a_step_holds_what_deepspeed_copies(ranks: int):
     """The gradients' reduction, with buckets no larger than the model."""
-    for measured in run_distributed(measured_peak, 2):
+    for measured in run_distributed(measured_peak, ranks):
         for case, (peak, estimated) in measured.items():
             assert peak == pytest.approx(estimated, rel=0.05), case
 
@@ -586,7 +585,8 @@ def test_the_largest_of_three_moments_counts():
     many = {"micro_batch_size": 16}
     assert {"logits", "loss"} <= items(run_config(data=many), 1, 32_000).keys()
     assert {"workspace"} <= items(run_config(data=many), 1).keys()
-    few = items(run_config(data={"micro_batch_size": 1, "seq_length": 16}, parallel={"zero_stage": 2}), 1)
+    little, after = {"micro_batch_size": 1, "seq_length": 16}, {"zero_optimization": {"overlap_comm": False}}
+    few = items(run_config(data=little, deepspeed=after), 1)
     assert {"reduction"} <= few.keys() and not {"logits", "workspace", "activations"} & few.keys()
 
 

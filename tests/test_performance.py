@@ -90,7 +90,9 @@ def test_one_gpu_by_hand():
     moved = 20 * (19 * 1024 + (5 * 2 + 2) * 1024 + 8 * 3072) + 14.5 * 1024 + 3 * VOCAB
     assert step.elementwise == pytest.approx(tokens * 2 * moved / 1e12)
     size = parameters_per_rank(cfg.model, cfg.attention, VOCAB, 1)
-    assert step.optimizer == pytest.approx((8 * 10 + 36 + 34) * size / 1e12)
+    assert step.optimizer == pytest.approx((8 * 10 + 4 + 46) * size / 1e12)
+    several = predict(config("325m", *layout_of(1)), 4, VOCAB, SIMPLE)
+    assert several.optimizer == pytest.approx((several.accumulation * 10 + 4 + 54 / 4) * size / 1e12)
     slow = dataclasses.replace(SIMPLE, conversion_bandwidth=1e11)
     fast, slow = (predict(config("325m", *layout_of(1, 2)), 1, VOCAB, card).optimizer for card in (SIMPLE, slow))
     assert slow - fast == pytest.approx(8 * 6 * size * (1e-11 - 1e-12))  # 2 bytes read, 4 written

@@ -25,7 +25,7 @@ from sagetrain.model.operations import (
 _REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
 _REUSE_DISTANCE = 1_000_000_000
-_BUCKET_BESIDE = 50_000_000  # ours (train/reduction.py)
+_BUCKET_BESIDE, _OWN = 50_000_000, 8_000_000  # ours (train/reduction.py)
 # Logits that exist at once; see parallel/cross_entropy.py.
 _CHUNK_LOGITS = 2**28
 # FLOPs of a block's matmuls from which two halves gain: below, a host launches slower than a GPU computes
@@ -123,6 +123,17 @@ def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
     return min(_BUCKET_BESIDE if beside else _REDUCE_BUCKET, parameters)
 
 
+def one_owner(share: int, bucket: int) -> bool:
+    """Whether ZeRO 1 beside backward (train/reduction.py) reduces each bucket to one owner, or all-reduces those of
+    several. share: elements that a rank owns.
+
+    A reduce goes through all n ranks, which takes n times some 3 us, and there are n of them; the bytes that they save
+    against an all-reduce take n times those of a share. At 50 GB/s shares of 6M elements are where 1B breaks even (not
+    measured).
+    """
+    return share >= min(bucket, _OWN)
+
+
 def kept_for_backward(cfg: RunConfig, parameters: int) -> int:
     """Weights that ZeRO-3 gathers in forward and still has in backward, in elements: the last ones, which are needed
     again within stage3_max_reuse_distance elements (to the end and back)."""
@@ -175,7 +186,7 @@ def _memory(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem
     ranks = world_size // cfg.parallel.tensor_parallel_size
     rank = rank_of(cfg)
     kept, running = _activations(cfg, rank)
-    bucket, copies, left = _reduction(cfg, size)
+    bucket, copies, left = _reduction(cfg, size, ranks)
     moments = [
         [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank))],
         [kept, *running, bucket],
@@ -234,7 +245,7 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list
     return [MemoryItem("weights", element * size, dtype), held, optimizer, codes]
 
 
-def _reduction(cfg: RunConfig, size: int) -> tuple[MemoryItem, MemoryItem, float]:
+def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, MemoryItem, float]:
     """Gradients on their way to other ranks: the bucket held during backward, the copies made of a full one, and the
     share of the activations that is left when the first one is full.
 
@@ -249,7 +260,8 @@ def _reduction(cfg: RunConfig, size: int) -> tuple[MemoryItem, MemoryItem, float
     if stage == 0:
         held, copied = 0, 4 * min(size, _REDUCE_BUCKET)
     elif stage == 1 and overlaps_reduction(cfg):
-        held, copied = 2 * narrow * min(3 * bucket, size), 0  # rounded buckets: two under way, and the next one
+        rounded = narrow and ranks > 1  # two buckets under way, and the next one
+        held, copied = 2 * rounded * min(3 * bucket, size), 0
     elif stage == 1:
         flat = 2 * narrow * size + (4 * size if size <= _REDUCE_BUCKET else 0)
         held, copied = (0, flat) if sixteen_bit else (4 * bucket, 0)

@@ -21,6 +21,7 @@ from sagetrain.model.accounting import (
     attention_calls,
     flops_per_token,
     kept_for_backward,
+    one_owner,
     overlaps,
     parameters_per_rank,
     parts_of,
@@ -48,6 +49,7 @@ _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
 # parameter that the rank updates in a step: read off DeepSpeed 0.19 in bf16.
 #   1 (BF16_Optimizer): adds every gradient to the fp32 sum (10; train/engine.py), as soon as backward has made it.
 #     Step: flattening and scaling (20), norm (4), clipping (8), zeroing (4) of all; Adam (28) and new bf16 weights (6).
+#     Beside backward (train/reduction.py): zeroing of all; mean (8), norm and clipping of what the rank owns.
 #   2: bucket copy, flatten, divide, convert to fp32 (18), add to the owned part (12, counted in full).
 #     Step on the owned part alone: norm, flatten, clip, Adam, new weights.
 #   3: fp32 bucket (6), interleaving (8), division (8), add (12); gathered weights are copied into place (6).
@@ -74,7 +76,7 @@ class CollectiveTime:
     """tensor, context or data (ZeRO's: data- and context-parallel ranks)."""
     purpose: str
     kind: str
-    """all-reduce, all-gather, reduce-scatter or all-to-all."""
+    """all-reduce, all-gather, reduce-scatter, reduce or all-to-all."""
     count: int
     payload: int
     """Bytes of the whole tensor of one call: added up, gathered, scattered, or (all-to-all) exchanged by one rank."""
@@ -280,6 +282,10 @@ class _Step:
         """DeepSpeed's passes over gradients, Adam, new weights."""
         travels_in_bf16 = self.cfg.parallel.gradient_reduction == "bf16"
         per_micro, per_step, per_share = (_STATE_BYTES_BF16 if travels_in_bf16 else _STATE_BYTES)[self.zero_stage]
+        if self.zero_stage == 1 and overlaps_reduction(self.cfg):
+            alone = self.replicas == 1  # and nothing is reduced
+            rounded = 6 if travels_in_bf16 and not alone else 0
+            per_step, per_share = 4 + rounded, 46 + rounded + (0 if alone else 8)
         wide = 2 if self.rank.element == 4 and self.zero_stage else 1
         touched = self.accumulation * per_micro + per_step + per_share / self.replicas
         converted = self.accumulation * _CONVERTED[self.zero_stage] if self.rank.element == 2 else 0
@@ -352,10 +358,11 @@ class _Step:
         return CollectiveTime(axis, purpose, kind, count, payload, wire, seconds, exposed=seconds)
 
     def _data_parallel(self, compute: float) -> list[CollectiveTime]:
-        """ZeRO, as DeepSpeed runs it for train/engine.py: stages 1 and 2 all-reduce gradients, stage 2 in every
-        micro-step and, without use_multi_rank_bucket_allreduce, by a reduce to each owner. ZeRO-3 gathers weights
-        ahead, beside `compute`; gradients are hidden by backward, two thirds of it, with overlap_comm. Stage 1 has
-        buckets of its own with it (train/reduction.py), which the last backward pass of a step hides but for the last.
+        """ZeRO as train/engine.py has it. Stage 1 reduces gradients in buckets of its own (train/reduction.py; that of
+        the gains is not counted), which the last backward pass of a step hides but for the last. Without overlap_comm,
+        and at stages 0 and 2, they are all-reduced, at 2 in every micro-step and, without
+        use_multi_rank_bucket_allreduce, by a reduce to each owner. ZeRO-3 gathers weights ahead, beside `compute`; with
+        overlap_comm backward, two thirds of it, hides gradients.
         """
         if self.replicas == 1:
             return []
@@ -366,7 +373,7 @@ class _Step:
         kind = "reduce-scatter" if stage == 3 else "all-reduce"
         if stage == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:
             kind, buckets = "reduce", buckets + self.replicas - 1  # what has two owners is cut
-        elif stage == 1 and beside and (share := size // self.replicas) >= bucket:
+        elif stage == 1 and beside and one_owner(share := size // self.replicas, bucket):
             kind, buckets = "reduce", self.replicas * -(-share // bucket)
         wide = 2 if self.cfg.parallel.gradient_reduction == "bf16" else 4
         calls = self.accumulation * buckets if stage > 1 else buckets

@@ -207,6 +207,10 @@ def _add_gradient(
         reduction.added(group, place)
 
 
+def _reduce_nothing(pipeline_parallel: bool = False) -> None:
+    """Of one replica, whose gradients DeepSpeed would copy, reduce over itself, and copy back. The argument is its."""
+
+
 @dataclass(frozen=True)
 class ParameterShard:
     """What this rank owns of one parameter: a range of its flattened tensor-parallel slice.
@@ -253,7 +257,9 @@ class Engine:
             )
         self._reduction: Reduction | None = None
         if hasattr(optimizer := self._ds.optimizer, "fp32_groups_gradients"):
-            if overlaps_reduction(cfg) and groups.num_replicas > 1:
+            if overlaps_reduction(cfg) and groups.num_replicas == 1:
+                optimizer.reduce_gradients = _reduce_nothing
+            elif overlaps_reduction(cfg):
                 dtype = torch.bfloat16 if cfg.parallel.gradient_reduction == "bf16" else torch.float32
                 bucket = reduce_bucket_size(cfg, parameters)
                 self._reduction = Reduction(optimizer, model, groups, bucket, dtype)

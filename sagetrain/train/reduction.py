@@ -2,8 +2,8 @@
 
 DeepSpeed's BF16_Optimizer all-reduces its fp32 sums when the last backward pass is over. Yet a rank updates only what
 it owns of them, so that a reduce to each owner does, with half the bytes; and they are final long before that pass
-ends, those of the last layers first (docs/gradients.md). Where ranks are many, what one owns is smaller than a bucket:
-then a bucket of several owners is all-reduced, because a reduce goes from rank to rank.
+ends, those of the last layers first (docs/gradients.md). Where ranks are many, and what one owns is little, a bucket of
+several owners is all-reduced, because a reduce goes from rank to rank.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sagetrain.model.accounting import one_owner
 from sagetrain.parallel.topology import Mpu, ParallelGroups
 
 _AT_ONCE = 2
@@ -99,6 +100,8 @@ class Reduction:
         if not self._going:
             return
         for bucket in self._of[group, place]:
+            if not bucket.missing:
+                raise RuntimeError("a gradient came twice in one backward pass, when its sum was on its way")
             bucket.missing -= 1
         # In one order on all ranks, whatever that of autograd is.
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
@@ -141,7 +144,7 @@ class Reduction:
 
 def _stretches(share: int, owners: int, size: int) -> list[tuple[int, int, int | None]]:
     """Where buckets begin and end in what `owners` own `share` elements each of, and the owner of each."""
-    if share < size:
+    if not one_owner(share, size):
         return [(start, min(start + size, owners * share), None) for start in range(0, owners * share, size)]
     return [
         (start, min(start + size, (owner + 1) * share), owner)
