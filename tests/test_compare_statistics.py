@@ -2,11 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sagetrain.compare import records
+from sagetrain.compare.analysis import LOSSES, Line, Table
+from sagetrain.compare.page import _section
 from sagetrain.compare.question import Job
 from sagetrain.compare.statistics import end_of, gap_curve, judge, rounding_band, spread, t, thinned
 
@@ -110,3 +113,24 @@ def test_where_a_run_was_stopped_changes_no_loss_of_it(tmp_path: Path) -> None:
     whole, stopped = found
     assert stopped == whole
     assert whole.train_end == pytest.approx((losses[200] + losses[205]) / 2)
+
+
+def test_the_bias_that_probes_have_measured_is_kept_and_shown(tmp_path: Path) -> None:
+    told = {"train/loss": 3.0, "train/tokens_per_step": 10, "perf/tokens_per_second": 9.0}
+    bias = {2: 0.001, 4: 0.003}
+    rows = [
+        {"step": n, "tokens": 10 * n, **told} | ({"quant_noise/all/bias_to_gradient": bias[n]} if n in bias else {})
+        for n in range(1, 6)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = records.read_run(Job("", "paper", 0), tmp_path, 50, False)
+    assert run.bias_to_gradient == 0.002
+    records.save(tmp_path / "losses.jsonl", [run])
+    assert records.load(tmp_path / "losses.jsonl") == [run]
+    base = Line("sdpa", {"training": 3.0, "validation": None}, {}, 1, (), (), 9.0, {}, dict.fromkeys(LOSSES), None)
+    paper = replace(base, variant="paper", verdicts={"training": judge([0.1], 0.01, None)}, bias_to_gradient=0.002)
+    bands = dict.fromkeys(LOSSES)
+    shown = "\n".join(_section(Table("", 10, None, base, bands, 0, (paper,)), ""))
+    assert "| could see | squared bias | tokens/s |" in shown and "| 0.0020 | 9 |" in shown
+    without = "\n".join(_section(Table("", 10, None, base, bands, 0, (replace(paper, bias_to_gradient=None),)), ""))
+    assert "squared bias" not in without

@@ -10,16 +10,17 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-paper='paper: attention.backend=sage attention.recipe=paper stability.quant_noise.every_steps=100'
+probe=stability.quant_noise.every_steps=100
+paper="paper: attention.backend=sage attention.recipe=paper $probe"
 no_smoothing='no-k-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_k=false'
 q_smoothing='q-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_q=true'
-int8_attention='attention.backend=sage attention.recipe=scores'
+int8_attention="attention.backend=sage attention.recipe=scores $probe"
 scores="scores: $int8_attention"
 fp8="fp8: $int8_attention linear.precision=fp8 linear.recipe=rowwise"
-fp8_alone="fp8-alone: linear.precision=fp8 linear.recipe=rowwise"
+fp8_alone="fp8-alone: linear.precision=fp8 linear.recipe=rowwise $probe"
 fp8_end="fp8-end16: linear.precision=fp8 linear.recipe=rowwise linear.keep_last_fraction=0.1"
 fp8_wgrad="fp8-wgrad16: $int8_attention linear.precision=fp8 linear.recipe=rowwise_bf16_wgrad"
-int8_alone="int8-alone: linear.precision=int8 linear.recipe=rowwise"
+int8_alone="int8-alone: linear.precision=int8 linear.recipe=rowwise $probe"
 int8="int8: $int8_attention linear.precision=int8 linear.recipe=rowwise"
 int8_wgrad="int8-wgrad16: $int8_attention linear.precision=int8 linear.recipe=rowwise_bf16_wgrad"
 no_qk_norm=(attention.qk_norm=none 'guidance.override=[qk_norm_for_large_steps]')

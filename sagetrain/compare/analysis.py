@@ -33,6 +33,8 @@ class Line:
     """By kind, of all seeds together."""
     seed_band: dict[str, float | None]
     """Standard deviation of the baseline over seeds, by kind of loss."""
+    bias_to_gradient: float | None
+    """Mean over seeds, where it was measured."""
 
     def verdict(self, kind: str) -> str:
         """In words; runs that diverged come first, as no mean has them."""
@@ -96,6 +98,7 @@ def _line(
     variant: str, runs: Mapping[int, Record], verdicts: dict[str, Verdict], seed_band: dict[str, float | None]
 ) -> Line:
     rates = [run.tokens_per_second for run in runs.values() if run.tokens_per_second]
+    biases = _values(runs, "bias_to_gradient")
     events: dict[str, int] = {}
     for run in runs.values():
         for kind, count in run.events.items():
@@ -111,6 +114,7 @@ def _line(
         sum(rates) / len(rates) if rates else None,
         events,
         seed_band,
+        sum(biases) / len(biases) if biases else None,
     )
 
 

@@ -23,6 +23,7 @@ _SHOWN = (
     "training.dtype",
 )
 """Settings of the baseline that the page names."""
+_BIAS = "squared bias"
 _MANY_PASSES = 4
 """Beyond, validation losses tell of over-fitting, and training losses of pairs alone are compared."""
 
@@ -106,7 +107,7 @@ def _body(results: Results, tables: Sequence[Table], margin: float, plot: str) -
         yield from _section(table, _own(results, row))
     yield from ([f"![gap over tokens]({plot})"] if plot.endswith(".png") else [f"({plot}.)"])
     yield ""
-    yield from _reading(margin)
+    yield from _reading(margin, any(line.bias_to_gradient is not None for table in tables for line in table.lines))
     yield ""
     yield from _not_shown(results, tables)
 
@@ -121,21 +122,23 @@ def _section(table: Table, own: str) -> Iterator[str]:
     yield f"{f'{own}; ' if own else ''}{table.tokens_per_step:,} tokens per step{scale}. {_bands(table)}"
     yield ""
     kinds = [kind for kind in LOSSES if table.baseline.losses[kind] is not None] or ["training"]
+    biased = any(line.bias_to_gradient is not None for line in table.lines)
     head = [
         "",
         "seeds",
         *(column for kind in kinds for column in (f"{kind} loss", "verdict", "could see")),
+        *([_BIAS] if biased else []),
         "tokens/s",
         "events",
     ]
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
     for line in (table.baseline, *table.lines):
-        yield f"| {' | '.join(_cells(line, kinds))} |"
+        yield f"| {' | '.join(_cells(line, kinds, biased))} |"
     yield ""
 
 
-def _cells(line: Line, kinds: Sequence[str]) -> Iterator[str]:
+def _cells(line: Line, kinds: Sequence[str], biased: bool) -> Iterator[str]:
     yield line.variant
     yield f"{line.finished}"
     for kind in kinds:
@@ -147,6 +150,8 @@ def _cells(line: Line, kinds: Sequence[str]) -> Iterator[str]:
         else:
             yield "baseline" + (f"; diverged in {len(line.diverged)}" if line.diverged else "")
             yield ""
+    if biased:
+        yield _number(line.bias_to_gradient)
     yield "" if line.tokens_per_second is None else f"{line.tokens_per_second:,.0f}"
     yield ", ".join(f"{count} {kind}" for kind, count in sorted(line.events.items()))
 
@@ -167,7 +172,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def _reading(margin: float) -> Iterator[str]:
+def _reading(margin: float, biased: bool) -> Iterator[str]:
     yield (
         "How to read it: losses in nats per token; the training loss is the mean over the last 5 % of the tokens. A "
         "gap is the mean difference to the baseline of the same seed (same initialization and samples), "
@@ -175,6 +180,7 @@ def _reading(margin: float) -> Iterator[str]:
         "smaller gap would not have been called. The seed band is the standard deviation of the baseline over seeds, "
         "the rounding band the root mean square difference of two runs that differ in one rounding where they part: no "
         f"claim is made below it. Level: the whole interval lies within {margin:g}."
+        + (f" {_BIAS.capitalize()}: what quantization puts into gradients, beside their square." if biased else "")
     )
 
 

@@ -19,7 +19,7 @@ from sagetrain.train.run_folder import RunFolder
 
 FINISHED, DIVERGED, FAILED, STOPPED = "finished", "diverged", "failed", "stopped"
 _RANKS = (STOPPED, FAILED, DIVERGED, FINISHED)
-_NOISE_SCALE = "noise/all/scale_tokens"
+_NOISE_SCALE, _BIAS = "noise/all/scale_tokens", "quant_noise/all/bias_to_gradient"
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Record:
     """[tokens seen, validation loss]."""
     said: str = ""
     """The end of the log of a run that failed or diverged."""
+    bias_to_gradient: float | None = None
+    """Bias that quantization puts into the gradient over the gradient, both squared: mean over its probes."""
 
     @property
     def job(self) -> Job:
@@ -68,7 +70,7 @@ def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool, every_
     reported steps. Those at which one run of a pair was saved or stopped are reported besides, and would be in its mean
     alone."""
     rows, tokens = read_rows(run_dir / "metrics.jsonl"), 0
-    points, steps, valid, rates, scales = [], [], [], [], []
+    points, steps, valid, rates, scales, biases = [], [], [], [], [], []
     for row in rows:
         tokens = row["tokens"]
         if has_loss(row) and (row["step"] % every_steps == 0 or tokens >= total_tokens):
@@ -79,6 +81,8 @@ def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool, every_
             valid.append([tokens, row["valid/loss"]])
         if _NOISE_SCALE in row and tokens >= total_tokens / 2:
             scales.append(row[_NOISE_SCALE])
+        if _BIAS in row:
+            biases.append(row[_BIAS])
     done = tokens >= total_tokens and (not evaluated or (bool(valid) and valid[-1][0] >= total_tokens))
     return Record(
         job.row,
@@ -96,6 +100,7 @@ def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool, every_
         dict(Counter(row["kind"] for row in read_rows(run_dir / "events.jsonl"))),
         [[seen, round(loss, 4)] for seen, loss in thinned(steps)],
         [[seen, round(loss, 6)] for seen, loss in valid],
+        bias_to_gradient=_rounded(statistics.mean(biases)) if biases else None,
     )
 
 
