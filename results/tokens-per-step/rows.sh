@@ -12,6 +12,9 @@ cd "$(dirname "$0")/../.."
 
 probe=stability.quant_noise.every_steps=100
 paper="paper: attention.backend=sage attention.recipe=paper $probe"
+capped="paper-capped: attention.backend=sage attention.recipe=paper stability.qk_gain.cap=1.25 $probe"
+ladder='stability.precision={rungs: [sdpa], floors: [{rung: sdpa, last_fraction: 0.1}]}'
+paper_end="paper-end16: attention.backend=sage attention.recipe=paper $ladder $probe"
 no_smoothing='no-k-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_k=false'
 q_smoothing='q-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_q=true'
 int8_attention="attention.backend=sage attention.recipe=scores $probe"
@@ -65,7 +68,8 @@ parted_325m() {
 
 for name in "$@"; do
   case $name in
-    parted-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$paper" --variant "$scores" --variant "$int8" ;;
+    parted-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$paper" --variant "$scores" --variant "$int8" \
+      --variant "$capped" --variant "$paper_end" ;;
     parted-64k) parted "$name" 65536 576 --variant "$paper" --variant "$scores" --variant "$int8" ;;
     B-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$fp8" ;;
     int8-131k) row "$name" 131072 650 32 --variant "$int8" ;;
