@@ -72,6 +72,17 @@ def test_the_memory_of_a_probe_is_as_planned(micro_batches: int, ranks: int) -> 
     assert "probe" not in [item.name for item in memory_per_rank(without, ranks, tiny.VOCAB)]
 
 
+def test_a_probe_is_planned_with_what_linear_layers_keep_in_16_bits() -> None:
+    shape = {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 2}
+    told = {"model": shape, "data": {"seq_length": 512, "micro_batch_size": 4}, "attention": {"backend": "sage"}}
+    told["stability"] = {"quant_noise": {"every_steps": 5}, "monitor": {"every_steps": None}}
+    low, wide = (
+        {item.name: item.bytes for item in memory_per_rank(cfg, 2, tiny.VOCAB)}
+        for cfg in (tiny.config(1, "bf16", linear={"precision": name}, **told) for name in ("int8", "bf16"))
+    )
+    assert "probe" in low and low.pop("8-bit weights") > 0 and low == wide
+
+
 def test_a_known_bias_is_found_whatever_else_micro_batches_add_to_it() -> None:
     """|b|^2 = 1 and errors of 100 times that, all of it different in every micro-batch."""
     width, probes = 400, 400

@@ -278,9 +278,11 @@ def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, Memor
 
 def _probe(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[list[MemoryItem]]:
     """Moments of a probe (stability/quant_noise.py), which runs micro-batches twice and is not compiled: the second
-    backward pass of its last one, beside the gradients of the first; then both, with their difference in fp32."""
+    backward pass of its last one, in 16 bits, beside the gradients of the first; then both, with their difference in
+    fp32."""
     if not cfg.stability.quant_noise.every_steps:
         return []
+    cfg = cfg.model_copy(update={"linear": SIXTEEN_BITS})
     rank = replace(rank_of(cfg), fused=False)
     kept, running = _activations(cfg, rank)
     # A single replica takes two micro-batches, and has the sum of the differences from the first one on.
