@@ -131,6 +131,6 @@ def test_the_bias_that_probes_have_measured_is_kept_and_shown(tmp_path: Path) ->
     paper = replace(base, variant="paper", verdicts={"training": judge([0.1], 0.01, None)}, bias_to_gradient=0.002)
     bands = dict.fromkeys(LOSSES)
     shown = "\n".join(_section(Table("", 10, None, base, bands, 0, (paper,)), ""))
-    assert "| could see | squared bias | tokens/s |" in shown and "| 0.0020 | 9 |" in shown
+    assert "| could see | squared bias | tokens/s |" in shown and "| 0.002 | 9 |" in shown
     without = "\n".join(_section(Table("", 10, None, base, bands, 0, (replace(paper, bias_to_gradient=None),)), ""))
     assert "squared bias" not in without

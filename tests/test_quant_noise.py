@@ -356,10 +356,13 @@ def test_the_ratio_is_the_error_of_the_step_over_the_noise_that_is_left() -> Non
     later = Taken(4, 0, 80, {"quant_noise/0/error_square": 0.2, "quant_noise/0/bias_square": -0.3})
     again = QuantNoise(10, noise, decay=0.9)
     again.restore(ratios.state())
-    for controller in (ratios, again):  # 0.1 of 0.5 twice, -0.3 of 0.2 once: the smaller the weight, the longer ago
+    for controller in (
+        ratios,
+        again,
+    ):  # 0.2 of the error twice, -1.5 of it once: the smaller the weight, the longer ago
         taken = Taken(4, 0, 80, dict(later.metrics))
         controller.after_step(taken)
-        share = (0.81 * 0.1 + 0.9 * 0.1 - 0.3) / (0.81 * 0.5 + 0.9 * 0.5 + 0.2)
+        share = (0.81 * 0.2 + 0.9 * 0.2 - 1.5) / (0.81 + 0.9 + 1)
         assert taken.metrics["quant_noise/0/bias_ratio"] == pytest.approx(share * 0.2 / left)
         assert taken.metrics["quant_noise/0/ratio"] == pytest.approx(0.2 / 8 / left)  # a share below 0 is none
     noise.after_step(Taken(5, 0, 40, {"noise/0/small": 5000.0, "noise/0/mean": 2.0}))  # |G|^2 below 0: noise alone

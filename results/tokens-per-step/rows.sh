@@ -13,15 +13,16 @@ cd "$(dirname "$0")/../.."
 probe=stability.quant_noise.every_steps=100
 paper="paper: attention.backend=sage attention.recipe=paper $probe"
 capped="paper-capped: attention.backend=sage attention.recipe=paper stability.qk_gain.cap=1.25 $probe"
+sdpa_capped='sdpa-capped: stability.qk_gain.cap=1.25'
 ladder='stability.precision={rungs: [sdpa], floors: [{rung: sdpa, last_fraction: 0.1}]}'
 paper_end="paper-end16: attention.backend=sage attention.recipe=paper $ladder $probe"
-no_smoothing='no-k-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_k=false'
-q_smoothing='q-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_q=true'
+no_smoothing="no-k-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_k=false $probe"
+q_smoothing="q-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_q=true $probe"
 int8_attention="attention.backend=sage attention.recipe=scores $probe"
 scores="scores: $int8_attention"
 fp8="fp8: $int8_attention linear.precision=fp8 linear.recipe=rowwise"
 fp8_alone="fp8-alone: linear.precision=fp8 linear.recipe=rowwise $probe"
-fp8_end="fp8-end16: linear.precision=fp8 linear.recipe=rowwise linear.keep_last_fraction=0.1"
+fp8_end="fp8-end16: linear.precision=fp8 linear.recipe=rowwise linear.keep_last_fraction=0.1 $probe"
 fp8_wgrad="fp8-wgrad16: $int8_attention linear.precision=fp8 linear.recipe=rowwise_bf16_wgrad"
 int8_alone="int8-alone: linear.precision=int8 linear.recipe=rowwise $probe"
 int8="int8: $int8_attention linear.precision=int8 linear.recipe=rowwise"
@@ -69,7 +70,7 @@ parted_325m() {
 for name in "$@"; do
   case $name in
     parted-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$paper" --variant "$scores" --variant "$int8" \
-      --variant "$capped" --variant "$paper_end" ;;
+      --variant "$paper_end" --variant "$capped" --variant "$sdpa_capped" ;;
     parted-64k) parted "$name" 65536 576 --variant "$paper" --variant "$scores" --variant "$int8" ;;
     B-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$fp8" ;;
     int8-131k) row "$name" 131072 650 32 --variant "$int8" ;;

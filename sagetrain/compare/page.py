@@ -151,7 +151,7 @@ def _cells(line: Line, kinds: Sequence[str], biased: bool) -> Iterator[str]:
             yield "baseline" + (f"; diverged in {len(line.diverged)}" if line.diverged else "")
             yield ""
     if biased:
-        yield _number(line.bias_to_gradient)
+        yield "" if line.bias_to_gradient is None else f"{line.bias_to_gradient:.2g}"
     yield "" if line.tokens_per_second is None else f"{line.tokens_per_second:,.0f}"
     yield ", ".join(f"{count} {kind}" for kind, count in sorted(line.events.items()))
 

@@ -100,7 +100,7 @@ def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool, every_
         dict(Counter(row["kind"] for row in read_rows(run_dir / "events.jsonl"))),
         [[seen, round(loss, 4)] for seen, loss in thinned(steps)],
         [[seen, round(loss, 6)] for seen, loss in valid],
-        bias_to_gradient=_rounded(statistics.mean(biases)) if biases else None,
+        bias_to_gradient=float(f"{statistics.mean(biases):.3g}") if biases else None,
     )
 
 

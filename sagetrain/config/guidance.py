@@ -78,7 +78,7 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             tokens,
             "INT8 attention lost to full precision at 2.1M tokens per step even with QK-norm: 2.640 against "
             "2.586 after 78B tokens; at 260K it did not: 2.561 against 2.563. (Ours, 43M parameters, 18 steps of "
-            "2,097,152 behind a common half, lost .0003 +- .0005, three seeds; in steps of 16,384 for as many tokens "
+            "2,097,152 behind a common half, lost .0004 +- .0005, three seeds; in steps of 16,384 for as many tokens "
             ".0037 +- .0033: fewer tokens per step did not help)",
             "a 16-bit attention.backend, or, by the paper, fewer tokens per step; sagetrain compare tells which",
             f"{_SAGEBWD}, section 5: 325M model, context 4096; {_TOKENS_PER_STEP}",
@@ -145,14 +145,14 @@ def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
             said[-1] += f" (largest in layer {worst}: {layers[worst]:.2g})"
         if critical := critical_tokens(run.ratios, margin_of(cfg)):
             said[-1] += f"; {critical_in_words(critical)}"
-        if (bias := whole.bias_to_gradient) is not None:
+        if biased := whole.bias_to_gradient is not None and whole.bias_to_gradient > 0:
             said[-1] += (
-                f"; its bias was {max(bias, 0):.2g} of the gradient, both squared, and what INT8 cost our runs in loss "
-                "was 1.5 times that number of nats, on average"
+                f"; on average its bias was {whole.bias_to_gradient:.2g} of the gradient, both squared, with which "
+                "went what INT8 attention cost our runs in loss"
             )
         level = "warning" if here > 1 else "info"
         source += "; ratio' = ratio + bias_ratio (tokens' / tokens - 1), sagetrain/config/measured.py"
-        source += f"; {_TOKENS_PER_STEP}" if whole.bias_to_gradient is not None else ""
+        source += f"; {_TOKENS_PER_STEP}" if biased else ""
     if run.noise_scale is not None:
         said.append(
             f"the gradient noise scale was {run.noise_scale:,.0f} tokens: {tokens:,} tokens per step are "

@@ -45,7 +45,7 @@ class Ratio:
     tokens_per_step: int
     """At which it was measured."""
     bias_to_gradient: float | None = None
-    """That bias beside the gradient itself, both squared."""
+    """That bias beside the gradient itself, both squared: mean of the run's probes."""
 
     def at(self, tokens_per_step: int) -> float:
         """What it would be, by the formula above."""
@@ -70,7 +70,7 @@ def ratios_of(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Ratio]:
             entry["last"],
             metrics[f"quant_noise/{layer}/bias_ratio"]["last"],
             entry["tokens_per_step"],
-            metrics.get(f"quant_noise/{layer}/bias_to_gradient", {}).get("last"),
+            metrics.get(f"quant_noise/{layer}/bias_to_gradient", {}).get("mean"),
         )
         for name, entry in metrics.items()
         if name.startswith("quant_noise/") and name.endswith("/ratio")

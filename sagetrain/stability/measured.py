@@ -14,7 +14,7 @@ KEPT = ("quant/", "noise/", "quant_noise/")
 
 class Measured:
     """A controller that decides nothing: of every number that the monitor and the noise scale have measured it
-    remembers the last value and the extremes. It stands behind those that add to a step's numbers."""
+    remembers the last value, the mean and the extremes. It stands behind those that add to a step's numbers."""
 
     name = "measured"
 
@@ -27,6 +27,8 @@ class Measured:
             if metric.startswith(KEPT) and math.isfinite(value):
                 entry = self._metrics.setdefault(metric, {"count": 0, "min": math.inf, "max": -math.inf})
                 entry["count"] += 1
+                before = entry.get("mean", value)
+                entry["mean"] = before + (value - before) / entry["count"]
                 entry |= {"last": value, "step": taken.step, "tokens_per_step": taken.tokens_per_step}
                 if value < entry["min"]:
                     entry |= {"min": value, "min_step": taken.step}
@@ -35,7 +37,7 @@ class Measured:
         return []
 
     def state(self) -> dict[str, Any]:
-        """{"metrics": {name: {"count", "last", "step", "tokens_per_step" (of the last), "min", "min_step", ...}}}."""
+        """{"metrics": {name: {"count", "mean", "last", "step", "tokens_per_step" (of the last), "min", ...}}}."""
         return {"metrics": {metric: dict(entry) for metric, entry in self._metrics.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:

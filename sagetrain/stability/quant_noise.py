@@ -28,7 +28,7 @@ as more tokens per step leave less noise to hide a bias in. Beside the gradient 
 is what stays of the error however much is averaged: what INT8 attention cost our runs in loss went with it, and not
 with the ratio (results/tokens-per-step). What to know when reading them:
 - One product of two errors is off by some .007 of error^2 in a block of 1e5 weights, by less in larger ones. So for
-  the ratios bias^2 is this probe's error^2 times the share of bias in the errors of all probes, averaged as the noise
+  the ratios bias^2 is this probe's error^2 times the share of bias in the error, averaged over probes as the noise
   scale is; a share below 0 counts as 0 in the ratio (bias_ratio shows it). With hundreds of micro-batches a step what
   is left of that spread can be the larger part of the ratio.
 - What 16-bit arithmetic itself rounds is in the errors, that of the reference too.
@@ -147,9 +147,10 @@ class QuantNoise:
                 continue
             taken.metrics[f"quant_noise/{layer}/error_square"] = error
             taken.metrics[f"quant_noise/{layer}/bias_square"] = bias
-            self._averages[layer] = averaged(self._averages.get(layer), (error, bias), self._decay)
-            _, errors, biases = self._averages[layer]
-            bias = error * biases / errors if errors > 0 else 0.0  # the error may be another since: layers change
+            if error > 0:  # of each its share: the error is another where layers change their precision
+                self._averages[layer] = averaged(self._averages.get(layer), (bias / error,), self._decay)
+            weight, share = self._averages.get(layer, (1.0, 0.0))
+            bias = error * share / weight
             variance = self._noise.variance(layer)
             if variance is not None and variance > 0:
                 left = variance / taken.tokens_per_step
@@ -165,4 +166,5 @@ class QuantNoise:
         return {"averages": self._averages}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._averages = {layer: list(average) for layer, average in state.get("averages", {}).items()}
+        kept = state.get("averages", {}).items()  # three numbers each in checkpoints of before: of sums, not of shares
+        self._averages = {layer: list(average) for layer, average in kept if len(average) == 2}
