@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from typing import Literal, cast
+from contextlib import contextmanager
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,22 @@ _GRAPHS = 256
 """Of one function, at most: torch's own limit for all that it makes of one."""
 
 
+@contextmanager
+def changed(attributes: Mapping[tuple[Any, str], object]) -> Iterator[None]:
+    """Attributes, (whose, name), as these values for a while."""
+
+    def put(values: Mapping[tuple[Any, str], object]) -> None:
+        for (owner, name), value in values.items():
+            setattr(owner, name, value)
+
+    before = {(owner, name): getattr(owner, name) for owner, name in attributes}
+    try:
+        put(attributes)
+        yield
+    finally:
+        put(before)
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), as stages for schedule.py to walk.
 
@@ -107,36 +123,21 @@ class Block(nn.Module):
             self.attention_norm.reader, self.mlp_norm.reader = matmuls.get("qkv"), matmuls.get("gate_up")
 
     @property
-    def _linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
+    def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
+        """By name."""
         attention, mlp = self.attention, self.mlp
         return {"qkv": attention.qkv, "out": attention.out, "gate_up": mlp.gate_up, "down": mlp.down}
 
     @property
     def matmuls(self) -> dict[str, Matmul]:
         """How its linear layers multiply that do not in the dtype of their operands, by name. It may be set."""
-        return {name: layer.matmul for name, layer in self._linear_layers.items() if type(layer.matmul) is not Matmul}
+        return {name: layer.matmul for name, layer in self.linear_layers.items() if type(layer.matmul) is not Matmul}
 
     @matmuls.setter
     def matmuls(self, matmuls: Mapping[str, Matmul]) -> None:
-        for name, layer in self._linear_layers.items():
+        for name, layer in self.linear_layers.items():
             layer.matmul, layer.kept = matmuls.get(name) or layer.in_dtype, ()
         self._read_by(matmuls)
-
-    @contextmanager
-    def in_dtype(self) -> Iterator[None]:
-        """Its linear layers multiply in the dtype of their operands for a while; what is kept of the weights stays."""
-        low = {layer: layer.matmul for layer in self._linear_layers.values()}
-        for layer in low:
-            layer.matmul = layer.in_dtype
-        readers = {norm: norm.reader for norm in (self.attention_norm, self.mlp_norm)}
-        self._read_by({})
-        try:
-            yield
-        finally:
-            for layer, matmul in low.items():
-                layer.matmul = matmul
-            for norm, reader in readers.items():
-                norm.reader = reader
 
     def stages(self) -> Stretch:
         """All of them, in their order."""
@@ -479,15 +480,14 @@ class Transformer(nn.Module):
     def exact(self, attention: AttentionFunction) -> Iterator[None]:
         """Without quantization for a while: attention layers that quantize have this function, and linear layers
         multiply in the dtype of their operands."""
-        functions = self.functions
-        with ExitStack() as stack:
-            for block in self.blocks:
-                stack.enter_context(cast(Block, block).in_dtype())
-            try:
-                self.functions = [attention if function.quantized else function for function in functions]
-                yield
-            finally:
-                self.functions = functions
+        changes: dict[tuple[Any, str], object] = {
+            (layer, "function"): attention for layer in self.attention_layers if layer.function.quantized
+        }
+        for block in cast(Iterable[Block], self.blocks):
+            changes |= {(layer, "matmul"): layer.in_dtype for layer in block.linear_layers.values()}
+            changes |= {(norm, "reader"): None for norm in (block.attention_norm, block.mlp_norm)}
+        with changed(changes):
+            yield
 
     def use_16_bits(self) -> None:
         """Let all linear layers multiply in the dtype of their operands from now on."""

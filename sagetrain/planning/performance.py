@@ -49,7 +49,6 @@ _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
 # parameter that the rank updates in a step: read off DeepSpeed 0.19 in bf16.
 #   1 (BF16_Optimizer): adds every gradient to the fp32 sum (10; train/engine.py), as soon as backward has made it.
 #     Step: flattening and scaling (20), norm (4), clipping (8), zeroing (4) of all; Adam (28) and new bf16 weights (6).
-#     Beside backward (train/reduction.py): zeroing of all; mean (8), norm and clipping of what the rank owns.
 #   2: bucket copy, flatten, divide, convert to fp32 (18), add to the owned part (12, counted in full).
 #     Step on the owned part alone: norm, flatten, clip, Adam, new weights.
 #   3: fp32 bucket (6), interleaving (8), division (8), add (12); gathered weights are copied into place (6).
@@ -57,6 +56,9 @@ _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
 _STATE_BYTES = {0: (12, 64, 0), 1: (10, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
 # The same where gradients travel in bf16: what is converted (1, once a step), what is not (2), what is smaller (3).
 _STATE_BYTES_BF16 = {1: (10, 44, 34), 2: (24, 0, 60), 3: (30, 0, 60)}
+# Stage 1 beside backward (train/reduction.py): zeroing of all; the mean (8), norm and clipping of what the rank owns;
+# in bf16 rounding (6) and what comes back (6). Of one replica, which reduces nothing: the same without the mean.
+_STATE_BYTES_BESIDE, _STATE_BYTES_BESIDE_BF16, _STATE_BYTES_ALONE = (10, 4, 54), (10, 10, 60), (10, 4, 46)
 _CONVERTED = {0: 0, 1: 0, 2: 6, 3: 6}
 """Of the bytes of a micro-step, those by which a gradient in bf16 is written in fp32."""
 
@@ -283,9 +285,8 @@ class _Step:
         travels_in_bf16 = self.cfg.parallel.gradient_reduction == "bf16"
         per_micro, per_step, per_share = (_STATE_BYTES_BF16 if travels_in_bf16 else _STATE_BYTES)[self.zero_stage]
         if self.zero_stage == 1 and overlaps_reduction(self.cfg):
-            alone = self.replicas == 1  # and nothing is reduced
-            rounded = 6 if travels_in_bf16 and not alone else 0
-            per_step, per_share = 4 + rounded, 46 + rounded + (0 if alone else 8)
+            several = _STATE_BYTES_BESIDE_BF16 if travels_in_bf16 else _STATE_BYTES_BESIDE
+            per_micro, per_step, per_share = _STATE_BYTES_ALONE if self.replicas == 1 else several
         wide = 2 if self.rank.element == 4 and self.zero_stage else 1
         touched = self.accumulation * per_micro + per_step + per_share / self.replicas
         converted = self.accumulation * _CONVERTED[self.zero_stage] if self.rank.element == 2 else 0

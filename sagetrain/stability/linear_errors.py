@@ -19,8 +19,8 @@ every backward pass for the step's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from sagekernels.observe import pooled_cosine, pooled_rel_l2
-from sagetrain.model.transformer import Transformer
+from sagetrain.model.transformer import Transformer, changed
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.lowbit import LowBit
 from sagetrain.parallel.matmul import Matmul
@@ -161,8 +161,7 @@ class LinearErrors:
         for entry in found:
             metrics.derive(*entry)
 
-    @contextmanager
-    def _observed(self, tell: Numbers) -> Iterator[None]:
+    def _observed(self, tell: Numbers) -> AbstractContextManager[None]:
         """The model, as it is for these passes."""
         changes: dict[tuple[Any, str], object] = {(self._model, "activation_checkpointing"): "full"}
         for block in self._model.blocks:
@@ -170,17 +169,7 @@ class LinearErrors:
             changes |= {(norm, "reader"): None for norm in (block.attention_norm, block.mlp_norm)}
         for (number, path), (layer, low) in self.layers.items():
             changes[layer, "matmul"] = Observed(low=low, tell=tell, tag=self.tag(number, path))
-        before = {(owner, name): getattr(owner, name) for owner, name in changes}
-        try:
-            _set(changes)
-            yield
-        finally:
-            _set(before)
-
-
-def _set(attributes: Mapping[tuple[Any, str], object]) -> None:
-    for (owner, name), value in attributes.items():
-        setattr(owner, name, value)
+        return changed(changes)
 
 
 class Vanishing:

@@ -131,9 +131,9 @@ def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int, param
     """
     stage = resolved_zero_stage(cfg)
     zero = {"stage": stage, **cfg.deepspeed.get("zero_optimization", {})}
-    # The YAML's, if it has them.
     # At stage 1 it is not DeepSpeed that reduces beside backward (reduction.py).
     overlap = overlaps_reduction(cfg) and stage > 1
+    # The YAML's, if it has them.
     zero.update(reduce_bucket_size=reduce_bucket_size(cfg, parameters), overlap_comm=overlap)
     # Stage 0 leaves the norm unreported, so that stage clips in Engine._clip_stage0.
     generated = {
