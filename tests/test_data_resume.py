@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -227,24 +228,50 @@ def test_partial_files_that_changed_are_not_gone_on_with(tmp_path, small_pieces,
     assert quiet([str(path)], tmp_path / "out/train", vocab_size=350).counts["train"].documents == 300
 
 
-def test_killed_between_the_last_renames_it_is_finished_by_the_next_call(tmp_path, model, small_pieces, monkeypatch):
+@pytest.mark.parametrize("side", ["valid", "train"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_killed_between_the_last_renames_it_is_finished_by_the_next_call(tmp_path, model, monkeypatch, trained, side):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    options = {"tokenizer": model, "valid_fraction": 0.2}
+    options = {"valid_fraction": 0.2} | ({"vocab_size": 350} if trained else {"tokenizer": model})
     quiet([str(path)], tmp_path / "whole/train", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenFileWriter, "publish", killed_at(side))
+        with pytest.raises(Killed):
+            quiet([str(path)], tmp_path / "out/train", **options)
+    assert (tmp_path / "out/valid.idx").exists() == (side == "train") and not (tmp_path / "out/train.idx").exists()
+    quiet([str(path)], tmp_path / "out/train", **options)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+def test_killed_twice_between_the_last_renames(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    quiet([str(path)], tmp_path / "whole/train", vocab_size=350)
+    replace = os.replace
+
+    def killed_at_last(source: os.PathLike, target: os.PathLike) -> None:
+        if str(target).endswith("train.idx"):
+            raise Killed
+        replace(source, target)
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", killed_at_last)
+            with pytest.raises(Killed):
+                quiet([str(path)], tmp_path / "out/train", vocab_size=350)
+        (tmp_path / "out/train.json").unlink()  # one step earlier: nothing published says whose the tokenizer is
+    quiet([str(path)], tmp_path / "out/train", vocab_size=350)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+def killed_at(side: str) -> Callable[[TokenFileWriter, dict], None]:
     publish = TokenFileWriter.publish
 
-    def once(self: TokenFileWriter, provenance: dict) -> None:
-        if self.path.name == "train":
+    def publish_or_die(self: TokenFileWriter, provenance: dict) -> None:
+        if self.path.name.startswith(side):
             raise Killed
         publish(self, provenance)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(TokenFileWriter, "publish", once)
-        with pytest.raises(Killed):
-            quiet([str(path)], tmp_path / "out/train", **options)
-    assert (tmp_path / "out/valid.idx").exists() and not (tmp_path / "out/train.idx").exists()
-    quiet([str(path)], tmp_path / "out/train", **options)
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    return publish_or_die
 
 
 def test_a_real_kill(tmp_path, model):

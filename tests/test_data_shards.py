@@ -156,6 +156,26 @@ def test_two_hosts_at_once_train_one_tokenizer(tmp_path):
     quiet([str(path)], tmp_path / "later/train", vocab_size=350, shard="2/2")  # finds the tokenizer of the other
 
 
+def test_another_host_does_not_mind_a_tokenizer_of_the_same_request(tmp_path, monkeypatch):
+    """Host 1 has written the tokenizer and not yet a token file, or was killed there."""
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
+    options = {"vocab_size": 350, "valid_fraction": 0.1}
+
+    def killed(self: TokenFileWriter, provenance: dict) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenFileWriter, "publish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            quiet([str(path)], tmp_path / "d/train", shard="1/2", **options)
+    assert (tmp_path / "d/tokenizer.model").exists() and not list(tmp_path.glob("d/*.idx"))
+    with pytest.raises(ConfigError, match="would be replaced by another tokenizer"):
+        quiet([str(path)], tmp_path / "d/train", shard="2/2", **options | {"vocab_size": 360})
+    quiet([str(path)], tmp_path / "d/train", shard="2/2", **options)
+    quiet([str(path)], tmp_path / "d/train", shard="1/2", **options)
+    assert len(list(tmp_path.glob("d/*.idx"))) == 4 and not list(tmp_path.glob("d/*partial*"))
+
+
 def test_parts_that_cannot_be(tmp_path, model):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     for shard in ("0/2", "3/2", "2", "a/b", "1/0", "-1/2"):

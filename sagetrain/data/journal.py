@@ -47,6 +47,17 @@ class Unfinished:
     first_bad: str | None
 
 
+def recorded_tokenizers(folder: Path, request: dict[str, Any]) -> list[str]:
+    """SHA-256 of the tokenizers that unfinished calls with this request, for any part of the text, have recorded."""
+    found = []
+    for path in folder.glob("*.json.partial"):
+        with suppress(FileNotFoundError, ValueError):  # another host has finished its part; damaged: its own matter
+            content = json.loads(path.read_text())
+            if {**content["request"], "shard": None} == {**request, "shard": None}:
+                found.append(content["tokenizer_sha256"])
+    return found
+
+
 class Journal:
     """The record of an output: NAME.json.partial, and beside it the tokenizer if it was trained for this output."""
 

@@ -22,7 +22,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, tokenizer_in
 from sagetrain.data.chunk import Place
 from sagetrain.data.encode import Encoded, Encoder, encode
-from sagetrain.data.journal import Journal, Unfinished
+from sagetrain.data.journal import Journal, Unfinished, recorded_tokenizers
 from sagetrain.data.progress import Progress
 from sagetrain.data.records import Records, settled
 from sagetrain.data.sources import Corpus
@@ -177,11 +177,8 @@ def prepare(
         say(f"{output}: already prepared from the same inputs")
         return _result(outputs, model_path, begin, True)
     unfinished = journal.read(request, overwrite)
-    if unfinished and not all(token_path(path, ".bin.partial").exists() for path in outputs.values()):
-        journal.discard()  # interrupted between the renames at its very end
-        unfinished = None
     if not overwrite:
-        _check_model(outputs, model_path, request, unfinished)
+        _check_model(outputs, model_path, request)
     if "valid" not in outputs and output != held_out:
         _check_held_out(output, held_out, sources, request)
 
@@ -202,6 +199,8 @@ def prepare(
     writers: dict[str, TokenFileWriter] = {}
     counts = {side: Counts() for side in outputs}
     place, first_bad = Place(), None
+    if unfinished and not all(token_path(path, ".bin.partial").exists() for path in outputs.values()):
+        unfinished = None  # interrupted between the renames at its very end: written once more
     if unfinished:
         counts = {side: Counts(**recorded) for side, recorded in unfinished.counts.items()}
         place, first_bad = unfinished.place, unfinished.first_bad
@@ -211,17 +210,16 @@ def prepare(
             written = unfinished.written[side] if unfinished else None
             writers[side] = TokenFileWriter(path, encoder.tokenizer.vocab_size, written, masked=records is not None)
 
-        def record(progress: Progress) -> None:
+        def progressed(done: int) -> Unfinished:
             written = {side: writer.written() for side, writer in writers.items()}
             by_side = {side: asdict(each) for side, each in counts.items()}
-            sha256 = encoder.tokenizer.sha256
-            journal.write(
-                Unfinished(request, sha256, place, progress.done, by_side, written, first_bad), None if given else model
-            )
+            return Unfinished(request, encoder.tokenizer.sha256, place, done, by_side, written, first_bad)
 
-        with Progress(corpus, place, unfinished.progress if unfinished else 0) as progress:
-            if journal.due:  # training the tokenizer took long
-                record(progress)
+        trained = None if given else model
+        begun = progressed(unfinished.progress if unfinished else 0)
+        if journal.exists or journal.due:  # due: training the tokenizer took long
+            journal.write(begun, trained)
+        with Progress(corpus, place, begun.progress) as progress:
             for encoded in encode(corpus.chunks(place), encoder, num_workers):
                 for side, part in encoded.parts.items():
                     writers[side].add(part.tokens, part.lengths, encoded.continues, part.counted)
@@ -230,7 +228,7 @@ def prepare(
                 progress.update(encoded)
                 if encoded.after and journal.due:
                     place = encoded.after
-                    record(progress)
+                    journal.write(progressed(progress.done), trained)
         for side, writer in writers.items():
             if records and writer.num_tokens:  # what follows the last sequence is read too
                 end = np.array([encoder.tokenizer.eos_id])
@@ -247,6 +245,8 @@ def prepare(
                     bad += " took none, use a larger one"
                 raise ConfigError(f"{writer.path}: no document with text went into this file{bad}; nothing is written")
         _check_siblings(output.parent, outputs, encoder.tokenizer)  # by now another host may have written its part
+        if trained and not journal.exists:  # says whose the tokenizer is until the token files do, to other hosts too
+            journal.write(begun, trained)
         with writing(model_path):
             write_atomic(model_path, model)
             for name in {TOKENIZER_NAME, TOKENIZER_JSON} - {model_path.name}:  # there is one tokenizer in a folder
@@ -362,16 +362,15 @@ def _already_there(outputs: dict[str, Path], model_path: Path, request: dict[str
     return len(existing) == len(outputs) and model_path.is_file()
 
 
-def _check_model(
-    outputs: dict[str, Path], model_path: Path, request: dict[str, Any], unfinished: Unfinished | None
-) -> None:
+def _check_model(outputs: dict[str, Path], model_path: Path, request: dict[str, Any]) -> None:
     """ConfigError if the folder's tokenizer would be replaced by another one: checkpoints need the old one."""
     there = tokenizer_in(model_path.parent)
     if not there.is_file():
         return
     theirs = sha256_of(there.read_bytes())
-    # An interrupted call with this request may have left the tokenizer that it trained, and one of two token files.
-    # Or another host has finished its part.
+    # An interrupted call with this request may have left the tokenizer that it trained, and one of two token files. Or
+    # another host finishes its part: its record goes when its token files say the same, so it is read before them.
+    unfinished = recorded_tokenizers(model_path.parent, request)
     paths = {path.with_suffix("") for path in model_path.parent.glob("*-of-*.idx")} | set(outputs.values())
     ours = {**request, "shard": None}
     known = [
@@ -379,7 +378,7 @@ def _check_model(
         for path in paths
         if {**(record := read_provenance(path)).get("request", {}), "shard": None} == ours
     ]
-    if theirs not in [request["tokenizer"], *known, *([unfinished.tokenizer_sha256] if unfinished else [])]:
+    if theirs not in [request["tokenizer"], *unfinished, *known]:
         raise ConfigError(
             f"{there} exists and would be replaced by another tokenizer; models trained with it could not be used "
             f"any more. Write to another folder (-o), keep it with --tokenizer {there} and no --vocab-size, or "
