@@ -42,6 +42,11 @@ def overlaps_reduction(cfg: RunConfig) -> bool:
     return bool(cfg.deepspeed.get("zero_optimization", {}).get("overlap_comm", default))
 
 
+def own_reduction(cfg: RunConfig) -> bool:
+    """Whether it is train/reduction.py, not DeepSpeed, that reduces gradients, beside a step's last backward pass."""
+    return resolved_zero_stage(cfg) == 1 and overlaps_reduction(cfg)
+
+
 def checkpoint_tokens(cfg: RunConfig) -> int:
     """Tokens between checkpoints: a tenth of the run's, unless they are named."""
     return cfg.checkpoint.every_tokens or max(1, cfg.training.total_tokens // 10)

@@ -43,13 +43,9 @@ def guidance(cfg: RunConfig, measured: MeasuredRun | None = None) -> list[Findin
 
     Unknown names in guidance.override are errors. Tokens per step are global, so the number of ranks changes nothing.
     """
-    findings = [*(_findings(cfg) if _may_be_int8(cfg) else []), *(_measured(cfg, measured) if measured else [])]
+    findings = [*(_findings(cfg) if cfg.attention.may_be_int8 else []), *(_measured(cfg, measured) if measured else [])]
     accepted = set(cfg.guidance.override)
     return [_overridden(f) if f.rule in accepted else f for f in findings] + list(_unknown_overrides(cfg))
-
-
-def _may_be_int8(cfg: RunConfig) -> bool:
-    return cfg.attention.backend in ("sage", "auto")
 
 
 def _findings(cfg: RunConfig) -> Iterator[Finding]:
@@ -131,7 +127,7 @@ def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
     """What the ratio of an earlier run would be at the largest tokens per step of this one; of a run with 16-bit
     attention the noise alone."""
     key, tokens = max(cfg.tokens_per_step.named_tokens.items(), key=lambda item: item[1])
-    said, source, int8 = [], f"{run.path}, measured", _may_be_int8(cfg)
+    said, source, int8 = [], f"{run.path}, measured", cfg.attention.may_be_int8
     level: Literal["warning", "info"] = "info"
     quantized = int8 or may_be_low_bit(cfg)
     if quantized and (whole := run.ratios.get(ALL)):

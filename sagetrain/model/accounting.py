@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from sagetrain.config.arithmetic import overlaps_reduction, resolved_zero_stage
+from sagetrain.config.arithmetic import own_reduction, resolved_zero_stage
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, ModelConfig, RunConfig
 from sagetrain.model.operations import (
     Attention,
@@ -119,8 +119,7 @@ def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
     given = cfg.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size")
     if given is not None:
         return int(given)
-    beside = resolved_zero_stage(cfg) == 1 and overlaps_reduction(cfg)
-    return min(_BUCKET_BESIDE if beside else _REDUCE_BUCKET, parameters)
+    return min(_BUCKET_BESIDE if own_reduction(cfg) else _REDUCE_BUCKET, parameters)
 
 
 def one_owner(share: int, bucket: int) -> bool:
@@ -259,7 +258,7 @@ def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, Memor
     full, narrow = min(bucket, size), cfg.parallel.gradient_reduction == "bf16"
     if stage == 0:
         held, copied = 0, 4 * min(size, _REDUCE_BUCKET)
-    elif stage == 1 and overlaps_reduction(cfg):
+    elif own_reduction(cfg):
         rounded = narrow and ranks > 1  # two buckets under way, and the next one
         held, copied = 2 * rounded * min(3 * bucket, size), 0
     elif stage == 1:

@@ -12,7 +12,13 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sagetrain.config.arithmetic import data_parallel_size, overlaps_reduction, resolved_zero_stage, token_multiple
+from sagetrain.config.arithmetic import (
+    data_parallel_size,
+    overlaps_reduction,
+    own_reduction,
+    resolved_zero_stage,
+    token_multiple,
+)
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import SIXTEEN_BITS, RunConfig
 from sagetrain.hardware import Hardware
@@ -284,7 +290,7 @@ class _Step:
         """DeepSpeed's passes over gradients, Adam, new weights."""
         travels_in_bf16 = self.cfg.parallel.gradient_reduction == "bf16"
         per_micro, per_step, per_share = (_STATE_BYTES_BF16 if travels_in_bf16 else _STATE_BYTES)[self.zero_stage]
-        if self.zero_stage == 1 and overlaps_reduction(self.cfg):
+        if own_reduction(self.cfg):
             several = _STATE_BYTES_BESIDE_BF16 if travels_in_bf16 else _STATE_BYTES_BESIDE
             per_micro, per_step, per_share = _STATE_BYTES_ALONE if self.replicas == 1 else several
         wide = 2 if self.rank.element == 4 and self.zero_stage else 1
@@ -369,17 +375,18 @@ class _Step:
             return []
         size, stage = self.parameters, self.zero_stage
         zero = self.cfg.deepspeed.get("zero_optimization", {})
-        bucket, beside = reduce_bucket_size(self.cfg, size), overlaps_reduction(self.cfg)
+        bucket = reduce_bucket_size(self.cfg, size)
+        beside, own = overlaps_reduction(self.cfg), own_reduction(self.cfg)
         buckets = -(-size // bucket) if stage > 1 or beside else 1
         kind = "reduce-scatter" if stage == 3 else "all-reduce"
         if stage == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:
             kind, buckets = "reduce", buckets + self.replicas - 1  # what has two owners is cut
-        elif stage == 1 and beside and one_owner(share := size // self.replicas, bucket):
+        elif own and one_owner(share := size // self.replicas, bucket):
             kind, buckets = "reduce", self.replicas * -(-share // bucket)
         wide = 2 if self.cfg.parallel.gradient_reduction == "bf16" else 4
         calls = self.accumulation * buckets if stage > 1 else buckets
         gradients = self._collective("data", "gradients", kind, calls, wide * size // buckets)
-        if stage == 1 and beside:
+        if own:
             waited = min(1.0, max(bucket, self.embedding) / size) * gradients.seconds / calls
             gradients = _beside(gradients, 2 * compute / 3 / self.accumulation, waited=waited)
         elif beside and kind != "reduce":

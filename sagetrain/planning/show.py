@@ -149,7 +149,7 @@ def _model_table(plan: Plan) -> Table:
     parameters = num_parameters(model, attention, plan.vocab_size)
     embedding = plan.vocab_size * model.hidden_size
     note = " (assumed: no tokenizer found, model.vocab_size not set)" if plan.assumed_vocab_size else ""
-    backend = attention.backend + (f", recipe {attention.recipe}" if attention.backend in ("sage", "auto") else "")
+    backend = attention.backend + (f", recipe {attention.recipe}" if attention.may_be_int8 else "")
     smoothing = ", ".join(name for name in ("smooth_k", "smooth_q") if getattr(attention, name)) or "no smoothing"
     linear, low = plan.cfg.linear, len(plan.cfg.linear.low_bit_blocks(model.num_layers))
     layers = model.linear_layers(plan.cfg.parallel.tensor_parallel_size).items()

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
 
-from sagetrain.config.arithmetic import overlaps_reduction, resolved_zero_stage
+from sagetrain.config.arithmetic import overlaps_reduction, own_reduction, resolved_zero_stage
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
@@ -131,8 +131,7 @@ def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int, param
     """
     stage = resolved_zero_stage(cfg)
     zero = {"stage": stage, **cfg.deepspeed.get("zero_optimization", {})}
-    # At stage 1 it is not DeepSpeed that reduces beside backward (reduction.py).
-    overlap = overlaps_reduction(cfg) and stage > 1
+    overlap = overlaps_reduction(cfg) and not own_reduction(cfg)
     # The YAML's, if it has them.
     zero.update(reduce_bucket_size=reduce_bucket_size(cfg, parameters), overlap_comm=overlap)
     # Stage 0 leaves the norm unreported, so that stage clips in Engine._clip_stage0.
@@ -257,9 +256,9 @@ class Engine:
             )
         self._reduction: Reduction | None = None
         if hasattr(optimizer := self._ds.optimizer, "fp32_groups_gradients"):
-            if overlaps_reduction(cfg) and groups.num_replicas == 1:
+            if own_reduction(cfg) and groups.num_replicas == 1:
                 optimizer.reduce_gradients = _reduce_nothing
-            elif overlaps_reduction(cfg):
+            elif own_reduction(cfg):
                 dtype = torch.bfloat16 if cfg.parallel.gradient_reduction == "bf16" else torch.float32
                 bucket = reduce_bucket_size(cfg, parameters)
                 self._reduction = Reduction(optimizer, model, groups, bucket, dtype)

@@ -27,7 +27,7 @@ def _monitor(cfg: RunConfig) -> Iterator[Finding]:
     linear = "" if may_be_low_bit(cfg) else "linear layers neither"
     if cfg.parallel.zero_stage == 3:
         linear = linear or "linear layers are not looked at with parallel.zero_stage 3"
-    if isinstance(monitor.every_steps, int) and backend not in ("sage", "auto") and linear:
+    if isinstance(monitor.every_steps, int) and not cfg.attention.may_be_int8 and linear:
         yield error(
             "monitor_of_nothing",
             "stability.monitor.every_steps",
@@ -61,7 +61,7 @@ def _noise_scale(cfg: RunConfig) -> Iterator[Finding]:
 def _quant_noise(cfg: RunConfig) -> Iterator[Finding]:
     key, every = "stability.quant_noise.every_steps", cfg.stability.quant_noise.every_steps
     backend = cfg.attention.backend
-    if backend not in ("sage", "auto") and not may_be_low_bit(cfg):
+    if not cfg.attention.may_be_int8 and not may_be_low_bit(cfg):
         yield error(
             "probe_of_16_bits",
             key,

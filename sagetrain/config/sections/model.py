@@ -97,6 +97,11 @@ class AttentionConfig(Section):
     smooth_q: bool = False
     """Subtract the mean query of each block before quantizing. No consistent gain in the paper: a guidance finding."""
 
+    @property
+    def may_be_int8(self) -> bool:
+        """Whether anything may be quantized. With backend `auto` that is decided when the run begins."""
+        return self.backend in ("sage", "auto")
+
 
 class LinearConfig(Section):
     """In how many bits the blocks' linear layers multiply. Embedding, output projection and norms stay in 16."""
