@@ -1,6 +1,7 @@
 """`prepare --shard`: the parts together are the whole, and hosts that share a folder do not disturb each other."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +175,25 @@ def test_another_host_does_not_mind_a_tokenizer_of_the_same_request(tmp_path, mo
     quiet([str(path)], tmp_path / "d/train", shard="2/2", **options)
     quiet([str(path)], tmp_path / "d/train", shard="1/2", **options)
     assert len(list(tmp_path.glob("d/*.idx"))) == 4 and not list(tmp_path.glob("d/*partial*"))
+
+
+def test_parts_of_another_whole_are_refused(tmp_path, model):
+    path, output = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "d/train"
+    quiet([str(path)], output, tokenizer=model, shard="1/2")
+    said = r"d/train-00001-of-00002\.json is of another preparation \({}\), and .*/d/train-\* would read both"
+    with pytest.raises(ConfigError, match=said.format("2 parts instead of 3")):
+        quiet([str(path)], output, tokenizer=model, shard="2/3")
+    with pytest.raises(ConfigError, match=said.format("--valid-fraction")):
+        quiet([str(path)], output, tokenizer=model, shard="2/2", valid_fraction=0.1)
+    with pytest.raises(ConfigError, match=said.format("the number of input files and .*")):
+        quiet([str(path), str(write_jsonl(tmp_path / "b.jsonl", TEXTS))], output, tokenizer=model, shard="2/2")
+    quiet([str(path)], tmp_path / "d/train-more", tokenizer=model, shard="2/3")  # another name
+    shutil.copytree(tmp_path / "d", tmp_path / "e")
+    copy, notes = write_jsonl(tmp_path / "copy.jsonl", TEXTS), []  # as on another host
+    prepare([str(copy)], output, tokenizer=model, shard="2/2", say=notes.append)
+    assert notes[0].startswith("train-00001-of-00002 was made from inputs of other names, sizes or times; are they")
+    quiet([str(path)], tmp_path / "e/train", tokenizer=model, shard="2/2", valid_fraction=0.1, overwrite=True)
+    quiet([str(path)], tmp_path / "e/train", tokenizer=model, shard="1/2", valid_fraction=0.1, overwrite=True)
 
 
 def test_parts_that_cannot_be(tmp_path, model):

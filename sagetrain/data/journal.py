@@ -47,6 +47,16 @@ class Unfinished:
     first_bad: str | None
 
 
+def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Keys of two requests that are not the same."""
+    return [key for key in theirs | ours if theirs.get(key) != ours.get(key)]
+
+
+def in_words(differ: list[str]) -> str:
+    """Those, as their options are called."""
+    return " and ".join(_WORDS.get(key, f"--{key.replace('_', '-')}") for key in differ)
+
+
 def recorded_tokenizers(folder: Path, request: dict[str, Any]) -> list[str]:
     """SHA-256 of the tokenizers that unfinished calls with this request, for any part of the text, have recorded."""
     found = []
@@ -86,16 +96,15 @@ class Journal:
             raise self.damaged(f"{self._path} is not valid JSON") from error
         unfinished = Unfinished(**content | {"place": Place(**content["place"])})
         theirs = unfinished.request
-        differ = [key for key in theirs | request if theirs.get(key) != request.get(key)]
+        differ = differences(theirs, request)
         if not unfinished.counts["train"]["bad_lines"] and "skip_bad_lines" in differ:
             differ.remove("skip_bad_lines")  # none has been met so far: what was done is right either way
         if not differ:
             return unfinished
         if not overwrite:
-            what = " and ".join(_WORDS.get(key, f"--{key.replace('_', '-')}") for key in differ)
             raise ConfigError(
-                f"an unfinished call left {self._path}, and this one differs from it in {what}: repeat that one to go "
-                "on with it, choose another output (-o), or discard what it did with --overwrite"
+                f"an unfinished call left {self._path}, and this one differs from it in {in_words(differ)}: repeat "
+                "that one to go on with it, choose another output (-o), or discard what it did with --overwrite"
             )
         self.discard()
         return None

@@ -22,7 +22,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, tokenizer_in
 from sagetrain.data.chunk import Place
 from sagetrain.data.encode import Encoded, Encoder, encode
-from sagetrain.data.journal import Journal, Unfinished, recorded_tokenizers
+from sagetrain.data.journal import Journal, Unfinished, differences, in_words, recorded_tokenizers
 from sagetrain.data.progress import Progress
 from sagetrain.data.records import Records, settled
 from sagetrain.data.sources import Corpus
@@ -179,6 +179,8 @@ def prepare(
     unfinished = journal.read(request, overwrite)
     if not overwrite:
         _check_model(outputs, model_path, request)
+        if division:
+            _check_parts(named, output, request, say)
     if "valid" not in outputs and output != held_out:
         _check_held_out(output, held_out, sources, request)
 
@@ -401,6 +403,28 @@ def _check_held_out(output: Path, valid: Path, sources: list[str], request: dict
             f"loss on it would mean nothing. Give --valid-fraction (it was {theirs['valid_fraction']}) and --overwrite "
             f"to write both again, or delete {valid}.bin, .idx and .json"
         )
+
+
+def _check_parts(named: Path, output: Path, request: dict[str, Any], say: Callable[[str], None]) -> None:
+    """ConfigError if `named`-* would hold parts of another whole: some documents would be there twice, others not."""
+    part = re.compile(re.escape(named.name) + r"-\d{5}-of-(\d{5})")
+    for path in sorted(file.with_suffix("") for file in named.parent.glob(f"{named.name}-*.json")):
+        if path == output or not (found := part.fullmatch(path.name)):
+            continue
+        if not (made_from := read_provenance(path).get("request")):
+            continue  # from elsewhere
+        # Tokenizers are compared by what they are (_check_siblings): the first part may have trained it.
+        differ = differences(made_from, request)
+        differ = [key for key in differ if key not in ("shard", "tokenizer", "skip_bad_lines")]
+        count = request["shard"][1]
+        if (theirs := int(found[1])) != count or [key for key in differ if key != "inputs_sha256"]:
+            what = in_words(differ) if theirs == count else f"{theirs} parts instead of {count}"
+            raise ConfigError(
+                f"{path}.json is of another preparation ({what}), and {named}-* would read both: choose another output "
+                "(-o), delete the token files of the other one, or replace it part by part with --overwrite"
+            )
+        if differ:  # copies on several hosts have times of their own
+            say(f"{path.name} was made from inputs of other names, sizes or times; are they the same text?")
 
 
 def _check_siblings(folder: Path, outputs: dict[str, Path], tokenizer: Tokenizer) -> None:
