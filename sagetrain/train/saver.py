@@ -280,17 +280,18 @@ class Saver:
     def _told(self, action: Callable[[], T], what: str) -> T:
         """What `action` returns on rank 0, on every rank; or the same CheckpointError on every rank."""
         box: list[Any] = [None, None]
+        cause = None
         if self._rank == 0:
             try:
                 box[0] = action()
-            except OSError as error:
-                box[1] = f"{what}: {error}"
+            except Exception as error:  # whatever it is, the others wait for a word
+                box[1], cause = f"{what}: {error}", error
                 if any(os.strerror(full) in box[1] for full in (errno.ENOSPC, errno.EDQUOT)):  # of any rank
                     box[1] += "; free some space and run the same command again"
         if self._group:
             dist.broadcast_object_list(box, src=0, group=self._group)
         if box[1]:
-            raise CheckpointError(box[1])
+            raise CheckpointError(box[1]) from cause
         return box[0]
 
     def _gathered(self, value: T) -> list[T]:
