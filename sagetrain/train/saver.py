@@ -284,7 +284,7 @@ class Saver:
         if self._rank == 0:
             try:
                 box[0] = action()
-            except Exception as error:  # whatever it is, the others wait for a word
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for a word
                 box[1], cause = f"{what}: {error}", error
                 if any(os.strerror(full) in box[1] for full in (errno.ENOSPC, errno.EDQUOT)):  # of any rank
                     box[1] += "; free some space and run the same command again"
