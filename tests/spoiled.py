@@ -32,7 +32,7 @@ def spoiled(corpus: Path, folder: Path, samples: Iterable[int], begins: int | No
     ends = [file.document_start(document) for document in range(1, file.num_documents)]
     if begins is not None:
         ends = sorted({*ends, stream.locate(begins)[1] * seq_length + MIDDLE})
-    writer = TokenFileWriter(folder / "train", 512)
+    writer = TokenFileWriter(folder / "train").begin(512)
     writer.add(tokens, np.diff([0, *ends, len(tokens)]))
     writer.finish()
     writer.publish({**file.provenance(), "sha256": writer.sha256})

@@ -315,3 +315,28 @@ def processes_of_session(session: int) -> list[int]:
         if int(fields[3]) == session and fields[0] != "Z":
             found.append(int(stat.parent.name))
     return found
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 350}, {"vocab_size": 360}])
+def test_a_call_that_is_running_keeps_what_it_recorded(
+    tmp_path, model, killed_after, small_pieces, monkeypatch, change
+):
+    """Another one with --overwrite is refused before it discards anything."""
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    quiet([str(path)], tmp_path / "whole/train", vocab_size=350)
+    killed_after(4, [str(path)], tmp_path / "out/train", vocab_size=350)
+    before, add = digests(tmp_path / "out"), TokenFileWriter.add
+
+    def refused(self: TokenFileWriter, *args: object) -> None:
+        if not asked:
+            asked.append(digests(tmp_path / "out").keys() == before.keys())
+            with pytest.raises(ConfigError, match="another process is writing"):
+                quiet([str(path)], tmp_path / "out/train", overwrite=True, **change)
+            asked.append(digests(tmp_path / "out").keys() == before.keys())
+        add(self, *args)
+
+    asked: list[bool] = []
+    monkeypatch.setattr(TokenFileWriter, "add", refused)
+    quiet([str(path)], tmp_path / "out/train", vocab_size=350)
+    assert asked == [True, True]
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")

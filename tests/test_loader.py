@@ -36,7 +36,7 @@ def write(path: Path, num_tokens: int, seed: int = 0, provenance: dict | None = 
         position = min(position + rng.choice([1, 2, 5, 20, 60]), num_tokens - 1)
         tokens[position] = EOS
     ends = np.flatnonzero(tokens == EOS)
-    writer = TokenFileWriter(path, 61000)
+    writer = TokenFileWriter(path).begin(61000)
     writer.add(tokens, np.diff(ends, prepend=-1))
     writer.finish()
     writer.publish(provenance or {})

@@ -37,7 +37,7 @@ def write(path: Path, masked: bool = True, seed: int = 0) -> DataSource:
     tokens = rng.integers(0, tiny.VOCAB, sum(LENGTHS)).astype(np.int32)
     counted = rng.random(len(tokens)) < np.linspace(0.6, 0.0, len(tokens))
     counted[-2 * tiny.SEQ :] = False
-    writer = TokenFileWriter(path, tiny.VOCAB, masked=masked)
+    writer = TokenFileWriter(path).begin(tiny.VOCAB, masked=masked)
     writer.add(tokens, np.array(LENGTHS), counted=counted if masked else None)
     writer.finish()
     recorded = {"sha256": writer.sha256} | ({"mask_sha256": writer.mask_sha256} if masked else {})

@@ -207,7 +207,7 @@ def test_the_last_step_of_a_run_has_a_row_whatever_its_number(tmp_path: Path, mo
 
 def test_mfu_counts_attention_inside_documents_and_beside_it_whole_sequences(corpus: Path, tmp_path: Path) -> None:
     data, lengths = str(tmp_path / "short"), np.arange(1, 50) % 9 + 3
-    writer = TokenFileWriter(data, 512)
+    writer = TokenFileWriter(data).begin(512)
     writer.add(np.arange(lengths.sum()), lengths)
     writer.finish()
     writer.publish({})

@@ -147,7 +147,7 @@ def test_all_that_is_priced_is_priced_with_the_documents_of_the_data(corpus, mon
 def test_documents_of_a_blend_are_as_long_as_those_of_its_sources_in_their_shares(monkeypatch, tmp_path):
     """The largest file of a pattern stands for it; of many files some are opened, and their text stands for all."""
     for name, length, count in (("a-0", 8, 3), *((f"a-{i}", 4, 17) for i in range(1, 5)), ("b", 16, 5)):
-        writer = TokenFileWriter(tmp_path / name, 100)
+        writer = TokenFileWriter(tmp_path / name).begin(100)
         writer.add(np.ones(length * count, np.int64), np.full(count, length))
         writer.finish()
         writer.publish({})

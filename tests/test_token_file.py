@@ -23,7 +23,7 @@ DOCUMENTS = [[5, 6, 7], [1], [2, 3, 4, 5], [9, 9]]
 
 
 def write(path, documents, vocab_size=100, provenance=None) -> TokenFile:
-    writer = TokenFileWriter(path, vocab_size)
+    writer = TokenFileWriter(path).begin(vocab_size)
     for document in documents:
         writer.add(np.array(document), np.array([len(document)]))
     writer.finish()
@@ -85,7 +85,7 @@ def test_round_trip(tmp_path_factory, data):
 
 
 def test_documents_may_be_added_in_pieces(tmp_path):
-    writer = TokenFileWriter(tmp_path / "x", 100)
+    writer = TokenFileWriter(tmp_path / "x").begin(100)
     writer.add(np.array([1, 2, 3, 4]), np.array([1, 3]))
     writer.add(np.array([5, 6]), np.array([1, 1]), continues=True)
     writer.add(np.array([7]), np.array([1]), continues=True)
@@ -117,7 +117,7 @@ def test_files_of_several_sequences_per_document(tmp_path):
 
 
 def test_nothing_looks_finished_before_publish(tmp_path):
-    writer = TokenFileWriter(tmp_path / "x", 100)
+    writer = TokenFileWriter(tmp_path / "x").begin(100)
     writer.add(np.array([1]), np.array([1]))
     writer.finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin.partial", "x.idx.partial"]
@@ -128,15 +128,15 @@ def test_nothing_looks_finished_before_publish(tmp_path):
 
 
 def test_two_writers_of_one_file(tmp_path):
-    writer = TokenFileWriter(tmp_path / "x", 100)
+    writer = TokenFileWriter(tmp_path / "x").begin(100)
     with pytest.raises(ConfigError, match="another process is writing"):
-        TokenFileWriter(tmp_path / "x", 100)
+        TokenFileWriter(tmp_path / "x").begin(100)
     writer.abort()
-    TokenFileWriter(tmp_path / "x", 100).abort()
+    TokenFileWriter(tmp_path / "x").begin(100).abort()
 
 
 def test_a_file_published_between_opening_and_locking_stays_whole(tmp_path, monkeypatch):
-    first = TokenFileWriter(tmp_path / "x", 100)
+    first = TokenFileWriter(tmp_path / "x").begin(100)
     first.add(np.array([1, 2]), np.array([2]))
     first.finish()
     flock = fcntl.flock
@@ -147,7 +147,7 @@ def test_a_file_published_between_opening_and_locking_stays_whole(tmp_path, monk
         flock(*args)
 
     monkeypatch.setattr(fcntl, "flock", publish_and_lock)
-    second = TokenFileWriter(tmp_path / "x", 100)
+    second = TokenFileWriter(tmp_path / "x").begin(100)
     assert TokenFile(tmp_path / "x").tokens(0, 2).tolist() == [1, 2]
     second.add(np.array([3]), np.array([1]))
     second.finish()
@@ -157,7 +157,7 @@ def test_a_file_published_between_opening_and_locking_stays_whole(tmp_path, monk
 
 @pytest.mark.parametrize("end", [lambda writer: writer.publish({}), TokenFileWriter.abort], ids=["publish", "abort"])
 def test_the_lock_holds_until_the_last_file_has_its_name(tmp_path, monkeypatch, end):
-    writer = TokenFileWriter(tmp_path / "x", 100)
+    writer = TokenFileWriter(tmp_path / "x").begin(100)
     writer.add(np.array([1]), np.array([1]))
     writer.finish()
     calls = []
@@ -166,7 +166,7 @@ def test_the_lock_holds_until_the_last_file_has_its_name(tmp_path, monkeypatch, 
         def refused_before(*args, call=call):
             calls.append(args)
             with pytest.raises(ConfigError, match="another process is writing"):
-                TokenFileWriter(tmp_path / "x", 100)
+                TokenFileWriter(tmp_path / "x").begin(100)
             call(*args)
 
         monkeypatch.setattr(os, call.__name__, refused_before)
@@ -178,7 +178,7 @@ def test_the_lock_holds_until_the_last_file_has_its_name(tmp_path, monkeypatch, 
 def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write"):
-        TokenFileWriter(tmp_path / "file" / "x", 100)
+        TokenFileWriter(tmp_path / "file" / "x").begin(100)
 
 
 def test_writer_and_reader_need_constant_memory(tmp_path):
@@ -189,7 +189,7 @@ def test_writer_and_reader_need_constant_memory(tmp_path):
         from sagetrain.data.token_file import TokenFile, TokenFileWriter
         peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         def write(count):
-            writer = TokenFileWriter(sys.argv[1], 100)
+            writer = TokenFileWriter(sys.argv[1]).begin(100)
             for _ in range(count):
                 writer.add(np.ones(150_000, np.uint16), np.full(50_000, 3))
             writer.finish()
@@ -303,7 +303,7 @@ def test_missing_files(path):
 
 
 def test_an_empty_file_is_refused(tmp_path):
-    writer = TokenFileWriter(tmp_path / "x", 100)
+    writer = TokenFileWriter(tmp_path / "x").begin(100)
     writer.finish()
     writer.publish({})
     with pytest.raises(ConfigError, match="no documents"):

@@ -12,9 +12,10 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from sagetrain.data.sources import Corpus
 from sagetrain.data.token_file import (
     TokenFile,
     TokenFileWriter,
+    alone_in,
     check_writable,
     read_provenance,
     token_path,
@@ -171,97 +173,92 @@ def prepare(
         | ({"text_key": None, "records": records.request} if records else {})
         | ({"prefix": prefix} if prefix else {})
     )
-    journal = Journal(output)
-    if _already_there(outputs, model_path, request, overwrite):
-        journal.discard()
-        say(f"{output}: already prepared from the same inputs")
-        return _result(outputs, model_path, begin, True)
-    unfinished = journal.read(request, overwrite)
-    if not overwrite:
-        _check_model(outputs, model_path, request)
-        if division:
-            _check_parts(named, output, request, say)
-    if "valid" not in outputs and output != held_out:
-        _check_held_out(output, held_out, sources, request)
+    with _claimed(outputs) as writers:
+        journal = Journal(output)
+        if _already_there(outputs, model_path, request, overwrite):
+            journal.discard()
+            say(f"{output}: already prepared from the same inputs")
+            return _result(outputs, model_path, begin, True)
+        unfinished = journal.read(request, overwrite)
+        if not overwrite:
+            _check_model(outputs, model_path, request)
+        notes = _check_parts(named, output, request) if division and not overwrite else []
+        if "valid" not in outputs and output != held_out:
+            _check_held_out(output, held_out, sources, request)
 
-    for note in corpus.notes:
-        say(note)
-    if given:
-        model = given.model
-    elif unfinished:
-        model = journal.tokenizer(unfinished)
-    else:
-        assert vocab_size, "_check_arguments wants this one or a tokenizer"
-        say(f"training a tokenizer of {vocab_size:,} tokens")
-        model = train_tokenizer(corpus.sample(tokenizer_sample), vocab_size)
-        say(f"trained the tokenizer in {time.perf_counter() - begin:.0f} s")
-    encoder = Encoder(model, text_key, valid_fraction, skip_bad_lines, records, prefix)
-    _check_siblings(output.parent, outputs, encoder.tokenizer)
+        for note in corpus.notes + notes:
+            say(note)
+        if given:
+            model = given.model
+        elif unfinished:
+            model = journal.tokenizer(unfinished)
+        else:
+            assert vocab_size, "_check_arguments wants this one or a tokenizer"
+            say(f"training a tokenizer of {vocab_size:,} tokens")
+            model = train_tokenizer(corpus.sample(tokenizer_sample), vocab_size)
+            say(f"trained the tokenizer in {time.perf_counter() - begin:.0f} s")
+        encoder = Encoder(model, text_key, valid_fraction, skip_bad_lines, records, prefix)
+        _check_siblings(output.parent, outputs, encoder.tokenizer)
 
-    writers: dict[str, TokenFileWriter] = {}
-    counts = {side: Counts() for side in outputs}
-    place, first_bad = Place(), None
-    if unfinished and not all(token_path(path, ".bin.partial").exists() for path in outputs.values()):
-        unfinished = None  # interrupted between the renames at its very end: written once more
-    if unfinished:
-        counts = {side: Counts(**recorded) for side, recorded in unfinished.counts.items()}
-        place, first_bad = unfinished.place, unfinished.first_bad
-        say(f"{output}: going on after {_tokens(counts)}, in {corpus.inputs[place.input].name}")
-    try:
-        for side, path in outputs.items():
+        counts = {side: Counts() for side in outputs}
+        place, first_bad = Place(), None
+        if unfinished and not all(token_path(path, ".bin.partial").exists() for path in outputs.values()):
+            unfinished = None  # interrupted between the renames at its very end: written once more
+        if unfinished:
+            counts = {side: Counts(**recorded) for side, recorded in unfinished.counts.items()}
+            place, first_bad = unfinished.place, unfinished.first_bad
+            say(f"{output}: going on after {_tokens(counts)}, in {corpus.inputs[place.input].name}")
+        for side, writer in writers.items():
             written = unfinished.written[side] if unfinished else None
-            writers[side] = TokenFileWriter(path, encoder.tokenizer.vocab_size, written, masked=records is not None)
+            writer.begin(encoder.tokenizer.vocab_size, written, masked=records is not None)
 
         def progressed(done: int) -> Unfinished:
             written = {side: writer.written() for side, writer in writers.items()}
             by_side = {side: asdict(each) for side, each in counts.items()}
             return Unfinished(request, encoder.tokenizer.sha256, place, done, by_side, written, first_bad)
 
-        trained = None if given else model
-        begun = progressed(unfinished.progress if unfinished else 0)
-        if journal.exists or journal.due:  # due: training the tokenizer took long
-            journal.write(begun, trained)
-        with Progress(corpus, place, begun.progress) as progress:
-            for encoded in encode(corpus.chunks(place), encoder, num_workers):
-                for side, part in encoded.parts.items():
-                    writers[side].add(part.tokens, part.lengths, encoded.continues, part.counted)
-                _count(encoded, counts)
-                first_bad = first_bad or encoded.first_bad
-                progress.update(encoded)
-                if encoded.after and journal.due:
-                    place = encoded.after
-                    journal.write(progressed(progress.done), trained)
-        for side, writer in writers.items():
-            if records and writer.num_tokens:  # what follows the last sequence is read too
-                end = np.array([encoder.tokenizer.eos_id])
-                writer.add(end, np.array([1]), counted=np.zeros(1, bool))
-            writer.finish()
-            counts[side].documents = writer.num_documents - (records is not None)
-            if writer.num_documents == 0:
+        try:
+            trained = None if given else model
+            begun = progressed(unfinished.progress if unfinished else 0)
+            if journal.exists or journal.due:  # due: training the tokenizer took long
+                journal.write(begun, trained)
+            with Progress(corpus, place, begun.progress) as progress:
+                for encoded in encode(corpus.chunks(place), encoder, num_workers):
+                    for side, part in encoded.parts.items():
+                        writers[side].add(part.tokens, part.lengths, encoded.continues, part.counted)
+                    _count(encoded, counts)
+                    first_bad = first_bad or encoded.first_bad
+                    progress.update(encoded)
+                    if encoded.after and journal.due:
+                        place = encoded.after
+                        journal.write(progressed(progress.done), trained)
+            for side, writer in writers.items():
+                if records and writer.num_tokens:  # what follows the last sequence is read too
+                    end = np.array([encoder.tokenizer.eos_id])
+                    writer.add(end, np.array([1]), counted=np.zeros(1, bool))
+                writer.finish()
+                counts[side].documents = writer.num_documents - (records is not None)
+                if writer.num_documents == 0:
+                    journal.discard()
+                    _nothing(side, writer, counts, records, first_bad, valid_fraction)
+            with alone_in(output.parent):  # by now other calls may have written, or are about to
+                _check_siblings(output.parent, outputs, encoder.tokenizer)
+                if division and not overwrite:
+                    for note in set(_check_parts(named, output, request)) - set(notes):
+                        say(note)
+                if trained and not journal.exists:  # says whose the tokenizer is until the token files do
+                    journal.write(begun, trained)
+                with writing(model_path):
+                    write_atomic(model_path, model)
+                    for name in {TOKENIZER_NAME, TOKENIZER_JSON} - {model_path.name}:  # there is one in a folder
+                        (output.parent / name).unlink(missing_ok=True)
+                for side in reversed(list(writers)):
+                    provenance = _provenance(sources, counts[side], encoder.tokenizer, writers[side], request, records)
+                    writers[side].publish(provenance)
                 journal.discard()
-                bad = f" ({_many(counts['train'].bad_lines, 'bad line')}, the first: {first_bad})" if first_bad else ""
-                if records and counts["train"].too_long_records:
-                    bad += f" ({_too_long(counts['train'], records)})"
-                if side == "valid":
-                    bad += f": --valid-fraction {valid_fraction:g} of {_many(counts['train'].documents, 'document')}"
-                    bad += " took none, use a larger one"
-                raise ConfigError(f"{writer.path}: no document with text went into this file{bad}; nothing is written")
-        _check_siblings(output.parent, outputs, encoder.tokenizer)  # by now another host may have written its part
-        if trained and not journal.exists:  # says whose the tokenizer is until the token files do, to other hosts too
-            journal.write(begun, trained)
-        with writing(model_path):
-            write_atomic(model_path, model)
-            for name in {TOKENIZER_NAME, TOKENIZER_JSON} - {model_path.name}:  # there is one tokenizer in a folder
-                (output.parent / name).unlink(missing_ok=True)
-        for side in reversed(list(writers)):
-            provenance = _provenance(sources, counts[side], encoder.tokenizer, writers[side], request, records)
-            writers[side].publish(provenance)
-        journal.discard()
-    finally:
-        if journal.exists:
-            say(f"{output}: unfinished; the same command goes on with it")
-        for writer in reversed(list(writers.values())):  # the first may have made the folder
-            writer.abort(keep=journal.exists)
+        finally:
+            if journal.exists:
+                say(f"{output}: unfinished; the same command goes on with it")
     if division:
         say(f"part {division[0]} of {division[1]}; train on all of them by data.train path: {named}-*")
     if prefix:
@@ -270,6 +267,38 @@ def prepare(
     for line in _said(outputs, counts, records, first_bad):
         say(line)
     return _result(outputs, model_path, begin, False)
+
+
+@contextmanager
+def _claimed(outputs: Mapping[str, Path]) -> Iterator[dict[str, TokenFileWriter]]:
+    """Their writers: no other process may write there meanwhile, nor change what is recorded of an unfinished call."""
+    writers: dict[str, TokenFileWriter] = {}
+    try:
+        for side, path in outputs.items():
+            writers[side] = TokenFileWriter(path)
+        yield writers
+    finally:
+        kept = Journal(outputs["train"]).exists
+        for writer in reversed(list(writers.values())):  # the first may have made the folder
+            writer.abort(keep=kept)
+
+
+def _nothing(
+    side: str,
+    writer: TokenFileWriter,
+    counts: Mapping[str, Counts],
+    records: Records | None,
+    first_bad: str | None,
+    valid_fraction: float,
+) -> NoReturn:
+    """ConfigError for a token file without a document."""
+    bad = f" ({_many(counts['train'].bad_lines, 'bad line')}, the first: {first_bad})" if first_bad else ""
+    if records and counts["train"].too_long_records:
+        bad += f" ({_too_long(counts['train'], records)})"
+    if side == "valid":
+        bad += f": --valid-fraction {valid_fraction:g} of {_many(counts['train'].documents, 'document')}"
+        bad += " took none, use a larger one"
+    raise ConfigError(f"{writer.path}: no document with text went into this file{bad}; nothing is written")
 
 
 def _count(encoded: Encoded, counts: Mapping[str, Counts]) -> None:
@@ -405,8 +434,10 @@ def _check_held_out(output: Path, valid: Path, sources: list[str], request: dict
         )
 
 
-def _check_parts(named: Path, output: Path, request: dict[str, Any], say: Callable[[str], None]) -> None:
-    """ConfigError if `named`-* would hold parts of another whole: some documents would be there twice, others not."""
+def _check_parts(named: Path, output: Path, request: dict[str, Any]) -> list[str]:
+    """ConfigError if `named`-* would hold parts of another whole: some documents would be there twice, others not.
+    What is to be said of parts that may be."""
+    notes = []
     part = re.compile(re.escape(named.name) + r"-\d{5}-of-(\d{5})")
     for path in sorted(file.with_suffix("") for file in named.parent.glob(f"{named.name}-*.json")):
         if path == output or not (found := part.fullmatch(path.name)):
@@ -424,7 +455,8 @@ def _check_parts(named: Path, output: Path, request: dict[str, Any], say: Callab
                 "(-o), delete the token files of the other one, or replace it part by part with --overwrite"
             )
         if differ:  # copies on several hosts have times of their own
-            say(f"{path.name} was made from inputs of other names, sizes or times; are they the same text?")
+            notes.append(f"{path.name} was made from inputs of other names, sizes or times; are they the same text?")
+    return notes
 
 
 def _check_siblings(folder: Path, outputs: dict[str, Path], tokenizer: Tokenizer) -> None:

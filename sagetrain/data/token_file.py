@@ -52,35 +52,40 @@ def token_path(path: str | os.PathLike, suffix: str) -> Path:
 
 
 class TokenFileWriter:
-    """Writes a token file as a stream: memory does not grow with the file.
+    """Writes a token file as a stream, after `begin`: memory does not grow with the file.
 
     Everything goes to NAME.bin.partial, NAME.idx.partial and, if there is a mask, NAME.mask.partial. `finish` completes
     them and `publish` renames them, the .idx last; whatever happens before, nothing looks like a finished file.
     """
 
-    def __init__(
-        self, path: str | os.PathLike, vocab_size: int, written: dict[str, Any] | None = None, masked: bool = False
-    ):
-        """Opens the partial files, in a new folder if need be; goes on after what an earlier one had `written`.
-        `masked`: with a mask.
-
-        ConfigError, here and in what follows, if they cannot be written (a full disk, say), another process writes
-        there, or they do not begin with what had been written.
-        """
+    def __init__(self, path: str | os.PathLike):
+        """From here on no other process writes there. ConfigError if one does, or if nothing can be written (a full
+        disk, say), here and in what follows."""
         self.path = Path(path)
-        self.dtype = token_dtype(vocab_size)
+        self.dtype = np.dtype(np.uint16)
         self.num_tokens = 0
         self.num_documents = 0
         self._open_length = 0  # tokens of the last document, which more may follow
         self._hash, self._mask_hash = hashlib.sha256(), hashlib.sha256()
         self.sha256 = self.mask_sha256 = ""
+        self._bin: BinaryIO
+        self._mask: BinaryIO | None = None
         # The lock is on the one that is renamed or removed last: until then nobody else opens either.
         folder = self.path.absolute().parent
         self._new_folders = [each for each in (folder, *folder.parents) if not each.exists()]
         self._idx = _open_locked(token_path(path, ".idx.partial"))
-        with writing(token_path(path, ".bin.partial")):
-            self._bin = _open(token_path(path, ".bin.partial"))
-            self._mask = _open(token_path(path, ".mask.partial")) if masked else None
+        self._files = [(self._idx, ".idx")]
+
+    def begin(self, vocab_size: int, written: dict[str, Any] | None = None, masked: bool = False) -> TokenFileWriter:
+        """Open the files, empty or after what an earlier writer had `written`; ConfigError if they do not begin with
+        that. `masked`: with a mask."""
+        self.dtype = token_dtype(vocab_size)
+        with writing(token_path(self.path, ".bin.partial")):
+            self._bin = _open(token_path(self.path, ".bin.partial"))
+            self._files.insert(0, (self._bin, ".bin"))
+            if masked:
+                self._mask = _open(token_path(self.path, ".mask.partial"))
+                self._files.insert(1, (self._mask, ".mask"))
         if written:
             self._go_on(written)
         self._bin.truncate(self._bin.seek(self.num_tokens * self.dtype.itemsize))
@@ -88,6 +93,7 @@ class TokenFileWriter:
             self._mask.truncate(self._mask.seek(self.num_tokens))
         self._idx.write(bytes(_HEADER.size))  # the header comes last: no magic yet
         self._idx.truncate(self._idx.seek(_HEADER.size + 4 * self.num_documents))
+        return self
 
     def _go_on(self, written: dict[str, Any]) -> None:
         streams = [(self._bin, self._hash, self.dtype.itemsize, written["sha256"])]
@@ -108,12 +114,6 @@ class TokenFileWriter:
                 f"{self.path}.*.partial to start over"
             )
         self.num_tokens, self.num_documents = written["tokens"], written["documents"]
-
-    @property
-    def _files(self) -> list[tuple[BinaryIO, str]]:
-        """With their suffixes."""
-        mask = [(self._mask, ".mask")] if self._mask else []
-        return [(self._bin, ".bin"), *mask, (self._idx, ".idx")]
 
     def add(
         self, tokens: np.ndarray, lengths: np.ndarray, continues: bool = False, counted: np.ndarray | None = None
@@ -205,12 +205,12 @@ class TokenFileWriter:
             file.close()
 
     def abort(self, keep: bool = False) -> None:
-        """Close the partial files. Unless they are to be kept, remove them, and the folders that were made for them if
-        nothing else is in there."""
+        """Close the partial files. Unless they are to be kept and hold something, remove them, and the folders made for
+        them if nothing else is in there."""
         for file, suffix in self._files:
             if not file.closed:
                 with suppress(FileNotFoundError):
-                    if not keep:
+                    if not (keep and os.fstat(file.fileno()).st_size):
                         os.unlink(token_path(self.path, f"{suffix}.partial"))
                 with suppress(OSError):  # a full disk does not take what is still buffered
                     file.close()
@@ -472,6 +472,18 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in this for the folder. A filesystem without such locks lets everyone in."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError of what writes `path` into a ConfigError."""
     try:
@@ -493,6 +505,8 @@ def _open_locked(path: Path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=_BLOCK)  # noqa: SIM115
+        except FileNotFoundError:
+            continue  # the folder that another writer had made was removed with it
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         try:

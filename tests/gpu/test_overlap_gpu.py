@@ -68,7 +68,7 @@ def losses(folder: Path, stage: int, overlap: bool) -> list[float]:
 def test_losses_are_those_of_collectives_between_the_kernels(tmp_path: Path, stage: int) -> None:
     draw = np.random.default_rng(0)
     tokens = np.cumsum(draw.integers(0, 3, size=4_000 * SEQ)) % VOCAB  # a random walk: easy to learn
-    writer = TokenFileWriter(tmp_path / "train", VOCAB)
+    writer = TokenFileWriter(tmp_path / "train").begin(VOCAB)
     writer.add(tokens.astype(np.uint16), np.full(len(tokens) // 100, 100))
     writer.finish()
     writer.publish({})

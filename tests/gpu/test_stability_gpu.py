@@ -50,7 +50,7 @@ def make_data(folder: Path) -> None:
             for sample in windows:
                 _, window = stream.locate(sample)
                 tokens[window * SEQ : (window + 1) * SEQ] = VOCAB - 1
-        writer = TokenFileWriter(folder / name, VOCAB)
+        writer = TokenFileWriter(folder / name).begin(VOCAB)
         writer.add(tokens.astype(np.uint16), np.full(len(tokens) // 100, 100))
         writer.finish()
         writer.publish({})
