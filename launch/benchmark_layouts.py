@@ -17,7 +17,6 @@ perf/mfu_full_attention. Exit code 1: a layout failed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -45,6 +44,7 @@ from sagetrain.model.accounting import memory_per_rank, total_bytes
 from sagetrain.planning.layouts import fastest_linear
 from sagetrain.planning.performance import predict
 from sagetrain.planning.plan import document_span
+from sagetrain.report.read import read_rows
 from sagetrain.train.rendezvous import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,18 +171,19 @@ def devices() -> list[str]:
 
 def rows(folder: Path) -> list[dict]:
     """Steps that a run has reported."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [row for row in map(json.loads, lines) if "train/loss" in row]
+    return [row for row in read_rows(folder / "metrics.jsonl") if "train/loss" in row]
 
 
 def measure(layouts: list[Layout], settings: dict[str, list[str]], arguments: argparse.Namespace) -> None:
     """Run all of them, as many at a time as there are GPUs for, in the order given."""
     free, waiting, running = devices(), list(layouts), []
     folder = Path(arguments.output)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # through `finally`, not past it
+    asked: list[int] = []  # to stop; an exception of the handler's could come between a start and its note in `running`
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     try:
         while waiting or running:
+            if asked:
+                sys.exit("stopped by SIGTERM")
             while waiting and waiting[0].world_size <= len(free):
                 layout = waiting.pop(0)
                 gpus, free = free[: layout.world_size], free[layout.world_size :]

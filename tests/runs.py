@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -56,9 +57,13 @@ def write_config(path: Path, corpus: Path, run_dir: Path, tp_size: int = 1, **se
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """None of those that the system gives to whoever asks for any (32768 and up): another test would get it before the
+    process that it is for."""
+    while True:
+        port = 10_000 + secrets.randbelow(10_000)
+        with contextlib.suppress(OSError), socket.socket() as s:  # else somebody listens there
+            s.bind(("", port))
+            return port
 
 
 def command(launcher: str) -> list[str]:

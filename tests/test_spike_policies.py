@@ -150,6 +150,9 @@ def test_once_too_often_ends_the_run_with_all_that_was_saved(tmp_path, bad, poli
     assert start("sagetrain", run).wait(PATIENCE) == 4
     assert "error: step 18 (sequences 136 to 143): gradient norm" in log_of(run) and words in log_of(run)
     assert checkpoint.newest(tmp_path / "run/checkpoints").name == checkpoint.folder_name(newest)
+    events = events_of(tmp_path / "run")
+    assert [(event["step"], event["action"]) for event in events] == [(15, policy), (18, "stop")]
+    assert events[-1]["text"].endswith(": the run ends") and events[-1]["grad_norm"] > events[-1]["grad_norm_limit"]
 
 
 def test_what_moved_since_the_checkpoint_of_a_rewind_moves_back_and_is_told(tmp_path, bad) -> None:

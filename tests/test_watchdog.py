@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
+from forked import PATIENCE
 from sagetrain.train import guard
 from sagetrain.train.guard import HANG_EXIT_CODE, Watchdog, collectives_under_way
 
@@ -100,3 +101,17 @@ def test_a_run_whose_comparison_was_killed_is_asked_to_stop(tmp_path: Path, monk
         with watchdog:
             assert asked.wait(10.0 if wanted else 0.2) == wanted
     assert told == [(os.getpid(), signal.SIGTERM)]
+
+
+def test_stacks_of_an_earlier_run_end_nothing(tmp_path: Path) -> None:
+    """A network file system may show them for a while after rank 0 of another host has removed them."""
+    (folder := tmp_path / "stacks").mkdir()
+    watchdog, ended = Watchdog(folder, 0, 3600.0), threading.Event()
+    watchdog._tick, watchdog._end = 0.01, lambda why: ended.set()
+    with watchdog:
+        assert not ended.wait(0.2)
+        folder.rmdir()
+        while watchdog._old:
+            time.sleep(0.01)
+        folder.mkdir()
+        assert ended.wait(PATIENCE)

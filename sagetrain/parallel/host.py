@@ -36,11 +36,11 @@ def use_cores() -> str:
     Threads that wait for each other sleep: spinning, as is OpenMP's default, two threads on two busy cores computed at
     a sixteenth of one thread's speed, and asleep as fast.
     """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "OMP_NUM_THREADS" in os.environ:
         return ""
     threads = min(_MOST_THREADS, cores_of_rank())
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return (
         f"{threads} thread{'s' * (threads > 1)} a rank on the CPU: its share of this host's cores, at most "
         f"{_MOST_THREADS}; OMP_NUM_THREADS sets another number"

@@ -86,7 +86,8 @@ def prune(root: Path, keep_last: int, keep_every_tokens: int | None, needed: Con
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint so that an interrupted deletion never looks like a checkpoint."""
-    if not os.access(folder, os.W_OK, effective_ids=True):  # somebody keeps it
+    writable = folder.stat().st_mode & 0o222  # the mark itself, too: it does not stop root, whom containers run as
+    if not (writable and os.access(folder, os.W_OK, effective_ids=True)):  # somebody keeps it
         raise PermissionError(errno.EACCES, "the folder is write-protected", str(folder))
     doomed = folder.with_name(f".writing-{folder.name}.old")
     shutil.rmtree(doomed, ignore_errors=True)
@@ -131,12 +132,15 @@ def problems(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
     found = []
     for name in sorted(files)[rank::world_size]:
         path, expected = folder / name, files[name]
-        if not path.is_file():
+        try:
+            if (size := path.stat().st_size) != expected["bytes"]:
+                found.append(f"{path} has {size} bytes instead of {expected['bytes']}")
+            elif sha256(path) != expected["sha256"]:
+                found.append(f"{path} does not match its SHA-256")
+        except FileNotFoundError:
             found.append(f"{path} is missing")
-        elif path.stat().st_size != expected["bytes"]:
-            found.append(f"{path} has {path.stat().st_size} bytes instead of {expected['bytes']}")
-        elif sha256(path) != expected["sha256"]:
-            found.append(f"{path} does not match its SHA-256")
+        except OSError as error:
+            found.append(f"{path} cannot be read ({error.strerror})")
     return found
 
 
@@ -146,16 +150,21 @@ def newest_whole(
     """The newest checkpoint, of those of wanted steps, whose files are all as its manifest says, and the damaged ones
     passed over on the way (each goes to `report`); collective. Raises CheckpointError when there are such checkpoints
     but none is whole."""
-    candidates, damaged = _broadcast([str(f) for f in published(root) if wanted(step_of(f))]), []
-    for folder in map(Path, reversed(candidates)):
+    damaged: list[Path] = []
+
+    def left() -> list[Path]:
+        return [folder for folder in published(root) if wanted(step_of(folder)) and folder not in damaged]
+
+    while folder := _broadcast(max(left(), default=None)):
         wrong = [p for found in _gather(problems(folder, _rank(), _world_size())) for p in found]
         if not wrong:
             return folder, damaged
-        damaged.append(folder)
-        report(f"checkpoint {folder.name} is damaged and passed over: {'; '.join(wrong)}")
-    if candidates:
+        if _broadcast(folder.is_dir()):  # else the run goes on, and has removed it meanwhile for newer ones
+            damaged.append(folder)
+            report(f"checkpoint {folder.name} is damaged and passed over: {'; '.join(wrong)}")
+    if damaged:
         raise CheckpointError(
-            f"{root}: none of its {len(candidates)} checkpoints is whole; restore one of them, or choose another "
+            f"{root}: none of its {len(damaged)} checkpoints is whole; restore one of them, or choose another "
             "training.run_dir to start from the beginning"
         )
     return None, damaged

@@ -49,15 +49,15 @@ class Watchdog:
     Without a sign of life for `timeout` seconds it writes the stacks of all threads and the collectives that they wait
     in to `folder`/rank-N.txt, beside it what torch's flight recorder knows of the latest collectives, and ends the
     process with HANG_EXIT_CODE. A file there makes the other ranks do the same, so that one look shows who waits for
-    whom. Time in which this process was stopped (Ctrl-Z, a suspended job) does not count. If the launcher is gone, the
-    process sends itself SIGTERM: nobody else would stop it.
+    whom. Time in which this process was stopped (Ctrl-Z, a suspended job) does not count. If the launcher goes, the
+    process sends itself SIGTERM: nobody else would stop it. (One that was gone when this was made is not missed.)
     """
 
     def __init__(self, folder: Path, rank: int, timeout: float):
         self._folder, self._path, self._timeout = folder, folder / f"rank-{rank}.txt", timeout
         self._tick = min(max(timeout / 20, 0.1), 5.0)
         self._name = f"rank {rank}"
-        self._idle, self._doing = 0.0, "start"
+        self._idle, self._doing, self._old = 0.0, "start", False
         given = os.environ.get(LAUNCHER)  # it may be gone by now
         self._launchers = (int(given),) if given else _launchers()
         self._over = threading.Event()
@@ -68,6 +68,7 @@ class Watchdog:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Watchdog:
+        self._old = self._folder.exists()  # of an earlier run: a network file system may show it a while longer
         self._thread.start()
         return self
 
@@ -89,7 +90,9 @@ class Watchdog:
             self._idle += self._tick
             if self._idle > self._timeout:
                 self._end(f"no progress for {self._timeout / 60:g} minutes (training.timeout_minutes)")
-            elif self._folder.exists():
+            elif not self._folder.exists():
+                self._old = False
+            elif not self._old:
                 self._end("another rank hangs")
             if self._launchers and _launchers() != self._launchers:
                 self._launchers = ()

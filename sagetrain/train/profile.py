@@ -51,10 +51,14 @@ class ProfileWindow:
         if self._profiler is None:
             return
         self._profiler.stop()
-        self._path.parent.mkdir(exist_ok=True)
-        self._profiler.export_chrome_trace(str(self._path))
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            self._profiler.export_chrome_trace(str(self._path))
+            written = f"trace in {self._path}"
+        except OSError as error:  # no reason to end a run, nor to hide what did
+            written = f"no trace: {error}"
         averages = self._profiler.key_averages()
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         table = averages.table(sort_by=f"self_{kind}_time_total", row_limit=_ROWS, max_name_column_width=60)
-        self._say(f"profile: trace in {self._path}\n{table}")
+        self._say(f"profile: {written}\n{table}")
         self._profiler, self._steps = None, range(0)

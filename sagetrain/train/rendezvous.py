@@ -51,16 +51,17 @@ def ended_by_signals() -> Iterator[None]:
     """
     hears, tells = socket.socketpair()
     tells.setblocking(False)
-    handlers = {number: signal.signal(number, lambda *_: None) for number in _ENDING}
+    # The handlers of before go after the thread hears, and come back before it does not: no signal is lost in between.
     wakeup = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in _ENDING}
     thread = threading.Thread(target=_end_when_told, args=(hears,), name="signals", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(wakeup)
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
+        signal.set_wakeup_fd(wakeup)
         tells.close()
         thread.join()
         hears.close()

@@ -192,7 +192,7 @@ def _exchange(row: Row) -> dict[str, str]:
     if problem:
         store.set(f"roster/read/{rank}", "")
         if rank == 0:  # the store may live in this process: it leaves last
-            store.wait([f"roster/read/{other}" for other in range(world_size)])
+            _wait_for(store, [f"roster/read/{other}" for other in range(1, world_size)])
         raise ConfigError(problem)
     return files
 

@@ -217,6 +217,8 @@ class Steering:
         if settings.policy == "stop" or not self.spikes.may_act(step):
             drop = {*cfg.training.drop_steps, step}
             samples = size // cfg.data.seq_length
+            fields = {**event.fields, "step": step, "action": "stop"}
+            self._reporter.event(state, Event("spike", f"{event.text}: the run ends", fields), say=False)
             raise left_out(state, samples, event.text, settings, cfg.attention, cfg.linear, drop)
         moved: list[Event] = []
         if settings.policy == "rewind":

@@ -330,8 +330,10 @@ class Trainer:
                 where = f"continues from {newest.name}" if newest else "starts anew: no checkpoint was written yet"
                 raise TrainingError(f"{error}. The same command {where}") from None
             finally:
-                self.profile.close()
-                self.reporter.close()
+                try:
+                    self.profile.close()
+                finally:
+                    self.reporter.close()
 
     def _memory_explained(self) -> contextlib.AbstractContextManager[None]:
         cfg = self.cfg
