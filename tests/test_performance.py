@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from distributed import run_distributed
 from sagetrain.config import ConfigError, RunConfig, load_config
-from sagetrain.config.arithmetic import data_parallel_size, token_multiple
-from sagetrain.config.rules import fit
-from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware
+from sagetrain.hardware import H200, AttentionRate, Hardware
 from sagetrain.model import operations
 from sagetrain.model.accounting import flops_per_token, overlaps, parameters_per_rank
 from sagetrain.model.operations import Precision, Rank, document_share
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
-from sagetrain.planning.layouts import layout, memory_finding, overrides_to, propose, usable_memory
 from sagetrain.planning.performance import OVERLAP, StepPrediction, calibrate, predict
 from sagetrain.train.engine import Engine
 
@@ -523,66 +519,3 @@ def test_of_attention_that_a_run_decides_between_the_fastest_is_priced(span):
         fastest = min(names, key=seconds.__getitem__)
         assert (auto.attention, auto.attention_backend) == (seconds[fastest], fastest)
     assert len(set(seconds.values())) == 3
-
-
-# -- proposals ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "world_size", "gpu"), [
-    ("325m", 1, "h200"), ("325m", 6, "h100"), ("1b", 8, "h100"), ("7b", 4, "h200"), ("7b", 64, "a100"),
-    ("7b", 1024, "h200"),
-])  # fmt: skip
-def test_proposals_fit_are_ranked_and_come_from_their_overrides(name, world_size, gpu):
-    cfg, hardware = config(name), HARDWARE[gpu]
-    proposed = propose(cfg, world_size, VOCAB, hardware)
-    assert proposed
-    assert len({item.key[:-1] for item in proposed}) == len(proposed)
-    rates = [item.prediction.tokens_per_second for item in proposed]
-    assert rates == sorted(rates, reverse=True)
-    for item in proposed:
-        again = config(name, *overrides_to(cfg, item.cfg))
-        assert again.linear == cfg.linear  # auto, which is decided for each layout
-        again = again.model_copy(update={"linear": item.cfg.linear})
-        assert layout(again, world_size, VOCAB, hardware) == dataclasses.replace(item, cfg=again)
-        assert not [f for f in fit(again, world_size, VOCAB) if f.level == "error"]
-        assert item.memory <= usable_memory(hardware) < hardware.memory
-        assert 0.02 < item.prediction.mfu < (0.85 if item.cfg.linear.low_bit else 0.7)  # of the 16-bit peak
-
-
-def test_1024_ranks_of_7b_stay_in_the_host_and_keep_tokens_few():
-    """As configured, 2,048 sequences would be needed in a step that has 32."""
-    for item in propose(config("7b"), 1024, VOCAB, H200):
-        parallel = item.cfg.parallel
-        assert parallel.tensor_parallel_size * parallel.context_parallel_size == 8
-        assert item.cfg.tokens_per_step.named_tokens == {"tokens_per_step.start": 2**20, "tokens_per_step.end": 2**20}
-        assert 0.1 < item.prediction.mfu < 0.4
-
-
-def test_proposals_keep_the_multiple_of_a_ramp():
-    """131,072 tokens are not whole micro-steps of 96 ranks: the fewest tokens that are, at both ends too."""
-    cfg = config("7b", "tokens_per_step.multiple=131072")
-    assert "whole_micro_steps" in {f.rule for f in fit(cfg, 96, VOCAB)}
-    proposed = propose(cfg, 96, VOCAB, H200)
-    assert proposed
-    for item in proposed:
-        again = config("7b", *overrides_to(cfg, item.cfg))
-        assert again.tokens_per_step.rounding % token_multiple(again, data_parallel_size(again, 96)) == 0
-        assert not [f for f in fit(again, 96, VOCAB) if f.level == "error"]
-
-
-def test_the_best_layout_is_its_own_best():
-    cfg = config("7b")
-    best = propose(cfg, 64, VOCAB, H200)[0]
-    assert overrides_to(best.cfg, propose(best.cfg, 64, VOCAB, H200)[0].cfg) == []
-
-
-def test_more_memory_allows_more_and_too_little_is_a_finding():
-    cfg = config("7b", *layout_of(1))
-    assert memory_finding(cfg, 4, VOCAB, H200) is None
-    finding = memory_finding(cfg, 4, VOCAB, HARDWARE["h100"])
-    assert (finding.rule, finding.level) == ("gpu_memory", "error")
-    assert "NVIDIA H100 SXM leaves to a run" in str(finding)
-    assert propose(cfg, 1, VOCAB, HARDWARE["a100"]) == []
-    small, large = (propose(cfg, 4, VOCAB, HARDWARE[gpu])[0] for gpu in ("h100", "h200"))
-    assert small.memory < large.memory
-    assert math.isfinite(small.prediction.seconds)

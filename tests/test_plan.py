@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +16,12 @@ from rich.console import Console
 
 from runs import sagetrain
 from sagetrain.config import ConfigError, dump_config, load_config
-from sagetrain.config.arithmetic import data_parallel_size
 from sagetrain.config.reference import keys, markdown
 from sagetrain.config.schema import DataConfig, RunConfig
 from sagetrain.data.token_file import TokenFile, TokenFileWriter
 from sagetrain.hardware import H200, HARDWARE
 from sagetrain.model.accounting import flops_per_token, memory_per_rank, num_parameters
-from sagetrain.planning import layouts
 from sagetrain.planning import plan as planning
-from sagetrain.planning.layouts import fastest_linear, propose
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, document_span, make_plan
 from sagetrain.planning.show import show_key_reference, show_plan
 from sagetrain.planning.tables import Table, console, print_table
@@ -480,30 +476,6 @@ def test_what_a_run_decides_is_planned_as_it_is_predicted_to_be():
     assert {layout.cfg.linear.precision for layout in wide.proposed} == {"bf16"}
 
 
-def test_proposed_layouts_are_priced_with_what_a_run_would_decide_there(monkeypatch):
-    """For linear.precision auto: sizes of a rank, some of which 8 bits do not take, which keeps no layout out; nor does
-    a size above which layers gain at the configured tensor_parallel_size."""
-    odd = ["linear.precision=auto", "model.ffn_hidden_size=5640"]  # 5640 = 8 x 705
-    made = make_plan(CONFIGS / "1b.yaml", odd, 8, H200)
-    assert made.proposed[0].cfg.linear.low_bit
-    named = make_plan(CONFIGS / "1b.yaml", ["linear.precision=fp8", odd[1]], 8, H200)
-    assert named.errors and not named.proposed  # a named precision is an error there
-    auto, sizes = load_config(CONFIGS / "1b.yaml", ["linear.precision=auto"]), []
-    with monkeypatch.context() as patched:  # the less of a layer is in 8 bits, the faster: gate and up are one layer
-        patched.setattr(layouts, "predict", lambda cfg, *_: Namespace(tokens_per_second=cfg.linear.keep_layers_below))
-        assert fastest_linear(auto, ASSUMED_VOCAB_SIZE, H200, None).keep_layers_below == 2 * 5632 * 2048
-
-    def decide(cfg, *_):
-        sizes.append(size := cfg.parallel.tensor_parallel_size)
-        return cfg.linear.model_copy(update={"precision": "fp8", "keep_layers_below": 20_000_000 // size})
-
-    monkeypatch.setattr(layouts, "fastest_linear", decide)
-    found = propose(auto, 4, ASSUMED_VOCAB_SIZE, H200)
-    assert sorted(sizes) == [1, 2, 4]
-    for item in found:
-        assert item.cfg.linear.keep_layers_below == 20_000_000 // item.cfg.parallel.tensor_parallel_size
-
-
 def test_eight_bits_that_do_not_pay_are_a_finding():
     """A model whose matmuls are small has nothing to gain either way."""
     small = ("model.hidden_size=256", "model.ffn_hidden_size=512", "model.head_dim=16", "attention.backend=sdpa")
@@ -583,16 +555,3 @@ def test_a_noise_aware_schedule_is_planned_by_its_bounds():
     assert "quantization's error below 0.1 of the gradient noise, in every layer, in multiples of 131,072" in text
     _, brief = plan(CONFIGS / "325m.yaml", 8, *overrides, brief=True)
     assert "steps of 131,072 to 1,048,576 tokens, decided while training" in brief
-
-
-def test_layouts_proposed_for_a_noise_aware_schedule_keep_its_multiple():
-    overrides = [f"tokens_per_step={NOISE_AWARE[:-1]}, multiple: 65536}}", "stability.quant_noise.every_steps=200"]
-    found = make_plan(CONFIGS / "325m.yaml", overrides, 8, H200).proposed
-    assert found
-    for item in found:
-        tokens, data = item.cfg.tokens_per_step, item.cfg.data
-        micro_step = data.micro_batch_size * data.seq_length * data_parallel_size(item.cfg, 8)
-        assert all(size % tokens.rounding == 0 for size in (tokens.start, tokens.floor, tokens.ceiling))
-        assert tokens.rounding % micro_step == 0
-        assert tokens.floor > data.micro_batch_size * data.seq_length
-        assert item.cfg.parallel.zero_stage < 3

@@ -19,6 +19,8 @@ RESERVED_BYTES = 3 * 2**30
 """Of a GPU's memory: CUDA's context and NCCL's buffers, which the estimate leaves out."""
 USABLE_SHARE = 0.94
 """Of the rest: the allocator's fragmentation takes some."""
+MORE_TOKENS = 1.1
+"""Times the fewest tokens per step that run: those may leave only micro-batches of one sequence, which are slow."""
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
 
@@ -94,24 +96,20 @@ def propose(
 ) -> list[Layout]:
     """The five fastest layouts for `world_size` ranks that fit memory and raise no finding in config/rules, in order.
 
-    Each differs from the others in more than the micro-batch. If tokens_per_step lets none run, they are raised to
-    what the fewest tokens per step need (micro-batches of one sequence). What linear.precision auto stands for is
-    decided for each tensor_parallel_size, as a run does.
+    Each differs from the others in more than the micro-batch. If tokens_per_step lets none run, they are raised, to
+    at most MORE_TOKENS times the fewest that do. What linear.precision auto stands for is decided for each
+    tensor_parallel_size, as a run does.
     """
     allowed = [candidate for candidate in _candidates(cfg, world_size) if _allowed(candidate, world_size, vocab_size)]
     allowed = _decided(cfg, allowed, vocab_size, hardware, span)
     found = _fitting(allowed, world_size, vocab_size, hardware, span)
     if not found:
-        raised = [
-            _with_enough_tokens(candidate, world_size)
-            for candidate in _candidates(cfg, world_size)
-            if candidate.data.micro_batch_size == 1
-        ]
+        raised = [_with_enough_tokens(candidate, world_size) for candidate in _candidates(cfg, world_size)]
         raised = [candidate for candidate in raised if _allowed(candidate, world_size, vocab_size)]
         raised = _decided(cfg, raised, vocab_size, hardware, span)
         found = _fitting(raised, world_size, vocab_size, hardware, span)
-        fewest = min((_largest(item.cfg) for item in found), default=0)
-        found = [item for item in found if _largest(item.cfg) == fewest]
+        least = min((_raise(cfg, item.cfg) for item in found), default=0)
+        found = [item for item in found if _raise(cfg, item.cfg) <= MORE_TOKENS * least]
     best: dict[tuple[int | str, ...], Layout] = {}
     for item in sorted(found, key=lambda item: -item.prediction.tokens_per_second):
         best.setdefault(item.key[:-1], item)
@@ -190,8 +188,10 @@ def _fitting(
     return [item for item in layouts if item.memory <= usable_memory(hardware)]
 
 
-def _largest(cfg: RunConfig) -> int:
-    return max(cfg.tokens_per_step.named_tokens.values())
+def _raise(cfg: RunConfig, raised: RunConfig) -> float:
+    """The largest factor between the tokens per step of two configurations."""
+    old, new = (each.tokens_per_step.named_tokens for each in (cfg, raised))
+    return max(new[key] / tokens for key, tokens in old.items())
 
 
 def _with_enough_tokens(cfg: RunConfig, world_size: int) -> RunConfig:

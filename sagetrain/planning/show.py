@@ -30,7 +30,7 @@ from sagetrain.model.accounting import (
     save_host_bytes,
     total_bytes,
 )
-from sagetrain.planning.layouts import Layout, overrides_to, usable_memory
+from sagetrain.planning.layouts import MORE_TOKENS, Layout, overrides_to, usable_memory
 from sagetrain.planning.performance import StepPrediction
 from sagetrain.planning.plan import Plan, make_plan
 from sagetrain.planning.tables import Table, facts, print_line, print_table, print_text
@@ -372,7 +372,8 @@ def _proposal_table(plan: Plan, proposed: list[Layout]) -> Table:
         rows.append(("none", *["-"] * len(numbers)))
     elif proposed[0].cfg.tokens_per_step != plan.cfg.tokens_per_step:
         captions.append(
-            "No layout divides tokens_per_step over these ranks and fits: these raise it as little as can be."
+            "No layout divides tokens_per_step over these ranks and fits: these raise it, to at most "
+            f"{MORE_TOKENS:g} times the fewest that would do."
         )
     if any(item.memory > usable for _, item in named):
         captions.append("(!): more than the GPU has.")
