@@ -133,3 +133,10 @@ def test_layouts_proposed_for_a_noise_aware_schedule_keep_its_multiple():
         assert tokens.rounding % micro_step == 0
         assert tokens.floor > data.micro_batch_size * data.seq_length
         assert item.cfg.parallel.zero_stage < 3
+
+
+def test_a_vocabulary_that_the_padding_makes_larger_keeps_no_layout_out():
+    given = make_plan(CONFIGS / "325m.yaml", ["model.vocab_size=50257"], 8, H200)
+    padded = make_plan(CONFIGS / "325m.yaml", ["model.vocab_size=50304"], 8, H200)
+    assert given.proposed and not given.errors
+    assert [item.prediction for item in given.proposed] == [item.prediction for item in padded.proposed]

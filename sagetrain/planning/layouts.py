@@ -164,7 +164,8 @@ def _candidates(cfg: RunConfig, world_size: int) -> Iterator[RunConfig]:
 
 
 def _allowed(cfg: RunConfig, world_size: int, vocab_size: int) -> bool:
-    return not any(finding.level == "error" for finding in fit(cfg, world_size, vocab_size))
+    tokenizer = None if cfg.model.vocab_size else vocab_size  # padded: more than a vocab_size that is given
+    return not any(finding.level == "error" for finding in fit(cfg, world_size, tokenizer))
 
 
 def _decided(
