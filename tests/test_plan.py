@@ -520,6 +520,25 @@ def test_brief_says_what_one_needs():
     assert "fastest layout" in text and "tokens_per_step.start=1048576" in text and "speed" not in text
 
 
+@pytest.mark.parametrize(
+    ("name", "world_size", "override", "says"),
+    [
+        ("325m", 1, "lr_schedule.min_lr=0.1", "none until the errors above are mended"),
+        ("325m", 1, "deepspeed={train_batch_size: 4}", "none until the errors above are mended"),
+        ("325m", 1, "deepspeed.zero_optimization.reduce_bucket_size=auto", "none until the errors above are mended"),
+        ("7b", 1, "model.hidden_size=16384", "none fits 1 x NVIDIA H200"),
+        ("7b", 3, "model.hidden_size=16384", "none fits 3 x NVIDIA H200"),
+    ],
+)
+def test_why_no_layout_is_proposed(name, world_size, override, says):
+    """Errors that no layout mends, or memory."""
+    errors, text = plan(CONFIGS / f"{name}.yaml", world_size, override, brief=True)
+    assert errors
+    assert f"fastest layout {says}\n" in text
+    _, text = plan(CONFIGS / f"{name}.yaml", world_size, override)
+    assert ("Layouts proposed: none until the errors above are mended\n" in text) == ("until" in says)
+
+
 @pytest.mark.parametrize(("documents", "said"), [("true", "packed documents"), ("false", "whole sequences")])
 def test_the_caption_of_attention_follows_the_documents(documents, said):
     settings = [f"data.document_attention={documents}", f"data.document_positions={documents}"]

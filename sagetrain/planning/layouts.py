@@ -93,12 +93,12 @@ def memory_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: H
 
 def propose(
     cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
-) -> list[Layout]:
+) -> list[Layout] | None:
     """The five fastest layouts for `world_size` ranks that fit memory and raise no finding in config/rules, in order.
 
     Each differs from the others in more than the micro-batch. If tokens_per_step lets none run, they are raised, to
     at most MORE_TOKENS times the fewest that do. What linear.precision auto stands for is decided for each
-    tensor_parallel_size, as a run does.
+    tensor_parallel_size, as a run does. None: whatever the layout, config/rules has an error.
     """
     allowed = [candidate for candidate in _candidates(cfg, world_size) if _allowed(candidate, world_size, vocab_size)]
     allowed = _decided(cfg, allowed, vocab_size, hardware, span)
@@ -106,6 +106,8 @@ def propose(
     if not found:
         raised = [_with_enough_tokens(candidate, world_size) for candidate in _candidates(cfg, world_size)]
         raised = [candidate for candidate in raised if _allowed(candidate, world_size, vocab_size)]
+        if not (allowed or raised):
+            return None
         raised = _decided(cfg, raised, vocab_size, hardware, span)
         found = _fitting(raised, world_size, vocab_size, hardware, span)
         least = min((_raise(cfg, item.cfg) for item in found), default=0)

@@ -61,7 +61,7 @@ class Plan:
     chosen: Layout | None
     """The configured layout; there if `schedule` is."""
     proposed: list[Layout] | None
-    """The fastest layouts; None if the model cannot be."""
+    """The fastest layouts, of which none may fit; None if the errors are none that another layout mends."""
 
     @property
     def errors(self) -> int:

@@ -39,6 +39,7 @@ from sagetrain.train.lr_schedule import learning_rate
 _LEVEL_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 # A ramp has as many stages as it has accumulations; this many rows show its course.
 _MAX_ROWS = 12
+_AFTER_ERRORS = "none until the errors above are mended"
 
 
 def show_plan(
@@ -65,9 +66,9 @@ def show_plan(
     for table in [_brief_table(plan)] if brief else _tables(plan):
         console.print()
         print_table(console, table)
-    if plan.proposed is not None and not brief:
+    if not brief:
         console.print()
-        _print_proposals(console, plan, plan.proposed)
+        _print_proposals(console, plan)
     return plan.errors
 
 
@@ -96,10 +97,13 @@ def _print_findings(console: Console, findings: list[Finding]) -> None:
         print_text(console, f"{finding.level} {finding}", _LEVEL_STYLE[finding.level], indent="    ")
 
 
-def _print_proposals(console: Console, plan: Plan, proposed: list[Layout]) -> None:
+def _print_proposals(console: Console, plan: Plan) -> None:
     """The best layouts, and what to append to the command for each."""
-    print_table(console, _proposal_table(plan, proposed))
-    for place, item in enumerate(proposed, 1):
+    if plan.proposed is None:
+        print_line(console, f"Layouts proposed: {_AFTER_ERRORS}", "bold")
+        return
+    print_table(console, _proposal_table(plan, plan.proposed))
+    for place, item in enumerate(plan.proposed, 1):
         print_line(console, f"{place}: {' '.join(overrides_to(plan.cfg, item.cfg)) or 'as configured'}")
 
 
@@ -139,8 +143,9 @@ def _brief_table(plan: Plan) -> Table:
         best = plan.proposed[0]
         words = " ".join(overrides_to(plan.cfg, best.cfg))
         rows.append(("fastest layout", f"{_speed(best.prediction)}: {words}" if words else "as configured"))
-    elif plan.proposed is not None:
-        rows.append(("fastest layout", f"none fits {plan.world_size} x {plan.hardware.name}"))
+    else:
+        fits = f"none fits {plan.world_size} x {plan.hardware.name}"
+        rows.append(("fastest layout", _AFTER_ERRORS if plan.proposed is None else fits))
     return facts(f"{plan.path} on {plan.world_size} x {plan.hardware.name}", rows)
 
 
