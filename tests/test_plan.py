@@ -282,6 +282,8 @@ def test_the_vocabulary_comes_from_the_configuration_when_given():
     _, text = plan(CONFIGS / "325m.yaml", 8, "model.vocab_size=50257")
     assert "vocabulary 50,304, padded\n" in text
     assert f"{num_parameters(cfg.model, cfg.attention, 50304):,}" in text
+    _, brief = plan(CONFIGS / "325m.yaml", 8, "model.vocab_size=50257", brief=True)
+    assert "model 324,185,600 parameters\n" in brief
 
 
 def test_a_broken_file_raises_all_its_problems():
@@ -511,7 +513,8 @@ def test_brief_says_what_one_needs():
     errors, text = plan(CONFIGS / "1b.yaml", 8, brief=True)
     assert errors == 0
     lines = [line for line in text.splitlines() if line.strip()]
-    for name in ("model 1,036,082,176 parameters", "layout tensor parallel 1 x data parallel 8, ZeRO 1", "memory ",
+    for name in ("model 1,036,082,176 parameters (vocabulary of 32,768 assumed)",
+                 "layout tensor parallel 1 x data parallel 8, ZeRO 1", "memory ",
                  "steps 228,882 of 262,144 to 524,288 tokens", "speed ", "fastest layout "):  # fmt: skip
         assert any(line.strip().startswith(name) for line in lines), name
     assert len(lines) < 25

@@ -123,7 +123,8 @@ def _tables(plan: Plan) -> list[Table]:
 
 def _brief_table(plan: Plan) -> Table:
     """What one wants to know first."""
-    rows = [("model", f"{num_parameters(plan.cfg.model, plan.cfg.attention, plan.vocab_size):,} parameters")]
+    parameters = f"{num_parameters(plan.cfg.model, plan.cfg.attention, plan.vocab_size):,} parameters"
+    rows = [("model", parameters + f" (vocabulary of {plan.vocab_size:,} assumed)" * plan.assumed_vocab_size)]
     if plan.memory:
         total = total_bytes(plan.memory)
         rows.append(("layout", _ranks(plan.cfg, plan.world_size) + f", ZeRO {plan.cfg.parallel.zero_stage}"))
