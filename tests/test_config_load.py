@@ -140,7 +140,7 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
         ("num_layers: 4", "num_layer: 4", "run.yaml:2: model.num_layer = 4: unknown key; did you mean model.num_layers?"),
         ("num_layers: 4", "num_layer: 4", "run.yaml:1: model.num_layers: missing; it takes a whole number above 0: Trans"),
         ("optimizer:\n  lr", "lr", "unknown key; did you mean optimizer.lr?"),
-        ("num_layers: 4", "xyzzy: 4", "run.yaml:2: model.xyzzy = 4: unknown key\n"),
+        ("num_layers: 4", "xyzzy: 4", "run.yaml:2: model.xyzzy = 4: unknown key; model takes {num_layers, hidden_size, "),
         ("  - path: b", "  - pth: b", "run.yaml:9: data.train.1.pth = \"b\": unknown key; did you mean data.train.1.path?"),
         ("start: 16384", "tokens: 16384", "run.yaml:14: tokens_per_step.tokens = 16384: unknown key for schedule: ramp; it belongs to constant"),
         ("hidden_size: 256", 'hidden_size: "256"', 'run.yaml:3: model.hidden_size = "256": must be a whole number above 0; numbers'),
@@ -227,6 +227,15 @@ def test_messages(tmp_path, old, new, expected):
         ("data.train.\u00b2=c", "there is no item '\u00b2'"),
         ("data.seq_length.x=1", "data.seq_length = 1024: is a single value: nothing can be set inside it"),
         ("optimzer.lr=1", "override optimzer.lr=1: optimzer = {\"lr\": 1}: unknown key; did you mean optimizer?"),
+        ("xyzzy=1", "override xyzzy=1: xyzzy = 1: unknown key; the configuration takes {model, attention, "),
+        ("optimizer.learning_rate=1", "unknown key; optimizer takes {lr, betas, eps, weight_decay, clip_grad}\n"),
+        ("data.train.0.files=1", "unknown key; data.train.0 takes {path, weight}\n"),
+        ("tokens_per_step={schedule: constant, x: 3}", "unknown key; tokens_per_step takes {schedule: constant, tokens}\n"),
+        ("training.batch_size=8", "unknown key; did you mean data.micro_batch_size? training takes {run_dir, "),
+        ("training.max_steps=100", "unknown key; training takes {run_dir, total_tokens, "),
+        ("training.total_steps=100", "unknown key; did you mean training.total_tokens?\n"),
+        ("data.micro_batchsize=8", "unknown key; did you mean data.micro_batch_size?\n"),
+        ("lr_schedule.warmup_steps=8", "unknown key; did you mean lr_schedule.warmup_tokens?\n"),
         ("optimizer.lr=[1", "override optimizer.lr=[1: not valid YAML"),
         ("optimizer.lr=fast", 'override optimizer.lr=fast: optimizer.lr = "fast": must be a number above 0'),
         ("tokens_per_step={schedule: constant, tokns: 3}", "did you mean tokens_per_step.tokens?"),
@@ -235,7 +244,7 @@ def test_messages(tmp_path, old, new, expected):
     ],
 )  # fmt: skip
 def test_override_messages(tmp_path, override, expected):
-    assert expected in problems(tmp_path, "", "", override)
+    assert expected in problems(tmp_path, "", "", override) + "\n"
 
 
 def test_the_first_item_of_a_list_that_a_file_leaves_out_can_be_named(tmp_path):

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from sagetrain.config import yaml_nodes
 from sagetrain.config.errors import ConfigError, shown
-from sagetrain.config.reference import describe, keys, locate, tag_of, tags_of
+from sagetrain.config.reference import describe, keys, locate, outline, tag_of, tags_of
 from sagetrain.config.schema import RunConfig, Section
 from sagetrain.config.yaml_nodes import KeyPath
 
@@ -203,18 +203,22 @@ def _must_be(slot_text: str, value: Any, choices: Sequence[Any]) -> str:
 
 
 def _hint_for_unknown(path: KeyPath, section: type[Section]) -> str:
-    """Where an unknown key was probably meant to go: in the same section first, then anywhere."""
-    if "." in str(path[-1]):
+    """Where an unknown key was probably meant to go: in the same section first, then anywhere. Names that have only a
+    word in common (max_steps, drop_steps) are 0.7 alike, misspelt ones more than 0.8."""
+    name = str(path[-1])
+    if "." in name:
         return "; dots are for overrides: in the file, each section is a line of its own"
     known = {key.name: key for key in keys()}
     if _dotted(path) in known:  # known, but of another member of the union
         return f" for schedule: {tag_of(section)}; it belongs to {known[_dotted(path)].doc.partition(')')[0][1:]}"
-    near = difflib.get_close_matches(str(path[-1]), section.model_fields, 1)
+    near = difflib.get_close_matches(name, section.model_fields, 1, cutoff=0.75)
     if near:
         return f"; did you mean {_dotted((*path[:-1], near[0]))}?"
-    last_parts = {name.rpartition(".")[2]: name for name in reversed(known)}
-    near = difflib.get_close_matches(str(path[-1]), last_parts, 1, cutoff=0.8)
-    return f"; did you mean {last_parts[near[0]]}?" if near else ""
+    last_parts = {key.rpartition(".")[2]: key for key in reversed(known)}
+    near = difflib.get_close_matches(name, last_parts, 1, cutoff=0.8)
+    near = near or [part for part in last_parts if part.endswith(f"_{name}")]
+    elsewhere = f" did you mean {last_parts[near[0]]}?" if len(near) == 1 else ""
+    return f";{elsewhere} {_dotted(path[:-1]) or 'the configuration'} takes {outline(section)}"
 
 
 def _dotted(path: KeyPath) -> str:

@@ -108,7 +108,7 @@ def describe(slot: Slot) -> str:
     annotation, metadata = slot
     origin, args = get_origin(annotation), get_args(annotation)
     if slot.sections:
-        either = f"a section: {' or '.join(_outline(section) for section in slot.sections)}"
+        either = f"a section: {' or '.join(outline(section) for section in slot.sections)}"
         return f"{either}, or null" if slot.optional else either
     if origin is Annotated:
         return describe(Slot(args[0], (*args[1:], *metadata)))
@@ -168,7 +168,8 @@ def markdown() -> str:
     return "\n".join(["| key | takes | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
 
 
-def _outline(section: type[Section]) -> str:
+def outline(section: type[Section]) -> str:
+    """The keys of a section, in braces."""
     tag = tag_of(section)
     return (
         "{"
