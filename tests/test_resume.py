@@ -217,32 +217,51 @@ def test_two_runs_in_one_folder_the_second_refuses(tmp_path, corpus) -> None:
     assert at_step("sagetrain", config, 2, second) == 0
 
 
+RUN_DIR, WEIGHTS = "Restore these settings, or choose another training.run_dir", "(training.init_from="
+
+
 @pytest.mark.parametrize(
     ("section", "change", "words"),
     [
-        ("training", {"seed": 5}, "training.seed: checkpoint 0, this run 5"),
-        ("data", {"seq_length": 16}, "data.seq_length: checkpoint 32, this run 16"),
-        ("model", {"ffn_hidden_size": 96}, "model.ffn_hidden_size: checkpoint 64, this run 96"),
+        ("training", {"seed": 5}, f"run: training.seed: checkpoint 0, this run 5. {RUN_DIR} {WEIGHTS}"),
+        ("data", {"seq_length": 16}, f"run: data.seq_length: checkpoint 32, this run 16. {RUN_DIR} {WEIGHTS}"),
+        ("model", {"ffn_hidden_size": 96}, f"model.ffn_hidden_size: checkpoint 64, this run 96. {RUN_DIR}\n"),
         ("checkpoint", {"resume": "never"}, "checkpoint.resume is never"),
     ],
 )
 def test_a_resume_of_something_else_is_refused(tmp_path, corpus, reference, section, change, words) -> None:
+    """On all ranks alike; with these weights to begin with, if they fit."""
     config = write_config(tmp_path / "run.yaml", corpus, reference[1], **{section: change})
     before = sorted(str(path) for path in reference[1].rglob("*"))
-    assert start("sagetrain", config).wait(PATIENCE) == 3
+    assert start("ranks" if section == "model" else "sagetrain", config).wait(PATIENCE) == 2
     log = config.with_suffix(".log").read_text()
     assert words in log and "ranks (tensor parallel" not in log, "auto was timed and the model built for nothing"
+    assert log.count("error: ") == 1
     assert sorted(str(path) for path in reference[1].rglob("*")) == before
 
 
-def test_a_resume_on_data_of_another_checksum_is_refused(tmp_path, corpus, reference) -> None:
-    """Prepared again: other tokens in the middle of a large file, say, where the order of samples is the same."""
-    other = shutil.copytree(corpus, tmp_path / "corpus")
+def test_a_resume_on_other_data_is_refused(tmp_path, corpus, reference) -> None:
+    """Named by its path, or by its hashes where that is the same: prepared again, other tokens in the middle of a large
+    file, say, where the order of samples is the same."""
+    run, other = (shutil.copytree(old, tmp_path / old.name) for old in (reference[1], corpus))
     record = json.loads((other / "train.json").read_text())
     (other / "train.json").write_text(json.dumps({**record, "sha256": "0" * 64}))
-    config = write_config(tmp_path / "run.yaml", other, reference[1])
-    assert start("sagetrain", config).wait(PATIENCE) == 3
-    assert "data.train (checksums in .json): checkpoint " in config.with_suffix(".log").read_text()
+    config = write_config(tmp_path / "run.yaml", other, run)
+    assert start("sagetrain", config).wait(PATIENCE) == 2
+    assert f"another run: data.train: checkpoint {corpus}/train, this run {other}/train. {RUN_DIR}" in log_of(config)
+
+    more = {"train": [{"path": f"{corpus}/train", "weight": 3.0}, {"path": f"{corpus}/valid"}]}
+    config = write_config(tmp_path / "blend.yaml", corpus, run, data=more)
+    assert start("sagetrain", config).wait(PATIENCE) == 2
+    assert f"this run {corpus}/train (weight 3.0), {corpus}/valid. {RUN_DIR}" in log_of(config)
+
+    for manifest in run.glob("checkpoints/*/manifest.json"):
+        tree = json.loads(manifest.read_text())
+        tree["state"]["files"]["data.train (checksums in .json)"] = "0" * 64
+        manifest.write_text(json.dumps(tree))
+    config = write_config(tmp_path / "again.yaml", corpus, run)
+    assert start("sagetrain", config).wait(PATIENCE) == 2
+    assert f"{corpus}/train has changed since: data.train (checksums in .json): checkpoint 000" in log_of(config)
 
 
 def test_a_run_continued_with_other_tokens_per_step_says_so(tmp_path, corpus, reference) -> None:

@@ -63,9 +63,9 @@ def check(root: Path, training: TrainingConfig, identity: Mapping[str, Any]) -> 
         raise ConfigError(
             f"training.init_moments: {folder} was imported and has weights alone; set training.init_moments: false"
         )
-    if differences := _differences(state["identity"], identity):
+    if found := differences(state["identity"], identity):
         raise ConfigError(
-            f"training.init_from {path} does not fit this run: {'; '.join(differences)}. Take model and "
+            f"training.init_from {path} does not fit this run: {'; '.join(found)}. Take model and "
             f"attention.qk_norm from {folder / 'config.yaml'}, and data.tokenizer and data made with it from that run"
         )
 
@@ -115,7 +115,8 @@ def text_prefix(state: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[i
     return tokenizer.prefix if tokenizer and imported_tokens(state) else []
 
 
-def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Why a run cannot begin with the weights of a checkpoint, by what both are known by."""
     before, now = flat(theirs["model"]), flat(ours["model"])
     keys = [key for key in now if key in before and key.partition(".")[0] not in _FREE]
     found = [f"model.{key}: {before[key]!r} there, {now[key]!r} here" for key in keys if before[key] != now[key]]

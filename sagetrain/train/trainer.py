@@ -58,7 +58,6 @@ from sagetrain.train.saver import Saver
 from sagetrain.train.start_line import start_line
 from sagetrain.train.steering import Steering
 
-_ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
 _VALID, _TASKS = "valid/", "eval/"
 
 
@@ -224,20 +223,20 @@ class Trainer:
             "training.seed": self.cfg.training.seed,
             "data.seq_length": self.cfg.data.seq_length,
             "tokenizer (SHA-256)": self.tokenizer_hash,
-            _ORDER: self.stream.fingerprint,
+            resume.ORDER: self.stream.fingerprint,
         }
 
     def _check_continues(self, folder: Path) -> None:
-        """CheckpointError if this run may not go on from a checkpoint."""
+        """ConfigError if this run may not go on from a checkpoint."""
         if self.cfg.checkpoint.resume == "never":
-            raise CheckpointError(
+            raise ConfigError(
                 f"{self.folder.path} holds checkpoint {folder.name} and checkpoint.resume is never; "
                 "set it to auto to continue, or choose another training.run_dir"
             )
         reader = Reader(folder)
-        if self.stream.keep_order(reader.manifest["state"]["identity"].get(_ORDER, "")):
+        if self.stream.keep_order(reader.manifest["state"]["identity"].get(resume.ORDER, "")):
             self._say("the shares of data.train are those that the run began with, coarser than a new run's")
-        resume.check(reader, self._identity(), self.files)
+        resume.check(reader, self._identity(), self.files, self.cfg.data.train)
 
     def _resume(self, folder: Path | None, damaged: list[Path]) -> None:
         if folder is None:
