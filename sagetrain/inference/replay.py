@@ -23,7 +23,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import AttentionConfig
 from sagetrain.model.backends import AttentionFunction, attention_function
-from sagetrain.model.selection import matmuls_of, resolve_backend
+from sagetrain.model.selection import resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.stability.controller import Event
@@ -132,8 +132,8 @@ def _start(checkpoints: Path, content: dict[str, Any]) -> Path | None:
 def _replay(
     folder: Path, content: dict[str, Any], scratch: Path, backend: str, recipe: str | None, linear_in_16_bits: bool
 ) -> Replay:
-    trainer = _trainer(folder, scratch, fresh=content["checkpoint"] is None)
-    _layers_of(trainer, content["layout"]["tensor_parallel_size"])
+    fresh, layers_of_tp = content["checkpoint"] is None, content["layout"]["tensor_parallel_size"]
+    trainer = _trainer(folder, scratch, fresh, layers_of_tp)
     cfg, device = trainer.cfg, trainer.device
     asked = trainer.attention.model_copy(update={"backend": backend, "recipe": recipe or trainer.attention.recipe})
     try:
@@ -178,9 +178,9 @@ def _replay(
     )
 
 
-def _trainer(folder: Path, scratch: Path, fresh: bool) -> Trainer:
+def _trainer(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Trainer:
     """The run's own, at the checkpoint; in one process without its parallelism, which changes nothing but rounding.
-    fresh: there is none, it begins as the run did."""
+    fresh: there is none, it begins as the run did. layers_of_tp: the run's tensor-parallel size."""
     cfg = load_config(folder / "config.yaml")
     if fresh and cfg.training.init_from is not None:
         # It may name a run that has gone on since.
@@ -199,23 +199,7 @@ def _trainer(folder: Path, scratch: Path, fresh: bool) -> Trainer:
         "checkpoint": cfg.checkpoint.model_copy(update={"resume": "auto"}),
         "stability": cfg.stability.model_copy(update={"spikes": spikes}),
     }
-    return Trainer(cfg.model_copy(update=sections), [])
-
-
-def _layers_of(trainer: Trainer, tensor_parallel_size: int) -> None:
-    """In 8 bits those linear layers that were in the run, whose ranks' sizes decided."""
-    model = cast(Transformer, trainer.engine.module)
-    if any(model.matmuls) and tensor_parallel_size != trainer.groups.tp_size:
-        model.matmuls, said = matmuls_of(
-            trainer.linear,
-            trainer.cfg.model,
-            tensor_parallel_size=tensor_parallel_size,
-            here=trainer.groups.tp_size,
-            device=trainer.device,
-            dtype=trainer.dtype,
-        )
-        trainer.reporter.say(f"linear layers as in the run: {said}")
-        trainer.engine.weights_changed()
+    return Trainer(cfg.model_copy(update=sections), [], layers_of_tp=layers_of_tp)
 
 
 def _functions(trainer: Trainer, words: list[str]) -> list[AttentionFunction]:

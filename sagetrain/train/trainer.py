@@ -68,9 +68,12 @@ numbers by name; collective, and they matter on the first rank."""
 
 class Trainer:
     """One run of a RunConfig on this rank. `findings` are recorded in the run folder; `tasks` gives the numbers of
-    evaluation.tasks."""
+    evaluation.tasks. Linear layers are in 8 bits as on the ranks of a run of tensor-parallel size `layers_of_tp`, where
+    that is another's."""
 
-    def __init__(self, cfg: RunConfig, findings: list[Finding], tasks: Tasks | None = None):
+    def __init__(
+        self, cfg: RunConfig, findings: list[Finding], tasks: Tasks | None = None, *, layers_of_tp: int | None = None
+    ):
         self.cfg, self.findings, self.tasks = cfg, findings, tasks
         self._changed: list[str] = []  # since the checkpoint that the run continues from
         self.folder = RunFolder(Path(cfg.training.run_dir))
@@ -125,10 +128,10 @@ class Trainer:
             choices = Choices(cfg, self.groups, self.stream, self.folder, compiled=self.compiled, **how)
             chosen = attention.settle(cfg.attention, cfg.model, found, choose=choices.attention, **how)
             self.attention, self.attention_reason = chosen
-            place["tensor_parallel_size"] = self.groups.tp_size
+            place["tensor_parallel_size"] = layers_of_tp or self.groups.tp_size
             say = self._say
             self.linear, why = linear.settle(cfg.linear, cfg.model, found, choose=choices.linear, say=say, **place)
-            self.matmuls, self.linear_reason = matmuls_of(self.linear, cfg.model, **place)
+            self.matmuls, self.linear_reason = matmuls_of(self.linear, cfg.model, here=self.groups.tp_size, **place)
             self.linear_reason += f"; {why}" if why else ""
             self.micro_step = token_multiple(cfg, self.groups.dp_size)
             self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
