@@ -178,6 +178,15 @@ def test_what_we_tell_users_to_plan_can_run(file):
         assert plan(CONFIGS.parent / config, size, *overrides)[0] == 0, command
 
 
+def test_the_memory_that_the_guide_to_clusters_names():
+    text = (CONFIGS.parent / "docs/cluster.md").read_text().replace("\\\n", " ")
+    size, command = re.search(
+        r"4 GPUs, (\d+) GiB each by `plan`:.*?--config configs/325m.yaml ([^\n]+)", text, re.DOTALL
+    ).groups()
+    _, planned = plan(CONFIGS / "325m.yaml", 4, *command.split(), brief=True)
+    assert f"{float(re.search(r'memory ([0-9.]+) GiB', planned)[1]):.0f}" == size
+
+
 def test_numbers_of_the_plan():
     errors, text = plan(CONFIGS / "1b.yaml", 8)
     assert errors == 0
