@@ -17,6 +17,7 @@ from sagetrain.inference import load
 from sagetrain.inference.evaluate import evaluate
 from sagetrain.inference.load import load_run
 from sagetrain.model.transformer import Transformer
+from sagetrain.train.checkpoint import CheckpointError
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,13 @@ def test_any_checkpoint_can_be_named(run: Path) -> None:
     assert "has no checkpoint of step 99; it has steps: 5, 10" in missing.stderr
     elsewhere = sagetrain("generate", run / "none", "def")
     assert elsewhere.returncode == 3 and f"error: there is no folder {run}/none; name the folder" in elsewhere.stderr
+    for path, message in (
+        (run / "checkpoints/step-00000005", f"step-00000005 is a checkpoint: name {run} with --checkpoint 5$"),
+        (run / "config.yaml", r"config\.yaml is a file; name the folder of a run"),
+    ):
+        for step in (None, 5):
+            with pytest.raises(CheckpointError, match=message):
+                load_run(path, print, step)
 
 
 def test_no_weight_is_drawn_that_the_checkpoint_overwrites(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

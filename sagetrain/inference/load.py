@@ -73,13 +73,13 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
 
     Raises CheckpointError if there is none, or the run's tokenizer is not the one it was trained with.
     """
+    root, folder = run_dir / "checkpoints", None
     if step is None:
-        folder, _ = checkpoint.newest_whole(run_dir / "checkpoints", report)
-    else:
-        folder = checkpoint.whole_at(run_dir / "checkpoints", step)
+        folder, _ = checkpoint.newest_whole(root, report)
+    elif checkpoint.published(root):
+        folder = checkpoint.whole_at(root, step)
     if folder is None:
-        what = f"{run_dir} has no checkpoint" if run_dir.is_dir() else f"there is no folder {run_dir}"
-        raise CheckpointError(f"{what}; name the folder of a run (training.run_dir)")
+        raise CheckpointError(_no_run(run_dir))
     reader = Reader(folder)
     state = reader.manifest["state"]
     cfg = load_config(folder / "config.yaml")
@@ -94,6 +94,15 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
             f"({tokenizer.sha256[:12]}); put that file back"
         )
     return OpenRun(cfg, reader, tokenizer, state["identity"]["vocab_size"], state["step"], state["tokens"])
+
+
+def _no_run(path: Path) -> str:
+    """What a path is that is no run with a checkpoint, and what to name."""
+    if path.parent.name == "checkpoints" and path in checkpoint.published(path.parent):
+        step = checkpoint.step_of(path)  # 0 of an imported model, which has no other
+        return f"{path} is a checkpoint: name {path.parent.parent}" + f" with --checkpoint {step}" * (step > 0)
+    what = f"{path} has no checkpoint" if path.is_dir() else f"there is no folder {path}"
+    return f"{f'{path} is a file' if path.is_file() else what}; name the folder of a run (training.run_dir)"
 
 
 def in_training(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> TrainedRun:
