@@ -8,6 +8,7 @@ import pytest
 
 from runs import write_config
 from sagetrain.compare.question import Job, asked, completed
+from sagetrain.compare.results import Results, together
 from sagetrain.config import ConfigError
 
 
@@ -156,6 +157,12 @@ def test_questions_that_cannot_be_asked(base: Path, wrong: dict, said: str) -> N
 
 def test_a_baseline_alone_is_compared_with_itself(base: Path) -> None:
     assert len(list(question(base, band=2, baseline="sdpa").jobs())) == 4
+
+
+def test_baselines_of_two_names_are_not_one_question(base: Path) -> None:
+    now, before = (Results(question(base, band=2, baseline=name), {}, 0, 0, []) for name in (None, "sdpa"))
+    with pytest.raises(ConfigError, match="out with sdpa: not one question; take --baseline sdpa, or use an"):
+        together([("this command", now), ("out", before)])
 
 
 def test_pairs_part_where_the_baseline_saves(base: Path) -> None:

@@ -130,7 +130,8 @@ def together(parts: Sequence[tuple[str, Results]]) -> Results:
     for place, other in others:
         if other.baseline != first.baseline:
             raise ConfigError(
-                f"{where} compares with {first.baseline}, {place} with {other.baseline}: not one question"
+                f"{where} compares with {first.baseline}, {place} with {other.baseline}: not one question; "
+                f"take --baseline {other.baseline}, or use another --output (with --report-only, leave one out)"
             )
         for name, settings in other.settings.items():
             known = result.settings.setdefault(name, settings)
