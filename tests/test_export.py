@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import string
 from dataclasses import replace
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as Pipeline
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
@@ -131,10 +134,29 @@ def test_nothing_half_written_is_left(runs: Path, tmp_path: Path, monkeypatch: p
     def full_disk(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exporting, "save_file", full_disk)
-    with pytest.raises(CheckpointError, match=r"cannot write .*out: .*No space left on device"):
-        export(runs / "qwen", tmp_path / "out")
-    assert not [*tmp_path.iterdir()]
+    def bad_disk(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", "out/.writing-out/model.safetensors")
+
+    def of_safetensors(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    for save, message in (
+        (full_disk, "No space left on device; free some space there or choose another folder$"),
+        (of_safetensors, "No space left on device .*; free some space there or choose another folder$"),
+        (bad_disk, "Input/output error; choose another folder$"),
+    ):
+        monkeypatch.setattr(exporting, "save_file", save)
+        with pytest.raises(CheckpointError, match=rf"cannot write .*out: .*{message}"):
+            export(runs / "qwen", tmp_path / "out")
+        assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_that_may_not_be_written_is_named_first(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # as on a read-only file system, also for root
+    with pytest.raises(ConfigError, match=rf"cannot write .*out/hf: {tmp_path} is no folder that can be written to"):
+        export(runs / "qwen", tmp_path / "out/hf")
 
 
 def test_a_folder_with_something_in_it_is_left_alone(runs: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.data.token_file import check_writable
 from sagetrain.inference.load import open_run
 from sagetrain.interop.huggingface import INDEX, WEIGHTS, Weight, config_json, weights
 from sagetrain.interop.tokenizer_files import tokenizer_files
@@ -143,11 +145,12 @@ def published(folder: Path) -> Iterator[Path]:
     """A new folder beside `folder` to write in, synced and renamed to it at the end, or removed if that fails.
 
     Raises:
-        ConfigError: there is something at `folder` already.
+        ConfigError: there is something at `folder` already, or nothing may be written there.
         CheckpointError: it cannot be written.
     """
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty: choose another folder, or delete it")
+    check_writable(folder)
     temporary = folder.absolute().with_name(f".writing-{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir(parents=True)
@@ -160,7 +163,10 @@ def published(folder: Path) -> Iterator[Path]:
                 os.close(descriptor)
         os.rename(temporary, folder)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {folder}: {error}; free some space there or choose another") from error
+        said = getattr(error, "strerror", None) or str(error)
+        full = any(os.strerror(number) in said for number in (errno.ENOSPC, errno.EDQUOT))  # safetensors has no number
+        fix = "free some space there or choose another folder" if full else "choose another folder"
+        raise CheckpointError(f"cannot write {folder}: {said}; {fix}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
