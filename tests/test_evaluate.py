@@ -15,7 +15,7 @@ import zstandard
 from prepare_inputs import TEXTS
 from runs import finish, sagetrain, write_config
 from sagetrain.config import ConfigError
-from sagetrain.config.schema import DataSource
+from sagetrain.config.schema import NO_DATA, DataSource
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.prepare import prepare
 from sagetrain.data.token_file import TokenFile, token_path
@@ -92,11 +92,13 @@ def test_unigram_loss_is_by_the_frequencies_of_the_training_data(loaded: Trained
     one, five = (together(evaluate(loaded, sequences)) for sequences in (1, 5))
     assert (one.unigram_loss, five.unigram_loss) == pytest.approx((expected[0], np.mean(expected)), rel=1e-9)
     assert one.unigram_loss > math.log(32)  # what the own entropy of 32 tokens cannot reach
-    data = cfg.data.model_copy(update={"train": [DataSource(path="none")]})
     said: list[str] = []
-    without = evaluate(replace(loaded, cfg=cfg.model_copy(update={"data": data})), 1, said.append)
-    assert together(without) == replace(one, unigram_nats=None)
-    assert said[0].startswith("no unigram loss: token file none: ")
+    for path in ("gone", NO_DATA):
+        data = cfg.data.model_copy(update={"train": [DataSource(path=path)]})
+        without = evaluate(replace(loaded, cfg=cfg.model_copy(update={"data": data})), 1, said.append)
+        assert together(without) == replace(one, unigram_nats=None)
+    assert said[0].startswith("no unigram loss: token file gone: ")
+    assert said[1:] == ["no unigram loss: an imported model has no training data"]
 
 
 def test_losses_at_another_context_are_of_sequences_so_long(loaded: TrainedRun) -> None:
