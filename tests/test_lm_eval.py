@@ -123,7 +123,14 @@ def test_a_text_longer_than_the_context_is_scored_in_pieces(loaded: TrainedRun) 
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_tasks_run_in_the_harness(loaded: TrainedRun, tasks: dict[str, Path]) -> None:
+def test_tasks_run_in_the_harness(
+    loaded: TrainedRun,
+    tasks: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where git has nothing to say
     harness = harness_of(loaded)
     found = Tasks([str(path) for path in tasks.values()]).measure(harness, errors=True)
     right = 0
@@ -136,6 +143,7 @@ def test_tasks_run_in_the_harness(loaded: TrainedRun, tasks: dict[str, Path]) ->
     assert found["write"]["exact_match"] == 0.5
     (one,) = Tasks([str(tasks["write"])], limit=1).measure(harness).values()
     assert one["exact_match"] == 1.0
+    assert "git" not in capfd.readouterr().err
 
 
 def test_a_group_has_its_own_score(loaded: TrainedRun, tasks: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.evaluator import simple_evaluate
+from lm_eval.defaults import DEFAULT_OTHER_SEED
+from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -126,46 +127,34 @@ class Tasks:
             ConfigError: a name that there is not, or a task that cannot be loaded.
         """
         files = [name for name in names if Path(name).is_file()]
-        self._manager = TaskManager(include_defaults=len(files) < len(names))  # to list its own takes seconds
+        manager = TaskManager(include_defaults=len(files) < len(names))  # to list its own takes seconds
         for name in names:
-            if name not in files and name not in self._manager.task_index:
-                near = get_close_matches(name, self._manager.all_tasks, 3)
+            if name not in files and name not in manager.task_index:
+                near = get_close_matches(name, manager.all_tasks, 3)
                 hint = f"did you mean {', '.join(near)}? " if near else ""
                 raise ConfigError(
                     f"task {name}: lm_eval has none of this name, and there is no such file; {hint}`lm-eval ls tasks` "
                     "lists them"
                 )
         try:
-            loaded = self._manager.load(list(names))
+            self._loaded = manager.load(list(names))
         except Exception as error:  # whatever a task and the libraries that fetch its data raise
             raise ConfigError(f"tasks {', '.join(names)} cannot be loaded: {error}") from error
-        self._tasks, groups = loaded["tasks"], loaded["groups"]
-        inside = {name for children in loaded["group_map"].values() for name in children}
-        # Groups have scores of their own.
-        self._asked = [each for name, each in (groups | self._tasks).items() if name not in inside]
         self._limit = limit
 
     @property
     def generating(self) -> list[str]:
         """Names of those that want generated text."""
-        return [name for name, task in self._tasks.items() if task.OUTPUT_TYPE == "generate_until"]
+        return [name for name, task in self._loaded["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]
 
     def measure(self, model: Harness, errors: bool = False) -> Results:
         """Their metrics, and those of groups, with `errors` also their standard errors. Generators of random numbers
         stay as they are."""
-        found = simple_evaluate(
-            model,
-            tasks=self._asked,
-            task_manager=self._manager,
-            limit=self._limit,
-            bootstrap_iters=_BOOTSTRAP * errors,
-            log_samples=False,
-            random_seed=None,
-            numpy_random_seed=None,
-            torch_random_seed=None,
-        )
-        results = found["results"] if found else {}  # it gives them to one process of a host
-        return {task: numbers for task, values in results.items() if (numbers := _metrics(values))}
+        for task in self._loaded["tasks"].values():
+            task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # the same examples each time
+        # Not simple_evaluate, which asks git, and the machine for seconds, what nobody reads here.
+        found = evaluate(model, self._loaded, limit=self._limit, bootstrap_iters=_BOOTSTRAP * errors, log_samples=False)
+        return {task: numbers for task, values in found["results"].items() if (numbers := _metrics(values))}
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, float]:
@@ -182,7 +171,7 @@ def tasks_while_training(
     evaluation: EvaluationConfig, data: DataConfig, trained: Callable[[Transformer, Tokenizer], TrainedRun] | None
 ) -> Callable[[Engine, Mapping[str, Any], Callable[[], None]], dict[str, float]]:
     """Load evaluation.tasks, and give what asks them (Tasks of train/trainer.py) of a model that all ranks hold
-    together: numbers by task/metric, for one process of each host. Collective.
+    together: numbers by task/metric. Collective.
 
     Args:
         trained: the model that trains as one that generates (load.in_training); None at ZeRO 3.
