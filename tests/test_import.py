@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen3Config
@@ -137,6 +138,10 @@ def test_what_was_exported_comes_back_with_its_tokenizer(llama: Path, model: Pat
     first = sagetrain("import", folder, tmp_path / "run")
     assert first.returncode == 0 and first.stderr == ""
     assert "LlamaForCausalLM, 44,192 parameters in 21 tensors, tokenizer tokenizer.model" in first.stdout
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert config["training"]["total_tokens"] == config["tokens_per_step"]["tokens"] == 256  # so it says what to set
+    assert "total_tokens, tokens_per_step.tokens and optimizer.lr of your own" in first.stdout
+    assert config["attention"]["backend"] == "sdpa" and "(attention.backend: sdpa" in first.stdout
     export(tmp_path / "run", tmp_path / "out")
     assert (tmp_path / "out/tokenizer.json").is_file()
     import_folder(tmp_path / "out", tmp_path / "again")
