@@ -160,10 +160,10 @@ def test_our_own_sentencepiece_models_put_nothing_before_a_text(model: Path) -> 
 def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_bytes((folder / "tokenizer.json").read_bytes())
-    with pytest.raises(
-        ConfigError, match=r"no end-of-sentence token, .* \(a tokenizer_config\.json beside it names it"
-    ):
+    with pytest.raises(ConfigError, match=r"no end-of-sentence token, .* tokenizer_config.json .* \{\"eos_token\": "):
         Tokenizer.load(file)
+    with pytest.raises(ConfigError, match=rf"is a folder; name {file}$"):
+        Tokenizer.load(tmp_path)
     for content, message in (('{"a": 1}', "is not a tokenizer.json of the tok"), ("{x", "or a file beside it, cannot")):
         file.write_text(content)
         with pytest.raises(ConfigError, match=message):

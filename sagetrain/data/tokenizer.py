@@ -21,7 +21,7 @@ import sentencepiece
 import tokenizers
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import TOKENIZER_JSON, DataConfig
+from sagetrain.config.schema import TOKENIZER_JSON, DataConfig, tokenizer_in
 from sagetrain.config.schema import TOKENIZER_NAME as TOKENIZER_NAME
 
 # SentencePiece writes a space as this character inside its pieces, and so would decode the character as a space.
@@ -66,6 +66,8 @@ class Tokenizer:
         try:
             model = Path(path).read_bytes()
             model = (_with_config if _is_json(model) else _with_bos)(model, Path(path).parent)
+        except IsADirectoryError as error:
+            raise ConfigError(f"tokenizer {path}: is a folder; name {tokenizer_in(Path(path))}") from error
         except OSError as error:
             raise ConfigError(f"tokenizer {path}: {error.strerror}; `sagetrain prepare` can train one") from error
         except ValueError as error:
@@ -75,8 +77,11 @@ class Tokenizer:
         except ValueError as error:
             raise ConfigError(f"tokenizer {path} is not {error}") from error
         if tokenizer.eos_id < 0:
-            beside = " (a tokenizer_config.json beside it names it)" if _is_json(model) else ""
-            raise ConfigError(f"tokenizer {path} has no end-of-sentence token, which must end every document{beside}")
+            fix = '; name it in a tokenizer_config.json beside it, as in {"eos_token": "<|endoftext|>"}'
+            raise ConfigError(
+                f"tokenizer {path} has no end-of-sentence token, which must end every document"
+                f"{fix if _is_json(model) else ''}"
+            )
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
