@@ -113,8 +113,8 @@ class Question:
         own = [f"training.seed={job.seed}", f"training.run_dir={where}", f"training.perturb={int(job.again)}"]
         if self.branch and job.variant == self.baseline:
             # Else it may delete the checkpoint that the others wait for before anybody looks.
-            kept = self.config(job).checkpoint.keep_every_tokens
-            own += [f"checkpoint.keep_every_tokens={self.branch}"] if not kept or self.branch % kept else []
+            kept = math.gcd(self.branch, self.config(job).checkpoint.keep_every_tokens or 0)
+            own.append(f"checkpoint.keep_every_tokens={kept}")
         return [*self._given(job), *own]
 
     def _given(self, job: Job) -> list[str]:
