@@ -168,6 +168,9 @@ def test_bytes_of_zero_by_stage(dtype, stage, per_step, per_micro_step):
     size = parameters_per_rank(cfg.model, cfg.attention, VOCAB, 1)
     sent = sum(c.wire_bytes for c in step.collectives)
     assert sent == pytest.approx((per_step + 2 * per_micro_step) * size * 3 / 4, rel=1e-6)
+    if dtype == "fp32":  # what may not travel in bf16 is an error, and a plan goes on
+        cfg = config("325m", *layout_of(1, stage), "training.dtype=fp32", "parallel.gradient_reduction=bf16")
+        assert predict(cfg, 4, VOCAB, SIMPLE) == step
     if dtype == "bf16" and stage < 2:  # beside the last backward pass, but for the last bucket
         gradients, weights = step.collectives
         beside = 1 - 50e6 / size

@@ -224,6 +224,8 @@ class _Step:
         inside = 1 < tensor_size <= hardware.gpus_per_host
         copies = bool(cfg.parallel.sequence_parallel and inside and hardware.copy_bandwidth)
         self.rank = rank_of(cfg, copies, span)
+        self.bf16_gradients = cfg.parallel.gradient_reduction == "bf16" and self.rank.element == 2
+        """As they travel; of a run in fp32 never, which is an error that a plan has to live with."""
         overlap = overlaps(cfg)
         self.parts = parts_of(self.rank.tokens, tensor_size, overlap)
         self.in_halves = attention_calls(cfg.data.micro_batch_size, self.rank.tokens, tensor_size, overlap) > 1
@@ -288,10 +290,9 @@ class _Step:
 
     def optimizer_seconds(self) -> float:
         """DeepSpeed's passes over gradients, Adam, new weights."""
-        travels_in_bf16 = self.cfg.parallel.gradient_reduction == "bf16"
-        per_micro, per_step, per_share = (_STATE_BYTES_BF16 if travels_in_bf16 else _STATE_BYTES)[self.zero_stage]
+        per_micro, per_step, per_share = (_STATE_BYTES_BF16 if self.bf16_gradients else _STATE_BYTES)[self.zero_stage]
         if own_reduction(self.cfg):
-            several = _STATE_BYTES_BESIDE_BF16 if travels_in_bf16 else _STATE_BYTES_BESIDE
+            several = _STATE_BYTES_BESIDE_BF16 if self.bf16_gradients else _STATE_BYTES_BESIDE
             per_micro, per_step, per_share = _STATE_BYTES_ALONE if self.replicas == 1 else several
         wide = 2 if self.rank.element == 4 and self.zero_stage else 1
         touched = self.accumulation * per_micro + per_step + per_share / self.replicas
@@ -383,7 +384,7 @@ class _Step:
             kind, buckets = "reduce", buckets + self.replicas - 1  # what has two owners is cut
         elif own and one_owner(share := size // self.replicas, bucket):
             kind, buckets = "reduce", self.replicas * -(-share // bucket)
-        wide = 2 if self.cfg.parallel.gradient_reduction == "bf16" else 4
+        wide = 2 if self.bf16_gradients else 4
         calls = self.accumulation * buckets if stage > 1 else buckets
         gradients = self._collective("data", "gradients", kind, calls, wide * size // buckets)
         if own:
