@@ -136,8 +136,10 @@ def test_all_that_is_priced_is_priced_with_the_documents_of_the_data(corpus, mon
     overrides = ["model.vocab_size=512", "model.num_layers=2", "linear.precision=auto", *paths]
     made = make_plan(CONFIGS / "1b.yaml", overrides, 1, H200, 300_000.0)
     assert made.chosen.prediction.tokens_per_second == pytest.approx(300_000, rel=1e-6)
-    assert made.cfg.linear.low_bit and told.pop("layout") == [span, span]
+    assert made.cfg.linear.low_bit and told.pop("layout") == [span]
     assert told == {key: [span] for key in ("calibrate", "fastest_linear", "propose")}
+    make_plan(CONFIGS / "1b.yaml", [*overrides, "linear.precision=int8"], 1, H200)
+    assert told["layout"] == [span, span]
 
 
 def test_documents_of_a_blend_are_as_long_as_those_of_its_sources_in_their_shares(monkeypatch, tmp_path):
@@ -491,10 +493,9 @@ def test_eight_bits_that_do_not_pay_are_a_finding():
     """A model whose matmuls are small has nothing to gain either way."""
     small = ("model.hidden_size=256", "model.ffn_hidden_size=512", "model.head_dim=16", "attention.backend=sdpa")
     for overrides, pays in (
-        (["linear.precision=fp8"], True),
-        (["linear.precision=int8"], True),
-        (["linear.precision=fp8", *small], False),
-        (["linear.precision=int8", *small], False),
+        (["linear.precision=int8", "linear.keep_first_blocks=19"], False),  # one block
+        (["linear.precision=auto", "linear.keep_first_blocks=19"], True),  # int8, which nobody has written
+        *(([f"linear.precision={name}", *more], not more) for name in ("fp8", "int8") for more in ((), small)),
     ):
         errors, text = plan(CONFIGS / "1b.yaml", 8, *overrides)
         assert errors == 0

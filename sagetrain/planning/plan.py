@@ -118,7 +118,7 @@ def make_plan(
             multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
             schedule = stages(cfg.tokens_per_step, cfg.training.total_tokens, multiple)
             chosen = layout(cfg, world_size, padded, hardware, span)
-            if cfg.linear.low_bit:
+            if asked.linear.low_bit:
                 wide = cfg.model_copy(update={"linear": SIXTEEN_BITS})
                 gain = _gain(cfg, chosen, layout(wide, world_size, padded, hardware, span))
                 findings = [*findings, *([gain] if gain else [])]
