@@ -221,6 +221,10 @@ CASES = [
         "no_effect", "warning", "training.drop_steps", "[1000000]: has no effect with training.total_tokens 100000000: the run ends before step", "remove",
     ),
     (
+        {"tokens_per_step": ramp(65536, 262144, 10**6, 2048), "training": {"drop_steps": [10**4]}}, 1,
+        "no_effect", "warning", "training.drop_steps", "[10000]: has no effect with training.total_tokens 100000000: the run ends before step 1527", "remove",
+    ),
+    (
         {"profile": {"from_step": 10**6}}, 1,
         "no_effect", "warning", "profile.from_step", "1000000: has no effect with training.total_tokens 100000000: the run ends before step", "remove",
     ),

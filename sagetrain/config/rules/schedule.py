@@ -76,7 +76,8 @@ def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
             f"is less than the first optimizer step of {first} tokens",
             "train longer, or begin with fewer tokens per step",
         )
-    most = -(-total // min(schedule.named_tokens.values()))
+    least = min(tokens for key, tokens in schedule.named_tokens.items() if key != "tokens_per_step.multiple")
+    most = -(-total // least)
     ends = f"training.total_tokens {total}: the run ends before step {most + 1}"
     if late := [step for step in cfg.training.drop_steps if step > most]:
         yield no_effect("training.drop_steps", late, ends)

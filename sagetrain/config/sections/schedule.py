@@ -19,7 +19,7 @@ class ConstantTokens(Section):
 
     @property
     def named_tokens(self) -> dict[str, int]:
-        """Dotted key -> every tokens-per-step value that the schedule names; so in all schedules."""
+        """Dotted key -> every tokens-per-step value that the schedule names, and `multiple`; so in all schedules."""
         return {"tokens_per_step.tokens": self.tokens}
 
 
