@@ -54,9 +54,13 @@ class Choices:
 
     def attention(self, asked: AttentionConfig) -> AttentionConfig:
         """The fastest, in the place of `auto`; collective."""
-        documents = self._stream.document_lengths(64) if self._cfg.data.document_attention else ()
-        how = {**self._calls, "documents": documents, "cache": self._folder.attention}
-        return self._by_main(lambda: choose_attention(asked, self._cfg.model, **how))
+
+        def choose() -> AttentionConfig:
+            documents = self._stream.document_lengths(64) if self._cfg.data.document_attention else ()
+            how = {**self._calls, "documents": documents, "cache": self._folder.attention}
+            return choose_attention(asked, self._cfg.model, **how)
+
+        return self._by_main(choose)
 
     def linear(self, asked: LinearConfig) -> LinearConfig:
         """The same for the linear layers; collective."""
