@@ -305,7 +305,6 @@ class Loader:
     ):
         """`num_workers` threads work ahead, by twice as many batches; 0 prepares a batch when it is asked for."""
         self.stream = stream
-        self._dp_rank, self._dp_size = dp_rank, dp_size
         self._first = dp_rank * micro_batch_size
         self._stride = dp_size * micro_batch_size
         self._micro_batch_size = micro_batch_size

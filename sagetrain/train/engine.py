@@ -440,7 +440,7 @@ class Engine:
         """Global gradient norm and clipping for fp32 at stage 0; replicated parameters count once."""
         marked = [p for p in self.module.parameters() if p.grad is not None]
         own = [p.grad for p in marked if p.tensor_model_parallel or self.groups.tp_rank == 0]
-        square = torch.stack([g.float().square().sum() for g in own]).sum() if own else torch.zeros(())
+        square = torch.stack([g.float().square().sum() for g in own]).sum()
         if self.groups.tp_size > 1:
             dist.all_reduce(square, group=self.groups.tp_group)
         self._norm = square.sqrt().item()
