@@ -114,6 +114,11 @@ def ratio(total: float, weight: float) -> float:
     return total / weight if weight else math.nan
 
 
+def share(part: float, whole: float) -> float:
+    """For `derive`: a part of what there is, 0 of nothing."""
+    return part / whole if whole else 0.0
+
+
 def _float64(value: Tensor | float) -> Tensor | float:
     return value.detach().reshape(()).double() if isinstance(value, Tensor) else float(value)
 

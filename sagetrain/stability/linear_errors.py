@@ -32,6 +32,7 @@ from sagetrain.model.transformer import Transformer, changed
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.lowbit import LowBit
 from sagetrain.parallel.matmul import Matmul
+from sagetrain.parallel.metrics import share
 from sagetrain.stability.controller import Event, Taken
 
 MICRO_BATCHES = 300
@@ -107,15 +108,11 @@ class Observed(Matmul):
         every = _every(grad)
         there = grad[::every] != 0
         lost = there & (codes[::every].float() == 0)
-        self.tell(f"{self.tag}.dY/zero_share_{name}", _share, lost.sum(), there.sum())
+        self.tell(f"{self.tag}.dY/zero_share_{name}", share, lost.sum(), there.sum())
 
 
 def _every(x: Tensor) -> int:
     return -(-x.numel() // SAMPLE)
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
 
 
 class LinearErrors:
@@ -183,10 +180,10 @@ class Vanishing:
     def after_step(self, taken: Taken) -> list[Event]:
         """What is measured for the first time to lose more than MUCH."""
         found: dict[str, float] = {}
-        for metric, share in taken.metrics.items():
+        for metric, lost in taken.metrics.items():
             layer, mark, _ = metric.removeprefix("quant/").partition(".dY/zero_share_")
-            if mark and share > MUCH and layer not in self._said:
-                found[layer] = max(share, found.get(layer, 0.0))
+            if mark and lost > MUCH and layer not in self._said:
+                found[layer] = max(lost, found.get(layer, 0.0))
         if not found:
             return []
         self._said.update(found)

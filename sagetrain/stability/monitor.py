@@ -42,7 +42,7 @@ from sagekernels.reference import Saved
 from sagetrain.config.schema import MonitorConfig
 from sagetrain.model.accounting import attention_calls
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.metrics import Metrics
+from sagetrain.parallel.metrics import Metrics, share
 
 EVERY_STEPS = 100
 """What `auto` stands for where something is quantized."""
@@ -109,7 +109,7 @@ class Monitor:
         for name, gain in self._gains():
             if tag := tags.get(name):
                 gain = torch.empty(0) if gain is None else gain
-                metrics.derive(f"{tag}/gain_mean", _share, gain.sum(), gain.numel())
+                metrics.derive(f"{tag}/gain_mean", share, gain.sum(), gain.numel())
                 metrics.max(f"{tag}/gain_max", torch.cat([gain.flatten(), gain.new_full((1,), -math.inf)]).max())
 
 
@@ -152,11 +152,11 @@ class _Calls:
             metrics.derive(f"{tag}/{name}/cosine", pooled_cosine, *squares.unbind())
             metrics.derive(f"{tag}/{name}/rel_l2", pooled_rel_l2, *squares.unbind())
         for name, counts in sums.zeros.items():
-            metrics.derive(f"{tag}/dS/zero_share_{name}", _share, *counts.unbind())
+            metrics.derive(f"{tag}/dS/zero_share_{name}", share, *counts.unbind())
         for name, (least, largest) in sums.scales.items():
-            share = 1 / self.replicas if name.startswith("d") else 1
-            metrics.min(f"{tag}/{name}/scale_min", least * share)
-            metrics.max(f"{tag}/{name}/scale_max", largest * share)
+            part = 1 / self.replicas if name.startswith("d") else 1
+            metrics.min(f"{tag}/{name}/scale_min", least * part)
+            metrics.max(f"{tag}/{name}/scale_max", largest * part)
         metrics.max(f"{tag}/S/largest", sums.largest_logit)
 
     def check(self) -> None:
@@ -168,7 +168,3 @@ class _Calls:
                 f"backward passes in a micro-batch, not {len(self.order)} and {expected}; "
                 "stability.monitor.every_steps null turns the monitor off"
             )
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from sagetrain.config.measured import ALL
 from sagetrain.config.schema import NoiseAwareTokens
 from sagetrain.stability.controller import Event, Taken
-from sagetrain.stability.noise_scale import ALL
 
 
 class NoiseAware:

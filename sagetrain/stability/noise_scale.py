@@ -33,11 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sagetrain.config.measured import ALL
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event, Taken
 from sagetrain.stability.spikes import METRIC as SPIKE
-
-ALL = "all"
 
 
 def layer_of(name: str) -> str:

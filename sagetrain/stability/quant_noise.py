@@ -46,11 +46,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sagetrain.config.measured import ALL
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event, Taken
-from sagetrain.stability.noise_scale import ALL, LayerSquares, NoiseScale, averaged
+from sagetrain.stability.noise_scale import LayerSquares, NoiseScale, averaged
 from sagetrain.stability.spikes import METRIC as SPIKE
 
 
