@@ -173,7 +173,7 @@ def test_a_run_trains_where_it_should_whatever_the_folder_is_called(base: Path, 
             cfg = load_config(path, overrides)
             assert cfg.training.run_dir == str(tmp_path / name) and cfg.training.seed == job.seed
             assert cfg.checkpoint.keep_every_tokens == (2560 if job.variant == "base" else None)
-    for own, kept in ((1280, 1280), (1000, 40)):  # what the user keeps, and what is needed
+    for own, kept in ((1280, 1280), (5120, 2560), (10**9, 2560)):  # what the user keeps, and what is needed
         question = ask(base, overrides=[*SHORT, f"checkpoint.keep_every_tokens={own}"], branch=2560, band=0)
         path, *overrides = question.command(next(question.jobs()), tmp_path)
         assert load_config(path, overrides).checkpoint.keep_every_tokens == kept

@@ -182,6 +182,9 @@ def test_pairs_part_where_the_baseline_saves(base: Path) -> None:
         late = [f"checkpoint.every_tokens={every}", "training.total_tokens=7680"]
         with pytest.raises(ConfigError, match=f"--branch {branch:,}: the baseline saves every {every:,}"):
             question(base, variants=[PAPER], overrides=late, branch=branch).check()
+    both = [*last, "checkpoint.keep_every_tokens=1000"]
+    with pytest.raises(ConfigError, match=r"keep_every_tokens 1,000: the baseline keeps what --branch 6,900 needs by"):
+        question(base, variants=[PAPER], overrides=both, branch=6900).check()
 
 
 def test_settings_of_before_there_were_8_bits_are_those_of_16(base: Path) -> None:

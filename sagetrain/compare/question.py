@@ -113,8 +113,8 @@ class Question:
         own = [f"training.seed={job.seed}", f"training.run_dir={where}", f"training.perturb={int(job.again)}"]
         if self.branch and job.variant == self.baseline:
             # Else it may delete the checkpoint that the others wait for before anybody looks.
-            kept = math.gcd(self.branch, self.config(job).checkpoint.keep_every_tokens or 0)
-            own.append(f"checkpoint.keep_every_tokens={kept}")
+            kept = self.config(job).checkpoint.keep_every_tokens or self.branch
+            own.append(f"checkpoint.keep_every_tokens={min(kept, self.branch)}")  # one divides the other (_no_branch)
         return [*self._given(job), *own]
 
     def _given(self, job: Job) -> list[str]:
@@ -188,6 +188,12 @@ class Question:
                 yield (
                     f"{BRANCH} {self.branch:,}: the baseline saves every {every:,} of its {total:,} tokens "
                     f"(checkpoint.every_tokens), the last time before its end at {last:,}: part there or before"
+                )
+            kept = self.config(Job(row.name, self.baseline, 0)).checkpoint.keep_every_tokens
+            if kept and kept < total and self.branch % kept and kept % self.branch:
+                yield (
+                    f"checkpoint.keep_every_tokens {kept:,}: the baseline keeps what {BRANCH} {self.branch:,} needs by "
+                    "the same key: take a divisor or a multiple of that, or null"
                 )
 
     def to_json(self) -> dict[str, Any]:
