@@ -52,6 +52,11 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     return [key for key in theirs | ours if theirs.get(key) != ours.get(key)]
 
 
+def of_one_whole(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether two requests are the same, but for the part of the text."""
+    return not {*differences(theirs, ours)} - {"shard"}
+
+
 def in_words(differ: list[str]) -> str:
     """Those, as their options are called."""
     return " and ".join(_WORDS.get(key, f"--{key.replace('_', '-')}") for key in differ)
@@ -63,7 +68,7 @@ def recorded_tokenizers(folder: Path, request: dict[str, Any]) -> list[str]:
     for path in folder.glob("*.json.partial"):
         with suppress(FileNotFoundError, ValueError):  # another host has finished its part; damaged: its own matter
             content = json.loads(path.read_text())
-            if {**content["request"], "shard": None} == {**request, "shard": None}:
+            if of_one_whole(content["request"], request):
                 found.append(content["tokenizer_sha256"])
     return found
 

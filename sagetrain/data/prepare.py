@@ -23,7 +23,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, tokenizer_in
 from sagetrain.data.chunk import Place
 from sagetrain.data.encode import Encoded, Encoder, encode
-from sagetrain.data.journal import Journal, Unfinished, differences, in_words, recorded_tokenizers
+from sagetrain.data.journal import Journal, Unfinished, differences, in_words, of_one_whole, recorded_tokenizers
 from sagetrain.data.progress import Progress
 from sagetrain.data.records import Records, settled
 from sagetrain.data.sources import Corpus
@@ -403,12 +403,8 @@ def _check_model(outputs: dict[str, Path], model_path: Path, request: dict[str, 
     # another host finishes its part: its record goes when its token files say the same, so it is read before them.
     unfinished = recorded_tokenizers(model_path.parent, request)
     paths = {path.with_suffix("") for path in model_path.parent.glob("*-of-*.idx")} | set(outputs.values())
-    ours = {**request, "shard": None}
-    known = [
-        record["tokenizer_sha256"]
-        for path in paths
-        if {**(record := read_provenance(path)).get("request", {}), "shard": None} == ours
-    ]
+    records = [read_provenance(path) for path in paths]
+    known = [each["tokenizer_sha256"] for each in records if of_one_whole(each.get("request", {}), request)]
     if theirs not in [request["tokenizer"], *unfinished, *known]:
         raise ConfigError(
             f"{there} exists and would be replaced by another tokenizer; models trained with it could not be used "

@@ -62,7 +62,7 @@ class TokenFileWriter:
         """From here on no other process writes there. ConfigError if one does, or if nothing can be written (a full
         disk, say), here and in what follows."""
         self.path = Path(path)
-        self.dtype = np.dtype(np.uint16)
+        self.dtype: np.dtype
         self.num_tokens = 0
         self.num_documents = 0
         self._open_length = 0  # tokens of the last document, which more may follow

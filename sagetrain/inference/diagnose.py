@@ -26,7 +26,7 @@ import torch
 
 from sagetrain.config.arithmetic import low_bit_linear
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import NO_DATA, AttentionConfig, MonitorConfig
+from sagetrain.config.schema import AttentionConfig, MonitorConfig
 from sagetrain.data.loader import Batch, Loader, SampleStream
 from sagetrain.data.token_file import check_writable
 from sagetrain.inference.load import TrainedRun
@@ -90,7 +90,7 @@ def diagnose(
         linear = _in_8_bits(run)
     except ValueError as error:
         raise ConfigError(f"{error}; this checkpoint cannot be diagnosed here") from error
-    if data.train[0].path == NO_DATA:
+    if data.missing:
         raise ConfigError(
             "an imported model has no data to be diagnosed on; train from it (training.init_from), diagnose that run"
         )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import NO_DATA, DataSource
+from sagetrain.config.schema import DataSource
 from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream, batch_of
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.windows import Raw, decoded_bytes, text_of, windows
@@ -175,7 +175,7 @@ def unigram_nats(stream: SampleStream, vocab_size: int) -> NDArray[np.float64]:
 
 
 def _training_nats(run: TrainedRun, report: Callable[[str], None]) -> NDArray[np.float64] | None:
-    if run.cfg.data.train[0].path == NO_DATA:
+    if run.cfg.data.missing:
         report("no unigram loss: an imported model has no training data")
         return None
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from sagetrain.data.token_file import check_writable
 from sagetrain.inference.load import open_run
 from sagetrain.interop.huggingface import INDEX, WEIGHTS, Weight, config_json, weights
 from sagetrain.interop.tokenizer_files import tokenizer_files
-from sagetrain.train.checkpoint import CheckpointError, Reader
+from sagetrain.train.checkpoint import CheckpointError, Reader, lacks_space
 from sagetrain.train.origin import imported_tokens
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -164,8 +163,7 @@ def published(folder: Path) -> Iterator[Path]:
         os.rename(temporary, folder)
     except (OSError, SafetensorError) as error:
         said = getattr(error, "strerror", None) or str(error)
-        full = any(os.strerror(number) in said for number in (errno.ENOSPC, errno.EDQUOT))  # safetensors has no number
-        fix = "free some space there or choose another folder" if full else "choose another folder"
+        fix = "free some space there or choose another folder" if lacks_space(said) else "choose another folder"
         raise CheckpointError(f"cannot write {folder}: {said}; {fix}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

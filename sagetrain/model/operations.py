@@ -335,7 +335,7 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     columns = {"attention norm": hidden, "q": query, "k": key, "v": key, "attention": query, "out": hidden}
     columns |= {"gate": inner, "up": inner, "down": hidden * (rank.tensor > 1 or not rank.fused)}
     dear = {part.name: element * columns.get(part.name, 0) for part in listed}
-    dear["attention"] += 4 * heads + quantized * (attention.may_be_int8)
+    dear["attention"] += 4 * heads + quantized * attention.may_be_int8
     if attention.backend == "flash":  # whose own operators torch does not see
         dear["attention"] = 0
     return tuple(

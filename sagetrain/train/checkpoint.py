@@ -95,6 +95,11 @@ def remove(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def lacks_space(said: str) -> bool:
+    """Whether an error is of a full disk, by its words: safetensors gives no number, and another rank sends none."""
+    return any(os.strerror(full) in said for full in (errno.ENOSPC, errno.EDQUOT))
+
+
 # -- finding and checking ------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ whatever the file system caches. What lies in the folder is described in checkpo
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -32,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.train.checkpoint import FORMAT, KINDS, CheckpointError, folder_name, prune, remove, sha256
+from sagetrain.train.checkpoint import FORMAT, KINDS, CheckpointError, folder_name, lacks_space, prune, remove, sha256
 
 T = TypeVar("T")
 
@@ -286,7 +285,7 @@ class Saver:
                 box[0] = action()
             except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for a word
                 box[1], cause = f"{what}: {error}", error
-                if any(os.strerror(full) in box[1] for full in (errno.ENOSPC, errno.EDQUOT)):  # of any rank
+                if lacks_space(box[1]):
                     box[1] += "; free some space and run the same command again"
         if self._group:
             dist.broadcast_object_list(box, src=0, group=self._group)

@@ -63,6 +63,11 @@ class DataConfig(Section):
     """Threads that prepare batches ahead of the step; 0 prepares them in the training thread."""
 
     @property
+    def missing(self) -> bool:
+        """Whether there is none: the configuration is that of an imported model."""
+        return self.train[0].path == NO_DATA
+
+    @property
     def tokenizer_path(self) -> str:
         """The tokenizer file: as configured, else beside the first training source."""
         first = next(iter(self.train[0].files), self.train[0].path)
