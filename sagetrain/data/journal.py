@@ -41,7 +41,7 @@ class Unfinished:
     progress: int
     """Where the progress bar stood."""
     counts: dict[str, dict[str, int]]
-    """By "train" and "valid"; fields of prepare.Counts."""
+    """By "train" and "valid"; fields of counts.Counts."""
     written: dict[str, dict[str, Any]]
     """Likewise, what TokenFileWriter.written gave."""
     first_bad: str | None

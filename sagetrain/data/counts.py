@@ -1,0 +1,107 @@
+"""What went into token files, what was left out of them, and how that is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sagetrain.data.encode import Encoded
+from sagetrain.data.records import Records
+
+
+@dataclass
+class Counts:
+    """What went into one token file."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    """UTF-8 bytes of text."""
+    empty_documents: int = 0
+    """Left out: no text, or nothing but white space. Not part of `documents`."""
+    bad_lines: int = 0
+    """Left out with skip_bad_lines."""
+    counted_tokens: int = 0
+    """Of records: those that count in the loss."""
+    padding_tokens: int = 0
+    """Those between records."""
+    cut_records: int = 0
+    """Longer than a sequence, and cut at its end."""
+    too_long_records: int = 0
+    """Left out: their completion begins behind the end of a sequence. Not part of `documents`."""
+
+    @classmethod
+    def recorded(cls, record: Mapping[str, Any]) -> Counts:
+        """Those of a token file's provenance."""
+        return cls(**{key: record.get(key, nothing) for key, nothing in asdict(cls()).items()})
+
+
+class Tally:
+    """The counts of a call's token files, by "train" and "valid"; what is left out counts in "train"."""
+
+    def __init__(self, sides: Iterable[str]):
+        self.counts = {side: Counts() for side in sides}
+        self.first_bad: str | None = None
+        """What is wrong with the first bad line, and where."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all files."""
+        return sum(each.tokens for each in self.counts.values())
+
+    def add(self, encoded: Encoded) -> None:
+        """Add a chunk."""
+        for side, part in encoded.parts.items():
+            self.counts[side].tokens += len(part.tokens)
+            self.counts[side].bytes += part.bytes
+            if part.counted is not None:
+                self.counts[side].counted_tokens += int(part.counted.sum())
+                self.counts[side].padding_tokens += part.padding
+        train = self.counts["train"]
+        train.empty_documents += encoded.empty_documents
+        train.bad_lines += encoded.bad_lines
+        train.cut_records += encoded.cut
+        train.too_long_records += encoded.too_long
+        self.first_bad = self.first_bad or encoded.first_bad
+
+    def sentences(self, outputs: Mapping[str, Path], records: Records | None) -> Iterator[str]:
+        """What was written, and what was left out."""
+        for side, path in outputs.items():
+            found = self.counts[side]
+            yield f"{path}: {found.tokens:,} tokens, {many(found.documents, 'document')}"
+            if records:
+                share, padding = (each / found.tokens for each in (found.counted_tokens, found.padding_tokens))
+                yield f"{path}: {share:.1%} of the tokens count in the loss, {padding:.1%} are padding between records"
+        train = self.counts["train"]
+        if records and train.cut_records:
+            yield f"cut {many(train.cut_records, 'record')} after {records.seq_length:,} tokens (--seq-length)"
+        if records and train.too_long_records:
+            yield f"left out {self._too_long(records)}"
+        if train.empty_documents:
+            yield f"left out {many(train.empty_documents, 'empty document')}"
+        if self.first_bad:
+            yield f"left out {self._bad_lines()}"
+
+    def why_nothing(self, side: str, records: Records | None, valid_fraction: float) -> str:
+        """Why a file may have got no document; empty where nothing is known."""
+        why = f" ({self._bad_lines()})" if self.first_bad else ""
+        if records and self.counts["train"].too_long_records:
+            why += f" ({self._too_long(records)})"
+        if side == "valid":
+            documents = many(self.counts["train"].documents, "document")
+            why += f": --valid-fraction {valid_fraction:g} of {documents} took none, use a larger one"
+        return why
+
+    def _bad_lines(self) -> str:
+        return f"{many(self.counts['train'].bad_lines, 'bad line')}, the first: {self.first_bad}"
+
+    def _too_long(self, records: Records) -> str:
+        left_out = many(self.counts["train"].too_long_records, "record")
+        return f"{left_out} in which nothing of the first {records.seq_length:,} tokens (--seq-length) counts"
+
+
+def many(number: int, what: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -1,0 +1,143 @@
+"""Where `sagetrain prepare` writes, and what may stand there already.
+
+A token file belongs to the tokenizer in its folder, a held-out file to the text that it was kept out of, and parts of a
+text to each other: nothing is written that would part them, and nothing of another request is replaced unasked.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import tokenizer_in
+from sagetrain.data.journal import differences, in_words, of_one_whole, recorded_tokenizers
+from sagetrain.data.token_file import TokenFile, read_provenance, token_path
+from sagetrain.data.tokenizer import Tokenizer, sha256_of
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The token files that a call writes, with the tokenizer in their folder."""
+
+    named: Path
+    """The token file as the user named it, without suffix."""
+    division: tuple[int, int] | None
+    """(K, N): it is the K-th of N parts that is written."""
+    split: bool
+    """Whether a held-out file is written, too."""
+
+    @property
+    def folder(self) -> Path:
+        """Of all of them."""
+        return self.named.parent
+
+    @cached_property
+    def train(self) -> Path:
+        """The token file."""
+        return self._part(self.named)
+
+    @cached_property
+    def valid(self) -> Path:
+        """The held-out one, or where it would be."""
+        return self._part(self.named.with_name("valid"))
+
+    @cached_property
+    def outputs(self) -> dict[str, Path]:
+        """By "train" and, where it is written, "valid"."""
+        return {"train": self.train} | ({"valid": self.valid} if self.split else {})
+
+    def holds(self, request: dict[str, Any], tokenizer: str) -> bool:
+        """Whether all files exist and come from this request, with a tokenizer of this name. ConfigError if files of
+        another request are in the way."""
+        existing = [path for path in self.outputs.values() if token_path(path, ".idx").exists()]
+        for path in existing:
+            if read_provenance(path).get("request") != request:
+                raise ConfigError(
+                    f"token file {path} exists and was prepared from other inputs or settings: "
+                    "choose another output (-o), delete it, or replace it with --overwrite"
+                )
+            TokenFile(path)  # raises if it is damaged
+        return len(existing) == len(self.outputs) and (self.folder / tokenizer).is_file()
+
+    def check_tokenizer(self, request: dict[str, Any]) -> None:
+        """ConfigError if the folder's tokenizer would be replaced by another one: checkpoints need the old one."""
+        there = tokenizer_in(self.folder)
+        if not there.is_file():
+            return
+        theirs = sha256_of(there.read_bytes())
+        # An interrupted call with this request may have left the tokenizer that it trained, and one of two token files.
+        # Or another host finishes its part: its record goes when its token files say the same, so it is read first.
+        unfinished = recorded_tokenizers(self.folder, request)
+        paths = {path.with_suffix("") for path in self.folder.glob("*-of-*.idx")} | set(self.outputs.values())
+        records = [read_provenance(path) for path in paths]
+        known = [each["tokenizer_sha256"] for each in records if of_one_whole(each.get("request", {}), request)]
+        if theirs not in [request["tokenizer"], *unfinished, *known]:
+            raise ConfigError(
+                f"{there} exists and would be replaced by another tokenizer; models trained with it could not be used "
+                f"any more. Write to another folder (-o), keep it with --tokenizer {there} and no --vocab-size, or "
+                "replace it with --overwrite"
+            )
+
+    def check_siblings(self, tokenizer: Tokenizer) -> None:
+        """ConfigError if other token files of the folder belong to another tokenizer, and would lose it."""
+        for idx in sorted(self.folder.glob("*.idx")):
+            path = idx.with_name(idx.name.removesuffix(".idx"))
+            theirs = read_provenance(path).get("tokenizer_sha256")
+            if path not in self.outputs.values() and theirs not in (None, tokenizer.sha256):
+                raise ConfigError(
+                    f"{self.folder} holds {path.name}, prepared with another tokenizer: choose another folder (-o)"
+                )
+
+    def check_held_out(self, sources: list[str], request: dict[str, Any]) -> None:
+        """ConfigError if a held-out file that is not written anew holds documents that would now be in both."""
+        idx = token_path(self.valid, ".idx")
+        if self.split or self.train == self.valid or not idx.exists():
+            return
+        record = read_provenance(self.valid)
+        theirs = record.get("request", {})
+        # Its own train file replaced from a source that has changed since: most documents are the same.
+        same_split = read_provenance(self.train).get("request") == theirs and set(sources) & set(
+            record.get("sources", ())
+        )
+        if theirs.get("inputs_sha256") == request["inputs_sha256"] or same_split:
+            raise ConfigError(
+                f"{idx} was prepared from the same inputs, and its documents would now be in {self.train} too: a "
+                f"validation loss on it would mean nothing. Give --valid-fraction (it was {theirs['valid_fraction']}) "
+                f"and --overwrite to write both again, or delete {self.valid}.bin, .idx and .json"
+            )
+
+    def check_parts(self, request: dict[str, Any]) -> list[str]:
+        """ConfigError if NAME-* would hold parts of another whole: some documents would be there twice, others not.
+        What is to be said of parts that may be."""
+        if not self.division:
+            return []
+        notes = []
+        part = re.compile(re.escape(self.named.name) + r"-\d{5}-of-(\d{5})")
+        for path in sorted(file.with_suffix("") for file in self.folder.glob(f"{self.named.name}-*.json")):
+            if path == self.train or not (found := part.fullmatch(path.name)):
+                continue
+            if not (made_from := read_provenance(path).get("request")):
+                continue  # from elsewhere
+            # Tokenizers are compared by what they are (check_siblings): the first part may have trained it.
+            differ = differences(made_from, request)
+            differ = [key for key in differ if key not in ("shard", "tokenizer", "skip_bad_lines")]
+            count = self.division[1]
+            if (theirs := int(found[1])) != count or [key for key in differ if key != "inputs_sha256"]:
+                what = in_words(differ) if theirs == count else f"{theirs} parts instead of {count}"
+                raise ConfigError(
+                    f"{path}.json is of another preparation ({what}), and {self.named}-* would read both: choose "
+                    "another output (-o), delete the token files of the other one, or replace it part by part with "
+                    "--overwrite"
+                )
+            if differ:  # copies on several hosts have times of their own
+                notes.append(
+                    f"{path.name} was made from inputs of other names, sizes or times; are they the same text?"
+                )
+        return notes
+
+    def _part(self, path: Path) -> Path:
+        return path.with_name("{}-{:05}-of-{:05}".format(path.name, *self.division)) if self.division else path
