@@ -40,14 +40,16 @@ def test_eval_takes_what_there_is_and_says_so(run: Path) -> None:
     assert result.returncode == 2 and "error: --num-sequences chooses among those of data.valid" in result.stderr
 
 
-def test_any_checkpoint_can_be_named(run: Path) -> None:
+def test_any_checkpoint_can_be_named(run: Path, tmp_path: Path) -> None:
     assert [load_run(run, print, step).step for step in (5, 10)] == [5, 10]
     missing = sagetrain("generate", run, "def", "--checkpoint", 99)
     assert missing.returncode == 3
     assert "has no checkpoint of step 99; it has steps: 5, 10" in missing.stderr
     elsewhere = sagetrain("generate", run / "none", "def")
     assert elsewhere.returncode == 3 and f"error: there is no folder {run}/none; name the folder" in elsewhere.stderr
+    shutil.copytree(run / "checkpoints/step-00000005", tmp_path / "kept")
     for path, message in (
+        (tmp_path / "kept", "kept is a checkpoint without its run: put it into RUN/checkpoints"),
         (run / "checkpoints/step-00000005", f"step-00000005 is a checkpoint: name {run} with --checkpoint 5$"),
         (run / "config.yaml", r"config\.yaml is a file; name the folder of a run"),
     ):

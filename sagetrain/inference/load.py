@@ -101,6 +101,11 @@ def _no_run(path: Path) -> str:
     if path.parent.name == "checkpoints" and path in checkpoint.published(path.parent):
         step = checkpoint.step_of(path)  # 0 of an imported model, which has no other
         return f"{path} is a checkpoint: name {path.parent.parent}" + f" with --checkpoint {step}" * (step > 0)
+    if (path / "manifest.json").is_file():
+        return (
+            f"{path} is a checkpoint without its run: put it into RUN/checkpoints under the name that it had there "
+            "(step-...), the run's tokenizer into RUN, and name RUN"
+        )
     what = f"{path} has no checkpoint" if path.is_dir() else f"there is no folder {path}"
     return f"{f'{path} is a file' if path.is_file() else what}; name the folder of a run (training.run_dir)"
 
