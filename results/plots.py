@@ -179,11 +179,14 @@ def tokens_per_step(figure: Figure) -> None:
     sizes.legend(fontsize=8)
     lines = (HERE / "tokens-per-step/bias.jsonl").read_text().splitlines()
     pairs = [json.loads(line) for line in lines]
-    for row in dict.fromkeys(pair["row"] for pair in pairs):
-        points = [(pair["bias_to_gradient"], pair["train"]) for pair in pairs if pair["row"] == row]
-        biases.scatter(*zip(*points, strict=True), s=16, label=row)
+    for pair in pairs:  # what is new: pairs that were run when the line had been drawn
+        pair["name"] = f"new: {pair['variant']}" if pair["row"].endswith(", again") else pair["row"]
+    for name in dict.fromkeys(pair["name"] for pair in pairs):
+        points = [(pair["bias_to_gradient"], pair["train"]) for pair in pairs if pair["name"] == name]
+        biases.scatter(*zip(*points, strict=True), s=16, marker="D" if name.startswith("new") else "o", label=name)
     biases.axline((0, 0), slope=1.5, color="black", linewidth=0.8)
     biases.set(xlabel="squared bias of the gradient over its square", ylabel="training loss less 16 bits")
+    biases.ticklabel_format(style="sci", axis="x", scilimits=(0, 0))
     biases.legend(fontsize=7)
 
 

@@ -102,6 +102,7 @@ def test_without_qk_norm_the_error_says_it_all():
     ("sections", "rule", "level", "key", "message"),
     [
         ({"attention": {"smooth_k": False}}, "smooth_k_off", "warning", "attention.smooth_k", "needed for stable INT8"),
+        ({"attention": {"recipe": "paper"}}, "coarse_recipe", "warning", "attention.recipe", "puts a bias into"),
         ({"attention": {"smooth_q": True}}, "smooth_q_on", "warning", "attention.smooth_q", "no consistent gain"),
         (
             {"lr_schedule": {"warmup_tokens": 0}},
@@ -146,7 +147,7 @@ def test_unknown_rules_are_errors_with_the_nearest_name():
 def test_every_rule_has_fired_above_and_none_is_missing_from_the_list():
     loud = run_config(
         512 * 4096,
-        attention={"qk_norm": "none", "smooth_k": False, "smooth_q": True},
+        attention={"qk_norm": "none", "recipe": "paper", "smooth_k": False, "smooth_q": True},
         lr_schedule={"warmup_tokens": 0},
         optimizer={"lr": 1e-2},
     )

@@ -18,6 +18,7 @@ ladder='stability.precision={rungs: [sdpa], floors: [{rung: sdpa, last_fraction:
 paper_end="paper-end16: attention.backend=sage attention.recipe=paper $ladder $probe"
 no_smoothing="no-k-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_k=false $probe"
 q_smoothing="q-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_q=true $probe"
+fine="fine: attention.backend=sage attention.recipe=fine $probe"
 int8_attention="attention.backend=sage attention.recipe=scores $probe"
 scores="scores: $int8_attention"
 fp8="fp8: $int8_attention linear.precision=fp8 linear.recipe=rowwise"
@@ -71,6 +72,7 @@ for name in "$@"; do
   case $name in
     parted-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$paper" --variant "$scores" --variant "$int8" \
       --variant "$paper_end" --variant "$capped" --variant "$sdpa_capped" ;;
+    fine-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$fine" ;;
     parted-64k) parted "$name" 65536 576 --variant "$paper" --variant "$scores" --variant "$int8" ;;
     B-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$fp8" ;;
     int8-131k) row "$name" 131072 650 32 --variant "$int8" ;;
@@ -89,7 +91,7 @@ for name in "$@"; do
     parted-c-512k) parted "$name" 524288 72 "${no_qk_norm[@]}" --variant "$paper" ;;
     C-512k) row "$name" 524288 108 32 "${no_qk_norm[@]}" lr_schedule.warmup_tokens=18874368 --variant "$paper" ;;
     *)
-      echo "$name: not a row; rows: B-256k int8-131k late-131k early-256k parted-16k parted-64k parted-512k parted-linear" \
+      echo "$name: not a row; rows: B-256k int8-131k late-131k early-256k parted-16k fine-16k parted-64k parted-512k parted-linear" \
         "parted-325m both-325m parted-1m parted-2m parted-c-2m parted-c-512k C-512k" >&2
       exit 2
       ;;
