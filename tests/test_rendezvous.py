@@ -161,3 +161,29 @@ def test_a_run_whose_ranks_have_not_come_leaves_at_a_signal(tmp_path, corpus) ->
     assert text.count("ended by") == 1 and "c10d" not in text
     assert len(re.findall(r"^\d+ threads? a rank on the CPU", text, re.M)) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_world_of_one_listens_at_its_port_from_the_beginning() -> None:
+    """A port that is only looked for can be taken by another run before the process group listens there: of eighteen
+    runs that began at once on a host, one ended so."""
+    code = """
+import errno, os, socket
+from sagetrain.train import rendezvous
+from sagetrain.train.engine import init_distributed
+place = rendezvous.alone
+def seen():
+    store = place()
+    try:
+        socket.create_server(("", int(os.environ["MASTER_PORT"])))
+    except OSError as error:
+        print(errno.errorcode[error.errno])
+    return store
+rendezvous.alone = seen
+init_distributed(1.0)
+import torch.distributed as dist
+dist.barrier()
+print(dist.get_world_size(), dist.distributed_c10d._get_default_store().num_keys() > 0)
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MASTER_")} | {"CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([BIN / "python", "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.stdout.splitlines() == ["EADDRINUSE", "1 True"], run.stderr

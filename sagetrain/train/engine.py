@@ -92,8 +92,9 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     """
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(key, value)
-    if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(rendezvous.free_port()) if os.environ["WORLD_SIZE"] == "1" else "29500"
+    one_of_many = os.environ["WORLD_SIZE"] != "1"
+    if one_of_many:
+        os.environ.setdefault("MASTER_PORT", "29500")
     on_gpu = not _without_gpu()
     import deepspeed
     import deepspeed.ops
@@ -118,7 +119,10 @@ def init_distributed(timeout_minutes: float) -> torch.device:
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(minutes=timeout_minutes)
     # Kept until the process group has it.
-    _place = None if dist.is_initialized() else rendezvous.meet(min(_ARRIVAL_MINUTES, timeout_minutes))
+    _place = None
+    if not dist.is_initialized():
+        chosen = one_of_many or "MASTER_PORT" in os.environ
+        _place = rendezvous.meet(min(_ARRIVAL_MINUTES, timeout_minutes)) if chosen else rendezvous.alone()
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
     return device
 

@@ -74,6 +74,18 @@ def _end_when_told(hears: socket.socket) -> None:
             os._exit(128 + told[0])
 
 
+def alone() -> Store:
+    """The meeting place of a world of one at a port that the system gives, MASTER_PORT from now on. It is listened at
+    from the beginning: of many runs that begin on a host at once, none can take another's.
+
+    The caller holds what is returned until the process group exists.
+    """
+    with _listen(0) as listener:
+        port = int(listener.getsockname()[1])
+        os.environ["MASTER_PORT"] = str(port)
+        return _store(os.environ["MASTER_ADDR"], port, 1.0, listener)
+
+
 def meet(minutes: float) -> Store | None:
     """Wait until every rank of WORLD_SIZE has come to MASTER_ADDR:MASTER_PORT; collective.
 
@@ -93,16 +105,7 @@ def meet(minutes: float) -> Store | None:
     listener = _listen(port) if opens else None
     try:
         _reach(address, port, rank, minutes, opens)
-        server = TCPStore(
-            address,
-            port,
-            None,
-            opens,
-            timeout=timedelta(minutes=minutes),
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach() if listener else None,
-        )
+        server = _store(address, port, minutes, listener)
         return _gather(server, rank, world_size, f"{address}:{port}", minutes)
     except DistNetworkError as error:
         raise RanksMissing(
@@ -112,6 +115,20 @@ def meet(minutes: float) -> Store | None:
     finally:
         if listener:
             listener.close()
+
+
+def _store(address: str, port: int, minutes: float, listener: socket.socket | None) -> TCPStore:
+    """The store at an address: our own at `listener`, which it takes over, or that of another process."""
+    return TCPStore(
+        address,
+        port,
+        None,
+        listener is not None,
+        timeout=timedelta(minutes=minutes),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach() if listener else None,
+    )
 
 
 def _listen(port: int) -> socket.socket:
