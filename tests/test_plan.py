@@ -431,6 +431,14 @@ def test_what_is_piped_has_no_limit_and_findings_come_first():
     assert re.search(r"^1: (\w+\.\w+=\S+ ?)+$", text, re.MULTILINE)
 
 
+@pytest.mark.parametrize(("world_size", "offered"), [(1, False), (4, True)])
+def test_layouts_are_offered_where_there_are_some(world_size, offered):
+    made = make_plan(CONFIGS / "7b.yaml", ["parallel.tensor_parallel_size=1"], world_size, HARDWARE["a100"])
+    (finding,) = (finding for finding in made.findings if finding.rule == "gpu_memory")
+    assert finding.fix.startswith("use more tensor_parallel_size") and bool(made.proposed) == offered
+    assert ("proposed below" in finding.fix) == offered
+
+
 def test_linear_layers_in_8_bits_are_planned():
     """With memory for their codes, as long as a rank has whole weights; and refused where the GPU has no such matmuls."""
     eight = ("linear.precision=fp8", "linear.keep_first_blocks=2")

@@ -16,6 +16,12 @@ capped="paper-capped: attention.backend=sage attention.recipe=paper stability.qk
 sdpa_capped='sdpa-capped: stability.qk_gain.cap=1.25'
 ladder='stability.precision={rungs: [sdpa], floors: [{rung: sdpa, last_fraction: 0.1}]}'
 paper_end="paper-end16: attention.backend=sage attention.recipe=paper $ladder $probe"
+edges='stability.precision={rungs: [sdpa], floors: [{rung: sdpa, first_layers: 1, last_layers: 1}]}'
+paper_edges="paper-edges16: attention.backend=sage attention.recipe=paper $edges $probe"
+measured='stability.precision={rungs: [scores, sdpa], threshold: {metric: quant_noise/*/bias_to_gradient, above: 0.002}}'
+paper_ladder="paper-ladder: attention.backend=sage attention.recipe=paper $measured $probe"
+aware='tokens_per_step={schedule: noise_aware, start: 131072, floor: 16384, ceiling: 1048576, hold_tokens: 2097152, margin: 0.01}'
+paper_aware="paper-aware: attention.backend=sage attention.recipe=paper stability.quant_noise.every_steps=10 $aware"
 no_smoothing="no-k-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_k=false $probe"
 q_smoothing="q-smoothing: attention.backend=sage attention.recipe=paper attention.smooth_q=true $probe"
 fine="fine: attention.backend=sage attention.recipe=fine $probe"
@@ -68,11 +74,31 @@ parted_325m() {
     'data.valid=[{path: data/docs4k/valid}]' evaluation.num_sequences=64 "$@"
 }
 
+# decided SEED: the steps that paper-aware of row aware took, as a schedule that decides nothing. A change begins with the step
+# after the next one (sagetrain/stability/noise_aware.py).
+decided() {
+  python3 - "results/tokens-per-step/aware/runs/paper-aware/seed-$1/events.jsonl" <<'END'
+import json, sys
+stages = [(0, 131072)]
+for event in map(json.loads, open(sys.argv[1])):
+    if event["kind"] == "tokens_per_step" and event["to"] != event["from"]:
+        stages.append((event["tokens"] + event["from"], event["to"]))
+stages = ", ".join(f"{{from_tokens: {begin}, tokens: {size}}}" for begin, size in stages)
+print(f"tokens_per_step={{schedule: stages, stages: [{stages}]}}")
+END
+}
+
 for name in "$@"; do
   case $name in
     parted-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$paper" --variant "$scores" --variant "$int8" \
       --variant "$paper_end" --variant "$capped" --variant "$sdpa_capped" ;;
-    fine-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$fine" ;;
+    past-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$fine" --variant "$paper_edges" \
+      --variant "$paper_ladder" ;;
+    aware) parted "$name" 131072 288 data.micro_batch_size=8 --allow tokens_per_step --variant "$paper_aware" ;;
+    decided) # 16 bits and paper in the steps that each seed of row aware decided
+      for seed in $(seq "${SEED:-1}" $((${SEED:-1} + ${SEEDS:-3} - 1))); do
+        SEED=$seed SEEDS=1 parted "$name-$seed" 131072 288 data.micro_batch_size=8 "$(decided "$seed")" --variant "$paper"
+      done ;;
     parted-64k) parted "$name" 65536 576 --variant "$paper" --variant "$scores" --variant "$int8" ;;
     B-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$fp8" ;;
     int8-131k) row "$name" 131072 650 32 --variant "$int8" ;;
@@ -85,14 +111,15 @@ for name in "$@"; do
     parted-linear) parted "$name" 524288 72 --variant "$fp8_alone" --variant "$fp8_end" --variant "$int8_alone" ;;
     parted-325m) parted_325m "$name" --variant "$paper" --variant "$scores" --variant "$fp8_alone" --variant "$int8_alone" ;;
     both-325m) parted_325m "$name" --variant "$fp8" --variant "$int8" ;;
+    fine-325m) parted_325m "$name" --variant "$fine" ;;
     parted-1m) parted "$name" 1048576 36 --variant "$paper" ;;
     parted-2m) parted "$name" 2097152 18 --variant "$paper" --variant "$int8" ;;
     parted-c-2m) parted "$name" 2097152 18 "${no_qk_norm[@]}" --variant "$paper" ;;
     parted-c-512k) parted "$name" 524288 72 "${no_qk_norm[@]}" --variant "$paper" ;;
     C-512k) row "$name" 524288 108 32 "${no_qk_norm[@]}" lr_schedule.warmup_tokens=18874368 --variant "$paper" ;;
     *)
-      echo "$name: not a row; rows: B-256k int8-131k late-131k early-256k parted-16k fine-16k parted-64k parted-512k parted-linear" \
-        "parted-325m both-325m parted-1m parted-2m parted-c-2m parted-c-512k C-512k" >&2
+      echo "$name: not a row; rows: B-256k int8-131k late-131k early-256k parted-16k past-16k aware decided parted-64k" \
+        "parted-512k parted-linear parted-325m both-325m fine-325m parted-1m parted-2m parted-c-2m parted-c-512k C-512k" >&2
       exit 2
       ;;
   esac

@@ -86,8 +86,8 @@ def memory_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: H
         "parallel",
         f"{memory / 2**30:.1f} GiB per rank",
         f"more than the {usable / 2**30:.1f} GiB that {hardware.name} leaves to a run",
-        "take one of the layouts proposed below: more tensor_parallel_size or zero_stage, a smaller micro_batch_size, "
-        "activation_checkpointing selective or full",
+        "use more tensor_parallel_size or zero_stage, a smaller micro_batch_size, activation_checkpointing selective "
+        "or full",
     )
 
 

@@ -36,7 +36,7 @@ _NO_SCHEDULE = {
     "whole_micro_steps",
 }
 _SPAN_SOURCES = 64  # of which document_span is taken
-_OF_RANKS = {"world_size", "whole_micro_steps", "ramp_multiple", "noise_aware_floor"}
+_OF_LAYOUT = {"world_size", "whole_micro_steps", "ramp_multiple", "noise_aware_floor", "gpu_memory"}
 """Rules that another layout may satisfy."""
 
 
@@ -205,7 +205,7 @@ def _gain(cfg: RunConfig, low: Layout, wide: Layout) -> Finding | None:
 
 
 def _with_way_out(finding: Finding) -> Finding:
-    """What a plan has to offer to a run that its number of ranks does not suit."""
-    if finding.rule not in _OF_RANKS:
+    """What a plan has to offer to a run that does not suit its number of ranks, or their memory."""
+    if finding.rule not in _OF_LAYOUT:
         return finding
     return replace(finding, fix=f"{finding.fix}, or take one of the layouts proposed below")
