@@ -95,10 +95,9 @@ for name in "$@"; do
     past-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$fine" --variant "$paper_edges" \
       --variant "$paper_ladder" ;;
     aware) parted "$name" 131072 288 data.micro_batch_size=8 --allow tokens_per_step --variant "$paper_aware" ;;
-    decided) # 16 bits and paper in the steps that each seed of row aware decided
-      for seed in $(seq "${SEED:-1}" $((${SEED:-1} + ${SEEDS:-3} - 1))); do
-        SEED=$seed SEEDS=1 parted "$name-$seed" 131072 288 data.micro_batch_size=8 "$(decided "$seed")" --variant "$paper"
-      done ;;
+    decided) # one seed: 16 bits and paper in the steps that it decided in row aware
+      steps=$(decided "${SEED:-1}")
+      SEEDS=1 band=$((band > 0)) parted "$name-${SEED:-1}" 131072 288 data.micro_batch_size=8 "$steps" --variant "$paper" ;;
     parted-64k) parted "$name" 65536 576 --variant "$paper" --variant "$scores" --variant "$int8" ;;
     B-256k) row "$name" 262144 500 32 --variant "$paper" --variant "$fp8" ;;
     int8-131k) row "$name" 131072 650 32 --variant "$int8" ;;
