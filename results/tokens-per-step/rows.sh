@@ -94,6 +94,7 @@ for name in "$@"; do
       --variant "$paper_end" --variant "$capped" --variant "$sdpa_capped" ;;
     past-16k) parted "$name" 16384 2304 data.micro_batch_size=8 --variant "$fine" --variant "$paper_edges" \
       --variant "$paper_ladder" ;;
+    past-64k) parted "$name" 65536 576 --variant "$fine" ;;
     aware) parted "$name" 131072 288 data.micro_batch_size=8 --allow tokens_per_step --variant "$paper_aware" ;;
     decided) # one seed: 16 bits and paper in the steps that it decided in row aware
       steps=$(decided "${SEED:-1}")
@@ -117,8 +118,8 @@ for name in "$@"; do
     parted-c-512k) parted "$name" 524288 72 "${no_qk_norm[@]}" --variant "$paper" ;;
     C-512k) row "$name" 524288 108 32 "${no_qk_norm[@]}" lr_schedule.warmup_tokens=18874368 --variant "$paper" ;;
     *)
-      echo "$name: not a row; rows: B-256k int8-131k late-131k early-256k parted-16k past-16k aware decided parted-64k" \
-        "parted-512k parted-linear parted-325m both-325m fine-325m parted-1m parted-2m parted-c-2m parted-c-512k C-512k" >&2
+      echo "$name: not a row; rows: B-256k int8-131k late-131k early-256k parted-16k past-16k past-64k aware decided" \
+        "parted-64k parted-512k parted-linear parted-325m both-325m fine-325m parted-1m parted-2m parted-c-2m parted-c-512k C-512k" >&2
       exit 2
       ;;
   esac
