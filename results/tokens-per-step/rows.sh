@@ -114,12 +114,15 @@ for name in "$@"; do
     fine-325m) parted_325m "$name" --variant "$fine" ;;
     parted-1m) parted "$name" 1048576 36 --variant "$paper" ;;
     parted-2m) parted "$name" 2097152 18 --variant "$paper" --variant "$int8" ;;
+    past-2m) parted "$name" 2097152 18 --variant "$paper" --variant "$scores" --variant "$fine" ;;
+    smoothing-512k) parted "$name" 524288 72 --variant "$paper" --variant "$no_smoothing" --variant "$q_smoothing" ;;
     parted-c-2m) parted "$name" 2097152 18 "${no_qk_norm[@]}" --variant "$paper" ;;
     parted-c-512k) parted "$name" 524288 72 "${no_qk_norm[@]}" --variant "$paper" ;;
     C-512k) row "$name" 524288 108 32 "${no_qk_norm[@]}" lr_schedule.warmup_tokens=18874368 --variant "$paper" ;;
     *)
       echo "$name: not a row; rows: B-256k int8-131k late-131k early-256k parted-16k past-16k past-64k aware decided" \
-        "parted-64k parted-512k parted-linear parted-325m both-325m fine-325m parted-1m parted-2m parted-c-2m parted-c-512k C-512k" >&2
+        "parted-64k parted-512k parted-linear parted-325m both-325m fine-325m parted-1m parted-2m past-2m smoothing-512k" \
+        "parted-c-2m parted-c-512k C-512k" >&2
       exit 2
       ;;
   esac
