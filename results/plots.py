@@ -169,7 +169,7 @@ def tokens_per_step(figure: Figure) -> None:
     sizes, biases = figure.subplots(1, 2)
     rows = tables("tokens-per-step")[0]
     for shift, kind in enumerate(("training loss", "held-out text")):
-        cells = [[number(part) for part in row[f"`paper`, {kind}"].split("+-")] for row in rows]
+        cells = [[float(part) for part in row[f"`paper`, {kind}"].split("+-")] for row in rows]
         places = [number(row["tokens per step"]) * (1 + 0.1 * shift) for row in rows]
         sizes.errorbar(places, *zip(*cells, strict=True), marker="o", markersize=4, capsize=3, linewidth=1, label=kind)
     sizes.axhline(0, color="black", linewidth=0.8)
@@ -179,14 +179,15 @@ def tokens_per_step(figure: Figure) -> None:
     sizes.legend(fontsize=8)
     lines = (HERE / "tokens-per-step/bias.jsonl").read_text().splitlines()
     pairs = [json.loads(line) for line in lines]
-    for pair in pairs:  # what is new: pairs that were run when the line had been drawn
-        pair["name"] = f"new: {pair['variant']}" if pair["row"].endswith(", again") else pair["row"]
-    for name in dict.fromkeys(pair["name"] for pair in pairs):
-        points = [(pair["bias_to_gradient"], pair["train"]) for pair in pairs if pair["name"] == name]
-        biases.scatter(*zip(*points, strict=True), s=16, marker="D" if name.startswith("new") else "o", label=name)
-    biases.axline((0, 0), slope=1.5, color="black", linewidth=0.8)
-    biases.set(xlabel="squared bias of the gradient over its square", ylabel="training loss less 16 bits")
-    biases.ticklabel_format(style="sci", axis="x", scilimits=(0, 0))
+    foretelling = {"parted-16k", "parted-64k", "parted-1m", "parted-2m", "parted-c-512k", "parted-c-2m"}
+    for pair in pairs:  # the others were run when the line had been drawn
+        pair["name"] = "paper, 18 pairs" if pair["row"] in foretelling else f"then: {pair['variant']}"
+    shown = ("paper-ladder", "paper-edges16", "paper-capped", "paper", "int8", "scores", "fine")
+    for name in ("paper, 18 pairs", *(f"then: {variant}" for variant in shown)):
+        points = [(1000 * pair["bias_to_gradient"], pair["train"]) for pair in pairs if pair["name"] == name]
+        biases.scatter(*zip(*points, strict=True), s=16, marker="D" if name.startswith("then") else "o", label=name)
+    biases.axline((0, 0), slope=0.0015, color="black", linewidth=0.8)
+    biases.set(xlabel="squared bias of the gradient, thousandths of its square", ylabel="training loss less 16 bits")
     biases.legend(fontsize=7)
 
 

@@ -75,10 +75,10 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             tokens,
             "INT8 attention lost to full precision at 2.1M tokens per step even with QK-norm: 2.640 against "
             "2.586 after 78B tokens; at 260K it did not: 2.561 against 2.563. (Ours, 43M parameters, 18 steps of "
-            "2,097,152 behind a common half, lost .0004 +- .0005 in recipe paper, three seeds; in steps of 16,384 for "
-            "as many tokens .0037 +- .0013: fewer tokens per step did not help, recipe scores did, -.0000 +- .0001)",
-            "attention.recipe: scores, a 16-bit attention.backend, or, by the paper, fewer tokens per step; sagetrain "
-            "compare tells which",
+            "2,097,152 behind a common half, lost .0004 +- .0002 in recipe paper, six pairs; in steps of 16,384 for as "
+            "many tokens .0038 +- .0010: fewer tokens per step did not help, recipe scores did, -.0000 +- .0001)",
+            "attention.recipe: scores or fine, a 16-bit attention.backend, or, by the paper, fewer tokens per step; "
+            "sagetrain compare tells which",
             f"{_SAGEBWD}, section 5: 325M model, context 4096; {_TOKENS_PER_STEP}",
         )
     if cfg.attention.recipe == "paper":
@@ -88,8 +88,8 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             "attention.recipe",
             "paper",
             "it puts a bias into the gradients that recipe scores does not have: behind a common half in 16 bits ours, "
-            "43M parameters, ended .0037 +- .0013 higher with it in steps of 16,384 tokens and .0026 +- .0009 in steps "
-            "of 65,536 (five and six pairs), with scores -.0000 +- .0001 (three pairs each)",
+            "43M parameters, ended .0038 +- .0010 higher with it in steps of 16,384 tokens and .0026 +- .0009 in steps "
+            "of 65,536 (six pairs each), with scores -.0000 +- .0001, with fine +.0004 +- .0011 and .0000 +- .0002",
             "attention.recipe: scores, or auto; sagetrain compare shows what it costs your model",
             f"{_SAGEBWD}, section 3: the recipe; {_TOKENS_PER_STEP}, the bias beside the gradient",
         )
@@ -100,7 +100,7 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             "attention.smooth_k",
             False,
             "K-smoothing was needed for stable INT8 pretraining even at 260K tokens per step. (Ours, with QK-norm, was "
-            "stable without and ended .0010 +- .0009 higher: 43M parameters, 524,288 tokens per step, three seeds)",
+            "stable without and ended .0007 +- .0008 higher: 43M parameters, 524,288 tokens per step, six seeds)",
             "set attention.smooth_k: true",
             f"{_SAGEBWD}, sections 3 and 5; {_TOKENS_PER_STEP}",
         )
