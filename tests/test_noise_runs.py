@@ -98,21 +98,21 @@ def test_a_noise_aware_run_decides_alike_whether_or_not_it_is_interrupted(tmp_pa
     finish("sagetrain", whole)
     steps, decisions = steps_of(tmp_path / "whole"), decisions_of(tmp_path / "whole")
     sizes = [size for _, size, _ in steps]
-    assert sizes == [256] * 3 + [512] * 2 + [768] * 2 + [1024] * 5
+    assert sizes == [256] * 7 + [512] * 2 + [768] * 2 + [1024] * 4
     assert [(event["from"], event["to"], event["first_step"]) for event in decisions] == [
-        (256, 512, 4),
-        (512, 768, 6),
-        (768, 1024, 8),
+        (256, 512, 8),
+        (512, 768, 10),
+        (768, 1024, 12),
     ]
     assert all("quantization adds" in event["text"] for event in decisions)
     assert [lr for *_, lr in steps] == pytest.approx([3e-3 * (size / 256) ** 0.5 for size in sizes])
-    assert "tokens per step from 256 to 512 as of step 4" in log_of(whole)
-    for launcher, tokens in (("sagetrain", 1280), ("ranks", 768)):  # right after a decision, and one step later
+    assert "tokens per step from 256 to 512 as of step 8" in log_of(whole)
+    for launcher, tokens in (("sagetrain", 2304), ("ranks", 1280)):  # decided right before; two of 3 probes
         cut = tmp_path / f"{launcher}.yaml"
         finish("sagetrain", write_noise_aware(cut, corpus, tmp_path / launcher, tokens))
         finish(launcher, write_noise_aware(cut, corpus, tmp_path / launcher))
-        assert f"resumed from step-{4 if tokens == 1280 else 3:08d}" in log_of(cut)
-        assert f"noise_aware: {256 if tokens == 768 else 512} tokens per step\n" in log_of(cut)
+        assert f"resumed from step-{8 if tokens == 2304 else 5:08d}" in log_of(cut)
+        assert f"noise_aware: {512 if tokens == 2304 else 256} tokens per step\n" in log_of(cut)
         assert steps_of(tmp_path / launcher) == steps
         found = decisions_of(tmp_path / launcher)
         if launcher == "sagetrain":

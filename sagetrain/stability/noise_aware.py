@@ -5,10 +5,11 @@ known; at N tokens its ratio would be
 
     ratio - bias_ratio + bias_ratio N / T
 
-because a bias stays while the noise of the gradient averages out. Where that is above the margin for the present
-tokens per step, they are lowered; where for more of them it is at most `headroom` of the margin, they are raised to
-those. What lies between changes nothing. A change is by max_factor at most (or by one `multiple`, where that is more),
-stays between floor and ceiling, and comes no sooner than hold_tokens after the one before.
+because a bias stays while the noise of the gradient averages out. A layer's is the median of its last PROBES. Where
+that is above the margin for the present tokens per step, they are lowered; where for more of them it is at most
+`headroom` of the margin, they are raised to those. What lies between changes nothing. A change is by max_factor at most
+(or by one `multiple`, where that is more), stays between floor and ceiling, and comes no sooner than hold_tokens after
+the one before.
 
 The first step of a new size is the one after next: the next is being prepared already when a decision is made.
 """
@@ -16,6 +17,7 @@ The first step of a new size is the one after next: the next is being prepared a
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
@@ -23,6 +25,12 @@ from typing import Any
 from sagetrain.config.measured import ALL
 from sagetrain.config.schema import NoiseAwareTokens
 from sagetrain.stability.controller import Event, Taken
+
+_Probe = dict[str, list[float]]
+"""Layer -> [ratio, the part of it that is bias and no less than 0, the tokens per step at which they were measured]."""
+PROBES = 3
+"""A decision waits for so many and takes their median. By chance the worst layer of a single one has up to four times
+its usual ratio, which would shrink the steps of a run that is well (results/tokens-per-step: what it decides)."""
 
 
 class NoiseAware:
@@ -44,17 +52,19 @@ class NoiseAware:
     def after_step(self, taken: Taken) -> list[Event]:
         """Decide, if this step had a probe, and the last change is long enough ago."""
         self.now = self._restored = now = self.following
+        probe = _probe(taken)
+        self._probes = [*self._probes, probe][-PROBES:] if probe else self._probes
         held = self._changed is not None and taken.tokens - self._changed < self._schedule.hold_tokens
-        if held or not _layers(taken):
+        if held or not probe or len(self._probes) < PROBES:
             return []
-        margin, (layer, ratio) = self._schedule.margin, _worst(taken, now)
+        margin, (layer, ratio) = self._schedule.margin, self._worst(now)
         if ratio > margin:
             new, cause = self._less(now), f"{_in_words(layer, ratio)}, above the margin of {margin:g}"
             if new == now:
                 return self._stay_at_floor(layer, ratio, cause)
         else:
             new, limit = self._more(now), self._schedule.headroom * margin
-            layer, ratio = _worst(taken, new)
+            layer, ratio = self._worst(new)
             if new == now or ratio > limit:
                 self._said = False
                 return []
@@ -63,6 +73,15 @@ class NoiseAware:
         first = taken.step + 2
         fields = {"from": now, "to": new, "first_step": first, "layer": layer, "ratio": ratio}
         return [Event(self.name, f"tokens per step from {now:,} to {new:,} as of step {first:,}: {cause}", fields)]
+
+    def _worst(self, tokens: int) -> tuple[str, float]:
+        """The layer with the largest ratio at so many tokens per step, and that ratio."""
+        ratios = {}
+        for layer in self._probes[-1]:
+            seen = [probe[layer] for probe in self._probes if layer in probe]
+            ratios[layer] = statistics.median(ratio + bias * (tokens / measured - 1) for ratio, bias, measured in seen)
+        layer = max(ratios, key=ratios.__getitem__)
+        return layer, ratios[layer]
 
     def _stay_at_floor(self, layer: str, ratio: float, cause: str) -> list[Event]:
         said, self._said = self._said, True
@@ -82,7 +101,8 @@ class NoiseAware:
         return min(self._schedule.ceiling, max(allowed, now + unit))
 
     def state(self) -> dict[str, Any]:
-        return {"now": self.now, "following": self.following, "changed": self._changed, "said": self._said}
+        state = {"now": self.now, "following": self.following, "changed": self._changed, "said": self._said}
+        return {**state, "probes": self._probes}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Sizes that other settings do not allow become the nearest that these do."""
@@ -90,6 +110,7 @@ class NoiseAware:
         self.now, self.following = (self._allowed(state.get(key, start)) for key in ("now", "following"))
         self._changed = state.get("changed")
         self._said = state.get("said", False)
+        self._probes: list[_Probe] = state.get("probes", [])
         self._restored = state.get("now", self.now)
 
     def summary(self) -> str:
@@ -104,22 +125,15 @@ class NoiseAware:
         return min(self._schedule.ceiling, max(self._schedule.floor, tokens // unit * unit))
 
 
-def _layers(taken: Taken) -> list[str]:
-    """Those whose ratio this step has measured."""
-    parts = [name.split("/") for name in taken.metrics if name.startswith("quant_noise/") and name.endswith("/ratio")]
-    return [layer for _, layer, _ in parts if layer != ALL]
-
-
-def _worst(taken: Taken, tokens: int) -> tuple[str, float]:
-    """The layer with the largest ratio at so many tokens per step, and that ratio."""
-
-    def at(layer: str) -> float:
-        ratio, bias = (taken.metrics[f"quant_noise/{layer}/{what}"] for what in ("ratio", "bias_ratio"))
-        return ratio + max(0.0, bias) * (tokens / taken.tokens_per_step - 1)  # an estimate of 0 may be below it
-
-    ratios = {layer: at(layer) for layer in _layers(taken)}
-    layer = max(ratios, key=ratios.__getitem__)
-    return layer, ratios[layer]
+def _probe(taken: Taken) -> _Probe:
+    """What this step has measured."""
+    probe: _Probe = {}
+    for name, ratio in taken.metrics.items():
+        parts = name.split("/")
+        if parts[0] == "quant_noise" and parts[-1] == "ratio" and parts[1] != ALL:
+            bias = taken.metrics[f"quant_noise/{parts[1]}/bias_ratio"]  # an estimate of 0 may be below it
+            probe[parts[1]] = [ratio, max(0.0, bias), taken.tokens_per_step]
+    return probe
 
 
 def _in_words(layer: str, ratio: float) -> str:

@@ -83,7 +83,7 @@ class NoiseAwareTokens(Section):
     hold_tokens: PositiveInt
     """Tokens between two changes, at least."""
     margin: PositiveFloat = 0.1
-    """Largest quant_noise/<layer>/ratio, of any layer, that does not lower them."""
+    """Largest quant_noise/<layer>/ratio, of any layer in the median of three probes, that does not lower them."""
     headroom: Fraction = 0.5
     """They are raised where the ratio would be at most this part of the margin. What lies between changes nothing."""
     max_factor: Annotated[float, Field(gt=1)] = 1.5
