@@ -47,6 +47,7 @@ class NoiseAware:
         self._factor = Fraction(str(schedule.max_factor))  # 100 units times 1.15 are 115; in floats, 114
         self._changed: int | None
         self._said: bool
+        self._probes: list[_Probe]
         self.restore({})
 
     def after_step(self, taken: Taken) -> list[Event]:
@@ -110,7 +111,7 @@ class NoiseAware:
         self.now, self.following = (self._allowed(state.get(key, start)) for key in ("now", "following"))
         self._changed = state.get("changed")
         self._said = state.get("said", False)
-        self._probes: list[_Probe] = state.get("probes", [])
+        self._probes = state.get("probes", [])
         self._restored = state.get("now", self.now)
 
     def summary(self) -> str:
