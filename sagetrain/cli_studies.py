@@ -78,7 +78,13 @@ def compare(
     run_dirs: Annotated[
         Path | None, typer.Option(show_default=False, help="Folder of the runs. Default: runs, inside of the output.")
     ] = None,
-    per_gpu: Annotated[int, typer.Option(min=1, help="Runs at a time on each GPU; without one, in all.")] = 1,
+    per_gpu: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Runs at a time on each GPU, one fewer after each that finds its memory full; without a GPU, in all.",
+        ),
+    ] = 1,
     time_limit: Annotated[
         float | None,
         typer.Option(min=1, metavar="SECONDS", show_default=False, help="Then save and stop, as on SIGTERM."),

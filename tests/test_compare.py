@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -292,6 +293,61 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Pat
     started.clear()  # what failed is tried again, what diverged is not
     compare(question, where, said.append, command="x", start=ends)
     assert started == ["broken", "large"]
+
+
+def test_a_run_that_others_left_no_memory_goes_on_later_with_fewer_of_them(base: Path, tmp_path: Path) -> None:
+    """Two GPUs with three places each. On one the memory is for two runs: the third fails once, goes on when another
+    one has ended, and no third is begun there any more. A run that fails by itself, or alone on its GPU, has failed."""
+    there: dict[str, list[str]] = {"0": [], "1": []}
+    most: dict[str, int] = {"0": 0, "1": 0}
+    attempts: list[str] = []
+
+    class Running:
+        def __init__(self, name: str, gpu: str, log: Path, run_dir: Path):
+            self.name, self.gpu, self.log, self.run_dir, self.polls = name, gpu, log, run_dir, 0
+            attempts.append(name)
+            there[gpu].append(name)
+            self.full = name == "giant" or (gpu == "0" and len(there[gpu]) > 2)
+            most[gpu] = max(most[gpu], len(there[gpu]) - self.full)
+
+        def poll(self) -> int | None:
+            self.polls += 1
+            if self.polls < (2 if self.full else 4):
+                return None
+            there[self.gpu].remove(self.name)
+            if self.full:
+                self.log.write_text("step 1\nrank 0 is out of GPU memory: CUDA out of memory.\n")
+                return 4
+            if self.name == "broken":
+                self.log.write_text("rank 0 is out of GPU memory\n" + "another start\n" * 3 + "error: its own\n")
+                return 1
+            row = {"step": 1, "tokens": 7680, "train/loss": 5.0, "train/tokens_per_step": 256}
+            rows = [{**row, "perf/tokens_per_second": 10.0}, {"step": 1, "tokens": 7680, "valid/loss": 5.0}]
+            (self.run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+            return 0
+
+        def send_signal(self, number: int) -> None:
+            raise AssertionError(number)
+
+    def start(words: Sequence[str], env: Mapping[str, str], log: Path) -> Running:
+        run_dir = Path(load_config(words[0], words[1:]).training.run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return Running(run_dir.parent.name, env["CUDA_VISIBLE_DEVICES"], log, run_dir)
+
+    names = ["broken", *(f"run{n}" for n in range(7))]
+    question = ask(base, [f"{name}: optimizer.lr={n}e-3" for n, name in enumerate(names, 4)], seeds=1, band=0)
+    said: list[str] = []
+    where = Places(tmp_path / "a", tmp_path / "a/runs", ("0", "1"), 3, "two GPUs")
+    found = compare(question, where, said.append, command="x", start=start)
+    status = {job.variant: run.status for job, run in found.runs.items()}
+    assert status == {"base": FINISHED} | dict.fromkeys(names, FINISHED) | {"broken": FAILED}
+    assert sum("out of GPU memory beside 2 other runs; it goes on later" in line for line in said) == 1
+    assert most == {"0": 2, "1": 3}
+    assert sorted(Counter(attempts).values()) == [1] * 8 + [2]  # nobody else than the one who found it full
+    question = ask(base, ["giant: optimizer.lr=4e-3"], seeds=1, band=0)
+    where = Places(tmp_path / "b", tmp_path / "b/runs", ("1",), 1, "a GPU")
+    found = compare(question, where, said.append, command="x", start=start)
+    assert found.runs[Job("", "giant", 0)].status == FAILED and attempts.count("giant") == 1
 
 
 def test_no_run_goes_on_behind_an_error_of_the_command(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from sagetrain.model.accounting import num_parameters
 from sagetrain.report.read import read_rows
 from sagetrain.train import checkpoint, origin
 from sagetrain.train.guard import TRAINING_EXIT_CODE
+from sagetrain.train.out_of_memory import OUT_OF_MEMORY
 from sagetrain.train.run_folder import is_taken, lock
 
 PAGE, PLOT, TABLES = "README.md", "gap.png", "results.json"
@@ -140,6 +141,13 @@ def _compared(
         found.save(where.output)
         say(_sentence(found.runs[job], where.run_dirs / f"{job.folder}.log"))
 
+    def crowded(job: Job, others: int) -> bool:
+        if OUT_OF_MEMORY not in runner.end_of_log(where.run_dirs / f"{job.folder}.log", lines=2):
+            return False
+        beside = "one other run" if others == 1 else f"{others} other runs"
+        say(f"{job}: out of GPU memory beside {beside}; it goes on later, and its GPU takes one run fewer from now on")
+        return True
+
     with stop:
         runner.Runner(
             runner.slots(where.gpus, where.per_gpu, os.cpu_count() or 1),
@@ -149,6 +157,7 @@ def _compared(
             _Progress(found, jobs, where.run_dirs, stop, say),
             start,
             branches.ready,
+            crowded,
         ).run(missing, stop)
     if stop.why:
         say(f"stopped by {stop.why}; the same command continues")

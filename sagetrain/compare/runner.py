@@ -95,6 +95,8 @@ class Runner:
         ended: called with (job, exit code) for each run that is over; the code is None if it was asked to stop and did.
         tick: called every now and then, with the jobs that run.
         ready: whether a job can start by now.
+        crowded: whether a job that failed did so because of the others on its GPU, as many as are given. It is begun
+            again then, behind those that wait, and its GPU takes one run fewer from there on.
     """
 
     def __init__(
@@ -106,9 +108,11 @@ class Runner:
         tick: Callable[[Sequence[Job]], None],
         start: Start = start_process,
         ready: Callable[[Job], bool] = lambda job: True,
+        crowded: Callable[[Job, int], bool] = lambda job, others: False,
     ):
         self._places, self._command, self._log = places, command, log
         self._ended, self._tick, self._start, self._ready = ended, tick, start, ready
+        self._crowded = crowded
 
     def run(self, jobs: Sequence[Job], stop: Stop) -> None:
         """All of them, until `stop`: then those that run are asked to save, and waited for. What is not ready when no
@@ -121,7 +125,7 @@ class Runner:
             raise
 
     def _run(self, waiting: deque[Job], running: dict[int, tuple[Job, Process]], stop: Stop) -> None:
-        asked = False
+        asked, closed = False, set[int]()
         while waiting or running:
             if stop and not asked:
                 asked = True
@@ -132,11 +136,16 @@ class Runner:
             for place, (job, process) in list(running.items()):
                 if (code := process.poll()) is not None:
                     del running[place]
+                    others = self._beside(place, running)
+                    if code and others and not asked and self._crowded(job, others):
+                        closed.add(place)
+                        waiting.append(job)
+                        continue
                     did = stop.at_once or code in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
                     self._ended(job, None if asked and did else code)
             ready = deque(job for job in waiting if self._ready(job))
             for place in range(len(self._places)):
-                if ready and place not in running:
+                if ready and place not in running and place not in closed:
                     job = ready.popleft()
                     waiting.remove(job)
                     running[place] = job, self._launch(job, self._places[place])
@@ -144,6 +153,11 @@ class Runner:
             if not running:
                 return
             time.sleep(_TICK)
+
+    def _beside(self, place: int, running: Mapping[int, tuple[Job, Process]]) -> int:
+        """Runs on the GPU of a place."""
+        gpu = self._places[place].get("CUDA_VISIBLE_DEVICES")
+        return sum(self._places[other].get("CUDA_VISIBLE_DEVICES") == gpu for other in running) if gpu else 0
 
     def _launch(self, job: Job, place: Mapping[str, str]) -> Process:
         log = self._log(job)

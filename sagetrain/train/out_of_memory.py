@@ -10,6 +10,8 @@ import torch
 
 from sagetrain.train.guard import TrainingError
 
+OUT_OF_MEMORY = "is out of GPU memory"
+"""In the error of a run whose GPU is full, and in no other."""
 ENTRIES = 50_000
 """Events of the allocator that are kept, the latest: of some micro-steps. They take up to 50 MB of host memory."""
 
@@ -46,7 +48,7 @@ def explained(run_dir: Path, rank: int, predicted: Callable[[], float], ways: Ma
             kept = f"no snapshot of the memory could be written ({failed})"
         keys = ", ".join(f"{key} (now {value})" for key, value in ways.items())
         raise TrainingError(
-            f"rank {rank} is out of GPU memory: {str(error).splitlines()[0]} `sagetrain plan` predicts "
+            f"rank {rank} {OUT_OF_MEMORY}: {str(error).splitlines()[0]} `sagetrain plan` predicts "
             f"{predicted() / 2**30:.1f} GiB for a rank of this layout; what it takes is up to {keys}; {kept}. "
             "The newest checkpoint is untouched"
         ) from error
