@@ -596,12 +596,42 @@ def test_without_matplotlib_tables_come_and_the_extra_is_named(base: Path, tmp_p
 def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(command, "_gpu_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(command.shutil, "which", lambda name: str(tmp_path / name))
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA H200, 143771\necho NVIDIA H200, 143771\n")
+    (tmp_path / "nvidia-smi").chmod(0o700)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,7")
     where = command.places(tmp_path, None, 4)
     assert (where.gpus, where.devices) == (("2", "7"), "2 x NVIDIA H200, 4 runs at a time on each")
+    assert where.memory == 143771 * 2**20
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert command.places(tmp_path, None, 4).gpus == ("0", "1")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")  # a driver that does not answer
+    where = command.places(tmp_path, None, 4)
+    assert (where.devices, where.memory) == ("2 x GPU, 4 runs at a time on each", 0)
+
+
+def test_more_runs_than_the_memory_is_planned_for_are_told(base: Path, tmp_path: Path) -> None:
+    """Of 4 GiB two runs that take 1.5, CUDA's context among it; and nobody is refused for what is an estimate."""
+
+    class Over:
+        def poll(self) -> int:
+            return 1
+
+        def send_signal(self, number: int) -> None:
+            raise AssertionError(number)
+
+    def said(memory: int) -> list[str]:
+        where = Places(tmp_path / str(memory), tmp_path / str(memory), ("0",), 3, "a GPU", memory)
+        lines: list[str] = []
+        question = ask(base, ["large: data.micro_batch_size=8"], seeds=1, band=0)
+        compare(question, where, lines.append, command="x", start=lambda words, env, log: Over())
+        assert sum("failed after 0 tokens" in line for line in lines) == 2
+        return [line for line in lines if "at a time fit into a GPU" in line]
+
+    (one, other) = said(4 * 2**30)
+    assert one.startswith("base: a run takes 1.5 GiB of 4.0, as planned: 2 at a time fit into a GPU, not 3; those that")
+    assert other.startswith("large: a run takes 1.5 GiB")
+    assert said(6 * 2**30) == said(0) == []
 
 
 # -- pairs that part later ---------------------------------------------------------------------------------------------

@@ -28,9 +28,10 @@ from sagetrain.compare.results import Call, Results
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import flat, is_assignment, load_config
+from sagetrain.config.schema import RunConfig
 from sagetrain.data.token_file import TokenFile, write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
-from sagetrain.model.accounting import num_parameters
+from sagetrain.model.accounting import memory_per_rank, num_parameters, total_bytes
 from sagetrain.report.read import read_rows
 from sagetrain.train import checkpoint, origin
 from sagetrain.train.guard import TRAINING_EXIT_CODE
@@ -39,6 +40,9 @@ from sagetrain.train.run_folder import is_taken, lock
 
 PAGE, PLOT, TABLES = "README.md", "gap.png", "results.json"
 _SAY_SECONDS = 30.0
+_BESIDE = 3 * 2**29
+"""Bytes of a GPU that a run takes beside what is planned: CUDA's context and fragmentation. 1.0 to 1.6 GiB of 43M
+parameters on an H100, 2026-11-26."""
 Say = Callable[[str], None]
 
 
@@ -52,6 +56,8 @@ class Places:
     """Their numbers or names, as in CUDA_VISIBLE_DEVICES."""
     per_gpu: int
     devices: str
+    memory: int = 0
+    """Bytes of a GPU; 0: not known."""
 
 
 def places(output: Path, run_dirs: Path | None, per_gpu: int) -> Places:
@@ -59,17 +65,19 @@ def places(output: Path, run_dirs: Path | None, per_gpu: int) -> Places:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     gpus = tuple(named or map(str, range(count))) if count else ()
-    devices = f"{len(gpus)} x {_gpu_name()}" if gpus else f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
+    name, memory = _gpu() if gpus else ("", 0)
+    devices = f"{len(gpus)} x {name}" if gpus else f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
     return Places(output, run_dirs or output / "runs", gpus, per_gpu, f"{devices}, {per_gpu} runs at a time"
-                  + (" on each" if gpus else ""))  # fmt: skip
+                  + (" on each" if gpus else ""), memory)  # fmt: skip
 
 
-def _gpu_name() -> str:
-    """By nvidia-smi: torch would take half a GB of the GPU for the answer."""
+def _gpu() -> tuple[str, int]:
+    """Name and bytes of the first GPU, by nvidia-smi: torch would take half a GB of the GPU for the answer."""
     program = shutil.which("nvidia-smi")
-    words = [program or "", "--query-gpu=name", "--format=csv,noheader"]
+    words = [program or "", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     done = subprocess.run(words, capture_output=True, text=True, check=False) if program else None
-    return done.stdout.splitlines()[0].strip() if done and done.stdout.strip() else "GPU"
+    name, _, mib = (done.stdout.splitlines() or [""])[0].rpartition(",") if done else ("", "", "")
+    return name.strip() or "GPU", int(mib) * 2**20 if mib.strip().isdigit() else 0
 
 
 def compare(
@@ -135,6 +143,8 @@ def _compared(
     branches.check(missing, [job for job, run in found.runs.items() if run.status == FINISHED])
     found.save(where.output)
     say(f"{len(jobs)} runs, {len(missing)} to go, {where.devices}: {where.output}")
+    for text in _too_large(question, missing, where):
+        say(text)
 
     def ended(job: Job, code: int | None) -> None:
         found.runs[job] = _ended(found, job, code, where)
@@ -170,10 +180,28 @@ def _compared(
 def _results(question: Question, call: Call) -> Results:
     """Nothing but the question."""
     cfg = question.config(Job(question.rows[0].name, question.baseline, 0))
-    vocab = cfg.model.vocab_size or Tokenizer.load(find_tokenizer(cfg.data)).vocab_size
+    vocab = _vocab_size(cfg)
     tokens = sum(TokenFile(path).num_tokens for source in cfg.data.train for path in source.files)
-    size = num_parameters(cfg.model, cfg.attention, padded_vocab_size(vocab))
+    size = num_parameters(cfg.model, cfg.attention, vocab)
     return Results(question, question.settings(), size, tokens, [call])
+
+
+def _vocab_size(cfg: RunConfig) -> int:
+    """Padded, as the model has it."""
+    return padded_vocab_size(cfg.model.vocab_size or Tokenizer.load(find_tokenizer(cfg.data)).vocab_size)
+
+
+def _too_large(question: Question, missing: Sequence[Job], where: Places) -> Iterator[str]:
+    """Of which settings fewer runs than asked for fit into a GPU at a time."""
+    for job in {f"{job.row}/{job.variant}": job for job in missing}.values() if where.memory else ():
+        cfg = question.config(job)
+        needed = total_bytes(memory_per_rank(cfg, 1, _vocab_size(cfg))) + _BESIDE
+        fit = max(1, where.memory // needed)
+        if fit < where.per_gpu:
+            yield (
+                f"{job.variant}: a run takes {needed / 2**30:.1f} GiB of {where.memory / 2**30:.1f}, as planned: "
+                f"{fit} at a time fit into a GPU, not {where.per_gpu}; those that find none left go on later"
+            )
 
 
 def _refuse_others(found: Results, job: Job, run_dir: Path) -> None:
