@@ -28,7 +28,7 @@ from sagetrain.compare.results import Call, Results
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import flat, is_assignment, load_config
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.schema import DataConfig, ModelConfig
 from sagetrain.data.token_file import TokenFile, write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import memory_per_rank, num_parameters, total_bytes
@@ -180,22 +180,22 @@ def _compared(
 def _results(question: Question, call: Call) -> Results:
     """Nothing but the question."""
     cfg = question.config(Job(question.rows[0].name, question.baseline, 0))
-    vocab = _vocab_size(cfg)
+    vocab = _vocab_size(cfg.model, cfg.data)
     tokens = sum(TokenFile(path).num_tokens for source in cfg.data.train for path in source.files)
     size = num_parameters(cfg.model, cfg.attention, vocab)
     return Results(question, question.settings(), size, tokens, [call])
 
 
-def _vocab_size(cfg: RunConfig) -> int:
+def _vocab_size(model: ModelConfig, data: DataConfig) -> int:
     """Padded, as the model has it."""
-    return padded_vocab_size(cfg.model.vocab_size or Tokenizer.load(find_tokenizer(cfg.data)).vocab_size)
+    return padded_vocab_size(model.vocab_size or Tokenizer.load(find_tokenizer(data)).vocab_size)
 
 
 def _too_large(question: Question, missing: Sequence[Job], where: Places) -> Iterator[str]:
     """Of which settings fewer runs than asked for fit into a GPU at a time."""
     for job in {f"{job.row}/{job.variant}": job for job in missing}.values() if where.memory else ():
         cfg = question.config(job)
-        needed = total_bytes(memory_per_rank(cfg, 1, _vocab_size(cfg))) + _BESIDE
+        needed = total_bytes(memory_per_rank(cfg, 1, _vocab_size(cfg.model, cfg.data))) + _BESIDE
         fit = max(1, where.memory // needed)
         if fit < where.per_gpu:
             yield (
