@@ -41,8 +41,8 @@ from sagetrain.train.run_folder import is_taken, lock
 PAGE, PLOT, TABLES = "README.md", "gap.png", "results.json"
 _SAY_SECONDS = 30.0
 _BESIDE = 3 * 2**29
-"""Bytes of a GPU that a run takes beside what is planned: CUDA's context and fragmentation. 1.0 to 1.6 GiB of 43M
-parameters on an H100, 2026-11-26."""
+"""Bytes of a GPU that a run takes beside what is planned: CUDA's context and fragmentation, and no NCCL, as it is one
+rank (planning reserves 3 GiB, with it). 1.0 to 1.6 GiB of 43M parameters on an H100, 2026-11-26."""
 Say = Callable[[str], None]
 
 
@@ -58,6 +58,10 @@ class Places:
     devices: str
     memory: int = 0
     """Bytes of a GPU; 0: not known."""
+
+    def log(self, job: Job) -> Path:
+        """Of a run, beside its folder."""
+        return self.run_dirs / f"{job.folder}.log"
 
 
 def places(output: Path, run_dirs: Path | None, per_gpu: int) -> Places:
@@ -149,10 +153,10 @@ def _compared(
     def ended(job: Job, code: int | None) -> None:
         found.runs[job] = _ended(found, job, code, where)
         found.save(where.output)
-        say(_sentence(found.runs[job], where.run_dirs / f"{job.folder}.log"))
+        say(_sentence(found.runs[job], where.log(job)))
 
     def crowded(job: Job, others: int) -> bool:
-        if OUT_OF_MEMORY not in runner.end_of_log(where.run_dirs / f"{job.folder}.log", lines=2):
+        if OUT_OF_MEMORY not in runner.end_of_log(where.log(job), lines=2):
             return False
         beside = "one other run" if others == 1 else f"{others} other runs"
         say(f"{job}: out of GPU memory beside {beside}; it goes on later, and its GPU takes one run fewer from now on")
@@ -162,7 +166,7 @@ def _compared(
         runner.Runner(
             runner.slots(where.gpus, where.per_gpu, os.cpu_count() or 1),
             words,
-            lambda job: where.run_dirs / f"{job.folder}.log",
+            where.log,
             ended,
             _Progress(found, jobs, where.run_dirs, stop, say),
             start,
@@ -257,7 +261,7 @@ def _ended(found: Results, job: Job, code: int | None, where: Places) -> Record:
     if not code or record.status == FINISHED:
         return record
     status = DIVERGED if code == TRAINING_EXIT_CODE and records.went_wrong(run_dir) else FAILED
-    return replace(record, status=status, said=runner.end_of_log(where.run_dirs / f"{job.folder}.log"))
+    return replace(record, status=status, said=runner.end_of_log(where.log(job)))
 
 
 def _sentence(record: Record, log: Path) -> str:

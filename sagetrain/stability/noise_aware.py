@@ -102,8 +102,13 @@ class NoiseAware:
         return min(self._schedule.ceiling, max(allowed, now + unit))
 
     def state(self) -> dict[str, Any]:
-        state = {"now": self.now, "following": self.following, "changed": self._changed, "said": self._said}
-        return {**state, "probes": self._probes}
+        return {
+            "now": self.now,
+            "following": self.following,
+            "changed": self._changed,
+            "said": self._said,
+            "probes": self._probes,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Sizes that other settings do not allow become the nearest that these do."""
@@ -130,10 +135,11 @@ def _probe(taken: Taken) -> _Probe:
     """What this step has measured."""
     probe: _Probe = {}
     for name, ratio in taken.metrics.items():
-        parts = name.split("/")
-        if parts[0] == "quant_noise" and parts[-1] == "ratio" and parts[1] != ALL:
-            bias = taken.metrics[f"quant_noise/{parts[1]}/bias_ratio"]  # an estimate of 0 may be below it
-            probe[parts[1]] = [ratio, max(0.0, bias), taken.tokens_per_step]
+        if name.startswith("quant_noise/") and name.endswith("/ratio"):
+            _, layer, _ = name.split("/")
+            if layer != ALL:
+                bias = taken.metrics[f"quant_noise/{layer}/bias_ratio"]  # an estimate of 0 may be below it
+                probe[layer] = [ratio, max(0.0, bias), taken.tokens_per_step]
     return probe
 
 
