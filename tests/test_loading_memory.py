@@ -3,12 +3,15 @@ large enough to show."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import tiny
 from distributed import run_distributed
+from process_memory import peak_of, return_what_is_freed
 from sagetrain.parallel.rng import rng_state
 from sagetrain.train import checkpoint
+from sagetrain.train.engine import Engine
 
 MODEL = {"num_layers": 1, "hidden_size": 768, "ffn_hidden_size": 2048, "num_attention_heads": 12}
 
@@ -16,12 +19,6 @@ MODEL = {"num_layers": 1, "hidden_size": 768, "ffn_hidden_size": 2048, "num_atte
 def engine_of(tp_size: int, stage: int, dtype: str):
     tiny.VOCAB = 16_384  # two tensors with 12.6M values each: to read one whole, or keep it, would show
     return tiny.engine(tiny.config(stage, dtype, model=MODEL), tiny.join(tp_size))
-
-
-def memory(key: str) -> int:
-    """Bytes of this process: VmRSS now, or VmHWM, its peak."""
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(lines[key].split()[0])
 
 
 def write(root: str, tp_size: int, stage: int) -> None:
@@ -32,8 +29,13 @@ def write(root: str, tp_size: int, stage: int) -> None:
     saver.wait()
 
 
+def load_engine(root: str, engine: Engine) -> None:
+    checkpoint.load_engine(checkpoint.Reader(Path(root) / checkpoint.folder_name(1)), engine, 1)
+
+
 def load(root: str, layouts: list[tuple[int, int, str]]) -> dict[tuple, tuple[int, int]]:
     """For each (tp, stage, dtype): bytes of this rank's state, and how many more than before were taken to load it."""
+    return_what_is_freed()
     sizes = {}
     for tp_size, stage, dtype in layouts:
         engine = engine_of(tp_size, stage, dtype)
@@ -42,10 +44,7 @@ def load(root: str, layouts: list[tuple[int, int, str]]) -> dict[tuple, tuple[in
         for tensor in tensors:  # all of it in memory before, so that what loading adds is loading's own
             tensor.data.fill_(1.0)
         state = sum(t.numel() * t.element_size() for t in (tensors if stage == 0 else [*tensors, *model]))
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before = memory("VmRSS")
-        checkpoint.load_engine(checkpoint.Reader(Path(root) / checkpoint.folder_name(1)), engine, 1)
-        sizes[root[-1], tp_size, stage, dtype] = (state, memory("VmHWM") - before)
+        sizes[root[-1], tp_size, stage, dtype] = (state, peak_of(partial(load_engine, root, engine)))
         del engine, tensors, model
     return sizes
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
-
 import pytest
 import torch
 
 import tiny
 from distributed import run_distributed
+from process_memory import peak_of, return_what_is_freed
 from sagetrain.model.accounting import memory_per_rank, num_parameters
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import shard
@@ -18,23 +16,15 @@ from sagetrain.parallel.topology import ParallelGroups
 MODEL = {"num_layers": 24, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8}  # 403 MB in fp32
 
 
-def memory(key: str) -> int:
-    """Bytes of this process: VmRSS now, or VmHWM, its peak."""
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(lines[key].split()[0])
-
-
 def build() -> tuple[int, int, int]:
     """Bytes: what this rank took at most to build the model, what it holds of it then, and plan's weights."""
-    ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what is freed goes back to the system
+    return_what_is_freed()
     groups = tiny.join(1)
     cfg = tiny.config(3, model=MODEL)
     tiny.model(tiny.config(3), groups)  # libraries, and what DeepSpeed makes once
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = memory("VmRSS")
-    model = tiny.model(cfg, groups)
-    peak = memory("VmHWM") - before
-    held = sum(p.ds_tensor.untyped_storage().nbytes() for p in model.parameters())
+    built = []
+    peak = peak_of(lambda: built.append(tiny.model(cfg, groups)))
+    held = sum(p.ds_tensor.untyped_storage().nbytes() for p in built[0].parameters())
     return peak, held, sum(item.bytes for item in memory_per_rank(cfg, 2, tiny.VOCAB) if "weights" in item.name)
 
 

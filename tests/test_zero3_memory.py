@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 
 import pytest
@@ -10,11 +9,11 @@ import torch
 
 import tiny
 from distributed import run_distributed
+from process_memory import resident, return_what_is_freed
 from sagetrain.data.loader import Batch
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.train.engine import Engine, partitioner
-from test_zero3_construction import memory
 
 MODEL = {"num_layers": 6, "hidden_size": 192, "ffn_hidden_size": 768, "num_attention_heads": 3}  # 7 MB in bf16
 # No weight but the norms' gains stays gathered from one use to the next.
@@ -31,7 +30,7 @@ CASES = [
 def between_passes(cases: list[tuple[str, str, str | None, str]]) -> list[tuple[float, float]]:
     """Of each case, what is live between forward and backward beyond what was before, over the 16-bit weights of the
     whole model, and the loss."""
-    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back to the system
+    return_what_is_freed()
     groups, found = tiny.join(1), []
     tokens = torch.arange(tiny.SEQ)[None]
     batch = Batch(tokens, tokens + 1, positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
@@ -57,10 +56,10 @@ def between_passes(cases: list[tuple[str, str, str | None, str]]) -> list[tuple[
         for step in range(2):  # DeepSpeed learns the order of its modules, torch compiles
             tiny.global_step(engine, step)
         gc.collect()
-        before = memory("VmRSS")
+        before = resident()
         loss = engine.forward(batch)
         gc.collect()
-        held = memory("VmRSS") - before
+        held = resident() - before
         engine._ds.backward(loss)
         found.append((held / 2 / sum(p.ds_numel for p in model.parameters()), loss.item()))
     return found
