@@ -375,7 +375,8 @@ def main() -> None:
     command = typer.main.get_group(app)
     for each in command.commands.values():
         each.short_help = (each.help or "").partition("\n\n")[0]  # whole: by itself the list of commands is cut
-    command(terminal_width=shutil.get_terminal_size((10_000, 24)).columns)
+    with _Errors():  # of what is done before a command begins: --help on a full disk
+        command(terminal_width=shutil.get_terminal_size((10_000, 24)).columns)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ class Errors:
             return
         said = str(error)
         if isinstance(error, OSError):
-            where = error.filename or self.run_dir or self.output or "here"
+            # What this project writes names its file; what does not is a library, or what this command prints.
+            folder = self.run_dir or self.output
+            where = error.filename or (f"{folder} or standard output" if folder else "standard output")
             said = f"{where}: {error.strerror}; free some space and run the same command again"
         if _is_out_of_memory(error):
             said = (

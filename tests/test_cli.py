@@ -139,6 +139,16 @@ def test_a_page_that_cannot_be_written_is_one_line(monkeypatch, capsys, tmp_path
     assert left.value.code == code and said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["plan", "--keys"]])
+def test_a_full_disk_under_standard_output_is_one_line(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        process = [sys.executable, "-m", "sagetrain", *words]
+        done = subprocess.run(process, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=PATIENCE)
+    assert done.returncode == 3
+    advice = "free some space and run the same command again"
+    assert done.stderr == f"error: standard output: No space left on device; {advice}\n"
+
+
 def test_the_command_alone_shows_its_help() -> None:
     done = sagetrain()
     assert done.returncode == 2 and "Usage: sagetrain" in done.stdout + done.stderr
