@@ -206,19 +206,18 @@ def plan(
     \b
     sagetrain plan configs/7b.yaml --world-size 64 parallel.tensor_parallel_size=8
     """
-    with _Errors():
-        from dataclasses import replace
+    from dataclasses import replace
 
-        from sagetrain.planning.show import show_key_reference, show_plan
-        from sagetrain.planning.tables import console
+    from sagetrain.planning.show import show_key_reference, show_plan
+    from sagetrain.planning.tables import console
 
-        if show_keys:
-            show_key_reference(console(), config or "")
-            return
-        path, changes = _named("plan", config, config_option, overrides)
-        hardware = replace(HARDWARE[gpu.value], gpus_per_host=gpus_per_host, network_bandwidth=network_gbps * 1e9 / 8)
-        if show_plan(path, changes, world_size, console(), hardware, measured_tokens_per_second, brief, measured):
-            _exit(2)
+    if show_keys:
+        show_key_reference(console(), config or "")
+        return
+    path, changes = _named("plan", config, config_option, overrides)
+    hardware = replace(HARDWARE[gpu.value], gpus_per_host=gpus_per_host, network_bandwidth=network_gbps * 1e9 / 8)
+    if show_plan(path, changes, world_size, console(), hardware, measured_tokens_per_second, brief, measured):
+        _exit(2)
 
 
 @app.command()
@@ -375,7 +374,7 @@ def main() -> None:
     command = typer.main.get_group(app)
     for each in command.commands.values():
         each.short_help = (each.help or "").partition("\n\n")[0]  # whole: by itself the list of commands is cut
-    with _Errors():  # of what is done before a command begins: --help on a full disk
+    with _Errors():  # commands that know a rank or a folder have their own inside; it is also for --help on a full disk
         command(terminal_width=shutil.get_terminal_size((10_000, 24)).columns)
 
 
