@@ -2,13 +2,15 @@
 
     python3 launch/benchmark_step.py --shape 1b --ours sdpa,scores,scores+fp8:tensorwise
     python3 launch/benchmark_step.py --shape 8x4096 --ours sdpa,scores,scores+fp8:tensorwise,scores+fp8:rowwise
+    python3 launch/benchmark_step.py --seq-length 16384 --documents 700 --ours flash,sdpa,scores --peers ""
 
 A step is forward and backward of some micro-batches of random tokens, whole causal sequences, then AdamW (torch's fused
 one) with fp32 master weights for the bf16 parameters; both sides take it alike. Ours is an attention backend or recipe,
 with linear layers in 16 bits or as after the plus: linear.precision, recipe, keep_layers_below (fp8:rowwise:8000000).
 Plain PyTorch is what a careful user writes by hand: torch.compile over the whole model, FlashAttention-4 where it is
 installed (else SDPA, cuDNN first), and linear layers in bf16 or by torchao's convert_to_float8_training, the output
-projection left out.
+projection left out. With --documents attention stays within documents whose lengths are drawn from a log-normal
+distribution (sigma 1) around that median; plain PyTorch has no such rows.
 
 Before anything is timed, all of them take a few steps on one sequence, and their losses must agree. MFU is a share of
 the 16-bit peak for all of them.
@@ -244,13 +246,41 @@ class MasterAdamW:
             parameter.grad = None
 
 
-def make_step(contender: Contender, loss_of: Callable[..., Tensor], batch: tuple[Tensor, Tensor], accumulation: int):
-    """A function that takes one optimizer step and returns the loss of its last micro-batch."""
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """Random tokens [batch, tokens], the labels that follow them, and the documents that attention stays within."""
+
+    tokens: Tensor
+    labels: Tensor
+    cu_seqlens: Tensor | None = None
+    """int32 [documents + 1] over the flattened tokens. None: attention sees whole sequences."""
+
+    @classmethod
+    def draw(cls, sequences: int, length: int, documents: int, device: torch.device) -> Microbatch:
+        """Draw a micro-batch; `documents` is the median length of a document, 0 for whole sequences."""
+        text = torch.randint(0, VOCAB, (sequences, length + 1), generator=torch.Generator().manual_seed(0)).to(device)
+        tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        if not documents:
+            return cls(tokens, labels)
+        ends, random = [0], torch.Generator().manual_seed(1)
+        while ends[-1] < tokens.numel():
+            drawn = max(1, round(documents * torch.randn((), generator=random).exp().item()))
+            ends.append(min(ends[-1] + drawn, (ends[-1] // length + 1) * length))  # none spans two sequences
+        return cls(tokens, labels, torch.tensor(ends, dtype=torch.int32, device=device))
+
+    def loss(self, model: Callable[..., Tensor]) -> Tensor:
+        if self.cu_seqlens is None:
+            return model(self.tokens, self.labels)
+        return model(self.tokens, self.labels, cu_seqlens=self.cu_seqlens, max_seqlen=self.tokens.shape[1])
+
+
+def make_step(contender: Contender, loss_of: Callable[..., Tensor], batch: Microbatch, accumulation: int):
+    """Return a function that takes one optimizer step and returns the loss of its last micro-batch."""
     optimizer = MasterAdamW(list(contender.model.parameters()))
 
     def step() -> Tensor:
         for _ in range(accumulation):
-            loss = loss_of(*batch)
+            loss = batch.loss(loss_of)
             loss.backward()
         optimizer.step()
         contender.updated()
@@ -262,7 +292,7 @@ def make_step(contender: Contender, loss_of: Callable[..., Tensor], batch: tuple
 # -- measuring -----------------------------------------------------------------------------------------------------
 
 
-def check(case: Case, names: Sequence[str], batch: tuple[Tensor, Tensor]) -> list[str]:
+def check(case: Case, names: Sequence[str], batch: Microbatch) -> list[str]:
     """Those of `names` that are installed here; SystemExit if their losses do not agree. Nothing is compiled."""
     first, present, expected = "", [], []
     for name in names:
@@ -361,6 +391,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a micro-batch")
+    parser.add_argument("--documents", type=int, default=0, help="median length of documents; 0: whole sequences")
+    parser.add_argument("--kv-heads", type=int, help="key and value heads, in place of the shape's")
     parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of a step")
     parser.add_argument(
         "--ours", type=ours, default="sdpa,scores", help="what SageTrain runs with, separated by commas"
@@ -373,21 +405,26 @@ def main(words: Sequence[str] | None = None) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape, length = SHAPES[arguments.shape], arguments.seq_length
+    if arguments.kv_heads:
+        shape = shape.model_copy(update={"num_key_value_heads": arguments.kv_heads})
+    if arguments.documents and arguments.peers:
+        parser.error('--documents: plain PyTorch takes whole sequences; add --peers ""')
     attention = "FlashAttention-4" if flash_attention_4() else "SDPA"
     case = Case(shape, length, device, attention)
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(0, VOCAB, (arguments.tokens // length, length + 1), generator=generator).to(device)
-    batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    sequences = arguments.tokens // length
+    batch = Microbatch.draw(sequences, length, arguments.documents, device)
     names = [f"sagetrain {name}" for name in arguments.ours]
     names += [f"plain + torchao {name}".removesuffix(" + torchao bf16") for name in arguments.peers]
     place = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     print(f"{arguments.shape} on {place}, torch {torch.__version__}: {arguments.accumulation} micro-batches of "
-          f"{len(text)} x {length} tokens; attention of plain PyTorch: {attention}", flush=True)  # fmt: skip
+          f"{sequences} x {length} tokens, {shape.num_key_value_heads} key heads, "
+          + (f"{len(batch.cu_seqlens) - 1} documents; " if batch.cu_seqlens is not None else "whole sequences; ")
+          + f"attention of plain PyTorch: {attention}", flush=True)  # fmt: skip
 
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     peak, flops = peak_flops(device), flops_per_token(shape, VOCAB, length)
     with sdpa_kernel(backends, set_priority=True) if device.type == "cuda" else nullcontext():
-        present = check(case, names, (batch[0][:1], batch[1][:1]))
+        present = check(case, names, Microbatch.draw(1, length, arguments.documents, device))
         rates: dict[str, float] = {}
         for name in present:
             contender = case.build(name)
@@ -396,7 +433,7 @@ def main(words: Sequence[str] | None = None) -> None:
             for _ in range(3):
                 step()
             ms = milliseconds(step, device, arguments.repeats)
-            rates[name] = arguments.accumulation * batch[0].numel() / ms * 1e3
+            rates[name] = arguments.accumulation * batch.tokens.numel() / ms * 1e3
             mfu = f"{rates[name] * flops / peak:.3f}" if peak else "-"
             print(f"{name:34s} {ms:9.2f} ms  {rates[name]:9.0f} tokens/s  MFU {mfu}  {memory_gib(device):6.1f} GiB",
                   flush=True)  # fmt: skip

@@ -32,7 +32,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> dict:
 def test_every_row_is_timed_or_said_to_be_not_installed(program: dict, capsys: pytest.CaptureFixture) -> None:
     program["main"]([*TINY, "--ours", "sdpa,scores,scores+fp8:tensorwise,sdpa+fp8:rowwise:9000"])
     text = capsys.readouterr().out
-    assert "2 micro-batches of 2 x 64 tokens; attention of plain PyTorch: SDPA" in text
+    assert "2 micro-batches of 2 x 64 tokens, 2 key heads, whole sequences; attention of plain PyTorch: SDPA" in text
     timed = re.findall(r"^(.+?) +[\d.]+ ms +\d+ tokens/s  MFU -", text, re.MULTILINE)
     assert timed == [
         "sagetrain sdpa",
@@ -48,9 +48,24 @@ def test_every_row_is_timed_or_said_to_be_not_installed(program: dict, capsys: p
     assert len(losses) == len(timed) and all(float(last) < float(first) - 0.1 for first, last in losses)
 
 
+def test_attention_within_documents_is_timed_with_any_number_of_key_heads(program: dict, capsys) -> None:
+    """Both kinds of attention see the documents: their losses agree, and differ from those of whole sequences."""
+    first_losses = {}
+    for documents in ("0", "20"):
+        program["main"](
+            [*TINY, "--ours", "reference,scores", "--peers", "", "--kv-heads", "4", "--documents", documents]
+        )
+        text = capsys.readouterr().out
+        assert len(re.findall(r"tokens/s  MFU", text)) == 2
+        first_losses[documents] = re.findall(r"losses (.+)", text)[0]
+    assert int(re.findall(r"2 x 64 tokens, 4 key heads, (\d+) documents;", text)[0]) > 2
+    assert first_losses["0"] != first_losses["20"]
+
+
 @pytest.mark.parametrize(
     ("option", "said"),
     [
+        (["--documents", "20"], 'plain PyTorch takes whole sequences; add --peers ""'),
         (
             ["--ours", "sdpa,foo"],
             "foo: 'foo' is no attention; there are sdpa, flash, sage, reference, fine, paper, scores",
