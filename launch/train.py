@@ -5,8 +5,8 @@ torchrun works too. The same as `sagetrain train`, with a file that launchers ca
 
 import sys
 
-from sagetrain.__main__ import main
+from sagetrain.__main__ import program
 
 if __name__ == "__main__":
     sys.argv.insert(1, "train")
-    main()
+    program()

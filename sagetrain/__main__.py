@@ -1,9 +1,36 @@
-"""The program `sagetrain`, and `python -m sagetrain`."""
+"""The program `sagetrain`, and `main`, which runs a command inside of another Python program."""
 
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
+from typing import NoReturn
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: main(["plan", "325m"]). The words default to those of the command line.
+
+    Mistakes of users are messages on stderr and codes (exits.py lists them); every other exception is raised.
+    """
+    from sagetrain.cli import run
+    from sagetrain.exits import as_it_was
+
+    with as_it_was():
+        return run(sys.argv[1:] if words is None else words)
+
+
+def program() -> NoReturn:
+    """The console script, which owns its process. From here on Ctrl-C ends it with code 130 and no traceback."""
+    try:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupted)
+        from sagetrain import cli, exits
+
+        exits.console_script = True
+        sys.exit(cli.run(sys.argv[1:]))
+    except KeyboardInterrupt:  # while something is imported; elsewhere exits.Errors sees to it
+        os._exit(130)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
@@ -13,17 +40,5 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     signal.default_int_handler(number, frame)
 
 
-def main() -> None:
-    """The command line; from here on Ctrl-C ends it with code 130 and no traceback."""
-    try:
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, _interrupted)
-        from sagetrain.cli import main as command_line
-
-        command_line()
-    except KeyboardInterrupt:  # while something is imported; elsewhere cli.py sees to it
-        os._exit(130)
-
-
 if __name__ == "__main__":
-    main()
+    program()

@@ -10,7 +10,7 @@ import gc
 import os
 import re
 import shutil
-import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -363,20 +363,28 @@ def _checked(config: Path, overrides: list[str], world_size: int, show: bool) ->
     return cfg, findings
 
 
-def main() -> None:
-    """Entry point of the console script and of launch/train.py. Help is as wide as the terminal; a pipe has no end."""
-    words = sys.argv[1:]
+def run(words: Sequence[str]) -> int:
+    """Run a command, given as the words after `sagetrain`, and return its exit code.
+
+    Help is as wide as the terminal; a pipe has no end.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, in a command that does not save and stop on it.
+    """
     for option, after in zip(words, [*words[1:], ""], strict=False):  # as other programs take them
         if words[0] in ("train", "plan", "doctor", "compare") and re.match(r"--[a-z_]+(\.\w+)+(=|$)", option):
             key, _, value = option[2:].partition("=")
             _warn(f"error: {option}: keys of the YAML go without dashes: {key}={value or after or 'VALUE'}")
-            _exit(2)
+            return 2
     command = typer.main.get_group(app)
     for each in command.commands.values():
         each.short_help = (each.help or "").partition("\n\n")[0]  # whole: by itself the list of commands is cut
-    with _Errors():  # commands that know a rank or a folder have their own inside; it is also for --help on a full disk
-        command(terminal_width=shutil.get_terminal_size((10_000, 24)).columns)
-
-
-if __name__ == "__main__":
-    main()
+    width, code = shutil.get_terminal_size((10_000, 24)).columns, 0
+    try:
+        with _Errors():  # commands that know a rank or a folder have their own inside; it is for --help on a full disk
+            command(list(words), prog_name="sagetrain", obj=tuple(words), terminal_width=width)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    if code == 130:  # the parser's word for it
+        raise KeyboardInterrupt
+    return code

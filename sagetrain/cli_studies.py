@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +26,7 @@ Linear = enum.Enum("Linear", {name: name for name in ("recorded", "bf16")})  # t
 
 @studies.command()
 def compare(
+    context: typer.Context,
     words: Annotated[
         list[str],
         typer.Argument(
@@ -147,7 +147,7 @@ def compare(
             )
             where = comparing.places(output or question.default_output(), run_dirs, per_gpu)
             errors.output = where.output
-            line = shlex.join(["sagetrain", *sys.argv[1:]])
+            line = shlex.join(["sagetrain", *(context.obj or ())])
             found = comparing.compare(question, where, _warn, command=line, time_limit=time_limit)
             output, failed = where.output, len(found.failed([*question.jobs()]))
         if found.runs or report_only:  # or it was stopped before any run began

@@ -10,16 +10,22 @@ makes each failure a 1.
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 import typer
 
 from sagetrain.config.errors import ConfigError
+
+console_script = False
+"""Whether this process runs one command and nothing after it. __main__.program sets it."""
 
 
 class Errors:
@@ -36,7 +42,7 @@ class Errors:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, KeyboardInterrupt):  # what it interrupted has cleaned up
+        if isinstance(error, KeyboardInterrupt) and console_script:  # what it interrupted has cleaned up
             leave(130)
         if self.run_dir and isinstance(error, OSError) and _is_unusable(self.run_dir, error):
             error = ConfigError(
@@ -109,7 +115,7 @@ def warn(text: str) -> None:
 
 
 def leave_together() -> NoReturn:
-    """End all ranks at once and skip interpreter shutdown, where gloo's threads sometimes abort the process."""
+    """End the command on all ranks at once, with exit code 0."""
     import torch
     import torch.distributed as dist
 
@@ -119,7 +125,47 @@ def leave_together() -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with an exit code, at once."""
+    """End the command with an exit code.
+
+    The console script ends its process on the spot: no destructor waits for a rank that is gone, and gloo's threads
+    sometimes abort an interpreter that shuts down. In a program that called `main`, SystemExit takes the code there.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    if console_script:
+        os._exit(code)
+    raise SystemExit(code)
+
+
+@contextmanager
+def as_it_was() -> Iterator[None]:
+    """Give the calling program back what a command changes: signal handlers, environment, garbage collection, and
+    torch's process group."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    handlers, environment = {number: signal.getsignal(number) for number in numbers}, dict(os.environ)
+    collects, frozen, grouped = gc.isenabled(), gc.get_freeze_count(), _has_process_group()
+    try:
+        yield
+    finally:
+        ends_group = _has_process_group() and not grouped
+        if ends_group:
+            from sagetrain.train.engine import end_distributed
+
+            end_distributed()
+        for number, handler in handlers.items():
+            if signal.getsignal(number) != handler:
+                signal.signal(number, handler)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        if collects:
+            gc.enable()
+        if not frozen:
+            gc.unfreeze()
+        if ends_group:  # the trainer, which holds memory and the lock of its folder, refers to itself
+            gc.collect()
+
+
+def _has_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -36,10 +37,11 @@ IMPORTED = [
 # Seconds that any process of a test is waited for: ten times what the slowest takes on an idle machine, and more.
 PATIENCE = 600.0
 COMMANDS = {
-    "sagetrain": "sagetrain.cli",
-    "deepspeed": "deepspeed.launcher.runner",
-    "torchrun": "torch.distributed.run",
-    "ranks": "forked",
+    "sagetrain": ("sagetrain.__main__", "program"),
+    "deepspeed": ("deepspeed.launcher.runner", "main"),
+    "torchrun": ("torch.distributed.run", "main"),
+    "ranks": ("forked", "main"),
+    "python": ("forked", "script"),
 }
 
 
@@ -120,7 +122,13 @@ def _run(words: list[str], env: dict[str, str], log: str, errors: str, cwd: str)
     os.chdir(cwd)
     enter(env, log, errors)
     sys.argv = words
-    import_module(COMMANDS[words[0]]).main()
+    call(words[0])
+
+
+def call(name: str) -> None:
+    """Do what the console script does."""
+    module, function = COMMANDS[name]
+    getattr(import_module(module), function)()
 
 
 def main() -> None:
@@ -142,6 +150,12 @@ def main() -> None:
     sys.exit(abs(code))
 
 
+def script() -> None:
+    """`python FILE WORDS`, with everything imported."""
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def _fork(rank: int, count: int, port: str, words: list[str]) -> int:
     if pid := os.fork():
         return pid
@@ -151,7 +165,7 @@ def _fork(rank: int, count: int, port: str, words: list[str]) -> int:
         os.environ.update({key: str(value) for key, value in address.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         sys.argv = ["sagetrain", *words]
-        import_module(COMMANDS["sagetrain"]).main()
+        call("sagetrain")
     except SystemExit as error:
         code = error.code
     except BaseException:  # noqa: BLE001 - as the interpreter would

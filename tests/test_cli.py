@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import signal
@@ -14,9 +15,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from forked import PATIENCE
-from runs import ROOT, sagetrain, write_config
+from forked import PATIENCE, Command
+from runs import ROOT, STEPS, sagetrain, write_config
 from sagetrain import __version__, cli
+from sagetrain.__main__ import main
 from sagetrain.config import ConfigError
 
 
@@ -29,16 +31,72 @@ def command(*words: object) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("words", [
     ["-m", "sagetrain", "train", "--config", "none.yaml"],
-    ["-m", "sagetrain.cli", "train", "none.yaml"],
     ["-m", "sagetrain", "--local_rank=0", "train", "none.yaml"],  # as deepspeed --module calls it
     ["launch/train.py", "--local_rank=0", "none.yaml", "optimizer.lr=1"],  # as the deepspeed launcher calls it
 ])  # fmt: skip
-def test_the_package_the_module_and_the_launchers_script_can_be_run(words: list[str]) -> None:
+def test_the_package_and_the_launchers_script_can_be_run(words: list[str]) -> None:
     done = command(sys.executable, "-X", "importtime", *words)
     assert done.returncode == 2
     assert "error: none.yaml: cannot be read" in done.stderr
-    assert " sagetrain.cli\n" in done.stderr or words[1] == "sagetrain.cli"
+    assert " sagetrain.cli\n" in done.stderr
     assert " torch\n" not in done.stderr  # a mistake is told at once
+
+
+PROGRAM = """
+import gc, json, os, signal, sys, threading
+from sagetrain.__main__ import main
+
+def state():
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    return [*map(signal.getsignal, numbers)], dict(os.environ), gc.isenabled(), gc.get_freeze_count()
+
+def interrupt(at):
+    while not (os.path.exists(at) and open(at).readline()):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+config, run, codes = *sys.argv[1:], {}
+gc.unfreeze()
+before = state()
+try:
+    codes["plan"] = main(["plan", config, "--brief"])
+    codes["mistake"] = main(["plan", "none.yaml"])
+    codes["usage"] = main(["eval"])
+    threading.Thread(target=interrupt, args=(f"{run}/metrics.jsonl",)).start()
+    codes["interrupted"] = main(["train", config])
+    codes["continued"] = main(["train", config])
+    codes["eval"] = main(["eval", run, "--num-sequences", "8"])
+finally:
+    codes["as it was"] = state() == before
+    print(json.dumps(codes))
+"""
+
+
+def test_commands_return_to_the_program_that_called_them(corpus: Path, tmp_path: Path) -> None:
+    """Training, too, again and again, with Ctrl-C; nothing of the process is left changed."""
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    env, output, errors = {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "output", tmp_path / "errors"
+    words = ["python", str(tmp_path / "program.py"), str(config), str(tmp_path / "run")]
+    assert Command(words, env, output, tmp_path, errors).wait(PATIENCE) == 0, errors.read_text()
+    codes = json.loads(output.read_text().splitlines()[-1])
+    assert codes == {
+        **dict.fromkeys(("plan", "interrupted", "continued", "eval"), 0),
+        **dict.fromkeys(("mistake", "usage"), 2),
+        "as it was": True,
+    }
+    said = errors.read_text()
+    assert "stopped by SIGINT at step" in said and f"finished at step {STEPS}," in said
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_is_no_mistake_of_a_user_is_raised_to_the_program(monkeypatch, error: type[BaseException]) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("sagetrain.planning.show.show_plan", fail)
+    with pytest.raises(error):
+        main(["plan", "minimal"])
 
 
 @pytest.mark.parametrize("imported", ["typer.models", "torch.types"])
@@ -62,12 +120,9 @@ def test_help_of_the_quickstart_starts_nothing() -> None:
     assert "the whole life of a run" in done.stdout and "$ " not in done.stdout
 
 
-def run_main(monkeypatch, capsys, *words: object) -> str:
+def run_main(capsys, *words: object) -> str:
     """The command line in this process; what it prints."""
-    monkeypatch.setattr(sys, "argv", ["sagetrain", *map(str, words)])
-    with pytest.raises(SystemExit) as leaving:
-        cli.main()
-    assert not leaving.value.code
+    assert main([*map(str, words)]) == 0
     return capsys.readouterr().out
 
 
@@ -79,7 +134,7 @@ def test_help_cuts_nothing_and_in_a_pipe_wraps_nothing(monkeypatch, capsys, name
         monkeypatch.setenv("COLUMNS", str(columns))
     group = typer.main.get_command(cli.app)
     command = group.commands[name] if name else group
-    lines = run_main(monkeypatch, capsys, *([name] if name else []), "-h").splitlines()
+    lines = run_main(capsys, *([name] if name else []), "-h").splitlines()
     shown = [p for p in command.params if not getattr(p, "hidden", False)]
     said = [text for p in shown for text in p.opts if p.param_type_name == "option"]
     said += [word for line in command.help.splitlines() for word in line.split() if word.startswith("--")]
@@ -92,9 +147,9 @@ def test_help_cuts_nothing_and_in_a_pipe_wraps_nothing(monkeypatch, capsys, name
     assert [text for text in said if not any(text in place for place in places)] == []
 
 
-def test_version_and_help_have_their_usual_names(monkeypatch, capsys) -> None:
-    assert run_main(monkeypatch, capsys, "--version") == f"sagetrain {__version__}\n"
-    assert run_main(monkeypatch, capsys, "-h") == run_main(monkeypatch, capsys, "--help")
+def test_version_and_help_have_their_usual_names(capsys) -> None:
+    assert run_main(capsys, "--version") == f"sagetrain {__version__}\n"
+    assert run_main(capsys, "-h") == run_main(capsys, "--help")
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
@@ -111,7 +166,7 @@ def test_a_configuration_is_named_with_or_without_config(monkeypatch, capsys, co
         raise typer.Exit
 
     monkeypatch.setattr(cli, "_named", note)
-    run_main(monkeypatch, capsys, command, *words)
+    run_main(capsys, command, *words)
     assert done == [(Path("a.yaml"), overrides)]
 
 
@@ -133,10 +188,8 @@ def test_a_page_that_cannot_be_written_is_one_line(monkeypatch, capsys, tmp_path
         raise OSError(number, os.strerror(number), str(tmp_path / "page.html"))
 
     monkeypatch.setattr("sagetrain.report.page.write_report", fail)
-    monkeypatch.setattr("sagetrain.exits.leave", sys.exit)
-    with pytest.raises(SystemExit) as left:
-        cli.app(["report", str(tmp_path), "-o", str(tmp_path / "page.html")], standalone_mode=False)
-    assert left.value.code == code and said in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == code
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["plan", "--keys"]])
@@ -174,10 +227,9 @@ def test_help_of_every_command_has_an_example(name: str) -> None:
     (["generate", "none", "--temperature", "nan"], "--temperature"),
     (["generate", "none", b"caf\xe9"], "error: the prompt 'caf\\udce9' is not UTF-8"),
 ])  # fmt: skip
-def test_arguments_that_are_refused(words: list[object], said: str) -> None:
-    done = sagetrain(*(os.fsdecode(word) if isinstance(word, bytes) else word for word in words))
-    assert done.returncode == 2
-    assert said in done.stderr and "Traceback" not in done.stderr
+def test_arguments_that_are_refused(capsys, words: list[object], said: str) -> None:
+    assert main([os.fsdecode(word) if isinstance(word, bytes) else str(word) for word in words]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("run_dir", "said"), [

@@ -187,7 +187,7 @@ def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path, model):
 
 def test_the_command_sees_that_the_output_is_a_folder(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
-    command = [sys.executable, "-c", "from sagetrain.cli import main; main()", "prepare", tmp_path / "a.txt"]
+    command = [sys.executable, "-c", "from sagetrain.__main__ import program; program()", "prepare", tmp_path / "a.txt"]
     run = subprocess.run([*command, "-o", f"{tmp_path}/new/", "--vocab-size", "300"], capture_output=True, text=True)
     assert run.returncode == 2
     assert f"output {tmp_path}/new/ is a folder" in run.stderr

@@ -19,7 +19,7 @@ from distributed import run_distributed
 from forked import PATIENCE, Command
 from prepare_inputs import published_tokenizer
 from runs import free_port, sagetrain
-from sagetrain import cli
+from sagetrain.__main__ import main
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.generate import Completion, Sampling, choose, generate
@@ -289,12 +289,9 @@ def test_prompts_that_cannot_be_read(monkeypatch, tmp_path: Path) -> None:
 
 def printed(monkeypatch, capsys, *words: object, typed: str | None = None) -> str:
     """What `sagetrain generate` prints, in this process."""
-    monkeypatch.setattr(sys, "argv", ["sagetrain", "generate", *map(str, words)])
     if typed is not None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
-    with pytest.raises(SystemExit) as leaving:
-        cli.main()
-    assert not leaving.value.code
+    assert main(["generate", *map(str, words)]) == 0
     return capsys.readouterr().out
 
 

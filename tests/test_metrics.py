@@ -173,10 +173,7 @@ def test_files_beside_the_metrics_stay_as_they_were_on_a_full_disk(small_disk: P
     (errno.ENOSPC, None, 3, "No space left on device; free some space and run the same command again"),
     (errno.EACCES, "/data/train.bin", 2, "Permission denied; let this user have it (chmod), or name another path"),
 ])  # fmt: skip
-def test_the_command_says_which_file_and_what_to_do(
-    number: int, path: str | None, code: int, said: str, monkeypatch, capsys
-):
-    monkeypatch.setattr(exits, "leave", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+def test_the_command_says_which_file_and_what_to_do(number: int, path: str | None, code: int, said: str, capsys):
     with pytest.raises(SystemExit) as ended, exits.Errors(run_dir=Path("run")):
         raise OSError(number, os.strerror(number), path)
     assert ended.value.code == code

@@ -303,6 +303,12 @@ def connect(group: ProcessGroup) -> str:
     return _refused[name]
 
 
+def forget() -> None:
+    """Forget all groups, when torch's process group ends: a later one uses their names again."""
+    connected.clear()
+    _refused.clear()
+
+
 def _on_all_ranks(group: ProcessGroup, step: Callable[..., None], *arguments: object) -> str:
     """Take a step; the first rank's complaint."""
     try:

@@ -35,6 +35,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.accounting import reduce_bucket_size
+from sagetrain.parallel import copies
 from sagetrain.parallel.metrics import Metrics, ratio
 from sagetrain.parallel.topology import Mpu, ParallelGroups
 from sagetrain.stability.spikes import Verdict
@@ -125,6 +126,14 @@ def init_distributed(timeout_minutes: float) -> torch.device:
         _place = rendezvous.meet(min(_ARRIVAL_MINUTES, timeout_minutes)) if chosen else rendezvous.alone()
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
     return device
+
+
+def end_distributed() -> None:
+    """Destroy all process groups, in a program that goes on, and what DeepSpeed and the copy engines know of them."""
+    from deepspeed.comm import destroy_process_group
+
+    copies.forget()  # the names of groups come again
+    destroy_process_group()
 
 
 def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int, parameters: int) -> dict:
