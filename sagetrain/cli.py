@@ -245,14 +245,18 @@ def train(
     """
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its store says for pages that a rank has gone; we say who
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    with _Errors(rank) as errors:
+    from sagetrain.parallel.host import use_cores
+    from sagetrain.train.launcher import launched, unknown_launcher
+
+    with _Errors() as errors:
+        rank, world_size = launched()
+        errors.rank = rank
+        if (said := unknown_launcher()) and os.environ["LOCAL_RANK"] == "0":
+            _warn(f"warning: {said}")
         try:
             path, changes = _named("train", config, config_option, overrides)
             cfg, findings = _checked(path, changes, world_size, show=rank == 0)
             errors.run_dir = Path(cfg.training.run_dir)
-            from sagetrain.parallel.host import use_cores
-
             if (said := use_cores()) and rank == 0:
                 _warn(said)
             gc.disable()  # what is imported stays: to look for garbage in it takes a fifth of the start

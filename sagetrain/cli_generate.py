@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,10 +83,12 @@ def generate(
     \b
     torchrun --nproc-per-node 2 -m sagetrain generate runs/7b "Once"
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    with _Errors(rank, run_dir):
+    with _Errors(run_dir=run_dir) as errors:
         from sagetrain.parallel.host import use_cores
+        from sagetrain.train.launcher import launched
 
+        rank, world_size = launched()
+        errors.rank = rank
         use_cores()
         from sagetrain.data.records import read_template, settled_template
         from sagetrain.inference.generate import Sampling

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import json
 import math
-import os
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -227,14 +226,17 @@ def replay(
     \b
     sagetrain replay runs/325m/spikes/step-00001500 --attention sdpa --linear bf16
     """
-    with _Errors(int(os.environ.get("RANK", "0"))):
+    with _Errors() as errors:
+        from sagetrain.parallel.host import use_cores
+        from sagetrain.train.launcher import launched
+
+        errors.rank, _ = launched()
+        use_cores()
         from sagetrain.inference.replay import replay as take_again
         from sagetrain.inference.replay import table, to_json
-        from sagetrain.parallel.host import use_cores
 
-        use_cores()
         found = take_again(bundle, attention.value, recipe, linear.value == "bf16")
-        if os.environ.get("RANK", "0") == "0":
+        if errors.rank == 0:
             typer.echo(json.dumps(to_json(found), indent=1) if as_json else table(found))
     _leave_together()
 
@@ -262,8 +264,11 @@ def doctor(
     With a configuration attention and 8-bit matmuls are tried at the shapes that a rank of it has, and the disk where
     its training.run_dir is.
     """
-    rank = int(os.environ.get("RANK", "0"))
-    with _Errors(rank):
+    with _Errors() as errors:
+        from sagetrain.train.launcher import launched
+
+        rank, world_size = launched()
+        errors.rank = rank
         from sagetrain.config.load import load_config
         from sagetrain.config.schema import ParallelConfig
         from sagetrain.doctor import examine, show
@@ -275,7 +280,7 @@ def doctor(
         if rank == 0:
             typer.echo(json.dumps([vars(check) for check in checks], indent=2)) if as_json else show(checks)
         code = 2 * (rank == 0 and any(check.verdict == "bad" for check in checks))
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if world_size > 1:
         _exit(code)  # gloo's threads sometimes abort a process that shuts down by itself
     raise typer.Exit(code)
 

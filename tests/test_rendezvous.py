@@ -57,10 +57,11 @@ def test_under_torchrun_all_that_came_name_the_one_that_did_not(monkeypatch, ord
             assert re.search(said, str(error))
 
 
-def test_a_port_in_use_is_the_cause_at_once(monkeypatch, capfd) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_port_in_use_is_the_cause_at_once(monkeypatch, capfd, world_size) -> None:
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        as_rank(monkeypatch, 0, 2, port)
+        as_rank(monkeypatch, 0, world_size, port)
         with pytest.raises(rendezvous.RanksMissing) as error:
             rendezvous.meet(10)
     text = str(error.value)
@@ -170,7 +171,7 @@ def test_a_world_of_one_listens_at_its_port_from_the_beginning() -> None:
 import errno, os, socket
 from sagetrain.train import rendezvous
 from sagetrain.train.engine import init_distributed
-place = rendezvous.alone
+place = rendezvous._alone
 def seen():
     store = place()
     try:
@@ -178,7 +179,7 @@ def seen():
     except OSError as error:
         print(errno.errorcode[error.errno])
     return store
-rendezvous.alone = seen
+rendezvous._alone = seen
 init_distributed(1.0)
 import torch.distributed as dist
 dist.barrier()

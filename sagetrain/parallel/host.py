@@ -41,7 +41,15 @@ def use_cores() -> str:
         return ""
     threads = min(_MOST_THREADS, cores_of_rank())
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    share = f"its share of this host's cores{_given_by_slurm()}"
     return (
-        f"{threads} thread{'s' * (threads > 1)} a rank on the CPU: its share of this host's cores, at most "
-        f"{_MOST_THREADS}; OMP_NUM_THREADS sets another number"
+        f"{threads} thread{'s' * (threads > 1)} a rank on the CPU: {share}, at most {_MOST_THREADS}; OMP_NUM_THREADS "
+        "sets another number"
     )
+
+
+def _given_by_slurm() -> str:
+    """The variables of Slurm that decide the share of the cores. They may be left over from another job."""
+    names = [name for name in ("SLURM_CPUS_PER_TASK", "SLURM_STEP_TASKS_PER_NODE") if os.environ.get(name)]
+    given = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    return f" ({given})" if given and "SLURM_PROCID" in os.environ else ""

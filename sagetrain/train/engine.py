@@ -91,11 +91,8 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     One process without these variables becomes a world of one. Collectives may take `timeout_minutes`.
     Raises rendezvous.RanksMissing, a ConfigError, if not all ranks come.
     """
-    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
-    one_of_many = os.environ["WORLD_SIZE"] != "1"
-    if one_of_many:
-        os.environ.setdefault("MASTER_PORT", "29500")
     on_gpu = not _without_gpu()
     import deepspeed
     import deepspeed.ops
@@ -122,8 +119,7 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     # Kept until the process group has it.
     _place = None
     if not dist.is_initialized():
-        chosen = one_of_many or "MASTER_PORT" in os.environ
-        _place = rendezvous.meet(min(_ARRIVAL_MINUTES, timeout_minutes)) if chosen else rendezvous.alone()
+        _place = rendezvous.meet(min(_ARRIVAL_MINUTES, timeout_minutes))
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
     return device
 

@@ -74,19 +74,19 @@ def _end_when_told(hears: socket.socket) -> None:
             os._exit(128 + told[0])
 
 
-def alone() -> Store:
-    """The meeting place of a world of one at a port that the system gives, MASTER_PORT from now on. It is listened at
-    from the beginning: of many runs that begin on a host at once, none can take another's.
+def _alone() -> Store:
+    """Open the meeting place of a world of one on this host, at MASTER_PORT or else at a port that the system gives.
 
-    The caller holds what is returned until the process group exists.
+    The port is listened at from the beginning: no run that begins on this host at the same time can take it. Both
+    variables say from now on where the meeting place is.
     """
-    with _listen(0) as listener:
+    with _listen(int(os.environ.get("MASTER_PORT") or 0)) as listener:
         port = int(listener.getsockname()[1])
-        os.environ["MASTER_PORT"] = str(port)
-        return _store(os.environ["MASTER_ADDR"], port, 1.0, listener)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        return _store("127.0.0.1", port, 1.0, listener)
 
 
-def meet(minutes: float) -> Store | None:
+def meet(minutes: float) -> Store:
     """Wait until every rank of WORLD_SIZE has come to MASTER_ADDR:MASTER_PORT; collective.
 
     Returns what keeps the meeting place open: the caller holds it until the process group exists.
@@ -97,11 +97,11 @@ def meet(minutes: float) -> Store | None:
             within half a minute if the address cannot be resolved.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world_size == 1:
-        return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # torchrun's agent hosts the store, elsewhere rank 0 does: in one server with the process group's, at the same port.
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if world_size == 1 and opens:
+        return _alone()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listener = _listen(port) if opens else None
     try:
         _reach(address, port, rank, minutes, opens)

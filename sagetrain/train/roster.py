@@ -247,7 +247,8 @@ def differing_environment(rows: list[Row]) -> list[str]:
 def differing_allocation(world_size: int) -> list[str]:
     """A warning if Slurm lent tasks or GPUs that take no part."""
     names = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE")
-    tasks, hosts, gpus = (int(text) if (text := os.environ.get(name, "")).isdigit() else 0 for name in names)
+    told = {name: os.environ[name] for name in names if name in os.environ}
+    tasks, hosts, gpus = (int(text) if (text := told.get(name, "")).isdigit() else 0 for name in names)
     lent = {tasks: f"{tasks} tasks", hosts * gpus: f"{hosts} hosts with {gpus} GPUs each"}
     lent.pop(0, None)
     if not lent or world_size in lent:
@@ -255,7 +256,8 @@ def differing_allocation(world_size: int) -> list[str]:
     return [
         f"warning: this run has {world_size} rank{'s' * (world_size > 1)}, Slurm's allocation has "
         f"{', '.join(lent.values())}. If that is not meant, start it with launch/slurm.sbatch, or one rank a task; "
-        "parallel.world_size makes a wrong number an error"
+        "parallel.world_size makes a wrong number an error. If another job left "
+        f"{', '.join(f'{name}={text}' for name, text in told.items())} behind: unset {' '.join(told)}"
     ]
 
 

@@ -1,0 +1,97 @@
+"""What a launcher tells a process about its run: the environment variables RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*.
+
+Shells and services hand the variables of a finished job on. They are checked before torch is imported and before a
+rank waits for others. This module needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterable
+
+from sagetrain.config.errors import ConfigError
+
+_TOGETHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The variables that every launcher sets together."""
+_ALONE = {
+    "LOCAL_WORLD_SIZE": "1",
+    "LOCAL_SIZE": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "OMPI_COMM_WORLD_SIZE": "1",
+    "PMI_SIZE": "1",
+}
+"""Variables that count the tasks of torchrun, deepspeed, srun and mpirun, with the value that a single task has."""
+
+
+def launched() -> tuple[int, int]:
+    """Return this process's rank and world size, which a launcher set; (0, 1) without one.
+
+    Raises:
+        ConfigError: the variables contradict each other, as they do when some are left over from another job. The ranks
+            would wait for others that nobody started, or each would take itself for a run of its own.
+    """
+    rank, world_size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    size, number = world_size or 1, rank or 0
+    if world_size == 0:
+        raise _left_over(["WORLD_SIZE"], "a run has at least one rank")
+    if size > 1 and (lacking := [name for name in _TOGETHER if not os.environ.get(name)]):
+        raise _left_over(_TOGETHER, f"{size} ranks cannot meet without {' and '.join(lacking)}")
+    if number >= size:
+        raise _left_over(_TOGETHER, f"ranks are numbered from 0, so the last of WORLD_SIZE {size} is {size - 1}")
+    if (local_rank or 0) > number:
+        raise _left_over(["LOCAL_RANK", *_TOGETHER], f"rank {number} cannot be number {local_rank} of its host")
+    tasks = [name for name, alone in _ALONE.items() if os.environ.get(name, alone) not in ("", alone)]
+    if tasks and rank is None and world_size is None:
+        raise _left_over(
+            tasks,
+            "this would be one of several tasks, but nothing says which rank of how many: each would train a run of "
+            "its own. Start the run with launch/slurm.sbatch, or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+            "MASTER_PORT in each task as launch/slurm.sbatch does (RANK=0 WORLD_SIZE=1 for a run of one rank)",
+        )
+    return number, size
+
+
+def unknown_launcher() -> str:
+    """Say what makes this process wait for others, or meet itself elsewhere, where no known launcher started it.
+
+    A launcher that is not known sets the same variables as a finished job leaves behind, so this is no error.
+    """
+    size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")
+    tasks = (os.environ.get(name) for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"))
+    if {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"} & os.environ.keys() or rank in tasks:
+        return ""
+    if size != "1":
+        return (
+            f"{_settings(_TOGETHER)} in the environment: this process waits for {int(size) - 1} others, although none "
+            f"of torchrun, deepspeed, srun and mpirun started it. {_unset(_TOGETHER)}"
+        )
+    address = os.environ.get("MASTER_ADDR", "")
+    if address not in ("", "localhost", "127.0.0.1", "::1", socket.gethostname()):
+        return (
+            f"{_settings(['MASTER_ADDR'])} in the environment has no effect on one process. {_unset(['MASTER_ADDR'])}"
+        )
+    return ""
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is not None and not re.fullmatch(r"[0-9]{1,9}", text):
+        raise _left_over([name], "it must be a number that counts from 0")
+    return None if text is None else int(text)
+
+
+def _left_over(names: Iterable[str], what: str) -> ConfigError:
+    return ConfigError(f"{_settings(names)} in the environment: {what}. {_unset(names)}")
+
+
+def _settings(names: Iterable[str]) -> str:
+    return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+
+
+def _unset(names: Iterable[str]) -> str:
+    there = " ".join(name for name in names if name in os.environ)
+    return f"If another job left this behind: unset {there}"
