@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 import tiny
 from distributed import run_distributed
-from sagetrain.data.loader import Batch
+from sagetrain.data.loader import MASKED, Batch
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Taken
@@ -151,6 +153,88 @@ def test_the_estimates_of_a_known_covariance() -> None:
     assert taken.metrics["noise/head/gradient_square"] == pytest.approx(square, rel=0.1)
     assert taken.metrics["noise/all/scale_tokens"] == pytest.approx(variance / square, rel=0.1)
     assert not [name for name in taken.metrics if name.endswith(("/small", "/mean"))]
+
+
+def estimated(gradients: list[torch.Tensor], counts: Sequence[int], scale: NoiseScale) -> dict[str, float]:
+    """What is made of the gradients of micro-batches, each the mean over its tokens that count."""
+    groups, model, n = ParallelGroups.single(), Known(len(gradients[0])), len(counts)
+    noise = GradientNoise(model, groups, torch.device("cpu"))
+    for gradient, count in zip(gradients, counts, strict=True):
+        with noise.micro_batch(count):
+            (model(gradient) * count / sum(counts)).backward()
+    noise.of_step([("weight", model.weight.grad)])
+    noise.finish(n, clipping=1.0, copies=1)
+    taken = Taken(1, 0, n * 4, groups.metrics.reduce(torch.device("cpu")))
+    assert scale.after_step(taken) == []
+    return taken.metrics
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (3, 1), (2, 1, 0), (1, 2, 1)])
+def test_under_a_mask_both_estimates_are_right_on_average_over_everything_that_may_be_drawn(counts) -> None:
+    """By brute force: every micro-batch's tokens, as many as count, are drawn in all ways of three."""
+    tokens = torch.tensor([[1.0, 0.0], [-0.5, 2.0], [0.0, 0.7]])
+    mean = tokens.mean(0)
+    found = []
+    for drawn in itertools.product(range(3), repeat=sum(counts)):
+        each = [tokens[list(part)].mean(0) if part else mean for part in split(drawn, counts)]
+        found.append(estimated(each, counts, NoiseScale(4, decay=0.5)))
+    variance, square = (sum(row[f"noise/all/{what}"] for row in found) / len(found) for what in NUMBERS)
+    assert variance == pytest.approx((tokens - mean).square().sum(1).mean().item(), rel=1e-5)
+    assert square == pytest.approx(mean.square().sum().item(), rel=1e-5)
+    assert not [name for name in found[0] if "counted" in name]
+
+
+NUMBERS = "variance", "gradient_square"
+
+
+def split(drawn: Sequence[int], counts: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The draws of one micro-batch after the other."""
+    drawn = iter(drawn)
+    for count in counts:
+        yield tuple(itertools.islice(drawn, count))
+
+
+def test_a_step_that_says_little_of_the_noise_weighs_little() -> None:
+    """Steps of one micro-batch that counts say nothing; others weigh by how evenly they count; scale_tokens are those
+    of tokens_per_step."""
+    one, other = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    scale = NoiseScale(4, decay=0.5)
+    assert estimated([one, other], (3, 0), scale) == {} and scale.variance("all") is None
+    even = estimated([one, other], (4, 4), scale)  # tr(S) = 8 / 1 (1 - .5), |G|^2 = 0
+    assert [even[f"noise/all/{what}"] for what in NUMBERS] == pytest.approx([4.0, 0.0], abs=1e-6)
+    uneven = estimated([one, one], (4, 1), scale)  # tr(S) = 0, |G|^2 = 1, and a weight of 16 / 25
+    weight = 2 - 2 * 17 / 25
+    shares = [4.0 * 0.5 / (0.5 + weight), weight / (0.5 + weight)]
+    assert [uneven[f"noise/all/{what}"] for what in NUMBERS] == pytest.approx(shares)
+    assert uneven["noise/all/scale_tokens"] == pytest.approx(4.0 * 0.5 / weight * 8 / 5)
+
+
+def masked(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, dict[str, float], float]]:
+    """What each (tp, cp, stage) makes of micro-batches of one and the same mean gradient, which count unevenly."""
+    results = []
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, tiny.VOCAB, (1, tiny.SEQ + 1), generator=draw).expand(3, -1)
+    for layout in layouts:
+        groups = tiny.join(*layout[:2])
+        engine = tiny.engine(tiny.config(layout[2], optimizer={"clip_grad": 0.5}), groups)
+        batches, rows = [], (3, 1, 0, 2)
+        for counted in rows[groups.dp_rank :: groups.dp_size]:
+            labels = tokens[:, 1:].clone()
+            labels[counted:] = MASKED
+            batches.append(Batch(tokens[:, :-1], labels, None, None, None, [], divisor=1.0))
+        observers = Observers(noise=GradientNoise(engine.module, groups, engine.device))
+        result = engine.step(batches, len(batches), 0.0, observers, sum(rows) * tiny.SEQ)
+        NoiseScale(3 * tiny.SEQ, 0.9).after_step(Taken(1, 0, len(rows) * 3 * tiny.SEQ, result.metrics))
+        results.append((layout, result.metrics, result.grad_norm))
+    return results
+
+
+def test_equal_gradients_have_no_noise_however_unevenly_they_count() -> None:
+    for world, layouts in {1: [(1, 1, 0)], 2: [(1, 1, 1), (1, 1, 3), (2, 1, 2), (1, 2, 1)]}.items():
+        for rank in run_distributed(masked, world, layouts):
+            for layout, metrics, norm in rank:
+                assert metrics["noise/all/gradient_square"] == pytest.approx(norm**2, rel=1e-5), layout
+                assert abs(metrics["noise/all/variance"]) < 1e-3 * norm**2, layout
 
 
 def test_the_first_measurement_stands_for_itself_and_later_ones_are_averaged() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 import tiny
 from distributed import run_distributed
 from sagetrain.config.schema import StabilityConfig
-from sagetrain.data.loader import Batch
+from sagetrain.data.loader import MASKED, Batch
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.backends import AttentionFunction, Reference, Sage, attention_function
 from sagetrain.model.transformer import Transformer
@@ -104,6 +104,61 @@ def test_a_known_bias_is_found_whatever_else_micro_batches_add_to_it() -> None:
         deviation = (0.25**2 * width + 2 * 0.25 * length**2) ** 0.5 / probes**0.5  # of the mean of biases
         assert biases.mean().item() == pytest.approx(length**2, abs=4 * deviation)
         assert errors.mean().item() == pytest.approx(length**2 + 0.25 * width, rel=0.02)
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (3, 1), (2, 0, 1)])
+def test_under_a_mask_the_error_of_a_step_is_right_on_average_over_everything_that_may_be_drawn(counts) -> None:
+    """By brute force: the errors of every micro-batch's tokens, as many as count, are drawn in all ways of three."""
+    tokens = torch.tensor([[1.0, 0.2], [-0.5, 2.0], [0.3, 0.7]], dtype=torch.float64)
+    noise, nothing = NoiseScale(4, 0.9), torch.zeros(2, dtype=torch.float64)
+    noise.after_step(Taken(1, 0, 8, {"noise/head/small": 2.0, "noise/head/mean": 1.5, "train/counted_share": 0.5}))
+    groups, model, total = ParallelGroups.single(), Numbers(2), sum(counts)
+    probe, found, errors = QuantizationProbe(model, Reference(), groups, CPU), [], []
+    for drawn in itertools.product(range(3), repeat=total):
+        left = list(drawn)
+        each = [tokens[[left.pop() for _ in range(count)]].mean(0) if count else nothing for count in counts]
+        errors.append(sum(error * count / total for error, count in zip(each, counts, strict=True)))
+        probe.measure([partial(model.run, error) for error in each], counts)
+        size = 4 * len(counts)
+        found.append(Taken(2, 0, size, {**groups.metrics.reduce(CPU), "train/counted_share": total / size}))
+        QuantNoise(4, noise, 0.9).after_step(found[-1])
+    rows = [taken.metrics for taken in found]
+    bias, square, ratio = (
+        sum(row[f"quant_noise/head/{what}"] for row in rows) / len(rows)
+        for what in ("bias_square", "error_square", "ratio")
+    )
+    assert bias == pytest.approx(tokens.mean(0).square().sum().item())
+    harmonic = 1 / (sum(1 / count for count in counts if count) / sum(map(bool, counts)))
+    spread = (tokens - tokens.mean(0)).square().sum(1).mean().item()
+    assert square == pytest.approx(bias + spread / harmonic)
+    shown = [row["quant_noise/head/bias_square"] for row in rows]
+    clipped = sum(max(0.0, each) - each for each in shown) / len(rows) * (1 - harmonic / total)
+    of_step = torch.stack(errors).square().sum(1).mean().item()
+    assert ratio * noise.variance("head") / total == pytest.approx(of_step + clipped)
+    assert not any("quant_noise/counted" in row for row in rows)
+
+
+def test_a_probe_whose_micro_batches_count_less_has_a_smaller_share_of_bias() -> None:
+    """|b|^2 = 1, and of one token's error else 1,000: a hundred probes whose micro-batches count 100 tokens, then one
+    of 10, which leaves the estimate of |b|^2 as it is."""
+    noise = NoiseScale(200, 0.9)
+    noise.after_step(Taken(1, 0, 800, {"noise/0/small": 2.0, "noise/0/mean": 1.0}))
+    ratios = QuantNoise(200, noise, 0.9)
+    for tokens in (*[100] * 100, 10):
+        error = {"quant_noise/0/error_square": 1 + 1000 / tokens, "quant_noise/0/bias_square": 1.0}
+        taken = Taken(2, 0, 800, {**error, "quant_noise/counted": tokens, "train/counted_share": tokens / 200})
+        ratios.after_step(taken)
+        left = noise.variance("0") / (4 * tokens)
+        assert taken.metrics["quant_noise/0/bias_ratio"] * left == pytest.approx(1.0, rel=0.15)
+
+
+def test_where_one_micro_batch_counts_there_is_no_bias_and_where_none_does_nothing() -> None:
+    groups, model = ParallelGroups.single(), Numbers(2)
+    probe, one = QuantizationProbe(model, Reference(), groups, CPU), torch.ones(2, dtype=torch.float64)
+    probe.measure([partial(model.run, one), partial(model.run, 0 * one)], (3, 0))
+    assert groups.metrics.reduce(CPU) == {"quant_noise/head/error_square": 2.0, "quant_noise/counted": 3.0}
+    probe.measure([partial(model.run, 0 * one)] * 2, (0, 0))
+    assert groups.metrics.reduce(CPU) == {}
 
 
 def network(layers: int) -> Transformer:
@@ -256,15 +311,22 @@ def probe_of(engine: engine_module.Engine) -> QuantizationProbe:
     return QuantizationProbe(engine.module, Reference(), engine.groups, engine.device)
 
 
-def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, dict[str, float]]]:
-    """What a probe finds at each (tp, cp, stage), of two micro-batches in all."""
+def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, bool, dict[str, float]]]:
+    """What a probe finds at each (tp, cp, stage), of two micro-batches in all, without and with a loss mask."""
     results = []
-    for layout in layouts:
+    for layout, masked in itertools.product(layouts, (False, True)):
         groups = tiny.join(*layout[:2])
         engine = tiny.engine(config(layout[2]), groups)
-        own = batches(groups, sequences=2)
-        found = engine.step(own, len(own), 1e-2, Observers(probes=[probe_of(engine)])).metrics
-        results.append((layout, {name: value for name, value in found.items() if name.startswith("quant_noise/")}))
+        own, counted = batches(groups, sequences=2), None
+        if masked:
+            counted = tiny.SEQ + 5
+            for number, batch in enumerate(own):
+                batch.labels = batch.labels.clone()
+                if groups.dp_rank + number * groups.dp_size:  # the second of all
+                    batch.labels[:, 5:] = MASKED
+        found = engine.step(own, len(own), 1e-2, Observers(probes=[probe_of(engine)]), counted).metrics
+        found = {name: value for name, value in found.items() if name.startswith("quant_noise/")}
+        results.append((layout, masked, found))
     return results
 
 
@@ -274,12 +336,13 @@ def test_the_errors_are_the_same_at_every_layout() -> None:
     rows = [
         row for world, layouts in worlds.items() for rank in run_distributed(measured, world, layouts) for row in rank
     ]
-    _, reference = rows[0]
-    assert {name.split("/")[1] for name in reference} == {"embedding", "0", "1", "head"}
-    for layout, found in rows:
-        for name, value in reference.items():
-            error = reference[name.replace("bias", "error")]
-            assert found[name] == pytest.approx(value, abs=2e-2 * error), (layout, name)
+    references = {masked: found for _, masked, found in rows[:2]}
+    assert {name.split("/")[1] for name in references[False]} == {"embedding", "0", "1", "head"}
+    assert references[True]["quant_noise/counted"] == pytest.approx(2 / (1 / tiny.SEQ + 1 / 5))
+    for layout, masked, found in rows:
+        for name, value in references[masked].items():
+            error = references[masked][name.replace("bias", "error")]
+            assert found[name] == pytest.approx(value, abs=2e-2 * error), (layout, masked, name)
 
 
 def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[list, list[Tensor]]:

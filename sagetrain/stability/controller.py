@@ -27,6 +27,11 @@ class Taken:
     after it read them, and they are logged."""
 
     @property
+    def counted(self) -> int:
+        """How many of its tokens count in the loss."""
+        return round(self.tokens_per_step * self.metrics.get("train/counted_share", 1.0))
+
+    @property
     def empty(self) -> bool:
         """No token of it counts in the loss: loss and gradient are 0, and say nothing about other steps."""
         return self.metrics.get("train/counted_share") == 0

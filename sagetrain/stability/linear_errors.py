@@ -144,9 +144,9 @@ class LinearErrors:
         """How the names of its metrics begin, up to the tensor."""
         return f"quant/{number}/{path.rpartition('.')[2]}"
 
-    def measure(self, runs: Sequence[Callable[[], Tensor]]) -> None:
-        """runs: forward passes of micro-batches to their losses. Collective; leaves no gradient behind. Nothing, where
-        no layer is in 8 bits."""
+    def measure(self, runs: Sequence[Callable[[], Tensor]], counted: Sequence[int] | None = None) -> None:
+        """runs: forward passes of micro-batches to their losses; counted: as of a probe, without a meaning for relative
+        errors. Collective; leaves no gradient behind. Nothing, where no layer is in 8 bits."""
         if not self.layers:
             return
         metrics, found = self._model.groups.metrics, []

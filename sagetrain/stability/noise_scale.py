@@ -15,6 +15,21 @@ Large-Batch Training, arXiv 1812.06162, appendix A.1): steps of fewer tokens are
 less of it. A quotient of estimates is biased by their noise, so both are averaged over steps first, each by itself:
 exponentially, with what the zeros at the beginning take away divided out.
 
+Under a loss mask micro-batch i has c_i tokens that count, C in all, and the step's gradient is the sum of w_i g_i.
+There g_i is the mean over those c_i tokens and w_i = c_i / C. S is then the covariance of a counted token's gradient,
+and that of g_i is S / c_i. A micro-batch's part of the step's gradient, times n, is n w_i g_i. With q = n (sum of
+w_i^2), which is 1 where all count the same and n where only one counts at all,
+
+    E small = (1/n) (sum of n^2 w_i^2 (|G|^2 + tr(S) / c_i)) = q |G|^2 + n tr(S) / C
+    E mean = |G|^2 + (sum of w_i^2 tr(S) / c_i) = |G|^2 + tr(S) / C
+
+    tr(S)  = C / (n - q) (small - q mean)
+    |G|^2  = (n mean - small) / (n - q)
+
+again without a bias, whatever the counts are; a micro-batch that counts nothing adds nothing. The nearer q is to n, the
+less such a step says: it enters the averages with a weight of (n - q) / (n - 1). The noise scale is given in tokens of
+the step as tokens_per_step has them, so that those that do not count are in it: tr(S) / |G|^2 times their number / C.
+
 Layers are "0", "1", ... for the blocks, "embedding" (tied: its gradient as output projection, too), "head" (output
 projection and final norm) and "all". Every parameter counts once, whatever the layout: shards add up over
 tensor-parallel ranks, copies are divided by their number, and under context parallelism, where the gradient of a
@@ -51,9 +66,10 @@ def layers_of(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(layer_of(name) for name, _ in model.named_parameters()))
 
 
-def averaged(before: Sequence[float] | None, new: Sequence[float], decay: float) -> list[float]:
-    """Exponential averages of numbers, behind their weight: [weight, average x weight, ...], as `before` has them."""
-    pairs = zip(before or [0.0] * (1 + len(new)), (1.0, *new), strict=True)
+def averaged(before: Sequence[float] | None, new: Sequence[float], decay: float, weight: float = 1.0) -> list[float]:
+    """Exponential averages of numbers, behind their weight: [weight, average x weight, ...], as `before` has them. The
+    new numbers come multiplied by the weight that they enter with."""
+    pairs = zip(before or [0.0] * (1 + len(new)), (weight, *new), strict=True)
     return [decay * old + (1 - decay) * number for old, number in pairs]
 
 
@@ -81,8 +97,9 @@ class LayerSquares:
 class GradientNoise:
     """What a step's gradients say about their noise: the squared norms of one micro-batch's and of the step's.
 
-    It adds noise/<layer>/small and noise/<layer>/mean to groups.metrics, which NoiseScale makes estimates of. It costs
-    a pass over the gradients of every micro-batch, and under context parallelism their all-reduce.
+    It adds noise/<layer>/small and noise/<layer>/mean to groups.metrics, which NoiseScale makes estimates of; under a
+    loss mask also noise/counted and noise/counted_square, the sums of c_i and of c_i^2. It costs a pass over the
+    gradients of every micro-batch, and under context parallelism their all-reduce.
     """
 
     def __init__(self, model: nn.Module, groups: ParallelGroups, device: torch.device) -> None:
@@ -92,11 +109,13 @@ class GradientNoise:
         self._norms = torch.zeros(len(self._parameters), dtype=torch.float32, device=device)
         self._small = torch.zeros(len(self._parameters), dtype=torch.float64, device=device)
         self._mean = torch.zeros_like(self._small)
+        self._counted: list[int] = []
 
     @contextmanager
-    def micro_batch(self) -> Iterator[None]:
+    def micro_batch(self, counted: int | None = None) -> Iterator[None]:
         """Around the backward pass of a micro-batch. Hooks see a gradient, of all uses of a parameter together, before
-        it is added to those of other micro-batches."""
+        it is added to those of other micro-batches. counted: its tokens that count in the loss; None: no loss mask."""
+        self._counted += [] if counted is None else [counted]
         self._norms.zero_()
         hooks: list[Any] = []
         for norm, parameter in zip(self._norms, self._parameters, strict=True):
@@ -134,6 +153,11 @@ class GradientNoise:
         factor = (accumulation / cp_size) ** 2 / micro_batches
         self._squares.add("noise/*/small", self._small, factor, cp_size)
         self._squares.add("noise/*/mean", self._mean, clipping**-2, copies)
+        if self._counted:
+            same = self._groups.tp_size * cp_size  # ranks that have the same micro-batches
+            self._groups.metrics.sum("noise/counted", sum(self._counted), same)
+            self._groups.metrics.sum("noise/counted_square", sum(count**2 for count in self._counted), same)
+            self._counted.clear()
         self._small.zero_()
         self._mean.zero_()
 
@@ -156,7 +180,7 @@ class NoiseScale:
         self._averages: dict[str, list[float]] = {}
 
     def variance(self, layer: str) -> float | None:
-        """tr(S), the variance of one token's gradient; None before the first measurement."""
+        """tr(S), the variance of the gradient of one token that counts; None before the first measurement."""
         if layer not in self._averages:
             return None
         weight, variance, _ = self._averages[layer]
@@ -171,21 +195,26 @@ class NoiseScale:
         """Make estimates, if this step was measured and is no spike."""
         measured = [key.split("/")[1] for key in taken.metrics if re.fullmatch(r"noise/\w+/small", key)]
         pairs = {layer: [taken.metrics.pop(f"noise/{layer}/{of}") for of in ("small", "mean")] for layer in measured}
-        # Of the noise of other steps it says nothing, and would be in the averages for long.
-        if taken.metrics.get(SPIKE) or taken.empty:
-            return []
-        if pairs:
-            pairs[ALL] = [sum(pair[i] for pair in pairs.values()) for i in (0, 1)]
         n = taken.tokens_per_step // self._micro_batch_tokens
+        tokens = n * self._micro_batch_tokens
+        counted, squares = (taken.metrics.pop(f"noise/{of}", None) for of in ("counted", "counted_square"))
+        # Of the noise of other steps it says nothing, and would be in the averages for long.
+        if taken.metrics.get(SPIKE) or taken.empty or not pairs:
+            return []
+        q = 1.0
+        if counted is None or squares is None:
+            counted = tokens
+        elif (q := n * squares / max(1.0, counted**2)) in (0, n):  # one micro-batch counts, or none
+            return []
+        pairs[ALL] = [sum(pair[i] for pair in pairs.values()) for i in (0, 1)]
         for layer, (small, mean) in pairs.items():
-            variance = self._micro_batch_tokens * n / (n - 1) * (small - mean)
-            square = (n * mean - small) / (n - 1)
-            self._averages[layer] = averaged(self._averages.get(layer), (variance, square), self._decay)
+            new = counted / (n - 1) * (small - q * mean), (n * mean - small) / (n - 1)
+            self._averages[layer] = averaged(self._averages.get(layer), new, self._decay, (n - q) / (n - 1))
             weight, variance, square = self._averages[layer]
             taken.metrics[f"noise/{layer}/variance"] = variance / weight
             taken.metrics[f"noise/{layer}/gradient_square"] = square / weight
             if square > 0:  # or nothing but noise was seen so far
-                taken.metrics[f"noise/{layer}/scale_tokens"] = variance / square
+                taken.metrics[f"noise/{layer}/scale_tokens"] = variance / square * (tokens / counted)
         return []
 
     def state(self) -> dict[str, Any]:

@@ -26,11 +26,24 @@ as more tokens per step leave less noise to hide a bias in. Beside the gradient 
     bias_to_gradient = bias^2 / |G|^2
 
 is what stays of the error however much is averaged: what INT8 attention cost our runs in loss went with it, and not
-with the ratio (results/tokens-per-step). What to know when reading them:
+with the ratio (results/tokens-per-step).
+
+Under a loss mask micro-batch i has c_i tokens that count, and g_i and e_i are means over these. Errors of tokens add up
+as their gradients do (noise_scale.py): E |e_i|^2 = |b|^2 + V / c_i. Micro-batches that count nothing have no error, and
+are none of the N. With h, the harmonic mean of the N counts, and C, the tokens that count in the whole step,
+
+    mean of |e_i|^2 = |b|^2 + V / h    in expectation, and <e_i, e_j> is as before, so that
+    error of the step^2 = bias^2 + (error^2 - bias^2) h / C             exactly: E |sum of c_i / C e_i|^2
+    noise left = tr(S) / C                                              (tr(S): of a token that counts)
+
+which without a mask is the above, with h the tokens of a micro-batch and C those of the step.
+
+What to know when reading them:
 - One product of two errors is off by some .007 of error^2 in a block of 1e5 weights, by less in larger ones. So for
   the ratios bias^2 is this probe's error^2 times the share of bias in the error, averaged over probes as the noise
   scale is; a share below 0 counts as 0 in the ratio (bias_ratio shows it). With hundreds of micro-batches a step what
-  is left of that spread can be the larger part of the ratio.
+  is left of that spread can be the larger part of the ratio. Under a mask the share grows with h, as |b|^2 / (V / h)
+  does: the average is the share in a micro-batch that counts as a whole, and each probe enters it with h as its weight.
 - What 16-bit arithmetic itself rounds is in the errors, that of the reference too.
 - A layer's numbers are about the gradients of its weights, with all layers as they are, not about its own rounding
   alone.
@@ -76,9 +89,10 @@ class QuantizationProbe:
         """Of a step on this rank, that `measure` is to get: two in all at least."""
         return 2 if self._groups.dp_size == 1 else 1
 
-    def measure(self, runs: Sequence[Callable[[], Tensor]]) -> None:
-        """At a step that has not begun: `runs` are the forward passes of different micro-batches to their losses, on
-        every rank as many. Of one alone there is an error, but no bias. Nothing, where no layer quantizes anything."""
+    def measure(self, runs: Sequence[Callable[[], Tensor]], counted: Sequence[int] | None = None) -> None:
+        """At a step that has not begun: `runs` are the forward passes of different micro-batches to their losses, the
+        means over the `counted` tokens of each (None: no loss mask), on every rank as many. Of one alone there is an
+        error, but no bias. Nothing, where no layer quantizes anything."""
         groups = self._groups
         if not self._model.quantized:
             return
@@ -98,6 +112,11 @@ class QuantizationProbe:
                 else:
                     sums.append(error)
         count, cp_size = groups.dp_size * len(runs), groups.cp_size
+        if counted is not None:
+            count, tokens = self._known(counted)
+            if not count:
+                return
+            groups.metrics.mean("quant_noise/counted", tokens)
         self._squares.add("quant_noise/*/error_square", squares, 1 / (cp_size**2 * count), cp_size)
         if count > 1:
             if groups.dp_size > 1:
@@ -107,6 +126,16 @@ class QuantizationProbe:
             share = 1 if groups.dp_size == 1 else groups.dp_size * cp_size**2
             factor = 1 / (cp_size**2 * count * (count - 1))
             self._squares.add("quant_noise/*/bias_square", of_sum / share - squares, factor, cp_size)
+
+    def _known(self, counted: Sequence[int]) -> tuple[int, float]:
+        """How many of all ranks' micro-batches have tokens that count, and the harmonic mean of their numbers."""
+        own = [1 / count for count in counted if count]
+        sums = torch.tensor([len(own), sum(own)], dtype=torch.float64, device=self._device)
+        if self._groups.dp_size > 1:
+            dist.all_reduce(sums, group=self._groups.replica_group)
+        ranks = self._groups.cp_size if self._groups.dp_size > 1 else 1  # that say the same of one micro-batch
+        count, inverse = (sums / ranks).tolist()
+        return round(count), count / inverse if count else 0.0
 
     def _gradients(self, run: Callable[[], Tensor]) -> tuple[Tensor, ...]:
         # Asked for, gradients go to nobody else: neither into .grad nor to DeepSpeed's hooks.
@@ -133,6 +162,8 @@ class QuantNoise:
 
     def after_step(self, taken: Taken) -> list[Event]:
         """Relate them, if this step had a probe of several micro-batches, the noise is known, and it is no spike."""
+        # The tokens of a micro-batch that count.
+        tokens = taken.metrics.pop("quant_noise/counted", self._micro_batch_tokens)
         if taken.metrics.get(SPIKE) or taken.empty:
             return []
         suffix = "/bias_square"
@@ -143,20 +174,23 @@ class QuantNoise:
         }
         if pairs:
             pairs[ALL] = [sum(pair[i] for pair in pairs.values()) for i in (0, 1)]
+        whole = tokens / self._micro_batch_tokens
         for layer, (error, bias) in pairs.items():
             if not math.isfinite(error + bias):  # it would stay in the averages
                 continue
             taken.metrics[f"quant_noise/{layer}/error_square"] = error
             taken.metrics[f"quant_noise/{layer}/bias_square"] = bias
             if error > 0:  # of each its share: the error is another where layers change their precision
-                self._averages[layer] = averaged(self._averages.get(layer), (bias / error,), self._decay)
+                self._averages[layer] = averaged(self._averages.get(layer), (bias / error,), self._decay, whole)
             weight, share = self._averages.get(layer, (1.0, 0.0))
             bias = error * share / weight
+            if whole < 1:  # that was the share of a whole micro-batch
+                bias = min(error, bias * whole)
             variance = self._noise.variance(layer)
             if variance is not None and variance > 0:
-                left = variance / taken.tokens_per_step
+                left = variance / taken.counted
                 common = max(0.0, bias)
-                of_step = common + (error - common) * self._micro_batch_tokens / taken.tokens_per_step
+                of_step = common + (error - common) * tokens / taken.counted
                 taken.metrics[f"quant_noise/{layer}/ratio"] = of_step / left
                 taken.metrics[f"quant_noise/{layer}/bias_ratio"] = bias / left
             if (square := self._noise.gradient_square(layer)) is not None:

@@ -56,6 +56,11 @@ def _never() -> bool:
     return False
 
 
+def _counted(batch: Batch) -> int:
+    """How many tokens of a micro-batch count in the loss."""
+    return int((batch.labels >= 0).sum())
+
+
 def check_zero(cfg: RunConfig) -> None:
     """ConfigError if DeepSpeed would not take what the YAML has for it below zero_optimization: it would end in a
     traceback of every rank, after the model is built."""
@@ -318,22 +323,25 @@ class Engine:
         self._layer_norms = observers.layer_norms
         self.module.watch_blocks = self._note_activation if observers.layer_norms else None
         total, count, samples = torch.zeros((), device=self.device, dtype=torch.float64), 0, []
-        if counted is not None:  # DeepSpeed takes the mean over micro-batches and replicas
-            divisor = max(counted, 1) / (accumulation * self.groups.dp_size)
-            batches = (replace(batch, divisor=divisor) for batch in batches)
+        masked = counted is not None
         if probes:
             batches = iter(batches)
             first = list(itertools.islice(batches, max(probe.micro_batches for probe in probes)))
-            runs = [partial(self.module, **self._inputs(batch)) for batch in first]
+            own = [_counted(batch) for batch in first] if masked else None
+            each = [replace(b, divisor=max(1, n)) for b, n in zip(first, own, strict=True)] if own else first
+            runs = [partial(self.module, **self._inputs(batch)) for batch in each]
             for probe in probes:
-                probe.measure(runs[: probe.micro_batches])
+                probe.measure(runs[: probe.micro_batches], own and own[: probe.micro_batches])
             batches = itertools.chain(first, batches)
+        if counted is not None:  # DeepSpeed takes the mean over micro-batches and replicas
+            divisor = max(counted, 1) / (accumulation * self.groups.dp_size)
+            batches = (replace(batch, divisor=divisor) for batch in batches)
         for batch in batches:
             with watch(*batch.tokens.shape) if watch and not count else contextlib.nullcontext():
                 loss = self.forward(batch)
                 if self._reduction and count == accumulation - 1:
                     self._reduction.begin()
-                with noise.micro_batch() if noise else contextlib.nullcontext():
+                with noise.micro_batch(_counted(batch) if masked else None) if noise else contextlib.nullcontext():
                     self._ds.backward(loss)
             total += loss.detach()
             count += 1

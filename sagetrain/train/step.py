@@ -25,8 +25,9 @@ class Probe(Protocol):
         """How many of this rank's, the first ones, if there are as many."""
         ...
 
-    def measure(self, runs: Sequence[Callable[[], Tensor]]) -> None:
-        """Given their forward passes to the loss: it may run each as often as it likes, but accumulate no gradient."""
+    def measure(self, runs: Sequence[Callable[[], Tensor]], counted: Sequence[int] | None = None) -> None:
+        """Given their forward passes to the loss, which is the mean over the `counted` tokens of each (None: over all
+        of them): it may run each as often as it likes, but accumulate no gradient."""
         ...
 
 
