@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from sagekernels import attention_reference, sage_attention
+from sagekernels import attention_reference, default_recipe, sage_attention
 from sagekernels.quantize import TILE, quantize_twin, tile_means, token_mean
 from sagekernels.reference import RECIPES, ScoresOfCodes, document_bounds, twin_forward
 from sagekernels.testing import Shape, errors, exact_results, random_inputs, rel_l2, results_of
@@ -192,6 +192,18 @@ def test_any_strides():
     odd = [x.mT.contiguous().mT for x in torch.stack((q, k, v), 2).unbind(2)]
     got = results_of(sage_attention, *odd, do.transpose(1, 2).contiguous().transpose(1, 2))
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(("device", "hopper", "recipe"), [
+    ("cpu", False, "fine"), ("cuda:0", True, "scores"), ("cuda:0", False, "fine"),
+])  # fmt: skip
+def test_the_recipe_that_is_not_named_is_the_fast_one_of_the_device(monkeypatch, device, hopper, recipe) -> None:
+    monkeypatch.setattr("sagekernels.autograd.is_hopper", lambda _: hopper)
+    assert default_recipe(torch.device(device)) == recipe
+    monkeypatch.setattr("sagekernels.autograd.default_recipe", lambda _: recipe)
+    inputs = random_inputs(Shape(1, 70, 70, 2, 2, 32))
+    named, default = (results_of(sage_attention, *inputs, **how) for how in ({"recipe": recipe}, {}))
+    assert all(torch.equal(a, b) for a, b in zip(named, default, strict=True))
 
 
 def test_gradients_only_where_asked():

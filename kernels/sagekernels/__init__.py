@@ -1,7 +1,7 @@
 """SageBwd attention: INT8 in both directions, trainable, in the place of flash_attn_func. See kernels/README.md."""
 
-from .autograd import document_bounds, sage_attention
+from .autograd import default_recipe, document_bounds, sage_attention
 from .fp4 import fp4_attention
 from .reference import attention_reference
 
-__all__ = ["attention_reference", "document_bounds", "fp4_attention", "sage_attention"]
+__all__ = ["attention_reference", "default_recipe", "document_bounds", "fp4_attention", "sage_attention"]

@@ -77,27 +77,27 @@ def test_agrees_with_the_twin_and_with_float64(shape, dtype, recipe, smooth_q, b
 def test_gradients_of_any_size(do_scale, backend):
     shape = Shape(1, 512, 512, 2, 2, 64)
     inputs = random_inputs(shape, do_scale=do_scale, device="cuda")
-    judged = errors(results_of(sage_attention, *inputs, backend=backend), exact_results(*inputs))
+    judged = errors(results_of(sage_attention, *inputs, recipe="fine", backend=backend), exact_results(*inputs))
     assert max(judged.values()) < 0.03, judged
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_zero_gradient_is_zero(backend):
     q, k, v, do = random_inputs(Shape(), device="cuda")
-    grads = results_of(sage_attention, q, k, v, torch.zeros_like(do), backend=backend)
+    grads = results_of(sage_attention, q, k, v, torch.zeros_like(do), recipe="fine", backend=backend)
     assert all((x == 0).all() for x in grads[1:])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strided_inputs_and_gradients(backend):
     q, k, v, do = random_inputs(Shape(2, 300, 300, 4, 4, 64), device="cuda")
-    expected = results_of(sage_attention, q, k, v, do, backend=backend)
+    expected = results_of(sage_attention, q, k, v, do, recipe="fine", backend=backend)
     packed = torch.stack((q, k, v), 2)  # one projection, [B, N, 3, H, D]
     heads_first = do.transpose(1, 2).contiguous().transpose(1, 2)
-    got = results_of(sage_attention, *packed.unbind(2), heads_first, backend=backend)
+    got = results_of(sage_attention, *packed.unbind(2), heads_first, recipe="fine", backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     odd = [x.mT.contiguous().mT for x in (q, k, v)]  # head_dim not contiguous
-    got = results_of(sage_attention, *odd, do[:1, :1].expand_as(do), backend=backend)
+    got = results_of(sage_attention, *odd, do[:1, :1].expand_as(do), recipe="fine", backend=backend)
     assert all(torch.isfinite(x).all() for x in got)
 
 
@@ -107,7 +107,7 @@ def test_strided_inputs_and_gradients(backend):
 def test_non_finite_values_propagate(where, bad, backend):
     inputs = random_inputs(Shape(1, 300, 300, 2, 2, 64), device="cuda")
     inputs[["q", "k", "v", "do"].index(where)][0, 170, 1, 3] = bad
-    got = results_of(sage_attention, *inputs, smooth_k=False, backend=backend)
+    got = results_of(sage_attention, *inputs, smooth_k=False, recipe="fine", backend=backend)
     finite = {name: torch.isfinite(x).all(-1) for name, x in zip(got._fields, got, strict=True)}
     assert all(x[:, :, 0].all() for x in finite.values())  # the other head
     assert not finite["dq"][0, 170, 1] and not finite["dk" if where != "do" else "dv"][0, :171, 1].any()
@@ -119,7 +119,10 @@ def test_non_finite_values_propagate(where, bad, backend):
 def test_same_bits_from_run_to_run(backend):
     shape = Shape(1, 3000, 3000, 8, 2, 64, documents=(1000, 1999, 1, 0, 0))
     inputs = random_inputs(shape, device="cuda")
-    runs = [results_of(sage_attention, *inputs, cu_seqlens=shape.cu_seqlens("cuda"), backend=backend) for _ in range(3)]
+    runs = [
+        results_of(sage_attention, *inputs, cu_seqlens=shape.cu_seqlens("cuda"), recipe="fine", backend=backend)
+        for _ in range(3)
+    ]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
@@ -156,6 +159,13 @@ def test_a_failure_to_compile_is_an_error_only_for_a_backend_by_name(monkeypatch
     assert len(warned) == 1 and all(torch.equal(o, outputs[-1]) for o in outputs)
 
 
+@pytest.mark.skipif("hopper" not in BACKENDS, reason="needs an H100 or H200")
+def test_the_recipe_that_is_not_named_is_the_fast_one():
+    q, k, v, do = random_inputs(Shape(1, 1024, 1024, 4, 2, 128), device="cuda")
+    named, default = (results_of(sage_attention, q, k, v, do, **how) for how in ({"recipe": "scores"}, {}))
+    assert all(torch.equal(a, b) for a, b in zip(named, default, strict=True))
+
+
 @pytest.mark.parametrize("backend", [*BACKENDS, None])
 def test_compiles_into_one_graph(backend):
     q, k, v, do = random_inputs(Shape(2, 300, 300, 4, 2, 64), device="cuda")
@@ -176,7 +186,7 @@ def test_captured_by_a_cuda_graph(backend):
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 
     def step():
-        o = sage_attention(*leaves, cu_seqlens=cu_seqlens, backend=backend)
+        o = sage_attention(*leaves, cu_seqlens=cu_seqlens, recipe="fine", backend=backend)
         return o, *torch.autograd.grad(o, leaves, do)
 
     side = torch.cuda.Stream()
@@ -195,7 +205,7 @@ def test_captured_by_a_cuda_graph(backend):
     do.copy_(fresh[3])
     cu_seqlens.copy_(other)
     graph.replay()
-    expected = results_of(sage_attention, *fresh, cu_seqlens=other, backend=backend)
+    expected = results_of(sage_attention, *fresh, cu_seqlens=other, recipe="fine", backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
