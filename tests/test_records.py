@@ -119,6 +119,8 @@ def test_chats_by_hand(tmp_path: Path, folder: Path) -> None:
     second = ids("<you> thanks <stop> <bot> six <stop>")
     assert documents(tmp_path / "out") == [first + 4 * ids("<end>"), second + 14 * ids("<end>"), ids("<end>")]
     assert counted(tmp_path / "out") == [ids("four <stop> six <stop>"), ids("six <stop>"), []]
+    recorded = json.loads((tmp_path / "out.json").read_text())["chat_template"]
+    assert recorded == (folder / "chat_template.jinja").read_text()
 
 
 def test_a_record_without_a_template_begins_as_a_text_does(tmp_path: Path, folder: Path) -> None:

@@ -27,7 +27,7 @@ from sagetrain.data.destination import Destination
 from sagetrain.data.encode import Encoder, encode
 from sagetrain.data.journal import Journal, Unfinished
 from sagetrain.data.progress import Progress
-from sagetrain.data.records import Records, settled
+from sagetrain.data.records import Chats, Records, settled
 from sagetrain.data.sources import Corpus
 from sagetrain.data.token_file import (
     TokenFileWriter,
@@ -160,7 +160,7 @@ def prepare(
         notes = [] if overwrite else there.check_parts(request)
         there.check_held_out(sources, request)
 
-        for note in corpus.notes + notes:
+        for note in [*(given.notes if given else ()), *corpus.notes, *notes]:
             say(note)
         if given:
             model = given.model
@@ -278,6 +278,7 @@ class _Call:
             "sources": list(sources),
             **{name: value for name, value in counts.items() if records or name not in of_records},
             **({"seq_length": records.seq_length, "mask_sha256": writer.mask_sha256} if records else {}),
+            **({"chat_template": records.named_templates} if isinstance(records, Chats) else {}),
             "vocab_size": tokenizer.vocab_size,
             "eos_id": tokenizer.eos_id,
             "bos_id": tokenizer.bos_id,

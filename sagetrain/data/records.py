@@ -77,12 +77,22 @@ class Chats:
     """As of Pairs."""
     template: str = ""
     """A Jinja chat template; of `settled` records there is one."""
+    tool_template: str = ""
+    """The template of records that have tools, where it is another."""
     templated: ClassVar[bool] = True
 
     @property
     def fields(self) -> tuple[str, ...]:
         """As of Pairs."""
         return (self.field,)
+
+    @property
+    def named_templates(self) -> str | list[dict[str, str]]:
+        """The template, or the templates by name, as tokenizer_config.json writes them under chat_template."""
+        if not self.tool_template:
+            return self.template
+        named = {"default": self.template, "tool_use": self.tool_template}
+        return [{"name": name, "template": template} for name, template in named.items()]
 
     @property
     def request(self) -> dict[str, Any]:
@@ -173,16 +183,24 @@ def settled(records: Records, tokenizer: Tokenizer) -> Records:
     """With the tokenizer's chat template where none was given. ConfigError as of settled_template."""
     if isinstance(records, Pairs):
         return records
-    return replace(records, template=settled_template(records.template, tokenizer))
+    tool_template = "" if records.template else tokenizer.chat_templates.get("tool_use", "")
+    if tool_template:
+        tool_template = settled_template(tool_template, tokenizer)
+    return replace(records, template=settled_template(records.template, tokenizer), tool_template=tool_template)
 
 
 def settled_template(given: str, tokenizer: Tokenizer) -> str:
     """A chat template, or the tokenizer's where none was given. ConfigError if there is none, or it is no template."""
     template = given or tokenizer.chat_template
+    if not template and (names := [*tokenizer.chat_templates]):
+        raise ConfigError(
+            f"the tokenizer has chat templates of these names alone: {', '.join(names)}, none is the default: write "
+            "the one that is meant to a file and name that with --chat-template"
+        )
     if not template:
         raise ConfigError(
-            "the tokenizer has no chat template (in chat_template.jinja or tokenizer_config.json beside its "
-            "tokenizer.json): name a Jinja file with --chat-template"
+            f"the tokenizer has no chat template (in chat_template.jinja or tokenizer_config.json beside its "
+            f"{tokenizer.file_name}): name a Jinja file with --chat-template"
         )
     try:
         _compiled(template)

@@ -6,16 +6,16 @@ newlines and tabs kept, characters outside the vocabulary spelled as UTF-8 byte 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
 import re
 import string
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import sentencepiece
 import tokenizers
@@ -23,16 +23,14 @@ import tokenizers
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_JSON, DataConfig, tokenizer_in
 from sagetrain.config.schema import TOKENIZER_NAME as TOKENIZER_NAME
+from sagetrain.data.tokenizer_copy import TOKENIZER_CONFIG, completed, is_json, kept_templates, sha256_of, split
 
 # SentencePiece writes a space as this character inside its pieces, and so would decode the character as a space.
 _SPACE_MARK = "\u2581"
 _MAX_SENTENCE_BYTES = 1 << 14
-TOKENIZER_CONFIG = "tokenizer_config"
-"""Key of our copies of tokenizer.json that holds what lay beside it: its end-of-text token, its chat template."""
-_ADD_BOS = b"\xc2\x0c\x0dadd_bos_token"
-"""At the end of our copies of SentencePiece models that put a bos before a text: a field of its own (200) of their
-format, which leaves those from 200 on to others."""
-_LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")  # by their documentation, which transformers 5 does not keep to
+_STAND_INS = range(0xE000, 0xF900)
+"""Characters for private use, of which one that is not in a text stands for the space mark in it. All have three
+bytes, as the mark has."""
 
 
 class Tokenizer:
@@ -41,9 +39,9 @@ class Tokenizer:
 
     def __init__(self, model: bytes):
         """From the bytes of a SentencePiece model, or of a tokenizer.json; ValueError if they are neither."""
-        self._codec: _Codec = _HuggingFace(model) if _is_json(model) else _SentencePiece(model)
+        self._codec: _Codec = _HuggingFace(model) if is_json(model) else _SentencePiece(model)
         self.model = model
-        self.file_name = TOKENIZER_JSON if _is_json(model) else TOKENIZER_NAME
+        self.file_name = TOKENIZER_JSON if is_json(model) else TOKENIZER_NAME
         self.sha256 = sha256_of(model)
         self.vocab_size = self._codec.vocab_size
         self.bos_id, self.eos_id = self._codec.bos_id, self._codec.eos_id
@@ -53,34 +51,45 @@ class Tokenizer:
         says so; of a SentencePiece model, tokenizer_config.json beside it."""
         self.special_tokens: dict[str, str] = self._codec.special_tokens
         """Texts of control tokens by the names that chat templates have for them: "eos_token"."""
-        self.chat_template: str | None = self._codec.chat_template
+        self.chat_templates: dict[str, str] = self._codec.chat_templates
+        """Jinja templates of chats by name: "default", and "tool_use" for chats with tools."""
+        self.notes: list[str] = []
+        """Sentences about what files beside the tokenizer add to it, and where they contradict each other."""
+
+    @property
+    def chat_template(self) -> str | None:
         """Jinja template of a chat, if it has one."""
+        return self.chat_templates.get("default")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Read a tokenizer file, and the files beside it that say more of it: a tokenizer.json's end-of-text token,
-        whether a bos comes before a text of a SentencePiece model.
+        """Read a tokenizer file, and the files beside it that say more of it: further tokens, its end-of-text token,
+        whether a bos comes before a text of a SentencePiece model, chat templates (tokenizer_config.py).
 
-        ConfigError if it is missing, is something else, or lacks an eos token.
+        ConfigError if it is missing, is something else, lacks an eos token, or is contradicted by a file beside it.
         """
         try:
-            model = Path(path).read_bytes()
-            model = (_with_config if _is_json(model) else _with_bos)(model, Path(path).parent)
+            model, notes = completed(Path(path).read_bytes(), Path(path))
         except IsADirectoryError as error:
             raise ConfigError(f"tokenizer {path}: is a folder; name {tokenizer_in(Path(path))}") from error
         except OSError as error:
             raise ConfigError(f"tokenizer {path}: {error.strerror}; `sagetrain prepare` can train one") from error
+        except ConfigError:
+            raise
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"tokenizer {path} is not valid JSON ({error}); copy it again") from error
         except ValueError as error:
-            raise ConfigError(f"tokenizer {path}, or a file beside it, cannot be read ({error})") from error
+            raise ConfigError(f"tokenizer {path} is not {error}") from error
         try:
             tokenizer = cls(model)
         except ValueError as error:
             raise ConfigError(f"tokenizer {path} is not {error}") from error
+        tokenizer.notes = notes
         if tokenizer.eos_id < 0:
             fix = '; name it in a tokenizer_config.json beside it, as in {"eos_token": "<|endoftext|>"}'
             raise ConfigError(
                 f"tokenizer {path} has no end-of-sentence token, which must end every document"
-                f"{fix if _is_json(model) else ''}"
+                f"{fix if is_json(model) else ''}"
             )
         return tokenizer
 
@@ -117,7 +126,7 @@ class _Codec(Protocol):
     eos_id: int
     prefix: list[int]
     special_tokens: dict[str, str]
-    chat_template: str | None
+    chat_templates: dict[str, str]
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -131,6 +140,7 @@ class _Codec(Protocol):
 class _SentencePiece:
     def __init__(self, model: bytes):
         self._processor = sentencepiece.SentencePieceProcessor()
+        model, config = split(model)
         try:
             self._processor.load_from_serialized_proto(model)
         except RuntimeError as error:
@@ -138,41 +148,64 @@ class _SentencePiece:
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id: int = self._processor.bos_id()
         self.eos_id: int = self._processor.eos_id()
-        byte_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_MARK.encode()]
-        self._space_mark_ids = byte_ids if all(map(self._processor.is_byte, byte_ids)) else None
+        self._byte_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        self._has_bytes = all(map(self._processor.is_byte, self._byte_ids))
         named = {"bos_token": self.bos_id, "eos_token": self.eos_id}
-        self.special_tokens = {name: self._processor.id_to_piece(each) for name, each in named.items() if each >= 0}
-        self.prefix = [self.bos_id] if model.endswith(_ADD_BOS) and self.bos_id >= 0 else []
-        self.chat_template: str | None = None
+        self.special_tokens = {name: token for name, token in config.items() if name.endswith("_token")}
+        self.special_tokens |= {name: self._processor.id_to_piece(each) for name, each in named.items() if each >= 0}
+        self.special_tokens.pop("add_bos_token", None)
+        self.prefix = [self.bos_id] if config.get("add_bos_token") and self.bos_id >= 0 else []
+        self.chat_templates = kept_templates(config)
 
     def encode(self, text: str) -> list[int]:
-        if _SPACE_MARK not in text or self._space_mark_ids is None:
+        if _SPACE_MARK not in text or not self._has_bytes:
             return list(self._processor.encode(text))
-        first, *rest = text.split(_SPACE_MARK)
-        ids = list(self._processor.encode(first))
-        for part in rest:
-            ids += self._space_mark_ids
-            ids += self._processor.encode(part)
-        return ids
+        stand_in = self._stand_in(text)
+        return self._spelled(self._processor.encode(text.replace(_SPACE_MARK, stand_in)), stand_in)
+
+    @cached_property
+    def _control(self) -> dict[str, int]:
+        """Ids of control tokens by their texts, the longest first."""
+        ids = filter(self._processor.is_control, range(self.vocab_size))
+        texts = {self._processor.id_to_piece(each): each for each in ids}
+        return dict(sorted(texts.items(), key=lambda item: -len(item[0])))
+
+    def _stand_in(self, text: str) -> str:
+        """A character that is not in the text and that the model spells in bytes. SentencePiece would take the space
+        mark itself for a space. The whole text is encoded at once, because a model may put a space before a text."""
+        characters = set(text)
+        free = (chr(number) for number in _STAND_INS if chr(number) not in characters)
+        return next(each for each in free if self._processor.encode(f"a{each}")[-3:] == self._bytes(each))
+
+    def _bytes(self, text: str) -> list[int]:
+        return [self._byte_ids[byte] for byte in text.encode()]
+
+    def _spelled(self, ids: list[int], stand_in: str) -> list[int]:
+        """Token ids with the bytes of the space mark in place of the stand-in's."""
+        theirs, mark, found = self._bytes(stand_in), self._bytes(_SPACE_MARK), list(ids)
+        for place in range(len(found) - 2):
+            if found[place : place + 3] == theirs:
+                found[place : place + 3] = mark
+        return found
 
     def spans(self, text: str, control: bool) -> tuple[list[int], Spans]:
         from sentencepiece.sentencepiece_pb2 import SentencePieceText  # type: ignore[attr-defined]
 
-        whole = {} if self._space_mark_ids is None else {_SPACE_MARK: self._space_mark_ids}
-        if control:
-            ids = filter(self._processor.is_control, range(self.vocab_size))
-            whole |= {self._processor.id_to_piece(each): [each] for each in ids}
+        stand_in = self._stand_in(text) if _SPACE_MARK in text and self._has_bytes else ""
+        whole = self._control if control else {}
         found, spans, begin = [], [], 0
         for part in re.split(f"({'|'.join(map(re.escape, whole))})", text) if whole else [text]:
             if part in whole:
-                found += whole[part]
-                spans += [(begin, begin + len(part))] * len(whole[part])
+                found.append(whole[part])
+                spans.append((begin, begin + len(part)))
             else:
-                encoded = self._processor.encode(part, out_type="serialized_proto")
+                shown = part.replace(_SPACE_MARK, stand_in) if stand_in else part
+                encoded = self._processor.encode(shown, out_type="serialized_proto")
                 pieces = SentencePieceText.FromString(encoded).pieces
                 # Its offsets count bytes: characters that begin before each.
-                characters = [*accumulate((byte & 0xC0 != 0x80 for byte in part.encode()), initial=begin)]
-                found += [piece.id for piece in pieces]
+                characters = [*accumulate((byte & 0xC0 != 0x80 for byte in shown.encode()), initial=begin)]
+                ids = [piece.id for piece in pieces]
+                found += self._spelled(ids, stand_in) if stand_in else ids
                 # Pieces without a length are bytes of the next character, or a space before the text.
                 spans += [(characters[p.begin], max(characters[p.begin] + 1, characters[p.end])) for p in pieces]
             begin += len(part)
@@ -201,10 +234,7 @@ class _HuggingFace:
         text = self._pipeline.encode(string.printable)  # of an empty one nobody can tell what is before and what behind
         self.prefix = text.ids[: [*text.special_tokens_mask, 0].index(0)]
         self.special_tokens = {name: token for name, token in config.items() if name.endswith("_token")}
-        template = config.get("chat_template")
-        if isinstance(template, list):  # several by name
-            template = {each.get("name"): each.get("template") for each in template}.get("default")
-        self.chat_template = template
+        self.chat_templates = kept_templates(config)
 
     def _id(self, token: str | None) -> int:
         number = self._pipeline.token_to_id(token) if token else None
@@ -235,48 +265,6 @@ def _valid(text: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"not valid Unicode: a lone surrogate at character {error.start}") from error
     return text
-
-
-def sha256_of(model: bytes) -> str:
-    """Which tokenizer a file holds: the same one with a bos before texts and without, so that data fits to both."""
-    return hashlib.sha256(model.removesuffix(_ADD_BOS)).hexdigest()
-
-
-def _is_json(model: bytes) -> bool:
-    return model.lstrip()[:1] == b"{"
-
-
-def _with_bos(model: bytes, folder: Path) -> bytes:
-    """A SentencePiece model marked as one with a bos before texts, where tokenizer_config.json says so. (Beside a
-    tokenizer.json transformers does not ask it. An add_eos_token would end prompts, too, and documents end anyway.)"""
-    file = folder / "tokenizer_config.json"
-    if model.endswith(_ADD_BOS) or not file.is_file():
-        return model
-    config = json.loads(file.read_bytes())
-    return model + _ADD_BOS * bool(config.get("add_bos_token", config.get("tokenizer_class") in _LLAMA))
-
-
-def _with_config(model: bytes, folder: Path) -> bytes:
-    """A tokenizer.json with what the files beside it say of it, unless it is one of our copies."""
-    tree: dict[str, Any] = json.loads(model)
-    if TOKENIZER_CONFIG in tree:
-        return model
-    config: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            config |= json.loads((folder / name).read_bytes())
-    if (folder / "chat_template.jinja").is_file():
-        config["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    tree[TOKENIZER_CONFIG] = {}
-    for key in ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template"):
-        value = config.get(key)
-        if (
-            isinstance(value, dict) and "content" in value
-        ):  # a token, with how it takes spaces: tokenizer.json says it too
-            value = value["content"]
-        if value is not None:
-            tree[TOKENIZER_CONFIG][key] = value
-    return json.dumps(tree, ensure_ascii=False).encode()
 
 
 def find_tokenizer(data: DataConfig) -> Path:

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer as Pipeline
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_JSON
-from sagetrain.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.data.tokenizer_copy import TOKENIZER_CONFIG, split
 
 _SPACE_MARK = "\u2581"
 _BPE = 2  # of SentencePiece's model types
@@ -40,6 +41,7 @@ def tokenizer_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, bytes]:
         named = {"unk_token": model.trainer_spec.unk_id, "pad_token": model.trainer_spec.pad_id}
         named |= {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
         config = {name: model.pieces[number].piece for name, number in named.items() if number >= 0}
+        config |= split(tokenizer.model)[1] | tokenizer.special_tokens
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": seq_length,

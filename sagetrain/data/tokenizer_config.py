@@ -1,0 +1,207 @@
+"""The files beside a tokenizer: further tokens, names of special tokens and chat templates, as transformers finds them.
+
+transformers reads tokenizer_config.json. special_tokens_map.json and added_tokens.json count where that has no
+added_tokens_decoder. Templates in files of their own go before those of tokenizer_config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+
+from sagetrain.config.errors import ConfigError
+
+CONFIG, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_EXTRA = ("extra_special_tokens", "additional_special_tokens")  # the latter until version 5 of transformers
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+_DECODER, _TEMPLATE = "added_tokens_decoder", "chat_template"
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A token that one of the files states."""
+
+    token: AddedToken
+    source: str
+    """The file, and where in it."""
+    number: int | None = None
+    """Its id, where the file gives one."""
+
+
+@dataclass
+class Beside:
+    """What the files beside a tokenizer say of it."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    """tokenizer_config.json as it is."""
+    numbered: list[Stated] = field(default_factory=list)
+    """Tokens with ids, in the order of these."""
+    legacy: bool = False
+    """The ids are from added_tokens.json, which does not say how tokens are found in a text."""
+    named: dict[str, Stated] = field(default_factory=dict)
+    """Special tokens by name: "eos_token"."""
+    more: list[Stated] = field(default_factory=list)
+    """Special tokens without a name."""
+    unread: list[Stated] = field(default_factory=list)
+    """Tokens in files that transformers does not read, because of added_tokens_decoder."""
+    templates: dict[str, str] = field(default_factory=dict)
+    """Chat templates by name: "default", "tool_use"."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences about files that contradict each other, and what is taken."""
+
+
+def read_beside(folder: Path) -> Beside:
+    """Read the files of a folder that say more of its tokenizer. ConfigError names file, key and rule."""
+    config, mapped, added = (_object(folder / name) for name in (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS))
+    found = Beside(config)
+    has_decoder = config.get(_DECODER) is not None
+    _read_named(found, folder, mapped, has_decoder)
+    found.more = _extra(folder / CONFIG, config, _EXTRA)
+    if not has_decoder:
+        found.more += _extra(folder / SPECIAL_TOKENS, mapped, _EXTRA[:1])
+        if isinstance(config.get(_EXTRA[0]), dict) or not {*_EXTRA} & config.keys():
+            found.more += _extra(folder / SPECIAL_TOKENS, mapped, _EXTRA[1:])
+    special = {each.token.content for each in [*found.named.values(), *found.more]}
+    legacy = [
+        Stated(
+            AddedToken(text, special=text in special, normalized=text not in special),
+            str(folder / ADDED_TOKENS),
+            _number(number, f"{folder / ADDED_TOKENS}: {text!r}"),
+        )
+        for text, number in added.items()
+    ]
+    if has_decoder:
+        where = f"{folder / CONFIG} ({_DECODER})"
+        if not isinstance(config[_DECODER], dict):
+            raise ConfigError(f"{where} holds {type(config[_DECODER]).__name__}, not tokens by their ids")
+        found.numbered = [
+            Stated(_token(value, f"{where}: {number}", False), where, _number(number, where))
+            for number, value in config[_DECODER].items()
+        ]
+        found.unread += legacy + _extra(folder / SPECIAL_TOKENS, mapped, _EXTRA)
+    else:
+        found.numbered, found.legacy = legacy, True
+    found.numbered.sort(key=lambda each: each.number or 0)
+    found.templates = _templates(folder, config, found.notes)
+    return found
+
+
+def _read_named(found: Beside, folder: Path, mapped: dict[str, Any], has_decoder: bool) -> None:
+    """Find the special tokens that have names. Where both files give a name, transformers takes
+    special_tokens_map.json, unless tokenizer_config.json has an added_tokens_decoder."""
+    trees = [(folder / CONFIG, found.config), (folder / SPECIAL_TOKENS, mapped)]
+    for file, tree in trees if has_decoder else reversed(trees):
+        given = {key: value for key, value in tree.items() if key in _NAMES or _own_name(key, value)}
+        if isinstance(extra := tree.get("extra_special_tokens"), dict):
+            given |= extra
+        for name, value in given.items():
+            if value is None or value == "":
+                continue
+            stated = Stated(_token(value, f"{file}: {name}", True), f"{file} ({name})")
+            if has_decoder and tree is mapped and name not in found.named:
+                found.unread.append(stated)
+            taken = found.named.setdefault(name, stated)
+            if taken.token.content != stated.token.content:
+                found.notes.append(
+                    f"{taken.source} is {taken.token.content!r}, {stated.source} is {stated.token.content!r}: the "
+                    "former is taken, as transformers does"
+                )
+    order = {name: number for number, name in enumerate(_NAMES)}
+    found.named = dict(sorted(found.named.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _own_name(key: str, value: Any) -> bool:
+    """Whether a model's own name stands for a token, as image_token does; add_bos_token is a switch."""
+    return key.endswith("_token") and (isinstance(value, str) or (isinstance(value, dict) and "content" in value))
+
+
+def _extra(file: Path, tree: dict[str, Any], keys: Sequence[str]) -> list[Stated]:
+    """Special tokens without a name, from the first of these keys that lists some; those of an object have names."""
+    for key in keys:
+        values = tree.get(key)
+        if values and not isinstance(values, dict):
+            if not isinstance(values, list):
+                raise ConfigError(f"{file}: {key} holds {type(values).__name__}, not a list of tokens")
+            return [Stated(_token(value, f"{file}: {key}", True), f"{file} ({key})") for value in values]
+    return []
+
+
+def _token(value: Any, where: str, special: bool) -> AddedToken:
+    """The token that a file writes as its text, or as an object with its text and how it is found in a text. special:
+    where the object does not say so."""
+    if isinstance(value, str) and special:
+        return AddedToken(value, special=True)
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        raise ConfigError(f'{where}: {value!r} is no token; write its text, or {{"content": "its text"}}')
+    flags = {key: value[key] for key in _FLAGS if value.get(key) is not None}
+    if wrong := [key for key, flag in flags.items() if not isinstance(flag, bool)]:
+        raise ConfigError(f"{where}: {wrong[0]} is {flags[wrong[0]]!r}; it is true or false")
+    return AddedToken(value["content"], **{"special": special} | flags)
+
+
+def _number(value: Any, where: str) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: the id {value!r} is no number") from error
+    return number
+
+
+def _templates(folder: Path, config: dict[str, Any], notes: list[str]) -> dict[str, str]:
+    """Chat templates from the first place that has some, in the order of transformers; chat_template.json, which only
+    its processors read, comes last."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    in_files = {name: _text(file) for name, file in files.items() if file.is_file()}
+    legacy = folder / "chat_template.json"
+    places = {
+        " and ".join(str(files[name]) for name in in_files): in_files,
+        f"{folder / CONFIG} ({_TEMPLATE})": _named_templates(config.get(_TEMPLATE), folder / CONFIG),
+        str(legacy): _named_templates(_object(legacy).get(_TEMPLATE), legacy),
+    }
+    found = [(place, templates) for place, templates in places.items() if templates]
+    for place, templates in found[1:]:
+        if templates != found[0][1]:
+            notes.append(
+                f"the chat templates of {found[0][0]} and of {place} differ: the former are taken, as transformers does"
+            )
+    return found[0][1] if found else {}
+
+
+def _named_templates(value: Any, file: Path) -> dict[str, str]:
+    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        value = {each.get("name"): each.get("template") for each in value}
+    elif isinstance(value, str):
+        value = {"default": value}
+    value = {} if value is None else value
+    if not isinstance(value, dict) or not all(isinstance(each, str) for pair in value.items() for each in pair):
+        raise ConfigError(
+            f'{file}: {_TEMPLATE} is no Jinja template, and no list of {{"name": "default", "template": ...}}'
+        )
+    return {name: template for name, template in value.items() if template}
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The keys of a JSON file; none where it does not exist."""
+    if not file.is_file():
+        return {}
+    try:
+        tree = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid JSON ({error}); copy it again from where it was published") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} holds {type(tree).__name__}, not keys; copy it again from where it was published")
+    return tree
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 ({error.reason}); convert it") from error

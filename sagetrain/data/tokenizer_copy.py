@@ -1,0 +1,257 @@
+"""A tokenizer in one file: what lay beside the published file is written into our copies of it.
+
+A tokenizer.json gets the tokens that other files add, and the key `tokenizer_config` with special tokens and chat
+templates. A SentencePiece model gets such tokens as pieces, and a field of its own at its end with the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Container, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.data.tokenizer_config import Beside, Stated, read_beside
+
+TOKENIZER_CONFIG = "tokenizer_config"
+"""Key of our copies of tokenizer.json that holds what lay beside it: its special tokens, its chat templates."""
+_FIELD = b"\xc2\x0c"
+"""SentencePiece's format leaves fields from 200 on to others. This begins field 200, of bytes."""
+_ADD_BOS = _FIELD + b"\x0dadd_bos_token"
+"""Copies by earlier versions end so if they put a bos before a text; later ones say so in JSON."""
+_BEGIN = b'{"beside_sentencepiece": '
+_LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")  # by their documentation, which transformers 5 does not keep to
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # SentencePiece's types of pieces
+
+
+def is_json(model: bytes) -> bool:
+    """Whether a file is a tokenizer.json, not a SentencePiece model."""
+    return model.lstrip()[:1] == b"{"
+
+
+def sha256_of(model: bytes) -> str:
+    """Which tokenizer a file holds. A SentencePiece model is the same one with a bos before texts and without, and with
+    any chat template, so that data fits both."""
+    return hashlib.sha256(model if is_json(model) else split(model)[0]).hexdigest()
+
+
+def split(model: bytes) -> tuple[bytes, dict[str, Any]]:
+    """A SentencePiece model as it was, and what a copy of it holds beside."""
+    if model.endswith(_ADD_BOS):
+        return model.removesuffix(_ADD_BOS), {"add_bos_token": True}
+    begin = model.rfind(_BEGIN)
+    if begin < 0:
+        return model, {}
+    head = _FIELD + _varint(len(model) - begin)
+    config: dict[str, Any] = json.loads(model[begin + len(_BEGIN) : -1])
+    return model[:begin].removesuffix(head), config
+
+
+def completed(model: bytes, file: Path) -> tuple[bytes, list[str]]:
+    """The content of a tokenizer file with what lies beside the file, unless it is one of our copies; and sentences
+    about what that adds. ConfigError if these files contradict the tokenizer."""
+    if is_json(model):
+        tree: dict[str, Any] = json.loads(model)
+        return (model, []) if TOKENIZER_CONFIG in tree else _with_json(tree, file)
+    return (model, []) if split(model)[1] else _with_sentencepiece(model, file)
+
+
+def _with_json(tree: dict[str, Any], file: Path) -> tuple[bytes, list[str]]:
+    beside = read_beside(file.parent)
+    notes = list(beside.notes)
+    try:
+        added = {entry["id"]: _added(entry) for entry in tree.get("added_tokens") or []}
+        vocabulary = tree["model"]["vocab"]
+        if isinstance(vocabulary, list):  # of pieces with scores, in the order of ids
+            vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"a tokenizer.json of the tokenizers package ({error!r})") from error
+    numbers = vocabulary | {each.content: number for number, each in added.items()}
+    if missing := [each for each in _additions(beside, added.values()) if each.token.content]:
+        try:
+            pipeline = tokenizers.Tokenizer.from_str(json.dumps(tree))
+        except Exception as error:
+            raise ValueError(f"a tokenizer.json of the tokenizers package ({error})") from error
+        known = numbers
+        pipeline.add_tokens([each.token for each in missing])
+        tree["added_tokens"] = json.loads(pipeline.to_str())["added_tokens"]
+        numbers = pipeline.get_vocab(with_added_tokens=True)
+        notes += _said(missing, known, numbers, file)
+    _check_numbers(beside, numbers, file)
+    notes += _left_out(beside, numbers)
+    tree[TOKENIZER_CONFIG] = _config(beside, ("bos_token", "eos_token", "unk_token", "pad_token"))
+    return json.dumps(tree, ensure_ascii=False).encode(), notes
+
+
+def _added(entry: Mapping[str, Any]) -> AddedToken:
+    return AddedToken(**{key: value for key, value in entry.items() if key != "id"})
+
+
+def _with_sentencepiece(model: bytes, file: Path) -> tuple[bytes, list[str]]:
+    beside = read_beside(file.parent)
+    notes = list(beside.notes)
+    stated = _additions(beside, ())
+    if stated:
+        model, said = _with_pieces(model, beside, stated, file)
+        notes += said
+    bos = beside.config.get("add_bos_token", beside.config.get("tokenizer_class") in _LLAMA)
+    config = ({"add_bos_token": True} if bos else {}) | _config(beside, ())
+    if config:
+        content = _BEGIN + json.dumps(config, ensure_ascii=False).encode() + b"}"
+        model += _FIELD + _varint(len(content)) + content
+    return model, notes
+
+
+def _with_pieces(model: bytes, beside: Beside, stated: list[Stated], file: Path) -> tuple[bytes, list[str]]:
+    """A SentencePiece model whose pieces are also the tokens that other files state: special ones are control pieces,
+    others are found in any text. Its bos and eos are those that the files name."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    try:
+        proto.ParseFromString(model)
+    except Exception as error:
+        raise ValueError("a SentencePiece model file, nor a tokenizer.json") from error
+    numbers = {piece.piece: number for number, piece in enumerate(proto.pieces)}
+    known, notes, changed = set(numbers), [], False
+    for each in stated:
+        text, kind = each.token.content, _CONTROL if each.token.special else _USER_DEFINED
+        if each.token.lstrip or each.token.rstrip or each.token.single_word:
+            raise ConfigError(
+                f"{each.source}: {text!r} takes the spaces around it, or whole words alone (lstrip, rstrip, "
+                f"single_word), which a SentencePiece model cannot hold: convert {file.name} with transformers "
+                "(AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)) and name its tokenizer.json"
+            )
+        place = each.number if each.number is not None else len(proto.pieces)
+        if text in numbers:
+            piece = proto.pieces[numbers[text]]
+            if piece.type == _NORMAL or (piece.type, kind) == (_USER_DEFINED, _CONTROL):
+                piece.type, changed = kind, True
+        elif place < len(proto.pieces) and (piece := proto.pieces[place]).type in (_CONTROL, _USER_DEFINED):
+            notes.append(f"{each.source} names token {place} {text!r}, in the place of {piece.piece!r} of {file.name}")
+            numbers[text] = numbers.pop(piece.piece)
+            piece.piece, piece.type, changed = text, kind, True
+            known.add(text)
+        else:
+            numbers[text] = len(proto.pieces)
+            proto.pieces.add(piece=text, score=0.0, type=kind)
+            changed = True
+    _check_numbers(beside, numbers, file)
+    notes += _said([each for each in stated if each.token.content not in known], known, numbers, file)
+    notes += _left_out(beside, numbers)
+    spec = proto.trainer_spec
+    for name in ("bos", "eos"):
+        named = beside.named.get(f"{name}_token")
+        theirs = getattr(spec, f"{name}_piece")
+        if named and named.token.content != theirs:
+            setattr(spec, f"{name}_piece", named.token.content)
+            setattr(spec, f"{name}_id", numbers[named.token.content])
+            notes.append(f"{named.source} is {named.token.content!r}, not {theirs!r} as {file} has it")
+            changed = True
+    return (proto.SerializeToString() if changed else model), notes
+
+
+def _additions(beside: Beside, there: Iterable[AddedToken]) -> list[Stated]:
+    """The tokens that transformers adds to those of a tokenizer file, in its order: tokens with ids that are not
+    there, or are found otherwise in a text; then special tokens that are not there."""
+    same, texts = {repr(each) for each in there}, {each.content for each in there}
+    missing = [
+        each
+        for each in beside.numbered
+        if repr(each.token) not in same and not (beside.legacy and each.token.content in texts)
+    ]
+    texts |= {each.token.content for each in missing}
+    unread = {each.source for each in beside.unread}
+    names = [each for each in beside.named.values() if each.source not in unread]
+    # A token that is stated several times is added as often: the last one says how it is found.
+    missing += [each for each in [*names, *beside.more] if each.token.content not in texts]
+    named = {each.token.content for each in names}
+    return [_special(each) if each.token.content in named else each for each in missing]
+
+
+def _special(stated: Stated) -> Stated:
+    token = stated.token
+    flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+    return Stated(
+        AddedToken(token.content, **flags, normalized=token.normalized, special=True), stated.source, stated.number
+    )
+
+
+def _check_numbers(beside: Beside, numbers: Mapping[str, int], file: Path) -> None:
+    """ConfigError if a file gives a token another id than the tokenizer has, or would give it."""
+    for each in [*beside.numbered, *beside.unread]:
+        text, found = each.token.content, numbers.get(each.token.content)
+        if each.number is not None and found is not None and found != each.number:
+            holder = [f", where {each.number} is {other!r}" for other, at in numbers.items() if at == each.number]
+            raise ConfigError(
+                f"{each.source} gives {text!r} the id {each.number}; in {file} it is {found}{''.join(holder)}: they "
+                "belong to different tokenizers, or one of them was edited; copy both again from where they were "
+                "published"
+            )
+
+
+def _said(missing: Iterable[Stated], known: Container[str], numbers: Mapping[str, int], file: Path) -> list[str]:
+    """Sentences about tokens that were added, and about those that are found otherwise now."""
+    by_source: dict[tuple[str, bool], list[str]] = {}
+    for each in missing:
+        text = each.token.content
+        by_source.setdefault((each.source, text in known), []).append(f"{text!r} ({numbers[text]})")
+    return [
+        f"{source} {'says how these tokens are found in a text' if there else 'adds tokens'}: {_some(texts)}; "
+        f"{file.name} does not have it so"
+        for (source, there), texts in by_source.items()
+    ]
+
+
+def _left_out(beside: Beside, numbers: Container[str]) -> list[str]:
+    """Drop tokens that are only in files that transformers does not read: sentences about them."""
+    lost: dict[str, list[str]] = {}
+    for each in beside.unread:
+        if each.token.content not in numbers:
+            lost.setdefault(each.source, []).append(repr(each.token.content))
+            beside.named = {name: named for name, named in beside.named.items() if named.source != each.source}
+    return [
+        f"{source} has {_some(texts)}, left out: transformers does not read it beside added_tokens_decoder"
+        for source, texts in lost.items()
+    ]
+
+
+def _some(texts: list[str], most: int = 8) -> str:
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
+def _config(beside: Beside, names: Iterable[str]) -> dict[str, Any]:
+    """What a copy keeps: special tokens of these names and of those that a chat template uses, and the templates."""
+    templates = beside.templates
+    used = [name for name in beside.named if any(re.search(rf"\b{name}\b", each) for each in templates.values())]
+    config: dict[str, Any] = {
+        name: beside.named[name].token.content for name in dict.fromkeys([*names, *used]) if name in beside.named
+    }
+    if [*templates] == ["default"]:
+        config["chat_template"] = templates["default"]
+    elif templates:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    return config
+
+
+def kept_templates(config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name, as `_config` keeps them."""
+    kept = config.get("chat_template")
+    if isinstance(kept, list):
+        return {each["name"]: each["template"] for each in kept}
+    return {"default": kept} if kept else {}
+
+
+def _varint(number: int) -> bytes:
+    """A number as protocol buffers write it: 7 bits a byte, the lowest first."""
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*found, number])
