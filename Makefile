@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
 SHELL := /bin/bash
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -13,9 +14,17 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@test -x $(BIN)/python || { echo "$(VENV): a new environment of $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@echo "$(VENV): torch, with the libraries of its build (minutes the first time, and some GB if that is CUDA's)"
+	@$(BIN)/python -m pip install -q -c constraints.txt torch
+	@echo "$(VENV): SageTrain, and what it needs, in the versions of constraints.txt"
+	@$(BIN)/python -m pip install -q -c constraints.txt -e .
+	@touch $@
+	@echo "done: $(BIN)/sagetrain --help, or source $(BIN)/activate and then sagetrain --help"
+
+$(DEV): $(STAMP)
+	@echo "$(VENV): what tests, checks and docs need besides"
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
 install: $(STAMP)  ## create .venv with the tested versions
@@ -24,11 +33,11 @@ quickstart: $(STAMP)  ## train, stop, resume and evaluate a small model on this 
 	$(BIN)/python launch/quickstart.py
 
 JOBS ?= 2
-test: $(STAMP)  ## the whole test suite, CPU only; JOBS=0: all in one process
+test: $(DEV)  ## the whole test suite, CPU only; JOBS=0: all in one process
 	@$(BIN)/python -m compileall -q sagetrain kernels launch tests  # once: PYTHONDONTWRITEBYTECODE may be set
 	$(BIN)/python -m pytest -q --ignore=tests/gpu --durations=20 --maxfail=5 -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-coverage: $(STAMP)  ## the test suite (twice as slow) with a coverage figure of what its own process runs, not ranks
+coverage: $(DEV)  ## the test suite (twice as slow) with a coverage figure of what its own process runs, not ranks
 	$(BIN)/python -m pytest -q --ignore=tests/gpu --cov=sagetrain --cov-report=term:skip-covered
 
 HOST_PACKAGES := iproute2 openssh-client openssh-server pdsh chromium chromium-driver
@@ -38,16 +47,16 @@ host-tools:  ## as root on Debian: install two hosts for tests/test_hosts.py, a 
 	    { apt-get update && apt-get install -y --no-install-recommends $(HOST_PACKAGES); } || true; \
 	fi > /dev/null 2>&1
 
-check: $(STAMP)  ## lint, formatting and types
+check: $(DEV)  ## lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-fmt: $(STAMP)  ## format and fix what ruff can fix
+fmt: $(DEV)  ## format and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## the guides, results and key reference as a site in site/
+docs: $(DEV)  ## the guides, results and key reference as a site in site/
 	$(BIN)/mkdocs build -q --strict
 
 FAST ?=

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Literal
@@ -39,6 +40,13 @@ EXAMPLE = ModelConfig(
     num_layers=20, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, num_key_value_heads=4
 )
 """Whose shapes are tried without a configuration: those of configs/1b.yaml."""
+
+EXTRAS = {
+    "lm-eval": ("lm_eval", "evaluation.tasks, eval --tasks"),
+    "transformers": ("transformers", "launch/benchmark_generate.py"),
+    "wandb": ("wandb", "logging.wandb"),
+}
+"""Extra of setup.cfg -> the module that it brings, and what asks for that."""
 
 MINUTES = 5.0
 """All that ranks wait for one another."""
@@ -68,7 +76,7 @@ def examine(
     rank, world_size, host = dist.get_rank(), dist.get_world_size(), socket.gethostname()
     own: list[Check] = []
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        own += [*versions(host), *host_limits(host), *disk(run_dir, disk_mib, host)]
+        own += [*versions(host), extras(host), *host_limits(host), *disk(run_dir, disk_mib, host)]
     own += gpu(device, model or EXAMPLE, parallel, f"{host}, rank {rank}")
     store = dist.distributed_c10d._get_default_store()
     store.set(f"doctor/{rank}", json.dumps([asdict(check) for check in own]))
@@ -98,6 +106,14 @@ def versions(host: str) -> list[Check]:
     if torch.cuda.is_available():
         known["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return [Check("versions", host, "ok", ", ".join(f"{name} {text}" for name, text in known.items()))]
+
+
+def extras(host: str) -> Check:
+    """Which of the packages are here that single keys and options ask for."""
+    lacking = [name for name, (module, _) in EXTRAS.items() if find_spec(module) is None]
+    found = [f"{name} lacks, for {EXTRAS[name][1]}" if name in lacking else f"{name} is here" for name in EXTRAS]
+    wanted = "all" if len(lacking) == len(EXTRAS) else ",".join(lacking)
+    return Check("extras", host, "ok", "; ".join(found), f"pip install 'sagetrain[{wanted}]'" if lacking else "")
 
 
 def disagreements(checks: Iterable[Check]) -> list[Check]:

@@ -474,19 +474,6 @@ def test_of_two_records_of_a_run_the_finished_one_counts() -> None:
     assert records.merged([further, stopped]) == {stopped.job: further}
 
 
-def test_without_matplotlib_tables_come_and_the_extra_is_named(base: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    said: list[str] = []
-    report(made(ask(base), 0.02, [0, 1]), tmp_path, 0.01, "", said.append)
-    assert (
-        said[0]
-        == "no plot: matplotlib is not installed; pip install 'sagetrain[plots]' and run the same with --report-only"
-    )
-    assert not (tmp_path / "gap.png").exists()
-    assert "(no plot: matplotlib is not installed" in (tmp_path / "README.md").read_text()
-    assert json.loads((tmp_path / "results.json").read_text())
-
-
 # -- pairs that part later ---------------------------------------------------------------------------------------------
 
 

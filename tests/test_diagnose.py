@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -188,7 +187,7 @@ def test_the_default_is_fine_for_a_run_with_16_bit_attention(run: Path) -> None:
     assert list(diagnose(load_run(run, print), [], report=print).recipes) == ["fine"]
 
 
-def test_what_cannot_be_done_is_said_before_anything_is_computed(run, tmp_path, monkeypatch, capsys) -> None:
+def test_what_cannot_be_done_is_said_before_anything_is_computed(run, tmp_path, capsys) -> None:
     with pytest.raises(ConfigError, match="--recipe fast: there is no such recipe; there are fine, paper, scores"):
         diagnose(load_run(run, print), ["fast"])
     with pytest.raises(ConfigError, match=r"--json .*none/x.json: there is no folder .*none; make it first"):
@@ -196,10 +195,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_computed(run, tmp_path, 
     for name in ("x.txt", "x"):
         with pytest.raises(ConfigError, match=rf"--plot .*/{name}: a picture's name ends in .png"):
             diagnosis.check_outputs(None, tmp_path / name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"matplotlib is not installed; pip install 'sagetrain\[plots\]'"):
-        diagnosis.check_outputs(None, tmp_path / "x.png")
-    assert "error: --plot" in command(capsys, "diagnose", run, "--plot", tmp_path / "x.png", code=2)[1]
+    assert "error: --plot" in command(capsys, "diagnose", run, "--plot", tmp_path / "x", code=2)[1]
 
 
 def test_fewer_sequences_than_asked_for(run: Path, monkeypatch) -> None:

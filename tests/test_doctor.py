@@ -116,6 +116,18 @@ def test_hosts_with_other_versions_are_bad() -> None:
     assert (bad.where, bad.verdict) == ("b", "bad") and "constraints.txt" in bad.fix
 
 
+@pytest.mark.parametrize(("lacking", "wanted"), [
+    ([], ""), (["lm_eval"], "lm-eval"), (["lm_eval", "wandb"], "lm-eval,wandb"),
+    (["lm_eval", "transformers", "wandb"], "all"),
+])  # fmt: skip
+def test_extras_that_lack_are_listed_with_what_asks_for_them(monkeypatch, lacking: list[str], wanted: str) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda module: None if module in lacking else module)
+    check = doctor.extras("here")
+    for name, (module, what) in doctor.EXTRAS.items():
+        assert (f"{name} lacks, for {what}" in check.found) == (module in lacking)
+    assert check.verdict == "ok" and check.fix == (f"pip install 'sagetrain[{wanted}]'" if wanted else "")
+
+
 def test_clocks_that_differ() -> None:
     assert clocks({}) == []
     assert clocks({1: 0.01, 2: -0.02})[0].verdict == "ok"

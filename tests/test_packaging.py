@@ -10,10 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from sagetrain import __version__
+from sagetrain.doctor import EXTRAS
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("sagetrain", "kernels", "configs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
@@ -43,14 +45,32 @@ def test_pins_are_within_the_ranges() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
     options = setup()["options"], setup()["options.extras_require"]
-    wanted = [Requirement(line) for text in (options[0]["install_requires"], options[1]["dev"])
+    extras = {name: text for name, text in options[1].items() if name != "all"}
+    assert options[1]["all"].strip() == f"sagetrain[{','.join(sorted(EXTRAS))}]" and {*EXTRAS, "dev"} == {*extras}
+    wanted = [Requirement(line) for text in (options[0]["install_requires"], *extras.values())
               for line in text.splitlines() if line]  # fmt: skip
+    wanted = [requirement for requirement in wanted if requirement.name != "sagetrain"]
     ranges = {requirement.name: requirement.specifier for requirement in wanted}
     for pin in pins:
         version = next(iter(pin.specifier)).version
         assert version in ranges[pin.name], f"{pin.name} {version} is outside {ranges[pin.name]}"
     unpinned = {requirement.name for requirement in wanted} - {pin.name for pin in pins}
     assert unpinned == {"pre-commit", "nvidia-cuda-nvrtc"}
+
+
+@pytest.mark.parametrize(("targets", "installs"), [
+    (("install", "quickstart"), ["torch", "-e ."]),
+    (("test", "coverage", "check", "fmt", "docs"), ["torch", "-e .", "-e '.[dev]'"]),
+])  # fmt: skip
+def test_make_installs_what_a_target_needs_and_no_more(
+    tmp_path: Path, targets: tuple[str], installs: list[str]
+) -> None:
+    for target in targets:
+        words = ["make", "-n", f"VENV={tmp_path}", target]
+        told = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert re.findall(r"pip install -q -c constraints.txt (.*)", told.stdout) == installs
+    tools = {"mypy", "lm_eval", "mkdocs-material", "wandb", "pytest"}
+    assert not tools & {Requirement(line).name for line in setup()["options"]["install_requires"].splitlines() if line}
 
 
 def test_the_wheel_alone_gives_the_command_the_kernels_and_configurations_by_name(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from sagetrain.compare import records, results, runner
 from sagetrain.compare.analysis import Table, curves, tables, to_json
 from sagetrain.compare.branch import Branches
 from sagetrain.compare.page import page
-from sagetrain.compare.plot import can_plot, plot_gaps
+from sagetrain.compare.plot import plot_gaps
 from sagetrain.compare.question import BRANCH, OWN, Job, Question, differences, usable
 from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, STOPPED, Record
 from sagetrain.compare.results import Call, Results
@@ -304,13 +304,9 @@ def report(found: Results, output: Path, margin: float, title: str, say: Say) ->
         raise ConfigError(f"{output}: no run has begun: there is nothing to report")
     found.save(output)
     lines = tables(found, margin)
-    plot = can_plot()
-    if not plot:
-        plot_gaps(curves(found), found.baseline, output / PLOT)
-    else:
-        say(plot)
     write_atomic(output / TABLES, (json.dumps(to_json(lines), indent=1) + "\n").encode())
-    write_atomic(output / PAGE, page(found, lines, margin, title, plot or PLOT).encode())
+    write_atomic(output / PAGE, page(found, lines, margin, title, PLOT).encode())
+    plot_gaps(curves(found), found.baseline, output / PLOT)
     for table in lines:
         for line in table.lines:
             place = f"{table.row} " if table.row else ""

@@ -29,7 +29,7 @@ _MANY_PASSES = 4
 
 
 def page(results: Results, tables: Sequence[Table], margin: float, title: str, plot: str) -> str:
-    """Markdown. plot: name of the picture, or why there is none."""
+    """Markdown. plot: name of the picture."""
     return "\n".join([*_head(results, title), *_body(results, tables, margin, plot)]) + "\n"
 
 
@@ -105,7 +105,7 @@ def _passes(results: Results) -> str:
 def _body(results: Results, tables: Sequence[Table], margin: float, plot: str) -> Iterator[str]:
     for table, row in zip(tables, results.rows, strict=True):
         yield from _section(table, _own(results, row))
-    yield from ([f"![gap over tokens]({plot})"] if plot.endswith(".png") else [f"({plot}.)"])
+    yield f"![gap over tokens]({plot})"
     yield ""
     yield from _reading(margin, any(line.bias_to_gradient is not None for table in tables for line in table.lines))
     yield ""

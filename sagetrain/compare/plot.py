@@ -9,17 +9,6 @@ from pathlib import Path
 from sagetrain.compare.analysis import Curves
 
 
-def can_plot() -> str:
-    """Why no picture can be made, or nothing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return (
-            "no plot: matplotlib is not installed; pip install 'sagetrain[plots]' and run the same with --report-only"
-        )
-    return ""
-
-
 def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
     """One panel a row: thin lines are seeds, thick ones their mean. They set the scale: a band that is wider leaves the
     panel, with its width at the end in the legend."""

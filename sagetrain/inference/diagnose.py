@@ -230,12 +230,6 @@ def check_outputs(json_file: Path | None, picture: Path | None) -> None:
             check_writable(path)
     if picture is None:
         return
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"--plot {picture}: matplotlib is not installed; pip install 'sagetrain[plots]', or leave it out"
-        ) from error
     from matplotlib.figure import Figure
 
     if picture.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():

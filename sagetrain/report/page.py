@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sagetrain import __version__
-from sagetrain.config.errors import ConfigError
 from sagetrain.data.token_file import write_atomic
 from sagetrain.report.read import RunRecord, different_settings, read_runs
 
@@ -58,7 +57,7 @@ def write_report(folders: Sequence[Path], output: Path) -> int:
     """Write the page about these runs, in the place of an older one; returns its size in bytes.
 
     Raises:
-        ConfigError: plotly is not installed, or a folder is no run's.
+        ConfigError: a folder is no run's.
     """
     page = render(read_runs(folders)).encode()
     write_atomic(output, page)
@@ -67,11 +66,8 @@ def write_report(folders: Sequence[Path], output: Path) -> int:
 
 def render(runs: Sequence[RunRecord]) -> str:
     """The page as text."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        fix = "pip install 'sagetrain[report]'"
-        raise ConfigError(f"sagetrain report draws with plotly, which is not installed: {fix}") from None
+    from plotly.offline import get_plotlyjs
+
     folder = resources.files("sagetrain.report")
     data = {
         "runs": [run.name for run in runs],
