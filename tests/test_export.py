@@ -7,6 +7,7 @@ import json
 import os
 import random
 import string
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import Tokenizer as Pipeline
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -193,15 +195,35 @@ def test_the_tokenizer_gives_the_same_ids(runs: Path, model: Path, tmp_path: Pat
     assert theirs(special).input_ids[0] == ours.eos_id
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"byte_fallback": False}, {"add_dummy_prefix": False, "user_defined_symbols": ["<|x|>", "##"]}]
-)
-def test_published_tokenizers_give_the_same_ids(options: dict) -> None:
-    ours = published_tokenizer(**options)
+NO_SPACE = {"add_dummy_prefix": False}
+PUBLISHED: dict[str, dict[str, object]] = {
+    "a space before a text": {},
+    "no bytes": {"byte_fallback": False},
+    "symbols": {"user_defined_symbols": ["<|x|>", "##", "\n"], **NO_SPACE},
+    "symbols of spaces, which are never found": {"user_defined_symbols": ["  ", "    ", "a b"], **NO_SPACE},
+    "symbols of the mark, which are": {"user_defined_symbols": ["\u2581\u2581", "\u2581the", "x\u2581"], **NO_SPACE},
+    "symbols of both": {"user_defined_symbols": ["\u2581\u2581", "  "], **NO_SPACE},
+    "symbols of the mark, no bytes": {"user_defined_symbols": ["\u2581the"], "byte_fallback": False, **NO_SPACE},
+    "no space behind a text": {"treat_whitespace_as_suffix": True, **NO_SPACE},
+    "pieces over spaces": {"split_by_whitespace": False, "allow_whitespace_only_pieces": True},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_tokenizers_give_the_same_ids(name: str) -> None:
+    """Also of texts with the space mark, and of templates' texts, in which control tokens are such."""
+    ours = published_tokenizer(**PUBLISHED[name])
     theirs = Pipeline.from_str(tokenizer_files(ours, 128)["tokenizer.json"].decode())
     draw = random.Random(0)
-    for text in [*TEXTS, *("".join(draw.choices("abcdeo  \n\té日🎉,1", k=30)) + " ##a<|x|>b" for _ in range(300))]:
+    for text in TEXTS:
         assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text), repr(text)
+    parts = [*"abcdeo  \n\té日🎉,1", "  ", "the", "\u2581", " ##a<|x|>b", "x ", "\u2581\u2581", "</s>"]
+    for _ in range(600):
+        text = "".join(draw.choices(parts, k=draw.randrange(30)))
+        found = ours.encode_parts([(text, False)], control=True)[0]
+        assert theirs.encode(text, add_special_tokens=False).ids == found, repr(text)
+        if "no bytes" not in name:
+            assert ours.decode(ours.encode(text)) == text
 
 
 @pytest.mark.parametrize("name", ["ours", "space before a text", "no bytes"])
@@ -225,20 +247,42 @@ def test_what_counts_of_a_text_is_the_same_in_both_forms(model: Path, tmp_path: 
         assert ours.encode_parts(parts) == theirs.encode_parts(parts), texts
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model_type": "unigram", "vocab_size": 300}, "not a byte-pair encoding"),
-        ({"normalization_rule_name": "nmt_nfkc"}, r"normalizes text \(nmt_nfkc\)"),
-        ({"user_defined_symbols": ["<|x|>"]}, "user-defined symbols, and puts a space"),
-    ],
-)
-def test_tokenizers_that_stay_sentencepiece_alone(
-    runs: Path, options: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = published_tokenizer(**options)
+def with_piece(piece: str, score: float, kind: int) -> Tokenizer:
+    """A published tokenizer to which somebody added a piece."""
+    model = ModelProto.FromString(published_tokenizer().model)
+    model.pieces.add(piece=piece, score=score, type=kind)
+    return Tokenizer(model.SerializeToString())
+
+
+REFUSED: dict[str, tuple[Callable[[], Tokenizer], str]] = {
+    "unigram": (lambda: published_tokenizer(model_type="unigram", vocab_size=300), "is not a byte-pair encoding"),
+    "normalized": (lambda: published_tokenizer(normalization_rule_name="nmt_nfkc"), r"normalizes text \(nmt_nfkc\)"),
+    "spaces taken away": (lambda: published_tokenizer(remove_extra_whitespaces=True), "remove_extra_whitespaces"),
+    "suffix": (lambda: published_tokenizer(treat_whitespace_as_suffix=True), "treat_whitespace_as_suffix"),
+    "symbols": (lambda: published_tokenizer(user_defined_symbols=["<|x|>"]), "user-defined symbols, and puts a space"),
+    "a space": (lambda: published_tokenizer(user_defined_symbols=[" "], **NO_SPACE), "a symbol that is a single space"),
+    "a control character": (lambda: published_tokenizer(control_symbols=["@"]), "gives '@' other ids than tokenizer"),
+    "equal scores": (lambda: with_piece("ofand", 0.0, 1), "gives 'ofand' and '.*' the same score"),
+    "switched off": (lambda: with_piece("ofand", 0.0, 5), "pieces that are switched off, such as 'ofand'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_the_ids_is_refused_by_its_name(name: str) -> None:
+    make, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
-        tokenizer_files(tokenizer, 128)
+        tokenizer_files(make(), 128)
+
+
+def test_a_piece_that_somebody_added_is_found_alike() -> None:
+    ours = with_piece("ofand", 5.0, 1)
+    theirs = Pipeline.from_str(tokenizer_files(ours, 128)["tokenizer.json"].decode())
+    assert theirs.encode(" ofand", add_special_tokens=False).ids == ours.encode(" ofand")
+    assert ours.vocab_size - 1 in ours.encode(" ofand")
+
+
+def test_tokenizers_that_stay_sentencepiece_alone(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = REFUSED["suffix"][0]()
     opened = replace(exporting.open_run(runs / "llama", print, None), tokenizer=tokenizer)
     monkeypatch.setattr(exporting, "open_run", lambda *_: opened)
     said: list[str] = []

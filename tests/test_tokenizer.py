@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prepare_inputs import published_tokenizer
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataConfig
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer, train_tokenizer
@@ -47,6 +48,19 @@ def test_round_trip_of_any_text(tokenizer, text):
     assert tokenizer.decode(ids) == text
     assert all(0 <= token < tokenizer.vocab_size for token in ids)
     assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
+
+
+@pytest.mark.parametrize("options", [{}, {"treat_whitespace_as_suffix": True}, {"add_dummy_prefix": False}])
+def test_the_space_mark_adds_no_spaces_to_a_text(options):
+    """Whatever a published model puts before a text, or behind it, where SentencePiece leaves the space."""
+    ours = published_tokenizer(**options)
+    end = " " * ("treat_whitespace_as_suffix" in options)
+    for text in ("a\u2581b", "\u2581", "\u2581\u2581 the \u2581of", "the\u2581", "\ue000\u2581\ue001 \u2581"):
+        assert ours.decode(ours.encode(text)) == text + end
+        ids, marks = ours.encode_parts([(text, True)])
+        assert ids == ours.encode(text) and all(marks[: len(marks) - len(end)])
+    every = "".join(map(chr, [*range(0xE000, 0xF900), 0x2581, 0xE000, 0x2581]))
+    assert ours.decode(ours.encode(every)) == every + end
 
 
 def test_digits_are_single_and_newlines_stand_alone(tokenizer):

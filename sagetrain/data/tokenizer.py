@@ -29,8 +29,7 @@ from sagetrain.data.tokenizer_copy import TOKENIZER_CONFIG, completed, is_json, 
 _SPACE_MARK = "\u2581"
 _MAX_SENTENCE_BYTES = 1 << 14
 _STAND_INS = range(0xE000, 0xF900)
-"""Characters for private use, of which one that is not in a text stands for the space mark in it. All have three
-bytes, as the mark has."""
+"""Characters for private use, of which one stands for the space mark. All have three bytes, as the mark has."""
 
 
 class Tokenizer:
@@ -149,7 +148,6 @@ class _SentencePiece:
         self.bos_id: int = self._processor.bos_id()
         self.eos_id: int = self._processor.eos_id()
         self._byte_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
-        self._has_bytes = all(map(self._processor.is_byte, self._byte_ids))
         named = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         self.special_tokens = {name: token for name, token in config.items() if name.endswith("_token")}
         self.special_tokens |= {name: self._processor.id_to_piece(each) for name, each in named.items() if each >= 0}
@@ -158,10 +156,39 @@ class _SentencePiece:
         self.chat_templates = kept_templates(config)
 
     def encode(self, text: str) -> list[int]:
-        if _SPACE_MARK not in text or not self._has_bytes:
-            return list(self._processor.encode(text))
-        stand_in = self._stand_in(text)
-        return self._spelled(self._processor.encode(text.replace(_SPACE_MARK, stand_in)), stand_in)
+        return self._spelled(self._processor.encode(self._without_marks(text)), text)
+
+    @cached_property
+    def _stand_in(self) -> str | None:
+        """A character that the model spells in bytes, None without bytes. It stands for the space mark, which
+        SentencePiece would take for a space."""
+        if not all(map(self._processor.is_byte, self._byte_ids)):
+            return None
+        return next((each for each in map(chr, _STAND_INS) if self._is_spelled(each)), None)
+
+    def _is_spelled(self, character: str) -> bool:
+        ids, spelled = self._processor.encode(f"a{character}a"), self._bytes(character)
+        return any(ids[place : place + 3] == spelled for place in range(len(ids)))
+
+    def _bytes(self, text: str) -> list[int]:
+        return [self._byte_ids[byte] for byte in text.encode()]
+
+    def _without_marks(self, text: str) -> str:
+        """The text with the stand-in for space marks. It is encoded as a whole, because a model may put a space before
+        each text or behind it."""
+        return text.replace(_SPACE_MARK, self._stand_in) if _SPACE_MARK in text and self._stand_in else text
+
+    def _spelled(self, ids: Iterable[int], text: str) -> list[int]:
+        """Token ids of `_without_marks(text)` with the bytes of the space mark where the text has it."""
+        found = list(ids)
+        if _SPACE_MARK not in text or not self._stand_in:
+            return found
+        theirs, mark = self._bytes(self._stand_in), self._bytes(_SPACE_MARK)
+        marks = (letter == _SPACE_MARK for letter in text if letter in (_SPACE_MARK, self._stand_in))
+        for place in range(len(found) - 2):
+            if found[place : place + 3] == theirs and next(marks):
+                found[place : place + 3] = mark
+        return found
 
     @cached_property
     def _control(self) -> dict[str, int]:
@@ -170,28 +197,9 @@ class _SentencePiece:
         texts = {self._processor.id_to_piece(each): each for each in ids}
         return dict(sorted(texts.items(), key=lambda item: -len(item[0])))
 
-    def _stand_in(self, text: str) -> str:
-        """A character that is not in the text and that the model spells in bytes. SentencePiece would take the space
-        mark itself for a space. The whole text is encoded at once, because a model may put a space before a text."""
-        characters = set(text)
-        free = (chr(number) for number in _STAND_INS if chr(number) not in characters)
-        return next(each for each in free if self._processor.encode(f"a{each}")[-3:] == self._bytes(each))
-
-    def _bytes(self, text: str) -> list[int]:
-        return [self._byte_ids[byte] for byte in text.encode()]
-
-    def _spelled(self, ids: list[int], stand_in: str) -> list[int]:
-        """Token ids with the bytes of the space mark in place of the stand-in's."""
-        theirs, mark, found = self._bytes(stand_in), self._bytes(_SPACE_MARK), list(ids)
-        for place in range(len(found) - 2):
-            if found[place : place + 3] == theirs:
-                found[place : place + 3] = mark
-        return found
-
     def spans(self, text: str, control: bool) -> tuple[list[int], Spans]:
         from sentencepiece.sentencepiece_pb2 import SentencePieceText  # type: ignore[attr-defined]
 
-        stand_in = self._stand_in(text) if _SPACE_MARK in text and self._has_bytes else ""
         whole = self._control if control else {}
         found, spans, begin = [], [], 0
         for part in re.split(f"({'|'.join(map(re.escape, whole))})", text) if whole else [text]:
@@ -199,13 +207,11 @@ class _SentencePiece:
                 found.append(whole[part])
                 spans.append((begin, begin + len(part)))
             else:
-                shown = part.replace(_SPACE_MARK, stand_in) if stand_in else part
-                encoded = self._processor.encode(shown, out_type="serialized_proto")
+                encoded = self._processor.encode(self._without_marks(part), out_type="serialized_proto")
                 pieces = SentencePieceText.FromString(encoded).pieces
                 # Its offsets count bytes: characters that begin before each.
-                characters = [*accumulate((byte & 0xC0 != 0x80 for byte in shown.encode()), initial=begin)]
-                ids = [piece.id for piece in pieces]
-                found += self._spelled(ids, stand_in) if stand_in else ids
+                characters = [*accumulate((byte & 0xC0 != 0x80 for byte in part.encode()), initial=begin)]
+                found += self._spelled((piece.id for piece in pieces), part)
                 # Pieces without a length are bytes of the next character, or a space before the text.
                 spans += [(characters[p.begin], max(characters[p.begin] + 1, characters[p.end])) for p in pieces]
             begin += len(part)

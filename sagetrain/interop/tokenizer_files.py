@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from sentencepiece import sentencepiece_model_pb2
@@ -16,14 +18,13 @@ from sagetrain.data.tokenizer_copy import TOKENIZER_CONFIG, split
 
 _SPACE_MARK = "\u2581"
 _BPE = 2  # of SentencePiece's model types
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of its types of pieces
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # its types of pieces
 
 
 def tokenizer_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, bytes]:
     """Content of tokenizer.json, tokenizer_config.json and the SentencePiece model, if it is one, by file name.
 
-    Raises ConfigError for a SentencePiece model that tokenizer.json is not made of here: no byte-pair encoding, one
-    that normalizes text, or one with symbols of its user's and a space before every text.
+    Raises ConfigError for a SentencePiece model whose ids tokenizer.json cannot give; its option is named.
     """
     if tokenizer.file_name == TOKENIZER_JSON:
         tree = json.loads(tokenizer.model)
@@ -32,6 +33,7 @@ def tokenizer_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, bytes]:
     else:
         model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)  # type: ignore[attr-defined]
         pipeline = _pipeline(model)
+        _check(pipeline, tokenizer, model)
         if tokenizer.prefix:
             bos = model.pieces[tokenizer.bos_id].piece
             pipeline.post_processor = processors.TemplateProcessing(
@@ -59,25 +61,26 @@ def _pipeline(model: Any) -> Pipeline:
     Pieces get real spaces in place of SentencePiece's mark, so that the mark itself, in a text, is a character that
     the vocabulary does not have and is spelled in bytes, as Tokenizer.encode does it.
     """
+    if reason := next(_refusals(model), None):
+        raise ConfigError(f"its SentencePiece model {reason}")
     normalizer, trainer = model.normalizer_spec, model.trainer_spec
-    if trainer.model_type != _BPE:
-        raise ConfigError("its SentencePiece model is not a byte-pair encoding")
-    if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
-        raise ConfigError(f"its SentencePiece model normalizes text ({normalizer.name})")
-    if normalizer.add_dummy_prefix and any(piece.type == _USER_DEFINED for piece in model.pieces):
-        # The tokenizers package would put the space before every part of a text that such symbols cut out.
-        raise ConfigError("its SentencePiece model has user-defined symbols, and puts a space before a text")
     ids = {_spaced(piece.piece): number for number, piece in enumerate(model.pieces)}
     scores = {_spaced(piece.piece): piece.score for piece in model.pieces if piece.type == _NORMAL}
     # SentencePiece merges any two neighbours that make a piece, the piece of the highest score first.
-    merges = [
+    merges = sorted(
         (-score, -cut, (piece[:cut], piece[cut:]))
         for piece, score in scores.items()
         for cut in range(1, len(piece))
         if piece[:cut] in scores and piece[cut:] in scores
-    ]
+    )
+    for (score, _, first), (other, _, second) in pairwise(merges):
+        if score == other and "".join(first) != "".join(second):
+            raise ConfigError(
+                f"its SentencePiece model gives {''.join(first)!r} and {''.join(second)!r} the same score, so that "
+                "their places in a text decide which is made first"
+            )
     unknown = _spaced(model.pieces[trainer.unk_id].piece)
-    pairs = [pair for *_, pair in sorted(merges)]
+    pairs = [pair for *_, pair in merges]
     pipeline = Pipeline(models.BPE(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=trainer.byte_fallback))
     before: list[Any] = [] if trainer.byte_fallback else [normalizers.Replace(_SPACE_MARK, " ")]
     after: list[Any] = [decoders.ByteFallback(), decoders.Fuse()]
@@ -87,13 +90,71 @@ def _pipeline(model: Any) -> Pipeline:
     if before:
         pipeline.normalizer = normalizers.Sequence(before)
     pipeline.decoder = decoders.Sequence(after)
-    named = [(_spaced(piece.piece), piece.type) for piece in model.pieces]
+    named = [(_spaced(piece.piece), piece.type) for piece in model.pieces if not _never_found(piece)]
     pipeline.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text, kind in named if kind in (_UNKNOWN, _CONTROL)]
     )
-    pipeline.add_tokens([AddedToken(text, normalized=False) for text, kind in named if kind == _USER_DEFINED])
+    # Where the mark is a space in a text, too, symbols are found after it was replaced.
+    found_in = {"normalized": not trainer.byte_fallback}
+    pipeline.add_tokens([AddedToken(text, **found_in) for text, kind in named if kind == _USER_DEFINED])
     return pipeline
 
 
+def _refusals(model: Any) -> Iterator[str]:
+    """Why tokenizer.json cannot give the ids of a SentencePiece model, by the names of SentencePiece's options."""
+    normalizer, trainer = model.normalizer_spec, model.trainer_spec
+    if trainer.model_type != _BPE:
+        yield "is not a byte-pair encoding"
+    if normalizer.precompiled_charsmap:
+        yield f"normalizes text ({normalizer.name})"
+    if normalizer.remove_extra_whitespaces:
+        yield "takes spaces away around a text and beside others (remove_extra_whitespaces)"
+    if not normalizer.escape_whitespaces:
+        yield "keeps spaces as they are (escape_whitespaces is false)"
+    if model.denormalizer_spec.precompiled_charsmap:
+        yield "changes the text that it decodes (denormalizer_spec)"
+    if normalizer.add_dummy_prefix and trainer.treat_whitespace_as_suffix:
+        yield "puts a space behind a text (treat_whitespace_as_suffix)"
+    if normalizer.add_dummy_prefix and any(piece.type == _USER_DEFINED for piece in model.pieces):
+        # The tokenizers package would put the space before every part of a text that such symbols cut out.
+        yield "has user-defined symbols, and puts a space before a text"
+    if unused := [piece.piece for piece in model.pieces if piece.type == _UNUSED]:
+        yield f"has pieces that are switched off, such as {unused[0]!r}"
+    if any(piece.piece == " " for piece in model.pieces):
+        yield "has a symbol that is a single space, which SentencePiece never finds in a text"
+
+
+def _check(pipeline: Pipeline, tokenizer: Tokenizer, model: Any) -> None:
+    """ConfigError if texts made of the model's pieces have other ids in its tokenizer.json."""
+
+    def differs(texts: Sequence[str]) -> bool:
+        text = "".join(texts)
+        return pipeline.encode(text, add_special_tokens=False).ids != tokenizer.encode(text)
+
+    pipeline.encode_special_tokens = True
+    pieces = ["", " ", "\n", _SPACE_MARK, *(piece.piece.replace(_SPACE_MARK, " ") for piece in model.pieces)]
+    for between in ("", " ", "  "):
+        for start in range(0, len(pieces), 32):
+            texts = [text for piece in pieces[start : start + 32] for text in (piece, between)]
+            while differs(texts):
+                half = len(texts) // 2
+                shorter = next(
+                    (part for part in (texts[:half], texts[half:]) if len(part) < len(texts) and differs(part)), None
+                )
+                if shorter is None:
+                    raise ConfigError(
+                        f"its SentencePiece model gives {''.join(texts)!r} other ids than tokenizer.json would"
+                    )
+                texts = shorter
+    pipeline.encode_special_tokens = False
+
+
+def _never_found(piece: Any) -> bool:
+    """Whether a piece holds a space: SentencePiece looks for pieces in a text whose spaces are marks."""
+    return " " in piece.piece
+
+
 def _spaced(piece: str) -> str:
-    return piece.replace(_SPACE_MARK, " ")
+    """The piece as the vocabulary of tokenizer.json has it. What is never found gets the mark, so that it is not
+    another piece."""
+    return piece.replace(" ", _SPACE_MARK) if " " in piece else piece.replace(_SPACE_MARK, " ")
