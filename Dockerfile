@@ -20,6 +20,7 @@ COPY setup.cfg pyproject.toml README.md LICENSE ./
 COPY sagetrain sagetrain
 COPY kernels kernels
 COPY configs configs
+COPY launch launch
 RUN pip install --no-cache-dir -c constraints.txt .
 
 WORKDIR /workspace

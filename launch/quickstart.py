@@ -26,7 +26,7 @@ BIN = Path(sys.executable).parent
 RUN_DIR, DATA_DIR = Path("runs/quickstart"), Path("runs/quickstart-data")
 CONFIG = "configs/quickstart.yaml"
 PREPARE = f"sagetrain prepare python-stdlib --output {DATA_DIR}/train --vocab-size 2048 --valid-fraction 0.02"
-TRAIN = f"deepspeed --num_accelerators 2 launch/train.py --config {CONFIG}"
+TRAIN = f"deepspeed --num_accelerators 2 --module sagetrain train {CONFIG}"
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",

@@ -1,7 +1,4 @@
-"""What a launcher starts on every rank: `deepspeed launch/train.py configs/x.yaml [key=value ...]`.
-
-torchrun works too. The same as `sagetrain train`, with a file that launchers can name.
-"""
+"""`sagetrain train` as a file, for launchers and job scripts that name one: `deepspeed launch/train.py my.yaml`."""
 
 import sys
 

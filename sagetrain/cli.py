@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,8 +63,8 @@ def sagetrain(
 ) -> None:
     """Pretrain Llama-like models with trainable INT8 attention (SageBwd).
 
-    Typical order: prepare text into token files, plan the run on a laptop, train it (on a cluster: deepspeed
-    launch/train.py CONFIG), then eval and generate.
+    Typical order: prepare text into token files, take a configuration (config), plan the run on a laptop, train it (on
+    a cluster: deepspeed --module sagetrain train CONFIG), then eval and generate.
     """
 
 
@@ -237,11 +238,14 @@ def train(
     \b
     torchrun --nproc-per-node 8 -m sagetrain train configs/7b.yaml parallel.world_size=8
 
-    The deepspeed launcher starts launch/train.py. If training.run_dir holds a checkpoint, the run continues from it.
+    \b
+    deepspeed --hostfile hostfile --module sagetrain train configs/7b.yaml parallel.world_size=16
+
+    If training.run_dir holds a checkpoint, the run continues from it.
     SIGTERM, SIGUSR1 and Ctrl-C save a checkpoint and exit; the same command continues.
 
-    A shipped configuration goes by its name (325m) in any folder; give its paths as KEY=VALUE: data.train.0.path,
-    data.valid.0.path (or data.valid=[]) and training.run_dir.
+    A shipped configuration (sagetrain config lists them) goes by its name (325m) in any folder; give its paths as
+    KEY=VALUE: data.train.0.path, data.valid.0.path (or data.valid=[]) and training.run_dir.
     """
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its store says for pages that a rank has gone; we say who
@@ -281,6 +285,45 @@ def train(
             raise
         trainer.run()
     _leave_together()
+
+
+@app.command("config")
+def print_shipped(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", show_default=False, help="One of those that are listed without a NAME."),
+    ] = None,
+) -> None:
+    """Print a configuration that comes with SageTrain, to change and train, or a template for a launcher.
+
+    \b
+    sagetrain config 1b > my.yaml
+
+    \b
+    sagetrain config slurm > slurm.sbatch
+    """
+    with _Errors():
+        from sagetrain.config.load import shipped
+
+        files = shipped()
+        if name is None:
+            from sagetrain.planning.tables import console, facts, print_table
+
+            print_table(console(), facts("sagetrain config NAME", [(x, _subject(y)) for x, y in files.items()]))
+        elif name in files:
+            typer.echo(files[name].read_text(), nl=False)
+        else:
+            raise ConfigError(f"config {name}: nothing of that name is shipped; there are {', '.join(files)}")
+
+
+def _subject(path: Path) -> str:
+    """The first sentence of the comment with which a file begins."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#!")]
+    comment = " ".join(line[2:] for line in takewhile(lambda line: line.startswith("# "), lines))
+    return (
+        re.split(r"[.:](?: |$)", comment)[0]
+        or "variables that the deepspeed launcher hands to all hosts (hostfile says how)"
+    )
 
 
 class Dtype(enum.Enum):

@@ -259,7 +259,7 @@ def doctor(
     torchrun --nproc-per-node 8 -m sagetrain doctor configs/7b.yaml
 
     \b
-    deepspeed --hostfile launch/hostfile --module sagetrain doctor configs/7b.yaml
+    deepspeed --hostfile hostfile --module sagetrain doctor configs/7b.yaml
 
     With a configuration attention and 8-bit matmuls are tried at the shapes that a rank of it has, and the disk where
     its training.run_dir is.

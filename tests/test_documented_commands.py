@@ -49,7 +49,7 @@ def split(line: str) -> Iterator[list[str]]:
                 words.append(word)
                 continue
             if words and words[0] in PROGRAMS:
-                yield words
+                yield words[: words.index(">")] if ">" in words else words
             words = []
     except ValueError:  # no command: an apostrophe in a text, say
         return
@@ -121,7 +121,8 @@ def deepspeed(words: list[str]) -> None:
     given = runner.parse_args(words)
     ranks = given.num_gpus
     if ranks <= 0:  # those of a host file, which is made from the example
-        example = Path(f"{given.hostfile}.example").read_text()
+        assert given.hostfile == "hostfile"  # what `sagetrain config hostfile` writes
+        example = Path("launch/hostfile.example").read_text()
         ranks = sum(map(int, re.findall(r"^\w+ slots=(\d+)", example, re.M)))
     on_ranks(given.user_script, given.module, given.user_args, ranks)
 
@@ -130,7 +131,7 @@ def on_ranks(script: str, is_module: bool, words: list[str], ranks: int) -> None
     """What a launcher starts: training, or any command."""
     if is_module:
         assert script == "sagetrain"
-        sagetrain(words)
+        train(words[1:], ranks) if words[0] == "train" else sagetrain(words)
     else:
         assert script == "launch/train.py"
         train(words, ranks)

@@ -49,7 +49,7 @@ def test_a_launcher_tells_rank_and_world_size(monkeypatch, given, expected) -> N
         ("LOCAL_RANK=3", "LOCAL_RANK=3 in the environment: rank 0 cannot be number 3 of its host.*unset LOCAL_RANK$"),
         ("LOCAL_WORLD_SIZE=8", "LOCAL_WORLD_SIZE=8 in the environment: this would be one of several tasks"),
         ("SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=8 SLURM_STEP_TASKS_PER_NODE=8",
-         "SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=8, .*slurm.sbatch.*unset SLURM_PROCID SLURM_STEP_NUM_TASKS"),
+         "SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=8, .*config slurm.*unset SLURM_PROCID SLURM_STEP_NUM_TASKS"),
         ("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=4 in .*export RANK, WORLD_SIZE"),
     ],
 )  # fmt: skip

@@ -14,11 +14,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from runs import BIN
 from sagetrain import __version__
 from sagetrain.doctor import EXTRAS
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("sagetrain", "kernels", "configs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+PARTS = ("sagetrain", "kernels", "configs", "launch", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 """What a wheel is made of."""
 
 
@@ -73,9 +74,9 @@ def test_make_installs_what_a_target_needs_and_no_more(
     assert not tools & {Requirement(line).name for line in setup()["options"]["install_requires"].splitlines() if line}
 
 
-def test_the_wheel_alone_gives_the_command_the_kernels_and_configurations_by_name(tmp_path: Path) -> None:
-    """Built of a copy, installed into a folder of its own, in which nothing of the checkout is."""
-    source, target = tmp_path / "source", tmp_path / "target"
+def test_the_wheel_alone_has_what_its_help_names(tmp_path: Path) -> None:
+    """Built of a copy, in an environment of its own, which has our libraries and nothing of the checkout."""
+    source, new = tmp_path / "source", tmp_path / "new"
     source.mkdir()
     for name in PARTS:
         if (ROOT / name).is_dir():
@@ -86,11 +87,31 @@ def test_the_wheel_alone_gives_the_command_the_kernels_and_configurations_by_nam
     wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), str(source)]
     subprocess.run(wheel, check=True, capture_output=True)
     (built,) = tmp_path.glob("sagetrain-*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(target), str(built)], check=True)
-    how = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(target)}, "capture_output": True, "text": True}
-    plan = subprocess.run([target / "bin/sagetrain", "plan", "325m", "--brief", "data.valid=[]"], check=False, **how)
-    assert plan.returncode == 0, plan.stderr
-    assert "parameters" in plan.stdout and str(target / "sagetrain/configs/325m.yaml") in plan.stdout + plan.stderr
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(new)], check=True)
+    (packages,) = new.glob("lib/python*/site-packages")
+    libraries = [folder for folder in sys.path if folder.endswith("-packages")]
+    (packages / "libraries.pth").write_text("\n".join(libraries))
+    install = [*pip, "--python", str(new / "bin/python"), "install", "--no-deps", "--no-index", "--ignore-installed"]
+    subprocess.run([*install, str(built)], check=True)
+    path = f"{new / 'bin'}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}"
+    env = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"} | {"PATH": path}
+
+    def said(*words: str) -> str:
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    names = {file.stem: file for file in (ROOT / "configs").iterdir()}
+    for name in (listed := said("sagetrain", "config").splitlines()[1:]):
+        assert said("sagetrain", "config", name.split()[0]) == names.pop(name.split()[0]).read_text()
+    assert len(listed) == 8 and not names, "all of configs/"
+    (tmp_path / "my.yaml").write_text(said("sagetrain", "config", "325m"))
+    for config in ("325m", "my.yaml"):
+        assert "parameters" in said("sagetrain", "plan", config, "--brief", "data.valid=[]")
+    place = said("python", "-c", "import sagetrain, sagekernels; print(sagetrain.__file__, sagekernels.__file__)")
+    assert all(file.startswith(str(packages)) for file in place.split())
+    launcher = ("python", "-m", "deepspeed.launcher.runner", "--num_accelerators", "2")
+    assert said(*launcher, "--module", "sagetrain", "config", "slurm").count("exec python -m sagetrain train") == 2
 
 
 def test_the_kernels_have_a_wheel_of_their_own(tmp_path: Path) -> None:

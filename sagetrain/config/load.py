@@ -50,14 +50,20 @@ def config_path(name: str | Path) -> Path:
     path = Path(name)
     if path.is_file() or path.suffix or len(path.parts) != 1:
         return path
+    there = {file: path for file, path in shipped().items() if path.suffix == ".yaml"}
+    if path.name not in there:
+        raise ConfigError(
+            f"{name}: no such file, and no shipped configuration of that name; there are {', '.join(there)}"
+        )
+    return there[path.name]
+
+
+def shipped() -> dict[str, Path]:
+    """The configurations and the templates for launchers that come with the package, by name."""
     package = Path(__file__).parents[1]  # installed, or beside configs/ of a checkout
     folder = next(f for f in (package / "configs", package.parent / "configs") if f.is_dir())
-    shipped = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
-    if path.name not in shipped:
-        raise ConfigError(
-            f"{name}: no such file, and no shipped configuration of that name; there are {', '.join(shipped)}"
-        )
-    return shipped[path.name]
+    files = (file for suffix in (".yaml", ".sbatch", ".example") for file in sorted(folder.glob(f"*{suffix}")))
+    return {file.stem: file for file in files}
 
 
 def dump_config(config: RunConfig) -> str:

@@ -49,8 +49,8 @@ def launched() -> tuple[int, int]:
         raise _left_over(
             tasks,
             "this would be one of several tasks, but nothing says which rank of how many: each would train a run of "
-            "its own. Start the run with launch/slurm.sbatch, or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
-            "MASTER_PORT in each task as launch/slurm.sbatch does (RANK=0 WORLD_SIZE=1 for a run of one rank)",
+            "its own. Start the run as the script of `sagetrain config slurm` does, or export RANK, WORLD_SIZE, "
+            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each task (RANK=0 WORLD_SIZE=1 for a run of one rank)",
         )
     return number, size
 

@@ -238,7 +238,7 @@ def differing_environment(rows: list[Row]) -> list[str]:
     names = sorted({name for row in rows for name in row["environment"]})
     return [
         f"warning: environment variable {name} differs between hosts: {sides}. Launchers pass few variables on; "
-        "launch/deepspeed_env.example says how they reach every host"
+        "`sagetrain config hostfile` says how they reach every host"
         for name in names
         if (sides := _sides(rows, [row["environment"].get(name, "unset") for row in rows]))
     ]
@@ -255,7 +255,7 @@ def differing_allocation(world_size: int) -> list[str]:
         return []
     return [
         f"warning: this run has {world_size} rank{'s' * (world_size > 1)}, Slurm's allocation has "
-        f"{', '.join(lent.values())}. If that is not meant, start it with launch/slurm.sbatch, or one rank a task; "
+        f"{', '.join(lent.values())}. If that is not meant, start one rank a task, as `sagetrain config slurm` does; "
         "parallel.world_size makes a wrong number an error. If another job left "
         f"{', '.join(f'{name}={text}' for name, text in told.items())} behind: unset {' '.join(told)}"
     ]
