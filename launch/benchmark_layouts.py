@@ -4,8 +4,9 @@
         data.train.0.path=data/corpus/train data.micro_batch_size=8
 
 A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context parallel), z (ZeRO stage, 1 unless
-said) and sp (sequence parallel); what is left out is 1. Gradients travel in bf16 with g16, beside backward with overlap
-(ZeRO 2), not beside it with sync (ZeRO 1 and 3), and at ZeRO 2 by reduces to their owners with owners
+said) and sp (sequence parallel); what is left out is 1. Under tensor parallelism a micro-batch goes in `halves` or
+`whole`, or as parallel.tensor_parallel_overlap: auto decides. Gradients travel in bf16 with g16, beside backward with
+overlap (ZeRO 2), not beside it with sync (ZeRO 1 and 3), and at ZeRO 2 by reduces to their owners with owners
 (docs/gradients.md): dp2,dp2-sync,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners,dp2-z3,dp2-z3-sync.
 
 Each is a real run of launch/train.py through the deepspeed launcher with `--accumulation` micro-steps a step; those
@@ -52,6 +53,8 @@ WARM_UP = 2  # steps that compile and fill caches
 KEYS = {"tp": "tensor_parallel_size", "cp": "context_parallel_size", "z": "zero_stage"}
 FLAGS = {
     "sp": "parallel.sequence_parallel=true",
+    "halves": "parallel.tensor_parallel_overlap=on",
+    "whole": "parallel.tensor_parallel_overlap=off",
     "g16": "parallel.gradient_reduction=bf16",
     "overlap": "deepspeed.zero_optimization.overlap_comm=true",
     "sync": "deepspeed.zero_optimization.overlap_comm=false",

@@ -143,6 +143,7 @@ def test_few_see_the_whole_configuration():
         "sagetrain/train/engine.py",
         "sagetrain/train/steering.py",
         "sagetrain/train/choices.py",
+        "sagetrain/train/overlap.py",
         "sagetrain/train/start_line.py",
         "sagetrain/train/roster.py",
         "sagetrain/train/run_folder.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from sagetrain.config.arithmetic import resolved_zero_stage
 from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
-from sagetrain.data.loader import SampleStream
+from sagetrain.data.loader import SampleStream, batch_of
 from sagetrain.model.accounting import overlaps
+from sagetrain.model.overlap_choice import BLOCKS, time_overlap
 from sagetrain.model.selection import choose_attention, choose_linear
+from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train.run_folder import RunFolder
 
@@ -41,6 +43,7 @@ class Choices:
         say: Callable[[str], None],
     ) -> None:
         self._cfg, self._stream, self._folder, self._compiled, self._device = cfg, stream, folder, compiled, device
+        self._groups, self._dtype, self._say = groups, dtype, say
         self._calls: dict[str, Any] = {  # what layers see of a micro-batch on a rank, where, and who hears of it
             "tensor_parallel_size": groups.tp_size,
             "context_parallel_size": groups.cp_size,
@@ -67,6 +70,38 @@ class Choices:
         kept = resolved_zero_stage(self._cfg) < 3
         how = {**self._calls, "kept": kept, "compiled": self._compiled, "cache": self._folder.linear}
         return self._by_main(lambda: choose_linear(asked, self._cfg.model, **how))
+
+    def overlap(self, settled: RunConfig, matmuls: Sequence[Mapping[str, Matmul]]) -> bool:
+        """Return whether micro-batches go in halves, the faster way of the two; collective.
+
+        Args:
+            settled: the configuration with attention and linear layers settled.
+            matmuls: how its blocks multiply.
+        """
+        data, groups = settled.data, self._groups
+        samples = [self._stream.sample(index) for index in range(data.micro_batch_size)]
+        batch = batch_of(samples, data.document_attention, data.document_positions)
+        seconds = time_overlap(
+            settled.model,
+            settled.attention,
+            batch.inputs(self._device, groups.cp_rank, groups.cp_size),
+            matmuls,
+            groups,
+            sequence_parallel=settled.parallel.sequence_parallel,
+            activation_checkpointing=settled.training.activation_checkpointing,
+            compiled=self._compiled,
+            keeps_weights=resolved_zero_stage(settled) < 3,
+            device=self._device,
+            dtype=self._dtype,
+        )
+        halves = seconds["on"] < seconds["off"]
+        whole, parts = (f"{1e3 * seconds[name]:.2f} ms" for name in ("off", "on"))
+        count = min(BLOCKS, settled.model.num_layers)
+        self._say(
+            f"parallel.tensor_parallel_overlap: forward and backward of {count} blocks take {whole} whole, {parts} in "
+            f"halves\n  chosen: {'on' if halves else 'off'}"
+        )
+        return halves
 
     def _by_main(self, choose: Callable[[], T]) -> T:
         chosen: list[Any] = [choose() if dist.get_rank() == 0 else None]

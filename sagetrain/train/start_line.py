@@ -14,13 +14,20 @@ from sagetrain.parallel import copies
 from sagetrain.train.engine import Engine
 
 
-def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, attention: str, linear: str) -> str:
-    """What runs and where. vocab_size: padded; attention, linear: in words."""
+def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, reasons: tuple[str, str, str]) -> str:
+    """Say what runs and where.
+
+    Args:
+        vocab_size: padded.
+        reasons: in words, attention, linear layers, and why the micro-batch goes in halves or not (where `auto` chose).
+    """
+    attention, linear, halves = reasons
     groups, model = engine.groups, cast(Transformer, engine.module)
     size, how = num_parameters(cfg.model, cfg.attention, vocab_size), ""
     if groups.tp_group is not None and groups.tp_size > 1:
         how = " by copies" if groups.tp_group.group_name in copies.connected else ""
         how += " in halves" if model.overlap else ""
+        how += f" ({halves})" if halves else ""
     context = f" x context parallel {groups.cp_size}" if groups.cp_size > 1 else ""
     return (
         f"sagetrain {__version__}: {size:,} parameters, {dist.get_world_size()} ranks (tensor parallel "

@@ -40,7 +40,7 @@ from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Event
 from sagetrain.stability.precision import rungs_of
-from sagetrain.train import attention, bundle, checkpoint, linear, origin, resume, roster
+from sagetrain.train import attention, bundle, checkpoint, linear, origin, overlap, resume, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.choices import Choices
 from sagetrain.train.engine import Engine, check_zero, init_distributed, partitioner
@@ -123,7 +123,7 @@ class Trainer:
         how = {**place, "say": self._say}
         if cfg.profile is not None:
             record_allocations(self.device)
-        self.attention, self.linear = cfg.attention, cfg.linear
+        self.attention, self.linear, self.halves = cfg.attention, cfg.linear, cfg.parallel.tensor_parallel_overlap
         with self._memory_explained():
             choices = Choices(cfg, self.groups, self.stream, self.folder, compiled=self.compiled, **how)
             chosen = attention.settle(cfg.attention, cfg.model, found, choose=choices.attention, **how)
@@ -133,6 +133,10 @@ class Trainer:
             self.linear, why = linear.settle(cfg.linear, cfg.model, found, choose=choices.linear, say=say, **place)
             self.matmuls, self.linear_reason = matmuls_of(self.linear, cfg.model, here=self.groups.tp_size, **place)
             self.linear_reason += f"; {why}" if why else ""
+            both_ways = partial(choices.overlap, self._settled(), self.matmuls)
+            self.halves, self.halves_reason = overlap.settle(
+                self._settled(), found, device=self.device, choose=both_ways
+            )
             self.micro_step = token_multiple(cfg, self.groups.dp_size)
             self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
             self.engine = self._build_engine()
@@ -158,8 +162,10 @@ class Trainer:
     # -- construction --------------------------------------------------------------------------------------------
 
     def _settled(self) -> RunConfig:
-        """What `auto` of attention and linear layers has become, as soon as that is known."""
-        return self.cfg.model_copy(update={"attention": self.attention, "linear": self.linear})
+        """Return the configuration with what `auto` of attention, linear layers and halves has become so far."""
+        how = {"tensor_parallel_overlap": self.halves}
+        parallel = self.cfg.parallel.model_copy(update=how)
+        return self.cfg.model_copy(update={"attention": self.attention, "linear": self.linear, "parallel": parallel})
 
     def _rungs(self, device: torch.device) -> dict[str, AttentionFunction]:
         """The attention functions of the precision ladder, if there is one."""
@@ -208,8 +214,8 @@ class Trainer:
             later = self._rungs(self.device).values()
             model.compile_blocks(whole=resolved_zero_stage(cfg) == 3, later=later)
         engine = Engine(cfg, model, self.groups, tokens_per_step(cfg.tokens_per_step, 0) // self.micro_step)
-        words = f"{self.attention.backend} ({self.attention_reason})", self.linear_reason
-        self._say(start_line(cfg, engine, padded_vocab_size(self.vocab_size), self.compiled, *words))
+        words = f"{self.attention.backend} ({self.attention_reason})", self.linear_reason, self.halves_reason
+        self._say(start_line(cfg, engine, padded_vocab_size(self.vocab_size), self.compiled, words))
         if engine.stage != cfg.parallel.zero_stage:
             self._say("parallel.zero_stage 0 runs as 1: DeepSpeed's bf16 at stage 0 changes the weights at start-up")
         return engine
@@ -307,6 +313,7 @@ class Trainer:
             "identity": self._identity(),
             "attention": {"backend": self.attention.backend, "recipe": self.attention.recipe},
             "linear": self.linear.model_dump(include={*linear.NAMES}),
+            "overlap": overlap.record(self._settled()),
             "files": self.files,
             "guidance_overrides": list(self.cfg.guidance.override),
             "versions": {"sagetrain": __version__, "torch": torch.__version__},

@@ -23,7 +23,8 @@ class ParallelConfig(Section):
     """Shard norms and residual stream along the sequence inside a tensor-parallel group."""
     tensor_parallel_overlap: Literal["auto", "on", "off"] = "auto"
     """Take the tokens of a micro-batch in two halves, so that the tensor-parallel collectives of each run beside the
-    matmuls of the other. That launches twice as many kernels; auto: on where a block has work enough to hide it."""
+    matmuls of the other. That launches twice as many kernels, each over half of the tokens. auto: whichever is faster
+    for a few blocks of this model on these GPUs, timed when the run begins and kept when it continues in its layout."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """DeepSpeed ZeRO stage over data- and context-parallel ranks. bf16 runs 0 as 1: DeepSpeed's bf16 stage 0 is wrong.
     """

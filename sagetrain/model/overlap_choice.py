@@ -1,0 +1,98 @@
+"""Time a micro-batch whole and in two halves (parallel.tensor_parallel_overlap): `auto` takes the faster one.
+
+Halves hide tensor-parallel collectives behind the other half's work, but launch twice as many kernels, each over half
+of the tokens. Which of the two wins depends on the host, the links, the arithmetic of the layers and the size of the
+micro-batch, so it is measured: a few blocks of the run's own model, compiled like the run's, with a real micro-batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.matmul import Matmul
+from sagetrain.parallel.topology import ParallelGroups
+
+BLOCKS = 4
+_WARM_UP, _MICRO_STEPS, _WINDOWS = 3, 6, 3
+_ROWS_A_RANK = 512  # of the embedding and the head: their time is the same both ways
+
+
+def time_overlap(
+    model: ModelConfig,
+    attention: AttentionConfig,
+    batch: Mapping[str, Any],
+    matmuls: Sequence[Mapping[str, Matmul]],
+    groups: ParallelGroups,
+    *,
+    sequence_parallel: bool,
+    activation_checkpointing: Literal["none", "selective", "full"],
+    compiled: bool,
+    keeps_weights: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, float]:
+    """Return the seconds of a forward and backward pass over BLOCKS blocks, keyed by "off" (whole) and "on" (halves).
+
+    Collective over all ranks: each tensor-parallel group runs its own collectives, and the slowest rank counts. What a
+    block waits for under ZeRO 3 is not part of it.
+
+    Args:
+        attention: settled, with nothing left to decide.
+        batch: arguments of Transformer.forward, of a micro-batch of the run's data on this rank.
+        matmuls: how the blocks of the run multiply; the middle ones are timed.
+        compiled: whether the run compiles its blocks.
+        keeps_weights: whether low-bit weights are rounded once a step (ZeRO 0 to 2).
+    """
+    rows = _ROWS_A_RANK * groups.tp_size
+    count = min(BLOCKS, model.num_layers)
+    first = (model.num_layers - count) // 2
+    shape = model.model_copy(update={"num_layers": count})
+    inputs = {**batch, "tokens": batch["tokens"] % rows, "labels": batch["labels"].clamp(min=0) % rows}
+    both = {
+        name: Transformer(
+            shape,
+            attention,
+            vocab_size=rows,
+            groups=groups,
+            matmuls=matmuls[first : first + count],
+            sequence_parallel=sequence_parallel,
+            overlap=name == "on",
+            activation_checkpointing=activation_checkpointing,
+            dtype=dtype,
+            device=device,
+        )
+        for name in ("off", "on")
+    }
+    for one in both.values():
+        if keeps_weights:
+            one.keep_weights()
+        if compiled:
+            one.compile_blocks()
+        _seconds(one, inputs, _WARM_UP, device)
+    windows = [[_seconds(one, inputs, _MICRO_STEPS, device) for one in both.values()] for _ in range(_WINDOWS)]
+    least = torch.tensor(windows, dtype=torch.float64).amin(0).to(device, torch.float32)
+    dist.all_reduce(least, dist.ReduceOp.MAX)
+    return dict(zip(both, least.tolist(), strict=True))
+
+
+def _seconds(model: Transformer, inputs: Mapping[str, Any], count: int, device: torch.device) -> float:
+    """Return the seconds of one of `count` forward and backward passes in a row, of which the host runs ahead."""
+    _synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(count):
+        model(**inputs).backward()
+        model.zero_grad(set_to_none=True)
+    _synchronize(device)
+    return (time.perf_counter() - begin) / count
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

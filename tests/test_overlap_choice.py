@@ -1,0 +1,84 @@
+"""`auto` of parallel.tensor_parallel_overlap is timed when a run begins, and kept in the layout it was timed in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tiny
+from distributed import run_distributed
+from sagetrain.config import RunConfig
+from sagetrain.data.loader import Batch
+from sagetrain.model import overlap_choice
+from sagetrain.model.overlap_choice import time_overlap
+from sagetrain.train import checkpoint
+from sagetrain.train.overlap import record, settle
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def config(overlap: str = "auto", tensor: int = 2, **data: int) -> RunConfig:
+    parallel = {"tensor_parallel_size": tensor, "tensor_parallel_overlap": overlap}
+    return tiny.config(1, "bf16", parallel=parallel, data={"micro_batch_size": 2, **data})
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint of a run that had chosen halves."""
+    state = {"overlap": record(config("on"))}
+    (tmp_path / "manifest.json").write_text(json.dumps({"state": state}))
+    (tmp_path / "config.yaml").write_text("{}")
+    monkeypatch.setattr(checkpoint, "read_manifest", lambda folder: json.loads((folder / "manifest.json").read_text()))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("cfg", "continues", "device", "expected", "timed"),
+    [
+        (config(), False, GPU, "off", True),
+        (config("on"), False, GPU, "on", False),
+        (config(tensor=1), False, GPU, "off", False),
+        (config(micro_batch_size=1, seq_length=tiny.SEQ - 1), False, GPU, "off", False),  # has no halves
+        (config(), False, CPU, "off", False),
+        (config(), True, GPU, "on", False),
+        (config("off"), True, GPU, "off", False),
+        (config(tensor=4), True, GPU, "off", True),
+        (config(micro_batch_size=4), True, GPU, "off", True),
+    ],
+)
+def test_auto_is_timed_once_and_kept_in_its_layout(cfg, continues, device, expected, timed, folder: Path) -> None:
+    calls = []
+    chosen, why = settle(cfg, folder if continues else None, device=device, choose=lambda: bool(calls.append(1)))
+    assert (chosen, bool(calls)) == (expected, timed)
+    assert why.startswith("as the run had it") == (continues and not timed and cfg != config("off"))
+
+
+def times_of_a_rank() -> tuple[list, dict[str, float]]:
+    """Return what was built to be timed, and the times that this rank was told."""
+    groups, built, right = tiny.join(2), [], overlap_choice._seconds
+    cfg = config()
+    draw = torch.randint(0, tiny.VOCAB, (2, tiny.SEQ + 1), generator=torch.Generator().manual_seed(0))
+    batch = Batch(draw[:, :-1], draw[:, 1:].clone(), None, None, None, [])
+    batch.labels[0, :3] = -100  # does not count in the loss
+
+    def seconds(model, inputs, count, device) -> float:
+        spent = right(model, inputs, 1, device)
+        built.append((model.overlap, len(model.blocks), spent > 0))
+        return (2.0 if model.overlap else 1.0) + dist.get_rank()
+
+    overlap_choice._seconds = seconds
+    place = {"sequence_parallel": True, "activation_checkpointing": "none"}
+    place |= {"compiled": False, "keeps_weights": True, "device": CPU, "dtype": torch.bfloat16}
+    matmuls = [{}] * cfg.model.num_layers
+    return built, time_overlap(cfg.model, cfg.attention, batch.inputs(CPU), matmuls, groups, **place)
+
+
+def test_both_ways_run_on_all_ranks_and_the_slowest_counts() -> None:
+    for built, seconds in run_distributed(times_of_a_rank, 2):
+        blocks = min(overlap_choice.BLOCKS, config().model.num_layers)
+        assert set(built) == {(False, blocks, True), (True, blocks, True)}
+        assert seconds == {"off": 2.0, "on": 3.0}
