@@ -25,12 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataConfig, DataSource
 from sagetrain.data import order
 from sagetrain.data.patterns import COARSE_SLOTS, Pattern, earlier_slots
-from sagetrain.data.token_file import TokenFile
-from sagetrain.data.token_files import open_sources
+from sagetrain.data.token_files import check_vocabulary, open_sources
 
 MASKED = -100
 """Label of a token that does not count in the loss: the one that torch.nn.functional.cross_entropy leaves out."""
@@ -155,18 +153,16 @@ class SampleStream:
         """Open the token files.
 
         With `vocab_size`, tokens outside of it are errors; with `tokenizer_sha256`, files made with another tokenizer.
-        ConfigError for these, if a file is missing or damaged, a source shorter than one sequence, or if files were
-        made with different tokenizers. Weights are all numbers, or all "proportional" (config.rules.data).
+        ConfigError for these, and as of open_sources. Weights are all numbers, or all "proportional"
+        (config.rules.data).
         """
         self.seq_length = seq_length
         self.seed = seed
         self.document_attention = document_attention
         self.document_positions = document_positions
         self._vocab_size = vocab_size
-        self._sources = open_sources(sources, seq_length)
+        self._sources = open_sources(sources, seq_length, document_attention, tokenizer_sha256)
         self._files = [file for source in self._sources for file in source.files]
-        _check_packing(self._files, seq_length)
-        check_tokenizers(self._files, tokenizer_sha256)
         self.names = source_names([source.path for source in sources])
         self._identities = [source.identity() for source in self._sources]
         self._weights = [
@@ -402,39 +398,3 @@ def source_names(paths: Sequence[str]) -> list[str]:
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
-
-
-def check_vocabulary(file: TokenFile, tokens: np.ndarray, vocab_size: int) -> None:
-    """ConfigError if tokens of a file are outside of the vocabulary."""
-    if not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        raise ConfigError(
-            f"token file {file.path} holds token {int(tokens.max()):,}, outside of the vocabulary of "
-            f"{vocab_size:,}: it was made with another tokenizer, or is damaged"
-        )
-
-
-def check_tokenizers(files: list[TokenFile], expected: str | None) -> None:
-    """ConfigError if files record different tokenizers, or another one than expected. Those from elsewhere record none
-    and are taken on trust."""
-    recorded = {file.path: file.provenance().get("tokenizer_sha256") for file in files}
-    known = [(path, sha) for path, sha in recorded.items() if sha]
-    for path, sha in known:
-        if expected and sha != expected:
-            raise ConfigError(
-                f"token file {path} was prepared with another tokenizer than data.tokenizer (SHA-256 {sha[:12]} in its "
-                f".json, {expected[:12]} here); name its own, or prepare it again with this one"
-            )
-        if sha != known[0][1]:
-            raise ConfigError(f"token files {known[0][0]} and {path} were prepared with different tokenizers")
-
-
-def _check_packing(files: list[TokenFile], seq_length: int) -> None:
-    """Records are whole in sequences of the length that they were prepared for."""
-    for file in files:
-        packed = file.provenance().get("seq_length", 1)
-        if seq_length % packed:
-            raise ConfigError(
-                f"token file {file.path} was prepared for sequences of {packed:,} tokens (--seq-length), and "
-                f"data.seq_length (eval: --context) {seq_length:,} would cut its records: use {packed:,}, or prepare "
-                "it again"
-            )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import resource
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
+
+import numpy as np
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataSource
@@ -43,9 +46,15 @@ class TokenFiles:
         return hashlib.sha256("".join([first, *others]).encode()).hexdigest() if others else first
 
 
-def open_sources(sources: list[DataSource], seq_length: int) -> list[TokenFiles]:
-    """The files of all sources, each open for the life of the run. ConfigError as of TokenFiles, or if the system does
-    not let a process have so many files open."""
+def open_sources(
+    sources: Sequence[DataSource], seq_length: int, document_attention: bool, tokenizer_sha256: str | None
+) -> list[TokenFiles]:
+    """Open the files of all sources, each for the life of the run.
+
+    Raises:
+        ConfigError: as of TokenFiles; records would be cut or see one another; files were made with different
+            tokenizers, or another one than `tokenizer_sha256`; or a process may not have so many files open.
+    """
     files = sum(len(source.files) for source in sources)
     wanted = 2 * files + _OTHER_FILES  # a large index is open a second time, by its map
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -56,4 +65,49 @@ def open_sources(sources: list[DataSource], seq_length: int) -> list[TokenFiles]
                 f"{hard:,} here (ulimit -Hn): raise that, or prepare the text into fewer files"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return [TokenFiles(source, seq_length) for source in sources]
+    opened = [TokenFiles(source, seq_length) for source in sources]
+    every = [file for source in opened for file in source.files]
+    _check_records(every, seq_length, document_attention)
+    check_tokenizers(every, tokenizer_sha256)
+    return opened
+
+
+def _check_records(files: Sequence[TokenFile], seq_length: int, document_attention: bool) -> None:
+    """Refuse files of fine-tuning records whose sequences would be cut elsewhere, or whose records would be mixed."""
+    for file in files:
+        packed = file.provenance().get("seq_length")
+        if packed and seq_length % packed:
+            raise ConfigError(
+                f"token file {file.path} was prepared for sequences of {packed:,} tokens (--seq-length), and "
+                f"data.seq_length (eval: --context) {seq_length:,} would cut its records: use {packed:,}, or prepare "
+                "it again"
+            )
+        if packed and not document_attention:
+            raise ConfigError(
+                f"token file {file.path} holds records, several in a sequence, and with data.document_attention false "
+                "each would see the ones before it: set data.document_attention: true"
+            )
+
+
+def check_tokenizers(files: Sequence[TokenFile], expected: str | None) -> None:
+    """ConfigError if files record different tokenizers, or another one than expected. Those from elsewhere record none
+    and are taken on trust."""
+    recorded = {file.path: file.provenance().get("tokenizer_sha256") for file in files}
+    known = [(path, sha) for path, sha in recorded.items() if sha]
+    for path, sha in known:
+        if expected and sha != expected:
+            raise ConfigError(
+                f"token file {path} was prepared with another tokenizer than data.tokenizer (SHA-256 {sha[:12]} in its "
+                f".json, {expected[:12]} here); name its own, or prepare it again with this one"
+            )
+        if sha != known[0][1]:
+            raise ConfigError(f"token files {known[0][0]} and {path} were prepared with different tokenizers")
+
+
+def check_vocabulary(file: TokenFile, tokens: np.ndarray, vocab_size: int) -> None:
+    """ConfigError if tokens of a file are outside of the vocabulary."""
+    if not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise ConfigError(
+            f"token file {file.path} holds token {int(tokens.max()):,}, outside of the vocabulary of "
+            f"{vocab_size:,}: it was made with another tokenizer, or is damaged"
+        )

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data.encode import Encoder, encode
-from sagetrain.data.loader import Sample, check_tokenizers, check_vocabulary
+from sagetrain.data.loader import Sample
 from sagetrain.data.sources import Corpus
 from sagetrain.data.token_file import TokenFile, token_path
+from sagetrain.data.token_files import check_tokenizers, check_vocabulary
 from sagetrain.data.tokenizer import Tokenizer
 
 Tokens = NDArray[np.int64]
