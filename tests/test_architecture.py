@@ -134,7 +134,8 @@ def test_the_command_line_loads_nothing_heavy():
 
 
 def test_few_see_the_whole_configuration():
-    """Trainer, engine, steering, choices, the run folder that keeps it, and the roster that compares it between hosts;
+    """Trainer, engine, steering, choices, the run folder that keeps it, the roster that compares it between hosts, and
+    preflight and resume, which compare it with that of a checkpoint;
     everything else gets its section. Tools that look at a run from outside (plan, eval) are not part of it."""
     whole = {name_of(path) for path in SOURCES if "sagetrain.config.schema.RunConfig" in imports(path)}
     inside = {path for path in whole if not path.startswith("sagetrain/config/")}
@@ -144,6 +145,8 @@ def test_few_see_the_whole_configuration():
         "sagetrain/train/steering.py",
         "sagetrain/train/choices.py",
         "sagetrain/train/overlap.py",
+        "sagetrain/train/preflight.py",
+        "sagetrain/train/resume.py",
         "sagetrain/train/start_line.py",
         "sagetrain/train/roster.py",
         "sagetrain/train/run_folder.py",

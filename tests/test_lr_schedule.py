@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runs import write_config
+from sagetrain.config import RunConfig, dump_config, load_config
 from sagetrain.config.schema import ConstantTokens, LrScheduleConfig, OptimizerConfig, RampTokens, Stage, StagedTokens
 from sagetrain.config.tokens_per_step import stages, tokens_per_step
 from sagetrain.train.lr_schedule import curve, learning_rate
+from sagetrain.train.resume import learning_rate_jump
 
 TOTAL = 1000
 OPTIMIZER = OptimizerConfig(lr=2.0)
@@ -123,3 +126,48 @@ def test_a_ramp_of_tokens_per_step_keeps_the_area_under_the_curve(shape):
     fine = area(ConstantTokens(schedule="constant", tokens=2**8))
     assert area(schedule) == pytest.approx(fine, rel=2e-4)
     assert len(stages(schedule, total, 2**10)) > 10
+
+
+def planned(tmp_path, lr_schedule: dict, total: int, **optimizer: float) -> RunConfig:
+    """A configuration, and config.yaml as a checkpoint of it has it."""
+    path = write_config(
+        tmp_path / "c.yaml", tmp_path, tmp_path, lr_schedule=lr_schedule, training={"total_tokens": total}
+    )
+    cfg = load_config(path, [f"optimizer.{key}={value}" for key, value in optimizer.items()])
+    (tmp_path / "config.yaml").write_text(dump_config(cfg))
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "before", "now"),
+    [
+        ("cosine", 15360, 2.36e-06, 0.000439),
+        ("linear", 15360, 5.36e-05, 0.00075),
+        ("wsd", 15360, 0.0005, 0.003),
+        ("cosine", 5120, 0.0025, 0.00264),
+        ("wsd", 5120, None, None),  # its decay comes later
+        ("constant", 15360, None, None),
+    ],
+)
+def test_a_run_that_is_extended_says_how_far_the_learning_rate_jumps(tmp_path, shape, tokens, before, now):
+    """By hand: the schedule at the middle of the last step of 512 tokens, and at that of the next one."""
+    options = {"shape": shape, "warmup_tokens": 1024}
+    longer = planned(tmp_path, options, 20480)
+    planned(tmp_path, options, 15360)
+    said = learning_rate_jump(longer, tmp_path, tokens, 512)
+    if before is None:
+        assert said is None
+        return
+    message, fix = said
+    assert f"goes from {before:.3g} in the checkpoint's last step to {now:.3g} in the next one" in message, message
+    assert "the run was to end at 15,360 tokens and now ends at 20,480" in message and "training.init_from" in fix
+    assert learning_rate_jump(longer, tmp_path, 20480, 512) is None  # there is no next step
+
+
+def test_any_other_schedule_of_a_run_that_goes_on_is_said_likewise(tmp_path):
+    lower = planned(tmp_path, {"shape": "constant"}, 15360, lr=1e-3)
+    assert learning_rate_jump(lower, tmp_path, 5120, 512) is None
+    planned(tmp_path, {"shape": "constant"}, 15360)
+    message, _ = learning_rate_jump(lower, tmp_path, 5120, 512)
+    assert "from 0.003 in the checkpoint's last step to 0.001 in the next one, 0.333 times as much;" in message
+    assert learning_rate_jump(lower, tmp_path, 0, 0) is None  # an imported model has taken no step

@@ -56,7 +56,7 @@ def test_shipped_configurations_load_fit_and_plan(name, tmp_path):
     dumped = tmp_path / "dump.yaml"
     dumped.write_text(dump_config(cfg))
     assert load_config(dumped) == cfg
-    errors, text = plan(path, world_size, "data.tokenizer=/nowhere/tokenizer.model")
+    errors, text = plan(path, world_size, "data.tokenizer=/nowhere/tokenizer.model", "training.run_dir=/nowhere/run")
     assert errors == 0
     levels = set(re.findall(r"\[(\w+)\]\n", text))
     assert levels <= {"data_files", "sage_in_fp32", "linear_precision_auto"}

@@ -264,16 +264,16 @@ def test_a_resume_on_other_data_is_refused(tmp_path, corpus, reference) -> None:
     assert f"{corpus}/train has changed since: data.train (checksums in .json): checkpoint 000" in log_of(config)
 
 
-def test_a_run_continued_with_other_tokens_per_step_says_so(tmp_path, corpus, reference) -> None:
+def test_a_run_continued_with_other_tokens_per_step_or_another_end_says_so(tmp_path, corpus, reference) -> None:
     run_dir = shutil.copytree(reference[1], tmp_path / "run")
-    config = write_config(
-        tmp_path / "run.yaml", corpus, run_dir, tokens_per_step={"stages": [{"from_tokens": 0, "tokens": 256}]}
-    )
+    stages = {"stages": [{"from_tokens": 0, "tokens": 256}]}
+    longer = {"total_tokens": 15360 + 256}
+    config = write_config(tmp_path / "run.yaml", corpus, run_dir, tokens_per_step=stages, training=longer)
     finish("sagetrain", config)
-    assert (
-        "last step had 512 tokens, which tokens_per_step of this run makes 256"
-        in config.with_suffix(".log").read_text()
-    )
+    log = log_of(config)
+    assert "last step had 512 tokens, which tokens_per_step of this run makes 256" in log
+    assert "the learning rate goes from 2.36e-06 in the checkpoint's last step to" in log
+    assert "the run was to end at 15,360 tokens and now ends at 15,616; leave them" in log
 
 
 def test_mistakes_end_the_run_before_it_starts(tmp_path, corpus) -> None:

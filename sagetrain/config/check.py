@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from sagetrain.config.errors import Finding
@@ -25,12 +25,14 @@ def check(
     overrides: Sequence[str] = (),
     files: bool = True,
     measured: MeasuredRun | None = None,
+    others: Iterable[Finding] = (),
 ) -> list[Finding]:
     """Everything there is to say about a run before it starts, errors first.
 
     vocab_size: of the tokenizer, when known. path, overrides: what `cfg` was loaded from; findings then name file and
     line. files: whether missing data files are errors (to train) or warnings (to plan on another machine), and missing
-    packages errors or nothing. measured: an earlier run whose measurements the guidance takes.
+    packages errors or nothing. measured: an earlier run whose measurements the guidance takes. others: findings to
+    name the place of, too (train/preflight.py).
     """
     findings = [
         *layout.launch(cfg, world_size),
@@ -39,6 +41,7 @@ def check(
         *guidance(cfg, measured),
         *data.findings(cfg, required=files),
         *logging.findings(cfg, required=files),
+        *others,
     ]
     if path is not None:
         places = locations(path, overrides)

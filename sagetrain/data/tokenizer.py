@@ -287,10 +287,16 @@ def tokenizer_of(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
     return Tokenizer.load(file)
 
 
+def known_tokenizer(data: DataConfig) -> Tokenizer | None:
+    """Load the run's tokenizer; None if the file does not exist yet."""
+    file = find_tokenizer(data)
+    return Tokenizer.load(file) if file.is_file() else None
+
+
 def known_vocab_size(data: DataConfig) -> int | None:
     """Tokens of the run's tokenizer; None if the file does not exist yet."""
-    file = find_tokenizer(data)
-    return Tokenizer.load(file).vocab_size if file.is_file() else None
+    tokenizer = known_tokenizer(data)
+    return tokenizer.vocab_size if tokenizer else None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:

@@ -13,13 +13,14 @@ from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.linear_sizes import AUTO_PRECISION
 from sagetrain.config.load import load_config
 from sagetrain.config.measured import MeasuredRun
-from sagetrain.config.schema import SIXTEEN_BITS, DataConfig, DataSource, LinearConfig, RunConfig
+from sagetrain.config.schema import SIXTEEN_BITS, DataConfig, LinearConfig, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage, stages
-from sagetrain.data.tokenizer import known_vocab_size
+from sagetrain.data.tokenizer import known_tokenizer
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import MemoryItem, memory_per_rank
 from sagetrain.planning.layouts import Layout, fastest_linear, layout, memory_finding, propose
 from sagetrain.planning.performance import calibrate
+from sagetrain.train import preflight
 
 ASSUMED_VOCAB_SIZE = 32_768
 # Rules without which the numbers would mean nothing.
@@ -94,10 +95,20 @@ def make_plan(
     """
     cfg = asked = load_config(path, overrides)
     world_size = world_size or cfg.parallel.world_size or 1
-    known = known_vocab_size(cfg.data)
+    tokenizer = known_tokenizer(cfg.data)
+    known = tokenizer.vocab_size if tokenizer else None
     padded = padded_vocab_size(cfg.model.vocab_size or known or ASSUMED_VOCAB_SIZE)
     span = document_span(cfg.data)
-    findings = check(cfg, world_size, vocab_size=known, path=path, overrides=overrides, files=False, measured=measured)
+    findings = check(
+        cfg,
+        world_size,
+        vocab_size=known,
+        path=path,
+        overrides=overrides,
+        files=False,
+        measured=measured,
+        others=preflight.findings(cfg, tokenizer),
+    )
     possible = not _NO_LAYOUT & {f.rule for f in findings if f.level == "error"}
     if cfg.linear.precision == "auto" and possible:
         cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, padded, hardware, span)})
@@ -143,7 +154,7 @@ def make_plan(
 
 def document_span(data: DataConfig) -> float | None:
     """Of the sequences that data.train gives (model.operations.Rank.span); None where its files are not there."""
-    if not (data.document_attention and all(map(_is_there, data.train))):
+    if not (data.document_attention and all(map(preflight.is_there, data.train))):
         return None
     from sagetrain.data.token_file import TokenFile  # numpy, which a plan without data needs not
 
@@ -159,11 +170,6 @@ def document_span(data: DataConfig) -> float | None:
     except ConfigError:  # the findings name the file, or the run will
         return None
     return sum(weight * span for weight, span in zip(weights, spans, strict=True)) / sum(weights)
-
-
-def _is_there(source: DataSource) -> bool:
-    files = source.files
-    return bool(files) and all(Path(f"{path}.idx").is_file() for path in files)
 
 
 def _priced(linear: LinearConfig) -> Finding:

@@ -128,8 +128,9 @@ def read_manifest(folder: Path) -> dict:
     return manifest
 
 
-def problems(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
-    """What is wrong with the files of a checkpoint; this rank checks every world_size-th file. Empty: whole."""
+def problems(folder: Path, rank: int = 0, world_size: int = 1, *, contents: bool = True) -> list[str]:
+    """What is wrong with the files of a checkpoint; this rank checks every world_size-th file. Empty: whole. Without
+    `contents` the files' sizes alone are looked at."""
     try:
         files = read_manifest(folder)["files"]
     except CheckpointError as error:
@@ -140,7 +141,7 @@ def problems(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
         try:
             if (size := path.stat().st_size) != expected["bytes"]:
                 found.append(f"{path} has {size} bytes instead of {expected['bytes']}")
-            elif sha256(path) != expected["sha256"]:
+            elif contents and sha256(path) != expected["sha256"]:
                 found.append(f"{path} does not match its SHA-256")
         except FileNotFoundError:
             found.append(f"{path} is missing")
@@ -150,18 +151,22 @@ def problems(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
 
 
 def newest_whole(
-    root: Path, report: Callable[[str], None], wanted: Callable[[int], bool] = lambda step: True
+    root: Path,
+    report: Callable[[str], None],
+    wanted: Callable[[int], bool] = lambda step: True,
+    *,
+    contents: bool = True,
 ) -> tuple[Path | None, list[Path]]:
-    """The newest checkpoint, of those of wanted steps, whose files are all as its manifest says, and the damaged ones
-    passed over on the way (each goes to `report`); collective. Raises CheckpointError when there are such checkpoints
-    but none is whole."""
+    """The newest checkpoint, of those of wanted steps, whose files are all as its manifest says (`contents`: as of
+    problems), and the damaged ones passed over on the way (each goes to `report`); collective. Raises CheckpointError
+    when there are such checkpoints but none is whole."""
     damaged: list[Path] = []
 
     def left() -> list[Path]:
         return [folder for folder in published(root) if wanted(step_of(folder)) and folder not in damaged]
 
     while folder := _broadcast(max(left(), default=None)):
-        wrong = [p for found in _gather(problems(folder, _rank(), _world_size())) for p in found]
+        wrong = [p for found in _gather(problems(folder, _rank(), _world_size(), contents=contents)) for p in found]
         if not wrong:
             return folder, damaged
         if _broadcast(folder.is_dir()):  # else the run goes on, and has removed it meanwhile for newer ones
@@ -186,15 +191,16 @@ def whole_at(root: Path, step: int) -> Path:
     return folder
 
 
-def whole(path: Path, report: Callable[[str], None]) -> Path:
+def whole(path: Path, report: Callable[[str], None], *, contents: bool = True) -> Path:
     """The checkpoint that a path names: itself, or the newest whole one of a run folder; collective. Raises
-    CheckpointError if there is none."""
+    CheckpointError if there is none. contents: as of problems."""
     if not (path / "manifest.json").is_file():
-        folder, _ = newest_whole(path / "checkpoints", report)
+        folder, _ = newest_whole(path / "checkpoints", report, contents=contents)
         if folder is None:
             raise CheckpointError(f"{path} has no checkpoint")
         return folder
-    if wrong := [problem for found in _gather(problems(path, _rank(), _world_size())) for problem in found]:
+    found = _gather(problems(path, _rank(), _world_size(), contents=contents))
+    if wrong := [problem for each in found for problem in each]:
         raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(wrong)}")
     return path
 

@@ -35,7 +35,7 @@ def check(root: Path, training: TrainingConfig, identity: Mapping[str, Any]) -> 
     goes on from these: what it began with is not looked at again, and may be gone.
 
     Args:
-        identity: of the run, by setting (Trainer._identity).
+        identity: of the run, by setting (train/preflight.py).
 
     Raises:
         ConfigError: training.init_from is no run and no checkpoint, or is one of another model, vocabulary or
@@ -121,7 +121,7 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]
     keys = [key for key in now if key in before and key.partition(".")[0] not in _FREE]
     found = [f"model.{key}: {before[key]!r} there, {now[key]!r} here" for key in keys if before[key] != now[key]]
     for key in ("attention.qk_norm", "vocab_size"):
-        if theirs[key] != ours[key]:
+        if key in ours and theirs[key] != ours[key]:
             found.append(f"{key}: {theirs[key]!r} there, {ours[key]!r} here")
     key = "tokenizer (SHA-256)"
     if theirs[key] and ours[key] and theirs[key] != ours[key]:

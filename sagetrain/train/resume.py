@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import yaml
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.load import flat
-from sagetrain.config.schema import DataSource
+from sagetrain.config.load import dump_config, flat
+from sagetrain.config.schema import DataSource, LrScheduleConfig, OptimizerConfig, RunConfig, Section
+from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data import verify
+from sagetrain.data.loader import SampleStream
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.train import checkpoint
 from sagetrain.train.checkpoint import Reader
 from sagetrain.train.engine import Engine
 from sagetrain.train.ledger import Ledger, TrainState
+from sagetrain.train.lr_schedule import learning_rate
 from sagetrain.train.origin import differences
+from sagetrain.train.preflight import ORDER
+from sagetrain.train.run_folder import changed_settings
 
-ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
-"""Key of the loader's fingerprint in what a run is known by."""
 
-
-def check(reader: Reader, identity: dict[str, Any], files: dict[str, str], train: Sequence[DataSource]) -> None:
-    """ConfigError if a checkpoint was written by another run; on all ranks, which have the same arguments.
+def check(
+    folder: Path,
+    cfg: RunConfig,
+    stream: SampleStream | None,
+    identity: Callable[[], dict[str, Any]],
+    files: dict[str, str],
+    say: Callable[[str], None],
+) -> Reader:
+    """See that a run may go on from a checkpoint; on all ranks, which have the same arguments.
 
     Args:
-        identity: what a checkpoint must share with the run that continues it, by setting.
+        stream: data.train, which takes the order of samples that the checkpoint was trained in, if it is another one
+            of the same data; None: its files are not there.
+        identity: gives what a checkpoint must share with the run that continues it, by setting (train/preflight.py).
         files: hashes of this host's data, by name.
-        train: data.train, which says more to people than the hashes.
+        say: gets messages for people.
+
+    Raises:
+        ConfigError: the checkpoint was written by another run, or checkpoint.resume is never.
     """
+    if cfg.checkpoint.resume == "never":
+        raise ConfigError(
+            f"{folder.parent.parent} holds checkpoint {folder.name} and checkpoint.resume is never; "
+            "set it to auto to continue, or choose another training.run_dir"
+        )
+    reader, train = Reader(folder), cfg.data.train
     state = reader.manifest["state"]
-    theirs, ours = flat(state["identity"]), flat(identity)
+    if stream and stream.keep_order(state["identity"].get(ORDER, "")):
+        say("the shares of data.train are those that the run began with, coarser than a new run's")
+    given = identity()
+    theirs, ours = flat(state["identity"]), flat(given)
     changed = {k: f"{k}: checkpoint {theirs.get(k)!r}, this run {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]}
     order, data = changed.pop(ORDER, ""), verify.changed(state.get("files", {}), files)
     if data or (order and not changed.keys() & {"data.seq_length", "training.seed"}):
@@ -43,12 +68,56 @@ def check(reader: Reader, identity: dict[str, Any], files: dict[str, str], train
             why = f"{now} has changed since: {', '.join(data or [order])}"
         changed["data.train"] = f"data.train: {why}"
     if changed:
-        fits = not differences(state["identity"], identity)
+        fits = not differences(state["identity"], given)
         weights = f" (training.init_from={reader.folder} begins with these weights)" if fits else ""
         raise ConfigError(
             f"{reader.folder} was written by another run: {'; '.join(changed.values())}. "
             f"Restore these settings, or choose another training.run_dir{weights}"
         )
+    return reader
+
+
+def changed(cfg: RunConfig, folder: Path) -> list[str]:
+    """Lines `key: old -> new` for the settings that differ from those that a checkpoint was written with."""
+    return changed_settings((folder / "config.yaml").read_text(), dump_config(cfg))
+
+
+def last_step(state: dict[str, Any], cfg: RunConfig) -> int:
+    """Tokens of the last step that a checkpoint has taken; 0: it has taken none."""
+    segments = (state.get("ledger") or {}).get("segments")
+    return int(segments[-1][1]) * cfg.data.seq_length if segments else 0
+
+
+def learning_rate_jump(cfg: RunConfig, folder: Path, tokens: int, last: int) -> tuple[str, str] | None:
+    """Say how far the learning rate jumps where a run continues with another schedule, and what to do about it.
+
+    None if the schedule gives the last step the learning rate that it had. `tokens` were seen by the checkpoint in
+    `folder`, `last` of them in its last step.
+    """
+    total = cfg.training.total_tokens
+    if not last or tokens >= total:
+        return None
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    peak = OptimizerConfig.model_validate(_known(OptimizerConfig, saved["optimizer"]))
+    curve = LrScheduleConfig.model_validate(_known(LrScheduleConfig, saved["lr_schedule"]))
+    was = saved["training"]["total_tokens"]
+    before = learning_rate(peak, curve, tokens - last, last, was)
+    again = learning_rate(cfg.optimizer, cfg.lr_schedule, tokens - last, last, total)
+    if math.isclose(before, again, rel_tol=1e-6):
+        return None
+    now = learning_rate(cfg.optimizer, cfg.lr_schedule, tokens, tokens_per_step(cfg.tokens_per_step, tokens), total)
+    times = f", {now / before:.3g} times as much" if before else ""
+    length = f": the run was to end at {was:,} tokens and now ends at {total:,}" if was != total else ""
+    return (
+        f"the learning rate goes from {before:.3g} in the checkpoint's last step to {now:.3g} in the next one{times}; "
+        f"lr_schedule.shape {cfg.lr_schedule.shape} follows the settings of this run{length}",
+        "leave them as they were, or begin a phase with a warm-up of its own (training.init_from) instead of going on",
+    )
+
+
+def _known(section: type[Section], saved: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a saved section that this version has."""
+    return {key: value for key, value in saved.items() if key in section.model_fields}
 
 
 def _shown(sources: Iterable[DataSource]) -> str:

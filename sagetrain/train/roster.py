@@ -46,6 +46,9 @@ FIXES = {
 }
 """What a host must share with the others, and what to do where it does not."""
 
+SHOWN = 12
+"""Digits of a file's hash, for people, and for checkpoints."""
+
 LOCAL_KEYS = ("training.network_interface",)
 """Settings that describe a host and may differ between hosts."""
 
@@ -314,7 +317,7 @@ def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[s
         "gpus": torch.cuda.device_count(),
         "versions": {**versions(), **_flash_attn(cfg, device)},
         "configuration": {name: value for name, value in tree.items() if name not in LOCAL_KEYS},
-        "files": {name: digest[:12] for name, digest in files.items()},
+        "files": {name: digest[:SHOWN] for name, digest in files.items()},
         "environment": {
             name: value
             for name, value in os.environ.items()

@@ -40,7 +40,7 @@ from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Event
 from sagetrain.stability.precision import rungs_of
-from sagetrain.train import attention, bundle, checkpoint, linear, origin, overlap, resume, roster
+from sagetrain.train import attention, bundle, checkpoint, linear, origin, overlap, preflight, resume, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.choices import Choices
 from sagetrain.train.engine import Engine, check_zero, init_distributed, partitioner
@@ -53,7 +53,7 @@ from sagetrain.train.perturb import perturb
 from sagetrain.train.profile import ProfileWindow
 from sagetrain.train.rendezvous import ended_by_signals
 from sagetrain.train.reporter import Reporter
-from sagetrain.train.run_folder import RunFolder, changed_settings
+from sagetrain.train.run_folder import RunFolder
 from sagetrain.train.saver import Saver
 from sagetrain.train.start_line import start_line
 from sagetrain.train.steering import Steering
@@ -117,7 +117,7 @@ class Trainer:
         seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
         found, damaged = checkpoint.newest_whole(self.folder.checkpoints, self._say)
         if found is not None:  # before auto is timed and the model is built
-            self._check_continues(found)
+            resume.check(found, cfg, self.stream, self._identity, self.files, self._say)
         self.compiled = {"auto": self.device.type == "cuda", "on": True, "off": False}[cfg.training.compile]
         place = {"device": self.device, "dtype": self.dtype}
         how = {**place, "say": self._say}
@@ -224,28 +224,7 @@ class Trainer:
 
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that continues it."""
-        return {
-            "model": self.cfg.model.model_dump(),
-            "attention.qk_norm": self.cfg.attention.qk_norm,
-            "vocab_size": self.vocab_size,
-            "training.init_from": self.cfg.training.init_from,
-            "training.seed": self.cfg.training.seed,
-            "data.seq_length": self.cfg.data.seq_length,
-            "tokenizer (SHA-256)": self.tokenizer_hash,
-            resume.ORDER: self.stream.fingerprint,
-        }
-
-    def _check_continues(self, folder: Path) -> None:
-        """ConfigError if this run may not go on from a checkpoint."""
-        if self.cfg.checkpoint.resume == "never":
-            raise ConfigError(
-                f"{self.folder.path} holds checkpoint {folder.name} and checkpoint.resume is never; "
-                "set it to auto to continue, or choose another training.run_dir"
-            )
-        reader = Reader(folder)
-        if self.stream.keep_order(reader.manifest["state"]["identity"].get(resume.ORDER, "")):
-            self._say("the shares of data.train are those that the run began with, coarser than a new run's")
-        resume.check(reader, self._identity(), self.files, self.cfg.data.train)
+        return preflight.identity(self.cfg, self.vocab_size, self.tokenizer_hash, self.stream.fingerprint)
 
     def _resume(self, folder: Path | None, damaged: list[Path]) -> None:
         if folder is None:
@@ -263,14 +242,15 @@ class Trainer:
                 self._say(f"ranks: {reader.world_size} wrote that checkpoint, {dist.get_world_size()} go on with it"
                           " (parallel.world_size makes a number that you do not mean an error)")  # fmt: skip
             kept = [name for name in linear.NAMES[1:] if getattr(self.linear, name) != getattr(self.cfg.linear, name)]
-            for line in changed_settings((folder / "config.yaml").read_text(), dump_config(self.cfg)):
+            for line in resume.changed(self.cfg, folder):
                 if not line.startswith(tuple(f"linear.{name}:" for name in kept)):  # those are as `auto` had them
                     self._say(f"changed since that checkpoint: {line}")
                     self._changed.append(line)
-            if segments := self.state.ledger.segments:
-                last = segments[-1][1] * self.cfg.data.seq_length
+            if last := resume.last_step(reader.manifest["state"], self.cfg):
                 if said := change_at_resume(self.cfg.tokens_per_step, self.state.tokens, last):
                     self._say(said)
+                if jump := resume.learning_rate_jump(self.cfg, folder, self.state.tokens, last):
+                    self._say("; ".join(jump))
 
     def _restore(self, reader: Reader) -> TrainState:
         """Load a whole checkpoint, in another rounding if training.perturb has changed since."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,14 @@ def _files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
                 "copy the .json that `sagetrain prepare` wrote beside the .bin; for files from elsewhere, see that "
                 f"they were made with {cfg.data.tokenizer_path}",
             )
+    if elsewhere and cfg.evaluation.tasks:
+        yield error(
+            "tasks_without_tokenizer",
+            "evaluation.tasks",
+            cfg.evaluation.tasks,
+            f"are texts, and there is no tokenizer to read them with: no {cfg.data.tokenizer_path}",
+            "name the tokenizer that made the token files (data.tokenizer), or leave the tasks out",
+        )
     if elsewhere:
         yield Finding(
             "no_tokenizer",
@@ -119,8 +128,19 @@ def _meant(path: Path) -> str:
 
 
 def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
-    """A folder that no run had before, with files in it that a run would replace by its own."""
+    """A folder that cannot be made or written, or that no run had before, with files in it that a run would replace."""
     folder = Path(cfg.training.run_dir)
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    if not usable and (required or there != Path(there.anchor)):  # else: a plan for another machine
+        yield Finding(
+            "run_dir",
+            "error" if required or not there.is_dir() else "warning",
+            "training.run_dir",
+            cfg.training.run_dir,
+            f"{there} is no folder that can be written to",
+            "choose another folder, or let this user write there (chmod)",
+        )
     theirs = [name for name in _WRITTEN if (folder / name).exists()]
     if theirs and not any((folder / name).exists() for name in (".lock", "checkpoints")):
         yield Finding(

@@ -1,4 +1,4 @@
-"""What a run is watched with."""
+"""The packages that a run is watched and asked with."""
 
 from __future__ import annotations
 
@@ -19,4 +19,12 @@ def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
             cfg.logging.wandb.project,
             "Weights & Biases is not installed here",
             "pip install 'sagetrain[wandb]', or set logging.wandb: null",
+        )
+    if required and cfg.evaluation.tasks and find_spec("lm_eval") is None:
+        yield error(
+            "lm_eval_installed",
+            "evaluation.tasks",
+            cfg.evaluation.tasks,
+            "the lm-evaluation-harness is not installed here",
+            "pip install 'sagetrain[lm-eval]', or leave the tasks out",
         )
