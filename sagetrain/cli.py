@@ -354,7 +354,8 @@ def export(
         done = write(run_dir, folder, step=checkpoint, dtype=name, shard_bytes=int(shard_gb * 1e9), report=_warn)
     typer.echo(
         f"{folder}: {done.architecture} of step {done.step}, {done.tensors} tensors, {done.bytes:,} bytes in "
-        f"{done.shards} file{'s' * (done.shards > 1)}"
+        f"{done.shards} file{'s' * (done.shards > 1)}, max_position_embeddings {done.positions}, eos_token_id "
+        f"{done.eos_token_id}"
     )
 
 

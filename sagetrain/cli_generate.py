@@ -65,7 +65,11 @@ def generate(
     ] = False,
     chat_template: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Jinja file for --chat. Default: the tokenizer's own.", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="Jinja file for --chat. Default: the one that the data were made with, or the tokenizer's own.",
+            show_default=False,
+        ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are continued at the same time.")] = 8,
     attention: InferenceAttention = None,
@@ -116,7 +120,7 @@ def generate(
             ranks=ranks,
         )
         if template is not None and run.tokenizer:
-            template = settled_template(template, run.tokenizer)
+            template = settled_template(template or run.chat_template or "", run.tokenizer)
         while interactive and (line := ranks.tell(_next_line)) is not None:
             try:
                 _show(completions(run, [line], sampling, 1, template), 1, as_json, ranks.main, answers=chat)

@@ -100,6 +100,27 @@ def test_documents_that_begin_otherwise_are_named(tmp_path):
         assert found(bos, init_from=str(folder)) == []
 
 
+def test_chats_of_other_templates_are_named(tmp_path):
+    chats = {"records": {"template_sha256": "c"}}
+    for name, record in (("old", {}), ("a-1", {"chat_template": "A"}), ("a-2", {"chat_template": "B"})):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"request": chats, **record}))
+        (tmp_path / f"{name}.idx").touch()
+    (tmp_path / "text.json").write_text(json.dumps({"request": {}}))
+    (tmp_path / "text.idx").touch()
+
+    def found(*names: str) -> list[str]:
+        tree = config(*({"path": f"{tmp_path}/{name}"} for name in names))
+        warnings = [finding for finding in findings(tree, required=False) if finding.rule == "chat_template"]
+        return [f"{finding.key} {finding.value} {finding.message}" for finding in warnings]
+
+    assert found("text", "a-1") == []
+    (line,) = found("text", "a-*")
+    written = f"its chats were written by another chat template than those of {tmp_path}/a-1"
+    assert line.startswith(f"data.train.1.path {tmp_path}/a-2 {written}")
+    (line,) = found("old", "a-1")
+    assert line.startswith(f"data.train.0.path {tmp_path}/old an earlier version prepared its chats")
+
+
 @pytest.mark.parametrize("weight", ["-1", "proportinal", "[1]"])
 def test_a_weight_is_a_number_or_proportional(weight):
     with pytest.raises(ConfigError) as raised:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.rules.data import CHAT_TEMPLATE
 from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, tokenizer_in
 from sagetrain.data.chunk import Place
 from sagetrain.data.counts import Counts, Tally, many
@@ -278,7 +279,7 @@ class _Call:
             "sources": list(sources),
             **{name: value for name, value in counts.items() if records or name not in of_records},
             **({"seq_length": records.seq_length, "mask_sha256": writer.mask_sha256} if records else {}),
-            **({"chat_template": records.named_templates} if isinstance(records, Chats) else {}),
+            **({CHAT_TEMPLATE: records.named_templates} if isinstance(records, Chats) else {}),
             "vocab_size": tokenizer.vocab_size,
             "eos_id": tokenizer.eos_id,
             "bos_id": tokenizer.bos_id,

@@ -28,6 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.chunk import no_such_key
 from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.data.tokenizer_copy import named_templates
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _BEGIN, _END = "\0generation\0", "\0endgeneration\0"  # no message may hold a NUL
@@ -89,10 +90,8 @@ class Chats:
     @property
     def named_templates(self) -> str | list[dict[str, str]]:
         """The template, or the templates by name, as tokenizer_config.json writes them under chat_template."""
-        if not self.tool_template:
-            return self.template
-        named = {"default": self.template, "tool_use": self.tool_template}
-        return [{"name": name, "template": template} for name, template in named.items()]
+        tools = {"tool_use": self.tool_template} if self.tool_template else {}
+        return named_templates({"default": self.template, **tools})
 
     @property
     def request(self) -> dict[str, Any]:

@@ -233,11 +233,14 @@ def _config(beside: Beside, names: Iterable[str]) -> dict[str, Any]:
     config: dict[str, Any] = {
         name: beside.named[name].token.content for name in dict.fromkeys([*names, *used]) if name in beside.named
     }
+    return config | ({"chat_template": named_templates(templates)} if templates else {})
+
+
+def named_templates(templates: Mapping[str, str]) -> str | list[dict[str, str]]:
+    """Chat templates by name as tokenizer_config.json writes them: a single default one without its name."""
     if [*templates] == ["default"]:
-        config["chat_template"] = templates["default"]
-    elif templates:
-        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
-    return config
+        return templates["default"]
+    return [{"name": name, "template": text} for name, text in templates.items()]
 
 
 def kept_templates(config: Mapping[str, Any]) -> dict[str, str]:

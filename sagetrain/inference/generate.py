@@ -60,6 +60,13 @@ class Completion:
     """What ended it; None: it grows."""
 
 
+def ending_tokens(tokenizer: Tokenizer, also: Sequence[int], template: str | None) -> list[int]:
+    """The tokens that end a text, or with a chat template an answer: those of the model (`also`), the tokenizer's
+    end-of-text token, and what the template puts behind an answer."""
+    answer = answer_ends(template, tokenizer) if template else []
+    return [*dict.fromkeys([*also, tokenizer.eos_id, *answer])]
+
+
 @torch.no_grad()
 def generate(
     run: TrainedRun, prompts: Sequence[str], sampling: Sampling, batch_size: int = 1, template: str | None = None
@@ -85,7 +92,7 @@ def generate(
             "the run was trained on token files without a tokenizer, so there is no text for it: put the "
             "tokenizer.model or tokenizer.json that made them into the run's folder"
         )
-    ends = {tokenizer.eos_id, *run.end_tokens, *(answer_ends(template, tokenizer) if template else ())}
+    ends = {*ending_tokens(tokenizer, run.end_tokens, template)}
     known = min(run.vocab_size, tokenizer.vocab_size)
     waiting, growing = deque(_begin(run, prompts, tokenizer, sampling, template)), list[_Text]()
     longest = max((len(text.tokens) for text in waiting), default=0)

@@ -11,8 +11,10 @@ import torch
 from sagetrain.config.arithmetic import low_bit_linear, padded_vocab_size
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
+from sagetrain.config.rules.data import CHAT_TEMPLATE
 from sagetrain.config.schema import LinearConfig, RunConfig, tokenizer_in
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.data.tokenizer_copy import kept_templates
 from sagetrain.inference.ranks import Ranks
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import matmuls_of, resolve_backend
@@ -24,7 +26,7 @@ from sagetrain.train import checkpoint
 from sagetrain.train.attention import kept
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.linear import kept as linear_kept
-from sagetrain.train.origin import end_tokens, text_prefix
+from sagetrain.train.origin import chat_template, end_tokens, text_prefix
 
 
 @dataclass
@@ -43,6 +45,8 @@ class TrainedRun:
     """Tokens that the model wants before a text (train/origin.py)."""
     end_tokens: Sequence[int] = ()
     """Those that end one, beside the tokenizer's own (train/origin.py)."""
+    chat_template: str | None = None
+    """The template that its chats were made with, or else the tokenizer's own."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,12 @@ class OpenRun:
     def end_tokens(self) -> list[int]:
         """As of TrainedRun."""
         return end_tokens(self.reader.manifest["state"])
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The templates by name that its chats were made with, or else those of the tokenizer."""
+        recorded = kept_templates({CHAT_TEMPLATE: chat_template(self.reader.manifest["state"])})
+        return recorded or (self.tokenizer.chat_templates if self.tokenizer else {})
 
 
 def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = None) -> OpenRun:
@@ -221,7 +231,7 @@ def load_run(
         ladder.restore(run.reader.manifest["state"]["controllers"][ladder.name])
         report(f"attention as at step {run.step}: {ladder.summary()}")
     about = run.tokenizer, run.vocab_size, run.step, run.tokens
-    return TrainedRun(cfg, model, *about, device, run.text_prefix, run.end_tokens)
+    return TrainedRun(cfg, model, *about, device, run.text_prefix, run.end_tokens, run.chat_templates.get("default"))
 
 
 def _multiply(trained: LinearConfig, precision: str) -> LinearConfig:

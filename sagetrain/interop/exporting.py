@@ -19,12 +19,15 @@ from safetensors.torch import save_file
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.token_file import check_writable
-from sagetrain.inference.load import open_run
+from sagetrain.inference.generate import ending_tokens
+from sagetrain.inference.load import OpenRun, open_run
 from sagetrain.interop.huggingface import INDEX, WEIGHTS, Weight, config_json, weights
 from sagetrain.interop.tokenizer_files import tokenizer_files
 from sagetrain.train.checkpoint import CheckpointError, Reader, lacks_space
-from sagetrain.train.origin import imported_tokens
+from sagetrain.train.origin import generation_settings, positions
 
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys that config.json and generation_config.json share."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -37,6 +40,9 @@ class Exported:
     tensors: int
     bytes: int
     shards: int
+    positions: int
+    """max_position_embeddings."""
+    eos_token_id: int | list[int] | None
 
 
 def export(
@@ -63,28 +69,35 @@ def export(
     """
     run = open_run(run_dir, report, step)
     reader, cfg = run.reader, run.cfg
-    config = config_json(cfg.model, cfg.attention, run.vocab_size, cfg.data.seq_length)
+    state, own = reader.manifest["state"], cfg.data.seq_length
+    length = positions(state) or own
+    if length != own:
+        report(
+            f"max_position_embeddings {length}: the positions of the model that this run began with; its own sequences "
+            f"have {own} tokens (data.seq_length)"
+        )
+    config = config_json(cfg.model, cfg.attention, run.vocab_size, length)
     tensors = {
         weight: _dtype(reader, weight, dtype, cfg.training.dtype)
         for weight in weights(cfg.model, cfg.attention, run.vocab_size)
     }
-    eos = run.tokenizer.eos_id if run.tokenizer else None
-    # Where nothing was trained to follow a bos token, it is an eos that stands before every document.
-    bos = run.tokenizer.bos_id if run.tokenizer and run.text_prefix else eos
-    tokens = imported_tokens(reader.manifest["state"]) or {"bos_token_id": bos, "eos_token_id": eos}
+    generation = _generation(run)
+    special = {key: generation[key] for key in SPECIAL_IDS if key in generation}
     computed_in = str(next(iter(tensors.values()))).removeprefix("torch.")
     files = {
-        "config.json": _json(config | tokens | {"torch_dtype": computed_in}),
-        "generation_config.json": _json(tokens),
+        "config.json": _json(config | special | {"torch_dtype": computed_in}),
+        "generation_config.json": _json(generation),
     }
     if run.tokenizer is None:
         report("no tokenizer: the run was trained without one; put its files into the folder yourself")
     else:
         try:
-            files |= tokenizer_files(run.tokenizer, cfg.data.seq_length)
+            files |= tokenizer_files(run.tokenizer, length, run.chat_templates)
         except ConfigError as error:
             report(f"no tokenizer.json: {error}; AutoTokenizer will not load the folder, use its tokenizer.model")
             files[run.tokenizer.file_name] = run.tokenizer.model
+            if template := run.chat_templates.get("default"):
+                files["chat_template.jinja"] = template.encode()
     shards = _shards(tensors, shard_bytes)
     total = sum(prod(weight.shape) * kind.itemsize for weight, kind in tensors.items())
     if len(shards) > 1:
@@ -99,7 +112,20 @@ def export(
             # safetensors lets its user alone read the file: who else may is for the umask to say.
             (temporary / file).chmod((temporary / "config.json").stat().st_mode & 0o777)
             del values
-    return Exported(config["architectures"][0], run.step, len(tensors), total, len(shards))
+    ends = generation["eos_token_id"]
+    return Exported(config["architectures"][0], run.step, len(tensors), total, len(shards), length, ends)
+
+
+def _generation(run: OpenRun) -> dict[str, Any]:
+    """Content of generation_config.json: what was imported with the weights, and every token at which `sagetrain
+    generate` ends a text or an answer."""
+    tokenizer, settings = run.tokenizer, generation_settings(run.reader.manifest["state"])
+    if tokenizer is None:
+        return settings or {"bos_token_id": None, "eos_token_id": None}
+    ends = ending_tokens(tokenizer, run.end_tokens, run.chat_templates.get("default"))
+    # Where nothing was trained to follow a bos token, it is an eos that stands before every document.
+    bos = tokenizer.bos_id if run.text_prefix else tokenizer.eos_id
+    return {"bos_token_id": bos, **settings, "eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 
 def _dtype(reader: Reader, weight: Weight, asked: Dtype | None, computed_in: str) -> torch.dtype:

@@ -6,11 +6,9 @@ go over as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-from pydantic import ValidationError
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RopeScaling
@@ -18,23 +16,7 @@ from sagetrain.config.schema import AttentionConfig, ModelConfig, RopeScaling
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_QK_NORM = {"LlamaForCausalLM": "none", "MistralForCausalLM": "none", "Qwen3ForCausalLM": "before_rope"}
-_SIZES = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-}
-# What else they may be told to compute -> the value that leaves it out.
-_WITHOUT = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-}
-_OF_SCALING = {
+OF_SCALING = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_slow", "beta_fast", "attention_factor"),
 }
@@ -120,86 +102,5 @@ def _rope_scaling(scaling: RopeScaling) -> dict[str, Any]:
         "rope_type": scaling.type,
         "factor": scaling.factor,
         "original_max_position_embeddings": scaling.original_seq_length,
-        **{key: value for key in _OF_SCALING[scaling.type] if (value := getattr(scaling, key)) is not None},
+        **{key: value for key in OF_SCALING[scaling.type] if (value := getattr(scaling, key)) is not None},
     }
-
-
-# -- in ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Described:
-    """A model by its config.json."""
-
-    architecture: str
-    model: ModelConfig
-    attention: AttentionConfig
-    vocab_size: int
-    seq_length: int
-    """Longest sequence that it is made for, and computed here as it is there."""
-
-
-def describe(config: dict[str, Any], where: str, report: Callable[[str], None]) -> Described:
-    """The model of a config.json, which `where` names. `report` hears what is taken otherwise than it says.
-
-    Raises ConfigError for one that SageTrain does not compute, or that lacks a size.
-    """
-    architecture = (config.get("architectures") or [None])[0]
-    if architecture not in _QK_NORM:
-        raise ConfigError(f"{where}: architectures {architecture}: not one of {', '.join(_QK_NORM)}, which can be read")
-    for key, value in _WITHOUT.items():
-        if config.get(key) not in (value, None):
-            raise ConfigError(f"{where}: {key} {config[key]}: SageTrain computes these models with {value} alone")
-    if architecture != "MistralForCausalLM" and set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise ConfigError(f"{where}: layer_types {config['layer_types']}: SageTrain computes full_attention alone")
-    if missing := [key for key in (*_SIZES.values(), "vocab_size") if key not in config]:
-        raise ConfigError(
-            f"{where}: has no {' and no '.join(missing)}; copy the folder again from where it was published"
-        )
-    length, window = config.get("max_position_embeddings", 2048), config.get("sliding_window", 4096)
-    if architecture == "MistralForCausalLM" and window is not None and window < length:
-        report(
-            f"{where}: attention reaches {window} tokens back there and through the whole sequence here: they are the "
-            f"same up to a data.seq_length of {window}"
-        )
-        length = window
-    theta, scaling = _rotary(config, where)
-    shape = {ours: config[theirs] for ours, theirs in _SIZES.items()}
-    heads = shape["num_attention_heads"]
-    shape |= {
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or shape["hidden_size"] // heads,
-        "vocab_size": config["vocab_size"],
-        "tie_embeddings": config.get("tie_word_embeddings", False),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "init_std": config.get("initializer_range", 0.02),
-    }
-    try:
-        model = ModelConfig.model_validate(shape)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise ConfigError(f"{where}: {problem['loc'][-1]} {problem['input']!r}: {problem['msg']}") from error
-    attention = AttentionConfig.model_validate({"backend": "sdpa", "qk_norm": _QK_NORM[architecture]})
-    return Described(architecture, model, attention, config["vocab_size"], length)
-
-
-def _rotary(config: dict[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling, from `rope_parameters` of newer folders, or `rope_theta` and `rope_scaling` of older ones."""
-    said = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = said.pop("rope_theta", None) or config.get("rope_theta", 10000.0)
-    kinds = {said.pop(key, None) for key in ("rope_type", "type")} - {None, "default"}
-    kind = kinds.pop() if kinds else None
-    if said.pop("partial_rotary_factor", 1.0) != 1.0 or (kind is not None and kind not in _OF_SCALING):
-        raise ConfigError(f"{where}: RoPE {kind or 'of a part of each head'}: not one of default, llama3, yarn")
-    if kind is None:
-        return theta, None
-    scaling = {"type": kind, "factor": said.pop("factor", None)}
-    before = said.pop("original_max_position_embeddings", None) or config.get("max_position_embeddings")
-    scaling["original_seq_length"] = before
-    scaling |= {key: value for key in _OF_SCALING[kind] if (value := said.pop(key, None)) is not None}
-    said = {key: value for key, value in said.items() if value is not None and (key, value) != ("truncate", True)}
-    if said:
-        raise ConfigError(f"{where}: RoPE {kind} with {said}: SageTrain does not compute that")
-    return theta, scaling

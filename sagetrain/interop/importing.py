@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import dump_config
 from sagetrain.config.rules.data import TEXT_PREFIX
-from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, RunConfig
+from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, ModelConfig, RunConfig
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.interop.exporting import cut, published
-from sagetrain.interop.huggingface import INDEX, WEIGHTS, Described, Weight, describe, weights
+from sagetrain.interop.describe import Described, Report, describe
+from sagetrain.interop.exporting import SPECIAL_IDS, cut, published
+from sagetrain.interop.huggingface import Weight, weights
+from sagetrain.interop.weight_files import WeightFiles, read_json
 from sagetrain.train.checkpoint import FORMAT, folder_name, sha256
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_NO_SETTINGS = ("transformers_version", "_from_model_config")  # of a generation_config.json: who wrote it
+# Part of a tensor's name -> the keys of config.json that give its shape.
+_SHAPED_BY = {
+    "embed_tokens": "vocab_size and hidden_size",
+    "lm_head": "vocab_size and hidden_size",
+    "q_proj": "num_attention_heads, head_dim and hidden_size",
+    "o_proj": "num_attention_heads, head_dim and hidden_size",
+    "k_proj": "num_key_value_heads, head_dim and hidden_size",
+    "v_proj": "num_key_value_heads, head_dim and hidden_size",
+    "mlp": "intermediate_size and hidden_size",
+    "q_norm": "head_dim",
+    "k_norm": "head_dim",
+    "norm": "hidden_size",
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,7 @@ def import_folder(
     run_dir: Path,
     *,
     shard_bytes: int = 4 * 10**9,
-    report: Callable[[str], None] = lambda text: None,
+    report: Report = lambda text: None,
 ) -> Imported:
     """Make of a Llama, Mistral or Qwen3 folder a run folder with one checkpoint, which training.init_from, eval,
     generate and export take. Its weights stay as they are, in their dtype; rows that pad the vocabulary are zeros.
@@ -63,12 +79,17 @@ def import_folder(
         )
     if (folder / "checkpoints").is_dir():
         raise ConfigError(f"{folder} is a run of SageTrain, which training.init_from takes as it is")
-    config = _read_json(folder / "config.json")
-    described = describe(config, str(folder / "config.json"), report)
-    tensors, vocab_size = _Tensors(folder), described.vocab_size
-    dtypes = _checked(tensors, described)
-    tokenizer = _tokenizer(folder, vocab_size, report)
-    text = dump_config(_run_config(described, run_dir, next(iter(dtypes.values()))))
+    where = str(folder / "config.json")
+    config = read_json(Path(where))
+    described = describe(config, where, report)
+    tensors, vocab_size = WeightFiles(folder, config.get("transformers_weights"), report), described.vocab_size
+    tokenizer = _tokenizer(folder, report)
+    model, dtypes = _matched(tensors, described, where, tokenizer, report)
+    if tokenizer:
+        _check_vocabulary(folder, tokenizer, vocab_size)
+    _say_dtype(config, dtypes, where, report)
+    generation = _generation(folder, config, tokenizer, vocab_size, report)
+    text = dump_config(_run_config(described, model, run_dir, next(iter(dtypes.values()))))
     index: dict[str, dict[str, Any]] = {}
     with published(run_dir) as temporary:
         checkpoint = temporary / "checkpoints" / folder_name(0)
@@ -96,12 +117,13 @@ def import_folder(
             "tokens": 0,
             "sequences": 0,
             "identity": {
-                "model": described.model.model_dump(),
+                "model": model.model_dump(),
                 "attention.qk_norm": described.attention.qk_norm,
                 "vocab_size": vocab_size,
+                "data.seq_length": described.seq_length,
                 "tokenizer (SHA-256)": tokenizer.sha256 if tokenizer else None,
             },
-            "imported": {"architecture": described.architecture, "tokens": _tokens(folder, config)},
+            "imported": {"architecture": described.architecture, "tokens": generation},
             **({TEXT_PREFIX: tokenizer.prefix} if tokenizer else {}),
         }
         files = {
@@ -120,87 +142,109 @@ def import_folder(
     )
 
 
-class _Tensors:
-    """The tensors of a folder by name, wherever they lie."""
+def _matched(
+    tensors: WeightFiles, described: Described, where: str, tokenizer: Tokenizer | None, report: Report
+) -> tuple[ModelConfig, dict[Weight, torch.dtype]]:
+    """Return the model that the folder holds, with its weights and their dtypes. It is the one that config.json
+    describes, but for a head of its own that config.json denies.
 
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._files: dict[str, str] = {}
-        self._headers: dict[str, tuple[tuple[int, ...], str]] = {}
-        if (folder / INDEX).is_file():
-            listed: dict[str, str] = _read_json(folder / INDEX).get("weight_map", {})
-        elif (folder / WEIGHTS).is_file():
-            listed = {"": WEIGHTS}
-        else:
-            pickled = " (pytorch_model.bin could run code; save it anew with transformers' save_pretrained)"
-            hint = pickled if [*folder.glob("*.bin")] else ""
-            raise ConfigError(f"{folder}: has neither {WEIGHTS} nor {INDEX}{hint}")
-        files = sorted(set(listed.values()))
-        if missing := [file for file in files if not (folder / file).is_file()]:
-            raise ConfigError(
-                f"{folder}: {len(missing)} of {len(files)} files of weights are missing, first: {missing[0]}; "
-                "copy the folder again from where it was published"
-            )
-        for file in files:
-            with self._open(file) as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no dict
-                    stored = opened.get_slice(name)
-                    self._files[name] = file
-                    self._headers[name] = tuple(stored.get_shape()), stored.get_dtype()
-
-    def _open(self, file: str) -> Any:
-        try:
-            return safe_open(self._folder / file, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{self._folder / file} cannot be read ({error}); copy it again") from error
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._headers[name][0]
-
-    def dtype(self, name: str) -> torch.dtype:
-        kind = self._headers[name][1]
-        if kind not in _DTYPES:
-            raise ConfigError(f"{self._folder}: {name} is {kind}: weights are read in {', '.join(_DTYPES)} alone")
-        return _DTYPES[kind]
-
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Its values, flattened, with rows of zeros up to `shape`."""
-        with self._open(self._files[name]) as opened:
-            tensor: torch.Tensor = opened.get_tensor(name)
-        if tuple(tensor.shape) == shape:
-            return tensor.flatten()
-        out = tensor.new_zeros(shape)
-        out[: len(tensor)] = tensor
-        return out.flatten()
-
-
-def _checked(tensors: _Tensors, described: Described) -> dict[Weight, torch.dtype]:
-    """The weights of the model and their dtypes. ConfigError unless the folder holds these, in their shapes, and no
-    others."""
-    there, model = set(tensors), described.model
-    wanted = {weight.theirs: weight for weight in weights(model, described.attention, described.vocab_size)}
+    Raises ConfigError unless the folder holds these weights, in their shapes, and no others.
+    """
+    model = _with_its_head(tensors, described.model, where, report)
+    wanted = {each.theirs: each for each in weights(model, described.attention, described.vocab_size)}
+    there = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+    there -= {_HEAD} if model.tie_embeddings else set()
+    layers = {int(match[1]) + 1 for name in there if (match := re.match(r"model\.layers\.(\d+)\.", name))}
+    says = (
+        f"{where} says num_hidden_layers {model.num_layers}, the files of weights hold {max(layers, default=0)} layers"
+    )
+    cause = f"{says}: set it to what the model has, or " if max(layers, default=0) != model.num_layers else ""
     if missing := [name for name in wanted if name not in there]:
         raise ConfigError(
             f"{described.architecture} has {len(wanted)} tensors; {len(missing)} of them are missing in the folder, "
-            f"first: {missing[0]}; copy it again from where it was published"
+            f"first: {missing[0]}{tensors.elsewhere(missing[0])}; {cause}copy the folder again"
         )
-    ignored = {name for name in there if name.endswith("rotary_emb.inv_freq")}
-    ignored |= {"lm_head.weight"} if model.tie_embeddings else set()
-    if others := sorted(there - set(wanted) - ignored):
+    if others := sorted(there - set(wanted)):
+        biased = f" ({where} says attention_bias and mlp_bias false)" if others[0].endswith(".bias") else ""
         raise ConfigError(
-            f"{len(others)} tensors in the folder are none of {described.architecture}'s, first: {others[0]}; what "
-            "they do would be lost, so this model cannot be read"
+            f"{len(others)} tensors in the folder are none of {described.architecture}'s, first: {others[0]}{biased}; "
+            f"what they do would be lost, so this model cannot be read{f' ({says})' if cause else ''}"
         )
     for name, weight in wanted.items():
         if tensors.shape(name) != weight.shape:
-            raise ConfigError(
-                f"{name} has the shape {tensors.shape(name)}, config.json says {weight.shape}: they belong to "
-                "different models; copy the folder again"
+            raise ConfigError(_other_shape(name, tensors.shape(name), weight.shape, where, tokenizer))
+    return model, {weight: tensors.dtype(name) for name, weight in wanted.items()}
+
+
+def _with_its_head(tensors: WeightFiles, model: ModelConfig, where: str, report: Report) -> ModelConfig:
+    """Give the tensors of a bare model and of a tied one the names that the whole model has for them. What transformers
+    makes of an embedding and a head that are both stored decides on whether they are tied."""
+    bare = [name for name in tensors if not name.startswith(("model.", "lm_head.")) and f"model.{name}" not in tensors]
+    if bare and "embed_tokens.weight" in bare:
+        report(f"{where}: its tensors have no model. before their names ({bare[0]}): read as transformers does")
+        for name in bare:
+            tensors.rename(f"model.{name}", name)
+    if _HEAD in tensors and _EMBEDDING in tensors:
+        if model.tie_embeddings and not tensors.equal(_HEAD, _EMBEDDING):
+            report(
+                f"{where} says tie_word_embeddings true, but {_HEAD} is stored beside {_EMBEDDING} with other values: "
+                "the model is read with this head of its own, tie_embeddings: false, as transformers does"
             )
-    return {weight: tensors.dtype(name) for name, weight in wanted.items()}
+            return model.model_copy(update={"tie_embeddings": False})
+    elif _HEAD in tensors or _EMBEDDING in tensors:
+        stored, lacking = (_HEAD, _EMBEDDING) if _HEAD in tensors else (_EMBEDDING, _HEAD)
+        if not model.tie_embeddings:
+            raise ConfigError(
+                f"{where} says tie_word_embeddings false, and of the two matrices that the model then has {lacking} is "
+                f"missing{tensors.elsewhere(lacking)}: set it to true if {stored} is both, or copy "
+                "the folder again"
+            )
+        if stored == _HEAD:
+            report(f"{where}: {_EMBEDDING} is stored as {_HEAD} alone, and tied: read as transformers does")
+            tensors.rename(_EMBEDDING, _HEAD)
+    return model
+
+
+def _other_shape(
+    name: str, found: tuple[int, ...], said: tuple[int, ...], where: str, tokenizer: Tokenizer | None
+) -> str:
+    """What is wrong where a tensor has not the shape that config.json gives it."""
+    if name in (_HEAD, _EMBEDDING) and found[1:] == said[1:]:
+        tokens = f", the tokenizer has {tokenizer.vocab_size} tokens" if tokenizer else ""
+        return (
+            f"{name} has {found[0]} rows, {where} says vocab_size {said[0]}{tokens}: rows were added (for tokens or as "
+            "padding) or lost, and transformers refuses the folder, too; set vocab_size to the rows that embedding and "
+            "head have, or copy the folder again"
+        )
+    keys = next(keys for part, keys in _SHAPED_BY.items() if part in name)
+    return f"{name} has the shape {found}, {where} says {said} by {keys}; set these to those of the model"
+
+
+def _check_vocabulary(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """ConfigError if there are tokens that the model has no row for."""
+    if tokenizer.vocab_size <= vocab_size:
+        return
+    added = json.loads(tokenizer.model).get("added_tokens", []) if tokenizer.file_name == TOKENIZER_JSON else []
+    beyond = [f"{each['content']} ({each['id']})" for each in added if each["id"] >= vocab_size]
+    what = f", among them {', '.join(beyond[:3])}, added to the tokenizer alone" if beyond else ""
+    raise ConfigError(
+        f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, config.json says vocab_size {vocab_size}: the "
+        f"model has no row for {tokenizer.vocab_size - vocab_size} of them{what}; give it these rows (in transformers "
+        "model.resize_token_embeddings(len(tokenizer)), then save_pretrained), or take the tokens out of the "
+        "tokenizer's files"
+    )
+
+
+def _say_dtype(config: Mapping[str, Any], dtypes: Mapping[Weight, torch.dtype], where: str, report: Report) -> None:
+    """Say where weights are stored in another dtype than config.json names, in which transformers would compute."""
+    said = config.get("dtype") or config.get("torch_dtype")
+    others = [dtype for dtype in dtypes.values() if f"{dtype}" not in (f"torch.{said}", f"{said}")]
+    if said not in (None, "auto") and others:
+        stored = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in others}))
+        report(
+            f"{where} says dtype {said}, {len(others)} of {len(dtypes)} tensors are stored in {stored}: they are "
+            "kept as stored; transformers would round them"
+        )
 
 
 def _padded(weight: Weight) -> tuple[int, ...]:
@@ -209,7 +253,7 @@ def _padded(weight: Weight) -> tuple[int, ...]:
     return (padded_vocab_size(rows) if weight.ours in ("embedding.weight", "head.weight") else rows, *rest)
 
 
-def _tokenizer(folder: Path, vocab_size: int, report: Callable[[str], None]) -> Tokenizer | None:
+def _tokenizer(folder: Path, report: Report) -> Tokenizer | None:
     """The folder's SentencePiece model where it knows as many tokens as its tokenizer.json, else that, which alone
     keeps a chat template, and what is put before a text."""
     there = [folder / name for name in (TOKENIZER_JSON, TOKENIZER_NAME) if (folder / name).is_file()]
@@ -229,26 +273,53 @@ def _tokenizer(folder: Path, vocab_size: int, report: Callable[[str], None]) -> 
                     tokenizer = other
         except ConfigError:  # some call another kind of file so
             pass
-    if tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, config.json says vocab_size {vocab_size}: "
-            "they belong to different models; copy the folder again"
-        )
+    for note in tokenizer.notes:
+        report(note)
     return tokenizer
 
 
-def _tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Ids of its special tokens, for when it is exported as it is."""
+def _generation(
+    folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int, report: Report
+) -> dict[str, Any]:
+    """What generation_config.json says, with the special token ids of config.json where it has none: for where a text
+    ends here, and for an export."""
     file = folder / "generation_config.json"
-    said = {**config, **(_read_json(file) if file.is_file() else {})}
-    return {key: said.get(key) for key in ("bos_token_id", "eos_token_id")}
+    said = read_json(file) if file.is_file() else {}
+    settings = {key: value for key, value in said.items() if key not in _NO_SETTINGS}
+    for key in SPECIAL_IDS:
+        theirs, own = (_ids(tree.get(key), f"{folder / name}: {key}") for tree, name in
+                       ((config, "config.json"), (said, file.name)))  # fmt: skip
+        settings[key] = config.get(key) if said.get(key) is None else said[key]
+        if own and not set(theirs) <= set(own):
+            report(
+                f"{folder}: config.json says {key} {config[key]}, {file.name} says {said[key]}: the latter counts, as "
+                "in transformers"
+            )
+        if beyond := [each for each in own or theirs if not 0 <= each < vocab_size]:
+            report(f"{folder}: {key} {beyond[0]} is no token of the model (vocab_size {vocab_size}): it never comes")
+    if settings["pad_token_id"] is None:
+        del settings["pad_token_id"]
+    ends = _ids(settings["eos_token_id"], "")
+    if ends and tokenizer and tokenizer.eos_id not in ends:
+        report(
+            f"{folder}: the tokenizer's end-of-text token is {tokenizer.eos_id}, eos_token_id says "
+            f"{settings['eos_token_id']}: a text ends with each of them, here and where this model is exported to"
+        )
+    return settings
 
 
-def _run_config(described: Described, run_dir: Path, dtype: torch.dtype) -> RunConfig:
+def _ids(value: Any, where: str) -> list[int]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(each) is not int for each in ids):
+        raise ConfigError(f"{where} {value!r} is no token id and no list of them; copy it again")
+    return ids
+
+
+def _run_config(described: Described, model: ModelConfig, run_dir: Path, dtype: torch.dtype) -> RunConfig:
     """What there is to say of a run that was not: its model, beside the least that a configuration must hold."""
     length = described.seq_length
     tree = {
-        "model": described.model.model_dump(),
+        "model": model.model_dump(),
         "attention": described.attention.model_dump(),
         "data": {"train": [{"path": NO_DATA}], "seq_length": length, "micro_batch_size": 1},
         "tokens_per_step": {"schedule": "constant", "tokens": length},
@@ -260,15 +331,3 @@ def _run_config(described: Described, run_dir: Path, dtype: torch.dtype) -> RunC
         },
     }
     return RunConfig.model_validate(tree)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name a Hugging Face folder that has it") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON ({error}); copy it again") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds no keys; copy it again")
-    return tree

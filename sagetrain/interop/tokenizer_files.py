@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,15 +14,18 @@ from tokenizers import Tokenizer as Pipeline
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_JSON
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.data.tokenizer_copy import TOKENIZER_CONFIG, split
+from sagetrain.data.tokenizer_copy import TOKENIZER_CONFIG, named_templates, split
 
 _SPACE_MARK = "\u2581"
 _BPE = 2  # of SentencePiece's model types
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # its types of pieces
 
 
-def tokenizer_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, bytes]:
-    """Content of tokenizer.json, tokenizer_config.json and the SentencePiece model, if it is one, by file name.
+def tokenizer_files(
+    tokenizer: Tokenizer, seq_length: int, chat_templates: Mapping[str, str] | None = None
+) -> dict[str, bytes]:
+    """Content of tokenizer.json, tokenizer_config.json and the SentencePiece model, if it is one, by file name. Chat
+    templates by name take the place of the tokenizer's own.
 
     Raises ConfigError for a SentencePiece model whose ids tokenizer.json cannot give; its option is named.
     """
@@ -50,6 +53,8 @@ def tokenizer_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, bytes]:
         "clean_up_tokenization_spaces": False,
         **config,
     }
+    if chat_templates and not chat_templates.items() <= tokenizer.chat_templates.items():
+        config["chat_template"] = named_templates(chat_templates)
     files["tokenizer_config.json"] = config
     texts = {name: json.dumps(tree, indent=2, ensure_ascii=False) for name, tree in files.items()}
     return {tokenizer.file_name: tokenizer.model} | {name: f"{text}\n".encode() for name, text in texts.items()}

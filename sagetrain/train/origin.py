@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import flat
-from sagetrain.config.rules.data import TEXT_PREFIX
+from sagetrain.config.rules.data import CHAT_TEMPLATE, TEXT_PREFIX
 from sagetrain.config.schema import TrainingConfig
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import Tokenizer
@@ -23,7 +23,9 @@ from sagetrain.train.engine import Engine
 RECORD = "init_from.json"
 """What a run folder calls the record of the checkpoint that its run began with."""
 IMPORTED_TOKENS = "imported tokens"
-"""Key of it: the special token ids of the folder that the weights were imported from."""
+"""Key of it: the generation settings, special token ids among them, of the folder that the weights came from."""
+_POSITIONS = "positions"
+"""Key of it: the sequence length that the model was made for before, and the RoPE that it had then."""
 _SHA256 = "manifest (SHA-256)"
 # What of a model may differ in a new phase: how far its positions reach, and what drew weights that are replaced. Its
 # vocabulary is compared by itself: a model section may leave it to the tokenizer.
@@ -94,15 +96,16 @@ def recorded(run_dir: Path, init_from: str) -> Path:
     raise CheckpointError(f"{path}: the weights that the run began with, {began}, are gone")
 
 
-def imported_tokens(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The special token ids of the folder that a checkpoint's weights come from, by whatever runs; or nothing."""
+def generation_settings(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The generation_config.json, special token ids among it, of the folder that a checkpoint's weights come from, by
+    whatever runs; or nothing."""
     before = state.get("imported", {}).get("tokens") or (state.get("init_from") or {}).get(IMPORTED_TOKENS)
     return dict(before or {})
 
 
 def end_tokens(state: Mapping[str, Any]) -> list[int]:
     """Tokens that end a text beside the tokenizer's own: those that imported weights, by whatever runs, came with."""
-    given = imported_tokens(state).get("eos_token_id")
+    given = generation_settings(state).get("eos_token_id")
     return [] if given is None else [given] if isinstance(given, int) else [*given]
 
 
@@ -112,7 +115,26 @@ def text_prefix(state: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[i
     for record in (state, state.get("init_from") or {}):
         if (prefix := record.get(TEXT_PREFIX)) is not None:
             return list(prefix)
-    return tokenizer.prefix if tokenizer and imported_tokens(state) else []
+    return tokenizer.prefix if tokenizer and generation_settings(state) else []
+
+
+def chat_template(state: Mapping[str, Any]) -> Any:
+    """The template of the chats that a checkpoint's weights learned last, in whatever run, or templates by name as
+    tokenizer_config.json has them; None if there were no chats."""
+    return state.get(CHAT_TEMPLATE) or (state.get("init_from") or {}).get(CHAT_TEMPLATE)
+
+
+def positions(state: Mapping[str, Any]) -> int:
+    """The longest sequence that a checkpoint's model is made for, 0 if it is not recorded: a run on shorter sequences
+    than those of the run that it began with takes nothing away, as long as it keeps the RoPE."""
+    own: int = state.get("identity", {}).get("data.seq_length", 0)
+    before = (state.get("init_from") or {}).get(_POSITIONS)
+    return max(own, before["length"]) if before and before["rope"] == _rope(state) else own
+
+
+def _rope(state: Mapping[str, Any]) -> dict[str, Any]:
+    model = state.get("identity", {}).get("model", {})
+    return {key: model.get(key) for key in ("rope_theta", "rope_scaling")}
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
@@ -152,8 +174,10 @@ def start_from(
         "step": state["step"],
         "tokens": state["tokens"],
         "optimizer_steps": steps,
-        IMPORTED_TOKENS: imported_tokens(state),
+        IMPORTED_TOKENS: generation_settings(state),
         TEXT_PREFIX: state.get(TEXT_PREFIX),
+        CHAT_TEMPLATE: chat_template(state),
+        _POSITIONS: {"length": positions(state), "rope": _rope(state)},
     }
     if dist.get_rank() == 0:
         write_atomic(folder / RECORD, (json.dumps(record, indent=2) + "\n").encode())

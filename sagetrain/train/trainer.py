@@ -25,7 +25,7 @@ from sagetrain import __version__
 from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import dump_config
-from sagetrain.config.rules.data import TEXT_PREFIX, text_prefixes
+from sagetrain.config.rules.data import CHAT_TEMPLATE, TEXT_PREFIX, chat_templates, text_prefixes
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import change_at_resume, stages, tokens_per_step
 from sagetrain.data import verify
@@ -109,6 +109,7 @@ class Trainer:
             roster.share(self.folder)
         self.groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
         self.main = dist.get_rank() == 0
+        self.chat_template = next(filter(None, chat_templates(cfg.data).values()), None) if self.main else None
         self.reporter = Reporter(self.main)
         self._say = self.reporter.say
         self.profile = ProfileWindow(cfg.profile, self.folder.path / "profile", dist.get_rank(), self._say)
@@ -290,6 +291,7 @@ class Trainer:
             "optimizer_steps": self.state.optimizer_steps + (self.origin or {}).get("optimizer_steps", 0),
             "init_from": self.origin,
             TEXT_PREFIX: self.text_prefix,
+            CHAT_TEMPLATE: self.chat_template,
             "identity": self._identity(),
             "attention": {"backend": self.attention.backend, "recipe": self.attention.recipe},
             "linear": self.linear.model_dump(include={*linear.NAMES}),

@@ -22,6 +22,9 @@ _WRITTEN = (
 """What a run writes beside its folders (docs/run-folder.md)."""
 TEXT_PREFIX = "text_prefix"
 """Key of a checkpoint's state: the tokens before a text that its model learned."""
+CHAT_TEMPLATE = "chat_template"
+"""Key of the record of a token file, and of a checkpoint's state: the template of the chats in the data, or templates
+by name, as tokenizer_config.json has them."""
 
 
 def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
@@ -32,6 +35,7 @@ def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     yield from _run_dir(cfg, required)
     yield from _weights(cfg)
     yield from _prefixes(cfg)
+    yield from _templates(cfg)
     yield from repeats(cfg)
     if cfg.data.document_positions and not cfg.data.document_attention:
         yield error(
@@ -219,6 +223,41 @@ def text_prefixes(data: DataConfig) -> dict[str, list[int]]:
         if "tokenizer_sha256" in record and "template_sha256" not in request.get("records", {}):
             found[path] = request.get("prefix", [])
     return found
+
+
+def chat_templates(data: DataConfig) -> dict[str, Any]:
+    """The chat templates of the training files that were prepared from chats, by path; empty of those that an earlier
+    version prepared, which kept none."""
+    records = {path: _read(Path(f"{path}.json")) for source in data.train for path in source.files}
+    chats = {
+        path for path, record in records.items() if "template_sha256" in record.get("request", {}).get("records", {})
+    }
+    return {path: record.get(CHAT_TEMPLATE, "") for path, record in records.items() if path in chats}
+
+
+def _templates(cfg: RunConfig) -> Iterator[Finding]:
+    """Training files of chats that do not know their template, or whose template is not that of the first ones."""
+    templates = chat_templates(cfg.data)
+    first = next((path for path, template in templates.items() if template), "")
+    for i, source in enumerate(cfg.data.train):
+        if unknown := [path for path in source.files if templates.get(path) == ""]:
+            yield warning(
+                "chat_template",
+                f"data.train.{i}.path",
+                unknown[0],
+                "an earlier version prepared its chats, which did not record their template: the tokenizer's own goes "
+                "along to `sagetrain generate --chat` and `sagetrain export`",
+                "prepare it again (--overwrite) if its template was another one (--chat-template)",
+            )
+        if others := [path for path in source.files if templates.get(path, "") not in ("", templates.get(first))]:
+            yield warning(
+                "chat_template",
+                f"data.train.{i}.path",
+                others[0],
+                f"its chats were written by another chat template than those of {first}: the model learns two formats, "
+                "and the one of the first file alone goes along to `sagetrain generate --chat` and `sagetrain export`",
+                "prepare the files with one template (--chat-template)",
+            )
 
 
 def _prefixes(cfg: RunConfig) -> Iterator[Finding]:

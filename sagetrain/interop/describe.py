@@ -1,0 +1,243 @@
+"""Read config.json of a Hugging Face folder: which model it describes, by what transformers makes of the same keys.
+
+Where two keys say the same thing in different ways, nobody can tell which of them the weights were trained with. That
+is an error here that names both, also where transformers takes one of them without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.interop.huggingface import OF_SCALING
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """What transformers does with a class of models."""
+
+    model_type: str
+    qk_norm: str
+    defaults: Mapping[str, Any]
+    """Keys that config.json may leave out, beside those of `_DEFAULTS`."""
+
+
+_ARCHITECTURES = {
+    "LlamaForCausalLM": _Architecture("llama", "none", {"max_position_embeddings": 2048}),
+    "MistralForCausalLM": _Architecture(
+        "mistral", "none", {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
+    ),
+    "Qwen3ForCausalLM": _Architecture(
+        "qwen3", "before_rope", {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}
+    ),
+}
+_DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False}
+_THETA = 10000.0
+_THEIRS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "tie_embeddings": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range",
+}
+_REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+# What else a model may be told to compute -> the value that leaves it out.
+_WITHOUT = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model by its config.json."""
+
+    architecture: str
+    model: ModelConfig
+    attention: AttentionConfig
+    vocab_size: int
+    seq_length: int
+    """Longest sequence that it is made for, and computed here as it is there."""
+
+
+def describe(config: Mapping[str, Any], where: str, report: Report) -> Described:
+    """Return the model of a config.json, which `where` names. `report` hears what is taken otherwise than it says.
+
+    Raises ConfigError for a model that SageTrain does not compute, for one that lacks a size, and for keys that
+    contradict each other.
+    """
+    name = _architecture(config, where)
+    architecture = _ARCHITECTURES[name]
+    for key, value in _WITHOUT.items():
+        if config.get(key) not in (value, None):
+            raise ConfigError(f"{where}: {key} {config[key]}: SageTrain computes these models with {value} alone")
+    if missing := [key for key in _REQUIRED if key not in config]:
+        raise ConfigError(
+            f"{where}: has no {' and no '.join(missing)}; copy the folder again from where it was published"
+        )
+    defaults = {**_DEFAULTS, **architecture.defaults}
+    if absent := [f"{key} {value}" for key, value in defaults.items() if key not in config]:
+        report(f"{where}: taken as transformers takes what is not there: {', '.join(absent)}")
+    said = {**defaults, **config}
+    theta, scaling = _rotary(said, where, report)
+    heads = said["num_attention_heads"]
+    if said.get("num_key_value_heads") is None:
+        said["num_key_value_heads"] = heads
+    if said.get("head_dim") is None:
+        said["head_dim"] = _head_dim(said, where)
+    shape = {ours: said[theirs] for ours, theirs in _THEIRS.items()}
+    try:
+        model = ModelConfig.model_validate(shape | {"rope_theta": theta, "rope_scaling": scaling})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        names = [_THEIRS.get(str(each), str(each)) for each in problem["loc"]]
+        raise ConfigError(f"{where}: {'.'.join(names)} {problem['input']!r}: {problem['msg']}") from error
+    if model.num_attention_heads % model.num_key_value_heads:
+        raise ConfigError(
+            f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {model.num_key_value_heads}; "
+            "copy the folder again"
+        )
+    if model.head_dim % 2:
+        raise ConfigError(f"{where}: head_dim {model.head_dim} is odd: RoPE turns pairs of numbers")
+    if name != "MistralForCausalLM":
+        _check_layer_types(said, where)
+    attention = AttentionConfig.model_validate({"backend": "sdpa", "qk_norm": architecture.qk_norm})
+    length = _length(said, where, report, name == "MistralForCausalLM")
+    return Described(name, model, attention, said["vocab_size"], length)
+
+
+def _architecture(config: Mapping[str, Any], where: str) -> str:
+    """The class of the model. transformers goes by model_type, other readers by architectures: they must agree."""
+    by_type = {each.model_type: name for name, each in _ARCHITECTURES.items()}
+    model_type, names = config.get("model_type"), config.get("architectures") or []
+    if not names and model_type in by_type:
+        return by_type[model_type]
+    name = names[0] if len(names) == 1 else None
+    if name not in _ARCHITECTURES:
+        raise ConfigError(f"{where}: architectures {names}: not one of {', '.join(_ARCHITECTURES)}, which can be read")
+    if model_type not in (None, _ARCHITECTURES[name].model_type):
+        raise ConfigError(
+            f"{where}: architectures {name} contradicts model_type {model_type!r}, by which transformers goes: set "
+            "both to what the model is"
+        )
+    return str(name)
+
+
+def _head_dim(said: Mapping[str, Any], where: str) -> int:
+    hidden, heads = _whole(said, "hidden_size", where), _whole(said, "num_attention_heads", where)
+    if hidden % heads:
+        raise ConfigError(
+            f"{where}: has no head_dim, and hidden_size {hidden} is no multiple of num_attention_heads {heads}: add "
+            "the head_dim that the model has"
+        )
+    return hidden // heads
+
+
+def _check_layer_types(said: Mapping[str, Any], where: str) -> None:
+    types = said.get("layer_types") or []
+    if set(types) - {"full_attention"}:
+        raise ConfigError(f"{where}: layer_types {types}: SageTrain computes full_attention alone")
+    if types and len(types) != said["num_hidden_layers"]:
+        raise ConfigError(
+            f"{where}: layer_types names {len(types)} layers, num_hidden_layers says {said['num_hidden_layers']}: set "
+            "both to the layers that the model has"
+        )
+
+
+def _length(said: Mapping[str, Any], where: str, report: Report, windowed: bool) -> int:
+    length = _whole(said, "max_position_embeddings", where)
+    if windowed and said["sliding_window"] is not None:
+        window = _whole(said, "sliding_window", where)
+        if window < length:
+            report(
+                f"{where}: attention reaches {window} tokens back there and through the whole sequence here: they are "
+                f"the same up to a data.seq_length of {window}"
+            )
+            return window
+    return length
+
+
+def _whole(said: Mapping[str, Any], key: str, where: str) -> int:
+    value = said[key]
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{where}: {key} {value!r} is no whole number above 0; copy the folder again")
+    return value
+
+
+# -- rotary position embedding -----------------------------------------------------------------------------------------
+
+
+def _rotary(said: Mapping[str, Any], where: str, report: Report) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling. transformers 5 writes both as rope_parameters; older folders have rope_theta and rope_scaling,
+    which transformers 5 takes first where there are both."""
+    found = {key: _rope(said, key, where) for key in ("rope_scaling", "rope_parameters") if said.get(key)}
+    if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
+        both = " and ".join(f"{key} {said[key]} (rope_theta {found[key][0]})" for key in found)
+        raise ConfigError(
+            f"{where}: {both} contradict each other: transformers takes rope_scaling and drops rope_parameters, other "
+            "readers do not; delete the one that is not the model's, and keep its rope_theta in the other"
+        )
+    if all(place.get("rope_theta") is None for place in (said, *(said[key] for key in found))):
+        report(f"{where}: has no rope_theta: {_THETA} is taken, as transformers does")
+    return next(iter(found.values()), (said.get("rope_theta") or _THETA, None))
+
+
+def _rope(said: Mapping[str, Any], key: str, where: str) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling by one of the two keys."""
+    if not isinstance(said[key], dict):
+        raise ConfigError(f"{where}: {key} {said[key]!r} holds no keys; copy the folder again")
+    given = {name: value for name, value in said[key].items() if value is not None}
+    where = f"{where}: {key}"
+
+    def agreed(name: str, other: str, *values: Any) -> Any:
+        """The one value that two places give."""
+        there = [value for value in values if value is not None]
+        if any(value != there[0] for value in there):
+            raise ConfigError(
+                f"{where}: {name} {values[0]!r} contradicts {other} {values[1]!r}; delete the one that is not the "
+                "model's"
+            )
+        return there[0] if there else None
+
+    kind = agreed("rope_type", "type", given.pop("rope_type", None), given.pop("type", None)) or "default"
+    theta = agreed("rope_theta", "rope_theta beside it,", given.pop("rope_theta", None), said.get("rope_theta"))
+    if given.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"{where}: RoPE of a part of each head: SageTrain turns whole heads")
+    if kind != "default" and kind not in OF_SCALING:
+        raise ConfigError(f"{where}: RoPE {kind}: not one of default, {', '.join(OF_SCALING)}")
+    scaling: dict[str, Any] | None = None
+    if kind != "default":
+        name = "original_max_position_embeddings"
+        before = agreed(name, f"{name} beside it,", given.pop(name, None), said.get(name))
+        scaling = {
+            "type": kind,
+            "factor": given.pop("factor", None),
+            "original_seq_length": before or said["max_position_embeddings"],
+        }
+        if kind == "llama3" and (missing := [name for name in OF_SCALING[kind] if name not in given]):
+            raise ConfigError(f"{where}: RoPE llama3 without {' and '.join(missing)}; copy the folder again")
+        scaling |= {name: given.pop(name) for name in OF_SCALING[kind] if name in given}
+        if given.get("truncate") is True:
+            del given["truncate"]
+    if given:
+        raise ConfigError(
+            f"{where}: RoPE {kind} with {given}: SageTrain does not compute that; delete what is not the model's, or "
+            "name its rope_type"
+        )
+    return theta or _THETA, scaling

@@ -1,0 +1,202 @@
+"""Find the tensors of a Hugging Face folder in its safetensors files, by what transformers reads of them.
+
+A folder may keep a tensor in two places: beside an index in model.safetensors, or in a file that the index does not
+name for it. Equal copies are one tensor; what differs is an error that names both places.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.interop.huggingface import INDEX, WEIGHTS
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_ROWS = 1024  # of a tensor that are compared at a time
+_AGAIN = "copy the folder again from where it was published"
+
+
+class WeightFiles:
+    """The tensors of a folder by name, wherever they lie."""
+
+    def __init__(self, folder: Path, named: str | None, report: Callable[[str], None]):
+        """Read the headers of all files.
+
+        Args:
+            named: the file of weights, or the index, that config.json names (transformers_weights).
+            report: hears what is passed over.
+        """
+        self._folder = folder
+        self._files: dict[str, str] = {}
+        self._headers: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
+        self._stored: dict[str, str] = {}
+        index, assigned, files = self._entry(named)
+        if missing := [file for file in files if not (folder / file).is_file()]:
+            raise ConfigError(
+                f"{folder}: {len(missing)} of {len(files)} files of weights are missing, first: {missing[0]}; {_AGAIN}"
+            )
+        there: dict[str, list[str]] = {}
+        for file in files:
+            with self._open(file) as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no dict
+                    stored = opened.get_slice(name)
+                    there.setdefault(name, []).append(file)
+                    self._headers[name, file] = tuple(stored.get_shape()), stored.get_dtype()
+        for name, file in assigned.items():
+            if file not in there.get(name, []):
+                where = self.elsewhere(name)
+                raise ConfigError(
+                    f"{folder / index}: says that {file} holds {name}, which it does not{where}; {_AGAIN}"
+                )
+        for name, holders in there.items():
+            self._files[name] = file = assigned.get(name, holders[0])
+            if other := next((each for each in holders if not self._same(name, file, name, each)), None):
+                raise ConfigError(
+                    f"{folder}: {name} is in {file}, where {index} says it is, and with other values in {other}: "
+                    "transformers takes the one of the last file, other readers the one of the index; delete the "
+                    f"copy that is not the model's, or {_AGAIN}"
+                )
+        if assigned and (unnamed := [name for name in there if name not in assigned]):
+            report(
+                f"{folder}: {len(unnamed)} tensors that {INDEX} does not name are read, as transformers does, first: "
+                f"{unnamed[0]}"
+            )
+        self._report_others({*files, index}, report)
+
+    def _entry(self, named: str | None) -> tuple[str, dict[str, str], list[str]]:
+        """The file that transformers begins with, which file it assigns to each tensor, and all files of weights."""
+        folder = self._folder
+        if (adapter := folder / "adapter_config.json").exists():
+            raise ConfigError(
+                f"{adapter}: transformers takes this folder for an adapter of another model; merge the two "
+                "(peft's merge_and_unload, then save_pretrained), or delete the file if they are merged"
+            )
+        entry = named or next((each for each in (WEIGHTS, INDEX) if (folder / each).is_file()), None)
+        if entry is None or not (folder / _inside(entry, f"{folder / 'config.json'}: transformers_weights")).is_file():
+            others = sorted(each.name for each in folder.glob("*.safetensors"))
+            hint = f" (there is {others[0]}: rename it if it is the model's)" if len(others) == 1 else ""
+            if not hint and [*folder.glob("*.bin")]:
+                hint = " (pytorch_model.bin could run code; save it anew with transformers' save_pretrained)"
+            what = f"has no {named}, which config.json names" if named else f"has neither {WEIGHTS} nor {INDEX}"
+            raise ConfigError(f"{folder}: {what}{hint}")
+        if named is None and entry == WEIGHTS and (folder / INDEX).is_file():
+            assigned = self._weight_map(INDEX)
+            if {*assigned.values()} != {WEIGHTS}:
+                raise ConfigError(
+                    f"{folder}: has {WEIGHTS}, which transformers reads, and {INDEX}, which names other files: delete "
+                    "the one that is not the model's"
+                )
+            return INDEX, assigned, [WEIGHTS]
+        if not entry.endswith(".index.json"):
+            return entry, {}, [entry]
+        assigned = self._weight_map(entry)
+        return entry, assigned, sorted({*assigned.values()})
+
+    def _weight_map(self, index: str) -> dict[str, str]:
+        where = self._folder / index
+        assigned = read_json(where).get("weight_map")
+        if not isinstance(assigned, dict) or not assigned:
+            raise ConfigError(f"{where}: weight_map names no file; {_AGAIN}")
+        return {name: _inside(file, f"{where}: weight_map: {name}") for name, file in assigned.items()}
+
+    def _report_others(self, read: set[str], report: Callable[[str], None]) -> None:
+        others = [each.name for kind in ("*.safetensors", "pytorch_model*.bin") for each in self._folder.glob(kind)]
+        if left := sorted({*others} - read):
+            report(f"{self._folder}: not read, nor by transformers: {', '.join(left)}")
+
+    def _open(self, file: str) -> Any:
+        try:
+            return safe_open(self._folder / file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{self._folder / file} cannot be read ({error}); copy it again") from error
+
+    def elsewhere(self, name: str) -> str:
+        """Which file of the folder holds a tensor, for the message that it is missing."""
+        for file in sorted(each.name for each in self._folder.glob("*.safetensors")):
+            with suppress(ConfigError):  # the name of a file that is not needed may stand for anything
+                if name in self._open(file).keys():  # noqa: SIM118 - it is no dict
+                    return f" ({file} has it)"
+        return ""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def rename(self, name: str, stored: str) -> None:
+        """Let a tensor that is stored under another name go by `name`."""
+        self._files[name] = self._files.pop(stored)
+        self._stored[name] = stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape as stored."""
+        return self._header(name)[0]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Its dtype as stored; ConfigError for one that is not read."""
+        kind = self._header(name)[1]
+        if kind not in _DTYPES:
+            raise ConfigError(f"{self._folder}: {name} is {kind}: weights are read in {', '.join(_DTYPES)} alone")
+        return _DTYPES[kind]
+
+    def _header(self, name: str) -> tuple[tuple[int, ...], str]:
+        return self._headers[self._stored.get(name, name), self._files[name]]
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Its values, flattened, with rows of zeros up to `shape`."""
+        with self._open(self._files[name]) as opened:
+            tensor: torch.Tensor = opened.get_tensor(self._stored.get(name, name))
+        if tuple(tensor.shape) == shape:
+            return tensor.flatten()
+        out = tensor.new_zeros(shape)
+        out[: len(tensor)] = tensor
+        return out.flatten()
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same values, whatever their dtypes."""
+        stored = (self._stored.get(each, each) for each in (name, other))
+        one, two = zip(stored, (self._files[name], self._files[other]), strict=True)
+        return self._same(*one, *two)
+
+    def _same(self, name: str, file: str, other: str, other_file: str) -> bool:
+        if (name, file) == (other, other_file):
+            return True
+        shape = self._headers[name, file][0]
+        if shape != self._headers[other, other_file][0]:
+            return False
+        with self._open(file) as first, self._open(other_file) as second:
+            one, two = first.get_slice(name), second.get_slice(other)
+            starts = range(0, shape[0], _ROWS) if shape else ()
+            parts = (slice(start, start + _ROWS) for start in starts)
+            return all(torch.equal(one[part].float(), two[part].float()) for part in parts)
+
+
+def _inside(file: Any, where: str) -> str:
+    """The name of a safetensors file, or of an index, that lies in the folder."""
+    path = PurePosixPath(file) if isinstance(file, str) else PurePosixPath("/")
+    if path.is_absolute() or ".." in path.parts or "\\" in str(file) or ":" in str(file):
+        raise ConfigError(f"{where} {file!r}: no file of this folder, and no other is read; {_AGAIN}")
+    if not path.name.endswith((".safetensors", ".safetensors.index.json")):
+        raise ConfigError(f"{where} {file!r}: no .safetensors, and no other file is read; {_AGAIN}")
+    return str(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The keys of a JSON file; ConfigError if it is missing or holds none."""
+    try:
+        tree = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name a Hugging Face folder that has it") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON ({error}); copy it again") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds no keys; copy it again")
+    return tree

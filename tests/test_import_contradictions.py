@@ -1,0 +1,366 @@
+"""Folders of models that say one thing in two places, or keep it where only transformers looks: what is read computes
+what transformers computes, and everything else is an error that names both places."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+
+from sagetrain.config import ConfigError
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.inference.load import load_run, open_run
+from sagetrain.interop.describe import _ARCHITECTURES, _DEFAULTS
+from sagetrain.interop.exporting import export
+from sagetrain.interop.importing import import_folder
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "vocab_size": 352}
+EMBEDDING, HEAD, WHOLE, INDEX = (
+    "model.embed_tokens.weight",
+    "lm_head.weight",
+    "model.safetensors",
+    "model.safetensors.index.json",
+)
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def save(folder: Path, config: Any, shard: str = "5GB") -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("published")
+    return {
+        "llama": save(root / "llama", LlamaConfig(**SIZES)),
+        "shards": save(root / "shards", LlamaConfig(**SIZES), shard="40KB"),
+        "qwen": save(root / "qwen", Qwen3Config(**SIZES | {"head_dim": 128, "num_key_value_heads": 4})),
+        "mistral": save(
+            root / "mistral", MistralConfig(**SIZES | {"num_attention_heads": 8, "num_key_value_heads": 8})
+        ),
+    }
+
+
+class Folder:
+    """A copy of a published folder that is spoiled, imported, and compared with what transformers makes of it."""
+
+    def __init__(self, source: Path, root: Path):
+        self.path, self.run, self.said = shutil.copytree(source, root / "in"), root / "run", list[str]()
+
+    def config(self, drop: tuple[str, ...] = (), file: str = "config.json", **keys: Any) -> Folder:
+        tree = json.loads((self.path / file).read_text()) if (self.path / file).exists() else {}
+        tree = {key: value for key, value in (tree | keys).items() if key not in drop}
+        (self.path / file).write_text(json.dumps(tree))
+        return self
+
+    def tensors(self, change: Callable[[dict[str, torch.Tensor]], None], file: str = WHOLE) -> Folder:
+        tensors = load_file(self.path / file)
+        change(tensors)
+        save_file({name: each.clone() for name, each in tensors.items()}, self.path / file, metadata={"format": "pt"})
+        return self
+
+    def as_transformers(self) -> str:
+        """What was said on the way."""
+        import_folder(self.path, self.run, report=self.said.append)
+        theirs = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
+        ours = load_run(self.run, print).model
+        tokens = torch.randint(0, 352, (1, 150), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            expected, found = theirs(tokens).logits, ours(tokens)[..., : theirs.config.vocab_size].float()
+        assert expected.std() > 0.1
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+        return "\n".join(self.said)
+
+    def refused(self, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            import_folder(self.path, self.run)
+        assert not self.run.exists()
+
+
+@pytest.fixture
+def copy(published: dict[str, Path], tmp_path: Path) -> Callable[..., Folder]:
+    return lambda name="llama": Folder(published[name], tmp_path)
+
+
+# -- embedding and head ------------------------------------------------------------------------------------------------
+
+
+def test_a_head_of_its_own_is_kept_though_the_folder_says_tied(copy: Callable[..., Folder], tmp_path: Path) -> None:
+    folder = copy().config(tie_word_embeddings=True)
+    assert "lm_head.weight is stored beside model.embed_tokens.weight with other values" in folder.as_transformers()
+    export(folder.run, tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+    assert load_file(tmp_path / "out" / WHOLE)[HEAD].equal(load_file(folder.path / WHOLE)[HEAD])
+
+
+def test_tied_matrices_are_read_under_either_name(copy: Callable[..., Folder], tmp_path: Path) -> None:
+    folder = copy().config(tie_word_embeddings=True)
+    folder.tensors(lambda tensors: tensors.update({HEAD: tensors[EMBEDDING]}))  # both, and equal
+    assert "stored" not in folder.as_transformers() and load_run(folder.run, print).cfg.model.tie_embeddings
+    shutil.rmtree(folder.run)
+    folder.tensors(lambda tensors: tensors.pop(EMBEDDING))
+    assert "embed_tokens.weight is stored as lm_head.weight alone, and tied" in folder.as_transformers()
+    export(folder.run, tmp_path / "out")
+    assert load_file(tmp_path / "out" / WHOLE).keys() & {EMBEDDING, HEAD} == {EMBEDDING}
+
+
+@pytest.mark.parametrize(("stored", "lacking"), [(EMBEDDING, HEAD), (HEAD, EMBEDDING)])
+def test_one_matrix_of_two_is_no_model(copy: Callable[..., Folder], stored: str, lacking: str) -> None:
+    message = rf"tie_word_embeddings false, .* {lacking} is missing: set it to true if {stored} is both"
+    copy().tensors(lambda tensors: tensors.pop(lacking)).refused(message)
+
+
+def test_tensors_of_a_bare_model_are_read(copy: Callable[..., Folder]) -> None:
+    """As embedding models of Qwen3 are published."""
+
+    def bare(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[HEAD]
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    folder = copy("qwen").config(tie_word_embeddings=True).tensors(bare)
+    assert "have no model. before their names" in folder.as_transformers()
+
+
+# -- rows and tokens ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_config_json_does_not_count(copy: Callable[..., Folder], model: Path) -> None:
+    folder = copy()
+    shutil.copyfile(model, folder.path / "tokenizer.model")
+    message = r"embed_tokens.weight has 352 rows, .* says vocab_size 350, the tokenizer has 350 tokens: rows were added"
+    folder.config(vocab_size=350).refused(message)
+    folder.config(vocab_size=352)
+
+    def longer(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], tensors[EMBEDDING][:1]])
+
+    folder.tensors(longer).refused(r"embed_tokens.weight has 353 rows, .* says vocab_size 352")
+
+
+def test_a_token_that_was_added_to_the_tokenizer_alone(copy: Callable[..., Folder], model: Path) -> None:
+    from sagetrain.interop.tokenizer_files import tokenizer_files
+
+    folder = copy()
+    for name, content in tokenizer_files(Tokenizer.load(model), 256).items():
+        (folder.path / name).write_bytes(content)
+    (folder.path / "tokenizer.model").unlink()
+    tree = json.loads((folder.path / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    for number, text in ((350, "<a>"), (351, "<b>"), (352, "<pad>")):
+        tree["added_tokens"].append({"id": number, "content": text, **flags})
+    (folder.path / "tokenizer.json").write_text(json.dumps(tree))
+    folder.refused(r"353 tokens, .* vocab_size 352: the model has no row for 1 of them, among them <pad> \(352\)")
+
+
+# -- config.json -------------------------------------------------------------------------------------------------------
+
+
+ROPE_AGREES: list[dict[str, Any]] = [
+    {"rope_scaling": LLAMA3, "rope_theta": 500.0, "rope_parameters": {**LLAMA3, "rope_theta": 500.0}},
+    {"rope_scaling": {**LLAMA3, "type": "llama3"}, "rope_theta": 500.0, "rope_parameters": None},
+    {"rope_scaling": {**YARN, "rope_theta": 500.0}, "rope_parameters": None},
+    {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0},
+     "original_max_position_embeddings": 64},
+    {"rope_parameters": {"rope_theta": 500.0}, "rope_theta": 500.0, "rope_scaling": None},
+    {"rope_parameters": None, "rope_theta": 500.0},
+    {"rope_parameters": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", ROPE_AGREES, ids=range(len(ROPE_AGREES)))
+def test_rope_wherever_it_is_written(copy: Callable[..., Folder], keys: dict) -> None:
+    said = copy().config(**keys).as_transformers()
+    assert ("has no rope_theta: 10000.0 is taken" in said) == (keys == {"rope_parameters": None})
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"rope_scaling": {**LLAMA3, "factor": 4.0}, "rope_parameters": LLAMA3}, "rope_scaling .* and rope_parameters "),
+    ({"rope_scaling": YARN, "rope_parameters": LLAMA3}, "rope_scaling .* and rope_parameters .* contradict each other"),
+    # By the card of a published model, into a file that transformers 5 wrote: transformers loses the theta.
+    ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+     r"rope_scaling .*\(rope_theta 10000.0\) and rope_parameters .*\(rope_theta 1000000.0\)"),
+    ({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}}, "rope_theta 10000.0 contradicts rope_theta beside"),
+    ({"rope_parameters": {**LLAMA3, "type": "yarn"}}, "rope_type 'llama3' contradicts type 'yarn'"),
+    ({"rope_parameters": {**LLAMA3, "type": "default"}}, "rope_type 'llama3' contradicts type 'default'"),
+    ({"rope_parameters": LLAMA3, "original_max_position_embeddings": 64}, "embeddings 32 contradicts .*it, 64"),
+    ({"rope_parameters": {"factor": 8.0}}, "RoPE default with {'factor': 8.0}: .* or name its rope_type"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "RoPE default with {'full_attention'"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3 without low_freq_factor and high_freq"),
+    ({"rope_parameters": [1]}, r"rope_parameters \[1\] holds no keys"),
+    ({"model_type": "qwen3"}, "architectures LlamaForCausalLM contradicts model_type 'qwen3'"),
+    ({"architectures": ["LlamaForCausalLM", "Qwen3ForCausalLM"]}, "architectures .*'Qwen3ForCausalLM'.: not one of"),
+    ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers says 2"),
+    ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+    ({"head_dim": None, "num_attention_heads": 5}, "no head_dim, and hidden_size 32 is no multiple of num_attent.*5"),
+    ({"max_position_embeddings": "256"}, "max_position_embeddings '256' is no whole number"),
+    ({"rms_norm_eps": None}, "rms_norm_eps None: "),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false': "),
+    ({"num_hidden_layers": 3}, "says num_hidden_layers 3, the files of weights hold 2 layers: set it"),
+    ({"num_hidden_layers": 1}, "says num_hidden_layers 1, the files of weights hold 2 layers"),
+    ({"intermediate_size": 64}, r"mlp.gate_proj.weight has the shape \(48, 32\), .*\(64, 32\) by intermediate_size"),
+    ({"eos_token_id": "</s>"}, "config.json: eos_token_id '</s>' is no token id and no list of them"),
+    ({"transformers_weights": "../other/model.safetensors"}, "transformers_weights .*no file of this folder"),
+    ({"transformers_weights": "other.safetensors"}, "has no other.safetensors, which config.json names"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "message"), CONTRADICTIONS, ids=[", ".join(keys) for keys, _ in CONTRADICTIONS])
+def test_a_config_json_that_contradicts_itself(copy: Callable[..., Folder], keys: dict, message: str) -> None:
+    copy().config(**keys).refused(message)
+
+
+def test_biases_that_config_json_denies(copy: Callable[..., Folder]) -> None:
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}
+    copy().tensors(lambda tensors: tensors.update(bias)).refused(
+        r"first: model.layers.0.self_attn.q_proj.bias \(.* says attention_bias and mlp_bias false\)"
+    )
+
+
+@pytest.mark.parametrize("name", _ARCHITECTURES)
+def test_defaults_are_those_of_transformers(name: str) -> None:
+    ours, theirs = _ARCHITECTURES[name], AutoConfig.for_model(_ARCHITECTURES[name].model_type)
+    known = {**_DEFAULTS, **ours.defaults}
+    assert {key: getattr(theirs, key) for key in known} == known
+    for key in ("num_key_value_heads", "head_dim"):  # of a model of two heads, as wide as four
+        other = type(theirs)(hidden_size=64, num_attention_heads=2)
+        derived = {"num_key_value_heads": 2, "head_dim": 32} | known
+        assert getattr(other, key) == derived[key]
+
+
+@pytest.mark.parametrize(("name", "keys"), [("qwen", ("head_dim",)), ("mistral", ("num_key_value_heads",))])
+def test_keys_that_are_not_there_are_the_class_s(copy: Callable[..., Folder], name: str, keys: tuple[str]) -> None:
+    folder = copy(name).config(drop=(*keys, "architectures"))
+    if name == "mistral":  # else a key of its own
+        folder.config(head_dim=16, sliding_window=None)
+    assert f"taken as transformers takes what is not there: {keys[0]} " in folder.as_transformers()
+
+
+def test_dtypes_of_config_json_and_files(copy: Callable[..., Folder], tmp_path: Path) -> None:
+    folder = copy().config(dtype="bfloat16", torch_dtype="float32")
+    assert "says dtype bfloat16, 21 of 21 tensors are stored in float32" in folder.as_transformers()
+    export(folder.run, tmp_path / "out")
+    assert {each.dtype for each in load_file(tmp_path / "out" / WHOLE).values()} == {torch.float32}
+
+
+# -- where a text ends -------------------------------------------------------------------------------------------------
+
+
+def test_ends_of_config_json_and_generation_config_json(
+    copy: Callable[..., Folder], model: Path, tmp_path: Path
+) -> None:
+    folder = copy().config(eos_token_id=7, bos_token_id=1, pad_token_id=9)
+    settings = {"eos_token_id": [5, 6], "temperature": 0.6, "do_sample": True, "transformers_version": "5"}
+    folder.config(file="generation_config.json", drop=("pad_token_id",), **settings)
+    shutil.copyfile(model, folder.path / "tokenizer.model")
+    said = folder.as_transformers()
+    assert "config.json says eos_token_id 7, generation_config.json says [5, 6]: the latter counts" in said
+    assert "the tokenizer's end-of-text token is 2, eos_token_id says [5, 6]: a text ends with each" in said
+    done = export(folder.run, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert theirs.eos_token_id == done.eos_token_id == [5, 6, 2]
+    assert (theirs.pad_token_id, theirs.temperature, theirs.do_sample) == (9, 0.6, True)
+    again = Folder(tmp_path / "out", tmp_path / "second")
+    assert "eos_token_id" not in again.as_transformers()
+    assert open_run(again.run, print).end_tokens == [5, 6, 2]
+
+
+def test_ends_of_config_json_alone(copy: Callable[..., Folder], tmp_path: Path) -> None:
+    folder = copy().config(eos_token_id=[7, 400])
+    (folder.path / "generation_config.json").unlink()
+    assert "eos_token_id 400 is no token of the model (vocab_size 352)" in folder.as_transformers()
+    export(folder.run, tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [7, 400]
+
+
+# -- files of weights --------------------------------------------------------------------------------------------------
+
+
+def sharded(folder: Folder) -> tuple[dict[str, str], str, str]:
+    """The index, the file of the embedding, and the last file."""
+    index = json.loads((folder.path / INDEX).read_text())["weight_map"]
+    return index, index[EMBEDDING], sorted({*index.values()})[-1]
+
+
+def test_a_tensor_in_two_files(copy: Callable[..., Folder]) -> None:
+    folder = copy("shards")
+    _, first, last = sharded(folder)
+    embedding = load_file(folder.path / first)[EMBEDDING]
+    folder.tensors(lambda tensors: tensors.update({EMBEDDING: embedding}), last)
+    assert "embed_tokens" not in folder.as_transformers()  # the same values
+    shutil.rmtree(folder.run)
+    folder.tensors(lambda tensors: tensors.update({EMBEDDING: embedding + 1}), last)
+    folder.refused(rf"{EMBEDDING} is in {first}, where .*index.json says it is, and with other values in {last}")
+
+
+def test_an_index_that_names_too_little(copy: Callable[..., Folder]) -> None:
+    folder = copy("shards")
+    index, first, _ = sharded(folder)
+    norm = "model.layers.0.input_layernorm.weight"  # in a file with others
+    folder.config(file=INDEX, weight_map={name: file for name, file in index.items() if name != norm})
+    assert f"1 tensors that {INDEX} does not name are read, as transformers does" in folder.as_transformers()
+    shutil.rmtree(folder.run)
+    folder.config(file=INDEX, weight_map={name: file for name, file in index.items() if name != EMBEDDING})
+    folder.refused(rf"{EMBEDDING} is missing \({first} has it\): set it to true if")
+
+
+def test_an_index_that_contradicts_its_files(copy: Callable[..., Folder]) -> None:
+    folder = copy("shards")
+    index, first, last = sharded(folder)
+
+    def refused(weight_map: Any, message: str) -> None:
+        folder.config(file=INDEX, weight_map=weight_map).refused(message)
+
+    refused(index | {EMBEDDING: last}, rf"says that {last} holds {EMBEDDING}, which it does not \({first} has it\)")
+    refused(index | {"model.none": last}, rf"says that {last} holds model.none, which it does not; copy")
+    refused({}, "weight_map names no file")
+    for name in (f"../{folder.path.name}/{first}", str(folder.path / first), "a/../b.safetensors", 3, None,
+                 r"C:\a.safetensors", r"..\a.safetensors"):  # fmt: skip
+        refused(index | {EMBEDDING: name}, "weight_map: model.embed_tokens.weight .*: no file of this folder")
+    refused(index | {EMBEDDING: "pytorch_model.bin"}, "'pytorch_model.bin': no .safetensors, and no other file is read")
+    folder.config(file=INDEX, weight_map=index)
+    merged = {name: each for file in {*index.values()} for name, each in load_file(folder.path / file).items()}
+    save_file(merged, folder.path / WHOLE, metadata={"format": "pt"})
+    folder.refused(rf"has {WHOLE}, which transformers reads, and {INDEX}, which names other files")
+    refused(dict.fromkeys(index, WHOLE) | {"model.none": WHOLE}, "holds model.none, which it does not")
+    folder.config(file=INDEX, weight_map=dict.fromkeys(index, WHOLE))
+    assert f"not read, nor by transformers: {first}, " in folder.as_transformers()
+
+
+def test_files_below_and_beside(copy: Callable[..., Folder]) -> None:
+    folder = copy("shards")
+    index, *_ = sharded(folder)
+    (folder.path / "part").mkdir()
+    for file in {*index.values()}:
+        (folder.path / file).rename(folder.path / "part" / file)
+    folder.config(file=INDEX, weight_map={name: f"part/{file}" for name, file in index.items()})
+    (folder.path / "pytorch_model.bin").touch()
+    (folder.path / "consolidated.safetensors").touch()
+    assert "not read, nor by transformers: consolidated.safetensors, pytorch_model.bin" in folder.as_transformers()
+    (folder.path / "adapter_config.json").write_text("{}")
+    shutil.rmtree(folder.run)
+    folder.refused("adapter_config.json: transformers takes this folder for an adapter of another model")
+
+
+def test_weights_under_a_name_of_their_own(copy: Callable[..., Folder]) -> None:
+    folder = copy()
+    (folder.path / WHOLE).rename(folder.path / "mine.safetensors")
+    folder.refused(r"has neither model.safetensors nor .* \(there is mine.safetensors: rename")
+    folder.config(transformers_weights="mine.safetensors").as_transformers()
