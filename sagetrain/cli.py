@@ -105,6 +105,12 @@ def prepare(
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file that renders chats. Default: the tokenizer's own.")
     ] = None,
+    tools_field: Annotated[
+        str | None,
+        typer.Option(
+            help="Field of the tools of a chat, which its template writes. Default: tools.", show_default=False
+        ),
+    ] = None,
     seq_length: Annotated[
         int | None,
         typer.Option(help="Fine-tuning: data.seq_length, into which records are put whole.", show_default=False),
@@ -147,7 +153,7 @@ def prepare(
             vocab_size=vocab_size,
             tokenizer_sample=tokenizer_sample,
             text_key=text_key,
-            records=records_of(prompt_field, completion_field, chat_field, chat_template, seq_length),
+            records=records_of(prompt_field, completion_field, chat_field, chat_template, tools_field, seq_length),
             glob=glob,
             dataset_config=dataset_config,
             dataset_split=dataset_split,

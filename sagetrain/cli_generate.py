@@ -94,7 +94,7 @@ def generate(
         rank, world_size = launched()
         errors.rank = rank
         use_cores()
-        from sagetrain.data.records import read_template, settled_template
+        from sagetrain.data.chat_template import read_template, settled_template
         from sagetrain.inference.generate import Sampling
         from sagetrain.inference.generate import generate as completions
         from sagetrain.inference.load import load_run

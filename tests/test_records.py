@@ -21,8 +21,9 @@ from sagetrain.config import ConfigError
 from sagetrain.config.rules.data import text_prefixes
 from sagetrain.config.schema import DataConfig
 from sagetrain.data import journal, sources
+from sagetrain.data.chat_template import answer_ends
 from sagetrain.data.prepare import prepare
-from sagetrain.data.records import Chats, Pairs, answer_ends, records_of
+from sagetrain.data.records import Chats, Notes, Pairs, records_of
 from sagetrain.data.token_file import TokenFile, TokenFileWriter
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -240,7 +241,7 @@ def test_an_interrupted_call_is_gone_on_with(tmp_path: Path, folder: Path, monke
 def test_what_counts_in_a_template_with_generation_tags_is_what_transformers_says(tmp_path: Path, folder: Path) -> None:
     """And what it renders, character for character."""
     theirs = AutoTokenizer.from_pretrained(folder, bos_token="<you>")
-    ours = Chats("m", 99, MARKED).parts({"m": TALK}, {"bos_token": "<you>"})
+    ours = Chats("m", 99, MARKED).parts({"m": TALK}, {"bos_token": "<you>"}, Notes())
     given = {"chat_template": MARKED, "return_dict": True, "return_assistant_tokens_mask": True}
     rendered = theirs.apply_chat_template(TALK, chat_template=MARKED, tokenize=False)
     assert "".join(text for text, _ in ours) == rendered
@@ -257,11 +258,11 @@ def test_json_in_a_template_is_spelled_as_transformers_spells_it(folder: Path) -
     talk = [{"role": "user", "content": "<é> & 'x'"}, {"role": "assistant", "content": "yes"}]
     template += "{% generation %}{{ messages[1].content }}{% endgeneration %}"
     theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(talk, chat_template=template, tokenize=False)
-    assert "".join(text for text, _ in Chats("m", 99, template).parts({"m": talk}, {})) == theirs
+    assert "".join(text for text, _ in Chats("m", 99, template).parts({"m": talk}, {}, Notes())) == theirs
 
 
 def test_what_counts_without_tags() -> None:
-    parts = Chats("m", 99, CHATML).parts({"m": TALK}, {})
+    parts = Chats("m", 99, CHATML).parts({"m": TALK}, {}, Notes())
     assert [text for text, counts in parts if counts] == ["two <|im_end|>?<|im_end|>\n", "four<|im_end|>\n"]
     assert parts[-2][0].endswith("thanks<|im_end|>\n<|im_start|>assistant\n")
 
@@ -278,13 +279,13 @@ def test_what_counts_without_tags() -> None:
 )
 def test_a_template_whose_prefixes_do_not_agree_is_refused(template: str) -> None:
     with pytest.raises(ValueError, match=r"message 3 otherwise in the whole chat.*generation.*--chat-template"):
-        Chats("m", 99, template).parts({"m": TALK}, {})
+        Chats("m", 99, template).parts({"m": TALK}, {}, Notes())
 
 
 def test_a_template_runs_in_a_sandbox() -> None:
     for attack in ("{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ raise_exception('no ' ~ 'tools') }}"):
         with pytest.raises(ValueError, match="the chat template refuses"):
-            Chats("m", 99, attack + CHATML).parts({"m": TALK}, {})
+            Chats("m", 99, attack + CHATML).parts({"m": TALK}, {}, Notes())
 
 
 ENDS = {
@@ -373,7 +374,7 @@ def test_a_template_that_drops_the_answer(tmp_path: Path, folder: Path) -> None:
         )  # fmt: skip
 
 
-OPTIONS = ("prompt_field", "completion_field", "chat_field", "chat_template", "seq_length")
+OPTIONS = ("prompt_field", "completion_field", "chat_field", "chat_template", "tools_field", "seq_length")
 
 
 @pytest.mark.parametrize(

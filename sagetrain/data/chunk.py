@@ -49,6 +49,8 @@ class Chunk:
     """As in Place, where the chunk ends."""
     after: Place | None = None
     """What has been read with this chunk; None inside of a document."""
+    unread: tuple[str, ...] = ()
+    """Columns of a table that the rows are without, because nobody asked for them."""
 
     def texts(self, text_key: str, skip_bad: bool = False) -> Iterator[str | ConfigError | None]:
         """The records' texts in order; None stands for an empty document.
@@ -69,6 +71,8 @@ class Chunk:
                 return parse(record)
             except ValueError as error:
                 raise self.error(number, f"{error}{way_out}") from error
+            except RecursionError as error:
+                raise self.error(number, f"it is nested too deeply to be read{way_out}") from error
 
         return self._each(value, skip_bad)
 
@@ -120,7 +124,7 @@ class Chunk:
     def _object(self, line: str, number: int) -> dict[str, Any]:
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             hint = " (a JSON array? write one object per line)" if number == 1 and line.startswith("[") else ""
             raise self.error(number, f"not valid JSON: {error}{hint}") from error
         if not isinstance(value, dict):

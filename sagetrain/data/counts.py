@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sagetrain.data.encode import Encoded
-from sagetrain.data.records import Records
+from sagetrain.data.records import Notes, Records
 
 
 @dataclass
@@ -45,6 +45,8 @@ class Tally:
         self.counts = {side: Counts() for side in sides}
         self.first_bad: str | None = None
         """What is wrong with the first bad line, and where."""
+        self.notes = Notes()
+        """What else is to be said of the records."""
 
     @property
     def tokens(self) -> int:
@@ -65,6 +67,7 @@ class Tally:
         train.cut_records += encoded.cut
         train.too_long_records += encoded.too_long
         self.first_bad = self.first_bad or encoded.first_bad
+        self.notes += encoded.notes
 
     def sentences(self, outputs: Mapping[str, Path], records: Records | None) -> Iterator[str]:
         """What was written, and what was left out."""
@@ -83,6 +86,16 @@ class Tally:
             yield f"left out {many(train.empty_documents, 'empty document')}"
         if self.first_bad:
             yield f"left out {self._bad_lines()}"
+        yield from self._notes()
+
+    def _notes(self) -> Iterator[str]:
+        """What is to be said of records: a line for each sentence, with its keys, the most frequent first."""
+        about: dict[str, list[str]] = {}
+        for (sentence, key), count in sorted(self.notes.items(), key=lambda item: (item[0][0], -item[1], item[0][1])):
+            about.setdefault(sentence, []).append(f"{key} ({many(count, 'record')})".lstrip())
+        for sentence, keys in about.items():
+            rest = f" and {len(keys) - 12} more" if len(keys) > 12 else ""
+            yield f"{sentence} {', '.join(keys[:12])}{rest}"
 
     def why_nothing(self, side: str, records: Records | None, valid_fraction: float) -> str:
         """Why a file may have got no document; empty where nothing is known."""

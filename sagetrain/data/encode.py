@@ -7,10 +7,12 @@ import os
 import queue
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.chunk import Chunk, Place
-from sagetrain.data.records import Records
+from sagetrain.data.records import ENDLESS, UNREAD, Notes, Records
 from sagetrain.data.token_file import token_dtype
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -56,6 +58,8 @@ class Encoded:
     """Records that were longer than a sequence, and were cut at its end."""
     too_long: int = 0
     """Records of which nothing that counts was left, and which were left out."""
+    notes: Notes = field(default_factory=Counter)
+    """What else is to be said of the records (records.py)."""
 
 
 @dataclass
@@ -125,8 +129,8 @@ class Encoder:
     def _encode_records(self, chunk: Chunk, records: Records) -> Encoded:
         """Each side's records in sequences of seq_length: whole, or cut where one alone is longer."""
         sides: dict[str, list[_Record]] = {"train": [], "valid": []}
-        cut, bad = 0, []
-        found = list(chunk.values(partial(self._encode_record, records), self.skip_bad_lines))
+        cut, bad, notes = 0, [], Notes({(UNREAD, name): len(chunk.records) for name in chunk.unread})
+        found = list(chunk.values(partial(self._encode_record, records, notes), self.skip_bad_lines))
         for each in found:
             if isinstance(each, ConfigError):
                 bad.append(each)
@@ -140,17 +144,29 @@ class Encoder:
         too_long = len(found) - len(bad) - sum(map(len, sides.values()))
         first_bad = str(bad[0]) if bad else None
         place = chunk.continues, chunk.origin, chunk.consumed, chunk.after
-        return Encoded(parts, 0, len(bad), first_bad, *place, cut, too_long)
+        return Encoded(parts, 0, len(bad), first_bad, *place, cut, too_long, notes)
 
-    def _encode_record(self, records: Records, record: dict[str, Any]) -> _Record:
-        parts = records.parts(record, self.tokenizer.special_tokens)
+    def _encode_record(self, records: Records, notes: Notes, record: dict[str, Any]) -> _Record:
+        parts = records.parts(record, self.tokenizer.special_tokens, notes)
         ids, counted = self.tokenizer.encode_parts(parts, records.templated)
         if not records.templated:
             ids = [*self.prefix, *ids, self.tokenizer.eos_id]
             counted = [*(False for _ in self.prefix), *counted, True]
+        elif not all(self._ends(ids[start:stop]) for start, stop in _runs(counted)):
+            notes[ENDLESS, ""] += 1
         counted[0] = False  # what comes before it is another record
         text = "".join(text for text, _ in parts).encode()
         return _Record(np.array(ids, self._dtype), np.array(counted, bool), text)
+
+    def _ends(self, answer: list[int]) -> bool:
+        """Whether an answer ends with a control token, or with one and white space."""
+        tokenizer = self.tokenizer
+        for token in reversed(answer):
+            if token == tokenizer.eos_id or tokenizer.is_control(token):
+                return True
+            if tokenizer.decode([token]).strip():
+                return False
+        return False
 
     def _packed(self, rows: list[_Record], seq_length: int) -> EncodedPart:
         """Each record, the longest first, where it finds room first; what is left behind the last one of a sequence
@@ -182,6 +198,12 @@ class Encoder:
             if int.from_bytes(blake2b(key, digest_size=8).digest(), "big") < self.valid_fraction * 2**64
             else "train"
         )
+
+
+def _runs(counted: Sequence[bool]) -> list[tuple[int, int]]:
+    """Where tokens that count follow each other: the first of them, and the place behind the last."""
+    edges = [place for place, (a, b) in enumerate(pairwise([False, *counted, False])) if a != b]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def encode(chunks: Iterable[Chunk], encoder: Encoder, num_workers: int) -> Iterator[Encoded]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ SECONDS = 10.0
 _WORDS = {
     "inputs": "the number of input files",
     "inputs_sha256": "the inputs (a file was added, left out or changed since)",
-    "records": "what it takes of the records",
+    "records": "what it takes of the records (an older version left out tools, documents and weights)",
     "tokenizer": "the tokenizer",
     "prefix": "what the tokenizer puts before a text (an older version of prepare did not)",
 }
@@ -45,6 +45,8 @@ class Unfinished:
     written: dict[str, dict[str, Any]]
     """Likewise, what TokenFileWriter.written gave."""
     first_bad: str | None
+    notes: list[tuple[str, str, int]] = field(default_factory=list)
+    """What is to be said of records (records.py)."""
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ from sagetrain.data.destination import Destination
 from sagetrain.data.encode import Encoder, encode
 from sagetrain.data.journal import Journal, Unfinished
 from sagetrain.data.progress import Progress
-from sagetrain.data.records import Chats, Records, settled
+from sagetrain.data.records import Chats, Notes, Records, settled
 from sagetrain.data.sources import Corpus
 from sagetrain.data.token_file import (
     TokenFileWriter,
@@ -119,8 +119,8 @@ def prepare(
     there = Destination(Path(output), _parse_shard(shard) if shard else None, valid_fraction > 0)
     check_writable(there.named)
     _check_arguments(there.named, tokenizer, vocab_size, valid_fraction, num_workers)
-    fields = records.fields if records else ()
-    corpus = Corpus(sources, text_key, glob, dataset_config, dataset_split, skip_bad_lines, there.division, fields)
+    fields = (records.fields, records.optional_fields) if records else ((), ())
+    corpus = Corpus(sources, text_key, glob, dataset_config, dataset_split, skip_bad_lines, there.division, *fields)
     if valid_fraction and len(corpus.inputs) == 1 and corpus.inputs[0].one_document:
         raise ConfigError(
             f"{corpus.inputs[0].name}: --valid-fraction {valid_fraction} needs several documents, and a plain text "
@@ -223,6 +223,7 @@ class _Call:
             place, done = unfinished.place, unfinished.progress
             self.tally.counts = {side: Counts(**recorded) for side, recorded in unfinished.counts.items()}
             self.tally.first_bad = unfinished.first_bad
+            self.tally.notes = Notes({(sentence, key): count for sentence, key, count in unfinished.notes})
         for side, writer in writers.items():
             written = unfinished.written[side] if unfinished else None
             writer.begin(encoder.tokenizer.vocab_size, written, masked=encoder.records is not None)
@@ -269,7 +270,8 @@ class _Call:
         counts = {side: asdict(each) for side, each in self.tally.counts.items()}
         written = {side: writer.written() for side, writer in self._writers.items()}
         tokenizer = self._encoder.tokenizer.sha256
-        return Unfinished(self._request, tokenizer, place, done, counts, written, self.tally.first_bad)
+        notes = [(*about, count) for about, count in self.tally.notes.items()]
+        return Unfinished(self._request, tokenizer, place, done, counts, written, self.tally.first_bad, notes)
 
     def _provenance(self, side: str, sources: list[str]) -> dict[str, Any]:
         writer, records, tokenizer = self._writers[side], self._encoder.records, self._encoder.tokenizer

@@ -1,40 +1,56 @@
 """Records of fine-tuning: prompts with their completions, and chats. Both become text of which a part counts.
 
-A chat is what a tokenizer's chat template makes of its messages: a Jinja template, rendered in jinja2's sandbox with
-what Hugging Face transformers gives such templates. What the assistant says counts in the loss, up to and including
-what ends its turn. Where the template has {% generation %} blocks, these are it. Else the chat is rendered up to each
-turn of the assistant, before and after it; a template that writes the beginning of a chat otherwise when it goes on (as
-some do that drop earlier reasoning) is an error.
+A chat is what a tokenizer's chat template makes of its messages (chat_template.py), and of the tools and documents of
+its record. What the assistant says counts in the loss, up to and including what ends its turn, unless the message says
+otherwise ("weight": 0, "train": false). Where the template has {% generation %} blocks, these are what counts. Else the
+chat is rendered up to each turn of the assistant, before and after it; a template that writes the beginning of a chat
+otherwise when it goes on (as some do that drop earlier reasoning) is an error.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
-
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any, ClassVar
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.data.chat_template import (
+    Message,
+    Part,
+    generated,
+    read_template,
+    rendered,
+    settled_template,
+    variables,
+)
 from sagetrain.data.chunk import no_such_key
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.data.tokenizer_copy import named_templates
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_BEGIN, _END = "\0generation\0", "\0endgeneration\0"  # no message may hold a NUL
+TOOLS, _DOCUMENTS, _MORE = "tools", "documents", "chat_template_kwargs"
+_SWITCHES = ("weight", "train", "loss")
+"""Keys under which a message says whether it counts: OpenAI's and Mistral's, axolotl's, ms-swift's."""
 
-Part = tuple[str, bool]
-"""Text, and whether it counts in the loss."""
+Notes = Counter[tuple[str, str]]
+"""How many records something is to be said of: a sentence, and the name of a key where it is about one."""
+UNREAD = "not read of the records:"
+UNWRITTEN = "the chat template does not read these keys, so that what records hold there is left out:"
+NULLS = (
+    "tool calls hold null, which is kept as the JSON has it; a table that was written as JSON has null where a call "
+    "has no such argument, so give the table itself (.parquet):"
+)
+OTHERS_COUNT = "messages of others than the assistant say that they count, but answers alone do:"
+ENDLESS = (
+    "answers that count end with no control token, as in templates whose turns end where the next role begins, so that "
+    "nothing teaches the model to stop. Write the token that is to end an answer, such as {{ eos_token }}, behind it "
+    "in a copy of the template (inside of {% generation %}, where it has that) and name the copy with --chat-template:"
+)
 
 
 @dataclass(frozen=True)
@@ -47,10 +63,12 @@ class Pairs:
     """Tokens of the sequences that records are put into whole."""
     templated: ClassVar[bool] = False
     """Whether a template wrote the text, with control tokens in it and all that ends it."""
+    optional_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that are read where a record has them."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Of a record, those that are read."""
+        """The fields that every record has."""
         return self.prompt_field, self.completion_field
 
     @property
@@ -58,8 +76,9 @@ class Pairs:
         """What decides on the result, for NAME.json."""
         return asdict(self)
 
-    def parts(self, record: Mapping[str, Any], special_tokens: Mapping[str, str]) -> list[Part]:
-        """The record's text. ValueError says what is wrong with it."""
+    def parts(self, record: Mapping[str, Any], special_tokens: Mapping[str, str], notes: Notes) -> list[Part]:
+        """The record's text. ValueError says what is wrong with it. `notes` hears what is left out of it."""
+        _note_unread(record, self.fields, notes)
         prompt, completion = (_value(record, name) for name in self.fields)
         for name, text in ((self.prompt_field, prompt), (self.completion_field, completion)):
             if not isinstance(text, str):
@@ -80,12 +99,19 @@ class Chats:
     """A Jinja chat template; of `settled` records there is one."""
     tool_template: str = ""
     """The template of records that have tools, where it is another."""
+    tools_field: str = TOOLS
+    """Field of the tools that a chat may call, a list of JSON schemas."""
     templated: ClassVar[bool] = True
 
     @property
     def fields(self) -> tuple[str, ...]:
         """As of Pairs."""
         return (self.field,)
+
+    @property
+    def optional_fields(self) -> tuple[str, ...]:
+        """As of Pairs."""
+        return self.tools_field, _DOCUMENTS, _MORE
 
     @property
     def named_templates(self) -> str | list[dict[str, str]]:
@@ -96,43 +122,95 @@ class Chats:
     @property
     def request(self) -> dict[str, Any]:
         """As of Pairs."""
-        template = sha256(self.template.encode()).hexdigest()
-        return {"field": self.field, "template_sha256": template, "seq_length": self.seq_length}
+        templates = {"template_sha256": self.template, "tool_template_sha256": self.tool_template}
+        hashes = {key: sha256(text.encode()).hexdigest() for key, text in templates.items() if text}
+        fields = {"field": self.field, "optional_fields": list(self.optional_fields)}
+        return {**fields, **hashes, "seq_length": self.seq_length}
 
-    def parts(self, record: Mapping[str, Any], special_tokens: Mapping[str, str]) -> list[Part]:
+    def parts(self, record: Mapping[str, Any], special_tokens: Mapping[str, str], notes: Notes) -> list[Part]:
         """As of Pairs. special_tokens: what templates call bos_token, eos_token."""
+        _note_unread(record, (*self.fields, *self.optional_fields), notes)
         messages = _messages(_value(record, self.field))
+        more = self._more(record)
+        template = self.tool_template if self.tool_template and more.get(TOOLS) is not None else self.template
+        counted = _counted(messages, notes)
+        if _holds_null([message.get("tool_calls", []) for message in messages]):
+            notes[NULLS, ""] += 1
+        given = [Message(each) for each in messages]
 
         def render(count: int, prompt: bool = False) -> str:
-            return _rendered(self.template, messages[:count], special_tokens, prompt)
+            return rendered(template, given[:count], special_tokens, prompt, more)
 
         whole = render(len(messages))
-        if _BEGIN in whole:
-            pieces = re.split(f"({_BEGIN}|{_END})", whole)
-            parts = [(text, mark == _BEGIN) for mark, text in zip(["", *pieces[1::2]], pieces[::2], strict=True)]
+        parts = generated(whole)
+        if len(parts) > 1:
+            parts = _by_blocks(parts, counted, render)
         else:
-            parts = self._by_prefixes(messages, whole, render)
+            parts = _by_prefixes(whole, counted, render)
+        unread = {f"{key} of messages" for message in given for key in message.unread}
+        unread |= {key for key, value in more.items() if value and key not in variables(template)}
+        for key in unread:
+            notes[UNWRITTEN, key] += 1
         parts = [(text, counts) for text, counts in parts if text]
         if not any(counts and text.strip() for text, counts in parts):
             raise ValueError("the chat template leaves nothing of what the assistant says")
         return parts
 
-    def _by_prefixes(self, messages: Sequence[Mapping[str, Any]], whole: str, render: Any) -> list[Part]:
-        parts, done = [], ""
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, after = render(number, True), render(number + 1)
-            if not (before.startswith(done) and after.startswith(before) and whole.startswith(after)):
-                raise ValueError(
-                    f"the chat template writes what comes before the end of message {number + 1} otherwise in the "
-                    "whole chat than in the chat up to there, so that nobody can tell what the assistant says: put "
-                    "{% generation %} and {% endgeneration %} around that in a copy of the template, and name it with "
-                    "--chat-template"
-                )
-            parts += [(before[len(done) :], False), (after[len(before) :], True)]
-            done = after
-        return [*parts, (whole[len(done) :], False)]
+    def _more(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """What a template is given beside messages: tools, documents, and variables of its own."""
+        found = {}
+        for name, key in ((TOOLS, self.tools_field), (_DOCUMENTS, _DOCUMENTS)):
+            value = _list(record.get(key))
+            if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
+                raise ValueError(f"{key!r} holds {_what(value)}; a chat's {name} are a list of JSON objects")
+            if value is not None:
+                found[name] = value
+        own = _parsed(record.get(_MORE)) or {}
+        if not isinstance(own, dict):
+            raise ValueError(f"{_MORE!r} holds {_what(own)}; variables of a chat template are a JSON object")
+        if _holds_nul([found, own]):
+            raise ValueError(f"{TOOLS}, {_DOCUMENTS} or {_MORE} hold a NUL character")
+        return own | found
+
+
+def _by_blocks(parts: list[Part], counted: list[bool | None], render: Callable[..., str]) -> list[Part]:
+    """What counts of a text with {% generation %} blocks: the blocks of answers that count.
+
+    Which block belongs to which answer is asked only where some answers do not count: a chat up to the next answer has
+    the blocks of all answers so far.
+    """
+    if False not in counted:
+        return parts
+    answers = [number for number, counts in enumerate(counted) if counts is not None]
+    blocks = [sum(inside for _, inside in generated(render(number))) for number in answers[1:]]
+    blocks.append(sum(inside for _, inside in parts))
+    if blocks != sorted(blocks):
+        raise ValueError(
+            "the chat template writes fewer {% generation %} blocks when a chat goes on, so that nobody can tell which "
+            "of them belongs to a message that does not count"
+        )
+    of_answers = zip(answers, pairwise([0, *blocks]), strict=True)
+    counts = iter([counted[answer] for answer, (low, high) in of_answers for _ in range(low, high)])
+    return [(text, inside and bool(next(counts))) for text, inside in parts]
+
+
+def _by_prefixes(whole: str, counted: list[bool | None], render: Callable[..., str]) -> list[Part]:
+    """What counts of a text without blocks: what is new in the chat up to an answer beside the chat before it."""
+    parts, done = [], ""
+    for number, counts in enumerate(counted):
+        if not counts:
+            continue
+        before, after = render(number, True), render(number + 1)
+        if not (before.startswith(done) and after.startswith(before) and whole.startswith(after)):
+            raise ValueError(
+                f"the chat template writes what comes before the end of message {number + 1} otherwise in the "
+                "whole chat than in the chat up to there, so that nobody can tell what the assistant says: put "
+                "{% generation %} and {% endgeneration %} around that in a copy of the template, and name it with "
+                "--chat-template"
+            )
+        parts += [(before[len(done) :], False), (after[len(before) :], True)]
+        done = after
+    return [*parts, (whole[len(done) :], False)]
 
 
 Records = Pairs | Chats
@@ -143,6 +221,7 @@ def records_of(
     completion_field: str | None,
     chat_field: str | None,
     chat_template: Path | None,
+    tools_field: str | None,
     seq_length: int | None,
 ) -> Records | None:
     """What the options of `sagetrain prepare` describe; None: plain text. ConfigError where they do not agree."""
@@ -150,10 +229,9 @@ def records_of(
         raise ConfigError("--prompt-field and --completion-field go together: a record has a prompt and its completion")
     if prompt_field and chat_field:
         raise ConfigError("records are pairs (--prompt-field, --completion-field) or chats (--chat-field), not both")
-    if chat_template and not chat_field:
-        raise ConfigError(
-            f"--chat-template {chat_template} is for chats: name the field of the messages (--chat-field)"
-        )
+    for option, value in (("--chat-template", chat_template), ("--tools-field", tools_field)):
+        if value and not chat_field:
+            raise ConfigError(f"{option} {value} is for chats: name the field of the messages (--chat-field)")
     if not prompt_field and not chat_field:
         if seq_length is not None:
             raise ConfigError(
@@ -167,19 +245,11 @@ def records_of(
         )
     if prompt_field and completion_field:
         return Pairs(prompt_field, completion_field, seq_length)
-    return Chats(chat_field or "", seq_length, read_template(chat_template))
-
-
-def read_template(file: Path | None) -> str:
-    """The text of --chat-template, "" without. ConfigError if it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8") if file else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {file} cannot be read: {error}") from error
+    return Chats(chat_field or "", seq_length, read_template(chat_template), tools_field=tools_field or TOOLS)
 
 
 def settled(records: Records, tokenizer: Tokenizer) -> Records:
-    """With the tokenizer's chat template where none was given. ConfigError as of settled_template."""
+    """With the tokenizer's chat templates where none was given. ConfigError as of settled_template."""
     if isinstance(records, Pairs):
         return records
     tool_template = "" if records.template else tokenizer.chat_templates.get("tool_use", "")
@@ -188,132 +258,102 @@ def settled(records: Records, tokenizer: Tokenizer) -> Records:
     return replace(records, template=settled_template(records.template, tokenizer), tool_template=tool_template)
 
 
-def settled_template(given: str, tokenizer: Tokenizer) -> str:
-    """A chat template, or the tokenizer's where none was given. ConfigError if there is none, or it is no template."""
-    template = given or tokenizer.chat_template
-    if not template and (names := [*tokenizer.chat_templates]):
-        raise ConfigError(
-            f"the tokenizer has chat templates of these names alone: {', '.join(names)}, none is the default: write "
-            "the one that is meant to a file and name that with --chat-template"
-        )
-    if not template:
-        raise ConfigError(
-            f"the tokenizer has no chat template (in chat_template.jinja or tokenizer_config.json beside its "
-            f"{tokenizer.file_name}): name a Jinja file with --chat-template"
-        )
-    try:
-        _compiled(template)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"the chat template is no Jinja template: {error}") from error
-    return template
-
-
-def chat_prompt(template: str, tokenizer: Tokenizer, message: str) -> list[int]:
-    """Token ids of a chat of one message, the user's, and of what begins the answer: all that the template writes, a
-    bos too. ConfigError if the template refuses the message."""
-    try:
-        text = _rendered(template, [{"role": "user", "content": message}], tokenizer.special_tokens, True)
-        return _encoded(text, tokenizer)
-    except ValueError as error:
-        raise ConfigError(f"--chat: {error}") from error
-
-
-def answer_ends(template: str, tokenizer: Tokenizer) -> list[int]:
-    """The control token that a chat template puts behind an answer, the first one; nothing if there is none."""
-    question, answer = "What is 6 times 7?", "It is 42, of course."
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    try:
-        _, found, behind = _rendered(template, messages, tokenizer.special_tokens, False).rpartition(answer)
-    except ValueError:  # it takes no answers
-        return []
-    return [token for token in _encoded(behind, tokenizer) if found and tokenizer.is_control(token)][:1]
-
-
-def _encoded(rendered: str, tokenizer: Tokenizer) -> list[int]:
-    return tokenizer.encode_parts([(re.sub(f"{_BEGIN}|{_END}", "", rendered), False)], control=True)[0]
-
-
 def _value(record: Mapping[str, Any], name: str) -> Any:
     if name not in record:
         raise ValueError(no_such_key(name, record, "--prompt-field, --completion-field or --chat-field"))
     return record[name]
 
 
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """The messages of a chat, checked; fields without a value are left out (tables have them in every row)."""
+    """The messages of a chat, checked. A message, or the list of them, may be JSON text, as tables hold it. Keys
+    without a value are left out, as in transformers."""
+    value = _list(value)
     if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
-        raise ValueError('a chat is a list of messages, {"role": ..., "content": ...}')
+        raise ValueError(f'a chat is a list of messages, {{"role": ..., "content": ...}}, not {_what(value)}')
     messages = [{key: each for key, each in message.items() if each is not None} for message in value]
     for number, message in enumerate(messages, 1):
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
             raise ValueError(f"message {number} has the role {role!r}, which is none of {', '.join(ROLES)}")
-        if content is None and role == "assistant" and "tool_calls" in message:
+        if "tool_calls" in message:
+            message["tool_calls"] = _list(message["tool_calls"])
+        if _holds_nul(message):
+            raise ValueError(f"message {number} holds a NUL character")
+        if content is None and role == "assistant" and message.get("tool_calls"):
             continue
         if not isinstance(content, str):
             raise ValueError(f"message {number}: content holds {type(content).__name__}, not text")
-        if "\0" in content:
-            raise ValueError(f"message {number} holds a NUL character")
-        if role == "assistant" and not content.strip() and "tool_calls" not in message:
+        if role == "assistant" and not content.strip() and not message.get("tool_calls"):
             raise ValueError(f"message {number}, of the assistant, is empty: nothing of it would count in the loss")
     if all(message["role"] != "assistant" for message in messages):
         raise ValueError("no message of the assistant: nothing in this record would count in the loss")
     return messages
 
 
-# -- chat templates ----------------------------------------------------------------------------------------------------
+def _counted(messages: list[dict[str, Any]], notes: Notes) -> list[bool | None]:
+    """Whether each message of the assistant counts: they do, unless a key of theirs says otherwise. None for messages
+    of others. Takes these keys out of the messages."""
+    found: list[bool | None] = []
+    others = False
+    for number, message in enumerate(messages, 1):
+        said = {key: message.pop(key) for key in _SWITCHES if key in message}
+        for key, value in said.items():
+            if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+                raise ValueError(
+                    f"message {number}: {key} is {value!r}, neither 0 nor 1 (false, true): a message counts in the "
+                    "loss or it does not"
+                )
+        if len(set(map(bool, said.values()))) > 1:
+            raise ValueError(f"message {number}: {' and '.join(said)} contradict each other; leave one of them")
+        counts = all(said.values())
+        found.append(counts if message["role"] == "assistant" else None)
+        if said and counts and message["role"] != "assistant":
+            others = True
+    notes[OTHERS_COUNT, ""] += others
+    if not any(found):
+        raise ValueError(
+            f"no message of the assistant counts ({', '.join(_SWITCHES)}): nothing in this record would count in the "
+            "loss"
+        )
+    return found
 
 
-def _rendered(
-    template: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str], prompt: bool
-) -> str:
-    """prompt: with what begins the assistant's next turn."""
-    given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": prompt}
+def _note_unread(record: Mapping[str, Any], read: Iterable[str], notes: Notes) -> None:
+    for key in record.keys() - set(read):
+        notes[UNREAD, key] += 1
+
+
+def _list(value: Any) -> Any:
+    """A list, also from JSON text of it or of what is in it."""
+    value = _parsed(value)
+    return [_parsed(each) for each in value] if isinstance(value, list) else value
+
+
+def _parsed(value: Any) -> Any:
+    """A list or an object, also from JSON text."""
+    if not isinstance(value, str):
+        return value
     try:
-        return _compiled(template).render(**given, **special_tokens)
-    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"the chat template refuses {len(messages)} of its messages: {error}") from error
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return found if isinstance(found, (list, dict)) else value
 
 
-@functools.cache
-def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    return environment.from_string(template)
+def _what(value: Any) -> str:
+    return "text that is no JSON" if isinstance(value, str) else type(value).__name__
 
 
-class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: what is inside, between marks."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The nodes in place of the block."""
-        next(parser.stream)
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
-        return [begin, *body, end]
+def _holds_null(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_null, value.values()))
+    return any(map(_holds_null, value)) if isinstance(value, list) else value is None
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Of a template, as transformers has it: plain JSON, where jinja2's own spells <, > and & for web pages."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> NoReturn:
-    """Of a template: it has no place for what a message holds."""
-    raise jinja2.TemplateError(message)
-
-
-def _now(form: str) -> str:
-    """Of a template: the date."""
-    return datetime.now().strftime(form)
+def _holds_nul(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_nul, value.values()))
+    return any(map(_holds_nul, value)) if isinstance(value, list) else isinstance(value, str) and "\0" in value

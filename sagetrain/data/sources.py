@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from importlib import import_module
@@ -73,18 +73,19 @@ class Corpus:
         skip_bad_lines: bool = False,
         shard: tuple[int, int] | None = None,
         fields: tuple[str, ...] = (),
+        optional_fields: tuple[str, ...] = (),
     ):
         """Resolve `sources`: files, folders (recursive, `glob` chooses), dataset names, or "python-stdlib".
 
         `config_name` and `split` are for Hugging Face datasets; `skip_bad_lines` is for `sample`. With `shard` (K, N)
         the inputs are the K-th of N parts, alike in bytes; of each dataset, in rows or files. With `fields` rows hold
-        these, by name, instead of a text. ConfigError if a source does not exist or is empty, or is plain text where
-        fields are wanted.
+        these, by name, instead of a text, and those of `optional_fields` that there are. ConfigError if a source does
+        not exist or is empty, or is plain text where fields are wanted.
         """
         if not sources:
             raise ConfigError("no source of text given")
         self.text_key, self._skip_bad, self._fields = text_key, skip_bad_lines, fields
-        self._columns = fields or (text_key,)
+        self._columns, self._optional = fields or (text_key,), optional_fields
         self.notes: list[str] = []
         self.inputs: list[Input] = []
         for source in sources:
@@ -192,7 +193,7 @@ class Corpus:
         if self._fields and not structured:
             raise self._no_fields(path)
         if _ends(path, ".parquet"):
-            read = lambda place: _read_parquet(path, self._columns, bool(self._fields))  # noqa: E731
+            read = lambda place: _read_parquet(path, self._columns, self._optional, bool(self._fields))  # noqa: E731
         elif structured:
             read = lambda place: _read_lines(path, place)  # noqa: E731
         else:
@@ -210,17 +211,15 @@ class Corpus:
         return whole
 
     def _dataset(self, name: str, load: Callable[[], Any], identity: list[Any]) -> Input:
-        columns, fields = self._columns, bool(self._fields)
+        columns = self._columns, self._optional, bool(self._fields)
 
         def share(number: int, count: int) -> Input:
             _check_parts(name, load(), number, count)
             part = f"{name} (part {number} of {count})"
-            read = lambda place: _read_dataset(part, load().shard(count, number - 1), columns, fields, place)  # noqa: E731
+            read = lambda place: _read_dataset(part, load().shard(count, number - 1), place, *columns)  # noqa: E731
             return Input(part, read, None, identity)
 
-        return Input(
-            name, lambda place: _read_dataset(name, load(), columns, fields, place), None, identity, share=share
-        )
+        return Input(name, lambda place: _read_dataset(name, load(), place, *columns), None, identity, share=share)
 
 
 def _part(inputs: list[Input], number: int, count: int) -> list[Input]:
@@ -327,23 +326,42 @@ def _character_boundary(data: bytes) -> int:
     return len(data)
 
 
-def _read_parquet(path: Path, columns: tuple[str, ...], fields: bool) -> Iterator[Chunk]:
-    """Rows are the texts of one column, or dicts of `fields`."""
+def _read_parquet(path: Path, columns: Sequence[str], optional: Sequence[str], fields: bool) -> Iterator[Chunk]:
+    """Rows are the texts of one column, or with `fields` dicts of these columns, and of optional ones."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _check_columns(path, columns, file.schema_arrow.names, fields)
+            names = file.schema_arrow.names
+            _check_columns(path, columns, names, fields)
+            read = [name for name in (*columns, *optional) if name in names]
             size, rows = path.stat().st_size, max(file.metadata.num_rows, 1)
             number = 1
-            for batch in file.iter_batches(batch_size=512, columns=list(columns)):
-                records = batch.to_pylist() if fields else batch.column(0).to_pylist()
-                done = size * (number - 1 + len(records)) // rows
-                yield Chunk(str(path), "row", number, records, done)
-                number += len(records)
+            for batch in file.iter_batches(batch_size=512, columns=read):
+                done = size * (number - 1 + len(batch)) // rows
+                yield _rows(str(path), batch, number, read, fields, names, done)
+                number += len(batch)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def _rows(
+    origin: str, table: Any, number: int, columns: Sequence[str], fields: bool, names: Sequence[str], consumed: int = 0
+) -> Chunk:
+    """A chunk of a table's rows, from row `number` on; names: of all columns of the whole table."""
+    from sagetrain.data.tables import records_in
+
+    if not fields:
+        return Chunk(origin, "row", number, table.column(columns[0]).to_pylist(), consumed)
+    try:
+        records = records_in(table, columns)
+    except ValueError as error:
+        last = number + len(table) - 1
+        raise ConfigError(
+            f"{origin}, rows {number:,} to {last:,}: a column of JSON holds what is none: {error}"
+        ) from error
+    return Chunk(origin, "row", number, records, consumed, unread=tuple(name for name in names if name not in columns))
 
 
 # -- Hugging Face datasets ---------------------------------------------------------------------------------------------
@@ -403,18 +421,20 @@ def _check_parts(name: str, dataset: Any, number: int, count: int) -> None:
         raise ConfigError(f"--shard {number}/{count}: {why}: use at most {there} part{'s' * (there != 1)}{otherwise}")
 
 
-def _read_dataset(name: str, dataset: Any, columns: tuple[str, ...], fields: bool, place: Place) -> Iterator[Chunk]:
+def _read_dataset(
+    name: str, dataset: Any, place: Place, columns: Sequence[str], optional: Sequence[str], fields: bool
+) -> Iterator[Chunk]:
     """As _read_parquet."""
     names = dataset.column_names  # None: a stream that does not know them yet
-    if names is not None and set(columns) <= set(names):
-        dataset = dataset.select_columns(list(columns))  # other columns may be costly to decode
+    read = [*columns, *(each for each in optional if each in (names or ()))]
+    if names is not None and set(read) <= set(names):
+        dataset = dataset.select_columns(read)  # other columns may be costly to decode
     number = place.records + 1
-    for batch in dataset.skip(place.records).iter(batch_size=512):
-        _check_columns(name, columns, batch, fields)
-        texts = batch[columns[0]]
-        rows = zip(*(batch[column] for column in columns), strict=True)
-        yield Chunk(name, "row", number, [dict(zip(columns, row, strict=True)) for row in rows] if fields else texts)
-        number += len(texts)
+    for table in dataset.with_format("arrow").skip(place.records).iter(batch_size=512):
+        there = names or table.schema.names
+        _check_columns(name, columns, there, fields)
+        yield _rows(name, table, number, [*columns, *optional] if names is None else read, fields, there)
+        number += len(table)
 
 
 # -- the standard library ----------------------------------------------------------------------------------------------

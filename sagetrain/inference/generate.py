@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.records import answer_ends, chat_prompt
+from sagetrain.data.chat_template import answer_ends, chat_prompt
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.load import TrainedRun
@@ -80,8 +80,8 @@ def generate(
     (data.seq_length) is full, its later half is read anew. What the model wants before a text is before each.
 
     Args:
-        template: a chat template (data/records.py): prompts are messages of a user's, which the model answers. What the
-            template puts behind an answer ends one, too.
+        template: a chat template (data/chat_template.py): prompts are messages of a user's, which the model answers.
+            What the template puts behind an answer ends one, too.
 
     Raises:
         ConfigError: the run has no tokenizer, a prompt is longer than the context, or the template refuses it.

@@ -1,0 +1,209 @@
+"""Chat templates: Jinja templates, rendered in jinja2's sandbox with what transformers gives such templates."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.data.tokenizer import Tokenizer
+
+_BEGIN, _END = "\0generation\0", "\0endgeneration\0"  # no record may hold a NUL
+Part = tuple[str, bool]
+"""Text, and whether it counts in the loss."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys under which messages hold their reasoning. transformers gives a template the first two of them, whichever a
+message has."""
+
+
+def read_template(file: Path | None) -> str:
+    """The text of --chat-template, "" without. ConfigError if it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8") if file else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {file} cannot be read: {error}") from error
+
+
+def settled_template(given: str, tokenizer: Tokenizer) -> str:
+    """A chat template, or the tokenizer's where none was given. ConfigError if there is none, or it is no template."""
+    template = given or tokenizer.chat_template
+    if not template and (names := [*tokenizer.chat_templates]):
+        raise ConfigError(
+            f"the tokenizer has chat templates of these names alone: {', '.join(names)}, none is the default: write "
+            "the one that is meant to a file and name that with --chat-template"
+        )
+    if not template:
+        raise ConfigError(
+            f"the tokenizer has no chat template (in chat_template.jinja or tokenizer_config.json beside its "
+            f"{tokenizer.file_name}): name a Jinja file with --chat-template"
+        )
+    try:
+        _compiled(template)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the chat template is no Jinja template: {error}") from error
+    except RecursionError as error:
+        raise ConfigError("the chat template is nested too deeply to be read") from error
+    return template
+
+
+def chat_prompt(template: str, tokenizer: Tokenizer, message: str) -> list[int]:
+    """Token ids of a chat of one message, the user's, and of what begins the answer: all that the template writes, a
+    bos too. ConfigError if the template refuses the message."""
+    try:
+        text = rendered(template, [{"role": "user", "content": message}], tokenizer.special_tokens, True)
+        return _encoded(text, tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"--chat: {error}") from error
+
+
+def answer_ends(template: str, tokenizer: Tokenizer) -> list[int]:
+    """The control token that a chat template puts behind an answer, the first one; nothing if there is none."""
+    question, answer = "What is 6 times 7?", "It is 42, of course."
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    try:
+        _, found, behind = rendered(template, messages, tokenizer.special_tokens, False).rpartition(answer)
+    except ValueError:  # it takes no answers
+        return []
+    return [token for token in _encoded(behind, tokenizer) if found and tokenizer.is_control(token)][:1]
+
+
+def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode_parts([("".join(piece for piece, _ in generated(text)), False)], control=True)[0]
+
+
+def generated(text: str) -> list[Part]:
+    """The pieces of a rendered text, and whether each was inside of {% generation %}."""
+    pieces = re.split(f"({_BEGIN}|{_END})", text)
+    return [(piece, mark == _BEGIN) for mark, piece in zip(["", *pieces[1::2]], pieces[::2], strict=True)]
+
+
+@functools.cache
+def variables(template: str) -> frozenset[str]:
+    """The variables that a template reads, such as messages and tools."""
+    return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
+
+
+class Message(dict[str, Any]):
+    """A message that knows which of its keys a template has read."""
+
+    def __init__(self, message: Mapping[str, Any]):
+        """Give the reasoning of a message the names that templates have for it, as transformers does."""
+        reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+        named = {} if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        super().__init__(named or message)
+        self._own, self._read = set(message), set[str]()
+
+    @property
+    def unread(self) -> set[str]:
+        """Keys with something under them that no template has read."""
+        read = self._read | set(_REASONING if self._read.intersection(_REASONING) else ())
+        return {key for key in self._own - read if super(Message, self).__getitem__(key)}
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._read.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of dict."""
+        self._read.add(key)
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[str]:
+        self._read |= self._own
+        return super().__iter__()
+
+    def items(self) -> Any:
+        """As of dict."""
+        self._read |= self._own
+        return super().items()
+
+    def values(self) -> Any:
+        """As of dict."""
+        self._read |= self._own
+        return super().values()
+
+
+def rendered(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    special_tokens: Mapping[str, str],
+    prompt: bool,
+    more: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a chat. ValueError if the template refuses it.
+
+    Args:
+        prompt: with what begins the assistant's next turn.
+        more: tools, documents and whatever else the template knows, by name.
+    """
+    given = {"messages": messages, "add_generation_prompt": prompt}
+    try:
+        return _compiled(template).render({"tools": None, "documents": None, **special_tokens, **(more or {}), **given})
+    except RecursionError as error:
+        raise ValueError("the chat template never ends: a macro of it calls itself again and again") from error
+    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"the chat template refuses {len(messages)} of its messages: {error}") from error
+
+
+@functools.cache
+def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    return environment
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %}: what is inside, between marks."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The nodes in place of the block. As in transformers, what is set inside is not known behind it."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
+        return [begin, nodes.Scope(body).set_lineno(line), end]
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter of transformers: plain JSON, where jinja2's own spells <, > and & for web pages."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    """A template calls this where it has no place for what a message holds."""
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    """The date, for a template."""
+    return datetime.now().strftime(form)
