@@ -57,28 +57,31 @@ def test_auto_is_timed_once_and_kept_in_its_layout(cfg, continues, device, expec
     assert why.startswith("as the run had it") == (continues and not timed and cfg != config("off"))
 
 
-def times_of_a_rank() -> tuple[list, dict[str, float]]:
-    """Return what was built to be timed, and the times that this rank was told."""
-    groups, built, right = tiny.join(2), [], overlap_choice._seconds
+def times_of_a_rank(num_layers: int) -> tuple[list, dict[str, float]]:
+    """Return what was timed, and the times that this rank was told."""
+    groups, timed, right = tiny.join(2), [], overlap_choice._seconds
     cfg = config()
     draw = torch.randint(0, tiny.VOCAB, (2, tiny.SEQ + 1), generator=torch.Generator().manual_seed(0))
     batch = Batch(draw[:, :-1], draw[:, 1:].clone(), None, None, None, [])
     batch.labels[0, :3] = -100  # does not count in the loss
 
-    def seconds(model, inputs, count, device) -> float:
-        spent = right(model, inputs, 1, device)
-        built.append((model.overlap, len(model.blocks), spent > 0))
-        return (2.0 if model.overlap else 1.0) + dist.get_rank()
+    def seconds(model, blocks, inputs, count, device) -> float:
+        spent = right(model, blocks, inputs, 1, device)
+        timed.append((model.overlap, blocks, len(model.blocks), spent > 0))
+        return 100 + blocks * ((2.0 if model.overlap else 1.0) + dist.get_rank())
 
     overlap_choice._seconds = seconds
     place = {"sequence_parallel": True, "activation_checkpointing": "none"}
     place |= {"compiled": False, "keeps_weights": True, "device": CPU, "dtype": torch.bfloat16}
-    matmuls = [{}] * cfg.model.num_layers
-    return built, time_overlap(cfg.model, cfg.attention, batch.inputs(CPU), matmuls, groups, **place)
+    model = cfg.model.model_copy(update={"num_layers": num_layers})
+    return timed, time_overlap(model, cfg.attention, batch.inputs(CPU), [{}] * num_layers, groups, **place)
 
 
-def test_both_ways_run_on_all_ranks_and_the_slowest_counts() -> None:
-    for built, seconds in run_distributed(times_of_a_rank, 2):
-        blocks = min(overlap_choice.BLOCKS, config().model.num_layers)
-        assert set(built) == {(False, blocks, True), (True, blocks, True)}
+def test_a_block_is_timed_both_ways_on_all_ranks_and_the_slowest_counts() -> None:
+    for timed, seconds in run_distributed(times_of_a_rank, 2, overlap_choice.MANY + 3):
+        many = overlap_choice.MANY
+        assert {*timed} == {(on, size, many, True) for on in (False, True) for size in (overlap_choice.FEW, many)}
         assert seconds == {"off": 2.0, "on": 3.0}
+    for timed, seconds in run_distributed(times_of_a_rank, 2, 4):
+        assert {*timed} == {(on, 4, 4, True) for on in (False, True)}
+        assert seconds == {"off": 27.0, "on": 28.0}

@@ -3,12 +3,17 @@
 Halves hide tensor-parallel collectives behind the other half's work, but launch twice as many kernels, each over half
 of the tokens. Which of the two wins depends on the host, the links, the arithmetic of the layers and the size of the
 micro-batch, so it is measured: a few blocks of the run's own model, compiled like the run's, with a real micro-batch.
+
+The time of a block is the difference between a model of several blocks and one of few: what embedding, loss and the
+start of a backward pass cost the host once would count many times over in a model so small.
 """
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -16,10 +21,12 @@ import torch.distributed as dist
 
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.layers import settle
 from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
-BLOCKS = 4
+FEW, MANY = 2, 8
+"""Blocks of the two models; a run of fewer blocks than that is timed whole."""
 _WARM_UP, _MICRO_STEPS, _WINDOWS = 3, 6, 3
 _ROWS_A_RANK = 512  # of the embedding and the head: their time is the same both ways
 
@@ -38,7 +45,7 @@ def time_overlap(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, float]:
-    """Return the seconds of a forward and backward pass over BLOCKS blocks, keyed by "off" (whole) and "on" (halves).
+    """Return the seconds of a block, forward and backward, keyed by "off" (whole) and "on" (halves).
 
     Collective over all ranks: each tensor-parallel group runs its own collectives, and the slowest rank counts. What a
     block waits for under ZeRO 3 is not part of it.
@@ -51,13 +58,13 @@ def time_overlap(
         keeps_weights: whether low-bit weights are rounded once a step (ZeRO 0 to 2).
     """
     rows = _ROWS_A_RANK * groups.tp_size
-    count = min(BLOCKS, model.num_layers)
+    count = min(MANY, model.num_layers)
     first = (model.num_layers - count) // 2
-    shape = model.model_copy(update={"num_layers": count})
+    sizes = (FEW, count) if count == MANY else (count,)
     inputs = {**batch, "tokens": batch["tokens"] % rows, "labels": batch["labels"].clamp(min=0) % rows}
     both = {
         name: Transformer(
-            shape,
+            model.model_copy(update={"num_layers": count}),
             attention,
             vocab_size=rows,
             groups=groups,
@@ -65,31 +72,54 @@ def time_overlap(
             sequence_parallel=sequence_parallel,
             overlap=name == "on",
             activation_checkpointing=activation_checkpointing,
+            seed=None,
             dtype=dtype,
             device=device,
         )
         for name in ("off", "on")
     }
     for one in both.values():
+        for parameter in one.parameters():
+            settle(parameter, torch.empty_like(parameter, device=device).normal_(std=model.init_std))
         if keeps_weights:
             one.keep_weights()
         if compiled:
             one.compile_blocks()
-        _seconds(one, inputs, _WARM_UP, device)
-    windows = [[_seconds(one, inputs, _MICRO_STEPS, device) for one in both.values()] for _ in range(_WINDOWS)]
+    with _no_garbage_collection():  # training has none either
+        for one in both.values():
+            _seconds(one, count, inputs, _WARM_UP, device)
+        windows = [
+            [[_seconds(one, size, inputs, _MICRO_STEPS, device) for size in sizes] for one in both.values()]
+            for _ in range(_WINDOWS)
+        ]
     least = torch.tensor(windows, dtype=torch.float64).amin(0).to(device, torch.float32)
     dist.all_reduce(least, dist.ReduceOp.MAX)
-    return dict(zip(both, least.tolist(), strict=True))
+    blocks = sizes[-1] - sizes[0] or count
+    whole = least[:, -1] if len(sizes) == 1 else least[:, 1] - least[:, 0]
+    return dict(zip(both, (whole / blocks).tolist(), strict=True))
 
 
-def _seconds(model: Transformer, inputs: Mapping[str, Any], count: int, device: torch.device) -> float:
-    """Return the seconds of one of `count` forward and backward passes in a row, of which the host runs ahead."""
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _seconds(model: Transformer, blocks: int, inputs: Mapping[str, Any], count: int, device: torch.device) -> float:
+    """Return the seconds of a forward and backward pass over the first blocks: `count` in a row, the host ahead."""
+    every = model.blocks
+    model.blocks = every[:blocks]
+    model(**inputs).backward()  # a first pass of this many blocks may allocate
     _synchronize(device)
     begin = time.perf_counter()
     for _ in range(count):
         model(**inputs).backward()
         model.zero_grad(set_to_none=True)
     _synchronize(device)
+    model.blocks = every
     return (time.perf_counter() - begin) / count
 
 

@@ -12,7 +12,7 @@ from sagetrain.config.arithmetic import resolved_zero_stage
 from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
 from sagetrain.data.loader import SampleStream, batch_of
 from sagetrain.model.accounting import overlaps
-from sagetrain.model.overlap_choice import BLOCKS, time_overlap
+from sagetrain.model.overlap_choice import time_overlap
 from sagetrain.model.selection import choose_attention, choose_linear
 from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
@@ -96,10 +96,9 @@ class Choices:
         )
         halves = seconds["on"] < seconds["off"]
         whole, parts = (f"{1e3 * seconds[name]:.2f} ms" for name in ("off", "on"))
-        count = min(BLOCKS, settled.model.num_layers)
         self._say(
-            f"parallel.tensor_parallel_overlap: forward and backward of {count} blocks take {whole} whole, {parts} in "
-            f"halves\n  chosen: {'on' if halves else 'off'}"
+            f"parallel.tensor_parallel_overlap: forward and backward of a block take {whole} whole, {parts} in halves\n"
+            f"  chosen: {'on' if halves else 'off'}"
         )
         return halves
 
