@@ -243,9 +243,10 @@ def test_a_template_that_never_ends_is_an_error(folder: Path) -> None:
         rendered(RECURSIVE + "{{ more(0) }}", [ASK], {}, False)
     with pytest.raises(ValueError, match="the chat template never ends"):
         shown({"messages": [ASK, ANSWER]}, RECURSIVE + "{{ more(0) }}")
-    deep = "{{ " + "(" * 4000 + "1" + ")" * 4000 + " }}"
-    with pytest.raises(ConfigError, match="nested too deeply"):
-        settled_template(deep, Tokenizer.load(folder / "tokenizer.json"))
+    loops = "{% for a in messages %}" * 30 + "{% endfor %}" * 30
+    for deep in ("{{ " + "(" * 4000 + "1" + ")" * 4000 + " }}", loops):
+        with pytest.raises(ConfigError, match="the chat template is nested too deeply"):
+            settled_template(deep, Tokenizer.load(folder / "tokenizer.json"))
 
 
 def test_records_that_are_nested_without_end(tmp_path: Path, folder: Path) -> None:

@@ -52,8 +52,8 @@ def settled_template(given: str, tokenizer: Tokenizer) -> str:
         _compiled(template)
     except jinja2.TemplateError as error:
         raise ConfigError(f"the chat template is no Jinja template: {error}") from error
-    except RecursionError as error:
-        raise ConfigError("the chat template is nested too deeply to be read") from error
+    except (RecursionError, SyntaxError, MemoryError) as error:
+        raise ConfigError(f"the chat template is nested too deeply ({error})") from error
     return template
 
 
@@ -156,7 +156,15 @@ def rendered(
         return _compiled(template).render({"tools": None, "documents": None, **special_tokens, **(more or {}), **given})
     except RecursionError as error:
         raise ValueError("the chat template never ends: a macro of it calls itself again and again") from error
-    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (
+        jinja2.TemplateError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ValueError(f"the chat template refuses {len(messages)} of its messages: {error}") from error
 
 

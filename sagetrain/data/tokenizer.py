@@ -242,6 +242,10 @@ class _HuggingFace:
         self.special_tokens = {name: token for name, token in config.items() if name.endswith("_token")}
         self.chat_templates = kept_templates(config)
 
+    @cached_property
+    def _control(self) -> frozenset[int]:
+        return frozenset(each for each, added in self._pipeline.get_added_tokens_decoder().items() if added.special)
+
     def _id(self, token: str | None) -> int:
         number = self._pipeline.token_to_id(token) if token else None
         return -1 if number is None else number
@@ -258,8 +262,7 @@ class _HuggingFace:
         return encoding.ids, encoding.offsets
 
     def is_control(self, token: int) -> bool:
-        added = self._pipeline.get_added_tokens_decoder().get(token)
-        return added is not None and added.special
+        return token in self._control
 
     def decode(self, ids: list[int]) -> str:
         return self._pipeline.decode(ids, skip_special_tokens=True)
