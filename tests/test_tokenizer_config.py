@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 from transformers import AutoTokenizer
 
-from prepare_inputs import published_tokenizer
+from prepare_inputs import published_tokenizer, quiet
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.interop.tokenizer_files import tokenizer_files
@@ -211,6 +211,13 @@ def test_a_template_and_a_bos_make_no_other_tokenizer_of_a_sentencepiece_model(
     assert (ours.sha256, ours.prefix, ours.notes) == (pieces.sha256, [ours.bos_id], [])
     assert Tokenizer(pieces.model + b"\xc2\x0c\x0dadd_bos_token").prefix == [ours.bos_id]  # as copies ended before
     assert Tokenizer(pieces.model + b"\xc2\x0c\x0dadd_bos_token").sha256 == pieces.sha256
+    (tmp_path / "a.txt").write_text("the model")
+    for name, given in (("a", file), ("b", tmp_path / "out/tokenizer.model"), ("c", tmp_path / "bare/tokenizer.model")):
+        given.parent.mkdir(exist_ok=True)
+        if name == "c":
+            given.write_bytes(pieces.model)
+        quiet([str(tmp_path / "a.txt")], tmp_path / "out" / name, tokenizer=given)
+        assert Tokenizer.load(tmp_path / "out/tokenizer.model").chat_template == "{{ messages }}"
 
 
 def test_a_place_that_a_sentencepiece_model_keeps_free_gets_its_token(tmp_path: Path) -> None:

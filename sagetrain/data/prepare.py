@@ -40,6 +40,7 @@ from sagetrain.data.token_file import (
     writing,
 )
 from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
+from sagetrain.data.tokenizer_copy import says_more
 
 _MIN_VOCAB_SIZE = 256 + 3 + 1
 _MAX_VOCAB_SIZE, _MAX_WORKERS = 1_000_000, 1024
@@ -259,7 +260,8 @@ class _Call:
         if self._trained and not self._journal.exists:  # says whose the tokenizer is until the token files do
             self._journal.write(self._begun, self._trained)
         with writing(tokenizer):
-            write_atomic(tokenizer, self._encoder.model)
+            if not (tokenizer.is_file() and says_more(tokenizer.read_bytes(), self._encoder.model)):
+                write_atomic(tokenizer, self._encoder.model)
             for name in {TOKENIZER_NAME, TOKENIZER_JSON} - {tokenizer.name}:  # there is one in a folder
                 tokenizer.with_name(name).unlink(missing_ok=True)
         for side in reversed(list(self._writers)):

@@ -350,18 +350,17 @@ def _rows(
     origin: str, table: Any, number: int, columns: Sequence[str], fields: bool, names: Sequence[str], consumed: int = 0
 ) -> Chunk:
     """A chunk of a table's rows, from row `number` on; names: of all columns of the whole table."""
-    from sagetrain.data.tables import records_in
+    from sagetrain.data.tables import records_in, values_in
 
-    if not fields:
-        return Chunk(origin, "row", number, table.column(columns[0]).to_pylist(), consumed)
     try:
-        records = records_in(table, columns)
+        records = records_in(table, columns) if fields else values_in(table, columns[0])
     except ValueError as error:
         last = number + len(table) - 1
         raise ConfigError(
             f"{origin}, rows {number:,} to {last:,}: a column of JSON holds what is none: {error}"
         ) from error
-    return Chunk(origin, "row", number, records, consumed, unread=tuple(name for name in names if name not in columns))
+    unread = tuple(name for name in names if name not in columns)
+    return Chunk(origin, "row", number, records, consumed, unread=unread)
 
 
 # -- Hugging Face datasets ---------------------------------------------------------------------------------------------

@@ -16,11 +16,14 @@ import pyarrow as pa
 def records_in(table: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of a table with the columns that it has of these. ValueError if JSON in it cannot be read."""
     there = [name for name in columns if name in table.schema.names]
-    values = []
-    for name in there:
-        kind = table.schema.field(name).type
-        values.append([_plain(value, kind) for value in table.column(name).to_pylist()])
+    values = [values_in(table, name) for name in there]
     return [dict(zip(there, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def values_in(table: pa.Table | pa.RecordBatch, column: str) -> list[Any]:
+    """The values of a column. ValueError as of records_in."""
+    kind = table.schema.field(column).type
+    return [_plain(value, kind) for value in table.column(column).to_pylist()]
 
 
 def _plain(value: Any, kind: pa.DataType) -> Any:

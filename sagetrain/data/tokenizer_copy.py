@@ -53,6 +53,11 @@ def split(model: bytes) -> tuple[bytes, dict[str, Any]]:
     return model[:begin].removesuffix(head), config
 
 
+def says_more(copy: bytes, model: bytes) -> bool:
+    """Whether a copy is of the same SentencePiece model, and alone says something beside it, a chat template say."""
+    return not is_json(copy) and sha256_of(copy) == sha256_of(model) and not split(model)[1] and bool(split(copy)[1])
+
+
 def completed(model: bytes, file: Path) -> tuple[bytes, list[str]]:
     """The content of a tokenizer file with what lies beside the file, unless it is one of our copies; and sentences
     about what that adds. ConfigError if these files contradict the tokenizer."""
