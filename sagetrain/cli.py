@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from sagetrain import __version__
-from sagetrain.cli_evaluate import evaluation
+from sagetrain.cli_evaluate import evaluation, while_training
 from sagetrain.cli_generate import generation
 from sagetrain.cli_options import Checkpoint, Config, Overrides, RunDir
 from sagetrain.cli_studies import studies
@@ -274,15 +273,7 @@ def train(
 
             gc.freeze()
             gc.enable()
-            tasks = None
-            if cfg.evaluation.tasks:
-                from sagetrain.cli_evaluate import load_harness
-                from sagetrain.inference.load import in_training
-
-                ask = load_harness("evaluation.tasks").tasks_while_training
-                trained = partial(in_training, cfg) if cfg.parallel.zero_stage < 3 else None
-                tasks = ask(cfg.evaluation, cfg.data, trained)
-            trainer = Trainer(cfg, findings, tasks)
+            trainer = Trainer(cfg, findings, *while_training(cfg))
         except (ConfigError, PermissionError) as error:
             if world_size > 1:
                 from sagetrain.train import roster

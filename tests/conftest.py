@@ -75,9 +75,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """Run folder of the undisturbed run of two ranks, tensor parallel."""
+    """Run folder of the undisturbed run of two ranks, tensor parallel, which writes samples: others end as it does."""
     folder = tmp_path_factory.mktemp("pair")
-    finish("ranks", write_config(folder / "run.yaml", corpus, folder / "run", tp_size=2))
+    evaluation = {"samples_every_tokens": 6000, "samples_prompts": ["def ", ""], "samples_tokens": 8}
+    finish("ranks", write_config(folder / "run.yaml", corpus, folder / "run", tp_size=2, evaluation=evaluation))
     return folder / "run"
 
 

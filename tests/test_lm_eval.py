@@ -21,6 +21,7 @@ from sagetrain.config import ConfigError
 from sagetrain.config.schema import EvaluationConfig
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun, in_training, load_run
+from sagetrain.inference.samples import completed
 from sagetrain.inference.score import Scorer
 from sagetrain.interop import lm_eval
 from sagetrain.interop.lm_eval import Tasks, harness_of
@@ -304,12 +305,12 @@ def texts_of(layouts: list[tuple[int, int, int]]) -> list[list[list[str]]]:
     for tp_size, cp_size, stage in layouts:
         cfg = tiny.config(stage, model={"num_attention_heads": 4}, data={"micro_batch_size": 2})
         engine = tiny.engine(cfg, tiny.join(tp_size, cp_size))
-        lm_eval.completed(in_training(cfg, engine.module, letters), lambda: None, PROMPTS[:1], HOW[0])
+        completed(in_training(cfg, engine.module, letters), lambda: None, PROMPTS[:1], HOW[0])
         with torch.no_grad():
             for parameter in engine.module.parameters():
                 parameter.mul_(1.5)
         run = in_training(cfg, engine.module, letters)
-        found.append([lm_eval.completed(run, lambda: signs.append(1), PROMPTS, how) for how in HOW])
+        found.append([completed(run, lambda: signs.append(1), PROMPTS, how) for how in HOW])
     model = tiny.model(cfg, ParallelGroups.single())
     with torch.no_grad():
         for parameter in model.parameters():
@@ -337,7 +338,7 @@ def test_tasks_are_asked_while_training(tasks: dict[str, Path], corpus: Path, tm
     """At their own pace and at the end, where they say what `sagetrain eval` says. Losses stay the same."""
     plain = {"training": {"total_tokens": 2048}, "attention": {"backend": "sdpa"}}
     names = [str(path) for path in tasks.values()]
-    asking = {"tasks": names, "tasks_every_tokens": 1000, "tasks_limit": 3}
+    asking = {"tasks": names, "tasks_every_tokens": 1000, "tasks_limit": 3, "samples_every_tokens": 1000}
     rows = []
     for name, evaluation in (("with", {"num_sequences": 8, **asking}), ("without", {"num_sequences": 8})):
         config = write_config(tmp_path / f"{name}.yaml", corpus, tmp_path / name, **plain, evaluation=evaluation)

@@ -171,19 +171,19 @@ def test_325m_runs_on_any_part_of_a_node(world_size):
 @pytest.mark.parametrize("file", ["README.md", *(f"configs/{name}.yaml" for name in sorted({*SHIPPED} - {"minimal"}))])
 def test_what_we_tell_users_to_plan_can_run(file):
     text = (CONFIGS.parent / file).read_text().replace("\\\n", " ")
-    commands = re.findall(r"sagetrain plan +(configs/[^`#\n]+)", text)
+    commands = re.findall(r"sagetrain plan +((?:configs/)?\w+(?:\.yaml)?\b[^`#\n]*)", text)
     assert commands
     for command in commands:
-        config, *options = shlex.split(command)
+        config, *options = shlex.split(command.removeprefix("configs/").replace(".yaml", "", 1))
         size = int(options.pop(options.index("--world-size") + 1)) if "--world-size" in options else 1
         overrides = [option for option in options if "=" in option]
-        assert plan(CONFIGS.parent / config, size, *overrides)[0] == 0, command
+        assert plan(CONFIGS / f"{config}.yaml", size, *overrides)[0] == 0, command
 
 
 def test_the_memory_that_the_guide_to_clusters_names():
     text = (CONFIGS.parent / "docs/cluster.md").read_text().replace("\\\n", " ")
     size, command = re.search(
-        r"4 GPUs, (\d+) GiB each by `plan`:.*?--config configs/325m.yaml ([^\n]+)", text, re.DOTALL
+        r"4 GPUs, (\d+) GiB each by `plan`:.*?train configs/325m.yaml ([^\n]+)", text, re.DOTALL
     ).groups()
     _, planned = plan(CONFIGS / "325m.yaml", 4, *command.split(), brief=True)
     assert f"{float(re.search(r'memory ([0-9.]+) GiB', planned)[1]):.0f}" == size

@@ -184,6 +184,10 @@ def resumed_with_a_forged_ledger(world: World) -> None:
     world.resume()
 
 
+def a_prompt_without_room(world: World) -> None:
+    world.overrides += ["evaluation.samples_every_tokens=1", f"evaluation.samples_prompts=[short, {20 * 'long '}]"]
+
+
 # What is wrong -> where it is raised (file, function), and what is said.
 REFUSED = {
     cut_index: ("token_file", "__init__", "the .idx has .* bytes where its header says"),
@@ -210,6 +214,7 @@ REFUSED = {
     resumed_with_another_seed: ("resume", "check", "training.seed: checkpoint 0, this run 7"),
     resumed_on_other_data: ("resume", "check", "data.train: checkpoint .*train, this run .*valid"),
     resumed_with_none_whole: ("checkpoint", "newest_whole", "checkpoints is whole"),
+    a_prompt_without_room: ("preflight", "check_prompts", r"samples_prompts\.1 has .* tokens, more than half of data"),
     resumed_with_a_forged_ledger: ("ledger", "verified", "ends in 000000000000, its steps give"),
 }  # fmt: skip
 ALONE = {"__init__", "_open_mask", "read_provenance", "_check_records", "check_tokenizers"}

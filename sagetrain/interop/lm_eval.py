@@ -6,12 +6,10 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.defaults import DEFAULT_OTHER_SEED
@@ -27,10 +25,10 @@ from sagetrain.data.loader import Batch
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun
+from sagetrain.inference.samples import Alive, Trained, completed, while_training
 from sagetrain.inference.score import Scorer
-from sagetrain.model.transformer import Transformer
 from sagetrain.train.engine import Engine
-from sagetrain.train.origin import end_tokens, text_prefix
+from sagetrain.train.origin import text_prefix
 
 Results = dict[str, dict[str, float]]
 """By task and metric: acc, acc_stderr; where the harness filters answers, with the filter's name: acc/strict."""
@@ -168,13 +166,13 @@ def _metrics(values: dict[str, Any]) -> dict[str, float]:
 
 
 def tasks_while_training(
-    evaluation: EvaluationConfig, data: DataConfig, trained: Callable[[Transformer, Tokenizer], TrainedRun] | None
-) -> Callable[[Engine, Mapping[str, Any], Callable[[], None]], dict[str, float]]:
+    evaluation: EvaluationConfig, data: DataConfig, trained: Trained | None
+) -> Callable[[Engine, Mapping[str, Any], Alive], dict[str, float]]:
     """Load evaluation.tasks, and give what asks them (Tasks of train/trainer.py) of a model that all ranks hold
     together: numbers by task/metric. Collective.
 
     Args:
-        trained: the model that trains as one that generates (load.in_training); None at ZeRO 3.
+        trained: the model that trains as one that generates; None at ZeRO 3.
 
     Raises:
         ConfigError: as of Tasks, a task wants generated text at ZeRO 3, or there is no tokenizer.
@@ -188,7 +186,7 @@ def tasks_while_training(
         )
     tokenizer = Tokenizer.load(find_tokenizer(data))
 
-    def ask(engine: Engine, began: Mapping[str, Any], alive: Callable[[], None]) -> dict[str, float]:
+    def ask(engine: Engine, began: Mapping[str, Any], alive: Alive) -> dict[str, float]:
         prefix = text_prefix(began, tokenizer)
 
         def forward(batch: Batch) -> Tensor:
@@ -197,9 +195,7 @@ def tasks_while_training(
 
         def complete(prompts: Sequence[str], sampling: Sampling) -> list[str]:
             assert trained is not None
-            run = trained(cast(Transformer, engine.module), tokenizer)
-            run = replace(run, text_prefix=prefix, end_tokens=end_tokens(began))
-            return completed(run, alive, prompts, sampling)
+            return completed(while_training(engine, began, tokenizer, trained), alive, prompts, sampling)
 
         groups = engine.groups
         score = Scorer(forward, groups, engine.device, data.seq_length, data.micro_batch_size, tokenizer.vocab_size)
@@ -209,24 +205,6 @@ def tasks_while_training(
         return {f"{task}/{name}": value for task, values in results.items() for name, value in values.items()}
 
     return ask
-
-
-def completed(run: TrainedRun, alive: Callable[[], None], prompts: Sequence[str], sampling: Sampling) -> list[str]:
-    """What follows each of the prompts, which the copies of the model share. Collective."""
-    groups = run.model.groups
-    # Prompts that are the same stay together: generate lets each draw otherwise.
-    turns = {prompt: turn for turn, prompt in enumerate(dict.fromkeys(prompts))}
-    own = [number for number, each in enumerate(prompts) if turns[each] % groups.dp_size == groups.dp_rank]
-    done: dict[int, str] = {}
-    for text, _ in generate(run, [prompts[number] for number in own], sampling, run.cfg.data.micro_batch_size):
-        alive()
-        if text.finish:
-            done[own[text.number]] = text.text
-    if dist.is_initialized():
-        shares: list[dict[int, str]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(shares, done)
-        done = {number: text for share in shares for number, text in share.items()}
-    return [done[number] for number in range(len(prompts))]
 
 
 def harness_of(run: TrainedRun) -> Harness:

@@ -51,6 +51,9 @@ from sagetrain.model.operations import (
 # Forward's share: of the bytes that passes move, and of attention (2 matmuls of 7).
 _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
 
+# Host time of one block for one new token, kernel by kernel: 17 ms for 20 blocks on an H200 (results/generation).
+_TOKEN_BLOCK_SECONDS = 0.85e-3
+
 # ZeRO stage -> bytes moved per parameter of the rank in a micro-step, per parameter of the rank in a step, and per
 # parameter that the rank updates in a step: read off DeepSpeed 0.19 in bf16.
 #   1 (BF16_Optimizer): adds every gradient to the fp32 sum (10; train/engine.py), as soon as backward has made it.
@@ -175,6 +178,21 @@ def predict(
         flops_per_token_full_attention=flops_per_token(cfg.model, vocab_size, cfg.data.seq_length),
         peak_flops=hardware.peak_flops,
     )
+
+
+def sample_seconds(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> float:
+    """Predict the longest time that training stands still while evaluation.samples_prompts are continued.
+
+    Every token takes one pass over a rank's weights and the launches of every block. One GPU alone records them in a
+    CUDA graph where it can, and takes a third of the time.
+    """
+    asked, tp_size = cfg.evaluation, cfg.parallel.tensor_parallel_size
+    texts = -(-len(asked.samples_prompts) // (world_size // tp_size))
+    weights = parameters_per_rank(cfg.model, cfg.attention, vocab_size, tp_size)
+    element = 2 if cfg.training.dtype == "bf16" else 4
+    block = _TOKEN_BLOCK_SECONDS + (2 * hardware.collective_launch_seconds if tp_size > 1 else 0)
+    token = cfg.model.num_layers * block + element * weights / hardware.memory_bandwidth
+    return -(-texts // cfg.data.micro_batch_size) * asked.samples_tokens * token
 
 
 def calibrate(

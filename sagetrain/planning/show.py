@@ -31,7 +31,7 @@ from sagetrain.model.accounting import (
     total_bytes,
 )
 from sagetrain.planning.layouts import MORE_TOKENS, Layout, overrides_to, usable_memory
-from sagetrain.planning.performance import StepPrediction
+from sagetrain.planning.performance import StepPrediction, sample_seconds
 from sagetrain.planning.plan import Plan, make_plan
 from sagetrain.planning.tables import Table, facts, print_line, print_table, print_text
 from sagetrain.train.lr_schedule import learning_rate
@@ -286,12 +286,20 @@ def _run_table(plan: Plan, prediction: StepPrediction) -> Table:
         ("learning rate", _lr_text(cfg, plan.schedule)),
         ("evaluation", evaluation if cfg.data.valid else "none: data.valid is empty"),
         *([("tasks", tasks)] if cfg.evaluation.tasks else []),
+        *([("samples", _samples_text(plan))] if cfg.evaluation.samples_every_tokens else []),
         (
             "checkpoints",
             f"every {checkpoint_tokens(cfg):,} tokens, the last {cfg.checkpoint.keep_last} kept; written "
             f"in the background from {memory} of host memory per rank",
         ),
     ])  # fmt: skip
+
+
+def _samples_text(plan: Plan) -> str:
+    asked = plan.cfg.evaluation
+    seconds = sample_seconds(plan.cfg, plan.world_size, plan.vocab_size, plan.hardware)
+    what = f"{len(asked.samples_prompts)} of {asked.samples_tokens:,} tokens"
+    return f"{what}, every {asked.samples_every_tokens:,} tokens: at most about {seconds:.1f} s each time"
 
 
 def _lr_text(cfg: RunConfig, stages: list[ScheduleStage]) -> str:

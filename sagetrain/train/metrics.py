@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,11 @@ class MetricsWriter:
         tensorboard: bool,
         wandb: WandbRun | None = None,
     ):
-        for path in (run_dir / "metrics.jsonl", run_dir / "events.jsonl"):
+        self._samples_path = run_dir / "samples.jsonl"
+        for path in (run_dir / "metrics.jsonl", run_dir / "events.jsonl", self._samples_path):
             _drop_rows_after(path, step)
         self._rows, self._events = _Records(run_dir / "metrics.jsonl"), _Records(run_dir / "events.jsonl")
+        self._samples: _Records | None = None  # of few runs
         self._board = _Events(run_dir / "tensorboard", step + 1) if tensorboard else None
         self._wandb = wandb
         self._total = total_tokens
@@ -117,6 +120,14 @@ class MetricsWriter:
         row = {"step": step, "tokens": tokens, "wall_time": round(time.time(), 3), "kind": event.kind}
         self._events.write(json.dumps({**row, "text": event.text, **event.fields}).encode() + b"\n")
 
+    def sample(self, step: int, tokens: int, number: int, prompt: str, text: str) -> None:
+        """One row of samples.jsonl: {"step", "tokens", "wall_time", "number" (from 1), "prompt", "text"}."""
+        row = {"step": step, "tokens": tokens, "wall_time": round(time.time(), 3)}
+        self._samples = self._samples or _Records(self._samples_path)
+        self._samples.write(json.dumps({**row, "number": number, "prompt": prompt, "text": text}).encode() + b"\n")
+        if self._board:
+            self._board.add_text(step, row["wall_time"], f"samples/{number}", prompt + text)
+
     def progress(self, step: int, tokens: int, loss: float, lr: float, rate: float) -> None:
         """Where the run stands after a step, at `rate` tokens per second: a terminal's bar, elsewhere one line."""
         if self._bar is None:
@@ -140,8 +151,9 @@ class MetricsWriter:
         """Leave the bar's line, so that what is said next begins one of its own, and close every sink."""
         if self._bar is not None:
             self._bar.close()
-        self._rows.close()
-        self._events.close()
+        for records in (self._rows, self._events, self._samples):
+            if records:
+                records.close()
         if self._board:
             self._board.close()
         if self._wandb:
@@ -200,10 +212,14 @@ class _Events:
 
     def __init__(self, folder: Path, first_step: int):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
+        plugin = SummaryMetadata.PluginData(plugin_name="text")
+        self._texts = partial(TensorProto, dtype=DT_STRING), SummaryMetadata(plugin_data=plugin)
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
         name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}"
@@ -215,6 +231,13 @@ class _Events:
     def add(self, step: int, wall_time: float, values: dict[str, float]) -> None:
         summary = self._summary(value=[self._summary.Value(tag=k, simple_value=v) for k, v in values.items()])
         self._write(self._event(wall_time=wall_time, step=step, summary=summary))
+
+    def add_text(self, step: int, wall_time: float, tag: str, text: str) -> None:
+        """A text as it is: TensorBoard renders Markdown, in which four spaces make a block of code."""
+        tensor, metadata = self._texts
+        lines = "\n".join(f"    {line}" for line in text.split("\n")).encode()
+        value = self._summary.Value(tag=tag, metadata=metadata, tensor=tensor(string_val=[lines]))
+        self._write(self._event(wall_time=wall_time, step=step, summary=self._summary(value=[value])))
 
     def _write(self, event: Any) -> None:
         self._writer.write(event.SerializeToString())

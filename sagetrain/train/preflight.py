@@ -59,7 +59,20 @@ def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
     if both and not (damaged or tokenizer):
         yield from _refused("data.valid", [each.path for each in there["valid"]], lambda: _same_tokenizer(both))
     whole = len(there["train"]) == len(cfg.data.train) and not damaged
+    if tokenizer and cfg.evaluation.samples_every_tokens:
+        prompts, size = cfg.evaluation.samples_prompts, cfg.data.seq_length
+        yield from _refused("evaluation.samples_prompts", prompts, lambda: check_prompts(prompts, tokenizer, size))
     yield from _checkpoint(cfg, vocab_size, sha256, whole)
+
+
+def check_prompts(prompts: Sequence[str], tokenizer: Tokenizer, seq_length: int) -> None:
+    """Raise ConfigError if a prompt of samples leaves less than half of the context for what follows it."""
+    for number, prompt in enumerate(prompts):
+        if (size := len(tokenizer.encode(prompt))) > seq_length // 2:
+            raise ConfigError(
+                f"evaluation.samples_prompts.{number} has {size:,} tokens, more than half of data.seq_length "
+                f"{seq_length:,}: there would be little room for a text behind it; shorten it"
+            )
 
 
 def is_there(source: DataSource) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,13 @@ class Reporter:
         """A row of numbers."""
         if self._writer:
             self._writer.write(state.step, state.tokens, values)
+
+    def samples(self, state: TrainState, texts: Sequence[tuple[str, str]]) -> None:
+        """Rows of samples.jsonl, of prompts with their continuations, and the first line of each for people."""
+        for number, (prompt, text) in enumerate(texts, 1):
+            if self._writer:
+                self._writer.sample(state.step, state.tokens, number, prompt, text)
+            self.say(f"step {state.step}: sample {number}: {textwrap.shorten(prompt + text, 150, placeholder=' ...')}")
 
     def event(self, state: TrainState, event: Event, say: bool = True) -> None:
         """A row of events.jsonl, and a line for people unless it was said before."""

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import timedelta
@@ -58,23 +59,31 @@ from sagetrain.train.saver import Saver
 from sagetrain.train.start_line import start_line
 from sagetrain.train.steering import Steering
 
-_VALID, _TASKS = "valid/", "eval/"
+_VALID, _TASKS, _SAMPLES = "valid/", "eval/", "samples/"
 
 
 Tasks = Callable[[Engine, Mapping[str, Any], Callable[[], None]], dict[str, float]]
 """Given the engine, what a checkpoint records of the run's texts (train/origin.py), and what to call as a sign of life,
 numbers by name; collective, and they matter on the first rank."""
+Samples = Callable[[Engine, Mapping[str, Any], Callable[[], None]], list[tuple[str, str]]]
+"""Given the same: the prompts of evaluation.samples_prompts, each with what the model has written after it."""
 
 
 class Trainer:
     """One run of a RunConfig on this rank. `findings` are recorded in the run folder; `tasks` gives the numbers of
-    evaluation.tasks. Linear layers are in 8 bits as on the ranks of a run of tensor-parallel size `layers_of_tp`, where
-    that is another's."""
+    evaluation.tasks, `samples` the texts of evaluation.samples_prompts. Linear layers are in 8 bits as on the ranks of
+    a run of tensor-parallel size `layers_of_tp`, where that is another's."""
 
     def __init__(
-        self, cfg: RunConfig, findings: list[Finding], tasks: Tasks | None = None, *, layers_of_tp: int | None = None
+        self,
+        cfg: RunConfig,
+        findings: list[Finding],
+        tasks: Tasks | None = None,
+        samples: Samples | None = None,
+        *,
+        layers_of_tp: int | None = None,
     ):
-        self.cfg, self.findings, self.tasks = cfg, findings, tasks
+        self.cfg, self.findings, self.tasks, self.samples = cfg, findings, tasks, samples
         self._changed: list[str] = []  # since the checkpoint that the run continues from
         self.folder = RunFolder(Path(cfg.training.run_dir))
         # Everything that can be wrong with files and settings comes before ranks begin to wait for each other.
@@ -450,6 +459,7 @@ class Trainer:
         tenth = max(1, total // 10)
         every = {_VALID: evaluation.every_tokens or tenth} if self.valid else {}
         every |= {_TASKS: evaluation.tasks_every_tokens or tenth} if self.tasks else {}
+        every |= {_SAMPLES: evaluation.samples_every_tokens} if self.samples else {}
         return [name for name, tokens in every.items() if after >= total or _crossed(before, after, tokens)]
 
     def _left_to_look(self) -> list[str]:
@@ -466,10 +476,11 @@ class Trainer:
 
     def _look(self, due: list[str]) -> list[str]:
         """Measure that; what of it is left, because some rank was asked to stop."""
+        look = {_VALID: self._evaluate, _TASKS: self._ask_tasks, _SAMPLES: self._write_samples}
         with self.reporter.off_the_clock():
             for number, name in enumerate(due):
                 try:
-                    self._evaluate() if name == _VALID else self._ask_tasks()
+                    look[name]()
                 except InterruptedError:
                     return due[number:]
         return []
@@ -487,11 +498,21 @@ class Trainer:
         self._say(f"step {self.state.step}: validation loss {loss:.4f}" + (f" ({parts})" if parts else ""))
 
     def _ask_tasks(self) -> None:
-        began = {"init_from": self.origin, TEXT_PREFIX: self.text_prefix}
-        found = self.tasks(self.engine, began, lambda: self.watchdog.begin("downstream tasks"))
+        found = self.tasks(self.engine, self._began(), lambda: self.watchdog.begin("downstream tasks"))
         self.reporter.write(self.state, {f"{_TASKS}{name}": value for name, value in found.items()})
         said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
         self._say(f"step {self.state.step}: {said}")
+
+    def _write_samples(self) -> None:
+        begin = time.perf_counter()
+        texts = self.samples(self.engine, self._began(), lambda: self.watchdog.begin("samples"))
+        seconds = time.perf_counter() - begin
+        self.reporter.samples(self.state, texts)
+        self.reporter.write(self.state, {f"{_SAMPLES}seconds": seconds})
+
+    def _began(self) -> dict[str, Any]:
+        """What a checkpoint records of the run's texts."""
+        return {"init_from": self.origin, TEXT_PREFIX: self.text_prefix}
 
     def _announce(self) -> None:
         """Say where whole steps and the data at hand give something else than the settings ask for."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error, no_effect, warning
-from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, DataConfig, RunConfig
+from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, DataConfig, EvaluationConfig, RunConfig
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 """Names of what `sagetrain prepare --shard` writes."""
@@ -52,6 +52,7 @@ def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         value = getattr(cfg.evaluation, key)
         if value is not None and not cfg.evaluation.tasks:
             yield no_effect(f"evaluation.{key}", value, "no evaluation.tasks")
+    yield from _samples(cfg)
     held_out = {path for source in cfg.data.valid for path in source.files}
     shared = sorted(held_out.intersection(path for source in cfg.data.train for path in source.files))
     if shared:
@@ -61,6 +62,32 @@ def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
             shared[0],
             "is also a training source: its loss will look better than on unseen text",
             "evaluate on data that is not trained on",
+        )
+
+
+def _samples(cfg: RunConfig) -> Iterator[Finding]:
+    """Samples that cannot be written, or that nobody asked for."""
+    asked, default = cfg.evaluation, EvaluationConfig()
+    if asked.samples_every_tokens is None:
+        for key in ("samples_prompts", "samples_tokens"):
+            if (value := getattr(asked, key)) != getattr(default, key):
+                yield no_effect(f"evaluation.{key}", value, "no evaluation.samples_every_tokens")
+        return
+    if cfg.parallel.zero_stage == 3:
+        yield error(
+            "samples_at_zero_3",
+            "evaluation.samples_every_tokens",
+            asked.samples_every_tokens,
+            "text takes a pass over all weights for every token, and parallel.zero_stage 3 would gather them each time",
+            "set parallel.zero_stage: 2, or evaluation.samples_every_tokens: null and take `sagetrain generate`",
+        )
+    if cfg.data.tokenizer is None and cfg.model.vocab_size is not None and not Path(cfg.data.tokenizer_path).is_file():
+        yield error(
+            "samples_without_tokenizer",
+            "evaluation.samples_every_tokens",
+            asked.samples_every_tokens,
+            f"there is no tokenizer that makes text of tokens: no {cfg.data.tokenizer_path}",
+            "name it in data.tokenizer, or set evaluation.samples_every_tokens: null",
         )
 
 

@@ -70,7 +70,7 @@ class TrainingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Loss on held-out data, and downstream tasks, while training; also run once at the end."""
+    """Loss on held-out data, downstream tasks, and samples of text, while training; also run once at the end."""
 
     every_tokens: PositiveInt | None = None
     """Tokens between evaluations. Default: a tenth of training.total_tokens."""
@@ -83,6 +83,13 @@ class EvaluationConfig(Section):
     """Tokens from one time that the tasks are asked to the next. Default: a tenth of training.total_tokens."""
     tasks_limit: PositiveInt | None = None
     """Documents of each task. Default: all."""
+    samples_every_tokens: PositiveInt | None = None
+    """Tokens between samples, texts that the model writes while it trains: in samples.jsonl of the run folder,
+    TensorBoard and `sagetrain report`. Not at zero_stage 3. Default: none."""
+    samples_prompts: Annotated[list[str], Field(min_length=1)] = [""]
+    """Texts that samples continue; an empty one is the beginning of a document."""
+    samples_tokens: PositiveInt = 64
+    """Tokens of each sample, at most."""
 
 
 class CheckpointConfig(Section):

@@ -1,0 +1,66 @@
+"""Texts of a model while it trains, which all ranks hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from sagetrain.config.schema import DataConfig, EvaluationConfig
+from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.inference.generate import Sampling, generate
+from sagetrain.inference.load import TrainedRun
+from sagetrain.model.transformer import Transformer
+from sagetrain.train.engine import Engine
+from sagetrain.train.origin import end_tokens, text_prefix
+from sagetrain.train.preflight import check_prompts
+
+Trained = Callable[[Transformer, Tokenizer], TrainedRun]
+"""load.in_training of the run's configuration."""
+Alive = Callable[[], None]
+"""Called as a sign of life."""
+
+
+def samples_while_training(
+    evaluation: EvaluationConfig, data: DataConfig, trained: Trained
+) -> Callable[[Engine, Mapping[str, Any], Alive], list[tuple[str, str]]]:
+    """Give what writes samples (Samples of train/trainer.py), for all ranks together.
+
+    Raises:
+        ConfigError: there is no tokenizer, or a prompt is too long.
+    """
+    tokenizer, prompts = Tokenizer.load(find_tokenizer(data)), evaluation.samples_prompts
+    check_prompts(prompts, tokenizer, data.seq_length)
+    sampling = Sampling(evaluation.samples_tokens)
+
+    def write(engine: Engine, began: Mapping[str, Any], alive: Alive) -> list[tuple[str, str]]:
+        run = while_training(engine, began, tokenizer, trained)
+        return [*zip(prompts, completed(run, alive, prompts, sampling), strict=True)]
+
+    return write
+
+
+def while_training(engine: Engine, began: Mapping[str, Any], tokenizer: Tokenizer, trained: Trained) -> TrainedRun:
+    """The model that trains as one that generates, with what a checkpoint records of its texts (`began`)."""
+    run = trained(cast(Transformer, engine.module), tokenizer)
+    return replace(run, text_prefix=text_prefix(began, tokenizer), end_tokens=end_tokens(began))
+
+
+def completed(run: TrainedRun, alive: Alive, prompts: Sequence[str], sampling: Sampling) -> list[str]:
+    """What follows each of the prompts, which the copies of the model share. Collective."""
+    groups = run.model.groups
+    # Prompts that are the same stay together: generate lets each draw otherwise.
+    turns = {prompt: turn for turn, prompt in enumerate(dict.fromkeys(prompts))}
+    own = [number for number, each in enumerate(prompts) if turns[each] % groups.dp_size == groups.dp_rank]
+    done: dict[int, str] = {}
+    for text, _ in generate(run, [prompts[number] for number in own], sampling, run.cfg.data.micro_batch_size):
+        alive()
+        if text.finish:
+            done[own[text.number]] = text.text
+    if dist.is_initialized():
+        shares: list[dict[int, str]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(shares, done)
+        done = {number: text for share in shares for number, text in share.items()}
+    return [done[number] for number in range(len(prompts))]
