@@ -112,9 +112,14 @@ def test_tokens_are_those_of_transformers(plain: str, name: str, tmp_path: Path)
 
 def test_what_is_added_and_what_is_left_out_is_said(plain: str, tmp_path: Path) -> None:
     said = Tokenizer.load(write(tmp_path / "a", plain, **CASES["decoder"])).notes
-    assert len(said) == 1 and "adds tokens: '<|im_start|>' (257), '<|im_end|>' (258)" in said[0]
+    assert (
+        len(said) == 1 and "adds tokens that tokenizer.json lacks: '<|im_start|>' (257), '<|im_end|>' (258)" in said[0]
+    )
     said = Tokenizer.load(write(tmp_path / "b", plain, **CASES["found otherwise than tokenizer.json says"])).notes
-    assert len(said) == 1 and "says how these tokens are found in a text: '<|end|>' (256)" in said[0]
+    assert (
+        len(said) == 1
+        and "otherwise than tokenizer.json how these tokens are found in a text: '<|end|>' (256)" in said[0]
+    )
     said = Tokenizer.load(write(tmp_path / "c", plain, **CASES["the decoder alone of all"])).notes
     assert "added_tokens.json has '<tool>', left out: transformers does not read it" in said[1]
     said = Tokenizer.load(write(tmp_path / "d", plain, **CASES["the map before the configuration"])).notes

@@ -208,8 +208,9 @@ def _said(missing: Iterable[Stated], known: Container[str], numbers: Mapping[str
         text = each.token.content
         by_source.setdefault((each.source, text in known), []).append(f"{text!r} ({numbers[text]})")
     return [
-        f"{source} {'says how these tokens are found in a text' if there else 'adds tokens'}: {_some(texts)}; "
-        f"{file.name} does not have it so"
+        f"{source} says otherwise than {file.name} how these tokens are found in a text: {_some(texts)}"
+        if there
+        else f"{source} adds tokens that {file.name} lacks: {_some(texts)}"
         for (source, there), texts in by_source.items()
     ]
 
