@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralC
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.load import load_run, open_run
-from sagetrain.interop.describe import _ARCHITECTURES, _DEFAULTS
+from sagetrain.interop.describe import ARCHITECTURES, DEFAULTS
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 
@@ -234,10 +234,10 @@ def test_biases_that_config_json_denies(copy: Callable[..., Folder]) -> None:
     )
 
 
-@pytest.mark.parametrize("name", _ARCHITECTURES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_defaults_are_those_of_transformers(name: str) -> None:
-    ours, theirs = _ARCHITECTURES[name], AutoConfig.for_model(_ARCHITECTURES[name].model_type)
-    known = {**_DEFAULTS, **ours.defaults}
+    ours, theirs = ARCHITECTURES[name], AutoConfig.for_model(ARCHITECTURES[name].model_type)
+    known = {**DEFAULTS, **ours.defaults}
     assert {key: getattr(theirs, key) for key in known} == known
     for key in ("num_key_value_heads", "head_dim"):  # of a model of two heads, as wide as four
         other = type(theirs)(hidden_size=64, num_attention_heads=2)
@@ -357,6 +357,12 @@ def test_files_below_and_beside(copy: Callable[..., Folder]) -> None:
     (folder.path / "adapter_config.json").write_text("{}")
     shutil.rmtree(folder.run)
     folder.refused("adapter_config.json: transformers takes this folder for an adapter of another model")
+
+
+def test_a_pointer_in_place_of_a_file(copy: Callable[..., Folder]) -> None:
+    folder = copy()
+    (folder.path / WHOLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    folder.refused(r"model.safetensors is a pointer of Git LFS, not the file: run `git lfs pull`")
 
 
 def test_weights_under_a_name_of_their_own(copy: Callable[..., Folder]) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from prepare_inputs import TEXTS, documents, published_tokenizer, quiet
 from sagetrain.config import ConfigError
-from sagetrain.config.rules.data import text_prefixes
+from sagetrain.config.rules.data import prepared, text_prefixes
 from sagetrain.config.schema import DataConfig
 from sagetrain.data import journal, sources
 from sagetrain.data.chat_template import answer_ends
@@ -142,7 +142,7 @@ def test_a_record_without_a_template_begins_as_a_text_does(tmp_path: Path, folde
     assert documents(tmp_path / "chats/x")[0] == ids("<you> what <stop> <bot> two <stop>")
     files = [{"path": str(tmp_path / name / "x")} for name in ("pairs", "chats")]
     data = DataConfig.model_validate({"train": files, "seq_length": 8, "micro_batch_size": 1})
-    assert text_prefixes(data) == {files[0]["path"]: [1]}
+    assert text_prefixes(prepared(data)) == {files[0]["path"]: [1]}
 
 
 def test_long_records_are_cut_and_those_without_an_answer_left_out(tmp_path: Path, folder: Path) -> None:

@@ -26,10 +26,10 @@ class _Architecture:
     model_type: str
     qk_norm: str
     defaults: Mapping[str, Any]
-    """Keys that config.json may leave out, beside those of `_DEFAULTS`."""
+    """Keys that config.json may leave out, beside those of `DEFAULTS`."""
 
 
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "LlamaForCausalLM": _Architecture("llama", "none", {"max_position_embeddings": 2048}),
     "MistralForCausalLM": _Architecture(
         "mistral", "none", {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
@@ -38,7 +38,7 @@ _ARCHITECTURES = {
         "qwen3", "before_rope", {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}
     ),
 }
-_DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False}
+DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False}
 _THETA = 10000.0
 _THEIRS = {
     "num_layers": "num_hidden_layers",
@@ -83,7 +83,7 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
     contradict each other.
     """
     name = _architecture(config, where)
-    architecture = _ARCHITECTURES[name]
+    architecture = ARCHITECTURES[name]
     for key, value in _WITHOUT.items():
         if config.get(key) not in (value, None):
             raise ConfigError(f"{where}: {key} {config[key]}: SageTrain computes these models with {value} alone")
@@ -91,7 +91,7 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
         raise ConfigError(
             f"{where}: has no {' and no '.join(missing)}; copy the folder again from where it was published"
         )
-    defaults = {**_DEFAULTS, **architecture.defaults}
+    defaults = {**DEFAULTS, **architecture.defaults}
     if absent := [f"{key} {value}" for key, value in defaults.items() if key not in config]:
         report(f"{where}: taken as transformers takes what is not there: {', '.join(absent)}")
     said = {**defaults, **config}
@@ -124,14 +124,14 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
 
 def _architecture(config: Mapping[str, Any], where: str) -> str:
     """The class of the model. transformers goes by model_type, other readers by architectures: they must agree."""
-    by_type = {each.model_type: name for name, each in _ARCHITECTURES.items()}
+    by_type = {each.model_type: name for name, each in ARCHITECTURES.items()}
     model_type, names = config.get("model_type"), config.get("architectures") or []
     if not names and model_type in by_type:
         return by_type[model_type]
     name = names[0] if len(names) == 1 else None
-    if name not in _ARCHITECTURES:
-        raise ConfigError(f"{where}: architectures {names}: not one of {', '.join(_ARCHITECTURES)}, which can be read")
-    if model_type not in (None, _ARCHITECTURES[name].model_type):
+    if name not in ARCHITECTURES:
+        raise ConfigError(f"{where}: architectures {names}: not one of {', '.join(ARCHITECTURES)}, which can be read")
+    if model_type not in (None, ARCHITECTURES[name].model_type):
         raise ConfigError(
             f"{where}: architectures {name} contradicts model_type {model_type!r}, by which transformers goes: set "
             "both to what the model is"

@@ -20,6 +20,7 @@ from sagetrain.interop.huggingface import INDEX, WEIGHTS
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ROWS = 1024  # of a tensor that are compared at a time
+_POINTER = b"version https://git-lfs"
 _AGAIN = "copy the folder again from where it was published"
 
 
@@ -115,6 +116,11 @@ class WeightFiles:
         try:
             return safe_open(self._folder / file, framework="pt")
         except (OSError, SafetensorError) as error:
+            with suppress(OSError), (self._folder / file).open("rb") as opened:
+                if opened.read(len(_POINTER)) == _POINTER:
+                    raise ConfigError(
+                        f"{self._folder / file} is a pointer of Git LFS, not the file: run `git lfs pull` in the folder"
+                    ) from error
             raise ConfigError(f"{self._folder / file} cannot be read ({error}); copy it again") from error
 
     def elsewhere(self, name: str) -> str:

@@ -26,7 +26,7 @@ from sagetrain import __version__
 from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import dump_config
-from sagetrain.config.rules.data import CHAT_TEMPLATE, TEXT_PREFIX, chat_templates, text_prefixes
+from sagetrain.config.rules.data import CHAT_TEMPLATE, TEXT_PREFIX, chat_templates, prepared, text_prefixes
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import change_at_resume, stages, tokens_per_step
 from sagetrain.data import verify
@@ -90,7 +90,9 @@ class Trainer:
         tokenizer = tokenizer_of(cfg.data, cfg.model.vocab_size)
         self.vocab_size = cfg.model.vocab_size or tokenizer.vocab_size
         self.tokenizer_hash = tokenizer.sha256 if tokenizer else None
-        self.text_prefix = next(filter(None, text_prefixes(cfg.data).values()), [])
+        records = prepared(cfg.data)
+        self.text_prefix = next(filter(None, text_prefixes(records).values()), [])
+        self.chat_template = next(filter(None, chat_templates(records).values()), None)
         self.stream = self._stream(cfg.data.train)
         valid = self._stream(cfg.data.valid) if cfg.data.valid else None
         origin.check(self.folder.checkpoints, cfg.training, self._identity())
@@ -118,7 +120,6 @@ class Trainer:
             roster.share(self.folder)
         self.groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
         self.main = dist.get_rank() == 0
-        self.chat_template = next(filter(None, chat_templates(cfg.data).values()), None) if self.main else None
         self.reporter = Reporter(self.main)
         self._say = self.reporter.say
         self.profile = ProfileWindow(cfg.profile, self.folder.path / "profile", dist.get_rank(), self._say)

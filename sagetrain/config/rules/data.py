@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,9 @@ def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     yield from _start(cfg, required)
     yield from _run_dir(cfg, required)
     yield from _weights(cfg)
-    yield from _prefixes(cfg)
-    yield from _templates(cfg)
+    records = prepared(cfg.data)
+    yield from _prefixes(cfg, records)
+    yield from _templates(cfg, records)
     yield from repeats(cfg)
     if cfg.data.document_positions and not cfg.data.document_attention:
         yield error(
@@ -240,31 +241,34 @@ def _manifests(start: str) -> list[Path]:
     return sorted(Path(start).glob("checkpoints/step-*/manifest.json")) + [*Path(start).glob("manifest.json")]
 
 
-def text_prefixes(data: DataConfig) -> dict[str, list[int]]:
-    """What `sagetrain prepare` put before each document of training files, by path. Not of files from elsewhere, and
-    not of chats, whose template writes it."""
-    found = {}
-    for path in (path for source in data.train for path in source.files):
-        record = _read(Path(f"{path}.json"))
-        request = record.get("request", {})
-        if "tokenizer_sha256" in record and "template_sha256" not in request.get("records", {}):
-            found[path] = request.get("prefix", [])
-    return found
+def prepared(data: DataConfig) -> dict[str, dict[str, Any]]:
+    """The records that `sagetrain prepare` wrote of the training files, by path; empty for files from elsewhere."""
+    return {path: _read(Path(f"{path}.json")) for source in data.train for path in source.files}
 
 
-def chat_templates(data: DataConfig) -> dict[str, Any]:
-    """The chat templates of the training files that were prepared from chats, by path; empty of those that an earlier
-    version prepared, which kept none."""
-    records = {path: _read(Path(f"{path}.json")) for source in data.train for path in source.files}
-    chats = {
-        path for path, record in records.items() if "template_sha256" in record.get("request", {}).get("records", {})
+def _of_chats(record: Mapping[str, Any]) -> bool:
+    return "template_sha256" in record.get("request", {}).get("records", {})
+
+
+def text_prefixes(records: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]:
+    """What `sagetrain prepare` put before each document of the `prepared` files, by path. Files from elsewhere are left
+    out, and chats, whose template writes it."""
+    return {
+        path: record.get("request", {}).get("prefix", [])
+        for path, record in records.items()
+        if "tokenizer_sha256" in record and not _of_chats(record)
     }
-    return {path: record.get(CHAT_TEMPLATE, "") for path, record in records.items() if path in chats}
 
 
-def _templates(cfg: RunConfig) -> Iterator[Finding]:
+def chat_templates(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The chat templates of the `prepared` files that hold chats, by path; empty for those that an earlier version
+    prepared, which kept none."""
+    return {path: record.get(CHAT_TEMPLATE, "") for path, record in records.items() if _of_chats(record)}
+
+
+def _templates(cfg: RunConfig, records: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Training files of chats that do not know their template, or whose template is not that of the first ones."""
-    templates = chat_templates(cfg.data)
+    templates = chat_templates(records)
     first = next((path for path, template in templates.items() if template), "")
     for i, source in enumerate(cfg.data.train):
         if unknown := [path for path in source.files if templates.get(path) == ""]:
@@ -287,10 +291,10 @@ def _templates(cfg: RunConfig) -> Iterator[Finding]:
             )
 
 
-def _prefixes(cfg: RunConfig) -> Iterator[Finding]:
+def _prefixes(cfg: RunConfig, records: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Training files whose documents lack the tokens that others' begin with, or those that the model learned which the
     run starts from."""
-    begins, start = text_prefixes(cfg.data), cfg.training.init_from
+    begins, start = text_prefixes(records), cfg.training.init_from
     there = _manifests(start) if start else []
     learned = _read(there[-1]).get("state", {}).get(TEXT_PREFIX) if there else None
     other, wanted = next(((f"those of {path}", prefix) for path, prefix in begins.items() if prefix), ("", []))
