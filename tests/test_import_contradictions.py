@@ -176,6 +176,7 @@ ROPE_AGREES: list[dict[str, Any]] = [
     {"rope_scaling": LLAMA3, "rope_theta": 500.0, "rope_parameters": {**LLAMA3, "rope_theta": 500.0}},
     {"rope_scaling": {**LLAMA3, "type": "llama3"}, "rope_theta": 500.0, "rope_parameters": None},
     {"rope_scaling": {**YARN, "rope_theta": 500.0}, "rope_parameters": None},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 500.0, "rope_parameters": None},
     {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
     {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0},
      "original_max_position_embeddings": 64},
@@ -213,8 +214,8 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_position_embeddings": "256"}, "max_position_embeddings '256' is no whole number"),
     ({"rms_norm_eps": None}, "rms_norm_eps None: "),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false': "),
-    ({"num_hidden_layers": 3}, "says num_hidden_layers 3, the files of weights hold 2 layers: set it"),
-    ({"num_hidden_layers": 1}, "says num_hidden_layers 1, the files of weights hold 2 layers"),
+    ({"num_hidden_layers": 3}, r"9 of them .* first: model\.layers\.2\..*num_hidden_layers 3, .* hold 2 layers: set"),
+    ({"num_hidden_layers": 1}, r"9 tensors .* first: model\.layers\.1\..*num_hidden_layers 1, .* hold 2 layers"),
     ({"intermediate_size": 64}, r"mlp.gate_proj.weight has the shape \(48, 32\), .*\(64, 32\) by intermediate_size"),
     ({"eos_token_id": "</s>"}, "config.json: eos_token_id '</s>' is no token id and no list of them"),
     ({"transformers_weights": "../other/model.safetensors"}, "transformers_weights .*no file of this folder"),
@@ -225,6 +226,12 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("keys", "message"), CONTRADICTIONS, ids=[", ".join(keys) for keys, _ in CONTRADICTIONS])
 def test_a_config_json_that_contradicts_itself(copy: Callable[..., Folder], keys: dict, message: str) -> None:
     copy().config(**keys).refused(message)
+
+
+def test_layer_types_make_another_class_of_a_mistral(copy: Callable[..., Folder]) -> None:
+    folder = copy("mistral").config(layer_types=["full_attention", "sliding_attention"], sliding_window=64)
+    folder.refused("layer_types .* SageTrain computes full_attention alone")
+    assert "attention reaches" not in folder.config(layer_types=["full_attention"] * 2).as_transformers()
 
 
 def test_biases_that_config_json_denies(copy: Callable[..., Folder]) -> None:

@@ -115,10 +115,11 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
         )
     if model.head_dim % 2:
         raise ConfigError(f"{where}: head_dim {model.head_dim} is odd: RoPE turns pairs of numbers")
-    if name != "MistralForCausalLM":
-        _check_layer_types(said, where)
+    _check_layer_types(said, where)
     attention = AttentionConfig.model_validate({"backend": "sdpa", "qk_norm": architecture.qk_norm})
-    length = _length(said, where, report, name == "MistralForCausalLM")
+    # transformers takes a Mistral whose layers have types for another class, of which these are full.
+    windowed = name == "MistralForCausalLM" and not said.get("layer_types")
+    length = _length(said, where, report, windowed)
     return Described(name, model, attention, said["vocab_size"], length)
 
 
@@ -194,7 +195,7 @@ def _rotary(said: Mapping[str, Any], where: str, report: Report) -> tuple[float,
             "readers do not; delete the one that is not the model's, and keep its rope_theta in the other"
         )
     if all(place.get("rope_theta") is None for place in (said, *(said[key] for key in found))):
-        report(f"{where}: has no rope_theta: {_THETA} is taken, as transformers does")
+        report(f"{where}: has no rope_theta: {_THETA} is taken, which is the default of transformers")
     return next(iter(found.values()), (said.get("rope_theta") or _THETA, None))
 
 
