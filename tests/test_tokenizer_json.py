@@ -15,7 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from prepare_inputs import published_tokenizer
-from runs import finish, sagetrain, write_config
+from runs import finish, write_config
+from sagetrain.__main__ import main
 from sagetrain.config import ConfigError
 from sagetrain.data.prepare import prepare
 from sagetrain.data.token_file import TokenFile
@@ -173,7 +174,13 @@ def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
             Tokenizer.load(file)
 
 
-def test_from_text_to_an_exported_folder(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def command(capsys, *words: object) -> tuple[int, str, str]:
+    """A command in this process: its exit code and what it prints."""
+    code = main([*map(str, words)])
+    return code, *capsys.readouterr()
+
+
+def test_from_text_to_an_exported_folder(folder: Path, tokenizer: Tokenizer, tmp_path: Path, capsys) -> None:
     data = tmp_path / "data"
     sources, quiet = [str(Path(json.__file__).parent)], {"glob": "*.py", "say": lambda text: None}
     prepare(sources, data / "train", tokenizer=folder / "tokenizer.json", valid_fraction=0.3, num_workers=2, **quiet)
@@ -187,34 +194,34 @@ def test_from_text_to_an_exported_folder(folder: Path, tokenizer: Tokenizer, tmp
     sections = {"training": {"total_tokens": 1280}, "lr_schedule": {"warmup_tokens": 256}}
     config = write_config(tmp_path / "run.yaml", data, tmp_path / "run", **sections)
     finish("sagetrain", config)
-    said = sagetrain("generate", tmp_path / "run", "def ", "--max-tokens", 5)
-    assert said.stdout.startswith("def ") and said.returncode == 0, said.stderr
-    assert "bits per byte" in sagetrain("eval", tmp_path / "run").stdout
-    done = sagetrain("export", tmp_path / "run", tmp_path / "out")
-    assert (done.returncode, done.stderr) == (0, "")
+    code, said, errors = command(capsys, "generate", tmp_path / "run", "def ", "--max-tokens", 5)
+    assert said.startswith("def ") and code == 0, errors
+    assert "bits per byte" in command(capsys, "eval", tmp_path / "run")[1]
+    code, _, errors = command(capsys, "export", tmp_path / "run", tmp_path / "out")
+    assert (code, errors) == (0, "")
     before, after = (AutoTokenizer.from_pretrained(each) for each in (folder, tmp_path / "out"))
     assert after(SAMPLE).input_ids == before(SAMPLE).input_ids and after.chat_template == before.chat_template
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 1
 
 
-def test_token_files_from_elsewhere_need_the_size_of_their_vocabulary_alone(corpus: Path, tmp_path: Path) -> None:
+def test_token_files_from_elsewhere_need_the_size_of_their_vocabulary(corpus: Path, tmp_path: Path, capsys) -> None:
     for name in ("train", "valid"):
         for end in (".bin", ".idx"):
             (tmp_path / f"{name}{end}").write_bytes((corpus / f"{name}{end}").read_bytes())
     sections = {"training": {"total_tokens": 1280}, "lr_schedule": {"warmup_tokens": 256}}
     config = write_config(tmp_path / "run.yaml", tmp_path, tmp_path / "run", **sections)
-    refused = sagetrain("train", config)
-    assert refused.returncode == 2 and "give model.vocab_size instead" in refused.stderr
+    code, _, errors = command(capsys, "train", config)
+    assert code == 2 and "give model.vocab_size instead" in errors
     sections["model"] = {"vocab_size": 512}
     config = write_config(tmp_path / "run.yaml", tmp_path, tmp_path / "run", **sections)
     finish("sagetrain", config)
     finish("sagetrain", config)  # it continues
-    found = json.loads(sagetrain("eval", tmp_path / "run", "--json").stdout)["all"]
+    found = json.loads(command(capsys, "eval", tmp_path / "run", "--json")[1])["all"]
     assert math.isfinite(found["loss"]) and found["bits_per_byte"] is None
-    lacking = sagetrain("generate", tmp_path / "run", "def ")
-    assert lacking.returncode == 2 and "into the run's folder" in lacking.stderr
-    exported = sagetrain("export", tmp_path / "run", tmp_path / "out")
-    assert exported.returncode == 0 and "no tokenizer: the run was trained without one" in exported.stderr
+    code, _, errors = command(capsys, "generate", tmp_path / "run", "def ")
+    assert code == 2 and "into the run's folder" in errors
+    code, _, errors = command(capsys, "export", tmp_path / "run", tmp_path / "out")
+    assert code == 0 and "no tokenizer: the run was trained without one" in errors
     (tmp_path / "run/tokenizer.model").write_bytes((corpus / "tokenizer.model").read_bytes())
-    assert sagetrain("generate", tmp_path / "run", "def ").stdout.startswith("def ")
+    assert command(capsys, "generate", tmp_path / "run", "def ")[1].startswith("def ")
     assert load_run(tmp_path / "run", print).vocab_size == 512
