@@ -76,7 +76,7 @@ MAY_IMPORT = {
     "train": {"train", "stability", "model", "parallel", "data", "config", "hardware", "__version__"},
     "inference": {"inference", "planning", "stability", "train", "model", "parallel", "data", "config"},
     "interop": {"interop", "inference", "train", "model", "parallel", "data", "config"},
-    "report": {"report", "data", "config", "__version__"},
+    "report": {"report", "model", "data", "config", "__version__"},
     "planning": {"planning", "train", "model", "data", "config", "hardware"},
     "compare": {"compare", "report", "train", "model", "data", "config", "__version__"},
 }

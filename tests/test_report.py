@@ -16,7 +16,7 @@ from runs import sagetrain
 from sagetrain import cli
 from sagetrain.config.errors import ConfigError
 from sagetrain.report.page import render, write_report
-from sagetrain.report.read import MAX_POINTS, different_settings, read_rows, read_runs, thinned
+from sagetrain.report.read import MAX_POINTS, averaged, different_settings, read_rows, read_runs, thinned
 from sagetrain.stability.controller import Event
 from sagetrain.train.metrics import MetricsWriter
 
@@ -47,6 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         for step, loss in ((20, 3.3), (STEPS, 3.1)):
             writer.write(step, 1000 * step, {"valid/loss": loss})
         writer.write(30, 30_000, {"perf/save_stall_seconds": 0.25, "perf/save_publish_seconds": 2.0})
+        writer.sample(STEPS, 1000 * STEPS, 1, "Once", " upon a <b>time</b>,\n  there was")
         writer.event(30, 30_000, Event("spike", "gradient norm 10 <is> far above 1", {}))
         writer.close()
         settings = {"attention": {"backend": backend}, "training": {"seed": 0, "run_dir": str(folder)}}
@@ -93,6 +94,9 @@ def test_a_thinned_curve_keeps_its_spikes() -> None:
     assert len(kept) <= MAX_POINTS and tokens == sorted(tokens)
     assert (max(kept), min(kept)) == (99.0, -99.0) and kept[tokens.index(12_345)] == 99.0
     assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
+    ends, means = averaged(range(count), values)
+    assert len(means) == MAX_POINTS // 2 and ends[-1] == count - 1
+    assert sum(means) / len(means) == pytest.approx(sum(values) / count), "of all, not of the extremes"
 
 
 def test_numbers_that_are_not_finite_leave_the_page_whole(tmp_path: Path) -> None:
@@ -107,7 +111,7 @@ def test_numbers_that_are_not_finite_leave_the_page_whole(tmp_path: Path) -> Non
         parse_constant=lambda name: pytest.fail(f"{name} in the page's JSON"),
     )
     (loss,) = (trace for chart in data["charts"] for trace in chart["traces"] if trace["metric"] == "valid/loss")
-    assert (loss["x"], loss["y"]) == ([1000], [3.0])
+    assert loss["curve"] == [[1000], [3.0]]
     assert "<td>nan</td>" in page or "<td>inf</td>" in page, "the table says how it ended"
 
 
@@ -120,8 +124,17 @@ def test_the_page_needs_no_network_and_trusts_no_name(runs: list[Path]) -> None:
     data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
     assert data["runs"] == ["sdpa", "<-script><b>sage"]
     assert {chart["title"] for chart in data["charts"] if chart["first"]} >= {
-        *("Loss", "Gradient norm", "Share of dY that rounds to zero in linear layers, worst layer")
+        *("Loss", "Gradient norm", "dY of linear layers that rounds to zero")
     }
+    assert all(chart["unit"] for chart in data["charts"])
+    assert "upon a &lt;b&gt;time&lt;/b&gt;,\n  there was</td>" in outside
+
+
+def test_a_run_says_how_many_parameters_it_has(pair: Path) -> None:
+    (run,) = read_runs([pair])
+    shapes = json.loads((max(pair.glob("checkpoints/step-*")) / "manifest.json").read_text())["tensors"]
+    assert int(run.summary["parameters"].replace(",", "")) == sum(math.prod(each["shape"]) for each in shapes.values())
+    assert run.samples and run.samples[-1]["prompt"] == ""
 
 
 @pytest.mark.parametrize(
@@ -189,6 +202,62 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     chrome.quit()
 
 
+def lines(driver) -> list[int]:
+    """How many each of the first charts has, all of them long enough to be seen."""
+    charts = driver.execute_script(
+        "return [...document.querySelectorAll('#first .chart')].map(c => "
+        "[...c.querySelectorAll('.scatterlayer path.js-line')].map(p => p.getTotalLength()))"
+    )
+    assert all(length > 100 for lengths in charts for length in lengths), "pixels"
+    return [len(lengths) for lengths in charts]
+
+
+def overlapping(driver) -> list[list[str]]:
+    """Pairs of texts in the same chart, one of which covers a part of the other."""
+    return driver.execute_script("""
+        const pairs = [];
+        for (const chart of document.querySelectorAll(".chart")) {
+          const texts = [...chart.querySelectorAll("text")].filter((text) => text.textContent.trim());
+          const boxes = texts.map((text) => text.getBoundingClientRect());
+          for (let i = 0; i < boxes.length; i++) for (let j = 0; j < i; j++) {
+            const [a, b] = [boxes[i], boxes[j]];
+            const both = (low, high) => a[low] < b[high] - 1 && b[low] < a[high] - 1;
+            const covered = both("left", "right") && both("top", "bottom");
+            if (covered) pairs.push([texts[i], texts[j]].map((x) => x.textContent));
+          }
+        }
+        return pairs;""")
+
+
+@browser
+@pytest.mark.parametrize("values", [[1.4], [0.97, 1.02], [0.02, 3.0], [1e-9, 40.0]], ids=str)
+def test_labels_of_charts_with_few_points_do_not_overlap(tmp_path: Path, driver, values: list[float]) -> None:
+    writer = MetricsWriter(tmp_path, 0, 0, 3000, tensorboard=False)
+    for step, value in enumerate(values, 1):
+        names = (
+            "train/loss",
+            "train/grad_norm",
+            "train/lr",
+            "train/tokens_per_step",
+            "quant/0/dS/rel_l2",
+            "other/some",
+        )
+        writer.write(step, 1_234_567 * step, dict.fromkeys(names, value) | {"quant_noise/0/ratio": value})
+    writer.close()
+    write_report([tmp_path], tmp_path / "report.html")
+    for width in (1280, 390):
+        screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        driver.get((tmp_path / "report.html").as_uri())
+        open_all(driver)
+        assert overlapping(driver) == []
+
+
+def open_all(driver) -> None:
+    driver.execute_script("document.getElementById('more').open = true")
+    driver.execute_script("document.getElementById('more').dispatchEvent(new Event('toggle'))")
+
+
 @browser
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_curves_are_drawn_at_every_width_in_light_and_dark(
@@ -207,10 +276,14 @@ def test_curves_are_drawn_at_every_width_in_light_and_dark(
     driver.get(page.as_uri())
     script = driver.execute_script
     assert script("return document.getElementsByTagName('b').length") == 0
-    charts = script("return [...document.querySelectorAll('#first .chart')].map(c => "
-                    "[...c.querySelectorAll('.scatterlayer path.js-line')].map(p => p.getTotalLength()))")  # fmt: skip
-    assert len(charts) == 7 and [len(lengths) for lengths in charts] == [4, 2, 2, 2, 2, 1, 1]
-    assert all(length > 100 for lengths in charts for length in lengths), "pixels"
+    assert lines(driver) == [6, 4, 2, 2, 4, 2, 2], "with smooth ones where there is noise"
+    titles = "[...c.querySelectorAll('.xtitle, .ytitle')].map(t => t.textContent)"
+    named = script(f"return [...document.querySelectorAll('#first .chart')].map(c => {titles})")
+    assert named[0] == ["tokens seen", "nats per token"] and all(len(pair) == 2 and all(pair) for pair in named)
+    assert overlapping(driver) == []
+    slider = "document.querySelector('#smooth input')"
+    script(f"{slider}.value = 0; {slider}.dispatchEvent(new Event('change'))")
+    assert lines(driver) == [4, 2, 2, 2, 2, 1, 1]
     fit = "c => c.querySelector('.main-svg').getBoundingClientRect().width <= c.clientWidth"
     assert script(f"return [...document.querySelectorAll('.chart')].every({fit})"), "each within its frame"
     assert script("return document.documentElement.scrollWidth") <= width, "nothing to scroll to the side"
@@ -221,7 +294,6 @@ def test_curves_are_drawn_at_every_width_in_light_and_dark(
     script("document.querySelector('#first .modebar-btn[data-title^=\"Download\"]').click()")
     (picture,) = WebDriverWait(driver, PATIENCE).until(lambda _: [*tmp_path.glob("*.png")])
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stem == "loss"
-    script("document.getElementById('more').open = true")
-    script("document.getElementById('more').dispatchEvent(new Event('toggle'))")
+    open_all(driver)
     assert script("return document.querySelectorAll('#others .scatterlayer').length") > 0
     assert [entry for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []

@@ -1,8 +1,9 @@
 "use strict";
-// Draws the charts of `data` (page.py) in the colors of the page, and again when those change.
+// Draws the charts of `data` (page.py) in the colors of the page, and again when those or the smoothing change.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const slider = document.querySelector("#smooth input");
   // Told apart by color-blind readers, on white and on black.
   const COLORS = ["#2f7ed8", "#e07b00", "#12936a", "#c4569b", "#b59a00", "#7a6ad8", "#c8452f", "#4f9fb5"];
   const DASHES = ["solid", "dash", "dot", "dashdot"];
@@ -10,17 +11,36 @@
 
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  function trace(one) {
-    const few = one.x.length <= FEW;
+  // An exponential mean that begins with the first value. A share `kept` of it is what came before.
+  function smoothed(values, kept) {
+    let mean = 0, weight = 0;
+    return values.map((value) => {
+      mean = kept * mean + (1 - kept) * value;
+      weight = kept * weight + (1 - kept);
+      return Number((mean / weight).toPrecision(6)); // a constant stays one
+    });
+  }
+
+  // The values, and where they are many a smooth line of them.
+  function traces(one, exact) {
+    const [x, y] = one.curve;
     const several = data.runs.length > 1;
-    return {
-      x: one.x, y: one.y, type: "scatter", mode: few ? "lines+markers" : "lines",
+    const kept = Number(slider.value);
+    const smooth = !exact && kept > 0 && x.length > FEW;
+    const line = {
+      x, y, type: "scatter", mode: x.length <= FEW ? "lines+markers" : "lines",
       name: several ? `${data.runs[one.run]} ${one.metric}` : one.metric, legendgroup: one.metric,
       showlegend: false,
       line: { color: COLORS[(several ? one.run : one.rank) % COLORS.length], width: 1.6, dash: DASHES[one.rank % DASHES.length] },
       marker: { size: 5 },
       hovertemplate: "%{y:.5~g} at %{x:,} tokens",
     };
+    if (!smooth) return [line];
+    const [means_x, means_y] = one.means || one.curve;
+    return [
+      { ...line, opacity: 0.25, hoverinfo: "skip", hovertemplate: null, line: { ...line.line, width: 1 } },
+      { ...line, x: means_x, y: smoothed(means_y, kept), hovertemplate: "%{y:.5~g}, smoothed, at %{x:,} tokens" },
+    ];
   }
 
   // Marks at the foot of the chart: more than a line each would hide the curves.
@@ -46,27 +66,41 @@
     }));
   }
 
-  function layout(chart) {
+  // In lines that end before the buttons above the chart.
+  function wrapped(title, width) {
+    const most = (width - 90) / 7.5;
+    return title.split(" ").reduce((lines, word) => {
+      const line = lines.at(-1);
+      return line && line.length + 1 + word.length > most ? [...lines, word] : [...lines.slice(0, -1), line ? `${line} ${word}` : word];
+    }, [""]);
+  }
+
+  function layout(chart, width) {
     const axis = { gridcolor: color("--line"), zeroline: false, linecolor: color("--line"), automargin: true };
+    const named = (text) => ({ text, font: { size: 11, color: color("--faint") }, standoff: 6 });
+    const title = wrapped(chart.title, width);
+    const largest = Math.max(...chart.traces.flatMap((one) => one.curve[1]));
     return {
-      title: { text: chart.title, font: { size: 14 }, x: 0.02, xanchor: "left" },
+      title: { text: title.join("<br>"), font: { size: 14 }, x: 0.02, xanchor: "left", y: 0.97, yanchor: "top" },
       paper_bgcolor: color("--page"), plot_bgcolor: color("--page"), font: { color: color("--text"), size: 12 },
-      margin: { l: 48, r: 12, t: 40, b: 36 }, hovermode: "closest", showlegend: true,
-      legend: { orientation: "h", y: -0.18, yanchor: "top", font: { size: 11 } },
-      xaxis: { ...axis, tickformat: "~s", rangemode: "tozero" },
+      margin: { l: 48, r: 16, t: 22 + 18 * title.length, b: 36 }, hovermode: "closest", showlegend: true,
+      legend: { orientation: "h", y: -0.26, yanchor: "top", font: { size: 11 } },
+      xaxis: { ...axis, title: named("tokens seen"), tickformat: "~s", rangemode: "tozero", nticks: 7 },
       yaxis: {
-        ...axis, type: chart.log ? "log" : "linear", tickformat: chart.log ? "~g" : "",
+        ...axis, title: named(chart.unit), type: chart.log ? "log" : "linear", tickformat: chart.log ? "~g" : "",
+        exponentformat: largest < 0.01 ? "e" : "B",
         rangemode: chart.fromZero ? "tozero" : "normal",
+        nticks: chart.log ? 3 : 6, // of a decade plotly names all nine digits if it may
       },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     };
   }
 
   function draw(chart, element) {
-    const traces = [...chart.traces.map(trace), ...dashes(chart)];
-    if (chart.first) data.runs.forEach((_, run) => traces.push(...marks(run)));
+    const lines = [...chart.traces.flatMap((one) => traces(one, chart.exact)), ...dashes(chart)];
+    if (chart.first) data.runs.forEach((_, run) => lines.push(...marks(run)));
     const file = chart.title.replace(/[^a-z0-9]+/gi, "-").toLowerCase();
-    return Plotly.react(element, traces, layout(chart), {
+    return Plotly.react(element, lines, layout(chart, element.clientWidth), {
       responsive: true, displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]],
       toImageButtonOptions: { format: "png", filename: file, scale: 2 },
     });
@@ -81,7 +115,12 @@
       draw(chart, elements[i]);
     });
   }
+  const drawAgain = () => drawn.forEach(([chart, element]) => draw(chart, element));
 
+  const smoothing = document.querySelector("#smooth output");
+  smoothing.textContent = slider.value;
+  slider.addEventListener("input", () => { smoothing.textContent = slider.value; });
+  slider.addEventListener("change", drawAgain);
   document.querySelectorAll("#legend li").forEach((item, run) => {
     item.style.setProperty("--run", COLORS[run % COLORS.length]);
   });
@@ -94,5 +133,5 @@
     const parent = document.getElementById("others");
     if (more.open && parent.childElementCount === 0) add(others, parent);
   });
-  dark.addEventListener("change", () => drawn.forEach(([chart, element]) => draw(chart, element)));
+  dark.addEventListener("change", drawAgain);
 })();

@@ -20,37 +20,62 @@ class Chart(NamedTuple):
     title: str
     metrics: tuple[str, ...]
     """The first is drawn as a line, others dashed, with markers where they are few."""
+    unit: str = ""
+    """Of the vertical axis; empty: by the metric's name."""
     logarithmic: bool = False
     from_zero: bool = False
+    exact: bool = False
+    """No noise, so nothing to smooth: a schedule, say."""
 
 
 def _of_linear_layers(number: str) -> tuple[str, ...]:
     return tuple(f"quant/*/{layer}.{number}" for layer in ("gate_up", "down", "qkv", "out"))
 
 
+_ERROR = "relative L2 error, worst layer"
 CHARTS = (
-    Chart("Loss", ("train/loss", "valid/loss")),
-    Chart("Gradient norm", ("train/grad_norm",), logarithmic=True),
-    Chart("Learning rate", ("train/lr",), from_zero=True),
-    Chart("Tokens per step", ("train/tokens_per_step", "noise/all/scale_tokens"), from_zero=True),
-    Chart("Throughput, tokens per second", ("perf/tokens_per_second",), from_zero=True),
+    Chart("Loss", ("train/loss", "valid/loss"), "nats per token"),
+    Chart("Gradient norm", ("train/grad_norm",), "L2 norm", logarithmic=True),
+    Chart("Learning rate", ("train/lr",), "learning rate", from_zero=True, exact=True),
+    Chart("Tokens per step", ("train/tokens_per_step", "noise/all/scale_tokens"), "tokens", from_zero=True, exact=True),
+    Chart("Throughput", ("perf/tokens_per_second",), "tokens per second", from_zero=True),
     Chart(
-        "Error of quantization over the gradient's noise, worst layer and whole model",
+        "Error of quantization over the gradient's noise",
         ("quant_noise/*/ratio", "quant_noise/all/ratio", "quant_noise/*/bias_ratio"),
+        "ratio, worst layer and whole model",
         logarithmic=True,
     ),
     Chart(
-        "Bias of quantization over the gradient, both squared, worst layer and whole model",
+        "Bias of quantization over the gradient, both squared",
         ("quant_noise/*/bias_to_gradient", "quant_noise/all/bias_to_gradient"),
+        "ratio, worst layer and whole model",
         logarithmic=True,
     ),
-    Chart("Relative L2 error of quantized dS, worst layer", ("quant/*/dS/rel_l2",), logarithmic=True),
-    Chart("Relative L2 error of dQ and dK, worst layer", ("quant/*/dQ/rel_l2", "quant/*/dK/rel_l2"), logarithmic=True),
-    Chart("Relative L2 error of O and dV, worst layer", ("quant/*/O/rel_l2", "quant/*/dV/rel_l2"), logarithmic=True),
-    Chart("Relative L2 error of dW of linear layers, worst layer", _of_linear_layers("dW/rel_l2"), logarithmic=True),
-    Chart("Share of dY that rounds to zero in linear layers, worst layer", _of_linear_layers("dY/zero_share_dX")),
+    Chart("Quantized dS", ("quant/*/dS/rel_l2",), _ERROR, logarithmic=True),
+    Chart("dQ and dK", ("quant/*/dQ/rel_l2", "quant/*/dK/rel_l2"), _ERROR, logarithmic=True),
+    Chart("O and dV", ("quant/*/O/rel_l2", "quant/*/dV/rel_l2"), _ERROR, logarithmic=True),
+    Chart("dW of linear layers in 8 bits", _of_linear_layers("dW/rel_l2"), _ERROR, logarithmic=True),
+    Chart("dY of linear layers that rounds to zero", _of_linear_layers("dY/zero_share_dX"), "share, worst layer"),
 )
 """What comes first. Every other metric has a chart of its own in the last section of the page."""
+UNITS = (
+    ("/loss", "nats per token"),
+    ("_seconds", "seconds"),
+    ("/seconds", "seconds"),
+    ("_gib", "GiB"),
+    ("/mfu", "share of the 16-bit peak"),
+    ("/mfu_full_attention", "share of the 16-bit peak"),
+    ("/rel_l2", "relative L2 error"),
+    ("/cosine", "cosine"),
+    ("_tokens", "tokens"),
+    ("_share", "share"),
+)
+"""End of a metric's name -> what its axis is called. Other axes have the last part of the name."""
+
+
+SMOOTHING = 0.8
+"""What a drawn value keeps of those before it, at first: a slider of the page changes it."""
+_SAMPLES_SHOWN = 6
 
 
 def write_report(folders: Sequence[Path], output: Path) -> int:
@@ -81,7 +106,9 @@ def render(runs: Sequence[RunRecord]) -> str:
         "legend": "".join(f"<li>{html.escape(run.name)}</li>" for run in runs) if len(runs) > 1 else "",
         "difference": "What differs" if len(runs) > 1 else "Settings",
         "settings": _settings(runs),
+        "samples": _samples(runs),
         "events": _events(runs),
+        "smoothing": f"{SMOOTHING:g}",
         # "</script>" within a name would end the element.
         "data": json.dumps(data).replace("</", "<\\/"),
         "script": (folder / "page.js").read_text(),
@@ -104,18 +131,24 @@ def _charts(runs: Sequence[RunRecord]) -> list[tuple[Chart, bool]]:
 def _chart(entry: tuple[Chart, bool], runs: Sequence[RunRecord]) -> dict[str, Any]:
     chart, is_first = entry
     traces = [
-        {"run": i, "metric": metric, "rank": rank, "x": run.curves[metric][0], "y": run.curves[metric][1]}
+        {"run": i, "metric": metric, "rank": rank, "curve": run.curves[metric], "means": run.means.get(metric)}
         for rank, metric in enumerate(chart.metrics)
         for i, run in enumerate(runs)
         if metric in run.curves
     ]
     return {
         "title": chart.title,
+        "unit": chart.unit or _unit(chart.metrics[0]),
+        "exact": chart.exact,
         "log": chart.logarithmic,
         "fromZero": chart.from_zero,
         "first": is_first,
         "traces": traces,
     }
+
+
+def _unit(metric: str) -> str:
+    return next((unit for end, unit in UNITS if metric.endswith(end)), metric.rpartition("/")[2].replace("_", " "))
 
 
 def _summary(runs: Sequence[RunRecord]) -> str:
@@ -148,13 +181,27 @@ def _events(runs: Sequence[RunRecord]) -> str:
     return f"<details{' open' * (len(rows) <= 12)}><summary>{len(rows)}</summary>{table}</details>"
 
 
+def _samples(runs: Sequence[RunRecord]) -> str:
+    """The newest first, of all runs in turn."""
+    rows = [(sample, run.name) for run in runs for sample in run.samples]
+    rows.sort(key=lambda row: row[0]["tokens"], reverse=True)
+    if not rows:
+        return "<p>None: evaluation.samples_every_tokens asks for some.</p>"
+    cells = [[name, f"{row['tokens']:,}", row.get("prompt") or "(empty)", row.get("text", "")] for row, name in rows]
+    last = _table(["run", "tokens", "prompt", "text"], cells[:_SAMPLES_SHOWN], "texts")
+    if len(cells) <= _SAMPLES_SHOWN:
+        return last
+    earlier = _table(["run", "tokens", "prompt", "text"], cells[_SAMPLES_SHOWN:], "texts")
+    return f"{last}<details><summary>{len(cells) - _SAMPLES_SHOWN} earlier ones</summary>{earlier}</details>"
+
+
 def _value(value: Any) -> str:
     return "-" if value is None else json.dumps(value) if isinstance(value, list | dict) else str(value)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
     def line(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     body = "".join(line(row, "td") for row in rows)
-    return f'<div class="wide"><table><thead>{line(head, "th")}</thead><tbody>{body}</tbody></table></div>'
+    return f'<div class="wide {kind}"><table><thead>{line(head, "th")}</thead><tbody>{body}</tbody></table></div>'

@@ -9,14 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import yaml
 
+from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.load import flat
+from sagetrain.config.load import flat, load_config
 from sagetrain.config.measured import CRITICAL, STABILITY_NAME, critical_in_words
+from sagetrain.config.schema import tokenizer_in
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.model.accounting import num_parameters
 
 MAX_POINTS = 2_000
 """Of one curve. A longer one keeps the least and the largest value of every stretch, so that no spike is lost."""
@@ -33,13 +37,16 @@ class RunRecord:
     """What one run wrote.
 
     `curves` go by metric. Metrics that differ in their layer alone are one: quant/*/dS/rel_l2 is the largest over all
-    layers, the least where it is a cosine. `events` have tokens, kind and text.
+    layers, the least where it is a cosine. `means` has means of the stretches of those that were thinned: smooth lines
+    are drawn from these. `events` have tokens, kind and text; `samples` tokens, prompt and text.
     """
 
     name: str
     curves: Mapping[str, Curve]
+    means: Mapping[str, Curve]
     events: Sequence[Mapping[str, Any]]
     settings: Mapping[str, Any]
+    samples: Sequence[Mapping[str, Any]] = ()
     summary: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -88,11 +95,21 @@ def thinned(tokens: Sequence[int], values: Sequence[float], most: int = MAX_POIN
     count = len(tokens)
     if count <= most:
         return list(tokens), list(values)
-    stretches, keep = most // 2, []
-    for i in range(stretches):
-        stretch = range(i * count // stretches, (i + 1) * count // stretches)
+    keep = []
+    for stretch in _stretches(count, most):
         keep += sorted({min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)})
     return [tokens[i] for i in keep], [values[i] for i in keep]
+
+
+def averaged(tokens: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> Curve:
+    """The mean of every stretch that `thinned` takes two values of, at the stretch's end."""
+    stretches = _stretches(len(tokens), most)
+    return [tokens[stretch[-1]] for stretch in stretches], [fmean(values[i] for i in stretch) for stretch in stretches]
+
+
+def _stretches(count: int, most: int) -> list[range]:
+    number = most // 2
+    return [range(i * count // number, (i + 1) * count // number) for i in range(number)]
 
 
 def _read(folder: Path, name: str) -> RunRecord:
@@ -118,12 +135,15 @@ def _read(folder: Path, name: str) -> RunRecord:
             worst = min if metric.endswith("/cosine") else max
             curve[row["tokens"]] = worst(value, curve.get(row["tokens"], value))
     events = [*_saves(rows), *read_rows(folder / "events.jsonl")]
+    columns = {metric: _columns(curve) for metric, curve in sorted(curves.items())}
     return RunRecord(
         name,
-        {metric: thinned(*_columns(curve)) for metric, curve in sorted(curves.items())},
+        {metric: thinned(*curve) for metric, curve in columns.items()},
+        {metric: averaged(*curve) for metric, curve in columns.items() if len(curve[0]) > MAX_POINTS},
         sorted(events, key=lambda event: event["tokens"]),
         settings,
-        _summary(rows) | _stability(folder / STABILITY_NAME),
+        read_rows(folder / "samples.jsonl"),
+        _parameters(folder) | _summary(rows) | _stability(folder / STABILITY_NAME),
     )
 
 
@@ -153,6 +173,17 @@ def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
         found["validation loss (last)"] = f"{valid[-1]:.4f}"
         found["validation loss (least)"] = f"{min(valid):.4f}"
     return found
+
+
+def _parameters(folder: Path) -> dict[str, str]:
+    """How many the model has, if this version can read the run's configuration and knows its vocabulary."""
+    with suppress(ConfigError):
+        cfg = load_config(folder / "config.yaml")
+        file = tokenizer_in(folder)
+        size = cfg.model.vocab_size or (Tokenizer.load(file).vocab_size if file.is_file() else None)
+        if size:
+            return {"parameters": f"{num_parameters(cfg.model, cfg.attention, padded_vocab_size(size)):,}"}
+    return {}
 
 
 def _stability(path: Path) -> dict[str, str]:
