@@ -28,7 +28,7 @@ from sagetrain.exits import forbidden as _forbidden
 from sagetrain.exits import leave as _exit
 from sagetrain.exits import leave_together as _leave_together
 from sagetrain.exits import warn as _warn
-from sagetrain.hardware import HARDWARE
+from sagetrain.hardware import HARDWARE, planned_gpu
 
 app = typer.Typer(
     add_completion=False,
@@ -176,13 +176,14 @@ def plan(
         ),
     ] = None,
     gpu: Annotated[
-        Gpu,
+        Gpu | None,
         typer.Option(
             case_sensitive=False,
-            help="What memory and step time are predicted for: h200 is measured, h100 on one GPU; the others are "
-            "scaled by datasheet.",
+            show_default=False,
+            help="What memory and step time are predicted for. Default: this host's GPU, or h200. Rates of h200 and "
+            "h100 are measured; the others are scaled by data sheets.",
         ),
-    ] = Gpu["h200"],
+    ] = None,
     gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs that share NVLink; beyond is the network.")] = 8,
     network_gbps: Annotated[float, typer.Option(min=1, help="Network bandwidth of one GPU, in Gbit/s.")] = 400,
     measured_tokens_per_second: Annotated[
@@ -215,13 +216,16 @@ def plan(
     from dataclasses import replace
 
     from sagetrain.planning.show import show_key_reference, show_plan
-    from sagetrain.planning.tables import console
+    from sagetrain.planning.tables import console, print_text
 
     if show_keys:
         show_key_reference(console(), config or "")
         return
     path, changes = _named("plan", config, config_option, overrides)
-    hardware = replace(HARDWARE[gpu.value], gpus_per_host=gpus_per_host, network_bandwidth=network_gbps * 1e9 / 8)
+    kind, assumed = planned_gpu(gpu.value if gpu else None)
+    hardware = replace(HARDWARE[kind], gpus_per_host=gpus_per_host, network_bandwidth=network_gbps * 1e9 / 8)
+    if assumed:
+        print_text(console(), assumed)
     if show_plan(path, changes, world_size, console(), hardware, measured_tokens_per_second, brief, measured):
         _exit(2)
 

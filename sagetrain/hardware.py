@@ -8,6 +8,8 @@ someone measures.
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from dataclasses import dataclass, replace
 
 # Dense 16-bit tensor-core peak in FLOP/s by the name the driver gives, from the vendor's datasheets (SXM parts).
@@ -73,6 +75,8 @@ class Hardware:
     micro-batches, with the following."""
     part_launch_seconds: float
     """Host time to launch the kernels of one block's forward and backward, compiled: again for each half."""
+    low_bit_launch_seconds: float
+    """What casts and products in 8 bits add to it."""
     eager_launch_seconds: float
     """The same where torch.compile does not fuse them."""
     collective_launch_seconds: float
@@ -133,14 +137,13 @@ H200 = Hardware(
     precisions={"bf16": 1.0, "fp32": 0.5, "fp8": 2.1, "int8": 1.9},
     matmul_half_size=220,
     attention={
-        # FlashAttention-4 inside the 24 x 1024 step: 380, 478, 525 (d 64) and 489, 578, 615 (d 128) TFLOP/s at 2K, 8K
-        # and 32K; alone 472 and 583 at 4K, 524 and 617 at 16K.
-        "flash": AttentionRate(535e12, 628e12, 750),
-        # cuDNN: 304 at 2K inside the 24 x 1024 step (38 ms), about 340 at 4K in 325M's and 1B's; alone 396 (d 64) and
-        # 493 (d 128) at 4K, 443 and 583 at 16K.
-        "sdpa": AttentionRate(480e12, 490e12, 1600),
+        # FlashAttention-4 and `scores` are level inside our step: 1B on an H100, 2026-11-26, 0.996 to 1.008 at 4K and
+        # 16K in 16 bits and with INT8 linear layers (results/step). Alone, and in a plain PyTorch step, it is faster.
+        "flash": AttentionRate(560e12, 620e12, 2700),
+        # cuDNN: in the same runs 14 to 17 ms a step behind them at 4K, 74 at 16K.
+        "sdpa": AttentionRate(500e12, 530e12, 1900),
         # FlashAttention-2. 325M, what the whole step has left for attention; d 128 in proportion.
-        "sdpa over documents": AttentionRate(272e12, 300e12, 1090),
+        "sdpa over documents": AttentionRate(272e12, 310e12, 1090),
         # What whole steps have left for attention, at spans of 2.4K (packed documents), 4K and 128K. The kernels alone
         # reach more (16 heads of 128 at 4K: 218 and 528); steps without documents were predicted 8 % too fast by that.
         # fine: 1B, profiled (194, 95 and 51 ms a micro-step at TP 1, 2 and 4), and 325M at d 64. scores: 1B, and 325M
@@ -162,6 +165,9 @@ H200 = Hardware(
     # is loose: 1.3 ms, 2.4 ms and 290 us for collectives of either kind fit nearly as well.
     block_launch_seconds=1.2e-3,
     part_launch_seconds=2.8e-3,
+    # 3B in FP8 at TP 2 in halves, two H100s, 2026-11-26: 33,130 tokens/s are 17.7 ms of host time a block, while the
+    # GPU was busy for 10.3 (7,700 kernels and copies a micro-step).
+    low_bit_launch_seconds=3.4e-3,
     collective_launch_seconds=200e-6,
     copy_launch_seconds=250e-6,
     eager_launch_seconds=5e-3,  # not measured: a floor that only small micro-batches touch
@@ -218,3 +224,35 @@ HARDWARE = {
 def of_device(name: str) -> Hardware | None:
     """The entry for the name that a driver gives ("NVIDIA H100 80GB HBM3")."""
     return next((hardware for key, hardware in HARDWARE.items() if key.upper() in name), None)
+
+
+def gpu_here() -> str | None:
+    """Return the name that the driver gives this host's first GPU, or None where there is no NVIDIA GPU or driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(listed.splitlines()), None)
+
+
+def planned_gpu(asked: str | None) -> tuple[str, str]:
+    """Return the key in HARDWARE of the GPU to predict for, and a sentence for the reader where it was not named.
+
+    Args:
+        asked: a key in HARDWARE; None: this host's GPU, or an H200.
+    """
+    if asked:
+        return asked, ""
+    found = gpu_here()
+    known = found and of_device(found)
+    key = next((key for key, hardware in HARDWARE.items() if hardware is known), "h200")
+    others = f"--gpu names another ({', '.join(HARDWARE)})"
+    if found is None:
+        return key, f"This host has no NVIDIA GPU: speeds and memory are predicted for {HARDWARE[key].name}; {others}."
+    if known is None:
+        return key, f"No rates are known for {found}: speeds and memory are those of {HARDWARE[key].name}; {others}."
+    return key, f"Speeds and memory are predicted for this host's {found}; {others}."

@@ -154,6 +154,7 @@ def test_few_see_the_whole_configuration():
         "sagetrain/inference/load.py",
         "sagetrain/interop/importing.py",
         "sagetrain/compare/question.py",
+        "sagetrain/planning/evidence.py",
         "sagetrain/planning/performance.py",
         "sagetrain/planning/layouts.py",
         "sagetrain/planning/plan.py",

@@ -61,7 +61,7 @@ CASES = [
     # sections, world size, rule, level, key, what the message says, what the fix says
     (
         {"parallel": {"tensor_parallel_size": 3}, "model": {"num_attention_heads": 6, "head_dim": 64}}, 4,
-        "world_size", "error", "parallel.tensor_parallel_size", "does not divide the 4 ranks", "use 1, 2, 4, or start a multiple of 3 ranks (torchrun --nproc-per-node 3 -m sagetrain train; for plan --world-size)",
+        "world_size", "error", "parallel.tensor_parallel_size", "does not divide the 4 ranks", "use 1, 2, or start a multiple of 3 ranks (torchrun --nproc-per-node 3 -m sagetrain train; for plan --world-size)",
     ),
     (
         {"parallel": {"tensor_parallel_size": 2}, "model": {"num_attention_heads": 3, "head_dim": 64, "num_key_value_heads": 1}}, 2,
@@ -121,7 +121,7 @@ CASES = [
     ),
     (
         {"parallel": {"tensor_parallel_size": 2, "context_parallel_size": 3}, "model": {"num_attention_heads": 6, "head_dim": 64}, "data": {"seq_length": 1536}}, 4,
-        "world_size", "error", "parallel.context_parallel_size", "3: times tensor_parallel_size 2 does not divide the 4 ranks", "use 1, 2, or start a multiple of 6 ranks",
+        "world_size", "error", "parallel.context_parallel_size", "3: times tensor_parallel_size 2 does not divide the 4 ranks", "use 1, or start a multiple of 6 ranks",
     ),
     (
         {"parallel": {"context_parallel_size": 4}, "model": {"num_key_value_heads": 2}}, 4,

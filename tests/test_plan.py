@@ -435,8 +435,9 @@ def test_what_is_piped_has_no_limit_and_findings_come_first():
 def test_layouts_are_offered_where_there_are_some(world_size, offered):
     made = make_plan(CONFIGS / "7b.yaml", ["parallel.tensor_parallel_size=1"], world_size, HARDWARE["a100"])
     (finding,) = (finding for finding in made.findings if finding.rule == "gpu_memory")
-    assert finding.fix.startswith("use more tensor_parallel_size") and bool(made.proposed) == offered
+    assert "use more tensor_parallel_size" in finding.fix and bool(made.proposed) == offered
     assert ("proposed below" in finding.fix) == offered
+    assert finding.fix.startswith("no layout of 1 GPU fits: from 2 NVIDIA A100") != offered
 
 
 def test_linear_layers_in_8_bits_are_planned():

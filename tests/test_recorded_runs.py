@@ -1,7 +1,8 @@
-"""Predictions against what H200s (results/layouts) and an H100 (results/one-h100) reached: tokens/s, memory."""
+"""Predictions of speed and memory against what H200s (results/layouts) and H100s (results/step) reached."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from sagetrain.hardware import H200, HARDWARE
 from sagetrain.model import operations
 from sagetrain.model.accounting import memory_per_rank, num_parameters
 from sagetrain.planning import performance
+from sagetrain.planning.evidence import MARGINS, evidence
 from sagetrain.planning.performance import predict
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+H100 = HARDWARE["h100"]
 NCCL = replace(H200, copy_bandwidth=0.0)
 """Before sequence parallelism's collectives went by copy engines."""
 VOCAB = padded_vocab_size(32_000)
@@ -152,6 +155,76 @@ def test_steps_without_deepspeed_are_met(overrides, milliseconds):
     assert 1e3 * seconds == pytest.approx(milliseconds, rel=0.03)
 
 
+@pytest.mark.parametrize(("seq_length", "span", "milliseconds"), [
+    (4096, None, {"flash": 840, "scores": 842, "sdpa": 856}),
+    (4096, None, {"flash int8": 721, "scores int8": 716, "sdpa int8": 733, "flash fp8": 676, "scores fp8": 661}),
+    (4096, 1324, {"flash": 765, "scores": 768, "sdpa": 821, "flash int8": 644, "scores int8": 646, "sdpa int8": 705}),
+    (16384, None, {"flash": 1203, "scores": 1193, "sdpa": 1277, "flash int8": 1079, "scores int8": 1070}),
+])  # fmt: skip
+def test_backends_on_an_h100_are_met(seq_length, span, milliseconds):
+    """launch/benchmark_step.py at commit 2cac892, 2026-11-26: 1B, two micro-batches of 32,768 tokens a step, whole
+    sequences or documents of this span. The order of backends is that of the runs where these are 3 % apart."""
+    predicted = {}
+    for name in milliseconds:
+        backend, _, precision = name.partition(" ")
+        cfg, _ = configured("1b", "tp1", (32_768 // seq_length, 2), [
+            f"data.seq_length={seq_length}",
+            f"attention.backend={backend.replace('scores', 'sage')}",
+            SCORES,
+            f"linear.precision={precision or 'bf16'}",
+            *([] if span else WHOLE_SEQUENCES),
+        ])  # fmt: skip
+        step, size = predict(cfg, 1, VOCAB, H100, span), num_parameters(cfg.model, cfg.attention, VOCAB)
+        assert evidence(cfg, step, H100).margin == 0.1
+        predicted[name] = 1e3 * (step.matmul + step.attention + step.elementwise + 28 * size / H100.memory_bandwidth)
+    assert predicted == pytest.approx(milliseconds, rel=0.1)
+    for one, other in itertools.permutations(milliseconds, 2):
+        if milliseconds[one] < 0.97 * milliseconds[other]:
+            assert predicted[one] < predicted[other]
+
+
+@pytest.mark.parametrize(("linear", "sequences", "overlap", "layout", "tokens_per_second"), [
+    ("fp8", 2, "on", "tp2-sp", 33_130),
+    ("fp8", 2, "off", "tp2-sp", 53_510),
+    ("fp8", 2, "auto", "tp2-sp", 53_510),
+    ("bf16", 1, "off", "tp2-sp", 41_147),
+    ("fp8", 1, "auto", "dp2", 62_895),
+    ("int8", 1, "auto", "dp2", 59_040),
+    ("bf16", 1, "auto", "dp2", 47_532),
+    ("fp8", 1, "auto", "dp2-z3", 41_648),
+    ("bf16", 1, "auto", "dp2-z3", 37_759),
+])  # fmt: skip
+def test_3b_on_two_h100s_is_met(linear, sequences, overlap, layout, tokens_per_second, monkeypatch):
+    """8K without documents, 8 micro-steps, commits dd04b14 and f315f7c, 2026-11-26. `auto` is what is faster."""
+    monkeypatch.undo()
+    ranks, replicas, sizes = layout_of(layout)
+    cfg = load_config(CONFIGS / "1b.yaml", [
+        "model={num_layers: 28, hidden_size: 3072, ffn_hidden_size: 8192, num_attention_heads: 24, "
+        "num_key_value_heads: 8, vocab_size: 32000}",
+        *sizes[:-1],
+        f"parallel.tensor_parallel_overlap={overlap}",
+        f"attention={{backend: {'sdpa' if linear == 'bf16' else 'sage'}, recipe: scores, qk_norm: none}}",
+        f"linear.precision={linear}",
+        "data.seq_length=8192",
+        f"data.micro_batch_size={sequences}",
+        *WHOLE_SEQUENCES,
+        EVEN % (8 * sequences * 8192 * replicas),
+    ])  # fmt: skip
+    is_within_its_margin(cfg, ranks, 32_000, H100, tokens_per_second)
+
+
+def test_every_margin_is_that_of_some_recorded_run():
+    """All names in MARGINS are what a run can use, and cards are those with rates of their own."""
+    assert {*MARGINS} == {hardware.name for hardware in HARDWARE.values() if hardware.measured}
+    cfg, _ = configured("7b", "tp2-dp2-z3", (1, 2), [SCORES, "linear.precision=int8"])
+    for hardware in (H200, H100, HARDWARE["a100"]):
+        behind = evidence(cfg, predict(cfg, 4, VOCAB, hardware), hardware)
+        assert (behind.margin, behind.mark) == ((0.15, "") if hardware.measured else (None, "~"))
+    many = evidence(cfg, predict(cfg, 16, VOCAB, H200), H200)
+    assert many.missing == ("2 hosts",) and "NVIDIA H200 stands behind this: 2 hosts" in many.explained(H200.name)
+    assert evidence(cfg, predict(cfg, 8, VOCAB, H200), H200).missing == ("8 GPUs (at most 4 were)",)
+
+
 def test_mfu_of_packed_documents_counts_what_is_computed():
     """1B at 128K with documents of English text: by the convention of whole sequences it would be above 1."""
     cfg, ranks = configured("1b", "tp1", (1, 1), ["data.seq_length=131072", SCORES])
@@ -187,10 +260,18 @@ def test_one_h100_is_met(name, overrides, tokens_per_second, gib):
 
 
 def meets(name, layout, batch, overrides, tokens_per_second, gib, hardware):
-    """Within 15 % in speed, 10 % in memory."""
+    """Within the margin that plan prints in speed, 10 % in memory."""
     cfg, ranks = configured(name, layout, batch, overrides)
-    assert predict(cfg, ranks, VOCAB, hardware).tokens_per_second == pytest.approx(tokens_per_second, rel=0.15)
+    is_within_its_margin(cfg, ranks, VOCAB, hardware, tokens_per_second)
     assert memory_then(cfg, ranks) == pytest.approx(gib, rel=0.1)
+
+
+def is_within_its_margin(cfg, ranks, vocab_size, hardware, tokens_per_second):
+    """A recorded run: its prediction rests on recorded runs and is as near to it as plan says."""
+    prediction = predict(cfg, ranks, vocab_size, hardware)
+    behind = evidence(cfg, prediction, hardware)
+    assert behind.missing == () and behind.mark == ""
+    assert prediction.tokens_per_second == pytest.approx(tokens_per_second, rel=behind.margin)
 
 
 def memory_then(cfg, ranks):
@@ -217,13 +298,6 @@ def configured(name, layout, batch, overrides):
     ("325m", 4096, "sage", True, 262_144, 1, 173_800),
     ("325m", 4096, "sdpa", True, 65_536, 1, 175_000),
     ("325m", 4096, "sdpa", True, 65_536, 2, 343_000),
-    # A plain-PyTorch peer with FlashAttention-4.
-    ("24 of 16", 2048, "flash", False, 32_768, 1, 174_400),
-    ("24 of 16", 8192, "flash", False, 32_768, 1, 129_800),
-    ("24 of 16", 32768, "flash", False, 32_768, 1, 64_600),
-    ("24 of 8", 2048, "flash", False, 32_768, 1, 180_900),
-    ("24 of 8", 8192, "flash", False, 32_768, 1, 139_000),
-    ("24 of 8", 32768, "flash", False, 32_768, 1, 71_900),
 ])  # fmt: skip
 def test_speeds_of_other_shapes_are_met(shape, seq_length, backend, documents, tokens, ranks, tokens_per_second):
     model = [] if shape == "325m" else [SHAPE_24 % int(shape.split()[-1])]

@@ -91,6 +91,12 @@ def memory_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: H
     )
 
 
+def fewest_gpus(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> int | None:
+    """Return the first power of two times `world_size` GPUs on which some layout fits the memory, up to 1,024 times."""
+    counts = (world_size * 2**power for power in range(11))
+    return next((count for count in counts if propose(cfg, count, vocab_size, hardware)), None)
+
+
 def propose(
     cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
 ) -> list[Layout] | None:

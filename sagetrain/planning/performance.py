@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from sagetrain.config.arithmetic import (
     data_parallel_size,
@@ -155,9 +156,12 @@ def predict(
 ) -> StepPrediction:
     """One step at the largest tokens per step of the schedule; `vocab_size` is padded.
 
-    `cfg` must fit `world_size` (config/rules). Of backend and recipe `auto`, the fastest is priced. span: of the data's
-    documents (model.operations.Rank.span); None: of English text.
+    `cfg` must fit `world_size` (config/rules). Of backend, recipe and tensor_parallel_overlap `auto`, the fastest is
+    priced. span: of the data's documents (model.operations.Rank.span); None: of English text.
     """
+    if cfg.parallel.tensor_parallel_overlap == "auto" and cfg.parallel.tensor_parallel_size > 1:
+        ways = (with_overlap(cfg, how) for how in ("off", "on"))
+        return max((predict(way, world_size, vocab_size, hardware, span) for way in ways), key=_speed)
     step = _Step(cfg, world_size, vocab_size, hardware, span)
     matmul, attention, elementwise = (step.accumulation * part for part in step.compute())
     waiting, launching = step.communication(matmul, attention, elementwise), step.launch_seconds()
@@ -193,6 +197,16 @@ def sample_seconds(cfg: RunConfig, world_size: int, vocab_size: int, hardware: H
     block = _TOKEN_BLOCK_SECONDS + (2 * hardware.collective_launch_seconds if tp_size > 1 else 0)
     token = cfg.model.num_layers * block + element * weights / hardware.memory_bandwidth
     return -(-texts // cfg.data.micro_batch_size) * asked.samples_tokens * token
+
+
+def with_overlap(cfg: RunConfig, how: Literal["off", "on"]) -> RunConfig:
+    """Return a configuration whose micro-batches go through the blocks whole ("off") or in halves."""
+    parallel = cfg.parallel.model_copy(update={"tensor_parallel_overlap": how})
+    return cfg.model_copy(update={"parallel": parallel})
+
+
+def _speed(prediction: StepPrediction) -> float:
+    return prediction.tokens_per_second
 
 
 def calibrate(
@@ -303,8 +317,10 @@ class _Step:
         call = hardware.copy_launch_seconds if self.rank.copies else hardware.collective_launch_seconds
         # As they were fitted: of one forward and one backward pass, without the gains.
         calls = sum(c.per_block for c in self.collectives if c.what in (INTO, OUT) and c.moment != "recomputed")
+        low = len(self.cfg.linear.low_bit_blocks(self.cfg.model.num_layers))
+        casts = low * self.parts * hardware.low_bit_launch_seconds
         block = hardware.block_launch_seconds + self.parts * part + calls * call
-        return self.accumulation * self.cfg.model.num_layers * block
+        return self.accumulation * (self.cfg.model.num_layers * block + casts)
 
     def optimizer_seconds(self) -> float:
         """DeepSpeed's passes over gradients, Adam, new weights."""

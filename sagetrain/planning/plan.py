@@ -18,7 +18,7 @@ from sagetrain.config.tokens_per_step import ScheduleStage, stages
 from sagetrain.data.tokenizer import known_tokenizer
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import MemoryItem, memory_per_rank
-from sagetrain.planning.layouts import Layout, fastest_linear, layout, memory_finding, propose
+from sagetrain.planning.layouts import Layout, fastest_linear, fewest_gpus, layout, memory_finding, propose
 from sagetrain.planning.performance import calibrate
 from sagetrain.train import preflight
 
@@ -36,6 +36,7 @@ _NO_SCHEDULE = {
     "warmup_before_end",
     "whole_micro_steps",
 }
+_FASTER = 1.03  # within 3 % the order of two predictions means little
 _SPAN_SOURCES = 64  # of which document_span is taken
 _OF_LAYOUT = {"world_size", "whole_micro_steps", "ramp_multiple", "noise_aware_floor", "gpu_memory"}
 """Rules that another layout may satisfy."""
@@ -136,6 +137,10 @@ def make_plan(
     proposed = None if refused & _NO_MODEL else propose(asked, world_size, padded, hardware, span)
     if proposed:
         findings = [_with_way_out(finding) for finding in findings]
+    elif proposed is not None and (fits := fewest_gpus(asked, world_size, padded, hardware)):
+        findings = [_with_more_gpus(finding, world_size, fits, hardware) for finding in findings]
+    if chosen and (faster := _faster_attention(cfg, chosen, world_size, padded, hardware, span)):
+        findings = [*findings, faster]
     return Plan(
         path=path,
         cfg=cfg,
@@ -207,6 +212,39 @@ def _gain(cfg: RunConfig, low: Layout, wide: Layout) -> Finding | None:
         cfg.linear.precision,
         f"is not predicted to be faster with recipe {cfg.linear.recipe}: {ours:,.0f} tokens/s, with bf16 {theirs:,.0f}",
         "use linear.precision bf16, another linear.recipe, or larger micro-batches where the host is the limit",
+    )
+
+
+def _faster_attention(
+    cfg: RunConfig, chosen: Layout, world_size: int, vocab_size: int, hardware: Hardware, span: float | None
+) -> Finding | None:
+    """Return a finding where another attention backend or recipe is predicted to be faster than the one named."""
+    if (cfg.attention.backend, cfg.attention.recipe) == ("auto", "auto"):
+        return None
+    attention = cfg.attention.model_copy(update={"backend": "auto", "recipe": "auto"})
+    best = layout(cfg.model_copy(update={"attention": attention}), world_size, vocab_size, hardware, span).prediction
+    if best.tokens_per_second < _FASTER * chosen.prediction.tokens_per_second:
+        return None
+    backend, _, recipe = best.attention_backend.partition(" ")
+    return Finding(
+        "faster_attention",
+        "info",
+        "attention.backend",
+        chosen.prediction.attention_backend,
+        f"{best.attention_backend} is predicted to be faster here: {best.tokens_per_second:,.0f} tokens/s, "
+        f"{chosen.prediction.tokens_per_second:,.0f} as configured",
+        f"use attention.backend auto with recipe auto, which times them, or backend {backend}"
+        + (f" with recipe {recipe}" if recipe else ""),
+    )
+
+
+def _with_more_gpus(finding: Finding, world_size: int, fits: int, hardware: Hardware) -> Finding:
+    """Return a finding about memory that also says from how many GPUs on the run fits."""
+    if finding.rule != "gpu_memory":
+        return finding
+    ranks = f"no layout of {world_size} GPU{'s' * (world_size > 1)} fits"
+    return replace(
+        finding, fix=f"{ranks}: from {fits} {hardware.name} on one does (--world-size {fits}); or {finding.fix}"
     )
 
 

@@ -30,6 +30,7 @@ from sagetrain.model.accounting import (
     save_host_bytes,
     total_bytes,
 )
+from sagetrain.planning.evidence import evidence
 from sagetrain.planning.layouts import MORE_TOKENS, Layout, overrides_to, usable_memory
 from sagetrain.planning.performance import StepPrediction, sample_seconds
 from sagetrain.planning.plan import Plan, make_plan
@@ -39,6 +40,7 @@ from sagetrain.train.lr_schedule import learning_rate
 _LEVEL_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 # A ramp has as many stages as it has accumulations; this many rows show its course.
 _MAX_ROWS = 12
+_EIGHT_BIT_MFU = "MFU counts 8-bit products against the 16-bit peak, so it can pass what 16 bits reach"
 _AFTER_ERRORS = "none until the errors above are mended"
 
 
@@ -276,12 +278,13 @@ def _run_table(plan: Plan, prediction: StepPrediction) -> Table:
     evaluation = f"every {cfg.evaluation.every_tokens or tenth:,} tokens on {cfg.evaluation.num_sequences} sequences"
     tasks = f"{', '.join(cfg.evaluation.tasks)}, every {cfg.evaluation.tasks_every_tokens or tenth:,} tokens"
     memory = _size(save_host_bytes(cfg, plan.world_size, plan.vocab_size))
+    on_disk = _size(12 * num_parameters(cfg.model, cfg.attention, plan.vocab_size))  # fp32: weights and two moments
     return facts("Run", [
         ("length", f"{steps:,} steps, {trained:,} tokens ({trained // cfg.data.seq_length:,} sequences)"),
         (
             "arithmetic",
             f"{flops:.3g} FLOPs; {_duration(trained, prediction)} at the predicted "
-            f"{prediction.tokens_per_second:,.0f} tokens/s",
+            f"{prediction.tokens_per_second:,.0f} tokens/s, {_gpu_hours(trained, prediction)} GPU-hours",
         ),
         ("learning rate", _lr_text(cfg, plan.schedule)),
         ("evaluation", evaluation if cfg.data.valid else "none: data.valid is empty"),
@@ -290,7 +293,7 @@ def _run_table(plan: Plan, prediction: StepPrediction) -> Table:
         (
             "checkpoints",
             f"every {checkpoint_tokens(cfg):,} tokens, the last {cfg.checkpoint.keep_last} kept; written "
-            f"in the background from {memory} of host memory per rank",
+            f"in the background from {memory} of host memory per rank; {on_disk} on disk each",
         ),
     ])  # fmt: skip
 
@@ -344,7 +347,9 @@ def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
     )
     tokens = f"{prediction.tokens_per_step:,} tokens in {prediction.accumulation:,} micro-steps"
     per_gpu = f"{prediction.tokens_per_second / prediction.world_size:,.0f} per GPU"
-    rate = f"{prediction.tokens_per_second:,.0f} tokens/s, {per_gpu}, MFU {prediction.mfu:.3f} of the 16-bit peak"
+    behind = evidence(layout.cfg, prediction, hardware)
+    rate = f"{behind.mark}{prediction.tokens_per_second:,.0f} tokens/s, {per_gpu}, MFU {prediction.mfu:.3f} of the "
+    rate += "16-bit peak"
     rate += f" (MFU of whole sequences {prediction.mfu_full_attention:.3f})" if documents else ""
     return Table(
         title,
@@ -354,6 +359,7 @@ def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
             ("total", _milliseconds(prediction.seconds), "", f"{tokens}: {rate}"),
         ],
         numbers=("time", "share"),
+        caption=". ".join([behind.explained(hardware.name), *([_EIGHT_BIT_MFU] if layout.cfg.linear.low_bit else [])]),
         total=True,
     )
 
@@ -377,9 +383,12 @@ def _proposal_table(plan: Plan, proposed: list[Layout]) -> Table:
     if plan.chosen and plan.chosen.key not in [item.key for item in proposed]:
         named.append(("now", plan.chosen))
     usable, rows, captions = usable_memory(plan.hardware), [], []
+    unmeasured: dict[str, None] = {}
     for place, item in named:
         split, context, sharded, *rest = item.key
-        speed = f"{item.prediction.tokens_per_second:,.0f}", f"{item.prediction.mfu:.3f}"
+        behind = evidence(item.cfg, item.prediction, plan.hardware)
+        unmeasured |= dict.fromkeys(behind.missing)
+        speed = f"{behind.mark}{item.prediction.tokens_per_second:,.0f}", f"{item.prediction.mfu:.3f}"
         memory = _size(item.memory) + (" (!)" if item.memory > usable else "")
         rows.append((place, f"{split}", f"{context}", "yes" if sharded else "no", *map(str, rest), *speed, memory))
     if not proposed:
@@ -391,6 +400,8 @@ def _proposal_table(plan: Plan, proposed: list[Layout]) -> Table:
         )
     if any(item.memory > usable for _, item in named):
         captions.append("(!): more than the GPU has.")
+    if unmeasured:
+        captions.append(f"~: no recorded run on {plan.hardware.name} has {', '.join(unmeasured)}.")
     title = f"Layouts proposed for {plan.hardware.name}, fastest first"
     return Table(title, ("layout", *numbers), rows, numbers=numbers, caption=" ".join(captions))
 
@@ -413,6 +424,10 @@ def _size(size: float) -> str:
     if size < 2**20:
         return f"{size / 2**10:.1f} KiB"
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _gpu_hours(tokens: int, prediction: StepPrediction) -> str:
+    return f"{tokens / prediction.tokens_per_second * prediction.world_size / 3600:,.0f}"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from sagetrain.config.arithmetic import VOCAB_MULTIPLE, padded_vocab_size
 from sagetrain.config.errors import Finding
@@ -34,8 +35,8 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
             "parallel.tensor_parallel_size",
             tensor,
             f"does not divide the {world_size} ranks of this launch",
-            f"use {divisors(world_size)}, or start a multiple of {tensor} ranks (torchrun --nproc-per-node "
-            f"{tensor} -m sagetrain train; for plan --world-size)",
+            f"use {divisors(gcd(world_size, *_shared(cfg)))}, or start a multiple of {tensor} ranks "
+            f"(torchrun --nproc-per-node {tensor} -m sagetrain train; for plan --world-size)",
         )
     elif world_size % (tensor * context):
         yield error(
@@ -43,7 +44,7 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
             "parallel.context_parallel_size",
             context,
             f"times tensor_parallel_size {tensor} does not divide the {world_size} ranks of this launch",
-            f"use {divisors(world_size // tensor)}, or start a multiple of {tensor * context} ranks",
+            f"use {divisors(gcd(world_size, *_heads(cfg)) // tensor)}, or start a multiple of {tensor * context} ranks",
         )
     for name, by_context in (("num_attention_heads", True), ("num_key_value_heads", True), ("ffn_hidden_size", False)):
         value = getattr(cfg.model, name)
@@ -98,3 +99,13 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
         yield no_effect("parallel.sequence_parallel", True, "tensor_parallel_size 1")
     if cfg.parallel.tensor_parallel_overlap == "on" and tensor == 1:
         yield no_effect("parallel.tensor_parallel_overlap", "on", "tensor_parallel_size 1")
+
+
+def _shared(cfg: RunConfig) -> tuple[int, ...]:
+    """Return the sizes that tensor parallelism divides."""
+    return *_heads(cfg), cfg.model.ffn_hidden_size, VOCAB_MULTIPLE
+
+
+def _heads(cfg: RunConfig) -> tuple[int, int]:
+    """Return the numbers of heads that tensor and context parallelism divide."""
+    return cfg.model.num_attention_heads, cfg.model.num_key_value_heads

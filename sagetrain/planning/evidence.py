@@ -1,0 +1,100 @@
+"""Which recorded runs stand behind a predicted speed, and how far predictions were from them.
+
+tests/test_recorded_runs.py compares the prediction of every recorded run with what the run reached; MARGINS are the
+largest differences that it allows, by card and by what a run uses. A speed that rests on something without a margin was
+never compared with a run of that kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from sagetrain.config.arithmetic import data_parallel_size, resolved_zero_stage
+from sagetrain.config.schema import RunConfig
+from sagetrain.hardware import Hardware
+from sagetrain.planning.performance import StepPrediction
+
+MARGINS: Mapping[str, Mapping[str, float]] = {
+    "NVIDIA H200": {
+        "sage": 0.1,
+        "sage scores": 0.1,
+        "sdpa": 0.1,
+        "linear layers in fp8": 0.1,
+        "linear layers in int8": 0.1,
+        "data parallelism": 0.1,
+        "ZeRO 2": 0.1,
+        "ZeRO 3": 0.15,
+        "tensor parallelism": 0.15,
+        "context parallelism": 0.1,
+    },
+    "NVIDIA H100 SXM": {
+        "sage": 0.1,
+        "sage scores": 0.1,
+        "sdpa": 0.1,
+        "flash": 0.1,
+        "linear layers in fp8": 0.1,
+        "linear layers in int8": 0.1,
+        "data parallelism": 0.1,
+        "ZeRO 2": 0.1,
+        "ZeRO 3": 0.15,
+        "tensor parallelism": 0.1,
+    },
+}
+"""By Hardware.name and by what `used` names: the largest error of a prediction, as a share of the speed reached."""
+
+RANKS = 4
+"""GPUs of the largest recorded run, all in one host."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What stands behind a predicted speed."""
+
+    margin: float | None
+    """Largest error of recorded runs of this kind; None where none is of it."""
+    missing: tuple[str, ...]
+    """What no recorded run of this card has; empty where all of it was compared."""
+
+    @property
+    def mark(self) -> str:
+        """What stands before a figure that was never compared with a run of its kind."""
+        return "~" if self.missing else ""
+
+    def explained(self, card: str) -> str:
+        """Return one line for a reader of the figure."""
+        if self.missing:
+            return f"~: no recorded run on {card} stands behind this: {', '.join(self.missing)}"
+        return f"recorded runs of this kind on {card} were within {self.margin:.0%} of the prediction"
+
+
+def evidence(cfg: RunConfig, prediction: StepPrediction, hardware: Hardware) -> Evidence:
+    """Return what stands behind the prediction of a configuration on this hardware."""
+    if hardware.compute_scale != 1:
+        return Evidence(None, ("scaled to a measured speed",))
+    known = MARGINS.get(hardware.name)
+    if known is None:
+        return Evidence(None, ("another card's rates, scaled by data sheets",))
+    names = [*_used(cfg, prediction)]
+    missing = [name for name in names if name not in known]
+    hosts = -(-prediction.world_size // hardware.gpus_per_host)
+    if hosts > 1:
+        missing.append(f"{hosts} hosts")
+    elif prediction.world_size > RANKS:
+        missing.append(f"{prediction.world_size} GPUs (at most {RANKS} were)")
+    return Evidence(None if missing else max(known[name] for name in names), tuple(missing))
+
+
+def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
+    """Yield what a run uses that has rates of its own, by the names in MARGINS."""
+    yield prediction.attention_backend
+    if cfg.linear.low_bit:
+        yield f"linear layers in {cfg.linear.precision}"
+    if cfg.parallel.tensor_parallel_size > 1:
+        yield "tensor parallelism"
+    if cfg.parallel.context_parallel_size > 1:
+        yield "context parallelism"
+    if data_parallel_size(cfg, prediction.world_size) > 1:
+        yield "data parallelism"
+        if (stage := resolved_zero_stage(cfg)) > 1:
+            yield f"ZeRO {stage}"
