@@ -208,7 +208,7 @@ def _with_its_head(tensors: WeightFiles, model: ModelConfig, where: str, report:
 def _other_shape(
     name: str, found: tuple[int, ...], said: tuple[int, ...], where: str, tokenizer: Tokenizer | None
 ) -> str:
-    """What is wrong where a tensor has not the shape that config.json gives it."""
+    """Say what is wrong with a tensor that has another shape than config.json gives it."""
     if name in (_HEAD, _EMBEDDING) and found[1:] == said[1:]:
         tokens = f", the tokenizer has {tokenizer.vocab_size} tokens" if tokenizer else ""
         return (
@@ -281,8 +281,8 @@ def _tokenizer(folder: Path, report: Report) -> Tokenizer | None:
 def _generation(
     folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int, report: Report
 ) -> dict[str, Any]:
-    """What generation_config.json says, with the special token ids of config.json where it has none: for where a text
-    ends here, and for an export."""
+    """Read generation_config.json, with the special token ids of config.json where it has none. They say where a text
+    ends here, and all of it goes along to an export."""
     file = folder / "generation_config.json"
     said = read_json(file) if file.is_file() else {}
     settings = {key: value for key, value in said.items() if key not in _NO_SETTINGS}

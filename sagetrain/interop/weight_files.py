@@ -59,8 +59,9 @@ class WeightFiles:
         for name, holders in there.items():
             self._files[name] = file = assigned.get(name, holders[0])
             if other := next((each for each in holders if not self._same(name, file, name, each)), None):
+                says = f", where {index} says it is," if name in assigned else ""
                 raise ConfigError(
-                    f"{folder}: {name} is in {file}, where {index} says it is, and with other values in {other}: "
+                    f"{folder}: {name} is in {file}{says} and with other values in {other}: "
                     "transformers takes the one of the last file, other readers the one of the index; delete the "
                     f"copy that is not the model's, or {_AGAIN}"
                 )
@@ -124,7 +125,7 @@ class WeightFiles:
             raise ConfigError(f"{self._folder / file} cannot be read ({error}); copy it again") from error
 
     def elsewhere(self, name: str) -> str:
-        """Which file of the folder holds a tensor, for the message that it is missing."""
+        """Name the file of the folder that holds a tensor, for the message that the tensor is missing."""
         for file in sorted(each.name for each in self._folder.glob("*.safetensors")):
             with suppress(ConfigError):  # the name of a file that is not needed may stand for anything
                 if name in self._open(file).keys():  # noqa: SIM118 - it is no dict
@@ -143,11 +144,11 @@ class WeightFiles:
         self._stored[name] = stored
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Its shape as stored."""
+        """Return a tensor's shape as stored."""
         return self._header(name)[0]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Its dtype as stored; ConfigError for one that is not read."""
+        """Return a tensor's dtype as stored. ConfigError for a dtype that is not read."""
         kind = self._header(name)[1]
         if kind not in _DTYPES:
             raise ConfigError(f"{self._folder}: {name} is {kind}: weights are read in {', '.join(_DTYPES)} alone")
@@ -157,7 +158,7 @@ class WeightFiles:
         return self._headers[self._stored.get(name, name), self._files[name]]
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Its values, flattened, with rows of zeros up to `shape`."""
+        """Return a tensor's values, flattened, with rows of zeros up to `shape`."""
         with self._open(self._files[name]) as opened:
             tensor: torch.Tensor = opened.get_tensor(self._stored.get(name, name))
         if tuple(tensor.shape) == shape:
@@ -167,7 +168,7 @@ class WeightFiles:
         return out.flatten()
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors hold the same values, whatever their dtypes."""
+        """Return whether two tensors hold the same values, whatever their dtypes."""
         stored = (self._stored.get(each, each) for each in (name, other))
         one, two = zip(stored, (self._files[name], self._files[other]), strict=True)
         return self._same(*one, *two)
