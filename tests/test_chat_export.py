@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from prepare_inputs import published_tokenizer
 from runs import finish, log_of, sagetrain, write_config
+from sagetrain.data.chat_template import chat_prompt
 from sagetrain.data.prepare import prepare
-from sagetrain.data.records import Chats, chat_prompt
+from sagetrain.data.records import Chats
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export

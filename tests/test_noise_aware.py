@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
+from probed import LOW, Probe, ProbedRun
 from sagetrain.config.schema import NoiseAwareTokens
-from sagetrain.stability.controller import Event, Taken
+from sagetrain.stability.controller import Taken
 from sagetrain.stability.noise_aware import NoiseAware
 
 
@@ -17,36 +18,18 @@ def schedule(**keys: float) -> NoiseAwareTokens:
     return NoiseAwareTokens.model_validate({"schedule": "noise_aware", **base, **keys})
 
 
-class Run:
-    """Steps whose probes find the ratios that they are given."""
-
-    def __init__(self, controller: NoiseAware) -> None:
-        self.controller, self.step, self.tokens = controller, 0, 0
-        self.sizes: list[int] = []
-
-    def take(self, ratios: dict[str, tuple[float, float]] | None) -> list[Event]:
-        """ratios: ratio and bias_ratio of each layer at the present tokens per step; None: no probe."""
-        size = self.controller.now
-        metrics = {"train/loss": 3.0}
-        for layer, (ratio, bias) in (ratios or {}).items():
-            metrics |= {f"quant_noise/{layer}/ratio": ratio, f"quant_noise/{layer}/bias_ratio": bias}
-        self.step, self.tokens = self.step + 1, self.tokens + size
-        self.sizes.append(size)
-        return self.controller.after_step(Taken(self.step, self.tokens, size, metrics))
+def run(**keys: float) -> ProbedRun:
+    return ProbedRun(NoiseAware(schedule(**keys)))
 
 
-def run(**keys: float) -> Run:
-    return Run(NoiseAware(schedule(**keys)))
-
-
-def ready(probe: dict[str, tuple[float, float]], **keys: float) -> Run:
+def ready(probe: Probe, **keys: float) -> ProbedRun:
     """A run that has seen this probe twice: the next one decides."""
     it = run(**keys)
     assert [it.take(probe) for _ in range(2)] == [[], []]
     return it
 
 
-LOW, BETWEEN, HIGH = {"0": (0.001, 0.001)}, {"0": (0.07, 0.0)}, {"0": (0.3, 0.2)}
+BETWEEN, HIGH = {"0": (0.07, 0.0)}, {"0": (0.3, 0.2)}
 
 
 def test_a_decision_takes_effect_one_step_later_and_says_why() -> None:

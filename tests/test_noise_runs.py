@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from probed import changes, run_with_room
 from runs import finish, log_of, write_config
+from sagetrain.config.load import load_config
 from sagetrain.config.measured import critical_in_words, critical_tokens, ratios_of
 from sagetrain.report.read import read_runs
 
@@ -92,18 +94,21 @@ def decisions_of(run_dir: Path) -> list[dict]:
     return [{**event, "wall_time": 0} for event in events if event["kind"] == "tokens_per_step"]
 
 
+def where_of(decisions: list[dict]) -> list[tuple[int, int, int]]:
+    return [(event["from"], event["to"], event["first_step"]) for event in decisions]
+
+
 def test_a_noise_aware_run_decides_alike_whether_or_not_it_is_interrupted(tmp_path, corpus) -> None:
     """To the last bit by one process again, and in the same steps by two data-parallel ranks, whose sums differ."""
     whole = write_noise_aware(tmp_path / "whole.yaml", corpus, tmp_path / "whole")
     finish("sagetrain", whole)
     steps, decisions = steps_of(tmp_path / "whole"), decisions_of(tmp_path / "whole")
-    sizes = [size for _, size, _ in steps]
+    sizes, where = [size for _, size, _ in steps], where_of(decisions)
     assert sizes == [256] * 7 + [512] * 2 + [768] * 2 + [1024] * 4
-    assert [(event["from"], event["to"], event["first_step"]) for event in decisions] == [
-        (256, 512, 8),
-        (512, 768, 10),
-        (768, 1024, 12),
-    ]
+    assert where == [(256, 512, 8), (512, 768, 10), (768, 1024, 12)]
+    cfg = load_config(whole)
+    expected = run_with_room(cfg.tokens_per_step, cfg.stability.quant_noise.every_steps, cfg.training.total_tokens)
+    assert (expected.sizes, changes(expected.events)) == (sizes, where)
     assert all("quantization adds" in event["text"] for event in decisions)
     assert [lr for *_, lr in steps] == pytest.approx([3e-3 * (size / 256) ** 0.5 for size in sizes])
     assert "tokens per step from 256 to 512 as of step 8" in log_of(whole)
@@ -117,5 +122,4 @@ def test_a_noise_aware_run_decides_alike_whether_or_not_it_is_interrupted(tmp_pa
         found = decisions_of(tmp_path / launcher)
         if launcher == "sagetrain":
             assert found == decisions
-        where = [(event["from"], event["to"], event["first_step"]) for event in found]
-        assert where == [(event["from"], event["to"], event["first_step"]) for event in decisions]
+        assert where_of(found) == where

@@ -21,7 +21,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from sagetrain.config.schema import DataSource
+from probed import changes, run_with_room
+from sagetrain.config.schema import DataSource, NoiseAwareTokens
 from sagetrain.data.loader import SampleStream
 from sagetrain.data.token_file import TokenFileWriter
 from sagetrain.model.norm import is_qk_gain
@@ -32,10 +33,21 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
 ]
 SEQ, VOCAB, STEP = 256, 512, 8 * 256
+TOKENS, PROBED = 56 * STEP, 2
+SCHEDULE = {
+    "schedule": "noise_aware",
+    "start": STEP,
+    "floor": STEP,
+    "ceiling": 2 * STEP,
+    "hold_tokens": 2 * STEP,
+    "margin": 1000.0,
+    "max_factor": 2.0,
+}
+EXPECTED = run_with_room(NoiseAwareTokens.model_validate(SCHEDULE), PROBED, TOKENS)
 CAP = 1.02
 BAD = 22
-SPOILED = range(3 * 8 + (BAD - 4) * 16, 3 * 8 + (BAD - 3) * 16)
-"""Samples of one token, again and again: those of step BAD, as steps have 8 samples before the fourth, then 16."""
+SPOILED = range(sum(EXPECTED.sizes[: BAD - 1]) // SEQ, sum(EXPECTED.sizes[:BAD]) // SEQ)
+"""The samples of step BAD, which hold one token again and again."""
 SECONDS = 1200.0
 
 
@@ -68,23 +80,15 @@ def write_config(folder: Path, policy: str) -> Path:
         },
         "attention": {"backend": "sage", "recipe": "paper"},
         "data": {"train": [{"path": str(folder / "train")}], "seq_length": SEQ, "micro_batch_size": 2},
-        "tokens_per_step": {
-            "schedule": "noise_aware",
-            "start": STEP,
-            "floor": STEP,
-            "ceiling": 2 * STEP,
-            "hold_tokens": 2 * STEP,
-            "margin": 1000.0,
-            "max_factor": 2.0,
-        },
+        "tokens_per_step": SCHEDULE,
         "optimizer": {"lr": 3e-3},
         "lr_schedule": {"shape": "constant"},
-        "training": {"run_dir": str(folder / policy), "total_tokens": 56 * STEP, "dtype": "bf16", "compile": "on"},
+        "training": {"run_dir": str(folder / policy), "total_tokens": TOKENS, "dtype": "bf16", "compile": "on"},
         "checkpoint": {"every_tokens": 8 * STEP, "keep_last": 4},
         "stability": {
             "monitor": {"every_steps": 2},
             "noise_scale": {"every_steps": 1},
-            "quant_noise": {"every_steps": 2},
+            "quant_noise": {"every_steps": PROBED},
             "spikes": {"policy": policy, "window": 16, "grace_steps": 6},
             "qk_gain": {"cap": CAP},
             "precision": {
@@ -173,9 +177,9 @@ def check_skip(run: Path) -> None:
     assert 0 < steps[2]["quant/1/dS/rel_l2"] < 0.5 < steps[2]["quant/1/dS/cosine"]
     assert all(row["noise/all/variance"] > 0 for row in steps.values())
     assert steps[2]["quant_noise/all/error_square"] > 0 and steps[2]["quant_noise/all/ratio"] > 0
-    (raised,) = events_of(run, ["tokens_per_step"])
-    assert raised[0] == 2 and raised[-3:] == (STEP, 2 * STEP, 4)
-    assert [steps[step]["train/tokens_per_step"] for step in (3, 4)] == [STEP, 2 * STEP]
+    assert [event[-3:] for event in events_of(run, ["tokens_per_step"])] == changes(EXPECTED.events)
+    sizes = {step: size for step, size in enumerate(EXPECTED.sizes, 1) if step != BAD}
+    assert {step: row["train/tokens_per_step"] for step, row in steps.items()} == sizes
     causes = [row["cause"].split()[0] for row in rows_of(run, "events.jsonl") if row["kind"] == "precision"]
     assert set(causes) == {"quant/*/dQ/rel_l2", "a", "no", "schedule"}
     assert "recompile_limit" not in log
