@@ -13,17 +13,19 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from sagetrain.config.reference import keys
+from sagetrain.config.reference import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "kernels/*.md", "results/**/*.md", "results/**/*.png")
+LATER = ("results/", "kernels/NOTES", "CHANGELOG", "CONTRIBUTING")
+"""Research and history, which a search finds after the guides and the keys."""
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """README.md is the site's first page; everything else is where it is in the repository, docs/ at the top."""
     files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text()))
-    files.append(File.generated(config, "reference.md", content=reference()))
+    files.append(File.generated(config, "reference.md", content=markdown()))
     for pattern in OUTSIDE:
         for path in sorted(ROOT.glob(pattern)):
             files.append(File(str(path.relative_to(ROOT)), str(ROOT), config.site_dir, config.use_directory_urls))
@@ -42,17 +44,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[1]
         return f"[{match[1]}]({posixpath.relpath(page_there, posixpath.dirname(here) or '.')}{match[3] or ''})"
 
+    page.meta["search"] = {"boost": 0.1 if here.startswith(LATER) else 0.5 if here == "reference.md" else 1.0}
     return LINK.sub(on_site, markdown)
-
-
-def reference() -> str:
-    """Every key of the YAML, from the schema."""
-    lines = ["# Every key of the YAML", "", "`sagetrain plan --keys` prints the same.", ""]
-    section = None
-    for key in keys():
-        if key.name.split(".")[0] != section:
-            section = key.name.split(".")[0]
-            lines += ["", f"## {section}", "", "| key | takes | default | |", "|---|---|---|---|"]
-        cells = [f"`{key.name}`", key.takes, f"`{key.default}`", key.doc]
-        lines.append("| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -115,3 +116,25 @@ def small_disk(tmp_path) -> Iterator[Path]:
         pytest.skip(f"a full disk needs a small tmpfs, which only root may mount: {mount.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """The machine's Chromium, without a screen."""
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("no Chromium here (make host-tools installs one)")
+    from selenium.webdriver import Chrome, ChromeOptions
+    from selenium.webdriver.chrome.service import Service
+
+    options = ChromeOptions()
+    profile = tmp_path_factory.mktemp("profile")
+    flags = "headless no-sandbox disable-gpu disable-dev-shm-usage no-first-run disable-sync"
+    quiet = "disable-background-networking disable-component-update"  # no search for hosts at every start
+    for flag in (*flags.split(), *quiet.split(), f"user-data-dir={profile}"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    options.binary_location = shutil.which("chromium")
+    chrome = Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    chrome.set_page_load_timeout(300)
+    yield chrome
+    chrome.quit()

@@ -6,7 +6,11 @@ import importlib.util
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 
 import pytest
@@ -57,15 +61,57 @@ def test_commands_of_a_guide_run_one_after_the_other(guide: Path, tmp_path: Path
             assert Command(words, env, log, tmp_path).wait(PATIENCE) == 0, f"{' '.join(words)}\n{log.read_text()}"
 
 
-def test_the_site_renders_with_every_page_every_link_and_every_key(tmp_path: Path) -> None:
-    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
-    build(config)  # strict: ends at a link to nowhere
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True))  # ends at a link to nowhere
+    return folder
+
+
+def test_the_site_renders_with_every_page_every_link_and_every_key(site: Path) -> None:
     listed = re.findall(r"[\w./-]+\.md", yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert {path.name for path in GUIDES} < set(listed)
     assert {str(path.relative_to(ROOT)) for path in RESULTS} < set(listed)
-    reference = (tmp_path / "reference/index.html").read_text()
+    reference = (site / "reference/index.html").read_text()
     assert [key.name for key in keys() if f"<code>{key.name}</code>" not in reference] == []
     assert "googleapis" not in reference, "a page that needs another server"
+
+
+@pytest.mark.parametrize("page", [".", "reference", "cluster", "data"])
+def test_the_site_cuts_no_code_and_breaks_no_name_of_a_key(site: Path, driver, page: str) -> None:
+    for width in (1280, 500):
+        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        driver.get((site / page / "index.html").as_uri())
+        blocks = "[...document.querySelectorAll('pre > code')]"
+        assert driver.execute_script(f"return {blocks}.filter(b => b.scrollWidth > b.clientWidth).length") == 0
+        names = "[...document.querySelectorAll('h3 code')].filter(n => n.getClientRects().length > 1)"
+        assert width < 1280 or driver.execute_script(f"return {names}.map(n => n.textContent)") == []
+
+
+@pytest.fixture(scope="module")
+def served(site: Path) -> Iterator[str]:
+    """The address of the site: a search loads its index."""
+    handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(site))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def test_a_search_finds_guides_before_research_by_the_words_of_other_libraries(served: str, driver) -> None:
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
+    links = f"return [...document.querySelectorAll('.md-search-result__link')].map(a => a.href.replace('{served}', ''))"
+    for query, first in {
+        "OOM": "troubleshooting/", "out of memory": "troubleshooting/", "FSDP": "cluster/", "multi node": "cluster/",
+        "epochs": "data/", "global batch size": "tokens-per-step/", "keep_last": "reference/",
+        "speed": ("generation/", "low-bit-linear/"),
+    }.items():  # fmt: skip
+        driver.get(f"{served}?q={query.replace(' ', '+')}")
+        found = WebDriverWait(driver, PATIENCE).until(lambda _: driver.execute_script(links))
+        assert found[0].startswith(first), (query, found[:5])
 
 
 def test_the_page_on_linear_layers_has_every_key_with_its_default_and_every_recipe() -> None:

@@ -569,18 +569,18 @@ def test_the_caption_of_attention_follows_the_documents(documents, said):
     assert ("packed documents" in text) == (documents == "true")
 
 
-def test_the_key_reference_names_every_key():
-    out = io.StringIO()
-    show_key_reference(Console(file=out, width=300))
-    table = markdown()
+def test_the_key_reference_names_every_key_and_is_read_in_a_pipe_too():
+    text = printed(show_key_reference, None)
+    page = markdown()
     for key in keys():
-        assert key.name in out.getvalue()
-        assert f"| `{key.name}` |" in table
+        assert f"\n{key.name}  (" in f"\n{text}"
+        assert f"### `{key.name}` {{" in page
         assert key.doc
-    assert "| `optimizer.lr` | a number above 0 | required | Peak learning rate. |" in table
-    assert "| `tokens_per_step.schedule` | one of constant, ramp, stages, noise_aware | required |" in table
-    assert "| `tokens_per_step.ramp_tokens` | a whole number above 0 | required | (ramp) Tokens seen when" in table
-    assert "| `data.train.0.weight` | a number above 0 or proportional | 1.0 |" in table
+    assert max(map(len, text.splitlines())) <= 100
+    assert "optimizer.lr  (required)\n    a number above 0\n    Peak learning rate.\n" in text
+    assert "\n\nPeak learning rate.\n\nTakes a number above 0; required.\n" in page
+    assert "tokens_per_step.schedule  (required)\n    one of constant, ramp, stages, noise_aware\n" in text
+    assert "data.train.0.weight  (default 1.0)\n    a number above 0 or proportional\n" in text
 
 
 NOISE_AWARE = "{schedule: noise_aware, start: 262144, floor: 131072, ceiling: 1048576, hold_tokens: 50000000}"

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -177,30 +175,6 @@ def test_the_command_says_what_it_wrote(runs: list[Path], tmp_path: Path) -> Non
 
 # -- in a browser ------------------------------------------------------------------------------------------------
 
-browser = pytest.mark.skipif(
-    not (shutil.which("chromium") and shutil.which("chromedriver")),
-    reason="no Chromium here (make host-tools installs one)",
-)
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    from selenium.webdriver import Chrome, ChromeOptions
-    from selenium.webdriver.chrome.service import Service
-
-    options = ChromeOptions()
-    profile = tmp_path_factory.mktemp("profile")
-    flags = "headless no-sandbox disable-gpu disable-dev-shm-usage no-first-run disable-sync"
-    quiet = "disable-background-networking disable-component-update"  # no search for hosts at every start
-    for flag in (*flags.split(), *quiet.split(), f"user-data-dir={profile}"):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    options.binary_location = shutil.which("chromium")
-    chrome = Chrome(options=options, service=Service(shutil.which("chromedriver")))
-    chrome.set_page_load_timeout(300)
-    yield chrome
-    chrome.quit()
-
 
 def lines(driver) -> list[int]:
     """How many each of the first charts has, all of them long enough to be seen."""
@@ -229,7 +203,6 @@ def overlapping(driver) -> list[list[str]]:
         return pairs;""")
 
 
-@browser
 @pytest.mark.parametrize("values", [[1.4], [0.97, 1.02], [0.02, 3.0], [1e-9, 40.0]], ids=str)
 def test_labels_of_charts_with_few_points_do_not_overlap(tmp_path: Path, driver, values: list[float]) -> None:
     writer = MetricsWriter(tmp_path, 0, 0, 3000, tensorboard=False)
@@ -258,7 +231,6 @@ def open_all(driver) -> None:
     driver.execute_script("document.getElementById('more').dispatchEvent(new Event('toggle'))")
 
 
-@browser
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_curves_are_drawn_at_every_width_in_light_and_dark(
     runs: list[Path], tmp_path: Path, driver, width: int, scheme: str

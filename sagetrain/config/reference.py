@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -26,6 +27,11 @@ class Key:
     takes: str
     default: str
     doc: str
+
+    @property
+    def when_left_out(self) -> str:
+        """What it is without a value: required, or its default."""
+        return self.default if self.default == "required" else f"default {self.default}"
 
 
 class Slot(NamedTuple):
@@ -163,9 +169,22 @@ def keys(section: type[Section] = RunConfig, prefix: str = "") -> list[Key]:
 
 
 def markdown() -> str:
-    """The key reference as a markdown table."""
-    rows = [f"| `{key.name}` | {key.takes} | {key.default} | {key.doc} |" for key in keys()]
-    return "\n".join(["| key | takes | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+    """Every key as a page: a heading for each, so that a search finds it alone."""
+    lines = [
+        "# Every key of the YAML",
+        "",
+        "`sagetrain plan --keys` prints the same; `--keys optimizer` prints a section.",
+        "",
+    ]
+    section = None
+    for key in keys():
+        first, _, _ = key.name.partition(".")
+        lines += ["", f"## {first}", ""] if first != section else []
+        label = key.name.removeprefix(f"{first}.")
+        lines += [f'### `{key.name}` {{ data-toc-label="{label}" }}', "", key.doc, ""]
+        lines += [f"Takes {_literal(key.takes)}; {_literal(key.when_left_out)}.", ""]
+        section = first
+    return "\n".join(lines)
 
 
 def outline(section: type[Section]) -> str:
@@ -181,6 +200,11 @@ def outline(section: type[Section]) -> str:
 def _constraints(metadata: tuple[Any, ...]) -> list[Any]:
     """Constraints one by one: pydantic keeps those of one Field together."""
     return [part for m in metadata for part in (m.metadata if isinstance(m, FieldInfo) else [m])]
+
+
+def _literal(text: str) -> str:
+    """Markdown of a text that is to be read as it is: braces and brackets of sections."""
+    return re.sub(r"([<>*_|\[\]{}])", r"\\\1", text)
 
 
 def _default(field: FieldInfo) -> str:

@@ -41,6 +41,8 @@ _LEVEL_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 # A ramp has as many stages as it has accumulations; this many rows show its course.
 _MAX_ROWS = 12
 _EIGHT_BIT_MFU = "MFU counts 8-bit products against the 16-bit peak, so it can pass what 16 bits reach"
+_PAGE = 100
+"""Columns of text that is read line by line."""
 _AFTER_ERRORS = "none until the errors above are mended"
 
 
@@ -80,11 +82,15 @@ def show_key_reference(console: Console, begin: str = "") -> None:
     Raises:
         ConfigError: there is none.
     """
-    rows = [(key.name, key.takes, key.default, key.doc) for key in keys() if key.name.startswith(begin)]
-    if not rows:
+    found = [key for key in keys() if key.name.startswith(begin)]
+    if not found:
         sections = ", ".join(dict.fromkeys(key.name.partition(".")[0] for key in keys()))
         raise ConfigError(f"--keys {begin}: no key begins so; the sections are {sections}")
-    print_table(console, Table("Keys of the configuration", ("", "takes", "default", "meaning"), rows))
+    page = min(console.width, _PAGE)  # in a pipe, too: a meaning is a sentence or two, and no table of them is read
+    for key in found:
+        print_text(console, f"{key.name}  ({key.when_left_out})", "bold", "    ", page)
+        for text in (key.takes, key.doc):
+            print_text(console, f"    {text}", width=page)
 
 
 def _print_findings(console: Console, findings: list[Finding]) -> None:

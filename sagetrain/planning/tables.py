@@ -42,12 +42,13 @@ def console(file: IO[str] | None = None) -> Console:
     return result if result.is_terminal else Console(file=file, width=_NO_LIMIT)
 
 
-def print_text(console: Console, text: str, style: str = "", indent: str = "") -> None:
-    """Paragraphs, one a line, broken between words; `indent` is what stands before their further lines."""
+def print_text(console: Console, text: str, style: str = "", indent: str = "", width: int | None = None) -> None:
+    """Paragraphs, one a line, broken between words at `width`, the console's by default; `indent` is what stands before
+    their further lines."""
     for line in text.splitlines():
         start = line[: len(line) - len(line.lstrip())]
         lines = textwrap.TextWrapper(
-            console.width, subsequent_indent=start + indent, break_long_words=False, break_on_hyphens=False
+            width or console.width, subsequent_indent=start + indent, break_long_words=False, break_on_hyphens=False
         )
         for part in lines.wrap(line) or [""]:
             print_line(console, part, style)
