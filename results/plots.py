@@ -15,6 +15,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 HERE = Path(__file__).parent
 Table = list[dict[str, str]]
@@ -173,7 +174,7 @@ def tokens_per_step(figure: Figure) -> None:
         places = [number(row["tokens per step"]) * (1 + 0.1 * shift) for row in rows]
         sizes.errorbar(places, *zip(*cells, strict=True), marker="o", markersize=4, capsize=3, linewidth=1, label=kind)
     sizes.axhline(0, color="black", linewidth=0.8)
-    sizes.set(xscale="log", xlabel="tokens per step", ylabel="INT8 attention less 16 bits, nats per token")
+    sizes.set(xscale="log", xlabel="tokens per step", ylabel="INT8 attention less 16 bits,\nnats per token")
     sizes.set_xticks([2**14, 2**16, 2**19, 2**21], ["16K", "64K", "524K", "2.1M"])
     sizes.minorticks_off()
     sizes.legend(fontsize=8)
@@ -187,7 +188,7 @@ def tokens_per_step(figure: Figure) -> None:
         points = [(1000 * pair["bias_to_gradient"], pair["train"]) for pair in pairs if pair["name"] == name]
         biases.scatter(*zip(*points, strict=True), s=16, marker="D" if name.startswith("then") else "o", label=name)
     biases.axline((0, 0), slope=0.0015, color="black", linewidth=0.8)
-    biases.set(xlabel="squared bias of the gradient, thousandths of its square", ylabel="training loss less 16 bits")
+    biases.set(xlabel="squared bias of the gradient,\nthousandths of its square", ylabel="training loss less 16 bits")
     biases.legend(fontsize=7)
 
 
@@ -207,12 +208,23 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
 """Of each page: the file, its height in inches, and what draws it."""
 
 
+def cut(figure: Figure) -> list[str]:
+    """Titles and labels of axes that are not whole in the picture, once it is drawn."""
+    texts = [text for panel in figure.axes for text in (panel.title, panel.xaxis.label, panel.yaxis.label)]
+    return [text.get_text() for text in texts if text.get_text() and not _inside(text.get_window_extent(), figure.bbox)]
+
+
+def _inside(box: Bbox, page: Bbox) -> bool:
+    return page.x0 <= box.x0 and page.y0 <= box.y0 and box.x1 <= page.x1 and box.y1 <= page.y1
+
+
 def draw(page: str, folder: Path) -> Path:
     """Draw a page's plot into a folder; the file."""
     name, height, plot = PLOTS[page]
     figure = Figure(figsize=(8, height), layout="constrained")
     plot(figure)
     figure.savefig(folder / name, dpi=110)
+    assert not cut(figure), f"{name}: {cut(figure)} reaches beyond the picture"
     return folder / name
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 from forked import Command
 from runs import sagetrain, write_config
@@ -21,6 +22,7 @@ from sagetrain.compare import records, results, runner
 from sagetrain.compare.analysis import curves, tables
 from sagetrain.compare.command import Places, compare, read_folders, report
 from sagetrain.compare.page import page
+from sagetrain.compare.plot import plot_gaps
 from sagetrain.compare.question import Job, Question, asked
 from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, STOPPED, Record
 from sagetrain.compare.results import Call, Results
@@ -472,6 +474,12 @@ def test_of_two_records_of_a_run_the_finished_one_counts() -> None:
         assert records.merged(order) == {finished.job: finished}
     further = replace(stopped, tokens=950)
     assert records.merged([further, stopped]) == {stopped.job: further}
+
+
+def test_a_long_name_of_the_baseline_is_whole_in_the_plot(base: Path, tmp_path: Path) -> None:
+    plot_gaps(curves(made(ask(base), 0.02, [0, 1])), "a_baseline_with_a_long_name" * 3, tmp_path / "gap.png")
+    picture = imread(tmp_path / "gap.png")
+    assert all((edge == 1).all() for edge in (picture[0], picture[-1], picture[:, 0], picture[:, -1])), "white"
 
 
 # -- pairs that part later ---------------------------------------------------------------------------------------------

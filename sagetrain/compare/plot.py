@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
             room = 0.15 * (high - low) or 1e-4
             panel.set_ylim(low - room, high + room)
         panel.set_title(row.row, fontsize=10)
-        panel.set_ylabel(f"training loss - {baseline}")
+        panel.set_ylabel(textwrap.fill(f"training loss - {baseline}", 36))  # what the height of a panel holds
         if panel.get_legend_handles_labels()[0]:
             panel.legend(fontsize=8, loc="best")
     panels[-1].set_xlabel("tokens seen, millions")
