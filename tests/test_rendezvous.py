@@ -171,15 +171,15 @@ def test_a_world_of_one_listens_at_its_port_from_the_beginning() -> None:
 import errno, os, socket
 from sagetrain.train import rendezvous
 from sagetrain.train.engine import init_distributed
-place = rendezvous._alone
-def seen():
-    store = place()
+place = rendezvous.meet
+def seen(minutes):
+    store = place(minutes)
     try:
         socket.create_server(("", int(os.environ["MASTER_PORT"])))
     except OSError as error:
         print(errno.errorcode[error.errno])
     return store
-rendezvous._alone = seen
+rendezvous.meet = seen
 init_distributed(1.0)
 import torch.distributed as dist
 dist.barrier()

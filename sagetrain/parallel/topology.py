@@ -8,7 +8,6 @@ Copies of both kinds are replicas: gradients are averaged over all of them, and 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -146,31 +145,41 @@ class ParallelGroups:
 
     @classmethod
     def create(cls, topology: Topology, timeout: timedelta | None = None) -> ParallelGroups:
-        """Make the process groups of all axes. Every rank of the job must call this: it is collective.
+        """Make the process groups that this rank is in, one an axis; collective over the job.
 
         Args:
             timeout: how long a collective of these groups may wait for a silent rank (default: torch's).
 
         Raises:
-            ValueError: the topology was made for another world size than torch.distributed's.
+            ValueError: the topology was made for another world size than torch.distributed's, or the world's process
+                group is bound to a device.
         """
         if dist.get_world_size() != topology.world_size:
             raise ValueError(f"topology is for {topology.world_size} ranks, the job has {dist.get_world_size()}")
+        if dist.distributed_c10d._get_default_group().bound_device_id is not None:
+            # NCCL would split each group off the world's communicator, which waits for every rank of the world.
+            raise ValueError("the world's process group was made with a device_id: make it without one")
         rank, backend = dist.get_rank(), _backend()
 
-        def own_group(ranks_of: Callable[[int], list[int]], name: str) -> dist.ProcessGroup:
-            # Every rank creates every group, in the same order: new_group is collective over the world.
-            every = dict.fromkeys(tuple(ranks_of(member)) for member in range(topology.world_size))
-            how = {"timeout": timeout, "backend": backend, "group_desc": name}  # the watchdog names who hangs where
-            groups = {ranks: dist.new_group(list(ranks), **how) for ranks in every}
-            return groups[tuple(ranks_of(rank))]
+        def own_group(ranks: list[int], name: str) -> dist.ProcessGroup:
+            # Only the members take part, so that what a rank does for its groups does not grow with their number. Every
+            # rank makes its groups in the same order of axes: nobody waits in a circle.
+            return dist.new_group(
+                ranks,
+                timeout=timeout,
+                backend=backend,
+                use_local_synchronization=True,
+                group_desc=name,  # the watchdog names who hangs where
+            )
 
         return cls(
             topology,
             rank,
-            tp_group=own_group(topology.tp_ranks, "tensor parallel"),
-            cp_group=own_group(topology.cp_ranks, "context parallel") if topology.context_parallel_size > 1 else None,
-            replica_group=own_group(topology.replica_ranks, "replicas"),
+            tp_group=own_group(topology.tp_ranks(rank), "tensor parallel"),
+            cp_group=own_group(topology.cp_ranks(rank), "context parallel")
+            if topology.context_parallel_size > 1
+            else None,
+            replica_group=own_group(topology.replica_ranks(rank), "replicas"),
         )
 
 

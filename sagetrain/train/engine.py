@@ -105,6 +105,8 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed 0.19 calls collectives by names that newer torch has renamed; nothing a user could act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # The current device is the rank's.
+    warnings.filterwarnings("ignore", message="barrier\\(\\): using the device under current context")
     # A thread of autograd that begins with a matmul; it gets its context then.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     if not on_gpu:  # saves compiling probes, and a C++ build that only CPU inference would use
@@ -120,12 +122,14 @@ def init_distributed(timeout_minutes: float) -> torch.device:
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    timeout = datetime.timedelta(minutes=timeout_minutes)
-    # Kept until the process group has it.
-    _place = None
+    timeout, backend = datetime.timedelta(minutes=timeout_minutes), "nccl" if on_gpu else "gloo"
     if not dist.is_initialized():
-        _place = rendezvous.meet(min(_ARRIVAL_MINUTES, timeout_minutes))
-    deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
+        # DeepSpeed would bind the group to a device, and NCCL then make smaller ones with all ranks of the world.
+        store = rendezvous.meet(min(_ARRIVAL_MINUTES, timeout_minutes))
+        store.set_timeout(timeout)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    deepspeed.init_distributed(backend, timeout=timeout, verbose=False)
     return device
 
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from sagetrain.config.errors import ConfigError
@@ -74,22 +75,10 @@ def _end_when_told(hears: socket.socket) -> None:
             os._exit(128 + told[0])
 
 
-def _alone() -> Store:
-    """Open the meeting place of a world of one on this host, at MASTER_PORT or else at a port that the system gives.
-
-    The port is listened at from the beginning: no run that begins on this host at the same time can take it. Both
-    variables say from now on where the meeting place is.
-    """
-    with _listen(int(os.environ.get("MASTER_PORT") or 0)) as listener:
-        port = int(listener.getsockname()[1])
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        return _store("127.0.0.1", port, 1.0, listener)
-
-
 def meet(minutes: float) -> Store:
-    """Wait until every rank of WORLD_SIZE has come to MASTER_ADDR:MASTER_PORT; collective.
-
-    Returns what keeps the meeting place open: the caller holds it until the process group exists.
+    """Wait until every rank of WORLD_SIZE has come to MASTER_ADDR:MASTER_PORT, and return the store that they met at,
+    for the process group; collective. A world of one meets on this host, without MASTER_PORT at a port that the system
+    gives: no other run can take the port, which is listened at from the beginning.
 
     Raises:
         RanksMissing: on every rank that came, if others have not so many `minutes` after rank 0 did; without rank 0,
@@ -97,16 +86,20 @@ def meet(minutes: float) -> Store:
             within half a minute if the address cannot be resolved.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # torchrun's agent hosts the store, elsewhere rank 0 does: in one server with the process group's, at the same port.
+    # torchrun's agent hosts the store, elsewhere rank 0 does.
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if world_size == 1 and opens:
-        return _alone()
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT") or "0")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listener = _listen(port) if opens else None
     try:
+        if listener:
+            port = int(listener.getsockname()[1])
+        os.environ["MASTER_PORT"] = str(port)
         _reach(address, port, rank, minutes, opens)
-        server = _store(address, port, minutes, listener)
-        return _gather(server, rank, world_size, f"{address}:{port}", minutes)
+        server, attempt = _store(address, port, minutes, listener), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        _gather(PrefixStore(f"meet/{attempt}", server), rank, world_size, f"{address}:{port}", minutes)
+        return PrefixStore(f"run/{attempt}", server)
     except DistNetworkError as error:
         raise RanksMissing(
             f"rank {rank} on {socket.gethostname()} has lost rank 0 at {address}:{port} before all ranks had come; "
@@ -115,6 +108,19 @@ def meet(minutes: float) -> Store:
     finally:
         if listener:
             listener.close()
+
+
+def store_of_rank_0(name: str) -> Store:
+    """Open a store that lives in rank 0, wherever the process group's does; collective. Threads that have stores of
+    their own do not wait for each other's requests."""
+    known, address, minutes = dist.distributed_c10d._get_default_store(), os.environ["MASTER_ADDR"], 10.0
+    if dist.get_rank():
+        return _store(address, int(known.get(name)), minutes, None)
+    with _listen(0) as listener:
+        port = int(listener.getsockname()[1])
+        store = _store(address, port, minutes, listener)
+    known.set(name, str(port))
+    return store
 
 
 def _store(address: str, port: int, minutes: float, listener: socket.socket | None) -> TCPStore:
@@ -126,7 +132,6 @@ def _store(address: str, port: int, minutes: float, listener: socket.socket | No
         listener is not None,
         timeout=timedelta(minutes=minutes),
         wait_for_workers=False,
-        multi_tenant=True,
         master_listen_fd=listener.detach() if listener else None,
     )
 
@@ -174,9 +179,8 @@ def _reach(address: str, port: int, rank: int, minutes: float, own: bool) -> Non
         time.sleep(min(0.5, max(0.05, limit - waited)))
 
 
-def _gather(server: Store, rank: int, world_size: int, place: str, minutes: float) -> Store:
+def _gather(store: Store, rank: int, world_size: int, place: str, minutes: float) -> None:
     """Enter this rank, and wait for all others."""
-    store = PrefixStore(f"meet/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
     store.set(f"host/{rank}", socket.gethostname())
     patience = timedelta(minutes=minutes)
     if rank == 0:
@@ -200,7 +204,6 @@ def _gather(server: Store, rank: int, world_size: int, place: str, minutes: floa
             with suppress(DistStoreError):  # one that came may have ended since
                 store.wait([f"read/{other}" for other, host in present.items() if host], patience)
         raise RanksMissing(problem)
-    return server
 
 
 def _say(text: str) -> None:

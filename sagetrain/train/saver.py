@@ -2,10 +2,10 @@
 
 Training stands still only while each rank's state is copied to host memory, which is kept from save to save. Then a
 thread of every rank writes, syncs and hashes the copy, and the folder is published once the files of all ranks are
-durable. The threads meet in a gloo group of their own: collectives of two threads in training's group could be matched
-with each other, while here each rank has one thread and saves one checkpoint at a time, so that the order is the same
-everywhere; and unlike with files as signals, a rank that has died or cannot write is known to the others at once,
-whatever the file system caches. What lies in the folder is described in checkpoint.py.
+durable. The threads talk to rank 0's through the key-value store (mailbox.py): each rank has one thread and saves one
+checkpoint at a time, so that the order is the same everywhere; and unlike with files as signals, what a rank cannot
+write is known to the others at once, whatever the file system caches. What lies in the folder is described in
+checkpoint.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train.checkpoint import FORMAT, KINDS, CheckpointError, folder_name, lacks_space, prune, remove, sha256
+from sagetrain.train.mailbox import Mailbox
 
 T = TypeVar("T")
 
@@ -80,12 +80,9 @@ class Saver:
     ):
         self._root, self._groups, self._alive, self._needed = root, groups, alive, needed
         self._keep = keep_last, keep_every_tokens
-        self._timeout, self._rank, self._group = timeout, 0, None
-        if dist.is_initialized():
-            self._rank, self._group = (
-                dist.get_rank(),
-                dist.new_group(backend="gloo", timeout=timeout, group_desc="saver"),
-            )
+        self._timeout, self._rank, self._mailbox = timeout, groups.rank, None
+        if groups.topology.world_size > 1:
+            self._mailbox = Mailbox("saver", timeout)
         self._memory = torch.empty(0)
         self._thread: threading.Thread | None = None
         self._progress = 0
@@ -212,7 +209,7 @@ class Saver:
         except BaseException as failure:
             if self._rank == 0:  # a disk that was full is not left full
                 _discard_unfinished(self._root)
-            if isinstance(failure, RuntimeError) and not isinstance(failure, CheckpointError):  # gloo's
+            if isinstance(failure, RuntimeError) and not isinstance(failure, CheckpointError):  # the store's
                 raise CheckpointError(
                     f"cannot write {final}: another rank is gone, or still writes {self._timeout} after this one"
                     f" ({failure})"
@@ -287,19 +284,15 @@ class Saver:
                 box[1], cause = f"{what}: {error}", error
                 if lacks_space(box[1]):
                     box[1] += "; free some space and run the same command again"
-        if self._group:
-            dist.broadcast_object_list(box, src=0, group=self._group)
+        if self._mailbox:
+            box = self._mailbox.tell(box, leaves=bool(box[1]))
         if box[1]:
             raise CheckpointError(box[1]) from cause
         return box[0]
 
     def _gathered(self, value: T) -> list[T]:
         """The values of all ranks, on rank 0 (elsewhere an empty list)."""
-        if not self._group:
-            return [value]
-        values = [None] * dist.get_world_size() if self._rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self._group)
-        return values or []
+        return self._mailbox.gather(value) if self._mailbox else [value]
 
 
 def _on_gpu(owned: list) -> bool:
