@@ -161,6 +161,7 @@ def test_few_see_the_whole_configuration():
         "sagetrain/planning/show.py",
         "launch/benchmark_layouts.py",
         "launch/benchmark_save.py",
+        "launch/benchmark_start.py",
     }
 
 

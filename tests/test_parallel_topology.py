@@ -73,6 +73,10 @@ def test_single_needs_no_process_group() -> None:
 def _groups_of_four() -> dict:
     with pytest.raises(ValueError, match="topology is for 8 ranks, the job has 4"):
         ParallelGroups.create(Topology(8, 2))
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="made with a device_id"):  # NCCL would wait for ranks that never come
+        ParallelGroups.create(Topology(4, 2))
+    dist.group.WORLD.bound_device_id = None
     groups, slices = (ParallelGroups.create(Topology(4, *sizes)) for sizes in ((2,), (1, 2)))
     mpu = Mpu(groups)
     assert Mpu(slices).get_data_parallel_world_size() == 4  # gradients are averaged over slices too

@@ -162,6 +162,7 @@ def one_rank_does_not_write(root: str) -> str:
 def test_nobody_waits_for_ever_for_a_silent_rank(tmp_path) -> None:
     message = run_distributed(one_rank_does_not_write, 2, str(tmp_path))[0]
     assert f"cannot write {tmp_path / 'step-00000001'}: another rank is gone, or still writes 0:00:02 after" in message
+    assert "rank 1 has said nothing" in message
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ from sagetrain.train.rendezvous import ranges, store_of_rank_0
 T = TypeVar("T")
 
 _FAREWELL = timedelta(minutes=1)
-"""How long rank 0 waits before it leaves until the others have read why."""
+"""How long rank 0 waits at most until the others have read what it tells."""
 
 
 class Mailbox:
@@ -29,26 +29,26 @@ class Mailbox:
     DistNetworkError if rank 0 is gone. Both are RuntimeErrors.
     """
 
-    def __init__(self, name: str, timeout: timedelta):
+    def __init__(self, timeout: timedelta):
         self._rank, self._world_size, self._timeout, self._number = dist.get_rank(), dist.get_world_size(), timeout, 0
         # The process group's store may live in a launcher, and ranks save when that is killed; and training's requests
         # would wait behind one that waits.
-        self._store = store_of_rank_0(f"mailbox/{name}")
+        self._store = store_of_rank_0()
 
-    def tell(self, value: T, leaves: bool = False) -> T:
-        """Return rank 0's value on every rank. `leaves`: rank 0 ends after it, so it waits until it was read."""
-        key, others = self._next(), range(1, self._world_size)
+    def tell(self, value: T) -> T:
+        """Return rank 0's value on every rank. Rank 0 returns when the others have it: it may end then."""
+        key, others = self._next(), self._world_size - 1
         if self._rank == 0:
-            self._store.set(key, pickle.dumps((value, leaves)))  # type: ignore[arg-type]  # it takes bytes
-            if leaves and others:
+            self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes
+            if others:
                 with suppress(dist.DistStoreError):  # one that should read may have ended
-                    self._store.wait([f"{key}/{rank}" for rank in others], _FAREWELL)
+                    self._store.wait([f"{key}/read"], min(_FAREWELL, self._timeout))
             return value
         self._store.wait([key], self._timeout)
-        told: tuple[T, bool] = pickle.loads(self._store.get(key))
-        if told[1]:
-            self._store.set(f"{key}/{self._rank}", "")
-        return told[0]
+        told: T = pickle.loads(self._store.get(key))
+        if self._store.add(f"{key}/readers", 1) == others:
+            self._store.set(f"{key}/read", "")
+        return told
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks on rank 0, elsewhere an empty list."""

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
 
 from sagetrain.config.errors import ConfigError
 
@@ -110,16 +111,17 @@ def meet(minutes: float) -> Store:
             listener.close()
 
 
-def store_of_rank_0(name: str) -> Store:
+def store_of_rank_0() -> Store:
     """Open a store that lives in rank 0, wherever the process group's does; collective. Threads that have stores of
     their own do not wait for each other's requests."""
-    known, address, minutes = dist.distributed_c10d._get_default_store(), os.environ["MASTER_ADDR"], 10.0
-    if dist.get_rank():
-        return _store(address, int(known.get(name)), minutes, None)
+    known, rank, address, minutes = _get_default_store(), dist.get_rank(), os.environ["MASTER_ADDR"], 10.0
+    place = f"store/{known.add(f'stores of rank {rank}', 1)}"
+    if rank:
+        return _store(address, int(known.get(place)), minutes, None)
     with _listen(0) as listener:
         port = int(listener.getsockname()[1])
         store = _store(address, port, minutes, listener)
-    known.set(name, str(port))
+    known.set(place, str(port))
     return store
 
 

@@ -82,7 +82,7 @@ class Saver:
         self._keep = keep_last, keep_every_tokens
         self._timeout, self._rank, self._mailbox = timeout, groups.rank, None
         if groups.topology.world_size > 1:
-            self._mailbox = Mailbox("saver", timeout)
+            self._mailbox = Mailbox(timeout)
         self._memory = torch.empty(0)
         self._thread: threading.Thread | None = None
         self._progress = 0
@@ -285,7 +285,7 @@ class Saver:
                 if lacks_space(box[1]):
                     box[1] += "; free some space and run the same command again"
         if self._mailbox:
-            box = self._mailbox.tell(box, leaves=bool(box[1]))
+            box = self._mailbox.tell(box)
         if box[1]:
             raise CheckpointError(box[1]) from cause
         return box[0]

@@ -1,0 +1,33 @@
+"""The start of a run on many ranks, by the benchmark's simulation of it."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from distributed import run_distributed
+from sagetrain.config.load import load_config
+
+SPEC = importlib.util.spec_from_file_location(
+    "benchmark_start", Path(__file__).parent.parent / "launch/benchmark_start.py"
+)
+
+
+def simulate(*sizes: tuple[int, int, int]) -> list[dict[str, float]]:
+    """A start on each (world size, tensor-parallel size, context-parallel size)."""
+    benchmark = sys.modules[SPEC.name] = importlib.util.module_from_spec(SPEC)  # dataclasses look for their module
+    SPEC.loader.exec_module(benchmark)
+    cfg = load_config("7b", ["model.num_layers=2"])
+    return [benchmark.simulate(*size, cfg) for size in sizes]
+
+
+def test_what_a_rank_does_at_the_start_does_not_grow_with_the_ranks(monkeypatch) -> None:
+    """Store requests and process groups: those of all ranks grow in proportion to the ranks."""
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")  # as older versions of torch end each new_group
+    ((*plain, layered),) = run_distributed(simulate, 1, (8, 1, 1), (16, 1, 1), (32, 1, 1), (8, 2, 2))
+    assert [run["groups"] for run in plain] == [2 * 8, 2 * 16, 2 * 32]
+    assert layered["groups"] == 3 * 8
+    each = [run["requests"] / ranks for run, ranks in zip(plain, (8, 16, 32), strict=True)]
+    assert max(each) < 1.02 * min(each) < 40
+    assert layered["requests"] / 8 < 45
+    for run in (*plain, layered):
+        assert 0 < run["met"] <= run["checked in"] <= run["groups made"] <= run["saver ready"] < run["ledger verified"]
