@@ -72,8 +72,8 @@ def prepare(
     sources: Annotated[
         list[str],
         typer.Argument(
-            help="Files (.jsonl or .ndjson, .parquet, text; .gz and .zst too), folders, Hugging Face datasets, "
-            "or python-stdlib: the standard library's own sources."
+            help="Files (.jsonl, .json, .csv, .tsv, .parquet, text; .gz, .bz2, .xz and .zst too), folders, archives "
+            "(.tar, .zip), Hugging Face datasets, or python-stdlib: the standard library's own sources."
         ),
     ],
     output: Annotated[  # no Path, which would drop the slash of a folder
@@ -114,7 +114,14 @@ def prepare(
         int | None,
         typer.Option(help="Fine-tuning: data.seq_length, into which records are put whole.", show_default=False),
     ] = None,
-    glob: Annotated[str | None, typer.Option(help='Which files of a folder: "**/*.md".')] = None,
+    glob: Annotated[str | None, typer.Option(help='Which files of a folder or archive: "**/*.md".')] = None,
+    split_on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="What stands between documents in plain text: '<|endoftext|>', '\\n\\n'. Default: one a file.",
+        ),
+    ] = None,
     dataset_config: Annotated[str | None, typer.Option(help="Configuration of a Hugging Face dataset.")] = None,
     dataset_split: Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")] = "train",
     valid_fraction: Annotated[
@@ -161,6 +168,7 @@ def prepare(
             overwrite=overwrite,
             skip_bad_lines=skip_bad_lines,
             shard=shard,
+            split_on=split_on,
         )
 
 

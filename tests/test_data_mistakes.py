@@ -14,8 +14,8 @@ import zstandard
 
 from prepare_inputs import documents, make_texts, quiet, write_jsonl
 from sagetrain.config import ConfigError
+from sagetrain.data.files import CHUNK_BYTES
 from sagetrain.data.prepare import prepare
-from sagetrain.data.sources import CHUNK_BYTES
 
 
 def lines(*records: bytes) -> bytes:
@@ -27,13 +27,15 @@ BAD_FILES = {
     "key.jsonl": (lines(GOOD, b'{"body": "x", "title": "y"}'), r"line 2: no key 'text'; .* body, title\. .*--text-key"),
     "nokeys.jsonl": (lines(b"{}"), "line 1: no key 'text'; the keys are: none"),
     "syntax.jsonl": (lines(GOOD, GOOD, b'{"text": "x"'), "line 3: not valid JSON: "),
-    "array.json": (b'[\n{"text": "x"}]', r"line 1: not valid JSON.*write one object per line"),
+    "array.jsonl": (b'[\n{"text": "x"}]', r"line 1: not valid JSON.*rename it to end in \.json"),
+    "pretty.json": (b'{\n"text": "x"}', r"line 1: not valid JSON.*one object over several lines.*jq -c"),
     "list.jsonl": (lines(b'["x"]'), "line 1: holds list, not a JSON object"),
     "number.jsonl": (lines(GOOD, b'{"text": 5}'), "line 2: 'text' holds int, not text"),
     "latin.jsonl": (lines(GOOD, b'{"text": "caf\xe9"}'), r"line 2: not UTF-8 \(byte 0xe9\)"),
     "surrogate.jsonl": (lines(b'{"text": "\\ud800"}'), "line 1: not valid Unicode: a lone surrogate"),
     "late.jsonl": (lines(*[GOOD] * 6000, b"oops"), "line 6,001: not valid JSON"),
-    "binary.txt": (b"\x89PNG\x0d\x0a", r"binary\.txt: not UTF-8 \(byte 0x89\); if it is no text file, .* --glob"),
+    "binary.txt": (b"\x89PNG\x0d\x0a", r"binary\.txt: is a picture; .* leave it out with --glob"),
+    "latin.txt": (b"caf\xe9 and more", r"latin\.txt: not UTF-8 \(byte 0xe9\); if it is no text file, .* --glob"),
     "not.jsonl.gz": (GOOD, r"cannot read .*not\.jsonl\.gz: Not a gzipped file"),
     "cut.jsonl.gz": (gzip.compress(lines(*[GOOD] * 50))[:-12], r"cannot read .*cut\.jsonl\.gz: Compressed file ended"),
     "wrong.jsonl.gz": (
@@ -159,7 +161,7 @@ def test_bad_lines_are_left_out_and_counted_when_asked(tmp_path, model, workers)
     result = prepare([str(tmp_path / name) for name in rows], tmp_path / "x", **options)
     assert result.counts["train"].documents == expected == len(documents(tmp_path / "x"))
     bad = result.counts["train"].bad_lines
-    assert bad == len(rows) + 1  # array.json has two of them
+    assert bad == len(rows) + 2  # array.jsonl and pretty.json have two of them
     assert f"left out {bad} bad lines, the first: {tmp_path}/key.jsonl, line 2: no key 'text'" in said[-1]
     with pytest.raises(ConfigError, match="prepared from other inputs or settings"):
         quiet([str(tmp_path / name) for name in rows], tmp_path / "x", tokenizer=model)

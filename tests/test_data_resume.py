@@ -20,7 +20,7 @@ import zstandard
 from forked import PATIENCE
 from prepare_inputs import TEXTS, documents, make_texts, quiet, write_jsonl
 from sagetrain.config import ConfigError
-from sagetrain.data import journal, sources
+from sagetrain.data import files, journal
 from sagetrain.data.prepare import prepare
 from sagetrain.data.records import Pairs
 from sagetrain.data.token_file import TokenFile, TokenFileWriter
@@ -63,7 +63,7 @@ def with_bos(model: Path, folder: Path) -> Path:
 @pytest.fixture
 def small_pieces(monkeypatch) -> None:
     """Chunks of a few documents, and a record after each."""
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 12)
     monkeypatch.setattr(journal, "SECONDS", 0.0)
 
 

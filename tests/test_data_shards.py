@@ -16,9 +16,10 @@ import zstandard
 from prepare_inputs import TEXTS, documents, make_texts, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
-from sagetrain.data import journal, sources
+from sagetrain.data import files, journal
 from sagetrain.data.loader import SampleStream
 from sagetrain.data.prepare import prepare
+from sagetrain.data.sources import Corpus
 from sagetrain.data.token_file import TokenFileWriter
 
 
@@ -112,7 +113,7 @@ def test_every_line_is_in_one_part_wherever_it_is_cut(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines) + "\n")
     for count in (1, 2, 5, 11, 39):
-        parts = [sources.Corpus([str(path)], shard=(number, count)) for number in range(1, count + 1)]
+        parts = [Corpus([str(path)], shard=(number, count)) for number in range(1, count + 1)]
         read = [record.decode() for part in parts for chunk in part.chunks() for record in chunk.records]
         assert read == lines
         assert sum(part.size for part in parts) == path.stat().st_size
@@ -122,7 +123,7 @@ def test_an_interrupted_part_goes_on(tmp_path, model, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(900))
     arguments = {"tokenizer": model, "shard": "2/3"}
     quiet([str(path)], tmp_path / "whole/train", **arguments)
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 12)
     monkeypatch.setattr(journal, "SECONDS", 0.0)
     add, left = TokenFileWriter.add, iter(range(4))
     with monkeypatch.context() as patch:

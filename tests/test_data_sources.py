@@ -17,8 +17,9 @@ import zstandard
 
 from prepare_inputs import TEXTS, documents, make_texts, quiet, write_jsonl
 from sagetrain.config import ConfigError
+from sagetrain.data.files import CHUNK_BYTES
 from sagetrain.data.prepare import prepare
-from sagetrain.data.sources import CHUNK_BYTES, Corpus
+from sagetrain.data.sources import Corpus
 from sagetrain.data.tokenizer import Tokenizer
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

@@ -20,7 +20,7 @@ from prepare_inputs import TEXTS, documents, published_tokenizer, quiet
 from sagetrain.config import ConfigError
 from sagetrain.config.rules.data import prepared, text_prefixes
 from sagetrain.config.schema import DataConfig
-from sagetrain.data import journal, sources
+from sagetrain.data import files, journal
 from sagetrain.data.chat_template import answer_ends
 from sagetrain.data.prepare import prepare
 from sagetrain.data.records import Chats, Notes, Pairs, records_of
@@ -181,7 +181,7 @@ def test_short_records_fill_the_sequences(tmp_path: Path, folder: Path) -> None:
 
 
 def test_the_same_records_from_every_kind_of_input_and_any_workers(tmp_path: Path, folder: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sources, "CHUNK_RECORDS", 512)
+    monkeypatch.setattr(files, "CHUNK_RECORDS", 512)
     talks = [[{"role": "user", "content": f"what {n}"}, {"role": "assistant", "content": "it " * (n % 9 + 1)}]
              for n in range(700)]  # fmt: skip
     pyarrow.parquet.write_table(pyarrow.table({"id": [1] * 700, "talk": talks}), tmp_path / "rows.parquet")
@@ -206,7 +206,7 @@ class Killed(BaseException):
 
 def test_an_interrupted_call_is_gone_on_with(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And gives the files of a call that was not interrupted; what it had written of the mask is checked."""
-    monkeypatch.setattr(sources, "CHUNK_RECORDS", 64)
+    monkeypatch.setattr(files, "CHUNK_RECORDS", 64)
     monkeypatch.setattr(journal, "SECONDS", 0.0)
     source = write(tmp_path / "a.jsonl", *({"p": "what", "c": " it" * (n % 7 + 1)} for n in range(400)))
     options = {"tokenizer": folder / "tokenizer.json", "records": Pairs("p", "c", 16), "valid_fraction": 0.3}

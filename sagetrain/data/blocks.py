@@ -1,48 +1,112 @@
-"""Bytes of files, decompressed by their names, as blocks and as lines."""
+"""Bytes of files and of members of archives, decompressed by their names, as blocks and as lines."""
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
+import tarfile
+import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.data.kinds import compression
 
 _BLOCK = 1 << 18
+DAMAGED = (EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, OSError)
+"""What is raised for files that are damaged or cut short; gzip.BadGzipFile is an OSError."""
 
 
-def ends(path: str | Path, *suffixes: str) -> bool:
-    """Whether a name ends so, in whatever case."""
-    return str(path).lower().endswith(suffixes)
+@dataclass(frozen=True)
+class Content:
+    """The bytes of a file, or of a member of an archive."""
+
+    name: str
+    """Its path, for messages; the suffix says how it is compressed."""
+    raw: Callable[[], IO[bytes]]
+    """Open it. Who calls this closes what comes back."""
+    read: Callable[[IO[bytes]], int] = lambda raw: raw.tell()
+    """How many bytes of the file on disk have been read, given what `raw` opened."""
 
 
-def blocks(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
-    """Decompressed blocks of a file, and how many bytes of it had been read. ConfigError if it cannot be read.
+def on_disk(path: Path) -> Content:
+    """The content of a file."""
+    return Content(str(path), lambda: open(path, "rb"))
+
+
+@contextmanager
+def opened(content: Content, start: int = 0) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+    """Open a content at byte `start` (of an uncompressed file); gives its decompressed bytes, and how many bytes of the
+    file on disk have been read. ConfigError if it cannot be read."""
+    try:
+        with content.raw() as raw:
+            if start:
+                raw.seek(start)
+            yield _decompressed(content.name, raw), lambda: content.read(raw)
+    except DAMAGED as error:
+        raise ConfigError(f"cannot read {content.name}: {error}") from error
+
+
+def blocks(content: Content, start: int = 0) -> Iterator[tuple[bytes, int]]:
+    """Decompressed blocks, and how many bytes of the file had been read. ConfigError if it cannot be read.
 
     `start`: byte of an uncompressed file to begin at.
     """
-    try:
-        with open(path, "rb") as raw:
-            raw.seek(start)
-            if ends(path, ".gz"):
-                file = gzip.GzipFile(fileobj=raw)
-                found: Iterable[bytes] = iter(lambda: file.read(_BLOCK), b"")
-            elif ends(path, ".zst"):
-                found = _zstd_blocks(path, raw)
-            else:
-                found = iter(lambda: raw.read(_BLOCK), b"")
-            first = start == 0
-            for block in found:
-                if first and block:
-                    block, first = block.removeprefix(b"\xef\xbb\xbf"), False  # a byte order mark is not text
-                yield block, raw.tell()
-    except (EOFError, zlib.error, OSError) as error:  # gzip.BadGzipFile is an OSError
-        raise ConfigError(f"cannot read {path}: {error}") from error
+    with opened(content, start) as (file, read):
+        first = start == 0
+        while block := file.read(_BLOCK):
+            if first:
+                block, first = block.removeprefix(b"\xef\xbb\xbf"), False  # a byte order mark is not text
+            yield block, read()
 
 
-def _zstd_blocks(path: Path, raw: io.BufferedReader) -> Iterator[bytes]:
+def head(content: Content, size: int) -> bytes:
+    """Its first bytes, decompressed. ConfigError if it cannot be read."""
+    with opened(content) as (file, _):
+        return file.read(size)
+
+
+def _decompressed(name: str, raw: IO[bytes]) -> Any:
+    match compression(name):
+        case ".gz":
+            return gzip.GzipFile(fileobj=raw)
+        case ".bz2":
+            return bz2.BZ2File(raw)
+        case ".xz":
+            return lzma.LZMAFile(raw)
+        case ".zst":
+            return io.BufferedReader(_Zstandard(name, raw), _BLOCK)
+        case _:
+            return raw
+
+
+class _Zstandard(io.RawIOBase):
+    """All frames of a file, one after the other; the last one has to be whole."""
+
+    def __init__(self, name: str, raw: IO[bytes]) -> None:
+        self._blocks, self._rest = _zstd_blocks(name, raw), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
+        while not self._rest:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._rest = block
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+
+def _zstd_blocks(name: str, raw: IO[bytes]) -> Iterator[bytes]:
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
@@ -53,11 +117,11 @@ def _zstd_blocks(path: Path, raw: io.BufferedReader) -> Iterator[bytes]:
             try:
                 yield frame.decompress(data)
             except zstandard.ZstdError as error:
-                raise ConfigError(f"cannot read {path}: {error}") from error
+                raise ConfigError(f"cannot read {name}: {error}") from error
             data = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame is not None:
-        raise ConfigError(f"cannot read {path}: it ends in the middle of a zstd frame (cut short?)")
+        raise ConfigError(f"cannot read {name}: it ends in the middle of a zstd frame (cut short?)")
 
 
 def lines(blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, int, int]]:

@@ -25,6 +25,13 @@ class Place:
     out, which costs far less than turning them into tokens."""
 
 
+@dataclass(frozen=True)
+class Broken:
+    """A record that cannot be one."""
+
+    why: str
+
+
 @dataclass
 class Chunk:
     """Consecutive records of one input, as the reader hands them to a worker."""
@@ -32,11 +39,12 @@ class Chunk:
     origin: str
     """File or dataset, for messages."""
     unit: str
-    """What a record is: "line" (a JSON object), "row" (its text) or "file" (its bytes, or a part of them)."""
+    """What a record is: "line" or "element" (a JSON object), "row" (its text), "file" or "document" (its bytes, or
+    a part of them)."""
     first: int
     """Number of the first record, from 1."""
     records: list[Any]
-    """bytes for lines and files; for rows str, None or something wrong, or a dict where Corpus was asked for fields."""
+    """bytes, but for rows str, None, Broken or something wrong, or a dict where Corpus was asked for fields."""
     consumed: int = 0
     """Bytes of the input that had been read when the chunk was complete."""
     split_key: bytes | None = None
@@ -51,6 +59,10 @@ class Chunk:
     """What has been read with this chunk; None inside of a document."""
     unread: tuple[str, ...] = ()
     """Columns of a table that the rows are without, because nobody asked for them."""
+    before: int = 0
+    """Records of the input before those of this file: the input is an archive."""
+    input: str = ""
+    """The name of the input."""
 
     def texts(self, text_key: str, skip_bad: bool = False) -> Iterator[str | ConfigError | None]:
         """The records' texts in order; None stands for an empty document.
@@ -81,16 +93,18 @@ class Chunk:
             if self.unit == "line" and not record.strip():
                 continue  # a blank line is no document
             try:
+                if isinstance(record, Broken):
+                    raise self.error(number, record.why)
                 yield parse(record, number)
             except ConfigError as error:
-                if not skip_bad or self.unit == "file":
+                if not skip_bad or self.unit == "file" or self.continues or self.unfinished:
                     raise
                 yield error
 
     def _text(self, record: Any, number: int, text_key: str) -> str | None:
         if isinstance(record, bytes):
             record = self._decode(record, number)
-            if self.unit == "line":
+            if self.unit in ("line", "element"):
                 record = self._text_of(record, number, text_key)
         if record is None:
             return None
@@ -125,7 +139,11 @@ class Chunk:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            hint = " (a JSON array? write one object per line)" if number == 1 and line.startswith("[") else ""
+            hint = ""
+            if number == 1 and self.unit == "line":
+                array = " (a JSON array? a file of this suffix has one object per line: rename it to end in .json)"
+                several = " (one object over several lines? write each on one line: jq -c . FILE)"
+                hint = {"[": array, "{": several}.get(line[:1], "")
             raise self.error(number, f"not valid JSON: {error}{hint}") from error
         if not isinstance(value, dict):
             raise self.error(number, f"holds {type(value).__name__}, not a JSON object")

@@ -20,6 +20,7 @@ import numpy as np
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.chunk import Chunk, Place
+from sagetrain.data.long_texts import pieces
 from sagetrain.data.records import ENDLESS, UNREAD, Notes, Records
 from sagetrain.data.token_file import token_dtype
 from sagetrain.data.tokenizer import Tokenizer
@@ -50,7 +51,7 @@ class Encoded:
     first_bad: str | None
     """What is wrong with the first of them, and where."""
     continues: bool
-    origin: str
+    input: str
     consumed: int
     after: Place | None
     """As in Chunk."""
@@ -109,22 +110,21 @@ class Encoder:
             if isinstance(text, ConfigError):
                 bad.append(text)
                 continue
-            ids = self.tokenizer.encode(text)
-            if number > 1 or not chunk.continues:
-                ids = [*self.prefix, *ids]
-            if number < len(texts) or not chunk.unfinished:
-                ids.append(self.tokenizer.eos_id)
+            begins, ends = number > 1 or not chunk.continues, number < len(texts) or not chunk.unfinished
+            document = [np.array(self.prefix if begins else [], self._dtype)]
+            document += (np.array(ids, self._dtype) for ids in pieces(self.tokenizer, text))
+            document.append(np.array([self.tokenizer.eos_id] if ends else [], self._dtype))
             data = text.encode()
             side = self._side(chunk.split_key or data[:_HASHED_BYTES])
-            tokens[side].append(np.array(ids, dtype=self._dtype))
+            tokens[side].append(np.concatenate(document))
             num_bytes[side] += len(data)
         parts = {
-            side: EncodedPart(np.concatenate(pieces), np.array([len(piece) for piece in pieces]), num_bytes[side])
-            for side, pieces in tokens.items()
-            if pieces
+            side: EncodedPart(np.concatenate(every), np.array([len(each) for each in every]), num_bytes[side])
+            for side, every in tokens.items()
+            if every
         }
         first_bad = str(bad[0]) if bad else None
-        return Encoded(parts, empty, len(bad), first_bad, chunk.continues, chunk.origin, chunk.consumed, chunk.after)
+        return Encoded(parts, empty, len(bad), first_bad, chunk.continues, chunk.input, chunk.consumed, chunk.after)
 
     def _encode_records(self, chunk: Chunk, records: Records) -> Encoded:
         """Each side's records in sequences of seq_length: whole, or cut where one alone is longer."""
@@ -143,7 +143,7 @@ class Encoder:
         parts = {side: self._packed(rows, records.seq_length) for side, rows in sides.items() if rows}
         too_long = len(found) - len(bad) - sum(map(len, sides.values()))
         first_bad = str(bad[0]) if bad else None
-        place = chunk.continues, chunk.origin, chunk.consumed, chunk.after
+        place = chunk.continues, chunk.input, chunk.consumed, chunk.after
         return Encoded(parts, 0, len(bad), first_bad, *place, cut, too_long, notes)
 
     def _encode_record(self, records: Records, notes: Notes, record: dict[str, Any]) -> _Record:

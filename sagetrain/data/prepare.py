@@ -80,14 +80,16 @@ def prepare(
     overwrite: bool = False,
     skip_bad_lines: bool = False,
     shard: str | None = None,
+    split_on: str | None = None,
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
 ) -> Prepared:
     """Turn text into a token file at `output` (.bin, .idx, .json), with its tokenizer in the same folder:
     tokenizer.model (SentencePiece) or tokenizer.json (Hugging Face).
 
     Args:
-        sources: files (.jsonl or .ndjson, .parquet, text; .gz and .zst too), folders, Hugging Face datasets (hub name,
-            or a folder written by save_to_disk), or "python-stdlib". Read in this order.
+        sources: files (.jsonl or .ndjson, .json, .csv, .tsv, .parquet, text; .gz, .bz2, .xz and .zst too), folders,
+            archives (.tar, .tar.gz and the like, .zip), Hugging Face datasets (hub name, or a folder written by
+            save_to_disk), or "python-stdlib". Read in this order.
         output: path of the token file without suffix, e.g. data/train.
         tokenizer: an existing SentencePiece model, or a tokenizer.json with its tokenizer_config.json beside it.
             Default: the one in the output's folder.
@@ -95,7 +97,8 @@ def prepare(
         tokenizer_sample: characters of the corpus that a new tokenizer is trained on.
         text_key: field or column that holds the text.
         records: prompts with completions, or chats, instead of text; a loss mask (.mask) says what of them counts.
-        glob: which files of a folder, e.g. "**/*.md". Default: its JSON and Parquet files, or else all files.
+        glob: which files of a folder or archive, e.g. "**/*.md". Default: its JSON and Parquet files, or else its plain
+            text, or its tables and archives if these are more.
         dataset_config, dataset_split: which part of a Hugging Face dataset.
         valid_fraction: share of the documents, chosen by a hash of their text, that goes to the token file `valid` in
             the output's folder instead.
@@ -105,6 +108,8 @@ def prepare(
         shard: "K/N" prepares the K-th of N parts of the text, alike in bytes, as NAME-0000K-of-0000N: each of N hosts
             does one, and `path: NAME-*` trains on all. Lines are divided, other files are whole in one of the parts;
             a saved dataset is divided by rows, a streamed one by its files.
+        split_on: what stands between the documents of a plain text file, e.g. "<|endoftext|>" or "\\n\\n". Default: a
+            plain text file is one document.
         say: gets messages for people.
 
     Raises:
@@ -121,12 +126,14 @@ def prepare(
     check_writable(there.named)
     _check_arguments(there.named, tokenizer, vocab_size, valid_fraction, num_workers)
     fields = (records.fields, records.optional_fields) if records else ((), ())
-    corpus = Corpus(sources, text_key, glob, dataset_config, dataset_split, skip_bad_lines, there.division, *fields)
+    corpus = Corpus(
+        sources, text_key, glob, dataset_config, dataset_split, skip_bad_lines, there.division, *fields, split_on
+    )
     if valid_fraction and len(corpus.inputs) == 1 and corpus.inputs[0].one_document:
         raise ConfigError(
             f"{corpus.inputs[0].name}: --valid-fraction {valid_fraction} needs several documents, and a plain text "
-            "file is one document: split it into several files, or write it as .jsonl, where each line is a document "
-            '({"text": "..."}), or leave out --valid-fraction'
+            "file is one document: say what stands between documents (--split-on), or write it as .jsonl, where each "
+            'line is a document ({"text": "..."}), or leave out --valid-fraction'
         )
     given = None if vocab_size else Tokenizer.load(tokenizer or tokenizer_in(there.folder))
     if records:
@@ -147,6 +154,7 @@ def prepare(
         }
         | ({"skip_bad_lines": True} if skip_bad_lines else {})
         | ({"shard": list(there.division)} if there.division else {})
+        | ({"split_on": split_on} if split_on is not None else {})
         | ({"text_key": None, "records": records.request} if records else {})
         | ({"prefix": prefix} if prefix else {})
     )

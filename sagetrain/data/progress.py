@@ -27,7 +27,7 @@ class Progress:
             mininterval=0.2 if sys.stderr.isatty() else 10.0,
             dynamic_ncols=True,
         )
-        self._origin = corpus.inputs[place.input].name
+        self._input = corpus.inputs[place.input].name
         self._consumed = done - sum(each.size or 0 for each in corpus.inputs[: place.input])
         self._tokens = 0
         self._begin = time.monotonic()
@@ -54,8 +54,8 @@ class Progress:
         if self._bar.total is None:
             self._bar.update(tokens)
             return
-        if encoded.origin != self._origin:
-            self._origin, self._consumed = encoded.origin, 0
+        if encoded.input != self._input:
+            self._input, self._consumed = encoded.input, 0
         rate = self._tokens / (time.monotonic() - self._begin + 1e-9)
         self._bar.set_postfix_str(f"{rate / 1e6:,.2f}M tokens/s", refresh=False)
         self._bar.update(encoded.consumed - self._consumed)

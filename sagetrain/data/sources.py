@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from importlib import import_module
@@ -21,25 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.blocks import blocks, lines
-from sagetrain.data.blocks import ends as _ends
-from sagetrain.data.chunk import Chunk, Place, no_such_key
+from sagetrain.data import files
+from sagetrain.data.archives import matches, members, names_in
+from sagetrain.data.blocks import head, on_disk
+from sagetrain.data.chunk import Chunk, Place
+from sagetrain.data.files import Wanted, check_columns, contains, is_array, read, read_parquet, rows_of
+from sagetrain.data.kinds import HEAD, Kind, check_head, compression, is_file_name, kind_of
 
 STDLIB = "python-stdlib"
-CHUNK_BYTES = 1 << 19
-CHUNK_RECORDS = 4096
-_HASHED_BYTES = 1 << 16
-_STRUCTURED = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".jsonl.zst", ".ndjson.zst",
-               ".json.zst", ".parquet")  # fmt: skip
+_LOOKED_AT = 10_000
+"""Files whose first bytes are looked at before anything is prepared; of others when they are read."""
 _STDLIB_LEFT_OUT = {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests",
                     "turtledemo"}  # fmt: skip
-
-
-def _check_columns(origin: object, columns: Iterable[str], names: Iterable[str], fields: bool) -> None:
-    option = "--prompt-field, --completion-field or --chat-field" if fields else "--text-key"
-    for column in columns:
-        if column not in names:
-            raise ConfigError(f"{origin}: {no_such_key(column, names, option)}")
 
 
 @dataclass
@@ -53,9 +46,9 @@ class Input:
     """Bytes on disk, for the progress bar; None: unknown."""
     identity: list[Any]
     one_document: bool = False
-    """A plain text file."""
+    """A plain text file that is not split."""
     part: Callable[[int, int], Input] | None = None
-    """The lines that begin at bytes start to stop - 1 of it; None: it is read whole."""
+    """The lines, or documents, that begin at bytes start to stop - 1 of it; None: it is read whole."""
     share: Callable[[int, int], Input] | None = None
     """The K-th of N parts of a dataset, whose bytes are not known. ConfigError if there are not so many."""
 
@@ -74,23 +67,29 @@ class Corpus:
         shard: tuple[int, int] | None = None,
         fields: tuple[str, ...] = (),
         optional_fields: tuple[str, ...] = (),
+        split_on: str | None = None,
     ):
-        """Resolve `sources`: files, folders (recursive, `glob` chooses), dataset names, or "python-stdlib".
+        """Resolve `sources`: files, folders and archives (`glob` chooses), dataset names, or "python-stdlib".
 
         `config_name` and `split` are for Hugging Face datasets; `skip_bad_lines` is for `sample`. With `shard` (K, N)
         the inputs are the K-th of N parts, alike in bytes; of each dataset, in rows or files. With `fields` rows hold
-        these, by name, instead of a text, and those of `optional_fields` that there are. ConfigError if a source does
-        not exist or is empty, or is plain text where fields are wanted.
+        these, by name, instead of a text, and those of `optional_fields` that there are. `split_on` stands between the
+        documents of plain text files. ConfigError if a source does not exist or is empty, is something else than its
+        name says, or is plain text where fields are wanted.
         """
         if not sources:
             raise ConfigError("no source of text given")
         self.text_key, self._skip_bad, self._fields = text_key, skip_bad_lines, fields
-        self._columns, self._optional = fields or (text_key,), optional_fields
+        separator = _separator(split_on) if split_on is not None else b""
+        self._wanted = Wanted(fields or (text_key,), optional_fields, bool(fields), separator)
         self.notes: list[str] = []
         self.inputs: list[Input] = []
+        self._looked_at = self._texts = 0
         for source in sources:
             self.inputs += self._resolve(source, glob, config_name, split)
         self.all_inputs = self.inputs
+        if split_on is not None:
+            self._check_separator(split_on, separator)
         if shard:
             self.inputs = _part(self.inputs, *shard)
 
@@ -100,13 +99,14 @@ class Corpus:
         for number, each in enumerate(self.inputs[start.input :], start.input):
             place = start if number == start.input else Place(number)
             for chunk in each.read(place):
-                known = place.records - chunk.first + 1
+                known = place.records - chunk.before - chunk.first + 1
                 if known >= len(chunk.records):
                     continue
                 if known > 0:
                     chunk.first, chunk.records = chunk.first + known, chunk.records[known:]
                 if not chunk.unfinished:
-                    chunk.after = Place(number, chunk.first + len(chunk.records) - 1, chunk.offset)
+                    chunk.after = Place(number, chunk.before + chunk.first + len(chunk.records) - 1, chunk.offset)
+                chunk.input = each.name
                 yield chunk
 
     @property
@@ -124,7 +124,7 @@ class Corpus:
 
         Each input gives an equal share. If there are too many for that, a pseudo-random choice of them gives more.
         """
-        share = max(max_characters // len(self.all_inputs), CHUNK_BYTES)
+        share = max(max_characters // len(self.all_inputs), files.CHUNK_BYTES)
         left = max_characters
         for each in sorted(self.all_inputs, key=lambda each: blake2b(each.name.encode()).digest()):
             from_this = 0
@@ -146,20 +146,29 @@ class Corpus:
                 raise self._no_fields(source)
             return _stdlib()
         if path.is_file():
-            return [self._file(path)]
+            return [self._archive(path, glob) if kind_of(path) is Kind.ARCHIVE else self._file(path)]
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
             return [self._dataset(source, lambda: _load_saved(source, split), [os.path.abspath(source), split])]
         if path.is_dir():
-            return [self._file(file) for file in self._files(path, glob)]
-        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not _ends(source, *_STRUCTURED, ".txt", ".gz", ".zst"):
+            found = self._files(path, glob)
+            return [self._archive(each) if kind_of(each) is Kind.ARCHIVE else self._file(each) for each in found]
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not is_file_name(source):
             identity = [source, config_name, split]
             return [self._dataset(source, lambda: _load_from_hub(source, config_name, split), identity)]
         raise ConfigError(f"{source}: no such file or folder, and not the name of a Hugging Face dataset")
 
+    def _check_separator(self, given: str, separator: bytes) -> None:
+        """ConfigError if no source is plain text, or the only one has no separator in it."""
+        if not self._texts:
+            raise ConfigError(f"--split-on {given!r}: none of the sources is plain text, which it is for")
+        path = Path(self.inputs[0].name)
+        if len(self.inputs) == 1 and kind_of(path) is Kind.TEXT and not contains(on_disk(path), separator):
+            raise ConfigError(f"{path}: --split-on {given!r} is nowhere in it; give what stands between its documents")
+
     def _no_fields(self, source: object) -> ConfigError:
         return ConfigError(
-            f"{source}: plain text has no fields ({', '.join(self._fields)}): give .jsonl or .parquet files, or a "
-            "Hugging Face dataset"
+            f"{source}: plain text has no fields ({', '.join(self._fields)}): give .jsonl, .csv or .parquet files, or "
+            "a Hugging Face dataset"
         )
 
     def _files(self, folder: Path, glob: str | None) -> list[Path]:
@@ -179,47 +188,108 @@ class Corpus:
         )
         if not found:
             raise ConfigError(f"{folder}: no files{f' that match {glob!r}' if glob else ''}")
-        structured = [path for path in found if _ends(path, *_STRUCTURED)]
-        if glob or not structured or len(structured) == len(found):
+        if glob:
             return found
-        self.notes.append(
-            f"{folder}: reading the {len(structured)} JSON and Parquet files, leaving out "
-            f"{len(found) - len(structured)} others; --glob chooses differently"
-        )
-        return structured
+        chosen = self._chosen(folder, {str(path): path.stat().st_size for path in found})
+        return [path for path in found if str(path) in chosen]
+
+    def _chosen(self, where: Path, sizes: dict[str, int]) -> set[str]:
+        """Which files of a folder or archive are read: JSON and Parquet if there are any. Else plain text, or tables
+        and archives, whatever are more bytes. `notes` says what is left out."""
+        kinds = {name: kind_of(name) for name in sizes}
+        structured = {name for name, kind in kinds.items() if kind in (Kind.LINES, Kind.JSON, Kind.PARQUET)}
+        texts = {name for name, kind in kinds.items() if kind is Kind.TEXT}
+        others = kinds.keys() - structured - texts
+        more = sum(sizes[name] for name in others) >= sum(sizes[name] for name in texts)
+        what, chosen = ("table and archive", others) if others and more else ("plain text", texts)
+        if structured:
+            what, chosen = "JSON and Parquet", structured
+        if len(chosen) < len(sizes):
+            count, left = len(chosen), len(sizes) - len(chosen)
+            self.notes.append(
+                f"{where}: reading the {count} {what} file{'s' * (count > 1)}, leaving out {left} "
+                f"other{'s' * (left > 1)}; --glob chooses differently"
+            )
+        return chosen
 
     def _file(self, path: Path) -> Input:
-        structured = _ends(path, *_STRUCTURED)
-        if self._fields and not structured:
+        kind, wanted, content = kind_of(path), self._wanted, on_disk(path)
+        if wanted.fields and kind is Kind.TEXT:
             raise self._no_fields(path)
-        if _ends(path, ".parquet"):
-            read = lambda place: _read_parquet(path, self._columns, self._optional, bool(self._fields))  # noqa: E731
-        elif structured:
-            read = lambda place: _read_lines(path, place)  # noqa: E731
-        else:
-            read = lambda place: _read_text(path)  # noqa: E731
         stat = path.stat()
         identity = [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
-        whole = Input(str(path), read, stat.st_size, identity, one_document=not structured)
-        if structured and not _ends(path, ".parquet", ".gz", ".zst"):
+        if kind is Kind.PARQUET:
+            return Input(str(path), lambda place: read_parquet(path, wanted), stat.st_size, identity)
+        begin = b""
+        if self._looked_at < _LOOKED_AT:
+            self._looked_at += 1
+            begin = head(content, HEAD)
+            check_head(str(path), begin)
+        self._texts += kind is Kind.TEXT
+        one_document = kind is Kind.TEXT and not wanted.separator
+        whole = Input(str(path), lambda place: read(content, wanted, place), stat.st_size, identity, one_document)
+        divisible = kind is Kind.LINES or (kind is Kind.TEXT and wanted.divisible)
+        divisible |= kind is Kind.JSON and not is_array(begin or head(content, HEAD))
+        if divisible and not compression(path):
             whole.part = lambda start, stop: Input(
                 f"{path} from byte {start:,}" if start else str(path),
-                lambda place: _read_lines(path, place, start, stop),
+                lambda place: read(content, wanted, place, start, stop),
                 stop - start,
                 identity,
             )
         return whole
 
+    def _archive(self, path: Path, glob: str | None = None) -> Input:
+        """All chosen files of an archive as one input."""
+        sizes = names_in(path)
+        if glob:
+            sizes = {name: size for name, size in sizes.items() if matches(name, glob)}
+        if not sizes:
+            raise ConfigError(f"{path}: no files in it{f' that match {glob!r}' if glob else ''}")
+        chosen = {*sizes} if glob else self._chosen(path, sizes)
+        kinds = {name: kind_of(name) for name in chosen}
+        for name, kind in kinds.items():
+            if kind in (Kind.ARCHIVE, Kind.PARQUET):
+                raise ConfigError(f"{path}: {name} is {kind.value}, which is not read out of an archive: unpack it")
+            if kind is Kind.TEXT and self._wanted.fields:
+                raise self._no_fields(f"{path}/{name}")
+        texts = sum(kind is Kind.TEXT for kind in kinds.values())
+        self._texts += texts
+        one_document = len(chosen) == texts == 1 and not self._wanted.separator
+
+        def chunks(place: Place) -> Iterator[Chunk]:
+            before = 0
+            for content in members(path, chosen):
+                last = 0
+                for chunk in read(content, self._wanted, Place()):
+                    chunk.before, chunk.offset = before, 0
+                    last = chunk.first + len(chunk.records) - 1
+                    yield chunk
+                before += last
+
+        stat = path.stat()
+        names = sha256("\n".join(sorted(chosen)).encode()).hexdigest()
+        identity = [os.path.abspath(path), stat.st_size, stat.st_mtime_ns, names]
+        return Input(str(path), chunks, stat.st_size, identity, one_document)
+
     def _dataset(self, name: str, load: Callable[[], Any], identity: list[Any]) -> Input:
-        columns = self._columns, self._optional, bool(self._fields)
+        wanted = self._wanted
 
         def share(number: int, count: int) -> Input:
             _check_parts(name, load(), number, count)
             part = f"{name} (part {number} of {count})"
-            read = lambda place: _read_dataset(part, load().shard(count, number - 1), place, *columns)  # noqa: E731
+            read = lambda place: _read_dataset(part, load().shard(count, number - 1), place, wanted)  # noqa: E731
             return Input(part, read, None, identity)
 
-        return Input(name, lambda place: _read_dataset(name, load(), place, *columns), None, identity, share=share)
+        return Input(name, lambda place: _read_dataset(name, load(), place, wanted), None, identity, share=share)
+
+
+def _separator(text: str) -> bytes:
+    """What --split-on gives, in which \\n, \\r and \\t stand for what cannot be typed."""
+    if not text:
+        raise ConfigError("--split-on is empty: give what stands between documents, such as '<|endoftext|>'")
+    meant = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
+    return re.sub(r"\\([nrt\\])", lambda found: meant[found[1]], text).encode()
 
 
 def _part(inputs: list[Input], number: int, count: int) -> list[Input]:
@@ -241,126 +311,10 @@ def _part(inputs: list[Input], number: int, count: int) -> list[Input]:
     if not found:
         raise ConfigError(
             f"--shard {number}/{count}: nothing is left for this part of {len(inputs)} inputs; compressed files, "
-            "Parquet and plain text are not divided: use fewer parts, or more and smaller files"
+            "archives, tables, arrays, Parquet and plain text are not divided (but text by --split-on is): use fewer "
+            "parts, or more and smaller files"
         )
     return found
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def _read_lines(path: Path, place: Place, start: int = 0, stop: int | None = None) -> Iterator[Chunk]:
-    """Chunks of whole lines; of an uncompressed file, of those that begin at bytes `start` to `stop` - 1."""
-    name = f"{path} from byte {start:,}" if start else str(path)
-    number = place.records + 1 if place.offset else 1
-    size, consumed, offset, chunk = 0, 0, place.offset or start, []
-    plain = not _ends(path, ".gz", ".zst")
-    # A part begins at the first line that begins in it: after the end of the line that its first byte follows.
-    cut = bool(start) and not place.offset
-    for line, consumed, rest in lines(blocks(path, offset - 1 if cut else offset)):
-        if plain and stop is not None and offset >= stop:
-            break
-        if plain:
-            offset = consumed - rest
-        if cut:
-            cut = False
-            continue
-        chunk.append(line)
-        size += len(line)
-        if size >= CHUNK_BYTES or len(chunk) >= CHUNK_RECORDS:
-            yield Chunk(name, "line", number, chunk, consumed - start, offset=offset)
-            number, size, chunk = number + len(chunk), 0, []
-    if chunk:
-        yield Chunk(name, "line", number, chunk, consumed - start, offset=offset)
-
-
-def _read_text(path: Path) -> Iterator[Chunk]:
-    """One document: the whole file, in parts that end with a newline where there is one.
-
-    Newlines are tokens of their own in our tokenizers, so the parts give the tokens that the whole would give; others
-    may have a token that spans the cut.
-    """
-    rest, split_key, pending, started = b"", None, None, False
-    for block, consumed in blocks(path):
-        rest += block
-        if not started and (beginning := rest.lstrip()):
-            started = True
-            if beginning.startswith(b"{"):
-                _refuse_json_lines(path)
-        if len(rest) < CHUNK_BYTES:
-            continue
-        cut = rest.rfind(b"\n") + 1 or _character_boundary(rest)
-        split_key = split_key or rest[:_HASHED_BYTES]
-        if pending:
-            yield pending
-        pending = Chunk(str(path), "file", 1, [rest[:cut]], consumed, split_key, pending is not None, True)
-        rest = rest[cut:]
-    if pending and not rest:
-        pending.unfinished = False
-        yield pending
-        return
-    if pending:
-        yield pending
-    yield Chunk(str(path), "file", 1, [rest], path.stat().st_size, split_key, pending is not None)
-
-
-def _refuse_json_lines(path: Path) -> None:
-    """ConfigError if the first line with text is a JSON object."""
-    line = next(line for line, *_ in lines(blocks(path)) if line.strip())
-    try:
-        json.loads(line)
-    except ValueError:
-        return
-    suffix = ".jsonl" + (path.suffix if _ends(path, ".gz", ".zst") else "")
-    raise ConfigError(
-        f"{path}: its first line is a JSON object, and a file with this suffix would be one document of plain text: "
-        f"rename it to end in {suffix}, or leave it out with --glob"
-    )
-
-
-def _character_boundary(data: bytes) -> int:
-    """The last position that does not cut a UTF-8 character."""
-    for position in range(len(data) - 1, max(len(data) - 4, 0), -1):
-        if data[position] & 0xC0 != 0x80:
-            return position
-    return len(data)
-
-
-def _read_parquet(path: Path, columns: Sequence[str], optional: Sequence[str], fields: bool) -> Iterator[Chunk]:
-    """Rows are the texts of one column, or with `fields` dicts of these columns, and of optional ones."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            _check_columns(path, columns, names, fields)
-            read = [name for name in (*columns, *optional) if name in names]
-            size, rows = path.stat().st_size, max(file.metadata.num_rows, 1)
-            number = 1
-            for batch in file.iter_batches(batch_size=512, columns=read):
-                done = size * (number - 1 + len(batch)) // rows
-                yield _rows(str(path), batch, number, read, fields, names, done)
-                number += len(batch)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-
-
-def _rows(
-    origin: str, table: Any, number: int, columns: Sequence[str], fields: bool, names: Sequence[str], consumed: int = 0
-) -> Chunk:
-    """A chunk of a table's rows, from row `number` on; names: of all columns of the whole table."""
-    from sagetrain.data.tables import records_in, values_in
-
-    try:
-        records = records_in(table, columns) if fields else values_in(table, columns[0])
-    except ValueError as error:
-        last = number + len(table) - 1
-        raise ConfigError(
-            f"{origin}, rows {number:,} to {last:,}: a column of JSON holds what is none: {error}"
-        ) from error
-    unread = tuple(name for name in names if name not in columns)
-    return Chunk(origin, "row", number, records, consumed, unread=unread)
 
 
 # -- Hugging Face datasets ---------------------------------------------------------------------------------------------
@@ -420,19 +374,19 @@ def _check_parts(name: str, dataset: Any, number: int, count: int) -> None:
         raise ConfigError(f"--shard {number}/{count}: {why}: use at most {there} part{'s' * (there != 1)}{otherwise}")
 
 
-def _read_dataset(
-    name: str, dataset: Any, place: Place, columns: Sequence[str], optional: Sequence[str], fields: bool
-) -> Iterator[Chunk]:
-    """As _read_parquet."""
+def _read_dataset(name: str, dataset: Any, place: Place, wanted: Wanted) -> Iterator[Chunk]:
+    """As read_parquet."""
     names = dataset.column_names  # None: a stream that does not know them yet
-    read = [*columns, *(each for each in optional if each in (names or ()))]
-    if names is not None and set(read) <= set(names):
-        dataset = dataset.select_columns(read)  # other columns may be costly to decode
+    columns, optional = wanted.columns, wanted.optional
+    known = [*columns, *(each for each in optional if each in (names or ()))]
+    if names is not None and set(known) <= set(names):
+        dataset = dataset.select_columns(known)  # other columns may be costly to decode
     number = place.records + 1
     for table in dataset.with_format("arrow").skip(place.records).iter(batch_size=512):
         there = names or table.schema.names
-        _check_columns(name, columns, there, fields)
-        yield _rows(name, table, number, [*columns, *optional] if names is None else read, fields, there)
+        check_columns(name, columns, there, wanted.fields)
+        taken = [*columns, *optional] if names is None else known
+        yield rows_of(name, table, number, taken, wanted.fields, there)
         number += len(table)
 
 
@@ -457,14 +411,14 @@ def _stdlib() -> list[Input]:
     return [Input(STDLIB, lambda place: _read_stdlib(files), sum(path.stat().st_size for path in files), identity)]
 
 
-def _read_stdlib(files: list[Path]) -> Iterator[Chunk]:
+def _read_stdlib(paths: list[Path]) -> Iterator[Chunk]:
     consumed, size, texts, number = 0, 0, [], 1
-    for path in files:
+    for path in paths:
         with tokenize.open(path) as file:  # honours the coding line
             texts.append(file.read())
         size += len(texts[-1])
         consumed += path.stat().st_size
-        if size >= CHUNK_BYTES:
+        if size >= files.CHUNK_BYTES:
             yield Chunk(STDLIB, "row", number, texts, consumed)
             number, size, texts = number + len(texts), 0, []
     texts += [_docstrings(name) for name in sorted(sys.builtin_module_names)]

@@ -1,0 +1,94 @@
+"""Archives, .tar (compressed or not) and .zip, as folders of files that are read one after the other."""
+
+from __future__ import annotations
+
+import re
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.data.blocks import DAMAGED, Content, on_disk, opened
+
+
+def names_in(path: Path) -> dict[str, int]:
+    """The files of an archive with their sizes, in their order; hidden ones and what macOS adds are left out. Reads all
+    of a compressed .tar. ConfigError if it cannot be read."""
+    with _readable(path):
+        if not path.name.lower().endswith(".zip"):
+            return {member.name: member.size for member in _tar(path) if _is_meant(member.name)}
+        with zipfile.ZipFile(path) as file:
+            members = [each for each in file.infolist() if not each.is_dir() and _is_meant(each.filename)]
+    locked = next((each.filename for each in members if each.flag_bits & 1), None)
+    if locked:
+        raise ConfigError(f"{path}: {locked} is encrypted: unpack the archive")
+    return {each.filename: each.file_size for each in members}
+
+
+def members(path: Path, chosen: set[str]) -> Iterator[Content]:
+    """The chosen files of an archive, in their order. Each is read before the next one is asked for."""
+    with _readable(path):
+        if not path.name.lower().endswith(".zip"):
+            yield from _tar_contents(path, chosen)
+            return
+        with open(path, "rb") as raw, zipfile.ZipFile(raw) as file:
+            for each in file.infolist():
+                if each.filename in chosen:
+                    stop = each.header_offset + each.compress_size
+                    yield Content(f"{path}/{each.filename}", partial(file.open, each), lambda _, stop=stop: stop)  # type: ignore[misc]
+
+
+def _tar_contents(path: Path, chosen: set[str]) -> Iterator[Content]:
+    with opened(on_disk(path)) as (raw, read), tarfile.open(fileobj=raw, mode="r|") as tar:
+        for member in _each(tar):
+            if member.name in chosen:
+                yield Content(f"{path}/{member.name}", partial(_extracted, tar, member), lambda _: read())
+
+
+def _extracted(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+    file = tar.extractfile(member)
+    assert file is not None, "it is a file (_each)"
+    return file
+
+
+def _tar(path: Path) -> Iterator[tarfile.TarInfo]:
+    with opened(on_disk(path)) as (raw, _), tarfile.open(fileobj=raw, mode="r|") as tar:
+        yield from _each(tar)
+
+
+def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    while member := tar.next():
+        if member.isfile():
+            yield member
+        tar.members.clear()  # type: ignore[attr-defined]  # it would remember all
+
+
+def _is_meant(name: str) -> bool:
+    parts = PurePosixPath(name).parts
+    return not any(part.startswith(".") or part == "__MACOSX" for part in parts)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (NotImplementedError, *DAMAGED) as error:  # the former for a compression that zipfile does not know
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def matches(name: str, glob: str) -> bool:
+    """Whether the path of a file in an archive matches a pattern as Path.glob takes it: ** stands for any folders."""
+    pattern = re.sub(
+        r"\*\*/|\*\*|\*|\?|\[!?[^]]+\]|.",
+        lambda part: {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(part[0]) or _literal(part[0]),
+        glob.removeprefix("./"),
+    )
+    return re.fullmatch(pattern, "/".join(PurePosixPath(name).parts)) is not None
+
+
+def _literal(part: str) -> str:
+    return part.replace("[!", "[^", 1) if len(part) > 1 else re.escape(part)

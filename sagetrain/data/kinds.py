@@ -1,0 +1,129 @@
+"""What a file is: by its name, which says how it is read, and by its first bytes, which may contradict the name."""
+
+from __future__ import annotations
+
+import os
+import re
+from enum import Enum
+
+from sagetrain.config.errors import ConfigError
+
+HEAD = 1 << 12
+"""Bytes that are looked at."""
+_SHORT = {".tgz": ".tar.gz", ".tbz": ".tar.bz2", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+
+
+class Kind(Enum):
+    """How a file is read."""
+
+    LINES = "JSON lines"
+    JSON = "a JSON array or JSON lines"
+    PARQUET = "Parquet"
+    TABLE = "a table"
+    ARCHIVE = "an archive"
+    TEXT = "plain text"
+
+
+_BY_SUFFIX = {
+    **dict.fromkeys((".jsonl", ".ndjson"), Kind.LINES),
+    ".json": Kind.JSON,
+    ".parquet": Kind.PARQUET,
+    **dict.fromkeys((".csv", ".tsv"), Kind.TABLE),
+    **dict.fromkeys((".tar", ".zip"), Kind.ARCHIVE),
+}
+_UNPACK = "convert it to text or .jsonl, or leave it out with --glob"
+# Of files that are no text: what they begin with -> what they are, and what to do.
+_BINARY = {
+    rb"\x1f\x8b": ("compressed with gzip", "rename it so that it ends in .gz"),
+    rb"BZh\d1AY&SY": ("compressed with bzip2", "rename it so that it ends in .bz2"),
+    rb"\xfd7zXZ\0": ("compressed with xz", "rename it so that it ends in .xz"),
+    rb"\x28\xb5\x2f\xfd": ("compressed with Zstandard", "rename it so that it ends in .zst"),
+    rb"\x04\x22\x4d\x18": ("compressed with LZ4", "unpack it (lz4 -d)"),
+    rb"\x1f\x9d": ("compressed with compress", "unpack it (uncompress)"),
+    rb"7z\xbc\xaf\x27\x1c": ("a 7-Zip archive", "unpack it, or pack it as .tar or .zip"),
+    rb"Rar!\x1a\x07": ("a RAR archive", "unpack it, or pack it as .tar or .zip"),
+    rb"PK(\x03\x04|\x05\x06)": (
+        "a ZIP archive (Office documents, EPUB and NumPy's .npz are that, too)",
+        "rename it so that it ends in .zip if it holds text files, or convert it to text",
+    ),
+    rb"(?s:.{257})ustar": ("a tar archive", "rename it so that it ends in .tar"),
+    rb"PAR1": ("Parquet", "rename it so that it ends in .parquet"),
+    rb"ARROW1": ("an Arrow file", "write it as Parquet"),
+    rb"ORC": ("an ORC table", "write it as Parquet"),
+    rb"Obj\x01": ("an Avro table", "write it as Parquet"),
+    rb"SQLite format 3\0": ("an SQLite database", "export its texts as .csv or .jsonl"),
+    rb"\x89HDF": ("an HDF5 file", _UNPACK),
+    rb"\x93NUMPY": ("a NumPy array", "token files come from `sagetrain prepare` alone: give it the text"),
+    rb"MMIDIDX\0": ("the index of a token file", "it is prepared: give it to data.train[].path"),
+    rb"\x80[\x02-\x05]": ("a pickle", _UNPACK),
+    rb"\x89PNG|\xff\xd8\xff|GIF8|II\*\0|MM\0\*|RIFF....WEBP": ("a picture", _UNPACK),
+    rb"OggS|fLaC|ID3|RIFF....WAVE|....ftyp|\x1a\x45\xdf\xa3": ("sound or video", _UNPACK),
+    rb"\xd0\xcf\x11\xe0": ("an Office document", _UNPACK),
+    rb"\x7fELF|MZ|\xca\xfe\xba\xbe|\0asm": ("a program", _UNPACK),
+    rb"\xff\xfe|\xfe\xff": ("UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8"),
+}
+# The same of files whose text is not the text that they hold.
+_MARKED_UP = {
+    rb"%PDF-": ("a PDF document", _UNPACK),
+    rb"\{\\rtf": ("an RTF document", _UNPACK),
+    rb"%!PS": ("a PostScript document", _UNPACK),
+    rb"WARC/\d": (
+        "a web archive (WARC, WET or WAT), whose headers are no text",
+        "extract the texts of its records into .jsonl (warcio reads it, trafilatura takes the text out of pages)",
+    ),
+    rb"\s*<mediawiki\b": (
+        "a dump of a wiki, with its markup and its history",
+        "extract the articles into .jsonl (wikiextractor --json), or take the dataset wikimedia/wikipedia",
+    ),
+}
+
+
+def compression(name: str | os.PathLike[str]) -> str:
+    """How a file is compressed by its name: .gz, .bz2, .xz, .zst, or nothing."""
+    suffix = os.path.splitext(_in_full(name))[1]
+    return suffix if suffix in _COMPRESSED else ""
+
+
+def kind_of(name: str | os.PathLike[str]) -> Kind:
+    """How a file is read by its name, which may be in capitals."""
+    path = _in_full(name).removesuffix(compression(name))
+    return _BY_SUFFIX.get(os.path.splitext(path)[1], Kind.TEXT)
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name has the suffix of a file that is read in some way, so that it is hardly that of a dataset."""
+    return kind_of(name) is not Kind.TEXT or bool(compression(name)) or _in_full(name).endswith(".txt")
+
+
+def _in_full(name: str | os.PathLike[str]) -> str:
+    path, suffix = os.path.splitext(os.fspath(name).lower())
+    return path + _SHORT.get(suffix, suffix)
+
+
+def check_head(name: str, head: bytes) -> None:
+    """Look at the first decompressed bytes of a file that is read as lines, JSON, a table or plain text.
+
+    Raises:
+        ConfigError: it is something else, by what it begins with; the message says what to do.
+    """
+    for begin, (what, fix) in _MARKED_UP.items():
+        if re.match(begin, head):
+            raise ConfigError(f"{name}: is {what}; {fix}")
+    if _is_text(head):
+        return
+    for begin, (what, fix) in _BINARY.items():
+        if re.match(begin, head, re.DOTALL):
+            raise ConfigError(f"{name}: is {what}; {fix}")
+    if b"\0" in head and kind_of(name) is not Kind.LINES:  # a line of zeros may be left out with --skip-bad-lines
+        raise ConfigError(f"{name}: holds bytes of zero, as no text does; {_UNPACK}")
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether these are characters of UTF-8; the last one may be cut."""
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 3:
+            return False
+    return b"\0" not in head
