@@ -233,7 +233,9 @@ def test_arguments_that_are_refused(capsys, words: list[object], said: str) -> N
 
 
 @pytest.mark.parametrize(("run_dir", "said"), [
-    ("file", "file: File exists"), ("file/run", "file/run: Not a directory"), ("/proc/none/run", "/proc/none"),
+    ("file", "file is no folder that can be written to [run_dir]"),
+    ("file/run", "file is no folder that can be written to [run_dir]"),
+    ("/proc/none/run", "/proc/none/run cannot be used: /proc/none"),
 ])  # fmt: skip
 def test_a_run_dir_that_cannot_be_used_is_one_line(corpus: Path, tmp_path: Path, run_dir: str, said: str) -> None:
     (tmp_path / "file").write_text("")
@@ -241,5 +243,5 @@ def test_a_run_dir_that_cannot_be_used_is_one_line(corpus: Path, tmp_path: Path,
     config = write_config(tmp_path / "run.yaml", corpus, folder)
     done = sagetrain("train", "--config", config)
     assert done.returncode == 2
-    assert f"error: training.run_dir {folder} cannot be used: " in done.stderr and said in done.stderr
+    assert "error: " in done.stderr and str(folder) in done.stderr and said in done.stderr
     assert "Traceback" not in done.stderr

@@ -441,9 +441,10 @@ def megabytes(path: str, model: str, out: str) -> float:
     return peak_of(lambda: quiet([path], out, tokenizer=model)) / size
 
 
-def test_a_long_line_takes_a_few_times_its_bytes(tmp_path, model):
-    """As a whole it took 34 times as many with this tokenizer, and 124 times with a tokenizer.json."""
+def test_a_long_line_takes_a_few_times_its_bytes(tmp_path):
+    """As a whole it took 124 times as many; a line of 32 MB takes 6 times as many."""
+    huggingface(pre_tokenizers.ByteLevel(add_prefix_space=False), tmp_path / "t")
     path = write_jsonl(tmp_path / "a.jsonl", [" ".join(make_texts(300)) * 27])
     assert path.stat().st_size > 2_000_000
-    (found,) = run_distributed(megabytes, 1, str(path), str(model), str(tmp_path / "x"))
-    assert found < 15
+    (found,) = run_distributed(megabytes, 1, str(path), f"{tmp_path}/t/tokenizer.json", str(tmp_path / "x"))
+    assert found < 40
