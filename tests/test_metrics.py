@@ -98,14 +98,20 @@ def test_a_log_gets_one_line_a_step_and_no_carriage_return(tmp_path: Path, capsy
     )
 
 
-def test_a_terminal_gets_a_bar_that_nothing_is_glued_to(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(("columns", "tokens", "total", "rate"), [
+    (120, 500, 1000, 100.0), (80, 500, 1000, 100.0), (80, 499_999_999_999, 999_999_999_999, 12_345_678.9),
+])  # fmt: skip
+def test_a_terminal_gets_a_bar_that_nothing_is_glued_to_and_no_number_is_cut_from(
+    tmp_path: Path, monkeypatch, columns: int, tokens: int, total: int, rate: float
+) -> None:
     leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", 40, 120, 0, 0))
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", 40, columns, 0, 0))
     with os.fdopen(follower, "w") as terminal, monkeypatch.context() as patched:
         patched.setattr("sys.stderr", terminal)
-        writer = MetricsWriter(tmp_path, 0, 0, 1000, tensorboard=False)
+        writer = MetricsWriter(tmp_path, 0, 0, total, tensorboard=False)
+        writer._bar.start_t -= 3600 * 99  # the run has been going on for days
         time.sleep(0.2)  # more than the bar's pause
-        writer.progress(1, 500, 5.0, 1e-3, 100.0)
+        writer.progress(1, tokens, 12.3456, 1e-3, rate)
         writer.say("saved step-00000001")
         writer.close()
         terminal.write("error: what comes next\n")
@@ -114,7 +120,9 @@ def test_a_terminal_gets_a_bar_that_nothing_is_glued_to(tmp_path: Path, monkeypa
         while "comes next" not in shown:
             shown += os.read(leader, 100_000).decode()
     os.close(leader)
-    assert "50%" in shown and "loss=5.0000" in shown
+    assert f"{100 * tokens / total:.0f}%" in shown
+    assert re.search(r"\[99:00:00<\d\d:\d\d:\d\d, loss 12.3456, lr 1.00e-03, [\d.]+M? tok/s\]", shown)
+    assert all(len(line) <= columns for line in re.split(r"[\r\n]", shown))
     # What stands on each line in the end: a carriage return goes back to its beginning.
     lines = [re.split("\r", line.rstrip("\r"))[-1].replace("\x1b[A", "") for line in shown.split("\n")]
     assert {"saved step-00000001", "error: what comes next"} <= set(lines)

@@ -39,6 +39,10 @@ def memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+_BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+"""The progress bar. Its longest line fits 80 columns, with four left for the bar itself."""
+
+
 class Throughput:
     """Tokens and FLOPs per second of training alone: evaluation and saving stop the clock."""
 
@@ -100,9 +104,9 @@ class MetricsWriter:
             self._bar = tqdm(
                 total=total_tokens,
                 initial=min(tokens, total_tokens),
-                unit="tok",
                 unit_scale=True,
                 dynamic_ncols=True,
+                bar_format=_BAR,
             )
 
     def write(self, step: int, tokens: int, values: dict[str, float | None]) -> None:
@@ -136,8 +140,8 @@ class MetricsWriter:
                 f"step {step} | {tokens:,} tokens | loss {loss:.4f} | lr {lr:.2e} | {rate:,.0f} tokens/s | {left} left"
             )
         else:
-            shown = {"loss": f"{loss:.4f}", "lr": f"{lr:.2e}", "tok_s": f"{rate:,.0f}"}
-            self._bar.set_postfix(shown, refresh=False)
+            shown = f"loss {loss:.4f}, lr {lr:.2e}, {tqdm.format_sizeof(rate)} tok/s"
+            self._bar.set_postfix_str(shown, refresh=False)
             self._bar.update(min(tokens, self._total) - self._bar.n)
 
     def say(self, text: str) -> None:

@@ -15,6 +15,7 @@ import platform
 import secrets
 import socket
 import sys
+import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -275,7 +276,7 @@ def idle_gpus(rows: list[Row]) -> list[str]:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """The lines of the start-up table: one for a host, and one for what all of them have in common."""
+    """The lines of the start-up table: one for a host, and after them what all of them have in common."""
     cells = [("host", "ranks", "data parallel", "context parallel", "tensor parallel", "devices")]
     for host, members in by_host(rows).items():
         devices = dict.fromkeys(row["device"] for row in members)
@@ -290,11 +291,13 @@ def table(rows: list[Row]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     first = rows[0]
-    common = [f"{name} {text}" for name, text in first["versions"].items()]
-    common += [f"configuration {hashlib.sha256(json.dumps(first['configuration']).encode()).hexdigest()[:12]}"]
-    common += [f"{name} {text}" for name, text in first["files"].items()]
+    configuration = hashlib.sha256(json.dumps(first["configuration"]).encode()).hexdigest()[:12]
     whose = "" if not disagreements(rows) else f" ({first['host']})"
-    return [*lines, f"versions and hashes{whose}: {', '.join(common)}"]
+    hashes = {"configuration": configuration, **first["files"]}
+    for what, common in (("versions", first["versions"]), ("hashes", hashes)):
+        said = f"{what}{whose}: {', '.join(f'{name} {text}' for name, text in common.items())}"
+        lines += textwrap.wrap(said, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return lines
 
 
 def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[str, str]) -> Row:

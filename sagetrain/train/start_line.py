@@ -1,4 +1,4 @@
-"""The line with which a run begins: what it resolved its settings to."""
+"""The lines with which a run begins: what it resolved its settings to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sagetrain.train.engine import Engine
 
 
 def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, reasons: tuple[str, str, str]) -> str:
-    """Say what runs and where.
+    """Say what runs and where, a line for each choice.
 
     Args:
         vocab_size: padded.
@@ -27,10 +27,14 @@ def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, 
     if groups.tp_group is not None and groups.tp_size > 1:
         how = " by copies" if groups.tp_group.group_name in copies.connected else ""
         how += " in halves" if model.overlap else ""
-        how += f" ({halves})" if halves else ""
     context = f" x context parallel {groups.cp_size}" if groups.cp_size > 1 else ""
-    return (
+    lines = [
         f"sagetrain {__version__}: {size:,} parameters, {dist.get_world_size()} ranks (tensor parallel "
         f"{groups.tp_size}{how}{context} x data parallel {groups.dp_size}), ZeRO {engine.stage}, {cfg.training.dtype}, "
-        f"torch.compile {'on' if compiled else 'off'}, attention {attention}, linear layers {linear}"
-    )
+        f"torch.compile {'on' if compiled else 'off'}",
+        f"  attention {attention}",
+        f"  linear layers {linear}",
+    ]
+    if groups.tp_size > 1 and halves:
+        lines.append(f"  tensor_parallel_overlap {'on' if model.overlap else 'off'} ({halves})")
+    return "\n".join(lines)
