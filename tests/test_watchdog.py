@@ -19,7 +19,7 @@ import tiny
 from distributed import run_distributed
 from forked import PATIENCE
 from sagetrain.train import guard
-from sagetrain.train.guard import HANG_EXIT_CODE, Watchdog, collectives_under_way
+from sagetrain.train.guard import HANG_EXIT_CODE, StopSignal, Watchdog, collectives_under_way
 
 
 def one_rank_stays_away(folder: str) -> None:
@@ -115,3 +115,21 @@ def test_stacks_of_an_earlier_run_end_nothing(tmp_path: Path) -> None:
             time.sleep(0.01)
         folder.mkdir()
         assert ended.wait(PATIENCE)
+
+
+@pytest.mark.parametrize(("rank", "launcher", "said"), [
+    ("0", False, "SIGINT: the run saves a checkpoint and stops; a second Ctrl-C ends it at once\n"),
+    ("0", True, "SIGINT: the run saves a checkpoint and stops; a second Ctrl-C ends it at once "
+                "(a traceback that follows is the launcher's)\n"),
+    ("1", True, ""),
+])  # fmt: skip
+def test_ctrl_c_is_answered_at_once_before_the_launchers_traceback(monkeypatch, capfd, rank, launcher, said) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(guard, "_launchers", lambda: (os.getppid(),) * launcher)
+    stop = StopSignal()
+    stop._ask(signal.SIGINT, None)
+    stop._ask(signal.SIGTERM, None)  # of the launcher, to all ranks
+    assert capfd.readouterr().err == said and stop.name == "SIGINT"
+    with pytest.raises(KeyboardInterrupt):
+        stop._ask(signal.SIGINT, None)

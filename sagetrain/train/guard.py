@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,7 +31,10 @@ class TrainingError(RuntimeError):
 
 
 class StopSignal:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask for a checkpoint and a clean exit; a second Ctrl-C ends the run at once."""
+    """SIGTERM, SIGUSR1 and Ctrl-C ask for a checkpoint and a clean exit; a second Ctrl-C ends the run at once.
+
+    The first rank says so at once: a launcher that hears of Ctrl-C, too, prints a traceback of its own then.
+    """
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -40,6 +44,13 @@ class StopSignal:
     def _ask(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT and self.name == "SIGINT":
             raise KeyboardInterrupt
+        if self.name is None and os.environ.get("RANK", "0") == "0":
+            said = f"{signal.Signals(number).name}: the run saves a checkpoint and stops"
+            if number == signal.SIGINT:
+                said += "; a second Ctrl-C ends it at once"
+                said += " (a traceback that follows is the launcher's)" * bool(_launchers())
+            with suppress(OSError):  # not print, which may be what the signal has interrupted
+                os.write(2, f"{chr(10) * sys.stderr.isatty()}{said}\n".encode())
         self.name = self.name or signal.Signals(number).name
 
 
