@@ -2,7 +2,8 @@
 
 Text that every machine with Python has (the standard library's own sources and docstrings) becomes token files; two
 processes (tensor parallel) train on it through the deepspeed launcher with INT8 attention, are stopped in the middle
-with SIGTERM, and continue; then the model is evaluated and writes a few tokens. Runs on the CPU, GPU or not.
+with SIGTERM, and continue; then the model is evaluated and writes a few tokens, and a page shows how it went. Runs on
+the CPU, GPU or not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,13 +22,22 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 RUN_DIR, DATA_DIR = Path("runs/quickstart"), Path("runs/quickstart-data")
 CONFIG = "configs/quickstart.yaml"
+PAGE = RUN_DIR / "report.html"
 PREPARE = f"sagetrain prepare python-stdlib --output {DATA_DIR}/train --vocab-size 2048 --valid-fraction 0.02"
 TRAIN = f"deepspeed --num_accelerators 2 --module sagetrain train {CONFIG}"
+NEXT = {
+    f'sagetrain generate {RUN_DIR} "import " --max-tokens 60': "what the model makes of other beginnings",
+    f"tensorboard --logdir {RUN_DIR}": "the same curves while a run goes on",
+    "sagetrain doctor": "what this machine has and lacks for training",
+    "sagetrain config 325m > my.yaml": "a model for a GPU; docs/first-run.md goes through a run on text of your own",
+}
+"""Commands and what they are for."""
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
@@ -38,9 +49,23 @@ ENVIRONMENT = {
 console = Console()
 
 
+def typed(command: str) -> str:
+    """A command as it runs in the shell that started this: with the folder of its program, if that is not on PATH."""
+    program = command.split()[0]
+    found = shutil.which(program)
+    if found and Path(found).parent == BIN:
+        return command
+    return f"{BIN.relative_to(ROOT) if BIN.is_relative_to(ROOT) else BIN}/{command}"
+
+
+def show(text: str, style: str = "") -> None:
+    """Print a line whole: a terminal wraps it by itself, and it is copied in one piece."""
+    console.print(Text(text, style), soft_wrap=True)
+
+
 def start(command: str) -> subprocess.Popen:
     """Show a command and start it from the repository's root."""
-    console.print(f"\n[bold green]$ {command}")
+    show(f"\n$ {typed(command)}", "bold green")
     return subprocess.Popen(shlex.split(command), cwd=ROOT, env={**os.environ, **ENVIRONMENT}, start_new_session=True)
 
 
@@ -131,7 +156,13 @@ def main() -> None:
     console.print(loss_table())
     run(f"sagetrain eval {RUN_DIR}")
     run(f'sagetrain generate {RUN_DIR} "def read(self, " --max-tokens 60')
-    console.print(f"\nAll of it took {time.perf_counter() - begin:.0f} s. TensorBoard: tensorboard --logdir {RUN_DIR}")
+    run(f"sagetrain report {RUN_DIR} -o {PAGE}")
+    show(f"\nAll of it took {time.perf_counter() - begin:.0f} s. Its curves and samples, for your browser:", "bold")
+    show(f"  {(ROOT / PAGE).as_uri()}")
+    show(f"Next, in {ROOT}:", "bold")
+    for command, what in NEXT.items():
+        show(f"  {typed(command)}", "green")
+        show(f"      {what}")
 
 
 if __name__ == "__main__":
