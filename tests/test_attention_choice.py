@@ -94,13 +94,6 @@ def test_sage_after_another_backend_has_its_recipe_chosen(folder) -> None:
     assert chosen_from == [AttentionConfig()] and found.recipe == "fine"
 
 
-def test_checkpoints_from_before_there_was_a_record(folder) -> None:
-    assert settled({}, folder(None, SAGE_SCORES))[0].recipe == "scores"
-    assert settled({"backend": "auto"}, folder(None, SDPA))[0].backend == "sdpa"
-    found, _, chosen_from = settled({"backend": "auto"}, folder(None, {"backend": "auto", "recipe": "scores"}))
-    assert len(chosen_from) == 1 and found.recipe == "fine"
-
-
 def test_what_cannot_run_any_more_is_chosen_anew_and_said(folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sagetrain.model.selection.find_flash", lambda device: None)
     found, _, heard = settled({"backend": "auto"}, folder({"backend": "flash", "recipe": "fine"}))

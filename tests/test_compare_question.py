@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runs import write_config
-from sagetrain.compare.question import Job, asked, completed
+from sagetrain.compare.question import Job, asked
 from sagetrain.compare.results import Results, together
 from sagetrain.config import ConfigError
 
@@ -185,9 +185,3 @@ def test_pairs_part_where_the_baseline_saves(base: Path) -> None:
     both = [*last, "checkpoint.keep_every_tokens=1000"]
     with pytest.raises(ConfigError, match=r"keep_every_tokens 1,000: the baseline keeps what --branch 6,900 needs by"):
         question(base, variants=[PAPER], overrides=both, branch=6900).check()
-
-
-def test_settings_of_before_there_were_8_bits_are_those_of_16(base: Path) -> None:
-    settings = question(base, overrides=["linear.precision=bf16"], variants=[PAPER]).settings()["/paper"]
-    earlier = {key: value for key, value in settings.items() if not key.startswith("linear.")}
-    assert len(earlier) < len(settings) and completed(earlier) == settings

@@ -333,13 +333,8 @@ def test_a_run_that_continues_keeps_what_it_had(folder, card) -> None:
     found, why, heard = settled(AUTO, folder(wide))
     assert found.precision == "bf16" and "as the run had it" in why and heard == []
     assert settled(SIXTEEN_BITS, folder(ROWWISE)) == (SIXTEEN_BITS, "", [])
-    fp8 = {**ROWWISE, "precision": "fp8", "recipe": "tensorwise"}  # which auto was once, or the name before
+    fp8 = {**ROWWISE, "precision": "fp8", "recipe": "tensorwise"}  # the name that was given before
     assert settled(AUTO, folder(fp8))[0] == AUTO.model_copy(update=fp8)
-    old = LinearConfig.model_validate({"precision": "auto", "recipe": "auto"})
-    assert settled(old, folder(fp8))[0] == AUTO.model_copy(update=fp8) and old == AUTO
-    # From before it was recorded: as was asked for, or the default.
-    assert settled(AUTO, folder(None, {"precision": "fp8"}))[0].precision == "fp8"
-    assert settled(AUTO, folder(None))[0].precision == "bf16"
 
 
 def test_what_is_named_beside_auto_holds_when_a_run_continues(folder, card) -> None:

@@ -215,7 +215,7 @@ class Question:
             tree["band"],
             tuple(tree["allow"]),
             tree["first_seed"],
-            tree.get("branch", 0),  # folders of before 2026-11-24 have none
+            tree["branch"],
         )
 
 
@@ -295,24 +295,6 @@ def _timed(cfg: RunConfig) -> Iterator[str]:
                 f"{key} auto is timed when a run begins, and runs of one variant may not come to the same: name it "
                 f"({key}={name}, say)"
             )
-
-
-def completed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What Question.settings has of one run, as an earlier version wrote it, with the keys that have come since."""
-    # Before there were 8-bit linear layers all were in 16 bits, which the default is no more.
-    nested: dict[str, Any] = {"training": {"run_dir": "any"}, "linear": {"precision": "bf16"}}
-    for key, value in settings.items():
-        *sections, name = key.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
-    branch = nested.pop(BRANCH, None)
-    try:
-        tree = flat(RunConfig.model_validate(nested).model_dump(mode="json"))
-    except ValueError:  # keys that have gone since
-        return dict(settings)
-    return {key: tree[key] for key in tree if key not in OWN} | ({BRANCH: branch} if branch else {})
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sagetrain.compare import records
-from sagetrain.compare.question import Job, Question, Setting, completed, differences
+from sagetrain.compare.question import Job, Question, Setting, differences
 from sagetrain.compare.records import Record
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.token_file import write_atomic
@@ -92,8 +92,7 @@ def load(folder: Path) -> Results:
         tree = json.loads(path.read_text())
         question = Question.from_json(tree["question"])
         calls = [Call(**call) for call in tree["calls"]]
-        settings = {name: completed(each) for name, each in tree["settings"].items()}
-        result = Results(question, settings, tree["parameters"], tree["data_tokens"], calls)
+        result = Results(question, tree["settings"], tree["parameters"], tree["data_tokens"], calls)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{folder}: holds no {QUESTION}: name folders that sagetrain compare has written") from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -64,7 +64,7 @@ class OpenRun:
     @property
     def text_prefix(self) -> list[int]:
         """As of TrainedRun."""
-        return text_prefix(self.reader.manifest["state"], self.tokenizer)
+        return text_prefix(self.reader.manifest["state"])
 
     @property
     def end_tokens(self) -> list[int]:

@@ -45,7 +45,7 @@ def samples_while_training(
 def while_training(engine: Engine, began: Mapping[str, Any], tokenizer: Tokenizer, trained: Trained) -> TrainedRun:
     """The model that trains as one that generates, with what a checkpoint records of its texts (`began`)."""
     run = trained(cast(Transformer, engine.module), tokenizer)
-    return replace(run, text_prefix=text_prefix(began, tokenizer), end_tokens=end_tokens(began))
+    return replace(run, text_prefix=text_prefix(began), end_tokens=end_tokens(began))
 
 
 def completed(run: TrainedRun, alive: Alive, prompts: Sequence[str], sampling: Sampling) -> list[str]:

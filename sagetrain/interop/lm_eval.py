@@ -187,7 +187,7 @@ def tasks_while_training(
     tokenizer = Tokenizer.load(find_tokenizer(data))
 
     def ask(engine: Engine, began: Mapping[str, Any], alive: Alive) -> dict[str, float]:
-        prefix = text_prefix(began, tokenizer)
+        prefix = text_prefix(began)
 
         def forward(batch: Batch) -> Tensor:
             alive()

@@ -201,5 +201,4 @@ class QuantNoise:
         return {"averages": self._averages}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        kept = state.get("averages", {}).items()  # three numbers each in checkpoints of before: of sums, not of shares
-        self._averages = {layer: list(average) for layer, average in kept if len(average) == 2}
+        self._averages = {layer: list(average) for layer, average in state.get("averages", {}).items()}

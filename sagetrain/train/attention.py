@@ -16,9 +16,9 @@ from sagetrain.train import checkpoint
 
 
 def recorded(folder: Path, section: str) -> dict[str, Any]:
-    """What the run of a checkpoint had of a section of its configuration."""
+    """Return what the run of a checkpoint had of a section of its configuration."""
     state: dict[str, dict[str, Any]] = checkpoint.read_manifest(folder)["state"]
-    if section not in state:  # written when it was not recorded: as was asked for
+    if section not in state:  # an import decides nothing: as its configuration asks
         state = yaml.safe_load((folder / "config.yaml").read_text())
     return state.get(section, {})
 

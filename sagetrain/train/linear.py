@@ -19,13 +19,12 @@ NAMES = ("precision", "recipe", "keep_layers_below")
 
 def kept(asked: LinearConfig, folder: Path) -> LinearConfig:
     """What is asked for, with `auto` as the run of a checkpoint has it: what a layer gained on some day should not
-    change a run's arithmetic. A recipe that is named beside it, and a larger keep_layers_below, hold; in fp8, which
-    `auto` was once, it is the recipe that the run had."""
+    change a run's arithmetic. A recipe that is named beside it, and a larger keep_layers_below, hold."""
     if asked.precision != "auto":
         return asked
-    before = _of(folder)
+    before = LinearConfig(**recorded(folder, "linear"))
     below = max(asked.keep_layers_below, before.keep_layers_below)
-    recipe = before.recipe if before.precision == "fp8" else asked.recipe
+    recipe = before.recipe if before.precision == "fp8" else asked.recipe  # int8 has no recipe tensorwise
     return asked.model_copy(update={"precision": before.precision, "recipe": recipe, "keep_layers_below": below})
 
 
@@ -68,17 +67,12 @@ def settle(
     return settled, why
 
 
-def _of(folder: Path) -> LinearConfig:
-    """What the run of a checkpoint had; before there were 8-bit layers, 16 bits."""
-    return LinearConfig(**{"precision": "bf16", **recorded(folder, "linear")})
-
-
 def _compare(
     settled: LinearConfig, model: ModelConfig, folder: Path, tensor_parallel_size: int, say: Callable[[str], None]
 ) -> None:
     """Say which layers multiply in 8 bits where another tensor-parallel size changes that: what decides is a rank's
     sizes."""
-    before = _of(folder)
+    before = LinearConfig(**recorded(folder, "linear"))
     sizes = recorded(folder, "parallel").get("tensor_parallel_size", 1), tensor_parallel_size
     was, now = (
         [name for name, layer in model.linear_layers(size).items() if linear.takes(layer)]

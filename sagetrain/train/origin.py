@@ -15,7 +15,6 @@ from sagetrain.config.load import flat
 from sagetrain.config.rules.data import CHAT_TEMPLATE, TEXT_PREFIX
 from sagetrain.config.schema import TrainingConfig
 from sagetrain.data.token_file import write_atomic
-from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.train import checkpoint
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.engine import Engine
@@ -109,13 +108,12 @@ def end_tokens(state: Mapping[str, Any]) -> list[int]:
     return [] if given is None else [given] if isinstance(given, int) else [*given]
 
 
-def text_prefix(state: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int]:
-    """Tokens before a text that is scored or continued, as a checkpoint records them. Those of earlier versions do not:
-    where their weights were imported, by whatever runs, what the tokenizer puts there."""
+def text_prefix(state: Mapping[str, Any]) -> list[int]:
+    """Return the tokens before a text that is scored or continued, as a checkpoint records them."""
     for record in (state, state.get("init_from") or {}):
         if (prefix := record.get(TEXT_PREFIX)) is not None:
             return list(prefix)
-    return tokenizer.prefix if tokenizer and generation_settings(state) else []
+    return []
 
 
 def chat_template(state: Mapping[str, Any]) -> Any:

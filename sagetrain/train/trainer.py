@@ -152,7 +152,7 @@ class Trainer:
             self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
             self.engine = self._build_engine()
             self._resume(found, damaged)
-        self.text_prefix = self.text_prefix or origin.text_prefix({"init_from": self.origin}, tokenizer)
+        self.text_prefix = self.text_prefix or origin.text_prefix({"init_from": self.origin})
         if self.main and tokenizer:  # `sagetrain generate` needs nothing but the run folder
             write_atomic(self.folder.path / tokenizer.file_name, tokenizer.model)
         self.saver = Saver(

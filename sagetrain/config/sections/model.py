@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LinearSizes
 from sagetrain.config.sections.base import Section
@@ -129,13 +129,6 @@ class LinearConfig(Section):
     keep_last_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """In this last part of training.total_tokens all linear layers are in 16 bits: the model is finished as it will be
     evaluated and exported. Default: 8 bits to the end."""
-
-    @field_validator("recipe", mode="before")
-    @classmethod
-    def _of_earlier_runs(cls, recipe: object) -> object:
-        """Runs that were trained with recipe `auto`, a choice among fp8's, have it in their files; what was chosen is
-        in their checkpoints."""
-        return "rowwise" if recipe == "auto" else recipe
 
     @property
     def low_bit(self) -> bool:
