@@ -19,7 +19,7 @@ from sagetrain.parallel.layers import shard
 from sagetrain.parallel.rng import named_generator, rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.train.checkpoint import KINDS
-from sagetrain.train.engine import ParameterShard
+from sagetrain.train.masters import ParameterShard
 
 SHAPE = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_theta": 500.0}
 

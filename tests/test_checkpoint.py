@@ -19,7 +19,7 @@ from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train import checkpoint, saver
 from sagetrain.train.checkpoint import KINDS, CheckpointError, Reader
-from sagetrain.train.engine import ParameterShard
+from sagetrain.train.masters import ParameterShard
 
 # world -> (tensor parallel, context parallel, ZeRO stage)
 LAYOUTS = {

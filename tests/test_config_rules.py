@@ -2,8 +2,10 @@
 """Combinations that cannot run are found before any process group starts, each with its numbers and a way out."""
 
 import re
+from pathlib import Path
 
 import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from sagetrain.config import Finding, RunConfig
 from sagetrain.config.arithmetic import padded_vocab_size, token_multiple
@@ -11,6 +13,7 @@ from sagetrain.config.check import check
 from sagetrain.config.load import load_config
 from sagetrain.config.rules import fit
 from sagetrain.config.rules.data import repeats
+from sagetrain.config.rules.engine import PROVEN
 from sagetrain.train.engine import deepspeed_config
 
 
@@ -346,11 +349,43 @@ CASES = [
     ),
     (
         {"deepspeed": {"comm_logger": {}}}, 1,
-        "deepspeed_unknown", "warning", "deepspeed.comm_logger", "DeepSpeed ignores misspelt ones", "did you mean comms_logger?",
+        "deepspeed_unknown", "error", "deepspeed.comm_logger", "some spoil checkpoints", "did you mean comms_logger?",
     ),
     (
-        {"deepspeed": {"qwertz": {}}}, 1,
-        "deepspeed_unknown", "warning", "deepspeed.qwertz", "DeepSpeed ignores misspelt ones", "documentation",
+        {"deepspeed": {"gradient_predivide_factor": 2.0}}, 1,
+        "deepspeed_unknown", "error", "deepspeed.gradient_predivide_factor", "some spoil checkpoints", "docs/gradients.md",
+    ),
+    (
+        {"deepspeed": {"zero_optimization": {"overlap_com": True}}}, 1,
+        "deepspeed_unknown", "error", "deepspeed.zero_optimization.overlap_com", "some spoil checkpoints", "did you mean overlap_comm?",
+    ),
+    (
+        {"deepspeed": {"zero_optimization": {"qwertz": 1}}}, 1,
+        "deepspeed_unknown", "error", "deepspeed.zero_optimization.qwertz", "some spoil checkpoints", "remove it",
+    ),
+    (
+        {"deepspeed": {"zero_optimization": {"round_robin_gradients": True}}}, 1,
+        "deepspeed_unsupported", "error", "deepspeed.zero_optimization.round_robin_gradients", "each other's names", "remove it",
+    ),
+    (
+        {"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 8}}}, 1,
+        "deepspeed_unsupported", "error", "deepspeed.zero_optimization.zero_hpz_partition_size", "second copy", "parallel.zero_stage 1",
+    ),
+    (
+        {"deepspeed": {"zero_optimization": {"reduce_scatter": "maybe"}}}, 1,
+        "deepspeed_type", "error", "deepspeed.zero_optimization.reduce_scatter", "true or false", "true or false",
+    ),
+    (
+        {"deepspeed": {"timers": {"throughput": {"enabled": 1}}}}, 1,
+        "deepspeed_type", "error", "deepspeed.timers.throughput.enabled", "true or false", "true or false",
+    ),
+    (
+        {"deepspeed": {"comms_logger": {"prof_ops": "all_reduce"}}}, 1,
+        "deepspeed_type", "error", "deepspeed.comms_logger.prof_ops", "list of names", "[all_reduce, broadcast]",
+    ),
+    (
+        {"deepspeed": {"log_level": "INFO"}}, 1,
+        "deepspeed_type", "error", "deepspeed.log_level", "one of debug, info", "one of them",
     ),
 ]  # fmt: skip
 
@@ -429,6 +464,24 @@ def test_deepspeed_keys_that_are_counted_with_are_whole_numbers(key, least):
         assert finding.fix == "write a number such as 2e8, or leave it out for the default"
     for value in (2e8, 10**6, least):
         assert fit(run_config(deepspeed={"zero_optimization": {key: value}}), 1) == []
+
+
+def test_every_key_of_deepspeed_was_tried_or_is_refused():
+    """Asked of DeepSpeed, so that a new version of it cannot bring a key that passes."""
+    fields = DeepSpeedZeroConfig.model_fields
+    names = {name for known, field in fields.items() for name in (known, field.alias) if name}
+    there = {f"zero_optimization.{name}" for name in names}
+    assert {key for key in PROVEN if key.startswith("zero_")} < there
+    for name in names:
+        refused = [f for f in fit(run_config(deepspeed={"zero_optimization": {name: None}}), 1) if f.level == "error"]
+        assert [f.key for f in refused] == [f"deepspeed.zero_optimization.{name}"], name
+        assert (refused[0].rule == "deepspeed_type") == (f"zero_optimization.{name}" in PROVEN), name
+
+
+def test_the_keys_of_deepspeed_that_may_be_given_are_documented():
+    text = (Path(__file__).parents[1] / "docs/gradients.md").read_text()
+    missing = [key for key in PROVEN if f"`{key.removeprefix('zero_optimization.')}`" not in text]
+    assert missing == []
 
 
 def test_harmless_deepspeed_keys_pass():

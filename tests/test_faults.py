@@ -40,9 +40,9 @@ from sagetrain.data.loader import Batch
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train import checkpoint
 from sagetrain.train.checkpoint import KINDS, CheckpointError, Reader
-from sagetrain.train.engine import ParameterShard
 from sagetrain.train.guard import TrainingError
 from sagetrain.train.ledger import Ledger, check_consumed, fold
+from sagetrain.train.masters import ParameterShard
 
 # -- the ledger ------------------------------------------------------------------------------------------------------
 

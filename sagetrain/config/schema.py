@@ -113,4 +113,4 @@ class RunConfig(Section):
     stability: StabilityConfig = StabilityConfig()
     guidance: GuidanceConfig = GuidanceConfig()
     deepspeed: dict[str, Any] = {}
-    """Extra DeepSpeed keys (profilers, communication options). A key that SageTrain generates is an error."""
+    """Extra DeepSpeed keys: those of docs/gradients.md, which were tried. Any other one is an error."""

@@ -85,9 +85,9 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
     """
     root, folder = run_dir / "checkpoints", None
     if step is None:
-        folder, _ = checkpoint.newest_whole(root, report)
+        folder, _ = checkpoint.newest_whole(root, report, moments=False)
     elif checkpoint.published(root):
-        folder = checkpoint.whole_at(root, step)
+        folder = checkpoint.whole_at(root, step, moments=False)
     if folder is None:
         raise CheckpointError(_no_run(run_dir))
     reader = Reader(folder)

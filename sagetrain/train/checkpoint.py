@@ -4,16 +4,25 @@
       step-00000040/
         manifest.json                    what is here: every tensor by name with its global shape and where each piece
                                          lies, every file with size and SHA-256, and the training state
-        shard-tp000-dp000.safetensors    fp32 pieces "<parameter>|weight", "|exp_avg", "|exp_avg_sq", each 1-D
+        shard-tp000-dp000.safetensors    fp32 pieces "<parameter>|weight" of one rank, each 1-D
+        moments-tp000-dp000.safetensors  "<parameter>|exp_avg" and "|exp_avg_sq" of the same pieces
         config.yaml                      the resolved configuration of the run
         rng-00000.pt                     random-number state of one rank (loaded with weights_only)
       latest                             name of the newest folder (for people; loading looks at the folders themselves)
 
 A piece is the range [start, stop) of the flattened tensor-parallel slice (tp_rank of tp_size along tp_dim) of a
-parameter; `dp` in a file's name counts replicas, context-parallel ones included. What `sagetrain import` writes has
-weights alone, in the dtype that they came in, and files named weights-N. A checkpoint is written (saver.py)
-into a folder with a temporary name, synced to disk, and renamed once its manifest is in it. A folder without a
-manifest, or with files that do not match it, is damaged (copied in part, say), and never loaded.
+parameter; `dp` in a file's name counts replicas, context-parallel ones included. Consecutive ranks mostly hold
+consecutive pieces of one length. So that the manifest does not grow with ranks times tensors, it lists runs of them:
+[tp_rank, rank, count, start, length], where `rank` is the place in "ranks" of the one that wrote the first piece. Each
+further piece is the next rank's, and begins where the one before ends.
+
+A piece may also be an object {file, tp_rank, start, stop}, whose file holds every kind of tensor that there is of it.
+Format 1 had only these, with weights and moments in one file, and is read as before. `sagetrain import` writes them,
+with weights alone, in the dtype that they came in.
+
+A checkpoint is written (saver.py) into a folder with a temporary name, synced to disk, and renamed once its manifest is
+in it. A folder without a manifest, or with files that do not match it, is damaged (copied in part, say), and never
+loaded. Whoever reads weights alone looks at their files alone.
 """
 
 from __future__ import annotations
@@ -39,9 +48,11 @@ from torch import nn
 from sagetrain.parallel.layers import settle
 from sagetrain.parallel.topology import ParallelGroups
 
-FORMAT = 1
+FORMAT = 2
+_READ = (1, 2)
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 _PARTS, _POSITION = {"state", "layout", "tensors", "files"}, {"step", "tokens"}  # of every manifest, of every state
+_OF_RUNS = ("moments-", "rng-")  # how the files begin that only a run reads which goes on
 _BLOCK = 2**20  # values read at a time: what loading needs of memory beside the state itself
 
 
@@ -52,6 +63,11 @@ class CheckpointError(RuntimeError):
 def folder_name(step: int) -> str:
     """Name of the folder of one step."""
     return f"step-{step:08d}"
+
+
+def file_name(kind: str, rank: str) -> str:
+    """Name of the file that has one kind of tensor of a rank, which is named as in "ranks" of the manifest."""
+    return f"{'shard' if kind == 'weight' else 'moments'}-{rank}.safetensors"
 
 
 def step_of(folder: Path) -> int:
@@ -120,23 +136,28 @@ def read_manifest(folder: Path) -> dict:
         found = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: manifest.json cannot be read ({error})") from error
-    if found != FORMAT:
-        raise CheckpointError(f"{folder}: written in format {found}, this SageTrain reads format {FORMAT}")
+    if found not in _READ:
+        raise CheckpointError(
+            f"{folder}: written in format {found}, this SageTrain reads format {' and '.join(map(str, _READ))}"
+        )
     state = manifest.get("state")
     if not (manifest.keys() >= _PARTS and manifest["files"] and isinstance(state, dict) and state.keys() >= _POSITION):
         raise CheckpointError(f"{folder}: manifest.json lacks what every manifest has")
     return manifest
 
 
-def problems(folder: Path, rank: int = 0, world_size: int = 1, *, contents: bool = True) -> list[str]:
+def problems(
+    folder: Path, rank: int = 0, world_size: int = 1, *, contents: bool = True, moments: bool = True
+) -> list[str]:
     """What is wrong with the files of a checkpoint; this rank checks every world_size-th file. Empty: whole. Without
-    `contents` the files' sizes alone are looked at."""
+    `contents` the files' sizes alone are looked at; without `moments` no file that only a run reads which goes on."""
     try:
         files = read_manifest(folder)["files"]
     except CheckpointError as error:
         return [str(error)]
     found = []
-    for name in sorted(files)[rank::world_size]:
+    names = sorted(name for name in files if moments or not name.startswith(_OF_RUNS))
+    for name in names[rank::world_size]:
         path, expected = folder / name, files[name]
         try:
             if (size := path.stat().st_size) != expected["bytes"]:
@@ -156,17 +177,19 @@ def newest_whole(
     wanted: Callable[[int], bool] = lambda step: True,
     *,
     contents: bool = True,
+    moments: bool = True,
 ) -> tuple[Path | None, list[Path]]:
-    """The newest checkpoint, of those of wanted steps, whose files are all as its manifest says (`contents`: as of
-    problems), and the damaged ones passed over on the way (each goes to `report`); collective. Raises CheckpointError
-    when there are such checkpoints but none is whole."""
+    """The newest checkpoint, of those of wanted steps, whose files are all as its manifest says, and the damaged ones
+    passed over on the way (each goes to `report`); collective. contents, moments: as of problems. Raises
+    CheckpointError when there are such checkpoints but none is whole."""
     damaged: list[Path] = []
 
     def left() -> list[Path]:
         return [folder for folder in published(root) if wanted(step_of(folder)) and folder not in damaged]
 
     while folder := _broadcast(max(left(), default=None)):
-        wrong = [p for found in _gather(problems(folder, _rank(), _world_size(), contents=contents)) for p in found]
+        own = problems(folder, _rank(), _world_size(), contents=contents, moments=moments)
+        wrong = [problem for found in _gather(own) for problem in found]
         if not wrong:
             return folder, damaged
         if _broadcast(folder.is_dir()):  # else the run goes on, and has removed it meanwhile for newer ones
@@ -180,26 +203,26 @@ def newest_whole(
     return None, damaged
 
 
-def whole_at(root: Path, step: int) -> Path:
-    """The checkpoint of a step. Raises CheckpointError if there is none, or it is damaged."""
+def whole_at(root: Path, step: int, *, moments: bool = True) -> Path:
+    """The checkpoint of a step; moments: as of `problems`. Raises CheckpointError if it is damaged, or not there."""
     folder, there = root / folder_name(step), published(root)
     if folder not in there:
         steps = ", ".join(str(step_of(each)) for each in there) or "none"
         raise CheckpointError(f"{root} has no checkpoint of step {step}; it has steps: {steps}")
-    if wrong := problems(folder):
+    if wrong := problems(folder, moments=moments):
         raise CheckpointError(f"checkpoint {folder} is damaged: {'; '.join(wrong)}")
     return folder
 
 
-def whole(path: Path, report: Callable[[str], None], *, contents: bool = True) -> Path:
+def whole(path: Path, report: Callable[[str], None], *, contents: bool = True, moments: bool = True) -> Path:
     """The checkpoint that a path names: itself, or the newest whole one of a run folder; collective. Raises
-    CheckpointError if there is none. contents: as of problems."""
+    CheckpointError if there is none. contents, moments: as of problems."""
     if not (path / "manifest.json").is_file():
-        folder, _ = newest_whole(path / "checkpoints", report, contents=contents)
+        folder, _ = newest_whole(path / "checkpoints", report, contents=contents, moments=moments)
         if folder is None:
             raise CheckpointError(f"{path} has no checkpoint")
         return folder
-    found = _gather(problems(path, _rank(), _world_size(), contents=contents))
+    found = _gather(problems(path, _rank(), _world_size(), contents=contents, moments=moments))
     if wrong := [problem for each in found for problem in each]:
         raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(wrong)}")
     return path
@@ -267,20 +290,35 @@ class Reader:
     def _range(self, name: str, kind: str, tp_rank: int, start: int, stop: int) -> torch.Tensor:
         """Range [start, stop) of the flattened slice `tp_rank` as it lies on disk."""
         out, filled = torch.empty(stop - start), 0
-        for piece in self._entry(name)["pieces"]:
-            low, high = max(start, piece["start"]), min(stop, piece["stop"])
-            if piece["tp_rank"] == tp_rank and low < high:
-                path = self.folder / piece["file"]
-                try:
-                    with safe_open(path, framework="pt") as file:
-                        stored = file.get_slice(f"{name}|{kind}")
-                        out[low - start : high - start] = stored[low - piece["start"] : high - piece["start"]]
-                except (OSError, SafetensorError) as error:
-                    raise CheckpointError(f"{path} cannot be read ({error})") from error
-                filled += high - low
+        for file, begin, low, high in self._pieces(name, kind, tp_rank, start, stop):
+            path = self.folder / file
+            try:
+                with safe_open(path, framework="pt") as opened:
+                    stored = opened.get_slice(f"{name}|{kind}")
+                    out[low - start : high - start] = stored[low - begin : high - begin]
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be read ({error})") from error
+            filled += high - low
         if filled != stop - start:
             raise CheckpointError(f"{self.folder}: {name} has {filled} of the {stop - start} values asked for")
         return out
+
+    def _pieces(self, name: str, kind: str, tp_rank: int, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
+        """The pieces that hold a part of [start, stop): file, where the piece begins, and the part's two ends."""
+        for piece in self._entry(name)["pieces"]:
+            if isinstance(piece, dict):
+                low, high = max(start, piece["start"]), min(stop, piece["stop"])
+                if piece["tp_rank"] == tp_rank and low < high:
+                    yield piece["file"], piece["start"], low, high
+                continue
+            of, rank, count, first, length = piece
+            low, high = max(start, first), min(stop, first + count * length)
+            if of != tp_rank or low >= high:
+                continue
+            for i in range((low - first) // length, (high - 1 - first) // length + 1):
+                begin = first + i * length
+                file = file_name(kind, self.manifest["ranks"][rank + i])
+                yield file, begin, max(low, begin), min(high, begin + length)
 
     def rng(self, rank: int) -> dict[str, Any] | None:
         """Random-number state of one rank; None if the checkpoint was written by fewer ranks."""
@@ -318,16 +356,15 @@ def check_shapes(reader: Reader, shapes: dict[str, tuple[int, ...]]) -> None:
 
 @torch.no_grad()
 def load_engine(reader: Reader, engine, optimizer_steps: int, *, moments: bool = True) -> None:
-    """Restore weights and, unless told otherwise, Adam moments of this rank's Engine, block by block."""
+    """Restore weights and, unless told otherwise, Adam moments of an Engine, block by block; collective. A rank reads
+    what it owns, so that all of them together read the checkpoint once, however many replicas there are."""
     groups, shards = engine.groups, list(engine.shards())
     where = (groups.tp_rank, groups.tp_size)
     check_shapes(reader, {shard.name: shard.global_shape for shard in shards})
-    for shard in shards:
-        for copy, start in engine.weights(shard):
-            reader.fill(copy, shard.name, "weight", *where, start)
-        for kind in KINDS[1:] if shard.tensors and moments else ():
+    for shard in shards if engine.writes_shards else ():
+        for kind in (KINDS if moments else KINDS[:1]) if shard.tensors else ():
             reader.fill(shard.tensors[kind], shard.name, kind, *where, shard.start)
-    engine.weights_changed()
+    engine.state_changed()
     engine.set_optimizer_steps(optimizer_steps)
 
 

@@ -1,5 +1,5 @@
-"""The only module that knows DeepSpeed, but for what reduction.py does in its place: process groups, its generated
-configuration, one optimizer step, and where it keeps the fp32 master weights and Adam moments of every parameter.
+"""The only module that knows DeepSpeed, but for reduction.py, which does something in its place, and masters.py, which
+knows where it keeps weights and moments: process groups, its generated configuration, and one optimizer step.
 
 DeepSpeed is imported inside functions, so that planning and checking a run never pay for it. What is worked around
 here was measured on DeepSpeed 0.19: with its own accumulation counting, a step after a change of tokens per step
@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
-import difflib
 import functools
 import io
 import itertools
@@ -20,14 +19,13 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import nn
 
 from sagetrain.config.arithmetic import overlaps_reduction, own_reduction, resolved_zero_stage
@@ -42,6 +40,7 @@ from sagetrain.stability.spikes import Verdict
 from sagetrain.train import gain_cap, rendezvous
 from sagetrain.train.gradients import StepGradients
 from sagetrain.train.ledger import fold
+from sagetrain.train.masters import Masters
 from sagetrain.train.optimizer import build_optimizer
 from sagetrain.train.reduction import Reduction
 from sagetrain.train.step import Observers, StepResult
@@ -59,27 +58,6 @@ def _never() -> bool:
 def _counted(batch: Batch) -> int:
     """How many tokens of a micro-batch count in the loss."""
     return int((batch.labels >= 0).sum())
-
-
-def check_zero(cfg: RunConfig) -> None:
-    """ConfigError if DeepSpeed would not take what the YAML has for it below zero_optimization: it would end in a
-    traceback of every rank, after the model is built."""
-    _without_gpu()
-    from deepspeed import __version__
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    try:
-        DeepSpeedZeroConfig(**cfg.deepspeed.get("zero_optimization", {}))
-    except ValidationError as error:
-        known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
-        said = []
-        for problem in error.errors():
-            name, says = ".".join(map(str, problem["loc"])), problem["msg"]
-            if problem["type"] == "extra_forbidden":
-                near = difflib.get_close_matches(name, known, 1)
-                says = f"is no key of DeepSpeed {__version__}" + (f"; did you mean {near[0]}?" if near else "")
-            said.append(f"deepspeed.zero_optimization.{name} = {problem['input']!r}: {says}")
-        raise ConfigError("; ".join(said)) from error
 
 
 def _without_gpu() -> bool:
@@ -228,30 +206,7 @@ def _reduce_nothing(pipeline_parallel: bool = False) -> None:
     """Of one replica, whose gradients DeepSpeed would copy, reduce over itself, and copy back. The argument is its."""
 
 
-@dataclass(frozen=True)
-class ParameterShard:
-    """What this rank owns of one parameter: a range of its flattened tensor-parallel slice.
-
-    `tensors` maps "weight", "exp_avg" and "exp_avg_sq" to 1-D fp32 views of DeepSpeed's own memory; writing to them
-    changes the optimizer. Empty range: this rank owns nothing of it (and writes nothing to a checkpoint).
-    """
-
-    name: str
-    parameter: nn.Parameter
-    start: int
-    stop: int
-    tensors: dict[str, torch.Tensor]
-
-    @property
-    def tp_dim(self) -> int | None:
-        return self.parameter.tp_dim
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        return tuple(self.parameter.global_shape)
-
-
-class Engine:
+class Engine(Masters):
     """One optimizer step at a time over a Transformer, with any accumulation, at any ZeRO stage."""
 
     def __init__(self, cfg: RunConfig, model: nn.Module, groups: ParallelGroups, accumulation: int):
@@ -286,18 +241,11 @@ class Engine:
         # DeepSpeed writes weights behind the back of autograd's version counters: whoever wrote says so.
         self._keeps = self.stage < 3 and cfg.linear.low_bit
         self._renew()
+        self.check_masters()
         own = [(shard.name, shard.tensors["weight"]) for shard in self.shards() if shard.tensors]
         copies = 1 if self.stage else groups.num_replicas
         self._gradients = StepGradients(self._base, own, self.module, groups, self.device, self._clip, copies)
         self._base.step = self._judged(self._base.step)
-
-    @property
-    def module(self) -> nn.Module:
-        return self._ds.module
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self._ds.device)
 
     def step(
         self,
@@ -476,86 +424,9 @@ class Engine:
         if self.stage == 3:
             self._synchronize()
 
-    # -- where the master weights and moments live ---------------------------------------------------------------
-
-    def _flat_masters(self) -> list[torch.Tensor]:
-        """The fp32 tensors that the base optimizer steps: flat partitions, or the parameters themselves at stage 0."""
-        if self.stage == 3:
-            return list(self._ds.optimizer.fp32_partitioned_groups_flat)
-        return [p for group in self._base.param_groups for p in group["params"]]
-
-    def _ensure_state(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Adam's state of one master tensor, made now instead of at the first step so that it can be loaded."""
-        state = self._base.state[master]
-        if not state:
-            # The type and device that torch's AdamW itself would choose on its first step.
-            step_device = master.device if self._base.defaults["fused"] else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
-            state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)
-        return state
-
-    def set_optimizer_steps(self, steps: int) -> None:
-        """Set Adam's step count, which its bias correction reads."""
-        for master in self._flat_masters():
-            self._ensure_state(master)["step"].fill_(steps)
-
-    def shards(self, chosen: Callable[[str], bool] = lambda name: True) -> Iterator[ParameterShard]:
-        """This rank's share of every parameter, in the order of the model, or of those whose names are chosen."""
-        for name, parameter in self.module.named_parameters():
-            if not chosen(name):
-                continue
-            shape = self._shapes[name]
-            start, stop, views = self._owned(parameter, shape)
-            tensors = views if stop > start else {}
-            yield ParameterShard(name, parameter, start, stop, tensors)
-
-    def _owned(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> tuple[int, int, dict[str, torch.Tensor]]:
-        numel = torch.Size(shape).numel()
-        if self.stage == 0:
-            state = self._ensure_state(parameter)
-            views = {"weight": parameter.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-            return 0, numel, {kind: tensor.view(-1) for kind, tensor in views.items()}
-        if self.stage == 3:
-            from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
-
-            partition = safe_get_local_fp32_param(parameter)
-            start = min(partition.numel() * self.groups.replica_rank, numel)
-            stop = min(start + partition.numel(), numel)
-            views = {kind: safe_get_local_optimizer_state(parameter, kind) for kind in ("exp_avg", "exp_avg_sq")}
-            return start, stop, {k: v[: stop - start] for k, v in {"weight": partition, **views}.items()}
-        fragment = parameter._hp_mapping
-        if fragment is None:
-            return 0, 0, {}
-        inside, flat = fragment.lp_fragment_address, fragment.hp_fragment_address
-        master = self._base.param_groups[fragment.param_group_index]["params"][0]
-        state = self._ensure_state(master)
-        views = {"weight": master.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-        return (
-            inside.start,
-            inside.start + inside.numel,
-            {kind: tensor.narrow(0, flat.start, flat.numel) for kind, tensor in views.items()},
-        )
-
-    @property
-    def writes_shards(self) -> bool:
-        """Whether this replica holds state of its own (at stage 0 only the first one writes)."""
-        return self.stage > 0 or self.groups.replica_rank == 0
-
-    def weights(self, shard: ParameterShard) -> list[tuple[torch.Tensor, int]]:
-        """What this rank keeps of a parameter's values: 1-D views, each with the place in the flattened tensor-parallel
-        slice where it begins (the fp32 master, and beside it what the model computes with). To set a parameter, fill
-        them all; after the last parameter, call weights_changed."""
-        master = [(shard.tensors["weight"], shard.start)] if shard.tensors else []
-        if self.stage == 0:
-            return master
-        if self.stage == 3:
-            return [*master, (shard.parameter.ds_tensor.data.view(-1)[: shard.stop - shard.start], shard.start)]
-        return [*master, (shard.parameter.data.view(-1), 0)]
-
     def weights_changed(self) -> None:
-        """Call after weights were set: ZeRO 3 keeps small parameters gathered and must gather them anew; below, linear
-        layers keep weights in 8 bits."""
+        """Call after weights were set, in all their copies: ZeRO 3 keeps small parameters gathered and must gather them
+        anew; below, linear layers keep weights in 8 bits."""
         self._renew()
         if self.stage == 3 and self._ds.optimizer.persistent_parameters:
             persistent = self._ds.optimizer.persistent_parameters

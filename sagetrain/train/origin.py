@@ -161,7 +161,7 @@ def start_from(
     """
     if training.init_from is None:
         return None
-    source = checkpoint.whole(Path(training.init_from), say)
+    source = checkpoint.whole(Path(training.init_from), say, moments=training.init_moments)
     reader = Reader(source)
     state = reader.manifest["state"]
     steps = state["optimizer_steps"] if training.init_moments else 0

@@ -21,9 +21,9 @@ def perturb(engine: Engine, channel: int) -> None:
     if not channel:
         return
     for shard in engine.shards(lambda name: name == GAIN):
-        for values, start in engine.weights(shard):
-            place = channel - 1 - start
-            if 0 <= place < len(values):
-                gain = torch.tensor(values[place].item(), dtype=shard.parameter.dtype)
-                values[place] = torch.nextafter(gain, torch.tensor(torch.inf, dtype=gain.dtype)).item()
-    engine.weights_changed()
+        place = channel - 1
+        if shard.tensors and shard.start <= place < shard.stop:
+            master = shard.tensors["weight"][place - shard.start]
+            gain = master.to("cpu", shard.parameter.dtype)
+            master.copy_(torch.nextafter(gain, torch.full_like(gain, torch.inf)))
+    engine.state_changed()

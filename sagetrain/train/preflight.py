@@ -133,7 +133,8 @@ def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whol
                 stream = SampleStream.configured(cfg.data, cfg.data.train, cfg.training.seed, vocab_size, sha256)
             yield from _resume(cfg, root, vocab_size, sha256, stream)
         else:
-            reader = checkpoint.Reader(checkpoint.whole(Path(str(start)), lambda said: None, contents=False))
+            looked = {"contents": False, "moments": cfg.training.init_moments}
+            reader = checkpoint.Reader(checkpoint.whole(Path(str(start)), lambda said: None, **looked))
             checkpoint.check_shapes(reader, _shapes(cfg, reader.manifest["state"]["identity"]["vocab_size"]))
     except (CheckpointError, ValueError) as said:  # of a model section that cannot be, too
         yield error("refused_by_train", key, value, str(said), "")

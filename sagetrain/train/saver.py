@@ -19,18 +19,30 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.train.checkpoint import FORMAT, KINDS, CheckpointError, folder_name, lacks_space, prune, remove, sha256
+from sagetrain.train.checkpoint import (
+    FORMAT,
+    KINDS,
+    CheckpointError,
+    file_name,
+    folder_name,
+    lacks_space,
+    prune,
+    remove,
+    sha256,
+)
 from sagetrain.train.mailbox import Mailbox
 
 T = TypeVar("T")
@@ -48,13 +60,17 @@ class Saved:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """The state of this rank when the save began. `tensors` are views of the saver's host memory."""
+    """The state of this rank when the save began."""
 
     state: dict[str, Any]
     config_text: str
     rng: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    index: dict[str, dict]
+    tensors: dict[str, dict[str, torch.Tensor]]
+    """Views of the saver's host memory: by file, and by name in it."""
+    shapes: dict[str, dict[str, Any]]
+    """The manifest's entry of every parameter, without its pieces."""
+    ranges: np.ndarray
+    """[parameter, 2]: begin and end of what this rank writes of each."""
 
 
 class Saver:
@@ -130,8 +146,13 @@ class Saver:
         """
         begin = time.perf_counter()
         self.wait()
-        tensors, index = self._copy(self._owned(shards))
-        snapshot = _Snapshot(state, config_text, rng, tensors, index)
+        shards = list(shards)
+        owned = self._owned(shards)
+        tensors = self._copy(owned)
+        shapes = {s.name: {"shape": list(s.global_shape), "tp_dim": s.tp_dim} for s in shards}
+        written = {s.name: (s.start, s.stop) for s in owned}
+        ranges = np.array([written.get(name, (0, 0)) for name in shapes], dtype=np.int64).reshape(-1, 2)
+        snapshot = _Snapshot(state, config_text, rng, tensors, shapes, ranges)
         stall = time.perf_counter() - begin
         self._thread = threading.Thread(target=self._work, args=(snapshot, stall), name="saver", daemon=True)
         self._thread.start()
@@ -158,31 +179,26 @@ class Saver:
         """Without those of which this rank owns nothing, and replicas that tensor-parallel rank 0 writes."""
         return [s for s in shards if s.stop > s.start and not (s.tp_dim is None and self._groups.tp_rank > 0)]
 
-    def _copy(self, owned: list) -> tuple[dict[str, torch.Tensor], dict[str, dict]]:
-        """The state in host memory, by name in the file, and where it belongs."""
-        memory, tensors, index, used = self._host_memory(owned), {}, {}, 0
+    def _copy(self, owned: list) -> dict[str, dict[str, torch.Tensor]]:
+        """The state in host memory, by file and by name in it."""
+        memory, used = self._host_memory(owned), 0
+        tensors: dict[str, dict[str, torch.Tensor]] = {}
         for shard in owned:
             size = shard.stop - shard.start
             for kind in KINDS:
-                copy = tensors[f"{shard.name}|{kind}"] = memory[used : used + size]
+                copy = memory[used : used + size]
                 copy.copy_(shard.tensors[kind].detach(), non_blocking=True)
+                tensors.setdefault(file_name(kind, self._rank_name), {})[f"{shard.name}|{kind}"] = copy
                 used += size
-            piece = {
-                "file": self._shard_file,
-                "tp_rank": self._groups.tp_rank,
-                "start": shard.start,
-                "stop": shard.stop,
-            }
-            index[shard.name] = {"shape": list(shard.global_shape), "tp_dim": shard.tp_dim, "pieces": [piece]}
         if _on_gpu(owned):
             # The copies run on training's own stream, behind the update that is saved. Training could queue its next
             # step behind them at once, but that would gain nothing: the GPU comes to it when the copies are done.
             torch.cuda.current_stream().synchronize()
-        return tensors, index
+        return tensors
 
     @property
-    def _shard_file(self) -> str:
-        return f"shard-tp{self._groups.tp_rank:03d}-dp{self._groups.replica_rank:03d}.safetensors"
+    def _rank_name(self) -> str:
+        return f"tp{self._groups.tp_rank:03d}-dp{self._groups.replica_rank:03d}"
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
@@ -199,7 +215,8 @@ class Saver:
         final = self._root / folder_name(snapshot.state["step"])
         try:
             temporary = self._told(lambda: _fresh_folder(final), f"cannot create a folder for {final}")
-            entry = {"tensors": snapshot.index}
+            place = self._groups.tp_rank, self._groups.replica_rank
+            entry: dict[str, Any] = {"place": place, "rank": self._rank_name, "ranges": snapshot.ranges}
             try:
                 entry["files"] = self._write(temporary, snapshot)
             except (OSError, SafetensorError) as error:
@@ -222,11 +239,11 @@ class Saver:
         packed = io.BytesIO()  # torch.save itself would report a full disk as a RuntimeError
         torch.save(snapshot.rng, packed)
         (folder / written[0]).write_bytes(packed.getbuffer())
-        if snapshot.tensors:
-            written.append(self._shard_file)
-            save_file(snapshot.tensors, folder / self._shard_file)
+        for name, tensors in snapshot.tensors.items():
+            written.append(name)
+            save_file(tensors, folder / name)
             # safetensors lets its user alone read the file: who else may is for the umask to say.
-            (folder / self._shard_file).chmod((folder / written[0]).stat().st_mode & 0o777)
+            (folder / name).chmod((folder / written[0]).stat().st_mode & 0o777)
         return {name: self._durable(folder / name) for name in written}
 
     def _durable(self, path: Path) -> dict:
@@ -249,6 +266,9 @@ class Saver:
             raise OSError("; ".join(errors))
         (temporary / "config.yaml").write_text(snapshot.config_text)
         files = {name: info for entry in entries for name, info in entry["files"].items()}
+        wrote = sorted((entry for entry in entries if len(entry["ranges"])), key=lambda entry: entry["place"])
+        pieces = _runs([entry["place"][0] for entry in wrote], [entry["ranges"] for entry in wrote])
+        named = zip(snapshot.shapes.items(), pieces, strict=True)
         manifest = {
             "format": FORMAT,
             "state": snapshot.state,
@@ -257,10 +277,11 @@ class Saver:
                 "context_parallel_size": self._groups.cp_size,
                 "data_parallel_size": self._groups.dp_size,
             },
-            "tensors": _merged(entry["tensors"] for entry in entries),
+            "ranks": [entry["rank"] for entry in wrote],
+            "tensors": {name: {**shape, "pieces": runs} for (name, shape), runs in named},
             "files": {**files, "config.yaml": self._durable(temporary / "config.yaml")},
         }
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        (temporary / "manifest.json").write_text(json.dumps(manifest))
         self._sync(temporary / "manifest.json")
         self._sync(temporary)
         if final.exists():  # and holds no manifest: a damaged checkpoint was set aside before this step came again
@@ -313,12 +334,21 @@ def _discard_unfinished(root: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _merged(indexes: Iterable[dict]) -> dict:
-    merged: dict[str, dict] = {}
-    for index in indexes:
-        for name, entry in index.items():
-            if name in merged:
-                merged[name]["pieces"] += entry["pieces"]
-            else:
-                merged[name] = entry
-    return merged
+def _runs(tp_ranks: list[int], ranges: list[np.ndarray]) -> Iterator[list[list[int]]]:
+    """The pieces of each parameter as runs (checkpoint.py). A manifest of a thousand ranks that lists every piece is
+    tens of megabytes long, and in the rank that makes it training stands still for a second or two.
+
+    Args:
+        tp_ranks: of the ranks that wrote.
+        ranges: what each wrote: [parameter, 2].
+    """
+    if not ranges:
+        return
+    slices = np.array(tp_ranks)
+    for starts, stops in np.stack(ranges).transpose(1, 2, 0):
+        ranks = np.flatnonzero(stops > starts)
+        begins, lengths, of = starts[ranks], (stops - starts)[ranks], slices[ranks]
+        goes_on = (np.diff(ranks) == 1) & (np.diff(of) == 0) & (np.diff(lengths) == 0)
+        goes_on &= begins[1:] == begins[:-1] + lengths[:-1]
+        edges = [0, *(np.flatnonzero(~goes_on) + 1), len(ranks)] if len(ranks) else []
+        yield [[int(of[a]), int(ranks[a]), int(b - a), int(begins[a]), int(lengths[a])] for a, b in pairwise(edges)]

@@ -44,7 +44,7 @@ from sagetrain.stability.precision import rungs_of
 from sagetrain.train import attention, bundle, checkpoint, linear, origin, overlap, preflight, resume, roster
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.choices import Choices
-from sagetrain.train.engine import Engine, check_zero, init_distributed, partitioner
+from sagetrain.train.engine import Engine, init_distributed, partitioner
 from sagetrain.train.guard import StopSignal, TrainingError, Watchdog
 from sagetrain.train.ledger import Ledger, TrainState, check_consumed
 from sagetrain.train.lr_schedule import learning_rate
@@ -111,7 +111,6 @@ class Trainer:
         patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
         self.watchdog = Watchdog(self.folder.stacks, rank, 60 * patience)
         with ended_by_signals():
-            check_zero(cfg)
             self.device = init_distributed(2 * patience)  # the watchdog comes first: it can say more than a collective
             parallel = cfg.parallel
             topology = Topology(dist.get_world_size(), parallel.tensor_parallel_size, parallel.context_parallel_size)

@@ -8,7 +8,7 @@ import torch
 import tiny
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.train.checkpoint import KINDS, Reader, folder_name
-from sagetrain.train.engine import ParameterShard
+from sagetrain.train.masters import ParameterShard
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sagetrain.config.arithmetic import resolved_zero_stage
@@ -42,25 +44,111 @@ _GENERATED = {
     "wandb": "logging.wandb",
     "steps_per_print": "logging.every_steps",
 }
-# Others that change how the optimizer state lies in memory, which our checkpoints read and write in place.
-_UNSUPPORTED_ZERO = ("offload_optimizer", "offload_param", "cpu_offload", "zenflow", "mics_shard_size", "super_offload")
-# Elements, which the memory estimate and the engine count with -> the least that DeepSpeed takes.
-_ELEMENTS = {"reduce_bucket_size": 1, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-# What may be added. DeepSpeed itself says nothing about a top-level key that it does not know.
-_EXTRA = (
-    "aio",
-    "comet",
-    "comms_logger",
-    "csv_monitor",
-    "disable_python_gc",
-    "dump_state",
-    "flops_profiler",
-    "log_level",
-    "memory_breakdown",
-    "timers",
-    "wall_clock_breakdown",
-    "zero_optimization",
-)
+# Keys of DeepSpeed that are known to do harm, or nothing -> what they do, what helps instead.
+_OFFLOAD = "moves the optimizer state to where checkpoints do not find it"
+_SAVE_MEMORY = "remove it; raise parallel.zero_stage or tensor_parallel_size to save memory"
+_QUANTIZED = "rounds what the losses of a run depend on, and no run of ours has tried how much"
+_OTHERS_NUMBERS = "writes numbers that are in metrics.jsonl and TensorBoard already", "remove it; see logging"
+_HARMFUL = {
+    **{
+        f"zero_optimization.{key}": (_OFFLOAD, _SAVE_MEMORY)
+        for key in (
+            "offload_optimizer",
+            "offload_param",
+            "cpu_offload",
+            "cpu_offload_param",
+            "cpu_offload_use_pin_memory",
+            "zenflow",
+            "mics_shard_size",
+            "mics_hierarchical_params_gather",
+            "super_offload",
+        )
+    },
+    **{
+        f"zero_optimization.{key}": (_QUANTIZED, "remove it; parallel.gradient_reduction bf16 halves what travels")
+        for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
+    },
+    "zero_optimization.round_robin_gradients": (
+        "deals the optimizer state out in an order that would give weights each other's names in a checkpoint",
+        "remove it",
+    ),
+    "zero_optimization.zero_hpz_partition_size": (
+        "keeps a second copy of the weights, which would stay as it was when a checkpoint is loaded",
+        "remove it; where links between hosts are slow use parallel.zero_stage 1 and tensor_parallel_size in a host",
+    ),
+    "zero_optimization.stage3_module_granularity_threshold": (
+        "leaves nothing of a weight where the backward pass looks for it",
+        "remove it: blocks are gathered as a whole anyway",
+    ),
+    "gradient_allreduce_op": ("would take the sum of the ranks' gradients, not their mean", "remove it"),
+    "flops_profiler": (
+        "fails in compiled blocks, and does not see what our kernels compute",
+        "remove it; `profile` traces steps, perf/mfu is logged, and `sagetrain plan` counts FLOPs",
+    ),
+    "csv_monitor": _OTHERS_NUMBERS,
+    "comet": _OTHERS_NUMBERS,
+}
+
+
+@dataclass(frozen=True)
+class _Values:
+    """The values that a key takes: the rule and the fix in words, and whether a value is one of them."""
+
+    rule: str
+    fix: str
+    allow: Callable[[Any], bool]
+
+
+_BOOL = _Values("must be true or false", "write true or false", lambda value: isinstance(value, bool))
+
+
+def _elements(least: int) -> _Values:
+    return _Values(
+        f"must be a whole number of elements, {least} or more",
+        "write a number such as 2e8, or leave it out for the default",
+        lambda value: type(value) in (int, float) and value % 1 == 0 and value >= least,
+    )
+
+
+_LEVELS = ["debug", "info", "warning", "error", "critical"]
+PROVEN = {
+    **{
+        f"zero_optimization.{key}": values
+        for key, values in {
+            "allgather_bucket_size": _elements(1),
+            "allgather_partitions": _BOOL,
+            "contiguous_gradients": _BOOL,
+            "memory_efficient_linear": _BOOL,
+            "overlap_comm": _BOOL,
+            "reduce_bucket_size": _elements(1),
+            "reduce_scatter": _BOOL,
+            "stage3_allgather_sequential": _BOOL,
+            "stage3_max_live_parameters": _elements(0),
+            "stage3_max_reuse_distance": _elements(0),
+            "stage3_model_persistence_threshold": _elements(0),
+            "stage3_param_persistence_threshold": _elements(0),
+            "stage3_prefetch_bucket_size": _elements(0),
+            "stage3_use_all_reduce_for_fetch_params": _BOOL,
+            "sub_group_size": _elements(1),
+            "use_multi_rank_bucket_allreduce": _BOOL,
+        }.items()
+    },
+    **{f"comms_logger.{key}": _BOOL for key in ("enabled", "verbose", "prof_all", "debug")},
+    "comms_logger.prof_ops": _Values(
+        "must be a list of names of collectives",
+        "write [all_reduce, broadcast], say",
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+    ),
+    "log_level": _Values(f"must be one of {', '.join(_LEVELS)}", "write one of them", _LEVELS.__contains__),
+    "memory_breakdown": _BOOL,
+    "timers.throughput.enabled": _BOOL,
+    "timers.throughput.synchronized": _BOOL,
+    "wall_clock_breakdown": _BOOL,
+}
+"""The keys of the `deepspeed` section that may be given, with the values that they take. Each of them was seen to leave
+losses as they are and resumes exact, at ZeRO 1, 2 and 3, in fp32 and bf16 (tests/test_engine.py). Every other key that
+DeepSpeed has is refused until somebody has tried it like that."""
+_SECTIONS = {key[: place.start()] for key in PROVEN for place in re.finditer(r"\.", key)}
 
 
 def _reduction(cfg: RunConfig, zero: dict[str, Any]) -> Iterator[Finding]:
@@ -93,7 +181,7 @@ def _reduction(cfg: RunConfig, zero: dict[str, Any]) -> Iterator[Finding]:
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
-    """Keys of the `deepspeed` section that contradict ours, move what checkpoints read, or are misspelt."""
+    """Find what of the `deepspeed` section contradicts our keys, was never tried, or has a wrong value."""
     if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0:
         yield Finding(
             "zero_0_in_bf16",
@@ -103,47 +191,46 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "runs as stage 1: DeepSpeed's bf16 at stage 0 applies weight decay before training",
         )
     zero = cfg.deepspeed.get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        yield error("deepspeed_type", "deepspeed.zero_optimization", zero, "must be a section", "write keys below it")
-        zero = {}
-    yield from _reduction(cfg, zero)
-    given = {**cfg.deepspeed, **{f"zero_optimization.{key}": value for key, value in zero.items()}}
-    for key, value in given.items():
-        nested = key.removeprefix("zero_optimization.")
-        if key in _GENERATED:
+    yield from _reduction(cfg, zero if isinstance(zero, dict) else {})
+    yield from _keys("", cfg.deepspeed)
+
+
+def _names(above: str) -> list[str]:
+    """Return the names that the section of this path has a place for."""
+    paths = [*PROVEN, *_SECTIONS, *_GENERATED]
+    return [name for path in paths if path.startswith(above) and "." not in (name := path.removeprefix(above))]
+
+
+def _keys(above: str, section: Mapping[str, Any]) -> Iterator[Finding]:
+    """Find the keys of a section that may not be given, or not with this value. `above` is the path of the section with
+    a dot behind it."""
+    for name, value in section.items():
+        path = f"{above}{name}"
+        key = f"deepspeed.{path}"
+        if path in _GENERATED:
             yield error(
                 "deepspeed_duplicate",
-                f"deepspeed.{key}",
+                key,
                 value,
                 "SageTrain writes this key itself; two places would contradict each other",
-                f"remove it and set {_GENERATED[key]}",
+                f"remove it and set {_GENERATED[path]}",
             )
-        elif nested != key and nested in _UNSUPPORTED_ZERO:
+        elif path in _HARMFUL:
+            yield error("deepspeed_unsupported", key, value, *_HARMFUL[path])
+        elif path in _SECTIONS:
+            if isinstance(value, dict):
+                yield from _keys(f"{path}.", value)
+            else:
+                yield error("deepspeed_type", key, value, "must be a section", "write keys below it")
+        elif path in PROVEN:
+            if not PROVEN[path].allow(value):
+                yield error("deepspeed_type", key, value, PROVEN[path].rule, PROVEN[path].fix)
+        else:
+            near = difflib.get_close_matches(path.removeprefix(above), _names(above), 1)
             yield error(
-                "deepspeed_unsupported",
-                f"deepspeed.{key}",
-                value,
-                "moves the optimizer state to where checkpoints do not find it",
-                "remove it; raise parallel.zero_stage or tensor_parallel_size to save memory",
-            )
-        elif (
-            nested != key
-            and nested in _ELEMENTS
-            and not (type(value) in (int, float) and value % 1 == 0 and value >= _ELEMENTS[nested])
-        ):
-            yield error(
-                "deepspeed_type",
-                f"deepspeed.{key}",
-                value,
-                f"must be a whole number of elements, {_ELEMENTS[nested]} or more",
-                "write a number such as 2e8, or leave it out for the default",
-            )
-        elif nested == key and key not in _EXTRA:
-            near = difflib.get_close_matches(key, [*_EXTRA, *_GENERATED], 1)
-            yield warning(
                 "deepspeed_unknown",
-                f"deepspeed.{key}",
+                key,
                 value,
-                "not among the keys that SageTrain knows; DeepSpeed ignores misspelt ones without a word",
-                f"did you mean {near[0]}?" if near else "check it against DeepSpeed's documentation",
+                "is none of DeepSpeed's keys that were tried with SageTrain; some spoil checkpoints without a word",
+                f"did you mean {near[0]}?" if near else "remove it (docs/gradients.md has those that may be given)",
             )
