@@ -7,11 +7,15 @@ import itertools
 import json
 import os
 import pickle
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 import tiny
 from distributed import run_distributed
@@ -92,6 +96,133 @@ def test_any_layout_continues_any_other(tmp_path, world, layout, dtype, targets)
                 assert losses == pytest.approx(reference, abs=tolerance), target
                 if dtype == "bf16" and target == (world, *layout):
                     assert losses == reference  # the same layout continues bit by bit
+
+
+def as_format_1(folder: Path) -> None:
+    """Make of a checkpoint what version 1 of the format would have written: a file a rank, and an object a piece."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    ranks = manifest.pop("ranks")
+    for rank in ranks:
+        both = [folder / checkpoint.file_name(kind, rank) for kind in ("weight", "exp_avg")]
+        save_file({name: value for file in both for name, value in load_file(file).items()}, both[0])
+        both[1].unlink()
+        del manifest["files"][both[1].name]
+        content = both[0].read_bytes()
+        manifest["files"][both[0].name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    for entry in manifest["tensors"].values():
+        entry["pieces"] = [
+            {"file": checkpoint.file_name("weight", ranks[rank + i]), "tp_rank": tp_rank,
+             "start": start + i * length, "stop": start + (i + 1) * length}
+            for tp_rank, rank, count, start, length in entry["pieces"] for i in range(count)
+        ]  # fmt: skip
+    path.write_text(json.dumps({**manifest, "format": 1}))
+
+
+def goes_on_from_format_1(root: str, layouts: list[tuple[int, int, int]]) -> list[bool]:
+    """Whether the next loss is the same to the last bit, from either form of one checkpoint."""
+    same = []
+    for *sizes, stage in layouts:
+        engine = tiny.engine(tiny.config(stage, "bf16"), tiny.join(*sizes))
+        tiny.global_step(engine, 0)
+        place = Path(root) / f"{sizes}{stage}"
+        folder, losses = save_engine(str(place), engine, 1), []
+        for old in (False, True):
+            if old and engine.groups.rank == 0:
+                as_format_1(folder)
+            torch.distributed.barrier()
+            assert checkpoint.newest_whole(place, print) == (folder, [])
+            other = tiny.engine(tiny.config(stage, "bf16"), engine.groups, seed=99)
+            checkpoint.load_engine(Reader(folder), other, 1)
+            losses.append([tiny.global_step(other, step).loss for step in (1, 2)])
+        same.append(losses[0] == losses[1])
+    return same
+
+
+def test_a_checkpoint_of_format_1_is_read_as_before(tmp_path) -> None:
+    assert run_distributed(goes_on_from_format_1, 2, str(tmp_path), [(2, 1, 1), (1, 1, 3)]) == [[True] * 2] * 2
+
+
+def values_read(root: str, layouts: list[tuple[int, int, int, str]]) -> dict[tuple, int]:
+    """How many values this rank reads to load a checkpoint of its own."""
+    found, read = {}, Reader._range
+
+    def counting(self: Reader, name: str, kind: str, tp_rank: int, start: int, stop: int) -> torch.Tensor:
+        found[layout] = found.get(layout, 0) + stop - start
+        return read(self, name, kind, tp_rank, start, stop)
+
+    Reader._range = counting
+    for layout in layouts:
+        *sizes, stage, dtype = layout
+        engine = tiny.engine(tiny.config(stage, dtype), tiny.join(*sizes))
+        folder = save_engine(f"{root}/{layout}", engine, 1)
+        torch.distributed.barrier()
+        checkpoint.load_engine(Reader(folder), engine, 1)
+    return found
+
+
+def test_the_ranks_together_read_a_checkpoint_once_however_many_replicas_there_are(tmp_path) -> None:
+    layouts = [(1, 1, 0, "fp32"), (1, 1, 1, "fp32"), (1, 1, 1, "bf16"), (1, 1, 2, "bf16"), (1, 1, 3, "bf16")]
+    model = tiny.model(tiny.config(0), ParallelGroups.single())
+    whole = len(KINDS) * sum(p.numel() for p in model.parameters())
+    for world, more in ((2, [(1, 2, 1, "bf16")]), (4, [])):
+        ranks = run_distributed(values_read, world, str(tmp_path / str(world)), layouts + more)
+        for layout in layouts + more:
+            assert sum(rank.get(layout, 0) for rank in ranks) == whole, (world, layout)
+
+
+def test_who_reads_weights_alone_looks_at_no_moments(tmp_path, monkeypatch) -> None:
+    """Nor at the state of random generators; and a checkpoint without them is one for that use."""
+    shard = flat_shard(40)
+    save_shards(tmp_path, [shard])
+    folder, looked = tmp_path / "step-00000001", []
+    sha256 = checkpoint.sha256
+    monkeypatch.setattr(checkpoint, "sha256", lambda path: looked.append(path.name) or sha256(path))
+    for find in (
+        lambda: checkpoint.newest_whole(tmp_path, print, moments=False)[0],
+        lambda: checkpoint.whole_at(tmp_path, 1, moments=False),
+        lambda: checkpoint.whole(folder, print, moments=False),
+    ):
+        assert find() == folder
+        assert looked == ["config.yaml", "shard-tp000-dp000.safetensors"]
+        looked.clear()
+    (folder / "moments-tp000-dp000.safetensors").unlink()
+    assert checkpoint.whole(folder, print, moments=False) == folder
+    assert Reader(folder).local("weight", "weight", 0, 1).equal(shard.tensors["weight"])
+    with pytest.raises(CheckpointError, match=r"moments-tp000-dp000\.safetensors is missing"):
+        checkpoint.whole(folder, print)
+
+
+def test_the_manifest_of_a_thousand_ranks_is_small(tmp_path) -> None:
+    """A model of 300 tensors at ZeRO 3 on 1,024 ranks and, with another end, at ZeRO 1."""
+    world, tensors, size = 1024, 300, 4096 * 4096
+    every = [np.array([[rank * size // world, (rank + 1) * size // world]] * tensors) for rank in range(world)]
+    begin = time.process_time()
+    pieces = list(saver._runs([0] * world, every))
+    text = json.dumps(pieces)
+    assert time.process_time() - begin < 1
+    assert len(text) < 40 * tensors
+    assert pieces == [[[0, 0, world, 0, size // world]]] * tensors
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=3), st.integers(1, 9))
+def test_runs_are_the_pieces_that_were_written(lengths: list[list[int]], first: int) -> None:
+    """Of one tensor: for each tensor-parallel slice the lengths of consecutive pieces, of which some are empty."""
+    tp_ranks, ranges, expected = [], [], {}
+    for tp_rank, own in enumerate(lengths):
+        for start, stop in itertools.pairwise(itertools.accumulate(own, initial=first)):
+            if stop > start:
+                expected[tp_rank, start, stop] = len(ranges)
+            tp_ranks.append(tp_rank)
+            ranges.append(np.array([[start, stop]]))
+    (runs,) = saver._runs(tp_ranks, ranges)
+    found = {
+        (tp_rank, start + i * length, start + (i + 1) * length): rank + i
+        for tp_rank, rank, count, start, length in runs
+        for i in range(count)
+    }
+    assert found == expected
 
 
 def write_pieces(folder: Path, tensor: torch.Tensor, dim: int | None, tp_size: int) -> None:
@@ -182,19 +313,27 @@ def write_plain(root: Path, step: int, tokens: int) -> None:
     writer.wait()
 
 
+def flat_shard(size: int) -> ParameterShard:
+    """A parameter that one rank has all of."""
+    weight = torch.nn.Parameter(torch.rand(size))
+    weight.tp_dim, weight.global_shape = None, (size,)
+    return ParameterShard("weight", weight, 0, size, {kind: torch.rand(size) for kind in KINDS})
+
+
+def save_shards(root: Path, shards: list[ParameterShard]) -> None:
+    writer = tiny.saver(root, ParallelGroups.single())
+    writer.start({"step": 1, "tokens": 1}, "{}", shards, {})
+    writer.wait()
+
+
 def test_the_umask_says_who_may_read_a_checkpoint(tmp_path) -> None:
-    weight = torch.nn.Parameter(torch.zeros(4))
-    weight.tp_dim, weight.global_shape = None, (4,)
-    shard = ParameterShard("weight", weight, 0, 4, {kind: torch.zeros(4) for kind in KINDS})
     before = os.umask(0o027)
     try:
-        writer = tiny.saver(tmp_path, ParallelGroups.single())
-        writer.start({"step": 1, "tokens": 1}, "{}", [shard], {})
-        writer.wait()
+        save_shards(tmp_path, [flat_shard(4)])
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
-    assert "shard-tp000-dp000.safetensors" in modes
+    assert {"shard-tp000-dp000.safetensors", "moments-tp000-dp000.safetensors"} < modes.keys()
     assert set(modes.values()) == {0o640}
 
 
@@ -304,7 +443,7 @@ def test_an_unknown_format_is_refused(tmp_path) -> None:
     write_plain(tmp_path, 1, 10)
     path = tmp_path / "step-00000001" / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    with pytest.raises(CheckpointError, match="format 99, this SageTrain reads format 1"):
+    with pytest.raises(CheckpointError, match="format 99, this SageTrain reads format 1 and 2"):
         Reader(path.parent)
 
 

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from sagetrain.config.errors import ConfigError
 from sagetrain.parallel.topology import ParallelGroups
 
+_BLOCK = 2**22  # weights that all ranks together gather at a time
+
 
 @dataclass(frozen=True)
 class ParameterShard:
@@ -170,6 +172,21 @@ class Masters:
         if partitioned:
             parameter.partition([parameter])
 
+    def _gather_masters(self) -> None:
+        """Make the flat weights that the model computes with from the masters, as DeepSpeed does after a step, but in
+        blocks: a collective may keep as much again as it gathers."""
+        optimizer, groups = self._ds.optimizer, self.groups
+        names = "bf16_partitioned_groups", "parallel_partitioned_bit16_groups"
+        (flat,) = [getattr(optimizer, name) for name in names if hasattr(optimizer, name)]
+        block = max(1, _BLOCK // groups.num_replicas)
+        for parts, group in zip(flat, self._base.param_groups, strict=True):
+            own = parts[groups.replica_rank]
+            own.copy_(group["params"][0])
+            for low in range(0, len(own), block) if groups.num_replicas > 1 else ():
+                dist.all_gather(
+                    [part[low : low + block] for part in parts], own[low : low + block], group=groups.replica_group
+                )
+
     @property
     def writes_shards(self) -> bool:
         """Whether this replica holds state of its own (at stage 0 only the first one writes)."""
@@ -198,7 +215,7 @@ class Masters:
                 for tensor in shard.tensors.values():
                     dist.broadcast(tensor, group=self.groups.replica_group, group_src=0)
         elif self.stage < 3:
-            self._ds.optimizer.update_lp_params()
+            self._gather_masters()
         else:
             for shard in filter(lambda shard: shard.tensors, self.shards()):
                 shard.parameter.ds_tensor.data.view(-1)[: shard.stop - shard.start].copy_(shard.tensors["weight"])
