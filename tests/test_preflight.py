@@ -221,7 +221,7 @@ ALONE = {"__init__", "_open_mask", "read_provenance", "_check_records", "check_t
 """The functions of data/ that a trainer calls before ranks meet. Later refusals are in test_resume.py."""
 EXCUSED = {
     ("trainer", "__init__"): "attention and linear layers that this host's GPU cannot do: rules know the rest",
-    ("engine", "check_zero"): "needs DeepSpeed",
+    ("masters", "check_masters"): "what DeepSpeed keeps in memory",
     ("engine", "init_distributed"): "the GPUs of a host",
     ("roster", "use_interface"): "the network interfaces of a host",
     ("roster", "share"): "hosts that share no folder",
@@ -309,7 +309,7 @@ def test_plan_finds_what_train_refuses(world: World, monkeypatch: pytest.MonkeyP
 
 
 def test_every_refusal_on_the_way_to_the_first_step_is_found_or_excused() -> None:
-    names = "trainer engine roster rendezvous run_folder weights_and_biases checkpoint origin resume ledger preflight"
+    names = "trainer engine masters roster rendezvous run_folder weights_and_biases checkpoint origin resume ledger preflight"
     files = [ROOT / f"sagetrain/train/{name}.py" for name in names.split()]
     files += [ROOT / f"sagetrain/data/{name}.py" for name in ("loader", "token_files", "verify")]
     refusals = {(file.stem, name) for file in files for name in _refusing(ast.parse(file.read_text()))}
