@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sagetrain.cli_options import Checkpoint, InferenceAttention, InferencePrecision, RunDir
+from sagetrain.cli_options import Checkpoint, DataRoot, InferenceAttention, InferencePrecision, RunDir
 from sagetrain.config.errors import ConfigError
 from sagetrain.exits import Errors as _Errors
 from sagetrain.exits import warn as _warn
@@ -49,6 +49,7 @@ def evaluate(
         ),
     ] = None,
     text_key: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
+    data_root: DataRoot = None,
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -95,10 +96,12 @@ def evaluate(
         asked = (
             load_harness("--tasks").Tasks(tasks.split(","), limit) if tasks else None
         )  # before the model: they may not be there
-        from sagetrain.inference.load import at_context, load_run
+        from sagetrain.inference.load import at_context, load_run, with_data
 
         names = {"attention": attention and attention.value, "linear": linear and linear.value}
         run = load_run(run_dir, _warn, checkpoint, **names)
+        if not asked:
+            run = with_data(run, run_dir, data_root, _warn)
         if context:
             run = at_context(run, context)
         if asked:

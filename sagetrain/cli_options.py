@@ -16,6 +16,14 @@ Config = Annotated[
         show_default=False,
     ),
 ]
+DataRoot = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        show_default=False,
+        help="Folder that holds the run's data now, wherever below. Default: looked for where it was, beside the run.",
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the YAML, e.g. optimizer.lr=3e-4", show_default=False),

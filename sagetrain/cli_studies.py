@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from sagetrain.cli_options import Checkpoint, Config, Overrides, RunDir
+from sagetrain.cli_options import Checkpoint, Config, DataRoot, Overrides, RunDir
 from sagetrain.exits import Errors as _Errors
 from sagetrain.exits import leave as _exit
 from sagetrain.exits import leave_together as _leave_together
@@ -172,6 +172,7 @@ def diagnose(
     picture: Annotated[
         Path | None, typer.Option("--plot", metavar="PATH", show_default=False, help="Draw them (.png).")
     ] = None,
+    data_root: DataRoot = None,
     checkpoint: Checkpoint = None,
 ) -> None:
     """What INT8 attention loses on a checkpoint, layer by layer: the papers' Table 2.
@@ -186,7 +187,7 @@ def diagnose(
     with _Errors(run_dir=run_dir):
         from sagetrain.data.token_file import write_atomic
         from sagetrain.inference import diagnose as diagnosis
-        from sagetrain.inference.load import load_run
+        from sagetrain.inference.load import load_run, with_data
         from sagetrain.parallel.host import use_cores
         from sagetrain.planning.tables import console, print_table
 
@@ -194,6 +195,7 @@ def diagnose(
 
         diagnosis.check_outputs(json_file, picture)
         run = load_run(run_dir, _warn, checkpoint, linear="bf16")  # those in 8 bits have a table of their own
+        run = with_data(run, run_dir, data_root, _warn)
         found = diagnosis.diagnose(run, recipe or [], sequences, _warn)
         for table in diagnosis.tables(found):
             print_table(console(), table)

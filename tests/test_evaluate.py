@@ -97,7 +97,7 @@ def test_unigram_loss_is_by_the_frequencies_of_the_training_data(loaded: Trained
         data = cfg.data.model_copy(update={"train": [DataSource(path=path)]})
         without = evaluate(replace(loaded, cfg=cfg.model_copy(update={"data": data})), 1, said.append)
         assert together(without) == replace(one, unigram_nats=None)
-    assert said[0].startswith("no unigram loss: token file gone: ")
+    assert said[0].startswith("no unigram loss: data.train: gone is not here ")
     assert said[1:] == ["no unigram loss: an imported model has no training data"]
 
 

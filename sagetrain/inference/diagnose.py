@@ -30,6 +30,7 @@ from sagetrain.config.schema import AttentionConfig, MonitorConfig
 from sagetrain.data.loader import Batch, Loader, SampleStream
 from sagetrain.data.token_file import check_writable
 from sagetrain.inference.load import TrainedRun
+from sagetrain.inference.located import check_there
 from sagetrain.model.backends import FIXED_RECIPE, AttentionFunction, Sage, attention_function
 from sagetrain.model.selection import matmuls_of, resolve_backend
 from sagetrain.parallel.matmul import Matmul
@@ -95,6 +96,7 @@ def diagnose(
             "an imported model has no data to be diagnosed on; train from it (training.init_from), diagnose that run"
         )
     sources = data.valid or data.train
+    check_there("valid" if data.valid else "train", sources)
     sha256 = run.tokenizer.sha256 if run.tokenizer else None
     stream = SampleStream.configured(data, sources, run.cfg.training.seed, run.vocab_size, sha256)
     size = min(data.micro_batch_size, stream.num_windows)

@@ -16,6 +16,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream, batch_of
 from sagetrain.inference.load import TrainedRun
+from sagetrain.inference.located import check_there
 from sagetrain.inference.windows import Raw, decoded_bytes, text_of, windows
 
 _UNIGRAM_TOKENS = 1 << 24  # of the training data: their frequencies are off by .003 nats for 100,000 different ones
@@ -85,6 +86,7 @@ def evaluate(
     data = run.cfg.data
     if not data.valid:
         raise ConfigError("data.valid is empty: the run has no held-out data to evaluate on; name some with --data")
+    check_there("valid", data.valid)
     stream, nats = _stream(run, data.valid), _training_nats(run, report)
     loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=data.micro_batch_size, num_workers=0)
     found = [_begin(run, name, nats) for name in stream.names]
@@ -131,6 +133,8 @@ def evaluate_texts(
             f"--stride {stride:,} is longer than the windows, data.seq_length {size:,}: tokens between two of them "
             f"would not be scored; give at most {size:,}"
         )
+    if not paths:
+        check_there("valid", data.valid)
     paths = paths or [source.path for source in data.valid]
     if not paths:
         raise ConfigError("data.valid is empty: the run has no held-out data to evaluate on; name some with --data")
@@ -179,6 +183,7 @@ def _training_nats(run: TrainedRun, report: Callable[[str], None]) -> NDArray[np
         report("no unigram loss: an imported model has no training data")
         return None
     try:
+        check_there("train", run.cfg.data.train)
         return unigram_nats(_stream(run, run.cfg.data.train), run.vocab_size)
     except ConfigError as error:
         report(f"no unigram loss: {error}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from sagetrain.config.rules.data import CHAT_TEMPLATE
 from sagetrain.config.schema import LinearConfig, RunConfig, tokenizer_in
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.data.tokenizer_copy import kept_templates
+from sagetrain.inference.located import located
 from sagetrain.inference.ranks import Ranks
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import matmuls_of, resolve_backend
@@ -47,6 +48,8 @@ class TrainedRun:
     """Those that end one, beside the tokenizer's own (train/origin.py)."""
     chat_template: str | None = None
     """The template that its chats were made with, or else the tokenizer's own."""
+    data_hashes: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of its data by name, as its checkpoint records them."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,16 @@ def in_training(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> Tra
     return TrainedRun(cfg, own.eval(), tokenizer, tokenizer.vocab_size, 0, 0, weight.device)
 
 
+def with_data(run: TrainedRun, run_dir: Path, root: Path | None, report: Callable[[str], None]) -> TrainedRun:
+    """The run with the paths that its data has now, for what reads the data.
+
+    `report` hears where the data is if it is elsewhere than it was. root: a folder that holds it. ConfigError if it is
+    not in there.
+    """
+    data = located(run.cfg.data, run.cfg.training.run_dir, run_dir, run.data_hashes, root, report)
+    return replace(run, cfg=run.cfg.model_copy(update={"data": data}))
+
+
 def at_context(run: TrainedRun, context: int) -> TrainedRun:
     """The run with sequences of `context` tokens in place of data.seq_length, and about as many tokens at once; the
     model is the same one. Positions past those it was trained with are new to it."""
@@ -231,7 +244,8 @@ def load_run(
         ladder.restore(run.reader.manifest["state"]["controllers"][ladder.name])
         report(f"attention as at step {run.step}: {ladder.summary()}")
     about = run.tokenizer, run.vocab_size, run.step, run.tokens
-    return TrainedRun(cfg, model, *about, device, run.text_prefix, run.end_tokens, run.chat_templates.get("default"))
+    ends = run.text_prefix, run.end_tokens, run.chat_templates.get("default")
+    return TrainedRun(cfg, model, *about, device, *ends, run.reader.manifest["state"].get("files") or {})
 
 
 def _multiply(trained: LinearConfig, precision: str) -> LinearConfig:

@@ -22,6 +22,7 @@ import torch
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import AttentionConfig
+from sagetrain.inference.located import located
 from sagetrain.model.backends import AttentionFunction, attention_function
 from sagetrain.model.selection import resolve_backend
 from sagetrain.model.transformer import Transformer
@@ -181,10 +182,12 @@ def _replay(
 def _trainer(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Trainer:
     """The run's own, at the checkpoint; in one process without its parallelism, which changes nothing but rounding.
     fresh: there is none, it begins as the run did. layers_of_tp: the run's tensor-parallel size."""
-    cfg = load_config(folder / "config.yaml")
+    cfg, run_dir = load_config(folder / "config.yaml"), folder.absolute().parent.parent
+    data = located(cfg.data, cfg.training.run_dir, run_dir, {}, None, lambda said: None)
+    cfg = cfg.model_copy(update={"data": data})
     if fresh and cfg.training.init_from is not None:
         # It may name a run that has gone on since.
-        init_from = str(origin.recorded(folder.absolute().parent.parent, cfg.training.init_from))
+        init_from = str(origin.recorded(run_dir, cfg.training.init_from))
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"init_from": init_from})})
     parallel = cfg.parallel.model_copy(update={"world_size": None})
     if os.environ.get("WORLD_SIZE", "1") == "1":
