@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
@@ -28,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig, ParallelConfig
+from sagetrain.data.open_files import files_of_rank_0, ranks_allowed
 from sagetrain.hardware import of_device
 from sagetrain.model import linear_choice
 from sagetrain.model.selection import admissions, cannot_multiply
@@ -76,7 +78,12 @@ def examine(
     rank, world_size, host = dist.get_rank(), dist.get_world_size(), socket.gethostname()
     own: list[Check] = []
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        own += [*versions(host), extras(host), *host_limits(host), *disk(run_dir, disk_mib, host)]
+        own += [
+            *versions(host),
+            extras(host),
+            *host_limits(host, max(world_size, parallel.world_size or 1)),
+            *disk(run_dir, disk_mib, host),
+        ]
     own += gpu(device, model or EXAMPLE, parallel, f"{host}, rank {rank}")
     store = dist.distributed_c10d._get_default_store()
     store.set(f"doctor/{rank}", json.dumps([asdict(check) for check in own]))
@@ -126,19 +133,37 @@ def disagreements(checks: Iterable[Check]) -> list[Check]:
     ]
 
 
-def host_limits(host: str) -> list[Check]:
-    """Shared memory, which NCCL and gloo use between ranks of a host, and open files."""
+def host_limits(host: str, world_size: int) -> list[Check]:
+    """Shared memory, which NCCL and gloo use between ranks of a host, open files for a run of so many ranks, and how
+    long the name of an address takes."""
     shared = shutil.disk_usage("/dev/shm").free
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return [
-        Check("shared memory", host, "ok", f"{shared / 2**30:.1f} GiB free")
-        if shared >= 2**30
-        else Check("shared memory", host, "look", f"{shared / 2**20:.0f} MiB free in /dev/shm; NCCL may need 1 GiB",
-                   "in a container: --shm-size=8g, or --ipc=host"),
-        Check("open files", host, "ok", f"{files:,}")
-        if files >= 4096 or files == resource.RLIM_INFINITY
-        else Check("open files", host, "look", f"limit {files:,}", "ulimit -n 65536 in what starts the ranks"),
-    ]  # fmt: skip
+    memory = Check("shared memory", host, "ok", f"{shared / 2**30:.1f} GiB free")
+    if shared < 2**30:
+        memory = Check("shared memory", host, "look", f"{shared / 2**20:.0f} MiB free in /dev/shm; NCCL may need 1 GiB",
+                       "in a container: --shm-size=8g, or --ipc=host")  # fmt: skip
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ranks, needed = ranks_allowed(files), files_of_rank_0(world_size)
+    found = f"hard limit {files:,}, as rank 0 of up to {ranks:,} ranks needs beside token files; the soft one is raised"
+    limit = Check("open files", host, "ok", "no limit" if files == resource.RLIM_INFINITY else found)
+    if files != resource.RLIM_INFINITY and files < needed:
+        found = f"hard limit {files:,}; rank 0 of {world_size:,} ranks needs {needed:,}"
+        fix = (
+            "a higher hard limit: /etc/security/limits.conf, LimitNOFILE= of a service, --ulimit nofile= of a container"
+        )
+        limit = Check("open files", host, "bad", found, fix)
+    return [memory, limit, _names(host)]
+
+
+def _names(host: str) -> Check:
+    begin = time.perf_counter()
+    with suppress(OSError):  # no name is an answer too
+        socket.getnameinfo((f"::ffff:{socket.gethostbyname(host)}", 0), 0)
+    seconds = time.perf_counter() - begin
+    if seconds < 0.5:
+        return Check("names", host, "ok", f"that of an address takes {1e3 * seconds:.0f} ms")
+    found = f"that of an address takes {seconds:.1f} s, and the store where ranks meet asks for it at each connection"
+    fix = "a name server that answers, or RES_OPTIONS='timeout:1 attempts:1' in what starts the ranks"
+    return Check("names", host, "look", found, fix)
 
 
 def disk(run_dir: Path, size_mib: int, host: str) -> list[Check]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 import warnings
 from pathlib import Path
 
@@ -174,9 +175,19 @@ def test_the_command_tries_what_a_rank_of_the_configuration_has(monkeypatch: pyt
 
 
 def test_limits_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of open files the hard one counts, for the ranks at hand: the soft one is raised."""
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1024, 4096))
-    files = host_limits("here")[1]
-    assert files.verdict == "look" and "ulimit -n" in files.fix
+    enough, short = (host_limits("here", ranks)[1] for ranks in (1_000, 2_000))
+    assert enough.verdict == "ok" and "up to 1,194 ranks" in enough.found
+    assert short.verdict == "bad" and "rank 0 of 2,000 ranks needs 6,512" in short.found and "limits.conf" in short.fix
+
+
+def test_a_name_server_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store where ranks meet asks for the name of each that connects."""
+    answered = doctor._names("localhost")
+    monkeypatch.setattr(doctor.socket, "getnameinfo", lambda *_: time.sleep(0.6))
+    silent = doctor._names("localhost")
+    assert (answered.what, silent.verdict) == ("names", "look") and "takes 0.6 s" in silent.found
 
 
 def test_equal_findings_share_a_line(capsys: pytest.CaptureFixture) -> None:

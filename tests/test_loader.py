@@ -5,6 +5,8 @@ import os
 import random
 import resource
 import struct
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -152,9 +154,30 @@ def test_thousands_of_small_sources(tmp_path):
 
 
 def test_more_files_than_a_process_may_open(source, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (300, 400))
-    with pytest.raises(ConfigError, match=r"files of the run are 1, .* a process may have 400 here \(ulimit -Hn\)"):
+    monkeypatch.setattr(resource, "prlimit", lambda process, what: (300, 400))
+    with pytest.raises(ConfigError, match=r"the 1 token files .* a process may have 400 here \(ulimit -Hn\)"):
         SampleStream([source], S, 0)
+
+
+def test_open_files_are_allowed_here_and_to_the_process_above() -> None:
+    """As torchrun's agent is, which has the store of its ranks."""
+    child = (
+        "import os, resource; from sagetrain.data.open_files import allow_connections\n"
+        "for process in (0, os.getppid()):\n"
+        "    allow_connections(1_000, process)\n"
+        "    print(resource.prlimit(process, resource.RLIMIT_NOFILE)[0])\n"
+    )
+    above = (
+        "import resource, subprocess, sys\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))\n"
+        "sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1].replace('1_000', '2_000')]).returncode)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", above, child], capture_output=True, text=True)
+    assert all(3_512 <= int(limit) < 3_600 for limit in run.stdout.split()) and len(run.stdout.split()) == 2
+    assert run.returncode == 1 and "a process may have 4,096 here (ulimit -Hn)" in run.stderr
+    assert "the connections of 2,000 ranks take 6,5" in run.stderr
 
 
 # -- order -------------------------------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ EXCUSED = {
     ("rendezvous", "_gather"): "ranks that do not come",
     ("run_folder", "claim"): "another run that has the folder at that moment",
     ("weights_and_biases", "__init__"): "a login",
-    ("token_files", "open_sources"): "the open files that a host allows",
+    ("rendezvous", "_make_room"): "the open files that a host allows",
     ("token_file", "_read"): "a file that is cut while it is read",
     ("token_file", "counted"): "a byte in the middle of a large mask, read with its sequence",
     ("tokenizer", "load"): "plan loads the tokenizer itself, and ends with the same message",

@@ -1,6 +1,8 @@
 """The start of a run on many ranks, by the benchmark's simulation of it."""
 
 import importlib.util
+import os
+import resource
 import sys
 from pathlib import Path
 
@@ -16,6 +18,8 @@ def simulate(*sizes: tuple[int, int, int]) -> list[dict[str, float]]:
     """A start on each (world size, tensor-parallel size, context-parallel size)."""
     benchmark = sys.modules[SPEC.name] = importlib.util.module_from_spec(SPEC)  # dataclasses look for their module
     SPEC.loader.exec_module(benchmark)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))  # rank 0 raises it
     cfg = load_config("7b", ["model.num_layers=2"])
     return [benchmark.simulate(*size, cfg) for size in sizes]
 

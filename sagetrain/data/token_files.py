@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import resource
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,9 +11,8 @@ import numpy as np
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataSource
+from sagetrain.data.open_files import allow_open_files
 from sagetrain.data.token_file import TokenFile
-
-_OTHER_FILES = 512  # libraries, sockets, the files of everything else
 
 
 class TokenFiles:
@@ -56,15 +54,8 @@ def open_sources(
             tokenizers, or another one than `tokenizer_sha256`; or a process may not have so many files open.
     """
     files = sum(len(source.files) for source in sources)
-    wanted = 2 * files + _OTHER_FILES  # a large index is open a second time, by its map
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        if hard != resource.RLIM_INFINITY and hard < wanted:
-            raise ConfigError(
-                f"the token files of the run are {files:,}, which take {wanted:,} open files, and a process may have "
-                f"{hard:,} here (ulimit -Hn): raise that, or prepare the text into fewer files"
-            )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    # A mask is open beside the tokens, and a large index by its map.
+    allow_open_files(3 * files, f"the {files:,} token files of data")
     opened = [TokenFiles(source, seq_length) for source in sources]
     every = [file for source in opened for file in source.files]
     _check_records(every, seq_length, document_attention)

@@ -21,6 +21,7 @@ from sagetrain.config.measured import read_measured
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import NoiseAwareTokens, PrecisionConfig, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage
+from sagetrain.data.open_files import files_of_rank_0
 from sagetrain.hardware import H200, Hardware
 from sagetrain.model.accounting import (
     MemoryItem,
@@ -42,6 +43,7 @@ _LEVEL_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 _MAX_ROWS = 12
 _EIGHT_BIT_MFU = "MFU counts 8-bit products against the 16-bit peak, so it can pass what 16 bits reach"
 _PAGE = 100
+_USUAL_FILES = 1024  # that a process may open where nobody has raised the limit
 """Columns of text that is read line by line."""
 _AFTER_ERRORS = "none until the errors above are mended"
 
@@ -221,6 +223,8 @@ def _layout_table(cfg: RunConfig, world_size: int) -> Table:
             f"{data.micro_batch_size} sequence{'s' * (data.micro_batch_size > 1)} x {data.seq_length:,} tokens "
             f"x {ranks} = {token_multiple(cfg, ranks):,} tokens",
         ),
+        *([("open files", f"up to {files:,} in rank 0, beside token files: the hard limit (ulimit -Hn) must allow it")]
+          if (files := files_of_rank_0(world_size)) > _USUAL_FILES else []),
     ])  # fmt: skip
 
 

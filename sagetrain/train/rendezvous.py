@@ -23,6 +23,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 from torch.distributed.distributed_c10d import _get_default_store
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.data.open_files import allow_connections
 
 T = TypeVar("T", bound=Mapping[str, Any])
 
@@ -83,8 +84,8 @@ def meet(minutes: float) -> Store:
 
     Raises:
         RanksMissing: on every rank that came, if others have not so many `minutes` after rank 0 did; without rank 0,
-            three times as many after the rank itself. On rank 0 at once if it cannot listen at its port; on every rank
-            within half a minute if the address cannot be resolved.
+            three times as many after the rank itself. On rank 0 at once if it cannot listen at its port, or may not
+            open so many files; on every rank within half a minute if the address cannot be resolved.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # torchrun's agent hosts the store, elsewhere rank 0 does.
@@ -92,6 +93,8 @@ def meet(minutes: float) -> Store:
     if world_size == 1 and opens:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT") or "0")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        _make_room(world_size, None if opens else os.getppid())
     listener = _listen(port) if opens else None
     try:
         if listener:
@@ -109,6 +112,20 @@ def meet(minutes: float) -> Store:
     finally:
         if listener:
             listener.close()
+
+
+def _make_room(world_size: int, launcher: int | None) -> None:
+    """Let rank 0 have the connections that the other ranks make to it, and likewise the launcher, if the store is
+    there."""
+    try:
+        allow_connections(world_size, os.getpid())
+        if launcher:
+            allow_connections(world_size, launcher)
+    except ConfigError as error:
+        raise RanksMissing(f"rank 0 on {socket.gethostname()}: {error}; nothing was started or written") from error
+    except OSError as error:  # a launcher of another user
+        _say(f"rank 0 cannot raise the limit of open files of process {launcher}, its launcher ({error.strerror}): if "
+             f"ranks do not come, start that with a higher one (ulimit -n)")  # fmt: skip
 
 
 def store_of_rank_0() -> Store:

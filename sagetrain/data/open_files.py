@@ -1,0 +1,51 @@
+"""How many files a process may have open: token files, and the connections of rank 0."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from sagetrain.config.errors import ConfigError
+
+_SPARE_FILES = 512
+"""Files that a process opens besides: libraries, devices, NCCL's sockets to a rank's neighbours."""
+_CONNECTIONS = 3
+"""What rank 0 holds to each rank, at most: the store of the process group, that of the saver, and one of NCCL's."""
+
+
+def files_of_rank_0(world_size: int) -> int:
+    """Return how many files rank 0 may have open in a run of so many ranks, beside its token files."""
+    return _CONNECTIONS * world_size + _SPARE_FILES
+
+
+def ranks_allowed(files: int) -> int:
+    """Return how many ranks a run may have if its rank 0 may have so many files open."""
+    return max(0, files - _SPARE_FILES) // _CONNECTIONS
+
+
+def allow_connections(world_size: int, process: int) -> None:
+    """Let rank 0 of so many ranks, or the process that has their store, be connected with all of them: as
+    allow_open_files."""
+    allow_open_files(_CONNECTIONS * world_size, f"the connections of {world_size:,} ranks", process)
+
+
+def allow_open_files(more: int, what: str, process: int = 0) -> None:
+    """Raise the soft limit of open files so that `more`, and some to spare, can be opened beside those that are open.
+
+    Args:
+        what: what they are for, in the message.
+        process: whose limit, by its process id; 0: this process's.
+
+    Raises:
+        ConfigError: the hard limit is lower than that.
+    """
+    wanted = len(os.listdir(f"/proc/{process or 'self'}/fd")) + more + _SPARE_FILES
+    soft, hard = resource.prlimit(process, resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ConfigError(
+            f"{what} take {wanted:,} open files, and a process may have {hard:,} here (ulimit -Hn): raise that hard "
+            "limit (/etc/security/limits.conf, LimitNOFILE= of a service, --ulimit nofile= of a container)"
+        )
+    resource.prlimit(process, resource.RLIMIT_NOFILE, (wanted, hard))
