@@ -32,7 +32,7 @@ else:
         qk_norm_rope_triton,
         qk_norm_rope_twin,
     )
-    from sagekernels.quantize import quantize_triton, quantize_twin, tile_means, token_mean, transpose_codes
+    from sagekernels.quantize import in_half_units, quantize_triton, quantize_twin, tile_means, token_mean, transpose_codes
     from sagekernels.reference import document_bounds, twin_backward, twin_forward
     from sagekernels.swiglu import swiglu_gradients_triton
     from sagekernels.testing import (
@@ -105,6 +105,33 @@ else:
         monkeypatch.setattr("sagekernels.launch.family", lambda capability: "hopper")
         test_agrees_with_the_twin(shape, "fine", False, torch.float16)
 
+    @pytest.mark.parametrize(("shape", "recipe", "dtype"), [
+        (Shape(1, 200, 200, 2, 1, 32, documents=(5, 0, 70, 1, 124, 0)), "fine", torch.float16),
+        (Shape(1, 70, 133, 2, 1, 80), "gradients", torch.float16),
+        (Shape(1, 65, 65, 1, 1, 128, causal=False), "scores", torch.float16),
+    ], ids=str)  # fmt: skip
+    def test_operands_in_units_of_float16_agree_with_the_twin(shape, recipe, dtype, monkeypatch):
+        """What GeForce cards get, whose products are added up in float16 (not here, where they are in float32)."""
+        for module in ("forward", "backward"):
+            monkeypatch.setattr(f"sagekernels.{module}.half_sums", lambda device: True)
+        test_agrees_with_the_twin(shape, recipe, False, dtype)
+
+    def test_units_of_float16_are_powers_of_two():
+        v = torch.randn(2, 100, 3, 20)
+        v[0, :, 1] *= 1e20
+        v[1, :, 2] *= 1e-20
+        v[1, :, 0] = 0
+        v[0, 5, 2, 3], v[0, 6, 2, 3] = torch.nan, torch.inf
+        halves, largest = in_half_units(v)
+        finite = torch.where(v.isfinite(), v, 0.0).abs()
+        assert torch.equal(largest, finite.amax((1, 3)))
+        units = 2.0 ** (6 - largest.where(largest > 0, 32.0).frexp().exponent)
+        expected = (v * units[:, None, :, None]).half()
+        torch.testing.assert_close(halves, expected, rtol=0, atol=0, equal_nan=True)
+        scaled = halves.float().abs().nan_to_num(0.0, posinf=0.0)
+        assert (scaled <= 64).all() and (scaled.amax((1, 3))[finite.amax((1, 3)) > 0] >= 32).all()
+        assert halves[0, 5, 2, 3].isnan() and halves[0, 6, 2, 3].isinf()
+
     @pytest.mark.parametrize("per_tile", [False, True])
     def test_quantizers(per_tile):
         x = torch.randn(2, 100, 3, 48).half().mT.contiguous().mT  # strided
@@ -113,7 +140,9 @@ else:
             twin = quantize_twin(x, mean=mean, per_tile=per_tile)
             assert torch.equal(ours.codes, twin.codes)
             torch.testing.assert_close(ours.scale, twin.scale)
-            assert torch.equal(columns[..., :100], twin.codes.mT) and (columns[..., 100:] == 0).all()
+            rows = torch.nn.functional.pad(twin.codes, (0, 0, 0, 28)).mT
+            in_order = rows.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4)  # pieces.in_operand_order
+            assert torch.equal(columns, in_order)
             assert torch.equal(columns, transpose_codes(twin.codes))
 
     def test_non_finite_values_reach_the_scales():

@@ -11,37 +11,51 @@ import triton.language as tl
 from torch import Tensor
 
 from .forward import mean_bias
-from .launch import launch_tiles, on_device_of
+from .launch import half_sums, launch_tiles, on_device_of
 from .pieces import (
+    DO_BITS,
     LOG2E,
     MAGIC,
     MAGIC_BITS,
+    V_BITS,
     as_codes,
     as_float,
     as_shifted_codes,
     block_d,
     dot16,
+    in_operand_order,
     inverse_scale,
     largest_magnitude,
+    load_quads,
     load_tokens,
     load_transposed,
     load_vector,
+    max_or_nan,
+    power_of_two,
+    scale_and_inverse,
     scores_of,
 )
-from .quantize import TILE, dequantize_triton, quantize_triton, tiles_of, transpose_codes
+from .quantize import TILE, dequantize_triton, in_half_units, quantize_triton, tiles_of, transpose_codes
 from .reference import RECIPES, Saved
 
 
 @triton.jit
-def _rows_kernel(
-    DO, O, DO_SCALE, Q_SCALE, LSE, DELTA, SHIFT, FACTOR, heads, tokens, tiles, stride_b, stride_n, stride_h,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, FOLD_Q: tl.constexpr, FOLD_DO: tl.constexpr,
+def _queries_kernel(
+    DO, O, LSE, Q_SCALE, CODES_SCALE, LARGEST_V, DELTA, BACK, QUERIES, DO8T, SHIFTED, DO16,
+    scale, heads, group, tokens, padded, tiles, stride_b, stride_n, stride_h,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, PER_TILE: tl.constexpr, FOLD_Q: tl.constexpr,
+    INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Per query: delta = rowsum(dO o O), and what folds the scales of dO and Q into P and dS without extra work.
+    """Everything that a tile of queries of one head brings to the gradients: dO in the forms in which it is multiplied,
+    delta = rowsum(dO o O), and four numbers a query (QUERIES) that leave the kernel of dK and dV nothing to compute.
 
-    With shift = lse - log s_dO (in log 2) and factor = s_Q / s_dO: P s_dO = exp2(S - shift), and
-    dS s_Q = (P s_dO) (dP factor - delta factor). Where s_dO is 0 the whole row of dO is 0, and so are both.
-    Without FOLD_DO shift is lse alone.
+    step = s_Q scale log2(e) makes scores of products. With shift = lse - log s_dO (in log 2) and factor = s_Q / s_dO:
+    P s_dO = exp2(S - shift), and dS s_Q = (P s_dO) (dP factor - share), share = delta factor. Where s_dO is 0 the whole
+    row of dO is 0, and so are both. Without INT8_GRADIENTS shift is lse and share is delta. Q_SCALE is that of the
+    scores, CODES_SCALE that of the codes which dK takes: the same but where scores are in 16 bits.
+
+    HALF_SUMS: dO and V are multiplied by powers of two, and so is the dP that comes of them. delta is too, factor takes
+    them back, and so does the end of dQ's kernel, with what is left in BACK.
     """
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
@@ -51,40 +65,64 @@ def _rows_kernel(
     o = load_tokens(
         O + (batch * tokens * heads + head) * HEAD_DIM, start, tokens, heads * HEAD_DIM, TILE, HEAD_DIM, BLOCK_D, True
     )
-    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-    t = bh * tokens + start + tl.arange(0, TILE)
-    inside = start + tl.arange(0, TILE) < tokens
-    tl.store(DELTA + t, delta, mask=inside)
+    do = do.to(tl.float32)
+    delta = tl.sum(do * o.to(tl.float32), 1)
+    row, d = start + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    inside = row < tokens
+    t = bh * tokens + row
+    step = load_vector(Q_SCALE + bh * tokens, start, tokens, 0.0, TILE, True) * (scale * LOG2E)
     shift = load_vector(LSE + bh * tokens, start, tokens, 0.0, TILE, True) * LOG2E
-    if FOLD_DO:
-        do_scale = load_vector(DO_SCALE + bh * tokens, start, tokens, 0.0, TILE, True)
+    factor = tl.zeros_like(delta) + 1.0
+    share = delta
+    if INT8_GRADIENTS:
+        largest = largest_magnitude(do, PER_TILE)
+        codes = as_codes(do * inverse_scale(largest)[:, None])
+        of_d = (d < HEAD_DIM)[:, None]
+        pointers = DO8T + bh * padded * HEAD_DIM + d[:, None] * padded + row[None, :]
+        tl.store(pointers, in_operand_order(tl.trans(codes)), mask=of_d)
+        if not PER_TILE:  # what turns the product of shifted codes, which bears the magic number, into one of codes
+            shifted = 127.0 * tl.sum(codes.to(tl.float32), 0) - MAGIC
+            tl.store(SHIFTED + (bh * tiles + tile) * HEAD_DIM + d, shifted, mask=d < HEAD_DIM)
+        do_scale = largest / 127.0
         factor = tl.where(do_scale == 0.0, 0.0, 1.0 / do_scale)
         if FOLD_Q:
-            factor *= load_vector(Q_SCALE + bh * tokens, start, tokens, 0.0, TILE, True)
+            factor *= load_vector(CODES_SCALE + bh * tokens, start, tokens, 0.0, TILE, True)
         shift -= tl.log2(do_scale)
-        tl.store(FACTOR + t, factor, mask=inside)
-    tl.store(SHIFT + t, shift, mask=inside)
+        share *= factor
+        if HALF_SUMS:
+            of_v, back_from_v = power_of_two(tl.load(LARGEST_V + batch * (heads // group) + head // group), V_BITS)
+            of_do, back = power_of_two(max_or_nan(tl.abs(do), 1), DO_BITS)
+            do16 = (do * of_do[:, None]).to(tl.float16)
+            tl.store(DO16 + t[:, None] * HEAD_DIM + d[None, :], do16, mask=inside[:, None] & (d < HEAD_DIM)[None, :])
+            tl.store(BACK + t, back, mask=inside)
+            factor = factor * back * back_from_v
+            delta = delta * of_do * of_v
+    tl.store(DELTA + t, delta, mask=inside)
+    tl.store(QUERIES + 4 * t, step, mask=inside)
+    tl.store(QUERIES + 4 * t + 1, shift, mask=inside)
+    tl.store(QUERIES + 4 * t + 2, factor, mask=inside)
+    tl.store(QUERIES + 4 * t + 3, share, mask=inside)
 
 
 @triton.jit
 def _accumulate_dkdv(
     dk, dv, k8, k_scale, v, keys, starts, ends, lo, hi,
-    Q8, Q8T, Q16, Q_SCALE, Q_MEAN, DO, DO8T, DO_SUMS, SHIFT, FACTOR, DELTA, K, K_MEAN,
+    Q8, Q8T, Q16, Q_MEAN, DO, DO8T, SHIFTED, QUERIES, QUERIES_AGAIN, K, K_MEAN,
     scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
-    INT8_GRADIENTS: tl.constexpr,
+    INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Add the query tiles from lo to hi to dk (in units of 1 / scale) and dv."""
     for i in tl.range(lo, hi, BLOCK_M):
         i = tl.multiple_of(i, BLOCK_M)
+        if INT8_GRADIENTS and not PER_TILE:
+            d = tl.arange(0, BLOCK_D)
+            shifted = tl.load(SHIFTED + (i // BLOCK_M) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
         q8 = load_tokens(Q8, i, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
-        q_scale = load_vector(Q_SCALE, i, n_q, 0.0, BLOCK_M, MASKED)
+        step, shift, _, _ = load_quads(QUERIES, i, n_q, BLOCK_M, MASKED)
         st = scores_of(k8, tl.trans(q8), k_scale[:, None])
-        do = load_tokens(DO, i, n_q, stride_dn, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
-        dpt = dot16(v, tl.trans(do))
-        shift = load_vector(SHIFT, i, n_q, float("inf"), BLOCK_M, MASKED)
-        st = st * (q_scale * (scale * LOG2E))[None, :]
+        st = st * step[None, :]
         if SMOOTH_Q:
             d = tl.arange(0, BLOCK_D)
             q_mean = tl.load(Q_MEAN + (i // BLOCK_M) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
@@ -99,33 +137,33 @@ def _accumulate_dkdv(
             if PACKED:
                 seen = seen & (rows[None, :] >= starts[:, None]) & (rows[None, :] < ends[:, None])
             pt = tl.where(seen, pt, 0.0)
-        delta = load_vector(DELTA, i, n_q, 0.0, BLOCK_M, MASKED)
         if INT8_GRADIENTS:
-            largest = largest_magnitude(pt, PER_TILE)
+            p_scale, inverse = scale_and_inverse(largest_magnitude(pt, PER_TILE))
             do8t = load_transposed(DO8T, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
             if PER_TILE:
-                p8 = as_codes(pt * inverse_scale(largest)[:, None])
-                dv += as_float(tl.dot(p8, tl.trans(do8t))) * (largest / 127.0)[:, None]
-            else:  # shifted by 127: add 127 times the sum of dO's codes, with the subtraction that makes floats
-                p8 = as_shifted_codes(pt * (2.0 * inverse_scale(largest))[:, None])
-                d = tl.arange(0, BLOCK_D)
-                sums = tl.load(DO_SUMS + (i // BLOCK_M) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-                product = (tl.dot(p8, tl.trans(do8t)) + MAGIC_BITS).to(tl.float32, bitcast=True)
-                dv += (product + (127.0 * sums - MAGIC)[None, :]) * (largest / 254.0)[:, None]
-            factor = load_vector(FACTOR, i, n_q, 0.0, BLOCK_M, MASKED)
-            dst = pt * (dpt * factor[None, :] - (delta * factor)[None, :])
+                p8 = as_codes(pt * inverse[:, None])
+                dv += as_float(tl.dot(in_operand_order(p8), tl.trans(do8t))) * p_scale[:, None]
+            else:  # shifted by 127: SHIFTED adds 127 times the sum of dO's codes, and makes floats of what it is added to
+                p8 = as_shifted_codes(pt * (2.0 * inverse)[:, None])
+                product = (tl.dot(in_operand_order(p8), tl.trans(do8t)) + MAGIC_BITS).to(tl.float32, bitcast=True)
+                dv += (product + shifted[None, :]) * (0.5 * p_scale)[:, None]
+        do = load_tokens(DO, i, n_q, stride_dn, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
+        dpt = dot16(v, tl.trans(do), HALF_SUMS=HALF_SUMS)
+        _, _, factor, share = load_quads(QUERIES_AGAIN, i, n_q, BLOCK_M, MASKED)
+        if INT8_GRADIENTS:
+            dst = pt * (dpt * factor[None, :] - share[None, :])
         else:
             dv = dot16(pt.to(DO.dtype.element_ty), do, dv)
-            dst = pt * (dpt - delta[None, :])
+            dst = pt * (dpt - share[None, :])
         if SMOOTH_Q:
             dk += tl.sum(dst, 1)[:, None] * q_mean[None, :]
         if INT8_GRADIENTS:
             if SMOOTH_Q:
-                dst = dst * q_scale[None, :]
-            largest = largest_magnitude(dst, PER_TILE)
-            ds8 = as_codes(dst * inverse_scale(largest)[:, None])
+                dst = dst * (step / (scale * LOG2E))[None, :]
+            ds_scale, inverse = scale_and_inverse(largest_magnitude(dst, PER_TILE))
+            ds8 = as_codes(dst * inverse[:, None])
             q8t = load_transposed(Q8T, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
-            dk += as_float(tl.dot(ds8, tl.trans(q8t))) * (largest / 127.0)[:, None]
+            dk += as_float(tl.dot(in_operand_order(ds8), tl.trans(q8t))) * ds_scale[:, None]
         else:
             q16 = load_tokens(Q16, i, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
             dk = dot16(dst.to(tl.bfloat16), q16, dk)
@@ -134,13 +172,13 @@ def _accumulate_dkdv(
 
 @triton.jit
 def _dkdv_kernel(
-    Q8, Q8T, Q16, Q_SCALE, Q_MEAN, K8, K_SCALE, K, K_MEAN, V, DO, DO8T, DO_SUMS, SHIFT, FACTOR, DELTA,
+    Q8, Q8T, Q16, Q_MEAN, K8, K_SCALE, K, K_MEAN, V, DO, DO8T, SHIFTED, QUERIES, QUERIES_AGAIN,
     STARTS, ENDS, DK, DV,
     scale, kv_heads, group, n_q, n_k, padded_q, tiles,
     stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
-    INT8_GRADIENTS: tl.constexpr,
+    INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one key head, over all query heads that share it and all queries that see it."""
     tile = tl.program_id(0) % tiles
@@ -187,12 +225,12 @@ def _dkdv_kernel(
         bh = batch * heads + head
         q_base = Q8 + bh * n_q * HEAD_DIM
         do_base = DO + batch * stride_db + head * stride_dh
-        qt_base, q16_base, dot_base, sums_base, mean_base = Q8T, Q16, DO8T, DO_SUMS, Q_MEAN
+        qt_base, q16_base, dot_base, shifted_base, mean_base = Q8T, Q16, DO8T, SHIFTED, Q_MEAN
         if INT8_GRADIENTS:
             qt_base += bh * padded_q * HEAD_DIM
             dot_base += bh * padded_q * HEAD_DIM
             if not PER_TILE:
-                sums_base += bh * (padded_q // BLOCK_M) * HEAD_DIM
+                shifted_base += bh * (padded_q // BLOCK_M) * HEAD_DIM
         else:
             q16_base += bh * n_q * HEAD_DIM
         if SMOOTH_Q:
@@ -200,24 +238,24 @@ def _dkdv_kernel(
         if IS_CAUSAL or PACKED:
             dk, dv = _accumulate_dkdv(
                 dk, dv, k8, k_scale, v, keys, starts, ends, lo, a,
-                q_base, qt_base, q16_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base, sums_base,
-                SHIFT + bh * n_q, FACTOR + bh * n_q, DELTA + bh * n_q, K, K_MEAN,
+                q_base, qt_base, q16_base, mean_base, do_base, dot_base, shifted_base,
+                QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4, K, K_MEAN,
                 scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS, HALF_SUMS,
             )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k8, k_scale, v, keys, starts, ends, a, b,
-            q_base, qt_base, q16_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base, sums_base,
-            SHIFT + bh * n_q, FACTOR + bh * n_q, DELTA + bh * n_q, K, K_MEAN,
+            q_base, qt_base, q16_base, mean_base, do_base, dot_base, shifted_base,
+            QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4, K, K_MEAN,
             scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q, INT8_GRADIENTS, HALF_SUMS,
         )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k8, k_scale, v, keys, starts, ends, b, hi,
-            q_base, qt_base, q16_base, Q_SCALE + bh * n_q, mean_base, do_base, dot_base, sums_base,
-            SHIFT + bh * n_q, FACTOR + bh * n_q, DELTA + bh * n_q, K, K_MEAN,
+            q_base, qt_base, q16_base, mean_base, do_base, dot_base, shifted_base,
+            QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4, K, K_MEAN,
             scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS, HALF_SUMS,
         )  # fmt: skip
 
     stride = kv_heads * HEAD_DIM
@@ -233,7 +271,7 @@ def _accumulate_dq(
     K8, K8T, K16, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
-    INT8_GRADIENTS: tl.constexpr,
+    INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Add the key tiles from lo to hi to dq (in units of 1 / scale)."""
     for n in tl.range(lo, hi, BLOCK_N):
@@ -254,13 +292,13 @@ def _accumulate_dq(
                 seen = seen & (columns[None, :] >= starts[:, None]) & (columns[None, :] < ends[:, None])
             p = tl.where(seen, p, 0.0)
         v = load_tokens(V, n, n_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
-        ds = p * (dot16(do, tl.trans(v)) - delta[:, None])
+        ds = p * (dot16(do, tl.trans(v), HALF_SUMS=HALF_SUMS) - delta[:, None])
         if INT8_GRADIENTS:
             ds = ds * k_scale[None, :]
-            largest = largest_magnitude(ds, PER_TILE)
-            ds8 = as_codes(ds * inverse_scale(largest)[:, None])
+            ds_scale, inverse = scale_and_inverse(largest_magnitude(ds, PER_TILE))
+            ds8 = as_codes(ds * inverse[:, None])
             k8t = load_transposed(K8T, n, padded_k, BLOCK_N, HEAD_DIM, BLOCK_D)
-            dq += as_float(tl.dot(ds8, tl.trans(k8t))) * (largest / 127.0)[:, None]
+            dq += as_float(tl.dot(in_operand_order(ds8), tl.trans(k8t))) * ds_scale[:, None]
         else:
             k16 = load_tokens(K16, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
             dq = dot16(ds.to(tl.bfloat16), k16, dq)
@@ -269,12 +307,12 @@ def _accumulate_dq(
 
 @triton.jit
 def _dq_kernel(
-    Q8, Q_SCALE, Q_MEAN, K8, K8T, K16, K_SCALE, K, K_MEAN, V, DO, LSE, DELTA, STARTS, ENDS, DQ,
+    Q8, Q_SCALE, Q_MEAN, K8, K8T, K16, K_SCALE, K, K_MEAN, V, DO, LSE, DELTA, BACK, LARGEST_V, STARTS, ENDS, DQ,
     scale, heads, group, n_q, n_k, padded_k, tiles,
     stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
-    INT8_GRADIENTS: tl.constexpr,
+    INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head, over all keys that it sees."""
     tile = tl.program_id(0) % tiles
@@ -334,18 +372,21 @@ def _dq_kernel(
         dq = _accumulate_dq(
             dq, q8, q_scale, q_mean, do, lse, delta, rows, starts, ends, lo, a,
             K8, K8T, K16, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
-            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
+            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS, HALF_SUMS,
         )  # fmt: skip
     dq = _accumulate_dq(
         dq, q8, q_scale, q_mean, do, lse, delta, rows, starts, ends, a, b,
         K8, K8T, K16, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
-        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
+        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q, INT8_GRADIENTS, HALF_SUMS,
     )  # fmt: skip
     dq = _accumulate_dq(
         dq, q8, q_scale, q_mean, do, lse, delta, rows, starts, ends, b, hi,
         K8, K8T, K16, K_SCALE, V, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
-        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
+        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS, HALF_SUMS,
     )  # fmt: skip
+    if HALF_SUMS:
+        _, back_from_v = power_of_two(tl.load(LARGEST_V + bh_kv), V_BITS)
+        dq = dq * back_from_v * load_vector(BACK + bh * n_q, first, n_q, 0.0, BLOCK_M, True)[:, None]
     out = DQ + (batch * n_q * heads + head) * HEAD_DIM + rows.to(tl.int64)[:, None] * (heads * HEAD_DIM) + d[None, :]
     tl.store(out, dq * scale, mask=(rows < n_q)[:, None] & (d < HEAD_DIM)[None, :])
 
@@ -369,27 +410,36 @@ def triton_backward(
     group, held = heads // kv_heads, block_d(head_dim)
     do, v = (x if x.stride(3) == 1 else x.contiguous() for x in (do, v))
     k = v if k is None else k if k.stride(3) == 1 else k.contiguous()  # read when Q was smoothed, else unused
+    half = rules.int8_gradients and half_sums(do.device)
     with on_device_of(do):
-        do8t = do_sums = do_scale = q8t = k8t = q16 = k16 = None
-        q_scale, k_scale = saved.q.scale, saved.k.scale
+        do8t = shifted = do16 = back = v_largest = q8t = k8t = q16 = k16 = None
+        k_scale, codes_scale = saved.k.scale, saved.q.scale
         if rules.int8_gradients:
-            (_, do_scale), do8t = quantize_triton(do, per_tile=rules.per_tile, rows=False, columns=True)
             if rules.int8_scores:
                 q8t, k8t = transpose_codes(saved.q.codes), transpose_codes(saved.k.codes)
             else:  # what the gradients' products read; S reads the 16 bits
                 how = {"per_tile": rules.per_tile, "rows": False, "columns": True}
-                (_, q_scale), q8t = quantize_triton(saved.q.codes.transpose(1, 2), **how)
+                (_, codes_scale), q8t = quantize_triton(saved.q.codes.transpose(1, 2), **how)
                 (_, k_scale), k8t = quantize_triton(saved.k.codes.transpose(1, 2), mean=saved.k_mean, **how)
+            do8t = torch.empty_like(q8t)
             if not rules.per_tile:
-                do_sums = do8t.unflatten(-1, (-1, TILE)).sum(-1, dtype=torch.float32).mT.contiguous()
+                shifted = torch.empty((batch, heads, tiles_of(n_q), head_dim), dtype=torch.float32, device=do.device)
         else:
             q16, k16 = dequantize_triton(saved.q), dequantize_triton(saved.k)
-        delta, shift, factor = torch.empty((3, *saved.lse.shape), dtype=torch.float32, device=do.device)
-        _rows_kernel[(tiles_of(n_q) * batch * heads,)](
-            do, o, do_scale, q_scale, saved.lse, delta, shift, factor,
-            heads, n_q, tiles_of(n_q), *do.stride()[:3],
-            HEAD_DIM=head_dim, BLOCK_D=held, TILE=TILE, FOLD_Q=not smooth_q, FOLD_DO=rules.int8_gradients, num_warps=4,
+        delta = torch.empty_like(saved.lse)
+        queries = torch.empty((*saved.lse.shape, 4), dtype=torch.float32, device=do.device)
+        if half:
+            v, v_largest = in_half_units(v)
+            do16 = torch.empty((batch, heads, n_q, head_dim), dtype=torch.float16, device=do.device)
+            back = torch.empty_like(delta)
+        _queries_kernel[(tiles_of(n_q) * batch * heads,)](
+            do, o, saved.lse, saved.q.scale, codes_scale, v_largest, delta, back, queries, do8t, shifted, do16,
+            scale, heads, group, n_q, tiles_of(n_q) * TILE, tiles_of(n_q), *do.stride()[:3],
+            HEAD_DIM=head_dim, BLOCK_D=held, TILE=TILE, PER_TILE=rules.per_tile, FOLD_Q=not smooth_q,
+            INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half, num_warps=4,
         )  # fmt: skip
+        if half:
+            do = do16.transpose(1, 2)
         k_mean = saved.k_mean
         if smooth_q and k_mean is None:
             k_mean = torch.zeros((batch, kv_heads, 1, head_dim), dtype=torch.float32, device=do.device)
@@ -401,22 +451,22 @@ def triton_backward(
         tiles = launch_tiles("dkdv", do.device, held, exact=rules.per_tile or smooth_q)
         blocks = triton.cdiv(n_k, tiles.block_n)
         _dkdv_kernel[(blocks * batch * kv_heads,)](
-            saved.q.codes, q8t, q16, saved.q.scale, saved.q_mean, *saved.k, k, k_mean, v, do, do8t, do_sums,
-            shift, factor, delta, starts, ends, dk, dv,
+            saved.q.codes, q8t, q16, saved.q_mean, *saved.k, k, k_mean, v, do, do8t, shifted,
+            queries, queries, starts, ends, dk, dv,
             scale, kv_heads, group, n_q, n_k, tiles_of(n_q) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             IS_CAUSAL=causal, PACKED=bounds is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,
-            INT8_GRADIENTS=rules.int8_gradients,
+            INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
         )  # fmt: skip
         tiles = launch_tiles("dq", do.device, held, exact=rules.per_tile or smooth_q)
         blocks = triton.cdiv(n_q, tiles.block_m)
         _dq_kernel[(blocks * batch * heads,)](
             *saved.q, saved.q_mean, saved.k.codes, k8t, k16, k_scale, k, k_mean, v, do, saved.lse, delta,
-            starts, ends, dq, scale, heads, group, n_q, n_k, tiles_of(n_k) * TILE, blocks, *strides,
+            back, v_largest, starts, ends, dq, scale, heads, group, n_q, n_k, tiles_of(n_k) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             IS_CAUSAL=causal, PACKED=bounds is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,
-            INT8_GRADIENTS=rules.int8_gradients,
+            INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
         )  # fmt: skip
     return dq, dk, dv

@@ -5,20 +5,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch_tiles, on_device_of
+from .launch import half_sums, launch_tiles, on_device_of
 from .pieces import (
     LN2,
     LOG2E,
+    V_BITS,
     as_codes,
     as_float,
     block_d,
     dot16,
+    in_operand_order,
     load_tokens,
     load_transposed,
     load_vector,
+    power_of_two,
     scores_of,
 )
-from .quantize import TILE, quantize_triton, tile_means, token_mean, unrounded
+from .quantize import TILE, in_half_units, quantize_triton, tile_means, token_mean, unrounded
 from .reference import RECIPES, Saved
 
 
@@ -61,7 +64,7 @@ def _attend(
     acc, l, m, q8, q_scale, q_mean, rows, starts, ends, lo, hi,
     K8, K_SCALE, V, V8T, V_SCALE, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    PACKED: tl.constexpr, MASKED: tl.constexpr, INT8_PV: tl.constexpr, SMOOTH_Q: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, INT8_PV: tl.constexpr, SMOOTH_Q: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the key tiles from lo to hi. Scores are in units of log 2; q_scale holds scale * log2(e)."""
     for n in tl.range(lo, hi, BLOCK_N):
@@ -99,14 +102,17 @@ def _attend(
             p = tl.exp2(s * factor - finite_tile_m[:, None])
             beta = tl.exp2(tile_m - finite_m)
             v8t = load_transposed(V8T, n, padded_k, BLOCK_N, HEAD_DIM, BLOCK_D)
-            product = as_float(tl.dot(as_codes(p * 127.0), tl.trans(v8t)))
+            product = as_float(tl.dot(in_operand_order(as_codes(p * 127.0)), tl.trans(v8t)))
             acc = acc * alpha[:, None] + product * (beta * (tl.load(V_SCALE + n) / 127.0))[:, None]
             l = l * alpha + tl.sum(p, 1) * beta
         else:
             p = tl.exp2(s * factor - finite_m[:, None])
             v = load_tokens(V, n, n_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
             acc = acc * alpha[:, None]
-            acc += dot16(p.to(V.dtype.element_ty), v)
+            if HALF_SUMS:  # inside of a tile; float32 between tiles
+                acc += dot16(p.to(tl.float16), v, HALF_SUMS=True)
+            else:
+                acc = dot16(p.to(V.dtype.element_ty), v, acc)
             l = l * alpha + tl.sum(p, 1)
         m = new_m
     return acc, l, m
@@ -114,11 +120,12 @@ def _attend(
 
 @triton.jit
 def _forward_kernel(
-    Q8, Q_SCALE, K8, K_SCALE, V, V8T, V_SCALE, K, Q_MEAN, K_MEAN, STARTS, ENDS, O, LSE,
+    Q8, Q_SCALE, K8, K_SCALE, V, V8T, V_SCALE, LARGEST_V, K, Q_MEAN, K_MEAN, STARTS, ENDS, O, LSE,
     scale, heads, group, n_q, n_k, padded_k, tiles,
     stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, INT8_PV: tl.constexpr, SMOOTH_Q: tl.constexpr,
+    HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) % tiles
     if IS_CAUSAL:  # the longest rows first
@@ -177,20 +184,23 @@ def _forward_kernel(
         acc, l, m = _attend(
             acc, l, m, q8, q_scale, q_mean, rows, starts, ends, lo, a,
             K8, K_SCALE, V, V8T, V_SCALE, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
-            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, INT8_PV, SMOOTH_Q,
+            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, INT8_PV, SMOOTH_Q, HALF_SUMS,
         )  # fmt: skip
     acc, l, m = _attend(
         acc, l, m, q8, q_scale, q_mean, rows, starts, ends, a, b,
         K8, K_SCALE, V, V8T, V_SCALE, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
-        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, False, INT8_PV, SMOOTH_Q,
+        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, False, INT8_PV, SMOOTH_Q, HALF_SUMS,
     )  # fmt: skip
     acc, l, m = _attend(
         acc, l, m, q8, q_scale, q_mean, rows, starts, ends, b, hi,
         K8, K_SCALE, V, V8T, V_SCALE, K, K_MEAN, n_k, padded_k, offset, stride_kn, stride_vn,
-        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, INT8_PV, SMOOTH_Q,
+        HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, INT8_PV, SMOOTH_Q, HALF_SUMS,
     )  # fmt: skip
 
     tl.store(LSE + bh * n_q + rows, (m + tl.log2(l)) * LN2, mask=rows < n_q)
+    if HALF_SUMS:
+        _, back = power_of_two(tl.load(LARGEST_V + bh_kv), V_BITS)
+        acc *= back
     out = O + (batch * n_q * heads + head) * HEAD_DIM + rows.to(tl.int64)[:, None] * (heads * HEAD_DIM) + d[None, :]
     tl.store(out, acc / l[:, None], mask=(rows < n_q)[:, None] & (d < HEAD_DIM)[None, :])
 
@@ -224,17 +234,21 @@ def triton_forward(
         bias_mean = k_mean
         if smooth_q and k_mean is None:
             bias_mean = torch.zeros((batch, kv_heads, 1, head_dim), dtype=torch.float32, device=q.device)
+        half, v_largest = not rules.int8_pv and half_sums(q.device), None
+        if half:
+            v, v_largest = in_half_units(v)
         starts, ends = (None, None) if bounds is None else bounds.unbind()
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
         tiles = launch_tiles("forward", q.device, block_d(head_dim), exact=rules.int8_pv or smooth_q)
         blocks = triton.cdiv(n_q, tiles.block_m)
         _forward_kernel[(blocks * batch * heads,)](
-            *q_codes, *k_codes, v, v8t, None if v_codes is None else v_codes.scale, k, q_mean, bias_mean, starts, ends,
-            o, lse, scale, heads, heads // kv_heads, n_q, n_k, triton.cdiv(n_k, TILE) * TILE, blocks,
+            *q_codes, *k_codes, v, v8t, None if v_codes is None else v_codes.scale, v_largest, k, q_mean, bias_mean,
+            starts, ends, o, lse, scale, heads, heads // kv_heads, n_q, n_k, triton.cdiv(n_k, TILE) * TILE, blocks,
             *k.stride()[:3], *v.stride()[:3],
             HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             IS_CAUSAL=causal, PACKED=bounds is not None, INT8_PV=rules.int8_pv, SMOOTH_Q=smooth_q,
+            HALF_SUMS=half,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return o, Saved(lse, q_codes, k_codes, q_mean, k_mean if smooth_q or not rules.int8_scores else None)

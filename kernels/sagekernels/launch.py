@@ -94,6 +94,13 @@ def is_hopper(device: torch.device) -> bool:
 
 
 @functools.cache
+def half_sums(device: torch.device) -> bool:
+    """Whether tensor cores add up 16-bit products twice as fast in float16 as in float32: GeForce cards, by design. The
+    professional cards of the same chips and compute capability (L40S, RTX 6000) do not."""
+    return device.type == "cuda" and "GeForce" in torch.cuda.get_device_name(device)
+
+
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 

@@ -14,6 +14,11 @@ MAGIC_BITS = tl.constexpr(0x4B400000)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST_INVERTIBLE = tl.constexpr(2.0**-119)
+# Where products are added up in float16, values are multiplied by powers of two that bring the largest of V below
+# 2^V_BITS in a head and the largest of dO below 2^DO_BITS in a query. So no element of dP passes head_dim 2^6, and no sum
+# of P V over a tile of keys 128 x 2^6: far below 65504, and as far above what float16 holds as a subnormal number.
+V_BITS = tl.constexpr(6)
+DO_BITS = tl.constexpr(0)
 
 
 @triton.jit
@@ -53,6 +58,23 @@ def inverse_scale(largest):
 
 
 @triton.jit
+def scale_and_inverse(largest):
+    """max|X| / 127, and what to multiply by before rounding: for values whose last bit is one of float32 sums anyway.
+
+    The reciprocal is the approximate one (within 2^-23), which takes one instruction where a division calls a function.
+    The scale, not the maximum, is what it takes, so that nothing on the way is subnormal.
+    """
+    scale = largest * (1.0 / 127.0)
+    if INTERPRETED:
+        inverse = 1.0 / scale
+    else:
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return scale, tl.where(largest > SMALLEST_INVERTIBLE, inverse, 0.0)
+
+
+@triton.jit
 def _larger_or_nan(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
@@ -67,12 +89,24 @@ def max_or_nan(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def dot16(a, b, c=None):
-    """16-bit matrix product, added to c, with float32 accumulation."""
+def dot16(a, b, c=None, HALF_SUMS: tl.constexpr = False):
+    """16-bit matrix product, added to c, in float32. HALF_SUMS: without c, added up in float16."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="ieee")
+    elif HALF_SUMS:
+        return tl.dot(a, b, out_dtype=tl.float16).to(tl.float32)
     else:
         return tl.dot(a, b, c)
+
+
+@triton.jit
+def power_of_two(largest, BITS: tl.constexpr):
+    """The power of two that brings `largest` (float32, not negative) into 2^(BITS - 1) .. 2^BITS, and its inverse; 1 for
+    zeros and what is not finite."""
+    exponent = largest.to(tl.int32, bitcast=True) >> 23
+    up = tl.minimum(tl.maximum(-exponent + 253 + BITS, 1), 253)
+    up = tl.where((exponent == 0) | (exponent == 255), 127, up)
+    return (up << 23).to(tl.float32, bitcast=True), ((254 - up) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -127,6 +161,18 @@ def load_transposed(base, start, padded, TILE: tl.constexpr, HEAD_DIM: tl.conste
 
 
 @triton.jit
+def in_operand_order(x):
+    """Columns of a tile in the order in which transposed codes hold tokens: place 16 h + 4 c + 2 a + b has column
+    16 h + 8 a + 2 c + b.
+
+    A thread of a matrix instruction gets columns 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of a result, and wants four neighbours
+    of an 8-bit operand. In this order a result is an operand where it lies: nothing moves between threads.
+    """
+    parts = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 4, 2))
+    return tl.reshape(tl.trans(parts, 0, 1, 3, 2, 4), x.shape)
+
+
+@triton.jit
 def load_vector(base, start, tokens, other, TILE: tl.constexpr, BOUNDED: tl.constexpr):
     """[TILE] of a vector of `tokens` entries, `other` past its end."""
     t = tl.arange(0, TILE)
@@ -134,6 +180,22 @@ def load_vector(base, start, tokens, other, TILE: tl.constexpr, BOUNDED: tl.cons
         return tl.load(base + start + t, mask=start + t < tokens, other=other)
     else:
         return tl.load(base + start + t)
+
+
+@triton.jit
+def load_quads(base, start, tokens, TILE: tl.constexpr, BOUNDED: tl.constexpr):
+    """Four [TILE] vectors of a [tokens, 4] matrix, zeros past its end: one copy of 16 bytes a token."""
+    t = tl.arange(0, TILE)
+    pair = tl.arange(0, 2)
+    pointers = base + 4 * (start + t)[:, None, None] + 2 * pair[None, :, None] + pair[None, None, :]
+    if BOUNDED:
+        quads = tl.load(pointers, mask=(start + t < tokens)[:, None, None], other=0.0)
+    else:
+        quads = tl.load(pointers)
+    even, odd = tl.split(quads)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit

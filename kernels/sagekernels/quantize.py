@@ -12,7 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .pieces import as_codes, block_d, inverse_scale, largest_magnitude, load_tokens
+from .pieces import (
+    V_BITS,
+    as_codes,
+    block_d,
+    in_operand_order,
+    inverse_scale,
+    largest_magnitude,
+    load_tokens,
+    power_of_two,
+)
 
 # Tokens that share a scale wherever "tile" is said: rows of P and dS along the keys, columns along the queries, and
 # Q, K, V and dO in the recipe `paper`. Larger tiles cost accuracy (dQ at sigma 1: .0173 with 64, .0205 with 128).
@@ -112,8 +121,8 @@ def _quantize_kernel(
     if ROWS:
         tl.store(CODES + bh * tokens * HEAD_DIM + t[:, None] * HEAD_DIM + d[None, :], codes, mask=inside)
     if COLUMNS:
-        pointers = TRANSPOSED + bh * padded * HEAD_DIM + d[None, :] * padded + t[:, None]
-        tl.store(pointers, codes, mask=(d < HEAD_DIM)[None, :] & (t < padded)[:, None])
+        pointers = TRANSPOSED + bh * padded * HEAD_DIM + d[:, None] * padded + t[None, :]
+        tl.store(pointers, in_operand_order(tl.trans(codes)), mask=(d < HEAD_DIM)[:, None])
 
 
 def quantize_triton(
@@ -153,7 +162,7 @@ def _transpose_kernel(
     d = tl.arange(0, BLOCK_D)
     t = start + tl.arange(0, TILE)
     pointers = TRANSPOSED + bh * padded * HEAD_DIM + d[:, None] * padded + t[None, :]
-    tl.store(pointers, tl.trans(x), mask=(d < HEAD_DIM)[:, None] & (t < padded)[None, :])
+    tl.store(pointers, in_operand_order(tl.trans(x)), mask=(d < HEAD_DIM)[:, None])
 
 
 def transpose_codes(codes: Tensor) -> Tensor:
@@ -187,3 +196,47 @@ def dequantize_triton(codes: Codes) -> Tensor:
         *codes, out, total, HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), TILE=TILE, num_warps=4
     )
     return out
+
+
+@triton.jit
+def _largest_kernel(
+    X, LARGEST, heads, tokens, tiles, stride_b, stride_n, stride_h,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Of each tile of each head, the largest finite magnitude."""
+    tile = tl.program_id(0) % tiles
+    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    x = X + (bh // heads) * stride_b + (bh % heads) * stride_h
+    x = tl.abs(load_tokens(x, tile * TILE, tokens, stride_n, TILE, HEAD_DIM, BLOCK_D, True).to(tl.float32))
+    tl.store(LARGEST + tl.program_id(0), tl.max(tl.max(tl.where(x < float("inf"), x, 0.0), 1), 0))
+
+
+@triton.jit
+def _half_units_kernel(
+    X, LARGEST, OUT, heads, tokens, tiles, stride_b, stride_n, stride_h,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0) % tiles
+    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    x = X + (bh // heads) * stride_b + (bh % heads) * stride_h
+    x = load_tokens(x, tile * TILE, tokens, stride_n, TILE, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    up, _ = power_of_two(tl.load(LARGEST + bh), V_BITS)
+    t, d = tile * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    pointers = OUT + bh * tokens * HEAD_DIM + t[:, None] * HEAD_DIM + d[None, :]
+    tl.store(pointers, (x * up).to(tl.float16), mask=(t < tokens)[:, None] & (d < HEAD_DIM)[None, :])
+
+
+def in_half_units(v: Tensor) -> tuple[Tensor, Tensor]:
+    """v [B, N, heads, D] in float16, times the power of two for which its products may be added up in float16; and the
+    largest finite magnitude of each head, float32 [B, heads], which says what power that is (pieces.power_of_two)."""
+    batch, n, heads, head_dim = v.shape
+    tiles = tiles_of(n)
+    largest = torch.empty((batch, heads, tiles), dtype=torch.float32, device=v.device)
+    out = torch.empty((batch, heads, n, head_dim), dtype=torch.float16, device=v.device)
+    sizes = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "TILE": TILE}
+    _largest_kernel[(tiles * batch * heads,)](v, largest, heads, n, tiles, *v.stride()[:3], **sizes, num_warps=4)
+    largest = largest.amax(-1)
+    _half_units_kernel[(tiles * batch * heads,)](
+        v, largest, out, heads, n, tiles, *v.stride()[:3], **sizes, num_warps=4
+    )
+    return out.transpose(1, 2), largest
