@@ -1,7 +1,12 @@
-"""The portable Triton kernels compile for every family of GPUs, and fit its shared memory, on a machine without one."""
+"""The portable Triton kernels compile for every family of GPUs, to the code they should, on a machine without one."""
+
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
@@ -12,14 +17,19 @@ from sagekernels.launch import TABLE, family, launch_tiles
 KERNELS = {"forward": _forward_kernel, "dkdv": _dkdv_kernel, "dq": _dq_kernel}
 INT8 = ("Q8", "K8", "V8T", "Q8T", "K8T", "DO8T")
 SIXTEEN_BITS = ("V", "K", "O", "DO", "DK", "DV", "DQ")
-SHARED_MEMORY = {80: 163, 90: 227, 120: 99}  # KiB a program may have
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # KiB a program may have
+# Bytes of registers that a thread keeps in memory, of all three loops of a kernel together: what was found, and some.
+SPILLED = {"forward": 64, "dkdv": 560, "dq": 96}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def type_of(name: str, int8_scores: bool) -> str:
+def type_of(name: str, int8_scores: bool, half_sums: bool) -> str:
     if name in ("Q8", "K8") and not int8_scores:
         return "*bf16"
     if name in INT8:
         return "*i8"
+    if name in ("V", "DO") and half_sums:
+        return "*fp16"
     if name in SIXTEEN_BITS:
         return "*bf16"
     if name in ("STARTS", "ENDS"):
@@ -27,13 +37,32 @@ def type_of(name: str, int8_scores: bool) -> str:
     return "fp32" if name == "scale" else "*fp32" if name.isupper() else "i32"
 
 
+def resources(cubin: bytes, folder: Path) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, where spilled ones are."""
+    (folder / "kernel.cubin").write_bytes(cubin)
+    told = subprocess.run(
+        [CUOBJDUMP, "-res-usage", folder / "kernel.cubin"], capture_output=True, text=True, check=True
+    )
+    registers, stack = re.search(r"REG:(\d+).*?STACK:(\d+)", told.stdout).groups()
+    return int(registers), int(stack)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
-    ("architecture", "head_dim", "int8_scores"),
-    [(80, 64, True), (90, 64, True), (120, 128, True), (90, 128, False), (120, 128, False)],
+    ("architecture", "head_dim", "int8_scores", "half_sums"),
+    [
+        (80, 128, True, False),
+        (86, 64, True, True),
+        (89, 128, True, True),
+        (90, 64, True, False),
+        (90, 128, False, False),
+        (120, 128, False, True),
+    ],
 )
-def test_compiles(kernel, architecture, head_dim, int8_scores):
-    tiles = TABLE[kernel][family(divmod(architecture, 10))][head_dim]
+def test_compiles(kernel, architecture, head_dim, int8_scores, half_sums, tmp_path, monkeypatch):
+    hopper = family(divmod(architecture, 10)) == "hopper"
+    monkeypatch.setattr("sagekernels.launch.family", lambda capability: "hopper" if hopper else "portable")
+    tiles = launch_tiles(kernel, torch.device("cpu"), head_dim, wide=not int8_scores)
     constants = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": head_dim,
@@ -42,6 +71,7 @@ def test_compiles(kernel, architecture, head_dim, int8_scores):
         "IS_CAUSAL": True,
         "PACKED": True,
         "SMOOTH_Q": False,
+        "HALF_SUMS": half_sums,
         "Q_MEAN": None,
         "K_MEAN": None,
     }
@@ -52,7 +82,7 @@ def test_compiles(kernel, architecture, head_dim, int8_scores):
     function = KERNELS[kernel]
     names = function.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
-    signature = {name: "constexpr" if name in constants else type_of(name, int8_scores) for name in names}
+    signature = {n: "constexpr" if n in constants else type_of(n, int8_scores, half_sums) for n in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name] not in ("constexpr", "fp32")
@@ -62,9 +92,20 @@ def test_compiles(kernel, architecture, head_dim, int8_scores):
         target=GPUTarget("cuda", architecture, 32),
         options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "maxnreg": tiles.max_registers},
     )
+    ptx = compiled.asm["ptx"]
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture] * 1024
-    # INT8 matrix instructions are there, but where "gradients" has none in the forward
-    assert (".s8.s8" in compiled.asm["ptx"]) == (int8_scores or kernel != "forward")
+    registers, stack = resources(compiled.asm["cubin"], tmp_path)
+    assert registers * tiles.num_warps * 32 <= 65536
+    if not hopper:  # portable tiles were chosen for that: warps share no row, so its maximum crosses none
+        assert stack <= SPILLED[kernel] or not int8_scores  # (recipe gradients: Q and K take twice the registers)
+        layouts = set(re.findall(r"warpsPerCTA = \[(\d+), (\d+)\], instrShape", compiled.asm["ttgir"]))
+        assert layouts == {(str(tiles.num_warps), "1")}
+    # INT8 matrix instructions are there, but where "gradients" has none in the forward.
+    assert (".s8.s8" in ptx) == (int8_scores or kernel != "forward")
+    sums = set(re.findall(r"mma\.\S*\.(f16|f32)\.f16\.f16", ptx))
+    assert sums == ({"f16"} if half_sums else set())
+    if kernel != "forward":  # which divides once, at its end
+        assert not re.search(r"div\.\w+\.f32", ptx) and "rcp.approx" in ptx
 
 
 def test_old_gpus_are_refused():
@@ -72,6 +113,8 @@ def test_old_gpus_are_refused():
         family((7, 5))
 
 
-def test_tiles_of_a_scale():
-    tiles = launch_tiles("forward", torch.device("cpu"), 256, exact=True)
-    assert (tiles.block_m, tiles.block_n) == (64, 64)
+@pytest.mark.parametrize("held", TABLE["forward"]["portable"])
+def test_tiles_of_a_scale(held):
+    for kernel in TABLE:
+        tiles = launch_tiles(kernel, torch.device("cpu"), held, exact=True)
+        assert (tiles.block_m, tiles.block_n) == (64, 64)

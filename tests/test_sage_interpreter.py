@@ -32,7 +32,14 @@ else:
         qk_norm_rope_triton,
         qk_norm_rope_twin,
     )
-    from sagekernels.quantize import in_half_units, quantize_triton, quantize_twin, tile_means, token_mean, transpose_codes
+    from sagekernels.quantize import (
+        in_half_units,
+        quantize_triton,
+        quantize_twin,
+        tile_means,
+        token_mean,
+        transpose_codes,
+    )
     from sagekernels.reference import document_bounds, twin_backward, twin_forward
     from sagekernels.swiglu import swiglu_gradients_triton
     from sagekernels.testing import (

@@ -116,7 +116,7 @@ def _accumulate_dkdv(
     """Add the query tiles from lo to hi to dk (in units of 1 / scale) and dv."""
     for i in tl.range(lo, hi, BLOCK_M):
         i = tl.multiple_of(i, BLOCK_M)
-        if INT8_GRADIENTS and not PER_TILE:
+        if INT8_GRADIENTS and not PER_TILE:  # loaded here, where registers are free: it is not copied ahead
             d = tl.arange(0, BLOCK_D)
             shifted = tl.load(SHIFTED + (i // BLOCK_M) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
         q8 = load_tokens(Q8, i, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
@@ -143,12 +143,13 @@ def _accumulate_dkdv(
             if PER_TILE:
                 p8 = as_codes(pt * inverse[:, None])
                 dv += as_float(tl.dot(in_operand_order(p8), tl.trans(do8t))) * p_scale[:, None]
-            else:  # shifted by 127: SHIFTED adds 127 times the sum of dO's codes, and makes floats of what it is added to
+            else:  # SHIFTED makes floats of the product, and adds what the shift of the codes by 127 took away
                 p8 = as_shifted_codes(pt * (2.0 * inverse)[:, None])
                 product = (tl.dot(in_operand_order(p8), tl.trans(do8t)) + MAGIC_BITS).to(tl.float32, bitcast=True)
                 dv += (product + shifted[None, :]) * (0.5 * p_scale)[:, None]
         do = load_tokens(DO, i, n_q, stride_dn, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
         dpt = dot16(v, tl.trans(do), HALF_SUMS=HALF_SUMS)
+        # From the same matrix under another name: loaded at once, they would be held in registers until here.
         _, _, factor, share = load_quads(QUERIES_AGAIN, i, n_q, BLOCK_M, MASKED)
         if INT8_GRADIENTS:
             dst = pt * (dpt * factor[None, :] - share[None, :])
@@ -241,21 +242,24 @@ def _dkdv_kernel(
                 q_base, qt_base, q16_base, mean_base, do_base, dot_base, shifted_base,
                 QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4, K, K_MEAN,
                 scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS, HALF_SUMS,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
+                HALF_SUMS,
             )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k8, k_scale, v, keys, starts, ends, a, b,
             q_base, qt_base, q16_base, mean_base, do_base, dot_base, shifted_base,
             QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4, K, K_MEAN,
             scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q, INT8_GRADIENTS, HALF_SUMS,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
+            HALF_SUMS,
         )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k8, k_scale, v, keys, starts, ends, b, hi,
             q_base, qt_base, q16_base, mean_base, do_base, dot_base, shifted_base,
             QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4, K, K_MEAN,
             scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS, HALF_SUMS,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
+            HALF_SUMS,
         )  # fmt: skip
 
     stride = kv_heads * HEAD_DIM
@@ -448,7 +452,7 @@ def triton_backward(
         dk, dv = (torch.empty(v.shape, dtype=v.dtype, device=do.device) for _ in range(2))
         strides = (*k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
 
-        tiles = launch_tiles("dkdv", do.device, held, exact=rules.per_tile or smooth_q)
+        tiles = launch_tiles("dkdv", do.device, held, exact=rules.per_tile or smooth_q, wide=not rules.int8_scores)
         blocks = triton.cdiv(n_k, tiles.block_n)
         _dkdv_kernel[(blocks * batch * kv_heads,)](
             saved.q.codes, q8t, q16, saved.q_mean, *saved.k, k, k_mean, v, do, do8t, shifted,
@@ -459,7 +463,7 @@ def triton_backward(
             INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
         )  # fmt: skip
-        tiles = launch_tiles("dq", do.device, held, exact=rules.per_tile or smooth_q)
+        tiles = launch_tiles("dq", do.device, held, exact=rules.per_tile or smooth_q, wide=not rules.int8_scores)
         blocks = triton.cdiv(n_q, tiles.block_m)
         _dq_kernel[(blocks * batch * heads,)](
             *saved.q, saved.q_mean, saved.k.codes, k8t, k16, k_scale, k, k_mean, v, do, saved.lse, delta,

@@ -72,13 +72,12 @@ def _attend(
         k8 = load_tokens(K8, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
         k_scale = load_vector(K_SCALE, n, n_k, 0.0, BLOCK_N, MASKED)
         s = scores_of(q8, tl.trans(k8), k_scale[None, :])
-        if SMOOTH_Q or MASKED:
+        if SMOOTH_Q:
             s = s * q_scale[:, None]
+            s += mean_bias(q_mean, K, K_MEAN, n, n_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D)[None, :]
             factor = 1.0
         else:  # one multiplication less: the row's scale goes into the exponent's
             factor = q_scale[:, None]
-        if SMOOTH_Q:
-            s += mean_bias(q_mean, K, K_MEAN, n, n_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D)[None, :]
         if MASKED:
             columns = n + tl.arange(0, BLOCK_N)
             seen = (columns < n_k)[None, :]
@@ -88,7 +87,7 @@ def _attend(
                 seen = seen & (columns[None, :] >= starts[:, None]) & (columns[None, :] < ends[:, None])
             s = tl.where(seen, s, float("-inf"))
         tile_m = tl.max(s, 1)
-        if not (SMOOTH_Q or MASKED):
+        if not SMOOTH_Q:
             tile_m = tile_m * q_scale
         new_m = tl.maximum(m, tile_m)
         if MASKED:  # a row may have seen no key yet
@@ -152,6 +151,7 @@ def _forward_kernel(
     d = tl.arange(0, BLOCK_D)
     q8 = load_tokens(Q8, first, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     q_scale = load_vector(Q_SCALE, first, n_q, 0.0, BLOCK_M, True) * (scale * LOG2E)
+    q_scale = tl.where(q_scale == 0.0, 1e-30, q_scale)  # of zeros: any but 0, which turns a masked score into NaN
     q_mean = q_scale
     if SMOOTH_Q:  # BLOCK_M is one tile of means
         q_mean = tl.load(Q_MEAN + (bh * tiles + tile) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0) * (scale * LOG2E)

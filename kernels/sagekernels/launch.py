@@ -2,9 +2,14 @@
 
 import contextlib
 import functools
+import hashlib
+import json
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from .quantize import TILE
@@ -22,8 +27,10 @@ class Tiles(NamedTuple):
 
 
 # kernel -> family of architectures -> {head dimension as held: tiles}. In the backward kernels the side that is looped
-# over is TILE: it is the span of one scale. "portable" fits the 99 KiB of shared memory of Ada and consumer Blackwell;
-# only Hopper was tuned.
+# over is TILE: it is the span of one scale. "portable" fits the 99 KiB of shared memory of Ada and consumer Blackwell,
+# and its tiles have no fewer rows than columns where registers allow: else Triton gives a row to several warps, and row
+# maxima and operands go through shared memory. Timed on Hopper alone, there as code for 8.0 too (NOTES.md); `python -m
+# sagekernels.tune` times others.
 TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
     "forward": {
         "hopper": {
@@ -34,8 +41,8 @@ TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
         },
         "portable": {
             32: Tiles(64, 64, 4, 3),
-            64: Tiles(64, 64, 4, 3),
-            128: Tiles(64, 64, 4, 2),
+            64: Tiles(128, 64, 4, 2),
+            128: Tiles(128, 64, 8, 3),
             256: Tiles(64, 32, 8, 2),
         },
     },
@@ -49,7 +56,7 @@ TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
         "portable": {
             32: Tiles(64, 64, 4, 2),
             64: Tiles(64, 64, 4, 2),
-            128: Tiles(64, 64, 8, 1),
+            128: Tiles(64, 128, 8, 2),
             256: Tiles(64, 32, 8, 1),
         },
     },
@@ -62,8 +69,8 @@ TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
         },
         "portable": {
             32: Tiles(64, 64, 4, 2),
-            64: Tiles(64, 64, 4, 2),
-            128: Tiles(64, 64, 8, 1),
+            64: Tiles(128, 64, 4, 2),
+            128: Tiles(128, 64, 8, 2),
             256: Tiles(32, 64, 8, 1),
         },
     },
@@ -79,11 +86,48 @@ def family(capability: tuple[int, int]) -> str:
     return "hopper" if capability[0] == 9 else "portable"
 
 
-def launch_tiles(kernel: str, device: torch.device, held_head_dim: int, exact: bool) -> Tiles:
-    """Tiles for this device. `exact` asks for TILE x TILE: where a scale or a mean spans exactly one tile."""
+def launch_tiles(
+    kernel: str, device: torch.device, held_head_dim: int, *, exact: bool = False, wide: bool = False
+) -> Tiles:
+    """Tiles for this device: those that `python -m sagekernels.tune` found, or TABLE's.
+
+    Args:
+        exact: TILE x TILE, where a scale or a mean spans exactly one tile.
+        wide: Q and K are read in 16 bits, so that a backward program of 128 rows of 128 has no room for copies ahead.
+    """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
     tiles = TABLE[kernel][family(capability)][held_head_dim]
-    return tiles._replace(block_m=TILE, block_n=TILE) if exact else tiles
+    if exact:  # the forward's scores of 64 rows are for 4 warps: with 8 each row would be shared by two
+        warps = min(tiles.num_warps, 4) if kernel == "forward" and held_head_dim <= 128 else tiles.num_warps
+        tiles = tiles._replace(block_m=TILE, block_n=TILE, num_warps=warps)
+    else:
+        tiles = tuned(device).get((kernel, held_head_dim), tiles)
+    if wide and kernel != "forward" and held_head_dim >= 128 and family(capability) == "portable":
+        tiles = tiles._replace(num_stages=1)
+    return tiles
+
+
+def tuned_file() -> Path:
+    """Return where choices of `python -m sagekernels.tune` are kept."""
+    return Path(os.environ.get("SAGEKERNELS_CACHE", Path.home() / ".cache" / "sagekernels")) / "tiles.json"
+
+
+@functools.cache
+def tuned_key(device: torch.device) -> str:
+    """Name what a choice was made for. Another GPU, torch, Triton or source of the kernels has no choice yet."""
+    files = b"".join((Path(__file__).parent / f"{name}.py").read_bytes() for name in ("forward", "backward", "pieces"))
+    software = f"torch {torch.__version__} triton {triton.__version__} {hashlib.sha256(files).hexdigest()[:12]}"
+    return f"{torch.cuda.get_device_name(device)} | {software}"
+
+
+@functools.cache
+def tuned(device: torch.device) -> dict[tuple[str, int], Tiles]:
+    """Read the tiles that stand in the place of TABLE's on this device, by kernel and head dimension as held."""
+    path = tuned_file()
+    if device.type != "cuda" or not path.exists():
+        return {}
+    found = json.loads(path.read_text()).get(tuned_key(device), {"tiles": {}})["tiles"]
+    return {(name.split()[0], int(name.split()[1])): Tiles(*tiles) for name, tiles in found.items()}
 
 
 # Of a device with its index, as tensors have it; kept because torch takes a microsecond to look a property up.
@@ -95,8 +139,11 @@ def is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def half_sums(device: torch.device) -> bool:
-    """Whether tensor cores add up 16-bit products twice as fast in float16 as in float32: GeForce cards, by design. The
-    professional cards of the same chips and compute capability (L40S, RTX 6000) do not."""
+    """Return whether tensor cores add up 16-bit products twice as fast in float16 as in float32.
+
+    They do on GeForce cards, by design, and not on professional cards with the same chips and compute capability (L40S,
+    RTX 6000), so the name decides.
+    """
     return device.type == "cuda" and "GeForce" in torch.cuda.get_device_name(device)
 
 

@@ -14,9 +14,9 @@ MAGIC_BITS = tl.constexpr(0x4B400000)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST_INVERTIBLE = tl.constexpr(2.0**-119)
-# Where products are added up in float16, values are multiplied by powers of two that bring the largest of V below
-# 2^V_BITS in a head and the largest of dO below 2^DO_BITS in a query. So no element of dP passes head_dim 2^6, and no sum
-# of P V over a tile of keys 128 x 2^6: far below 65504, and as far above what float16 holds as a subnormal number.
+# Where products are added up in float16, V and dO are multiplied by powers of two: the largest V of a head comes below
+# 2^V_BITS, the largest dO of a query below 2^DO_BITS. So dP is at most head_dim 2^6, and P V over 128 keys 128 x 2^6:
+# far below 65504, and as far above what float16 holds as a subnormal number.
 V_BITS = tl.constexpr(6)
 DO_BITS = tl.constexpr(0)
 
@@ -59,10 +59,10 @@ def inverse_scale(largest):
 
 @triton.jit
 def scale_and_inverse(largest):
-    """max|X| / 127, and what to multiply by before rounding: for values whose last bit is one of float32 sums anyway.
+    """Return max|X| / 127, and what to multiply by before rounding, for X that comes from float32 sums.
 
-    The reciprocal is the approximate one (within 2^-23), which takes one instruction where a division calls a function.
-    The scale, not the maximum, is what it takes, so that nothing on the way is subnormal.
+    The reciprocal is approximate (within 2^-23): one instruction, where an exact division calls a function. It is that
+    of the scale and not of the maximum, so that nothing on the way is subnormal.
     """
     scale = largest * (1.0 / 127.0)
     if INTERPRETED:
@@ -90,7 +90,7 @@ def max_or_nan(x, AXIS: tl.constexpr):
 
 @triton.jit
 def dot16(a, b, c=None, HALF_SUMS: tl.constexpr = False):
-    """16-bit matrix product, added to c, in float32. HALF_SUMS: without c, added up in float16."""
+    """Multiply 16-bit matrices and add the product to c, in float32. HALF_SUMS: without c, in float16."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="ieee")
     elif HALF_SUMS:
@@ -101,8 +101,8 @@ def dot16(a, b, c=None, HALF_SUMS: tl.constexpr = False):
 
 @triton.jit
 def power_of_two(largest, BITS: tl.constexpr):
-    """The power of two that brings `largest` (float32, not negative) into 2^(BITS - 1) .. 2^BITS, and its inverse; 1 for
-    zeros and what is not finite."""
+    """Return the power of two that brings `largest` (float32, not negative) into 2^(BITS - 1) .. 2^BITS, and its
+    inverse. Of zeros, and of what is not finite, both are 1."""
     exponent = largest.to(tl.int32, bitcast=True) >> 23
     up = tl.minimum(tl.maximum(-exponent + 253 + BITS, 1), 253)
     up = tl.where((exponent == 0) | (exponent == 255), 127, up)
@@ -162,11 +162,11 @@ def load_transposed(base, start, padded, TILE: tl.constexpr, HEAD_DIM: tl.conste
 
 @triton.jit
 def in_operand_order(x):
-    """Columns of a tile in the order in which transposed codes hold tokens: place 16 h + 4 c + 2 a + b has column
-    16 h + 8 a + 2 c + b.
+    """Put the columns of a tile in the order in which transposed codes hold tokens: place 16 h + 4 c + 2 a + b has
+    column 16 h + 8 a + 2 c + b.
 
-    A thread of a matrix instruction gets columns 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of a result, and wants four neighbours
-    of an 8-bit operand. In this order a result is an operand where it lies: nothing moves between threads.
+    A thread of a matrix instruction gets columns 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of a result, and wants four
+    neighbours of an 8-bit operand. In this order a result is an operand where it lies: nothing moves between threads.
     """
     parts = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 4, 2))
     return tl.reshape(tl.trans(parts, 0, 1, 3, 2, 4), x.shape)
@@ -184,7 +184,7 @@ def load_vector(base, start, tokens, other, TILE: tl.constexpr, BOUNDED: tl.cons
 
 @triton.jit
 def load_quads(base, start, tokens, TILE: tl.constexpr, BOUNDED: tl.constexpr):
-    """Four [TILE] vectors of a [tokens, 4] matrix, zeros past its end: one copy of 16 bytes a token."""
+    """Load four [TILE] vectors from a [tokens, 4] matrix, zeros past its end: one copy of 16 bytes a token."""
     t = tl.arange(0, TILE)
     pair = tl.arange(0, 2)
     pointers = base + 4 * (start + t)[:, None, None] + 2 * pair[None, :, None] + pair[None, None, :]

@@ -128,7 +128,8 @@ def _quantize_kernel(
 def quantize_triton(
     x: Tensor, *, mean: Tensor | None = None, per_tile: bool = False, rows: bool = True, columns: bool = False
 ) -> tuple[Codes, Tensor | None]:
-    """quantize_twin on a GPU; with `columns` also the codes transposed, int8 [B, heads, D, tokens padded to TILE].
+    """quantize_twin on a GPU; with `columns` also the codes transposed, int8 [B, heads, D, tokens padded to TILE],
+    tokens in pieces.in_operand_order.
 
     INT8 matrix instructions want the contracted dimension contiguous, so the backward reads Q, K and dO that way too.
     `rows=False` leaves the plain codes out (an empty tensor).
@@ -203,7 +204,7 @@ def _largest_kernel(
     X, LARGEST, heads, tokens, tiles, stride_b, stride_n, stride_h,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of each tile of each head, the largest finite magnitude."""
+    """Find the largest finite magnitude of each tile of each head."""
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     x = X + (bh // heads) * stride_b + (bh % heads) * stride_h
@@ -227,8 +228,11 @@ def _half_units_kernel(
 
 
 def in_half_units(v: Tensor) -> tuple[Tensor, Tensor]:
-    """v [B, N, heads, D] in float16, times the power of two for which its products may be added up in float16; and the
-    largest finite magnitude of each head, float32 [B, heads], which says what power that is (pieces.power_of_two)."""
+    """Multiply v [B, N, heads, D] by powers of two so that its products may be added up in float16 (pieces.V_BITS).
+
+    Returns float16 [B, N, heads, D], and the largest finite magnitude of each head of v, float32 [B, heads], which says
+    what the power of a head is (pieces.power_of_two).
+    """
     batch, n, heads, head_dim = v.shape
     tiles = tiles_of(n)
     largest = torch.empty((batch, heads, tiles), dtype=torch.float32, device=v.device)

@@ -1,0 +1,226 @@
+"""`python -m sagekernels.tune`: times the tiles of the portable kernels on this GPU, and keeps the fastest.
+
+A choice changes no bit of any result: tiles that would are not taken. It is kept in ~/.cache/sagekernels/tiles.json (or
+under $SAGEKERNELS_CACHE) with the table that says why, for this GPU, torch, Triton and these kernels; what runs later
+finds it there. Delete the file to go back to the tiles that come with the package.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .admission import median_seconds
+from .backward import triton_backward
+from .forward import triton_forward
+from .launch import Tiles, launch_tiles, tuned, tuned_file, tuned_key
+from .pieces import block_d
+from .reference import Saved
+from .testing import Shape, random_inputs
+
+GAIN = 1.02
+"""So many times as fast tiles have to be to be taken instead of those before: less is noise."""
+ROUNDS = 3
+# By kernel and head dimension: rows that a program owns (queries; keys in dkdv), warps, stages. The side that is looped
+# over is 64 tokens in each, so that sums keep their order. A multiprocessor has registers for 8 warps of these kernels.
+OWNED = {
+    "forward": {
+        64: [(64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 2), (128, 8, 3)],
+        128: [(128, 8, 2), (128, 8, 3), (128, 8, 4)],
+    },
+    "dkdv": {
+        64: [(64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 1)],
+        128: [(128, 8, 1), (128, 8, 2), (128, 8, 3), (64, 4, 2), (64, 4, 3)],
+    },
+    "dq": {
+        64: [(64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 4, 2)],
+        128: [(128, 8, 1), (128, 8, 2), (128, 8, 3), (64, 4, 2), (64, 4, 3)],
+    },
+}
+
+
+class Call(NamedTuple):
+    """Inputs of one attention call, and what its forward kept for the backward."""
+
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor]
+    options: dict
+    o: Tensor
+    saved: Saved
+
+
+def candidates(kernel: str, head_dim: int) -> list[Tiles]:
+    """Tiles to be timed."""
+    return [
+        Tiles(64, owned, warps, stages) if kernel == "dkdv" else Tiles(owned, 64, warps, stages)
+        for owned, warps, stages in OWNED[kernel][head_dim]
+    ]
+
+
+def call_of(shape: Shape, recipe: str, device: torch.device) -> Call:
+    """A call of the portable forward on random inputs."""
+    inputs = random_inputs(shape, dtype=torch.bfloat16, device=device)
+    options = {
+        "causal": shape.causal, "scale": shape.head_dim**-0.5, "bounds": shape.bounds(device), "recipe": recipe,
+    }  # fmt: skip
+    return Call(inputs, options, *triton_forward(*inputs[:3], smooth_k=True, smooth_q=False, **options))
+
+
+def checks(head_dim: int, device: torch.device) -> list[Call]:
+    """Small calls of other kinds, whose bits may not change either: recipes, documents, grouped heads, odd lengths."""
+    kinds = (
+        ("fine", Shape(1, 700, 700, 2, 1, head_dim, documents=(5, 0, 300, 1, 394))),
+        ("scores", Shape(1, 517, 700, 4, 2, head_dim)),
+        ("gradients", Shape(2, 300, 300, 2, 2, head_dim, causal=False)),
+    )
+    return [call_of(shape, recipe, device) for recipe, shape in kinds]
+
+
+@contextlib.contextmanager
+def using(kernel: str, head_dim: int, device: torch.device, tiles: Tiles) -> Iterator[None]:
+    """Launch a kernel with these tiles."""
+    place, key = tuned(device), (kernel, block_d(head_dim))
+    before = place.get(key)
+    place[key] = tiles
+    try:
+        yield
+    finally:
+        del place[key]
+        if before is not None:
+            place[key] = before
+
+
+def results(kernel: str, call: Call) -> tuple[Tensor, ...]:
+    """Everything that depends on the tiles of a kernel: output and log-sum-exp, or the gradients."""
+    q, k, v, do = call.inputs
+    if kernel == "forward":
+        o, saved = triton_forward(q, k, v, smooth_k=True, smooth_q=False, **call.options)
+        return o, saved.lse
+    return triton_backward(do, None, v, call.o, call.saved, **call.options)
+
+
+def unlike(kernel: str, tiles: Tiles, calls: Sequence[Call], expected: Sequence[tuple[Tensor, ...]]) -> str:
+    """Why tiles may not stand for those which gave `expected`, or nothing."""
+    q = calls[0].inputs[0]
+    with using(kernel, q.shape[3], q.device, tiles):
+        try:
+            found = [results(kernel, call) for call in calls]
+        except triton.runtime.errors.OutOfResources as error:
+            return str(error).splitlines()[0]
+    pairs = (pair for ours, theirs in zip(found, expected, strict=True) for pair in zip(ours, theirs, strict=True))
+    return "" if all(torch.equal(a, b) for a, b in pairs) else "changes bits of results"
+
+
+def compare(
+    kernel: str,
+    tiles: Sequence[Tiles],
+    timed: Call,
+    checked: Sequence[Call],
+    seconds: Callable[[Callable[[], object]], float],
+) -> tuple[Tiles, dict[Tiles, float], dict[Tiles, str]]:
+    """The fastest of `tiles`, seconds of those that run, in alternation, and why others are not taken.
+
+    The first is what there is, and stays if no other is faster by GAIN and gives the same bits.
+    """
+    q = timed.inputs[0]
+    refused: dict[Tiles, str] = {}
+    with using(kernel, q.shape[3], q.device, tiles[0]):
+        expected = [results(kernel, call) for call in (timed, *checked)]
+    times: dict[Tiles, list[float]] = {}
+    for one in tiles:
+        reason = unlike(kernel, one, [timed], expected[:1])
+        if reason:
+            refused[one] = reason
+        else:
+            times[one] = []
+    for _ in range(ROUNDS):
+        for one, so_far in times.items():
+            with using(kernel, q.shape[3], q.device, one):
+                so_far.append(seconds(lambda: results(kernel, timed)))
+    medians = {one: statistics.median(so_far) for one, so_far in times.items()}
+    for one in sorted(medians, key=medians.__getitem__):
+        if medians[one] * GAIN > medians[tiles[0]]:
+            break
+        reason = unlike(kernel, one, checked, expected[1:])
+        if not reason:
+            return one, medians, refused
+        refused[one] = reason
+    return tiles[0], medians, refused
+
+
+def tune(
+    head_dims: Iterable[int],
+    shape: Callable[[int], Shape],
+    device: torch.device,
+    say: Callable[[str], None],
+) -> dict[tuple[str, int], Tiles]:
+    """The choice for each kernel and head dimension; the table of each is said when it is known."""
+    chosen = {}
+    for head_dim in head_dims:
+        timed, checked = call_of(shape(head_dim), "fine", device), checks(head_dim, device)
+        for kernel in OWNED:
+            ours = launch_tiles(kernel, device, block_d(head_dim))
+            tiles = [ours, *(one for one in candidates(kernel, head_dim) if one != ours)]
+            best, times, refused = compare(kernel, tiles, timed, checked, lambda action: median_seconds(action, device))
+            chosen[kernel, head_dim] = best
+            say(f"{kernel}, head_dim {head_dim}: {_name(best)}")
+            for one in tiles:
+                figures = f"{1e3 * times[one]:9.3f} ms {times[ours] / times[one]:6.3f}  " if one in times else ""
+                say(f"  {_name(one):<14} {figures}{refused.get(one, '')}".rstrip())
+    return chosen
+
+
+def _name(tiles: Tiles) -> str:
+    return " ".join(str(x) for x in tiles if x is not None)
+
+
+def keep(chosen: dict[tuple[str, int], Tiles], lines: list[str], device: torch.device) -> None:
+    """Write the choice and its table into tuned_file(), beside those for other GPUs and versions."""
+    path = tuned_file()
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept[tuned_key(device)] = {
+        "tiles": {f"{kernel} {block_d(head_dim)}": tiles for (kernel, head_dim), tiles in chosen.items()},
+        "table": lines,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(kept, indent=1))
+    temporary.replace(path)
+
+
+def main() -> None:
+    """Time, say and keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], choices=[64, 128])
+    parser.add_argument("--tokens", type=int, default=16384, help="of one call, in sequences of 4096 or less")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "tuning needs an NVIDIA GPU\n")
+    device = torch.device("cuda", torch.cuda.current_device())
+    length = min(4096, arguments.tokens)
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+
+    def shape(head_dim: int) -> Shape:
+        heads = 2048 // head_dim
+        return Shape(max(1, arguments.tokens // length), length, length, heads, heads, head_dim)
+
+    start = time.time()
+    say(f"{tuned_key(device)}; {arguments.tokens} tokens, causal, bf16")
+    say("block_m, block_n, warps, stages; time of the whole forward or backward; times as fast as before")
+    keep(tune(arguments.head_dims, shape, device, say), lines, device)
+    print(f"kept in {tuned_file()} ({time.time() - start:.0f} s)")
+
+
+if __name__ == "__main__":
+    main()

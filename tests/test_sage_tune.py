@@ -1,0 +1,116 @@
+"""`python -m sagekernels.tune`: what it chooses, what it refuses, and where a choice is found again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+
+from sagekernels import launch, tune
+from sagekernels.launch import TABLE, Tiles, launch_tiles
+
+CARD = torch.device("cuda", 0)
+FIRST, FASTER, FASTEST, TOO_LARGE = (Tiles(rows, 64, 8, 2) for rows in (128, 64, 32, 256))
+SECONDS = {FIRST: 1.0, FASTER: 0.9, FASTEST: 0.8, TOO_LARGE: 0.1}
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path):
+    """A GPU by its name, nothing kept for it yet."""
+    monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    for function in (launch.tuned, launch.tuned_key):
+        function.cache_clear()
+    yield
+    for function in (launch.tuned, launch.tuned_key):
+        function.cache_clear()
+
+
+def compared(monkeypatch, other_bits: set[Tiles] = frozenset(), later: set[Tiles] = frozenset()):
+    """tune.compare of kernels that take SECONDS, some of which give other bits, at once or only in small calls."""
+    q = torch.empty(1, 1, 1, 128)
+    timed, checked = ((tune.Call((q, q, q, q), {"checked": x}, q, None)) for x in (False, True))
+    active = []
+
+    def results(kernel, call):
+        tiles = launch.tuned(q.device)[kernel, 128]
+        active.append(tiles)
+        if tiles == TOO_LARGE:
+            raise triton.runtime.errors.OutOfResources(200, 99, "shared memory")
+        wrong = tiles in other_bits or (call.options["checked"] and tiles in later)
+        return (torch.ones(2) * (1 + 2.0**-20 * wrong),)
+
+    monkeypatch.setattr(tune, "results", results)
+    tiles = [FIRST, FASTER, FASTEST, TOO_LARGE]
+
+    def seconds(action):
+        action()
+        return SECONDS[active[-1]]
+
+    found = tune.compare("dq", tiles, timed, [checked], seconds)
+    assert not launch.tuned(q.device)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("other_bits", "later", "expected"),
+    [
+        ({}, {}, FASTEST),
+        ({FASTEST}, {}, FASTER),
+        ({}, {FASTEST}, FASTER),
+        ({FASTER}, {FASTEST}, FIRST),
+    ],
+)
+def test_the_fastest_that_changes_no_bit(monkeypatch, other_bits, later, expected):
+    best, times, refused = compared(monkeypatch, set(other_bits), set(later))
+    assert best == expected and TOO_LARGE not in times and "shared memory" in refused[TOO_LARGE]
+    assert {one for one, reason in refused.items() if "bits" in reason} == {*other_bits, *later}
+    assert times[FIRST] == SECONDS[FIRST]
+
+
+def test_a_gain_within_noise_is_none(monkeypatch):
+    monkeypatch.setitem(SECONDS, FASTER, 0.99)
+    monkeypatch.setitem(SECONDS, FASTEST, 0.985)
+    assert compared(monkeypatch)[0] == FIRST
+
+
+def test_a_choice_is_found_by_the_next_process_on_the_same_card_alone(card, monkeypatch):
+    ours = TABLE["dq"]["portable"][128]
+    assert launch_tiles("dq", CARD, 128) == ours
+    chosen = Tiles(64, 64, 4, 2)
+    tune.keep({("dq", 80): chosen}, ["a table"], CARD)
+    launch.tuned.cache_clear()
+    assert launch_tiles("dq", CARD, 128) == chosen and launch_tiles("forward", CARD, 128) != chosen
+    assert launch_tiles("dq", CARD, 128, exact=True) == ours._replace(block_m=64, block_n=64)
+    assert "a table" in launch.tuned_file().read_text()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10")
+    for function in (launch.tuned, launch.tuned_key):
+        function.cache_clear()
+    assert launch_tiles("dq", CARD, 128) == ours
+    tune.keep({}, [], CARD)  # beside the other card's
+    assert "4090" in launch.tuned_file().read_text()
+
+
+def test_candidates_keep_the_order_of_sums():
+    for kernel, head_dims in tune.OWNED.items():
+        for head_dim in head_dims:
+            tiles = tune.candidates(kernel, head_dim)
+            assert TABLE[kernel]["portable"][head_dim] in tiles
+            assert {one.block_m if kernel == "dkdv" else one.block_n for one in tiles} == {64}
+
+
+@pytest.mark.parametrize(("name", "half"), [("NVIDIA GeForce RTX 3090", True), ("NVIDIA L40S", False)])
+def test_cards_that_add_up_in_float16(monkeypatch, name, half):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    launch.half_sums.cache_clear()
+    assert launch.half_sums(CARD) == half and not launch.half_sums(torch.device("cpu"))
+    launch.half_sums.cache_clear()
+
+
+def test_without_a_gpu_it_says_so():
+    done = subprocess.run([sys.executable, "-m", "sagekernels.tune"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr == "tuning needs an NVIDIA GPU\n"
