@@ -72,7 +72,7 @@ def throttled(ptx: str, times: dict[str, float]) -> str:
         if found := MMA.search(line):
             kind, d, a, b, _ = found.groups()
             due[kind] += times[kind] - 1
-            name = line[found.start() : line.index("{", found.start())]
+            name = line[found.start() : line.index("{", found.start())].strip()
             while due[kind] >= 1:
                 due[kind] -= 1
                 turn = (turn + 1) % IDLE

@@ -115,7 +115,8 @@ def test_kernels_are_imported_where_their_use_is_defined_chosen_and_measured():
     attention = ("model/backends", "model/selection", "stability/monitor", "stability/linear_errors")
     casts = ("parallel/collectives", "parallel/lowbit", "parallel/packing")
     names = (*attention, "model/attention", "model/mlp", *casts)
-    assert users == {f"sagetrain/{name}.py" for name in names} | {"launch/benchmark_linear.py"}
+    benchmarks = {f"launch/benchmark_{name}.py" for name in ("elsewhere", "linear")}
+    assert users == {f"sagetrain/{name}.py" for name in names} | benchmarks
 
 
 def test_deepspeed_is_imported_inside_functions_of_the_engine():
