@@ -35,7 +35,7 @@ quickstart: $(STAMP)  ## train, stop, resume and evaluate a small model on this 
 JOBS ?= 2
 test: $(DEV)  ## the whole test suite, CPU only; JOBS=0: all in one process
 	@$(BIN)/python -m compileall -q sagetrain kernels launch tests  # once: PYTHONDONTWRITEBYTECODE may be set
-	$(BIN)/python -m pytest -q --ignore=tests/gpu --durations=20 --maxfail=5 -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q --ignore=tests/gpu --durations=20 --maxfail=5 -n $(JOBS) --dist loadfile --no-loadscope-reorder -p gpu_seen
 
 coverage: $(DEV)  ## the test suite (twice as slow) with a coverage figure of what its own process runs, not ranks
 	$(BIN)/python -m pytest -q --ignore=tests/gpu --cov=sagetrain --cov-report=term:skip-covered
@@ -62,7 +62,7 @@ docs: $(DEV)  ## the guides, results and key reference as a site in site/
 FAST ?=
 GPU_JOBS ?= $(if $(FAST),8)
 test-gpu:  ## kernel and trainer tests on an NVIDIA GPU, with the python on PATH; FAST=1: a first pass (1 min on an H200)
-	PYTHONPATH=.:kernels:tests python3 -m pytest -q --noconftest $(if $(GPU_JOBS),-n $(GPU_JOBS) --dist loadfile) $(if $(FAST),-p first_pass) tests/gpu
+	PYTHONPATH=.:kernels:tests python3 -m pytest -q --noconftest $(if $(GPU_JOBS),-n $(GPU_JOBS) --dist loadfile) $(if $(FAST),-p first_pass) -p gpu_seen tests/gpu
 
 bench:  ## attention benchmark on an NVIDIA GPU: checks every shape, then times it beside the peers
 	PYTHONPATH=.:kernels python3 -m sagekernels.bench
