@@ -152,6 +152,13 @@ def test_version_and_help_have_their_usual_names(capsys) -> None:
     assert run_main(capsys, "-h") == run_main(capsys, "--help")
 
 
+def test_what_is_shipped_is_printed_as_it_is(capsys) -> None:
+    for file in (ROOT / "configs").iterdir():
+        assert run_main(capsys, "config", file.stem) == file.read_text()
+    assert main(["config", "2b"]) == 2
+    assert "config 2b: nothing of that name is shipped; there are 1b, 325m, 7b, minimal, " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["plan", "train"])
 @pytest.mark.parametrize(("words", "overrides"), [
     (["a.yaml"], []), (["--config", "a.yaml"], []), (["-c", "a.yaml"], []),
