@@ -13,7 +13,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from hopper_emulator import Emulated, tensor_map, wrong_results
+from emulator import Emulated, tensor_map, wrong_results
 from sagekernels import hopper, hopper_backward, nvrtc, sage_attention
 from sagekernels.reference import RECIPES, twin_backward, twin_forward, visible
 from sagekernels.testing import Shape, random_inputs, results_of
@@ -21,7 +21,7 @@ from sagekernels.testing import Shape, random_inputs, results_of
 SHARED_MEMORY = 227 * 1024
 INTERFACE = """
 #define DEVICE static inline
-#include "hopper_backward_schedule.cuh"
+#include "backward_schedule.cuh"
 extern "C" void work(int program, const Problem& p, Work& w) { w = work_of(program, p); }
 extern "C" void seen(int key, const Problem& p, int& lower, int& upper) { seen_by(key, p, lower, upper); }
 extern "C" int turn(int block, int tile, const Problem& p) { return turn_of(block, tile, p); }
@@ -42,15 +42,16 @@ class Work(ctypes.Structure):
 
 @pytest.fixture(scope="module", params=hopper_backward.KEYS)
 def schedule(request, tmp_path_factory):
-    """hopper_backward_schedule.cuh of one head_dim for this machine's processor; keys of a block."""
+    """backward_schedule.cuh of one head_dim for this machine's processor; keys of a block."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("schedule")
-    (folder / "schedule.cpp").write_text(INTERFACE)
-    options = ["-std=c++17", "-shared", "-fPIC", f"-DHEAD_DIM={request.param}", f"-I{nvrtc.HERE}"]
+    keys = hopper_backward.KEYS[request.param]
+    (folder / "schedule.cpp").write_text(f"constexpr int KEYS = {keys};{INTERFACE}")
+    options = ["-std=c++17", "-shared", "-fPIC", f"-I{nvrtc.HERE}"]
     subprocess.run([compiler, *options, str(folder / "schedule.cpp"), "-o", str(folder / "schedule.so")], check=True)
-    return ctypes.CDLL(str(folder / "schedule.so")), hopper_backward.KEYS[request.param]
+    return ctypes.CDLL(str(folder / "schedule.so")), keys
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The Hopper forward on a machine without a GPU: hopper_forward.cu run by hopper_emulator, and compiled for sm_90a."""
+"""The Hopper forward on a machine without a GPU: hopper_forward.cu run by emulator, and compiled for sm_90a."""
 
 import ctypes
 import functools
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hopper_emulator import Emulated, tensor_map, wrong_results
+from emulator import Emulated, tensor_map, wrong_results
 from sagekernels import nvrtc
 from sagekernels.hopper_forward import SCHEDULES, SOURCE, defines_of
 from sagekernels.reference import twin_forward

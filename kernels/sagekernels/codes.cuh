@@ -1,4 +1,4 @@
-// INT8 codes as quantize.quantize_twin makes them; after hopper.cuh or its stand-in.
+// INT8 codes as quantize.quantize_twin makes them; after device.cuh or its stand-in.
 
 DEVICE int least(int a, int b) { return a < b ? a : b; }
 DEVICE int most(int a, int b) { return a > b ? a : b; }

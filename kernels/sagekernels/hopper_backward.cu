@@ -23,7 +23,10 @@
 // Defines: HEAD_DIM (64, 128), FP16 (of v and dO, see hopper.cuh), SHARED_BYTES.
 
 #include "hopper.cuh"
-#include "hopper_backward_schedule.cuh"
+
+constexpr int CONSUMERS = HEAD_DIM == 128 ? 2 : 3;  // warpgroups of 64 keys
+constexpr int KEYS = 64 * CONSUMERS;
+#include "backward_schedule.cuh"
 
 constexpr int D = HEAD_DIM, STAGES = D == 128 ? 2 : 3;
 constexpr int THREADS = 128 * (CONSUMERS + 1);

@@ -479,7 +479,7 @@ struct Consumer {
 };
 
 // q, v, o [B, N, heads, D] in 16 bits (maps: D, heads, N, B; boxes of 64 dimensions and of 64 queries or BLOCK_N keys);
-// K's codes [B * kv_heads, n_k, D], its scales [B * kv_heads, nk_padded] in the order of hopper_quantize.cu. Written
+// K's codes [B * kv_heads, n_k, D], its scales [B * kv_heads, nk_padded] in the order of quantize_keys.cu. Written
 // are Q's codes [B, heads, n_q, D] (a map too), q_scales and lse [B * heads, n_q]. factor: scale of the scores times
 // log2 e. taken: zero; counts the blocks of queries that are taken beyond the first of each block of threads.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(

@@ -1,7 +1,7 @@
 """Hopper forward of the recipes `fine` and `scores`: hopper_forward.cu and what launches it.
 
 Formulas and granularity are those of reference.twin_forward: INT8 Q K^T with one scale per token, P V in the 16 bits of
-V. K is quantized by hopper_quantize.cu, Q by the kernel itself. The schedule, its limits and what was measured are in
+V. K is quantized by quantize_keys.cu, Q by the kernel itself. The schedule, its limits and what was measured are in
 kernels/NOTES.md, section Forward.
 """
 
@@ -12,6 +12,7 @@ from .launch import is_hopper, multiprocessors, on_device_of
 from .nvrtc import load, mappable, tensor_map
 from .pieces import LOG2E
 from .quantize import Codes
+from .quantize_keys import quantize_keys
 from .reference import RECIPES, Saved
 
 SOURCE = "hopper_forward.cu"
@@ -30,37 +31,6 @@ def defines_of(head_dim: int, causal: bool, packed: bool, half: bool) -> dict[st
         "HEAD_DIM": head_dim, "BLOCK_N": block_n, "CONSUMERS": consumers, "STAGES": stages, "CAUSAL": int(causal),
         "PACKED": int(packed), "FP16": int(half), "SHARED_BYTES": shared,
     }  # fmt: skip
-
-
-def chunks_of(tokens: int, head_dim: int, processors: int) -> tuple[int, int]:
-    """How many chunks hopper_quantize.cu makes of so many tokens of a head, and tokens per chunk.
-
-    A chunk waits for the others of its head, which must fit the GPU, two to a multiprocessor. They take a quarter of
-    that, so that calls on four streams never wait for each other.
-    """
-    held = 32768 // head_dim
-    per_chunk = held * max(1, -(-tokens // (held * max(1, processors // 2))))
-    return -(-tokens // per_chunk), per_chunk
-
-
-def _quantize_keys(k: Tensor, smooth: bool, padded: int, processors: int) -> tuple[Codes, Tensor, Tensor]:
-    """quantize.quantize_twin of k [B, N, heads, D] per token, less its mean over tokens if `smooth`; the scales in the
-    order of the consumers [B * heads * padded]; and an int32 zero."""
-    batch, n, heads, head_dim = k.shape
-    k = mappable(k)
-    codes = torch.empty((batch, heads, n, head_dim), dtype=torch.int8, device=k.device)
-    scale = torch.empty((batch, heads, n), dtype=torch.float32, device=k.device)
-    ordered = torch.empty(batch * heads * padded, dtype=torch.float32, device=k.device)
-    chunks, per_chunk = chunks_of(padded, head_dim, processors)
-    sums = torch.empty(batch * heads * chunks * head_dim, dtype=torch.float32, device=k.device) if smooth else None
-    zeros = torch.zeros(2 + batch * heads, dtype=torch.int32, device=k.device)
-    strides = [s // 8 for s in k.stride()[:3]]
-    defines = {"HEAD_DIM": head_dim, "SMOOTH": int(smooth), "FP16": int(k.dtype == torch.float16)}
-    load("hopper_quantize.cu", "quantize", defines).launch(
-        (batch * heads * chunks,), (512,), 8192 + 4 * head_dim + 4,
-        k, codes, scale, ordered, sums, zeros[1:], heads, n, padded, chunks, per_chunk, *strides,
-    )  # fmt: skip
-    return Codes(codes, scale), ordered, zeros[:1]
 
 
 def supported(q: Tensor, k: Tensor, *, smooth_q: bool, recipe: str) -> bool:
@@ -98,8 +68,7 @@ def hopper_forward(
     q, v = mappable(q), mappable(v)
     with on_device_of(q):
         nk_padded = -(-n_k // block_n) * block_n
-        processors = multiprocessors(q.device)
-        k_codes, k_ordered, counter = _quantize_keys(k, smooth_k, nk_padded, processors)
+        k_codes, k_ordered, counter = quantize_keys(k, smooth_k, nk_padded)
         q_codes = Codes(
             torch.empty((batch, heads, n_q, head_dim), dtype=torch.int8, device=q.device),
             torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device),
@@ -112,7 +81,7 @@ def hopper_forward(
         per_group = max(1, PER_HEAD_CACHE // (n_k * head_dim * 3)) * (heads // kv_heads)
         defines = defines_of(head_dim, causal, bounds is not None, q.dtype == torch.float16)
         load(SOURCE, "forward", defines).launch(
-            (min(processors, tiles),), (128 * (consumers + 1),), defines["SHARED_BYTES"],
+            (min(multiprocessors(q.device), tiles),), (128 * (consumers + 1),), defines["SHARED_BYTES"],
             tensor_map(q, (1, 64, 1, 64)),
             tensor_map(k_codes.codes.view(-1, n_k, head_dim), (1, block_n, head_dim), head_dim),
             tensor_map(v, (1, block_n, 1, 64)), tensor_map(q_codes.codes, (1, 1, 64, head_dim), head_dim),

@@ -3,9 +3,9 @@
     kernel = load("hopper_forward.cu", "forward", {"HEAD_DIM": 128})    # cached in the process and on disk
     kernel.launch((132, 1, 1), (384, 1, 1), shared_bytes, tensor_map(x, (64, 128)), y, 5, 0.5)
 
-Kernels are `extern "C"`, for sm_90a, without headers except *.cuh files of this package. An argument's Python type is
-its C type: Tensor -> pointer, None -> null pointer, int -> int, float -> float, TensorMap -> const __grid_constant__
-TensorMap (any struct of 128 bytes aligned to 64).
+Kernels are `extern "C"`, for sm_90a unless an architecture is named, without headers except *.cuh files of this
+package. An argument's Python type is its C type: Tensor -> pointer, None -> null pointer, int -> int, float -> float,
+TensorMap -> const __grid_constant__ TensorMap (any struct of 128 bytes aligned to 64).
 """
 
 import ctypes
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
-OPTIONS = ["--gpu-architecture=sm_90a", "--std=c++17"]
+HOPPER = "sm_90a"
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
 
 # CUtensorMapDataType; what a copy moves are bytes, but the fill outside of the tensor is a zero of the type
@@ -106,10 +106,11 @@ def _text(what: str, program: ctypes.c_void_p) -> bytes:
     return buffer.raw
 
 
-def compiled(source_file: str, defines: Mapping[str, int | str]) -> bytes:
+def compiled(source_file: str, defines: Mapping[str, int | str], architecture: str = HOPPER) -> bytes:
     """The cubin of a source file of this package, from the disk or from NVRTC."""
     source = (HERE / source_file).read_bytes()
-    options = OPTIONS + [f"--define-macro={name}={value}" for name, value in sorted(defines.items())]
+    options = [f"--gpu-architecture={architecture}", "--std=c++17"]
+    options += [f"--define-macro={name}={value}" for name, value in sorted(defines.items())]
     headers = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.cuh")))
     key = hashlib.sha256(repr((source, headers, options, _version())).encode()).hexdigest()
     folder = Path(os.environ.get("SAGEKERNELS_CACHE", Path.home() / ".cache" / "sagekernels"))
@@ -189,8 +190,10 @@ def mappable(x: Tensor) -> Tensor:
 class Kernel:
     """One kernel of one compiled source; it is loaded on each GPU at its first launch there."""
 
-    def __init__(self, source_file: str, name: str, defines: Mapping[str, int | str]) -> None:
-        self.cubin, self.name = compiled(source_file, defines), name
+    def __init__(
+        self, source_file: str, name: str, defines: Mapping[str, int | str], architecture: str = HOPPER
+    ) -> None:
+        self.cubin, self.name = compiled(source_file, defines, architecture), name
         self.functions: dict[int, ctypes.c_void_p] = {}
 
     def _function(self, device: int, shared_bytes: int) -> ctypes.c_void_p:
@@ -229,10 +232,12 @@ class Kernel:
 
 
 @functools.cache
-def _load(source_file: str, name: str, defines: tuple) -> Kernel:
-    return Kernel(source_file, name, dict(defines))
+def _load(source_file: str, name: str, defines: tuple, architecture: str) -> Kernel:
+    return Kernel(source_file, name, dict(defines), architecture)
 
 
-def load(source_file: str, name: str, defines: Mapping[str, int | str] | None = None) -> Kernel:
-    """The kernel `name` of kernels/sagekernels/<source_file>, compiled with these macros."""
-    return _load(source_file, name, tuple(sorted((defines or {}).items())))
+def load(
+    source_file: str, name: str, defines: Mapping[str, int | str] | None = None, architecture: str = HOPPER
+) -> Kernel:
+    """The kernel `name` of kernels/sagekernels/<source_file>, compiled with these macros for this architecture."""
+    return _load(source_file, name, tuple(sorted((defines or {}).items())), architecture)

@@ -1,4 +1,4 @@
-// K of the Hopper forward, in one pass over global memory: INT8 codes and one scale per token, less the mean of K over
+// K of the CUDA forwards, in one pass over global memory: INT8 codes and one scale per token, less the mean of K over
 // the tokens of its head (SMOOTH).
 //
 // A block of threads takes a chunk of one head, adds it up, waits for the sums of that head's other chunks and
@@ -6,9 +6,9 @@
 // order, so all that a block waits for have begun, or begin as soon as blocks of earlier heads end, if `chunks` blocks
 // fit the GPU. Sums are added in a fixed order.
 //
-// Macros: HEAD_DIM (64, 128), SMOOTH, FP16 (K is float16).
+// Macros: HEAD_DIM (64, 128), SMOOTH, FP16 (K is float16), PAIRS (`ordered` is mma_forward.cu's, not hopper_forward.cu's).
 
-#include "hopper.cuh"
+#include "device.cuh"
 #include "codes.cuh"
 
 constexpr int D = HEAD_DIM, THREADS = 512, LANES = D / 8;  // LANES threads of eight dimensions share a token
@@ -33,8 +33,9 @@ DEVICE float total(const Shared &shared, int rows) {
 }
 
 // k [B, tokens, heads, D], strides in units of eight values. Written are codes [B * heads, tokens, D], scales
-// [B * heads, tokens] and ordered [B * heads, padded]: the scales as the consumers of the forward read them, position
-// 4 c + 2 b + a of every 16 from token 8 b + 2 c + a, 0 in the padding. per_chunk is a multiple of HELD tokens. sums
+// [B * heads, tokens] and ordered [B * heads, padded]: the scales as the forward reads them, 0 in the padding; on Hopper
+// position 4 c + 2 b + a of every 16 from token 8 b + 2 c + a, with PAIRS 22 bits of each with what takes back the magic
+// constant times it, which is exact. per_chunk is a multiple of HELD tokens. sums
 // [B * heads, chunks, D] is scratch, counters [1 + B * heads] are zero: chunks handed out, and added up per head.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(
     const uint4 *k, signed char *codes, float *scales, float *ordered, float *sums, int *counters, int heads,
@@ -47,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(
     k += (long long)(head / heads) * stride_b + (long long)(head % heads) * stride_h + column;
     codes += (long long)head * tokens * D + column * 8;
     scales += (long long)head * tokens;
-    ordered += (long long)head * padded;
+    ordered += (long long)head * padded * (1 + PAIRS);
 
     uint4 x[ROUNDS];
     int first = SMOOTH ? begin + (end - begin - 1) / HELD * HELD : begin;  // of the tokens that are held
@@ -124,8 +125,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(
         if (token >= tokens) largest[0] = 0;
         float scale = __int_as_float(largest[0]) / 127.0f, inverse = inverse_scale(largest[0]);
         if (column < ROUNDS && token < tokens) scales[token] = scale;
-        if (column < ROUNDS && token < padded)
+        if (column < ROUNDS && token < padded) {
+#if PAIRS
+            const float cut = __int_as_float(__float_as_int(scale) & -4);
+            ((float2 *)ordered)[token] = float2{cut, -12582912.0f * cut};
+#else
             ordered[token / 16 * 16 + token % 8 / 2 * 4 + token % 16 / 8 * 2 + token % 2] = scale;
+#endif
+        }
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) {
             float of_round = __shfl_sync(~0u, inverse, threadIdx.x % 32 / LANES * LANES + i);

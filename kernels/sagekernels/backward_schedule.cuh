@@ -1,7 +1,7 @@
-// Who does what in hopper_backward.cu: plain integer functions, which the host's C++ compiler takes as well (DEVICE).
+// Which block of threads does what in a backward pass of one kernel: plain integer functions, which the host's C++
+// compiler takes as well (DEVICE). KEYS of a block are defined before.
 
-constexpr int CONSUMERS = HEAD_DIM == 128 ? 2 : 3;      // warpgroups of 64 keys
-constexpr int KEYS = 64 * CONSUMERS, QUERIES = 64;  // of a program, of a step
+constexpr int QUERIES = 64;  // of a step
 
 struct Problem {
     int kv_heads, n_q, n_k, causal;

@@ -1,6 +1,8 @@
-"""Runs the text of a Hopper kernel on the CPU: compiles it with hopper_emulator.h, launches it as nvrtc.Kernel does."""
+"""Runs the text of a CUDA kernel on the CPU: compiles it with hopper_emulator.h or mma_emulator.h and launches it as
+nvrtc.Kernel does."""
 
 import ctypes
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +15,21 @@ from torch import Tensor
 from sagekernels import nvrtc
 
 HERE = Path(__file__).parent
+STAND_INS = {"hopper": "hopper_emulator", "mma": "mma_emulator", "device": "mma_emulator"}
+KERNEL = re.compile(r'extern "C" __global__ void(?: __launch_bounds__\([^)]*\))? (\w+)\(')
 LAUNCH = """
-extern "C" const char *launch(int grid, int threads, int resident, int seed, int mistake, void **values) {
+extern "C" const char *launch_%s(int grid, int threads, int resident, int seed, int mistake, void **values) {
     random_bits = seed, mutant = mistake;
-    with_arguments(%s, values);
+    with_arguments(::%s, values);
     run(grid, threads, resident);
     return failure.c_str();
 }
 """
+
+
+def storage_bytes(x: Tensor) -> int:
+    """Bytes from the first element of x to the last one, in memory."""
+    return x.element_size() * (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))
 
 
 class TensorMap(ctypes.Structure):
@@ -37,31 +46,46 @@ def tensor_map(x: Tensor, box: Sequence[int], swizzle: int = 128) -> TensorMap:
 
 
 class Emulated:
-    """One kernel, compiled with these macros. It can make mistakes: each replaces expressions or statements (;)."""
+    """One kernel, compiled with these macros. It can make mistakes: each replaces expressions or statements (those that
+    end with ; or a comment behind it)."""
 
     def __init__(
         self, folder: Path, source: str, name: str, defines: Mapping[str, int], mistakes: Sequence[dict[str, str]] = ()
     ) -> None:
         if shutil.which("g++") is None:
             pytest.skip("needs g++")
-        text = (nvrtc.HERE / source).read_text().replace('"hopper.cuh"', '"hopper_emulator.h"')
+        text = (nvrtc.HERE / source).read_text()
+        for header, stand_in in STAND_INS.items():
+            text = text.replace(f'"{header}.cuh"', f'"{stand_in}.h"')
         for i, mistake in enumerate(mistakes, 1):
             for right, wrong in mistake.items():
                 assert text.count(right) == 1, right
-                choice = "if (mutant == %d) { %s } else { %s }" if right.endswith(";") else "(mutant == %d ? %s : %s)"
+                statement = right.split("//")[0].rstrip().endswith(";")
+                choice = "if (mutant == %d) { %s\n} else { %s\n}" if statement else "(mutant == %d ? %s : %s)"
                 text = text.replace(right, choice % (i, wrong, right))
-        program = folder / ("_".join([name, *map(str, defines.values()), str(len(mistakes))]) + ".cpp")
-        program.write_text(text + LAUNCH % name)
+        program = folder / ("_".join([source, *map(str, defines.values()), str(len(mistakes))]) + ".cpp")
         library = program.with_suffix(".so")
+        if not library.exists():  # with all kernels of the source
+            program.write_text(text + "".join(LAUNCH % (kernel, kernel) for kernel in KERNEL.findall(text)))
+            self._compile(program, library, defines)
+        self._library = ctypes.CDLL(str(library))
+        self._launch = getattr(self._library, f"launch_{name}")
+        self._launch.restype = ctypes.c_char_p
+
+    def _compile(self, program: Path, library: Path, defines: Mapping[str, int]) -> None:
         options = [*(f"-D{key}={value}" for key, value in defines.items()), f"-I{nvrtc.HERE}", f"-I{HERE}", "-w"]
         command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", *options, str(program), "-o", str(library)]
         subprocess.run(command, check=True)
-        self._launch = ctypes.CDLL(str(library)).launch
-        self._launch.restype = ctypes.c_char_p
 
     def __call__(self, grid: int, threads: int, *arguments, seed: int = 0, resident: int = 2, mistake: int = 0) -> str:
         """What went wrong, or an empty string."""
         values, pointers = [], (ctypes.c_void_p * len(arguments))()
+        if hasattr(self._library, "may_copy_from"):
+            for address, bytes in [
+                (None, 0),
+                *((x.data_ptr(), storage_bytes(x)) for x in arguments if torch.is_tensor(x)),
+            ]:
+                self._library.may_copy_from(ctypes.c_void_p(address), ctypes.c_int64(bytes))
         for i, x in enumerate(arguments):
             if isinstance(x, Tensor) or x is None:
                 x = ctypes.c_void_p(None if x is None else x.data_ptr())
@@ -72,10 +96,12 @@ class Emulated:
         return self._launch(grid, threads, resident, seed, mistake, pointers).decode()
 
 
-def wrong_results(run: Callable[..., Sequence[Tensor]], right: Callable[[str], Sequence[Tensor]], mistake: int) -> str:
+def wrong_results(
+    run: Callable[..., Sequence[Tensor]], right: Callable[[str], Sequence[Tensor]], mistake: int, seeds: int = 12
+) -> str:
     """What shows that a kernel makes a mistake: a message, or other bits than it has without; "" if nothing does."""
     for case in ("documents", "other"):
-        for seed in range(12):
+        for seed in range(seeds):
             try:
                 found = run(case=case, seed=seed, mistake=mistake)
             except AssertionError as error:

@@ -1,4 +1,4 @@
-"""hopper_quantize.cu on a machine without a GPU, against quantize.quantize_twin: run by hopper_emulator."""
+"""quantize_keys.cu on a machine without a GPU, against quantize.quantize_twin: run by the emulator."""
 
 import functools
 import math
@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from hopper_emulator import Emulated
+from emulator import Emulated
 from sagekernels import nvrtc
-from sagekernels.hopper_forward import chunks_of
 from sagekernels.quantize import quantize_twin, token_mean
+from sagekernels.quantize_keys import chunks_of
 
-SOURCE = "hopper_quantize.cu"
+SOURCE = "quantize_keys.cu"
 MISTAKES = [
     {"wait_count(counters + 1 + head, chunks);": ""},
     {"wait_count(counters + 1 + head, chunks);": "wait_count(counters + 1 + head, chunks + 1);"},
@@ -23,26 +23,26 @@ MISTAKES = [
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """(head_dim, smooth, half) -> the kernel."""
+    """(head_dim, smooth, half, pairs) -> the kernel."""
     folder = tmp_path_factory.mktemp("quantize")
     return functools.cache(lambda *key: Emulated(folder, SOURCE, "quantize", defines(*key), MISTAKES))
 
 
-def defines(head_dim, smooth, half):
-    return {"HEAD_DIM": head_dim, "SMOOTH": int(smooth), "FP16": int(half)}
+def defines(head_dim, smooth, half, pairs=False):
+    return {"HEAD_DIM": head_dim, "SMOOTH": int(smooth), "FP16": int(half), "PAIRS": int(pairs)}
 
 
-def quantized(kernels, k, smooth, processors, **options):
+def quantized(kernels, k, smooth, processors, pairs=False, **options):
     """Codes, scales and scales in order [heads, padded] of k [B, N, heads, D], whose strides are multiples of 8."""
     batch, n, heads, head_dim = k.shape
     padded = -(-n // 96) * 96
     chunks, per_chunk = chunks_of(padded, head_dim, processors)
     codes = torch.full((batch, heads, n, head_dim), 77, dtype=torch.int8)
     scale = torch.full((batch, heads, n), math.nan)
-    ordered = torch.full((batch * heads, padded), math.nan)
+    ordered = torch.full((batch * heads, padded * (1 + pairs)), math.nan)
     sums = torch.full((batch * heads * chunks, head_dim), math.nan)
     counters = torch.zeros(1 + batch * heads, dtype=torch.int32)
-    wrong = kernels(head_dim, smooth, k.dtype == torch.float16)(
+    wrong = kernels(head_dim, smooth, k.dtype == torch.float16, pairs)(
         batch * heads * chunks, 512, k, codes, scale, ordered, sums, counters, heads, n, padded, chunks, per_chunk,
         *(s // 8 for s in k.stride()[:3]), **{"resident": max(1, processors // 2)} | options,
     )  # fmt: skip
@@ -76,6 +76,15 @@ def test_agrees_with_the_twin(kernels, batch, n, heads, head_dim, processors, sm
         torch.equal(x, y)
         for x, y in zip(quantized(kernels, k, smooth, processors, seed=1), (codes, scale, ordered), strict=True)
     )
+
+
+def test_scales_with_what_takes_the_magic_constant_back(kernels):
+    """-MAGIC times the scale is exact in float32, so (MAGIC + x) scale - MAGIC scale is x scale, for all codes."""
+    k = torch.randn(2, 300, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    _, scale, ordered = quantized(kernels, k, True, 6, pairs=True)
+    cut, back = ordered.view(4, -1, 2).unbind(-1)
+    assert torch.allclose(cut[:, :300], scale.flatten(0, 1), rtol=2**-21, atol=0) and not ordered[:, 600:].any()
+    assert torch.equal(back.double(), -12582912.0 * cut.double())
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

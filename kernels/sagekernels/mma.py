@@ -1,0 +1,208 @@
+"""CUDA kernels by mma.sync for GPUs of compute capability 8.0 to 12.0: recipe `fine`, forward of `scores` too.
+
+The formulas and the granularity are those of reference.py. Each kernel is compiled by NVRTC for the GPU it runs on and
+uses instructions of sm_80 alone. Where tensor cores sum in float16 faster than in float32 (GeForce), P V and dP are
+products of float16 with sums in float16 over a tile, of values in units of powers of two, which costs no accuracy.
+Their design and what was measured are in kernels/NOTES.md, section "CUDA kernels of sm_80".
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .launch import on_device_of
+from .nvrtc import load, mappable
+from .pieces import LOG2E
+from .quantize import TILE, Codes, tiles_of
+from .quantize_keys import quantize_keys
+from .reference import RECIPES, Saved
+
+CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
+"""Compute capabilities that the kernels are compiled for in the tests."""
+
+QUERIES = 128  # of a block of the forward, which walks over tiles of TILE keys
+KEYS = {64: 64, 128: 128}  # head dimension -> keys of a block of the backward, which walks over tiles of TILE queries
+
+
+def forward_defines(head_dim: int, causal: bool, packed: bool, half: bool, half_sums: bool = False) -> dict[str, int]:
+    """Macros of mma_forward.cu."""
+    return {
+        "HEAD_DIM": head_dim, "CAUSAL": int(causal), "PACKED": int(packed), "FP16": int(half),
+        "HALF_SUMS": int(half_sums), "SHARED_BYTES": 2 * TILE * (3 * head_dim + 8),
+    }  # fmt: skip
+
+
+def backward_defines(head_dim: int, half: bool, half_sums: bool, stages: int) -> dict[str, int]:
+    """Macros of mma_backward.cu. A GPU with 99 KiB of shared memory a block holds one stage."""
+    keys = KEYS[head_dim]
+    shared = 3 * keys * head_dim + TILE * keys + stages * TILE * (5 * head_dim + 16) + 8 * keys
+    return {
+        "HEAD_DIM": head_dim, "FP16": int(half), "HALF_SUMS": int(half_sums), "STAGES": stages,
+        "BLOCKS": 1 if head_dim == 128 else 2, "SHARED_BYTES": shared,
+    }  # fmt: skip
+
+
+@functools.cache
+def architecture_of(device: torch.device) -> str:
+    """NVRTC's name of a GPU's architecture."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+@functools.cache
+def has_half_rate_sums(device: torch.device) -> bool:
+    """Whether tensor cores sum in float16 at twice the rate of float32: GeForce GPUs."""
+    return "GeForce" in torch.cuda.get_device_name(device)
+
+
+@functools.cache
+def stages_of(device: torch.device) -> int:
+    """Tiles of queries that the backward keeps in shared memory."""
+    return 2 if torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 150 << 10 else 1
+
+
+def _served(x: Tensor, y: Tensor, recipe: str) -> bool:
+    """Whether the kernels take queries x and keys y of the recipe `fine`, or `scores`, which is the same forward."""
+    rules = RECIPES[recipe]
+    return (
+        rules.int8_scores
+        and not rules.per_tile
+        and not rules.int8_pv
+        and x.shape[3] in KEYS
+        and x.dtype == y.dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.is_cuda
+        and torch.cuda.get_device_capability(x.device) in CAPABILITIES
+        and max(x.numel(), y.numel()) < 2**31
+    )
+
+
+def forward_supported(q: Tensor, k: Tensor, *, smooth_q: bool, recipe: str) -> bool:
+    """Whether `forward` takes this call; the portable kernels take every other."""
+    return _served(q, k, recipe) and not smooth_q
+
+
+def backward_supported(do: Tensor, v: Tensor, saved: Saved, *, recipe: str) -> bool:
+    """Whether `backward` takes this call. It adds dQ up in any order, so deterministic algorithms are not served."""
+    return (
+        _served(do, v, recipe)
+        and RECIPES[recipe].int8_gradients
+        and saved.q_mean is None
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _values(v: Tensor, tiles: int, architecture: str) -> tuple[Tensor, Tensor]:
+    """v [B, N, heads, D] in float16, each tile of a head in units of a power of two, and the units of so many tiles."""
+    batch, n, heads, head_dim = v.shape
+    rows = torch.empty(v.shape, dtype=torch.float16, device=v.device)
+    units = torch.empty(batch * heads * tiles, dtype=torch.float32, device=v.device)
+    defines = {"HEAD_DIM": head_dim, "FP16": int(v.dtype == torch.float16), "HALF_SUMS": 1}
+    load("mma_prepare.cu", "values", defines, architecture).launch(
+        (batch * heads * tiles,), (128,), 16, v, rows, units, heads, n, tiles, *v.stride()[:3]
+    )
+    return rows, units
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    smooth_k: bool,
+    smooth_q: bool,
+    bounds: Tensor | None,
+    recipe: str,
+    half_sums: bool | None = None,
+) -> tuple[Tensor, Saved]:
+    """reference.twin_forward where `forward_supported` says so: same arguments, same results up to float32 sums.
+
+    half_sums: P V with sums in float16. None asks has_half_rate_sums.
+    """
+    batch, n_q, heads, head_dim = q.shape
+    n_k, kv_heads = k.shape[1:3]
+    q, v = mappable(q), mappable(v)
+    with on_device_of(q):
+        architecture = architecture_of(q.device)
+        tiles = tiles_of(n_k)
+        k_codes, k_pairs, _ = quantize_keys(k, smooth_k, tiles * TILE, architecture=architecture, pairs=True)
+        half_sums = has_half_rate_sums(q.device) if half_sums is None else half_sums
+        values, units = _values(v, tiles, architecture) if half_sums else (v, None)
+        q_codes = Codes(
+            torch.empty((batch, heads, n_q, head_dim), dtype=torch.int8, device=q.device),
+            torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device),
+        )
+        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
+        starts, ends = (None, None) if bounds is None else bounds.unbind()
+        blocks = -(-n_q // QUERIES)
+        defines = forward_defines(head_dim, causal, bounds is not None, q.dtype == torch.float16, half_sums)
+        load("mma_forward.cu", "forward", defines, architecture).launch(
+            (blocks * batch * heads,), (128,), defines["SHARED_BYTES"],
+            q, k_codes.codes, k_pairs, values, units, starts, ends, *q_codes, o, lse, scale * LOG2E.value,
+            heads, heads // kv_heads, n_q, n_k, tiles * TILE, blocks, *q.stride()[:3], *values.stride()[:3],
+        )  # fmt: skip
+    return o, Saved(lse, q_codes, k_codes, None, None)
+
+
+def backward(
+    do: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    o: Tensor,
+    saved: Saved,
+    *,
+    causal: bool,
+    scale: float,
+    bounds: Tensor | None,
+    recipe: str,
+    half_sums: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """reference.twin_backward where `backward_supported` says so: same arguments, same results up to float32 sums.
+
+    half_sums: dP with sums in float16. None asks has_half_rate_sums.
+    """
+    batch, n_q, heads, head_dim = do.shape
+    n_k, kv_heads = v.shape[1:3]
+    do, v = mappable(do), mappable(v)
+    q_tiles, keys = tiles_of(n_q), KEYS[head_dim]
+    blocks = -(-n_k // keys)
+    k_tiles = blocks * (keys // TILE)
+    with on_device_of(do):
+        architecture = architecture_of(do.device)
+        half_sums = has_half_rate_sums(do.device) if half_sums is None else half_sums
+        new = functools.partial(torch.empty, device=do.device)
+        rows = batch * heads * q_tiles * TILE
+        q_turned, do_turned = new((2, rows * head_dim), dtype=torch.int8)
+        k_turned = new(batch * kv_heads * k_tiles * TILE * head_dim, dtype=torch.int8)
+        do_rows = new(rows * head_dim, dtype=torch.float16 if half_sums else v.dtype)
+        vectors, units, sums = (new(n, dtype=torch.float32) for n in (4 * rows, rows, rows * head_dim))
+        dq, dk, dv = new(do.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype)
+        half = v.dtype == torch.float16
+        prepare = {"HEAD_DIM": head_dim, "FP16": int(half), "HALF_SUMS": int(half_sums)}
+        codes_bytes = TILE * (head_dim + 4)
+        load("mma_prepare.cu", "queries", prepare, architecture).launch(
+            (batch * heads * q_tiles,), (128,), 2 * codes_bytes,
+            do, o, *saved.q, saved.lse, q_turned, do_rows, do_turned, vectors, units, sums, scale, scale * LOG2E.value,
+            heads, n_q, q_tiles, *do.stride()[:3],
+        )  # fmt: skip
+        load("mma_prepare.cu", "keys", prepare, architecture).launch(
+            (batch * kv_heads * k_tiles,), (128,), codes_bytes, saved.k.codes, k_turned, n_k, k_tiles
+        )
+        values, value_units = _values(v, k_tiles, architecture) if half_sums else (v, None)
+        starts, ends = (None, None) if bounds is None else bounds.unbind()
+        cache = torch.cuda.get_device_properties(do.device).L2_cache_size
+        heads_at_once = max(1, cache * 3 // 4 // (n_q * heads // kv_heads * head_dim * 9))
+        defines = backward_defines(head_dim, half, half_sums, stages_of(do.device))
+        load("mma_backward.cu", "backward", defines, architecture).launch(
+            (blocks * batch * kv_heads,), (2 * keys,), defines["SHARED_BYTES"],
+            saved.q.codes, q_turned, do_rows, do_turned, vectors, *saved.k, k_turned, values, value_units, starts, ends,
+            sums, dk, dv, scale, kv_heads, heads // kv_heads, n_q, n_k, q_tiles, k_tiles, batch * kv_heads,
+            heads_at_once, int(causal), *values.stride()[:3],
+        )  # fmt: skip
+        load("mma_prepare.cu", "narrow", prepare, architecture).launch(
+            (batch * heads * q_tiles,), (128,), 0, sums, units, dq, heads, n_q, q_tiles
+        )
+    return dq, dk, dv

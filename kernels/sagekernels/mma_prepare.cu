@@ -1,0 +1,194 @@
+// What mma_backward.cu reads, and its sums of dQ in 16 bits. A block of threads takes 64 tokens of one head.
+//
+// Macros: HEAD_DIM (64, 128), FP16 (of dO, O and dQ), HALF_SUMS (dO is handed on in float16, each row in units of a power
+// of two).
+
+#include "mma.cuh"
+#include "codes.cuh"
+#include "mma_tiles.cuh"
+
+constexpr int D = HEAD_DIM, TILE = 64, THREADS = 128, PITCH = D + 4;  // PITCH: of rows in shared memory
+constexpr int LANES = D / 8, ROWS = THREADS / LANES;                  // lanes that share a row, rows at one time
+
+struct Codes {
+    signed char rows[TILE * PITCH];
+};
+
+DEVICE void keep(Codes& codes, int row, int column, uint2 eight) {
+    u32* to = (u32*)(codes.rows + row * PITCH + column);
+    to[0] = eight.x, to[1] = eight.y;
+}
+// Codes of a head, [tokens, D], from token `first` on; zeros behind the last.
+DEVICE void read_codes(Codes& codes, const signed char* head, int first, int tokens) {
+    for (int i = threadIdx.x; i < TILE * LANES; i += THREADS) {
+        const int row = i / LANES, column = i % LANES * 8;
+        const bool inside = first + row < tokens;
+        keep(codes, row, column, inside ? *(const uint2*)(head + (long long)(first + row) * D + column) : uint2{0, 0});
+    }
+}
+// To D rows of 64 tokens, four dimensions of four tokens at a time.
+template <class ORDER> DEVICE void write_turned(const Codes& codes, signed char* to) {
+    const int w = threadIdx.x % 16;
+    for (int d = threadIdx.x / 16 * 4; d < D; d += THREADS / 16 * 4) {
+        u32 x[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[e] = *(const u32*)(codes.rows + ORDER::token(w, e) * PITCH + d);
+        const u32 low[2] = {__byte_perm(x[0], x[1], 0x5140), __byte_perm(x[2], x[3], 0x5140)};
+        const u32 high[2] = {__byte_perm(x[0], x[1], 0x7362), __byte_perm(x[2], x[3], 0x7362)};
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const u32* from = e < 2 ? low : high;
+            *(u32*)(to + place<64>(d + e, w / 4) + 4 * (w % 4)) = __byte_perm(from[0], from[1], e % 2 ? 0x7632 : 0x5410);
+        }
+    }
+}
+
+DEVICE void unpack(const uint4& x, float* y) {
+    unpack(x.x, y[0], y[1]), unpack(x.y, y[2], y[3]), unpack(x.z, y[4], y[5]), unpack(x.w, y[6], y[7]);
+}
+
+// dO [B, N_q, heads, D] with strides in elements, o contiguous, codes and scales of Q, lse [B * heads, n_q].
+// Written, tile by tile: Q and dO as turned codes, dO in 16 bits; 128 pairs of floats: of each query the scale of Q times
+// that of the scores and -(lse - log2 s_dO), then s_Q / s_dO and -delta times that (README.md, "The maths"); of each
+// query the unit of its sums of dQ; and zeros for those.
+extern "C" __global__ void __launch_bounds__(THREADS) queries(
+    const unsigned short* dO, const unsigned short* o, const signed char* q8, const float* q_scale, const float* lse,
+    signed char* q_turned, unsigned short* do_rows, signed char* do_turned, float2* vectors, float* units, float4* sums,
+    float scale, float scale_log2, int heads, int n_q, int tiles, int batch_stride, int token_stride, int head_stride
+) {
+    struct Shared { Codes q, dO; };
+    Shared& sm = shared_memory<Shared>();
+    const int tile = blockIdx.x % tiles, bh = blockIdx.x / tiles, batch = bh / heads, head = bh % heads;
+    const int lane = threadIdx.x % 32, column = threadIdx.x % LANES;
+    const long long at = (long long)bh * tiles + tile, first = (long long)bh * n_q + tile * TILE;
+    read_codes(sm.q, q8 + (long long)bh * n_q * D, tile * TILE, n_q);
+
+    // A query of zeros has scale 0. Its dS must not vanish with it, nor outweigh that of other queries.
+    float largest_scale = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (tile * TILE + 32 * i + lane < n_q) largest_scale = fmaxf(largest_scale, q_scale[first + 32 * i + lane]);
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) largest_scale = fmaxf(largest_scale, __shfl_xor_sync(~0u, largest_scale, i));
+    const float stand_in = largest_scale > 0.0f ? largest_scale * 0x1p-8f : 1.0f;
+
+    for (int row = threadIdx.x / LANES; row < TILE; row += ROWS) {
+        const int token = tile * TILE + row;
+        const bool inside = token < n_q;
+        uint4 a = {0, 0, 0, 0}, b = {0, 0, 0, 0};
+        if (inside) {
+            a = *(const uint4*)(dO + (long long)batch * batch_stride + (long long)token * token_stride +
+                                (long long)head * head_stride + 8 * column);
+            b = *(const uint4*)(o + (((long long)batch * n_q + token) * heads + head) * D + 8 * column);
+        }
+        float x[8], y[8], delta = 0.0f;
+        unpack(a, x), unpack(b, y);
+        int largest = 0;
+#pragma unroll
+        for (int e = 0; e < 8; e++) delta += x[e] * y[e], largest = most(largest, magnitude(x[e]));
+#pragma unroll
+        for (int i = 1; i < LANES; i *= 2) {
+            delta += __shfl_xor_sync(~0u, delta, i);
+            largest = most(largest, __shfl_xor_sync(~0u, largest, i));
+        }
+        const float do_scale = __int_as_float(largest) / 127.0f, inverse = inverse_scale(largest);
+        keep(sm.dO, row, 8 * column, uint2{four_codes(x, inverse), four_codes(x + 4, inverse)});
+        float unit = 1.0f;
+#if HALF_SUMS
+        // 2^-n with 2^n above the largest magnitude: a float of the exponent alone
+        if (largest > 0 && largest < 0x7F000000) unit = __int_as_float(0x7E800000 - (largest & 0x7F800000));
+        a = {pack_half(x[0] * unit, x[1] * unit), pack_half(x[2] * unit, x[3] * unit),
+             pack_half(x[4] * unit, x[5] * unit), pack_half(x[6] * unit, x[7] * unit)};
+#endif
+        *(uint4*)((char*)do_rows + at * (TILE * D * 2) + place<2 * D>(row, column)) = a;
+        if (column == 0) {
+            const float own = inside ? q_scale[first + row] : 0.0f, q_unit = own == 0.0f ? stand_in : own;
+            const float factor = do_scale == 0.0f ? 0.0f : q_unit / do_scale;
+            const float shift = inside ? lse[first + row] * 1.4426950408889634f - logarithm2(do_scale)
+                                       : __int_as_float(0x7F800000);
+            vectors[at * (2 * TILE) + row] = float2{own * scale_log2, -shift};
+            vectors[at * (2 * TILE) + TILE + row] = float2{factor / unit, -delta * factor};
+            units[at * TILE + row] = scale / q_unit;
+        }
+    }
+    for (int i = threadIdx.x; i < TILE * D / 4; i += THREADS) sums[at * (TILE * D / 4) + i] = float4{0, 0, 0, 0};
+    __syncthreads();
+    write_turned<AsColumns>(sm.q, q_turned + at * (TILE * D));
+    write_turned<AsColumns>(sm.dO, do_turned + at * (TILE * D));
+}
+
+// Codes of K, [heads, tokens, D], turned tile by tile.
+extern "C" __global__ void __launch_bounds__(THREADS) keys(
+    const signed char* k8, signed char* k_turned, int tokens, int tiles
+) {
+    Codes& codes = shared_memory<Codes>();
+    const int tile = blockIdx.x % tiles, head = blockIdx.x / tiles;
+    read_codes(codes, k8 + (long long)head * tokens * D, tile * TILE, tokens);
+    __syncthreads();
+    write_turned<AsRows>(codes, k_turned + (long long)blockIdx.x * (TILE * D));
+}
+
+// v [B, N_k, kv_heads, D] with strides in elements, in float16: each tile of a head in units of a power of two, in which
+// its largest magnitude lies between 8 and 16. Written: rows [B, N_k, kv_heads, D], units [B * kv_heads, tiles].
+extern "C" __global__ void __launch_bounds__(THREADS) values(
+    const unsigned short* v, uint4* rows, float* units, int kv_heads, int tokens, int tiles,
+    int batch_stride, int token_stride, int head_stride
+) {
+    struct Shared { int largest[THREADS / 32]; };
+    Shared& sm = shared_memory<Shared>();
+    const int tile = blockIdx.x % tiles, bh = blockIdx.x / tiles, batch = bh / kv_heads, head = bh % kv_heads;
+    const int column = threadIdx.x % LANES, row = tile * TILE + threadIdx.x / LANES;
+    const unsigned short* from = v + (long long)batch * batch_stride + (long long)head * head_stride + 8 * column;
+    uint4 x[TILE / ROWS];
+    float y[8];
+    int largest = 0;
+#pragma unroll
+    for (int i = 0; i < TILE / ROWS; i++) {
+        const int token = row + i * ROWS;
+        x[i] = token < tokens ? *(const uint4*)(from + (long long)token * token_stride) : uint4{0, 0, 0, 0};
+        unpack(x[i], y);
+#pragma unroll
+        for (int e = 0; e < 8; e++) largest = most(largest, magnitude(y[e]));
+    }
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) largest = most(largest, __shfl_xor_sync(~0u, largest, i));
+    if (threadIdx.x % 32 == 0) sm.largest[threadIdx.x / 32] = largest;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < THREADS / 32; i++) largest = most(largest, sm.largest[i]);
+    constexpr int ONE = 0x3F800000, STEP = 0x00800000;  // 1.0, and from a power of two to the next, as bits
+    const int unit = largest >= 0x7F800000 ? ONE : most(largest & 0x7F800000, 8 * STEP) - 3 * STEP;
+    const float inverse = __int_as_float(2 * ONE - unit);
+    if (threadIdx.x == 0) units[blockIdx.x] = __int_as_float(unit);
+#pragma unroll
+    for (int i = 0; i < TILE / ROWS; i++) {
+        const int token = row + i * ROWS;
+        unpack(x[i], y);
+        if (token < tokens)
+            rows[(((long long)batch * tokens + token) * kv_heads + head) * LANES + column] =
+                uint4{pack_half(y[0] * inverse, y[1] * inverse), pack_half(y[2] * inverse, y[3] * inverse),
+                      pack_half(y[4] * inverse, y[5] * inverse), pack_half(y[6] * inverse, y[7] * inverse)};
+    }
+}
+
+// Sums of dQ as the warps of the backward leave them, each 32 queries x 32 columns, times their units: dQ in rows.
+extern "C" __global__ void __launch_bounds__(THREADS) narrow(
+    const float* sums, const float* units, unsigned short* dq, int heads, int n_q, int tiles
+) {
+    const int tile = blockIdx.x % tiles, bh = blockIdx.x / tiles, batch = bh / heads, head = bh % heads;
+    const int lane = threadIdx.x % 32;
+    for (int part = threadIdx.x / 32; part < D / 8; part += THREADS / 32) {  // 16 queries x 32 columns
+        const int warp = part / 2, row = warp % 2 * 32 + part % 2 * 16 + lane / 4;
+        const float* from = sums + (long long)blockIdx.x * (TILE * D) + part * 512 + lane;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int token = tile * TILE + row + 8 * r;
+            if (token >= n_q) continue;
+            const float unit = units[(long long)blockIdx.x * TILE + row + 8 * r];
+            unsigned short* to = dq + (((long long)batch * n_q + token) * heads + head) * D + warp / 2 * 32 + lane % 4 * 2;
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                *(u32*)(to + 8 * n) = pack(from[128 * n + 64 * r] * unit, from[128 * n + 64 * r + 32] * unit);
+        }
+    }
+}

@@ -1,0 +1,48 @@
+"""K of the CUDA forwards: quantize.quantize_twin in one pass over global memory (quantize_keys.cu)."""
+
+import torch
+from torch import Tensor
+
+from .launch import multiprocessors
+from .nvrtc import HOPPER, load, mappable
+from .quantize import Codes
+
+
+def chunks_of(tokens: int, head_dim: int, processors: int) -> tuple[int, int]:
+    """How many chunks quantize_keys.cu makes of so many tokens of a head, and tokens per chunk.
+
+    A chunk waits for the others of its head, which must fit the GPU, two to a multiprocessor. They take a quarter of
+    that, so that calls on four streams never wait for each other.
+    """
+    held = 32768 // head_dim
+    per_chunk = held * max(1, -(-tokens // (held * max(1, processors // 2))))
+    return -(-tokens // per_chunk), per_chunk
+
+
+def quantize_keys(
+    k: Tensor, smooth: bool, padded: int, *, architecture: str = HOPPER, pairs: bool = False
+) -> tuple[Codes, Tensor, Tensor]:
+    """Quantize k [B, N, heads, D] per token, less its mean over tokens if `smooth`.
+
+    Returns:
+        The codes and scales; the scales as the forward reads them, [B * heads * padded], or with `pairs` twice as many;
+        and an int32 zero. Behind the codes there is memory for another tile of tokens.
+    """
+    batch, n, heads, head_dim = k.shape
+    k = mappable(k)
+    codes = torch.empty((batch * heads * n + 64) * head_dim, dtype=torch.int8, device=k.device)
+    codes = codes[: k.numel()].view(batch, heads, n, head_dim)
+    scale = torch.empty((batch, heads, n), dtype=torch.float32, device=k.device)
+    ordered = torch.empty(batch * heads * padded * (1 + pairs), dtype=torch.float32, device=k.device)
+    chunks, per_chunk = chunks_of(padded, head_dim, multiprocessors(k.device))
+    sums = torch.empty(batch * heads * chunks * head_dim, dtype=torch.float32, device=k.device) if smooth else None
+    zeros = torch.zeros(2 + batch * heads, dtype=torch.int32, device=k.device)
+    strides = [s // 8 for s in k.stride()[:3]]
+    defines = {
+        "HEAD_DIM": head_dim, "SMOOTH": int(smooth), "FP16": int(k.dtype == torch.float16), "PAIRS": int(pairs)
+    }  # fmt: skip
+    load("quantize_keys.cu", "quantize", defines, architecture).launch(
+        (batch * heads * chunks,), (512,), 8192 + 4 * head_dim + 4,
+        k, codes, scale, ordered, sums, zeros[1:], heads, n, padded, chunks, per_chunk, *strides,
+    )  # fmt: skip
+    return Codes(codes, scale), ordered, zeros[:1]

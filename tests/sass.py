@@ -1,0 +1,48 @@
+"""Machine code of a cubin, read with the tools that triton brings: registers, spills, instructions of the main loop."""
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*(.*?);")
+LABEL = re.compile(r"^\s*(\.L\w+):")
+
+
+class Sass(NamedTuple):
+    """What ptxas made of a kernel."""
+
+    registers: int
+    stack: int
+    """Bytes a thread has in memory for what its registers do not hold."""
+    loop: Counter[str]
+    """Instructions of the longest loop that multiplies, by name up to the first dot; branches taken seldom included."""
+
+
+def disassembled(cubin: bytes, folder: Path) -> Sass:
+    """Read a cubin of one kernel."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+
+    def said(tool: str, option: str) -> str:
+        return subprocess.run([TOOLS / tool, option, file], capture_output=True, text=True, check=True).stdout
+
+    usage = said("cuobjdump", "-res-usage")
+    labels, names, targets = {}, [], []
+    for line in said("nvdisasm", "-c").splitlines():
+        if label := LABEL.match(line):
+            labels[label[1]] = len(names)
+        elif found := INSTRUCTION.match(line):
+            name = found[1].split(".")[0]
+            names.append("jump" if name == "CALL" and ".L" in found[2] else name)  # within the kernel
+            target = re.search(r"\.L\w+", found[2]) if name == "BRA" else None
+            targets.append(target[0] if target else None)
+    loops = [(labels[t], i) for i, t in enumerate(targets) if t and labels[t] <= i]
+    multiplying = [names[a : b + 1] for a, b in loops if "HMMA" in names[a : b + 1]]
+    loop = Counter(max(multiplying, key=len, default=[]))
+    registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))
+    return Sass(registers, stack, loop)
