@@ -12,9 +12,12 @@ from collections.abc import Iterable
 
 import pytest
 
+from sagekernels.pieces import block_d
 from sagekernels.testing import Shape
 
 Aspect = tuple[str, str, str]
+LONGEST = "test_stability_gpu"
+"""The file whose one test takes as long as all others side by side. It begins first."""
 
 
 def aspects(item: pytest.Item) -> set[Aspect]:
@@ -30,7 +33,7 @@ def aspects(item: pytest.Item) -> set[Aspect]:
 
 def shape_parts(shape: Shape) -> dict[str, object]:
     return {
-        "head_dim": shape.head_dim,
+        "head_dim": (held := block_d(shape.head_dim), held == shape.head_dim),
         "mask": (shape.causal, bool(shape.documents)),
         "shared keys": shape.heads != shape.kv_heads,
         "lengths differ": shape.n_q != shape.n_k,
@@ -38,7 +41,8 @@ def shape_parts(shape: Shape) -> dict[str, object]:
 
 
 def chosen(cases: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Cases of one test that have all its aspects: each time the one that adds most and repeats least."""
+    """Cases of one test that have all its aspects: each time the one that adds most and repeats least. Those whose
+    aspects later ones have as well are left out again."""
     aspects_of = {case: aspects(case) for case in cases}
     missing, times, taken = set().union(*aspects_of.values()), Counter(), []
     while missing:
@@ -47,6 +51,10 @@ def chosen(cases: Iterable[pytest.Item]) -> list[pytest.Item]:
         taken.append(best)
         missing -= aspects_of[best]
         times.update(aspects_of[best])
+    for case in list(taken):
+        if all(times[aspect] > 1 for aspect in aspects_of[case]):
+            taken.remove(case)
+            times.subtract(aspects_of[case])
     return taken
 
 
@@ -56,4 +64,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         by_test.setdefault(item.nodeid.split("[")[0], []).append(item)
     keep = {id(case) for cases in by_test.values() for case in chosen(cases)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in keep])
-    items[:] = [item for item in items if id(item) in keep]
+    items[:] = sorted((item for item in items if id(item) in keep), key=lambda item: item.path.stem != LONGEST)

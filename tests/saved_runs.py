@@ -40,10 +40,12 @@ def randomize(model: Transformer) -> None:
 
 
 def save_runs(runs: list[tuple[str, RunConfig, int]], tokenizer: Path) -> None:
-    """On each of two ranks: save every run, (folder, configuration, tensor-parallel size)."""
+    """Save every run, (folder, configuration, tensor-parallel size), on each rank of a world or in one process."""
     loaded = Tokenizer.load(tokenizer)
     for folder, cfg, tp_size in runs:
-        groups = ParallelGroups.create(Topology(dist.get_world_size(), tp_size, 1))
+        groups = ParallelGroups.single()
+        if dist.is_initialized():
+            groups = ParallelGroups.create(Topology(dist.get_world_size(), tp_size, 1))
         model = Transformer(
             cfg.model, cfg.attention, vocab_size=padded_vocab_size(loaded.vocab_size), groups=groups, seed=0
         )

@@ -21,7 +21,7 @@ from sagetrain.model.backends import Fp4, token_layout
 def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """Folder of a run with random weights and a context of 16 tokens."""
     folder = tmp_path_factory.mktemp("fp4") / "run"
-    saved_runs.make([(folder, saved_runs.config(folder), 1)], model)
+    saved_runs.save_runs([(str(folder), saved_runs.config(folder), 1)], model)
     return folder
 
 

@@ -36,9 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """Folder of two runs with random weights and a context of 16 tokens, `fp32` and `bf16`."""
     root = tmp_path_factory.mktemp("generate")
-    saved_runs.make(
-        [(root / dtype, saved_runs.config(root / dtype, dtype=dtype), 1) for dtype in ("fp32", "bf16")], model
-    )
+    runs = [(str(root / dtype), saved_runs.config(root / dtype, dtype=dtype), 1) for dtype in ("fp32", "bf16")]
+    saved_runs.save_runs(runs, model)
     return root
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -104,13 +105,29 @@ def write_config(folder: Path, policy: str) -> Path:
     return path
 
 
-class Process:
-    """`sagetrain WORDS`; what it prints is in NAME.out, what it says on stderr in NAME.log."""
+PROGRAM = """
+import shlex, sys
+import sagetrain.cli, sagetrain.inference.replay, sagetrain.train.trainer
+sys.argv[1:] = shlex.split(sys.stdin.readline())
+from sagetrain.__main__ import program
+program()
+"""
 
-    def __init__(self, folder: Path, name: str, *words: object) -> None:
-        self._log, command = folder / f"{name}.log", [sys.executable, "-m", "sagetrain", *map(str, words)]
+
+class Process:
+    """`sagetrain`, which imports at once and waits for its words: the next one imports while others compile. What it
+    prints is in NAME.out, what it says on stderr in NAME.log."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._log = folder / f"{name}.log"
         with self._log.open("ab") as log, (folder / f"{name}.out").open("ab") as out:
-            self._process = subprocess.Popen(command, stdout=out, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=out, stderr=log, start_new_session=True
+            )
+
+    def begin(self, *words: object) -> None:
+        self._process.stdin.write(f"{shlex.join(map(str, words))}\n".encode())
+        self._process.stdin.close()
 
     def running(self) -> bool:
         code = self._process.poll()
@@ -149,16 +166,20 @@ def test_runs_are_watched_and_steered(tmp_path: Path) -> None:
     """`skip` goes through; `rewind`, the same up to the spoiled step, is killed before it and continued."""
     make_data(tmp_path)
     train = {policy: ("train", "--config", write_config(tmp_path, policy)) for policy in ("skip", "rewind")}
-    processes = [Process(tmp_path, policy, *words) for policy, words in train.items()]
+    skip, rewind, again, replay = processes = [
+        Process(tmp_path, name) for name in ("skip", "rewind", "rewind", "replay")
+    ]
     try:
-        wait_for(lambda: max(steps_of(tmp_path / "rewind"), default=0) >= 12, *processes)
-        processes.pop().kill()
-        processes.append(Process(tmp_path, "rewind", *train["rewind"]))
-        wait_for(lambda: not processes[0].running(), *processes)
+        skip.begin(*train["skip"])
+        rewind.begin(*train["rewind"])
+        wait_for(lambda: max(steps_of(tmp_path / "rewind"), default=0) >= 12, skip, rewind)
+        rewind.kill()
+        again.begin(*train["rewind"])
+        wait_for(lambda: not skip.running(), skip, again)
         check_skip(tmp_path / "skip")
         (bundle,) = (tmp_path / "skip" / "spikes").iterdir()
-        processes.append(Process(tmp_path, "replay", "replay", bundle, "--attention", "sdpa", "--json"))
-        wait_for(lambda: not any(process.running() for process in processes), *processes)
+        replay.begin("replay", bundle, "--attention", "sdpa", "--json")
+        wait_for(lambda: not (again.running() or replay.running()), again, replay)
         found = json.loads((tmp_path / "replay.out").read_text())
         assert found["cause"] == "data" and found["drift"] < 0.05
         check_rewind(tmp_path / "rewind", tmp_path / "skip")
@@ -184,7 +205,7 @@ def check_skip(run: Path) -> None:
     assert set(causes) == {"quant/*/dQ/rel_l2", "a", "no", "schedule"}
     assert "recompile_limit" not in log
     assert 0 < max(row["qk_gain/capped_share"] for row in steps.values()) <= 1
-    (file,) = checkpoint.newest(run / "checkpoints").glob("*.safetensors")
+    (file,) = checkpoint.newest(run / "checkpoints").glob("shard-*.safetensors")
     gains = {name: values for name, values in load_file(file).items() if is_qk_gain(name.removesuffix("|weight"))}
     assert len(gains) == 6 and all(values.abs().max() <= torch.tensor(CAP) for values in gains.values())
     last = max(steps)
