@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from sagetrain.data.records import Pairs
 from sagetrain.data.token_file import TokenFile, TokenFileWriter, token_path
 from sagetrain.inference.evaluate import evaluate, evaluate_texts, together
 from sagetrain.inference.load import load_run
+from sagetrain.parallel.metrics import total_over_ranks
 from sagetrain.train import engine as engine_module
 from sagetrain.train.checkpoint import Reader, folder_name
 from test_init_from import configured
@@ -88,6 +90,30 @@ def test_sources_without_a_mask_count_wholly_beside_those_that_have_one(tmp_path
     assert not plain.masked and plain.counted(0, 4) is None
     (batch,) = Loader(plain, dp_rank=0, dp_size=1, micro_batch_size=2).step_batches(0, 2 * tiny.SEQ)
     assert batch.divisor is None and "divisor" not in batch.inputs(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_rank_reads_its_own_masks_and_ahead_in_threads(source: DataSource, num_workers: int, monkeypatch) -> None:
+    """Not those of the whole step, and not in training's thread: masks lie on network file systems."""
+    reads: list[tuple[int, str]] = []
+    read = TokenFile.counted
+    monkeypatch.setattr(
+        TokenFile, "counted",
+        lambda file, start, stop: reads.append((start, threading.current_thread().name)) or read(file, start, stop),
+    )  # fmt: skip
+    stream, step = SampleStream([source], tiny.SEQ, seed=7), 4 * tiny.SEQ
+    shares = []
+    for rank in range(2):
+        loader = Loader(stream, dp_rank=rank, dp_size=2, micro_batch_size=1, num_workers=num_workers)
+        reads.clear()
+        shares.append([loader.counted(4 * number, step, step if number < 2 else None) for number in range(3)])
+        shares[-1].append(loader.counted(0, step))  # back to a checkpoint: what was counted ahead is of no use
+        loader.close()
+        starts = {stream.locate(index)[1] * tiny.SEQ + 1 for index in range(12) if index % 2 == rank}
+        assert {start for start, _ in reads} == starts and len(reads) == 6 + 2
+        assert {thread.startswith("loader") for _, thread in reads} == {num_workers > 0}
+    whole = [stream.counted(first, 4) for first in (0, 4, 8, 0)]
+    assert [sum(own) for own in zip(*shares, strict=True)] == whole and len(set(whole)) > 1
 
 
 def test_another_mask_is_other_data(tmp_path: Path, source: DataSource) -> None:
@@ -159,7 +185,8 @@ def steps(path: str, layouts: list[tuple[int, int, int]]) -> list[dict]:
             return engine.step(batches, STEP // groups.dp_size, 1.0, counted=counted)
 
         before, held_out = weights(), engine.evaluate(loader.eval_batches(EVALUATED))
-        result = step(stream.counted(0, STEP), loader.step_batches(0, STEP * tiny.SEQ))
+        counted = total_over_ranks(loader.counted(0, STEP * tiny.SEQ), tp_size * cp_size, torch.device("cpu"))
+        result = step(counted, loader.step_batches(0, STEP * tiny.SEQ))
         after = weights()
         moved = {}
         for s in engine.shards():

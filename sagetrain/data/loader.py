@@ -306,7 +306,9 @@ class Loader:
         self._micro_batch_size = micro_batch_size
         self._ahead = 2 * num_workers
         self._pool = ThreadPoolExecutor(num_workers, "loader") if num_workers else None
+        self._workers = num_workers
         self._pending: dict[int, Future[Batch]] = {}
+        self._counting: tuple[range, list[Future[int]]] = range(0), []
 
     def step_batches(
         self, cursor: int, tokens_per_step: int, next_tokens_per_step: int | None = None
@@ -318,10 +320,24 @@ class Loader:
 
         ValueError if tokens_per_step is no multiple of micro_batch_size x dp_size x seq_length.
         """
-        keys = self._keys(cursor, tokens_per_step)
-        after = cursor + tokens_per_step // self.stream.seq_length
-        ahead = self._keys(after, next_tokens_per_step) if next_tokens_per_step else range(0)
-        return self._batches(keys, ahead)
+        return self._batches(*self._both_keys(cursor, tokens_per_step, next_tokens_per_step))
+
+    def counted(self, cursor: int, tokens_per_step: int, next_tokens_per_step: int | None = None) -> int | None:
+        """Return how many tokens of this rank's micro-batches of one step count in the loss; None without masks.
+
+        Each rank reads its own masks, and the threads those of the step after this one ahead: what it takes does not
+        grow with the ranks.
+        """
+        if not self.stream.masked:
+            return None
+        keys, next_keys = self._both_keys(cursor, tokens_per_step, next_tokens_per_step)
+        if self._pool is None:
+            return self._count(keys)
+        known, parts = self._counting
+        if known != keys:
+            parts = self._count_ahead(self._pool, keys)
+        self._counting = next_keys, self._count_ahead(self._pool, next_keys)
+        return sum(part.result() for part in parts)
 
     def eval_size(self, num_sequences: int) -> int:
         """Sequences that eval_batches evaluates on: as many as are asked for, or all that the sources hold."""
@@ -354,6 +370,19 @@ class Loader:
                 f"seq_length = {multiple}"
             )
         return range(cursor + self._first, cursor + tokens_per_step // self.stream.seq_length, self._stride)
+
+    def _both_keys(self, cursor: int, tokens_per_step: int, next_tokens_per_step: int | None) -> tuple[range, range]:
+        """Those of a step, and of the one after it if that is known."""
+        after = cursor + tokens_per_step // self.stream.seq_length
+        ahead = self._keys(after, next_tokens_per_step) if next_tokens_per_step else range(0)
+        return self._keys(cursor, tokens_per_step), ahead
+
+    def _count_ahead(self, pool: ThreadPoolExecutor, keys: range) -> list[Future[int]]:
+        """Let all threads count."""
+        return [pool.submit(self._count, keys[first :: self._workers]) for first in range(self._workers)]
+
+    def _count(self, keys: range) -> int:
+        return sum(self.stream.counted(key, self._micro_batch_size) or 0 for key in keys)
 
     def _batches(self, keys: range, next_keys: range) -> Iterator[Batch]:
         if self._pool is None:

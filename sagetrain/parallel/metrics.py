@@ -109,6 +109,11 @@ class Metrics:
         return dict(sorted(result.items()))
 
 
+def total_over_ranks(count: int, copies: int, device: torch.device) -> int:
+    """Return the sum of a count over all ranks, of which `copies` report one and the same. Collective."""
+    return round(_reduced([float(count)], dist.ReduceOp.SUM, device)[0]) // copies
+
+
 def ratio(total: float, weight: float) -> float:
     """For `derive`: a mean by weight, nan where there is no weight."""
     return total / weight if weight else math.nan

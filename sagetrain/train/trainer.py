@@ -37,6 +37,7 @@ from sagetrain.model.accounting import flops_per_token, memory_per_rank, overlap
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.metrics import total_over_ranks
 from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Event
@@ -413,7 +414,7 @@ class Trainer:
         batches = self._micro_batches(self.loader.step_batches(state.sequences, size, ahead))
         observers = self.steering.observers(state.step + 1, size)
         samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
-        counted = self.stream.counted(state.sequences, samples)
+        counted = self.counted(size, ahead)
         try:
             with self.profile.step(state.step + 1):
                 result = self.engine.step(batches, size // self.micro_step, lr, observers, counted, self._stopping)
@@ -438,6 +439,18 @@ class Trainer:
         for event in events:
             self.reporter.event(state, event)
         return result.stop
+
+    def counted(self, size: int, ahead: int | None = None) -> int | None:
+        """Return how many of the next `size` tokens count in the loss, on all ranks; None without masks. Collective.
+
+        ahead: tokens of the step after it, if they are known.
+        """
+        own = self.loader.counted(self.state.sequences, size, ahead)
+        return (
+            None
+            if own is None
+            else total_over_ranks(own, self.groups.topology.world_size // self.groups.dp_size, self.device)
+        )
 
     def _stopping(self) -> bool:
         # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
