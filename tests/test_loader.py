@@ -1,6 +1,5 @@
 """The order of samples depends on the seed alone, any place is reached in O(1), and documents are where they are."""
 
-import hashlib
 import os
 import random
 import resource
@@ -20,13 +19,10 @@ from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data import verify
 from sagetrain.data.loader import Loader, SampleStream, source_names
-from sagetrain.data.patterns import COARSE_SLOTS, Pattern, earlier_slots, nearest_slots
 from sagetrain.data.token_file import TokenFileWriter
 
 EOS = 0
 S = 16
-RECORDED = "e74ecd3834d9d1b02d3b3037f1da884c8065f15b043033ff12515b00504b3c4d"
-ONE = "2097e6ff949abd49294fd7ea61e96fb094c76cee7542a2a6120f8ed76db1eddb"
 
 
 def write(path: Path, num_tokens: int, seed: int = 0, provenance: dict | None = None) -> DataSource:
@@ -64,34 +60,6 @@ def mixed(tmp_path) -> SampleStream:
 
 
 # -- mix ---------------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_goes_on_in_the_order_that_it_began_in(tmp_path, mixed):
-    """Fingerprint and samples were recorded when a blend was a pattern of slots."""
-    recorded = "7a853b5801efa6307ed3b03036b3d6c49567c57bad3575fd9d0746ed9c1a36fc"
-    now = mixed.fingerprint
-    assert now != recorded and not mixed.keep_order(now) and not mixed.keep_order("another")
-    assert mixed.keep_order(recorded) and mixed.fingerprint == recorded
-    places = [mixed.locate(i) for i in range(3 * COARSE_SLOTS)]
-    assert hashlib.sha256(str(places).encode()).hexdigest() == RECORDED
-
-
-@pytest.mark.parametrize("version", ["coarse", "fine"])
-def test_both_earlier_patterns_are_known(tmp_path, version):
-    paths = [write(tmp_path / name, size).path for name, size in (("a", 3000), ("b", 900))]
-    weights = [1.5, COARSE_SLOTS]
-    stream = SampleStream([DataSource(path=p, weight=w) for p, w in zip(paths, weights, strict=True)], S, 0)
-    coarse = nearest_slots(weights, COARSE_SLOTS)
-    assert next(earlier_slots(weights)) == coarse
-    slots = coarse if version == "coarse" else [*earlier_slots(weights)][-1]
-    assert (sum(slots) == COARSE_SLOTS) == (version == "coarse")
-    assert stream.keep_order(stream._fingerprint(1, slots))
-    pattern = Pattern(slots)
-    assert [stream.locate(i)[0] for i in range(9000)] == [pattern.locate(i)[0] for i in range(9000)]
-
-
-def test_one_source_keeps_its_fingerprint(stream):
-    assert stream.fingerprint == ONE and not stream.keep_order(ONE)
 
 
 def test_stream_follows_the_mix(mixed):

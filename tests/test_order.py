@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from sagetrain.data import token_files
 from sagetrain.data.order import Blend, permute
-from sagetrain.data.patterns import COARSE_SLOTS, Pattern, earlier_slots
 
 
 @settings(max_examples=80, deadline=None)
@@ -43,7 +42,7 @@ def test_permute_on_a_huge_range():
     assert abs(np.corrcoef(np.arange(3000), places)[0, 1]) < 0.08
 
 
-def drawn(blend: Blend | Pattern, count: int, first: int = 0) -> np.ndarray:
+def drawn(blend: Blend, count: int, first: int = 0) -> np.ndarray:
     """(source, rank) of `count` samples, int [count, 2]."""
     return np.array([blend.locate(index) for index in range(first, first + count)])
 
@@ -85,21 +84,6 @@ def test_thousands_of_sources():
     used = np.bincount(drawn(blend, count, 10**9)[:, 0], minlength=5000)
     assert np.abs(used - count * np.array(weights) / sum(weights)).max() <= 3  # at both ends
     assert Blend([0.5, 0.3, 0.2]).shares == Blend([5, 3, 2]).shares == [5, 3, 2]
-
-
-@pytest.mark.parametrize("weights", [[1, 1], [0.5, 0.3, 0.2], [1.5 / COARSE_SLOTS, 1], [1e-4, 1], [1] * 5000])
-def test_the_blends_of_earlier_versions(weights):
-    *_, slots = earlier_slots(weights)
-    total, share = sum(slots), np.array(weights) / sum(weights)
-    assert np.abs(np.array(slots) / total / share - 1).max() <= 0.01
-    assert (total == COARSE_SLOTS) == (len(weights) < 4 and min(share) > 2e-3)
-    blend = drawn(Pattern(slots), total + 10)
-    for source in range(0, len(slots), max(1, len(slots) // 20)):
-        used = np.cumsum(blend[:total, 0] == source)
-        assert used[-1] == slots[source]
-        assert blend[blend[:, 0] == source, 1].tolist() == list(range(sum(blend[:, 0] == source)))
-        fair = np.arange(1, total + 1) * slots[source] / total
-        assert np.abs(used - fair).max() <= max(1, len(weights) / 2)
 
 
 def test_a_file_without_text_takes_no_window_from_the_one_before(monkeypatch):

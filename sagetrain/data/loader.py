@@ -27,11 +27,11 @@ import torch
 
 from sagetrain.config.schema import DataConfig, DataSource
 from sagetrain.data import order
-from sagetrain.data.patterns import COARSE_SLOTS, Pattern, earlier_slots
 from sagetrain.data.token_files import check_vocabulary, open_sources
 
 MASKED = -100
 """Label of a token that does not count in the loss: the one that torch.nn.functional.cross_entropy leaves out."""
+_ORDER = 2  # version of the rules of order.py
 _EVALUATION_SEED = 0  # the same held-out sequences whatever the seed of the run
 
 
@@ -168,10 +168,8 @@ class SampleStream:
         self._weights = [
             source.num_windows if source.weight == "proportional" else source.weight for source in self._sources
         ]
-        self._blend: order.Blend | Pattern = order.Blend(self._weights)
-        # One source has one order, and the fingerprint that it has always had.
-        one = len(sources) == 1
-        self.fingerprint = self._fingerprint(1, [COARSE_SLOTS]) if one else self._fingerprint(2, self._blend.shares)
+        self._blend = order.Blend(self._weights)
+        self.fingerprint = self._fingerprint()
 
     @classmethod
     def configured(
@@ -264,26 +262,13 @@ class SampleStream:
         edges = ([0, *self.sample(index).document_starts, self.seq_length] for index in range(count))
         return [[stop - start for start, stop in pairwise(row)] for row in edges]
 
-    def keep_order(self, fingerprint: str) -> bool:
-        """Take the order that an earlier version gave this data, if it is the one of `fingerprint`; whether.
-
-        So a run goes on in the order that it began in.
-        """
-        if fingerprint == self.fingerprint or len(self._sources) == 1:
-            return False
-        for slots in earlier_slots(self._weights):
-            if self._fingerprint(1, slots) == fingerprint:
-                self._blend, self.fingerprint = Pattern(slots), fingerprint
-                return True
-        return False
-
-    def _fingerprint(self, version: int, shares: list[int]) -> str:
-        """`version` of the rules: 1 is patterns.py, 2 is order.Blend."""
+    def _fingerprint(self) -> str:
+        """Return a hash of all that decides which samples come, and in which order."""
         content = {
-            "order": version,
+            "order": _ORDER,
             "seq_length": self.seq_length,
             "seed": self.seed,
-            "slots": shares,
+            "shares": self._blend.shares,
             "files": self._identities,
         }
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -157,10 +157,8 @@ def _resume(
     files = verify.verify({"data.train": stream}, deep=False, say=said.append) if stream and small else {}
     files = {name: digest[: roster.SHOWN] for name, digest in files.items()}
 
-    def ours() -> dict[str, Any]:
-        return identity(cfg, vocab_size, sha256, stream.fingerprint if stream else None)
-
-    reader = resume.check(folder, cfg, stream, ours, files, said.append)
+    ours = identity(cfg, vocab_size, sha256, stream.fingerprint if stream else None)
+    reader = resume.check(folder, cfg, ours, files)
     state = reader.manifest["state"]
     checkpoint.check_shapes(reader, _shapes(cfg, state["identity"]["vocab_size"]))
     if stream:

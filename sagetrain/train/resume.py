@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from sagetrain.config.load import dump_config, flat
 from sagetrain.config.schema import DataSource, LrScheduleConfig, OptimizerConfig, RunConfig, Section
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data import verify
-from sagetrain.data.loader import SampleStream
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.train import checkpoint
 from sagetrain.train.checkpoint import Reader
@@ -30,19 +29,14 @@ from sagetrain.train.run_folder import changed_settings
 def check(
     folder: Path,
     cfg: RunConfig,
-    stream: SampleStream | None,
-    identity: Callable[[], dict[str, Any]],
+    identity: Mapping[str, Any],
     files: dict[str, str],
-    say: Callable[[str], None],
 ) -> Reader:
     """See that a run may go on from a checkpoint; on all ranks, which have the same arguments.
 
     Args:
-        stream: data.train, which takes the order of samples that the checkpoint was trained in, if it is another one
-            of the same data; None: its files are not there.
-        identity: gives what a checkpoint must share with the run that continues it, by setting (train/preflight.py).
+        identity: what a checkpoint must share with the run that continues it, by setting (train/preflight.py).
         files: hashes of this host's data, by name.
-        say: gets messages for people.
 
     Raises:
         ConfigError: the checkpoint was written by another run, or checkpoint.resume is never.
@@ -54,10 +48,7 @@ def check(
         )
     reader, train = Reader(folder), cfg.data.train
     state = reader.manifest["state"]
-    if stream and stream.keep_order(state["identity"].get(ORDER, "")):
-        say("the shares of data.train are those that the run began with, coarser than a new run's")
-    given = identity()
-    theirs, ours = flat(state["identity"]), flat(given)
+    theirs, ours = flat(state["identity"]), flat(identity)
     changed = {k: f"{k}: checkpoint {theirs.get(k)!r}, this run {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]}
     order, data = changed.pop(ORDER, ""), verify.changed(state.get("files", {}), files)
     if data or (order and not changed.keys() & {"data.seq_length", "training.seed"}):
@@ -68,7 +59,7 @@ def check(
             why = f"{now} has changed since: {', '.join(data or [order])}"
         changed["data.train"] = f"data.train: {why}"
     if changed:
-        fits = not differences(state["identity"], given)
+        fits = not differences(state["identity"], identity)
         weights = f" (training.init_from={reader.folder} begins with these weights)" if fits else ""
         raise ConfigError(
             f"{reader.folder} was written by another run: {'; '.join(changed.values())}. "

@@ -128,7 +128,7 @@ class Trainer:
         seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
         found, damaged = checkpoint.newest_whole(self.folder.checkpoints, self._say)
         if found is not None:  # before auto is timed and the model is built
-            resume.check(found, cfg, self.stream, self._identity, self.files, self._say)
+            resume.check(found, cfg, self._identity(), self.files)
         self.compiled = {"auto": self.device.type == "cuda", "on": True, "off": False}[cfg.training.compile]
         place = {"device": self.device, "dtype": self.dtype}
         how = {**place, "say": self._say}
