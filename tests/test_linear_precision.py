@@ -157,6 +157,8 @@ def test_the_choice_is_said() -> None:
         ((7, 0), "fp8", torch.bfloat16, "use bf16$"),
         ((8, 0), "int8", torch.bfloat16, None),
         ((7, 5), "int8", torch.bfloat16, "needs a GPU of compute capability 8.0"),
+        ((8, 6), "fp8", torch.bfloat16, "A card has 8.6; use bf16, or int8"),
+        ((10, 3), "int8", torch.bfloat16, "linear.precision int8: INT8 products of compute capability 10.3"),
         ((9, 0), "fp8", torch.float32, "linear.precision fp8 needs training.dtype bf16 on a GPU"),
         ((7, 0), "bf16", torch.float32, None),
     ],

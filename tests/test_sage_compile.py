@@ -1,5 +1,6 @@
 """The portable Triton kernels compile for every family of GPUs, to the code they should, on a machine without one."""
 
+import contextlib
 import re
 import subprocess
 from pathlib import Path
@@ -12,7 +13,7 @@ from triton.compiler import ASTSource, compile
 
 from sagekernels.backward import _dkdv_kernel, _dq_kernel
 from sagekernels.forward import _forward_kernel
-from sagekernels.launch import TABLE, family, launch_tiles
+from sagekernels.launch import TABLE, check_int8, family, launch_tiles
 
 KERNELS = {"forward": _forward_kernel, "dkdv": _dkdv_kernel, "dq": _dq_kernel}
 INT8 = ("Q8", "K8", "V8T", "Q8T", "K8T", "DO8T")
@@ -111,6 +112,32 @@ def test_compiles(kernel, architecture, head_dim, int8_scores, half_sums, tmp_pa
 def test_old_gpus_are_refused():
     with pytest.raises(NotImplementedError, match=r"8\.0 \(Ampere\) or newer, got 7\.5"):
         family((7, 5))
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "attention", "linear"),
+    [
+        (
+            (10, 3),
+            "3.9.0",
+            "7 % of the speed of bf16; use attention.backend flash or sdpa",
+            "linear.precision bf16 or fp8",
+        ),
+        (
+            (10, 0),
+            "3.7.1",
+            None,
+            r"need Triton 3\.8 or newer, .* this is 3\.7\.1; install it, or use linear.precision bf16",
+        ),
+        ((10, 0), "3.10.0+git1", None, None),
+        ((12, 0), "3.7.1", None, None),
+    ],
+)
+def test_gpus_whose_int8_is_slow_are_refused(capability, version, attention, linear, monkeypatch):
+    monkeypatch.setattr(triton, "__version__", version)
+    for says, by_tensor_memory in ((attention, False), (linear, True)):
+        with pytest.raises(NotImplementedError, match=says) if says else contextlib.nullcontext():
+            check_int8(capability, by_tensor_memory=by_tensor_memory)
 
 
 @pytest.mark.parametrize("held", TABLE["forward"]["portable"])

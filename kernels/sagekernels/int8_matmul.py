@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .casts import DTYPES, INT8, MULTIPLE
-from .launch import is_hopper, on_device_of
+from .launch import check_int8, is_hopper, on_device_of
 from .operators import operator
 
 PIECE = 131072
@@ -96,6 +96,8 @@ def int8_product_triton(
     (rows, inner), columns = a.shape, len(b)
     if not out.numel():
         return out
+    if a.is_cuda:
+        check_int8(torch.cuda.get_device_capability(a.device), by_tensor_memory=True)
     described = a.is_cuda and is_hopper(a.device)
     tile = tile or (HOPPER if described else PORTABLE)
     first, second = a, b

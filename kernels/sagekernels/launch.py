@@ -77,12 +77,39 @@ TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
 }
 
 
-def family(capability: tuple[int, int]) -> str:
-    """Row of TABLE for a compute capability."""
+def check_int8(capability: tuple[int, int], *, by_tensor_memory: bool = False) -> None:
+    """Raise where INT8 products are slower than 16-bit ones, or do not exist.
+
+    Args:
+        by_tensor_memory: the kernel is one that Triton 3.8 compiles to a B200's own instructions (tcgen05), as that of
+            linear layers. Earlier ones compile it to instructions of a fraction of their speed.
+
+    Raises:
+        NotImplementedError: with what to use instead.
+    """
+    found = ".".join(map(str, capability))
     if capability < (8, 0):
+        raise NotImplementedError(f"the triton backend needs compute capability 8.0 (Ampere) or newer, got {found}")
+    if capability == (10, 3):
         raise NotImplementedError(
-            f"the triton backend needs compute capability 8.0 (Ampere) or newer, got {capability[0]}.{capability[1]}"
+            f"INT8 products of compute capability {found} (B300) run at 7 % of the speed of bf16; use attention.backend"
+            " flash or sdpa, linear.precision bf16 or fp8"
         )
+    if by_tensor_memory and capability[0] == 10 and _version(triton.__version__) < (3, 8):
+        raise NotImplementedError(
+            f"INT8 products on compute capability {found} (B200) need Triton 3.8 or newer, which has its instructions,"
+            f" this is {triton.__version__}; install it, or use linear.precision bf16 or fp8"
+        )
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def family(capability: tuple[int, int]) -> str:
+    """Return the row of TABLE for a compute capability."""
+    check_int8(capability)
     return "hopper" if capability[0] == 9 else "portable"
 
 

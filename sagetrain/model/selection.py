@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sagekernels.admission import LIMITS, SOURCES, Admission, admit, choose, decided_once, median_seconds
 from sagekernels.hopper_backward import KEYS
-from sagekernels.launch import is_hopper
+from sagekernels.launch import check_int8, is_hopper
 from sagekernels.testing import Shape
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
@@ -53,6 +53,11 @@ def resolve_backend(
         case "sage" if not sixteen_bit:
             raise ValueError("attention.backend sage needs training.dtype bf16 on a GPU; use bf16, or backend sdpa")
         case "sage":
+            try:
+                if torch.cuda.is_available():
+                    check_int8(torch.cuda.get_device_capability(device))
+            except NotImplementedError as error:
+                raise ValueError(f"attention.backend sage: {error}") from error
             faster = ""
             tuned = model.head_dim in KEYS and torch.cuda.is_available() and is_hopper(device)
             if tuned and attention.recipe not in ("scores", "auto"):
@@ -120,6 +125,11 @@ def matmuls_of(
                 f"linear.precision {linear.precision} needs a GPU of compute capability {'.'.join(map(str, needed))} "
                 f"or more, {card}; use {instead}"
             )
+        if linear.precision == "int8":
+            try:
+                check_int8(found, by_tensor_memory=True)
+            except NotImplementedError as error:
+                raise ValueError(f"linear.precision int8: {error}") from error
         how = "torch's kernels"
     blocks = f"{len(low)} of {model.num_layers} blocks" if len(low) < model.num_layers else "all blocks"
     layers, others = model.linear_layers(tensor_parallel_size), model.linear_layers(here or tensor_parallel_size)
