@@ -62,9 +62,17 @@ def test_where_another_recipe_is_faster_it_is_named(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("sagetrain.model.selection.is_hopper", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     model, attention = SHAPE.model_copy(update={"head_dim": head_dim}), AttentionConfig(recipe=recipe)
     _, why = resolve_backend(attention, model, device=GPU, dtype=torch.bfloat16)
     assert ("scores is much faster" in why) == named
+
+
+def test_int8_attention_is_refused_where_it_is_slower_than_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
+    with pytest.raises(ValueError, match=r"backend sage: INT8 products of compute capability 10\.3 .* flash or sdpa"):
+        resolve_backend(AttentionConfig(backend="sage"), SHAPE, device=GPU, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
