@@ -21,7 +21,10 @@ PEAK_FLOPS = {
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "RTX PRO 6000": 504e12,
+    "RTX 3090": 71e12,
     "RTX 4090": 165e12,
+    "RTX 5090": 209e12,
 }
 
 
@@ -208,6 +211,33 @@ def _scaled(name: str, peak: str, memory: float, bandwidth: float, nvlink: float
     )
 
 
+def _card(key: str, memory: float, bandwidth: float, pcie: float, int8: float, fp8: float | None) -> Hardware:
+    """Describe a card without NVLink, none of which was measured.
+
+    Args:
+        key: in PEAK_FLOPS.
+        pcie: bytes per second, both directions together.
+        int8, fp8: speed over bf16. On GeForce cards 16-bit sums in fp32 run at half rate by design and FP8's do too, so
+            INT8 is four times bf16 and FP8 twice.
+    """
+    card, peak = _scaled(f"NVIDIA {key}", key, memory, bandwidth, pcie), PEAK_FLOPS[key]
+    # FlashAttention-2 nears the peak where sums in fp32 limit it (others' reports of a 4090), .6 of it elsewhere.
+    # `sage` beside it: results/attention-elsewhere, which timed code for 8.0 on an H100, as it is and throttled.
+    share, gain = (0.9, 1.1) if int8 > 2 else (0.6, 1.0)
+    flash = AttentionRate(0.9 * share * peak, share * peak, 1000)
+    sage = AttentionRate(gain * flash.narrow, gain * flash.wide, 2700)
+    backends = dict.fromkeys(("flash", "sdpa", "sdpa over documents"), flash) | {"sage": sage, "sage scores": flash}
+    precisions = {"bf16": 1.0, "fp32": 0.5, "int8": int8} | ({"fp8": fp8} if fp8 else {})
+    return replace(
+        card,
+        matmul_flops=0.9 * peak,
+        attention=backends,
+        precisions=precisions,
+        copy_bandwidth=0.0,
+        matmul_half_size=120,
+    )
+
+
 HARDWARE = {
     "h200": H200,
     # One GPU measured: tests/test_recorded_runs.py. Links are the H200's, as on the datasheets.
@@ -217,13 +247,18 @@ HARDWARE = {
         precisions={name: speed for name, speed in H200.precisions.items() if name != "fp8"},
     ),
     "b200": _scaled("NVIDIA B200", "B200", 180e9, 7.7e12, 1800e9),
+    "l40s": _card("L40S", 48 * 2**30, 0.864e12, 64e9, 1.8, 1.8),
+    "rtxpro6000": _card("RTX PRO 6000", 96 * 2**30, 1.792e12, 128e9, 1.8, 1.8),
+    "rtx3090": _card("RTX 3090", 24 * 2**30, 0.936e12, 64e9, 3.5, None),
+    "rtx4090": _card("RTX 4090", 24 * 2**30, 1.008e12, 64e9, 3.5, 1.9),
+    "rtx5090": _card("RTX 5090", 32 * 2**30, 1.792e12, 128e9, 3.5, 1.9),
 }
 """What `sagetrain plan --gpu` takes."""
 
 
 def of_device(name: str) -> Hardware | None:
     """The entry for the name that a driver gives ("NVIDIA H100 80GB HBM3")."""
-    return next((hardware for key, hardware in HARDWARE.items() if key.upper() in name), None)
+    return next((hardware for key, hardware in HARDWARE.items() if key.upper() in name.upper().replace(" ", "")), None)
 
 
 def gpu_here() -> str | None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from distributed import run_distributed
 from sagetrain.config import ConfigError, RunConfig, load_config
-from sagetrain.hardware import H200, AttentionRate, Hardware
+from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware, of_device
 from sagetrain.model import operations
 from sagetrain.model.accounting import flops_per_token, overlaps, parameters_per_rank
 from sagetrain.model.operations import Precision, Rank, document_share
@@ -522,3 +522,19 @@ def test_of_attention_that_a_run_decides_between_the_fastest_is_priced(span):
         fastest = min(names, key=seconds.__getitem__)
         assert (auto.attention, auto.attention_backend) == (seconds[fastest], fastest)
     assert len(set(seconds.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA GeForce RTX 3090", "rtx3090"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA B200", "b200"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+    ],
+)  # fmt: skip
+def test_cards_are_known_by_the_name_of_the_driver(name: str, key: str) -> None:
+    """No rate of theirs was measured. Where sums in fp32 run at half rate (GeForce) INT8 is faster than FP8."""
+    card = HARDWARE[key]
+    assert of_device(name) is card and not card.measured
+    assert card.precisions["int8"] > card.precisions.get("fp8", 0) or not name.startswith("NVIDIA GeForce")
+    assert ("fp8" in card.precisions) == (key not in ("a100", "rtx3090"))
