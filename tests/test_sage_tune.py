@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from sagekernels import launch, tune
+from sagekernels import launch, report, tune
 from sagekernels.launch import TABLE, Tiles, launch_tiles
 
 CARD = torch.device("cuda", 0)
@@ -111,6 +111,19 @@ def test_cards_that_add_up_in_float16(monkeypatch, name, half):
     launch.half_sums.cache_clear()
 
 
-def test_without_a_gpu_it_says_so():
-    done = subprocess.run([sys.executable, "-m", "sagekernels.tune"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr == "tuning needs an NVIDIA GPU\n"
+@pytest.mark.parametrize(("name", "what"), [("tune", "tuning"), ("report", "the report")])
+def test_without_a_gpu_it_says_so(name, what):
+    done = subprocess.run([sys.executable, "-m", f"sagekernels.{name}"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr == f"{what} needs an NVIDIA GPU\n"
+
+
+def test_rates_of_products_are_reported_or_why_not(monkeypatch):
+    monkeypatch.setattr(report, "SIDE", 32)
+    bf16, int8 = report.product_rates(torch.device("cpu"))
+    assert "bf16 product: " in bf16 and int8.endswith(" T/s")
+
+    def refused(*_):
+        raise NotImplementedError("compute capability 10.3")
+
+    monkeypatch.setattr(report, "int8_product", refused)
+    assert report.product_rates(torch.device("cpu"))[1].endswith("INT8 product: compute capability 10.3")

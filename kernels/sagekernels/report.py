@@ -1,0 +1,65 @@
+"""`python -m sagekernels.report`: one page about INT8 on this GPU, to be sent in an issue.
+
+It says what the GPU is, what rates its products reach, and how INT8 attention stands beside 16-bit attention, errors
+first: what is wrong is not timed.
+"""
+
+import argparse
+from functools import partial
+
+import torch
+import triton
+
+from .admission import LIMITS, admit, median_seconds
+from .bench import candidates, measure, shapes, time_attention
+from .int8_matmul import int8_product
+from .launch import half_sums, tuned
+
+SIDE = 4096
+"""Of the matrices whose products are timed."""
+
+
+def product_rates(device: torch.device) -> list[str]:
+    """Time products of SIDE x SIDE matrices in bf16 and in INT8."""
+    x, y = (torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    codes = [torch.randint(-127, 128, (SIDE, SIDE), device=device, dtype=torch.int8) for _ in range(2)]
+    scale = torch.ones(SIDE, 1, device=device)
+    calls = {
+        "bf16": lambda: torch.mm(x, y),
+        "INT8": lambda: int8_product(codes[0], scale, codes[1], scale, torch.bfloat16),
+    }
+    lines = []
+    for name, call in calls.items():
+        try:
+            lines.append(f"  {name} product: {2 * SIDE**3 / median_seconds(call, device) / 1e12:.0f} T/s")
+        except NotImplementedError as error:
+            lines.append(f"  {name} product: {error}")
+    return lines
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384])
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "the report needs an NVIDIA GPU\n")
+    device = torch.device("cuda", torch.cuda.current_device())
+    card = torch.cuda.get_device_properties(device)
+    print(f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / 2**30:.0f} GiB")
+    print(f"torch {torch.__version__}, Triton {triton.__version__}, sums in float16: {half_sums(device)}")
+    print(f"tiles tuned: {tuned(device) or 'no (python -m sagekernels.tune)'}")
+    print(*product_rates(device), sep="\n")
+    print("attention: forward, backward, both: milliseconds, then TFLOP/s; ratio to the fastest 16-bit one")
+    for shape in shapes(arguments.lengths, [64, 128]):
+        if not shape.causal or shape.documents or shape.kv_heads != shape.heads:
+            continue
+        functions = candidates(shape.causal)
+        verdict = admit(functions["sage fine"][0], shape, dtype=torch.bfloat16, device=device, limits=LIMITS["fine"])
+        print("errors of fine:", " ".join(f"{name} {e:.4f}" for name, e in verdict.errors.items()), verdict.reason)
+        timer = partial(time_attention, shape=shape, dtype=torch.bfloat16, repeats=10)
+        print(*measure(shape, functions, timer, dtype=torch.bfloat16, device=device), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
