@@ -243,6 +243,13 @@ def test_a_separator_that_can_begin_inside_of_another_divides_no_file(tmp_path):
         (["a.jsonl"], {"split_on": "x"}, "--split-on 'x': none of the sources is plain text"),
         (["a.txt"], {"split_on": ""}, "--split-on is empty"),
         (["a.txt"], {"split_on": "never"}, "a.txt: --split-on 'never' is nowhere in it"),
+        (
+            ["a.txt", "b.txt"],
+            {"split_on": "never"},
+            "a.txt: --split-on 'never' is nowhere in it, nor in the other 1 ",
+        ),
+        (["a.txt", "b.txt"], {"split_on": "\n\n"}, r"lines end as on Windows there: give '\\r\\n\\r\\n'"),
+        (["b.txt"], {"split_on": "\\n\\n"}, r"lines end as on Windows there: give '\\r\\n\\r\\n'"),
         (["a.txt"], {"valid_fraction": 0.1}, r"a plain text file is one document: say what .* \(--split-on\)"),
     ],
 )
@@ -250,6 +257,7 @@ def test_a_separator_that_separates_nothing(tmp_path, monkeypatch, model, names,
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     write(tmp_path, "a.txt", b"a text")
+    write(tmp_path, "b.txt", b"one\r\n\r\ntwo")
     with pytest.raises(ConfigError, match=message):
         quiet(names, tmp_path / "x", tokenizer=model, **given)
 

@@ -85,6 +85,7 @@ class Corpus:
         self.notes: list[str] = []
         self.inputs: list[Input] = []
         self._looked_at = self._texts = 0
+        self._text_files: list[Path] = []
         for source in sources:
             self.inputs += self._resolve(source, glob, config_name, split)
         self.all_inputs = self.inputs
@@ -158,12 +159,19 @@ class Corpus:
         raise ConfigError(f"{source}: no such file or folder, and not the name of a Hugging Face dataset")
 
     def _check_separator(self, given: str, separator: bytes) -> None:
-        """ConfigError if no source is plain text, or the only one has no separator in it."""
+        """ConfigError if no source is plain text, or none has a separator in it; archives are not searched."""
         if not self._texts:
             raise ConfigError(f"--split-on {given!r}: none of the sources is plain text, which it is for")
-        path = Path(self.inputs[0].name)
-        if len(self.inputs) == 1 and kind_of(path) is Kind.TEXT and not contains(on_disk(path), separator):
-            raise ConfigError(f"{path}: --split-on {given!r} is nowhere in it; give what stands between its documents")
+        files = self._text_files
+        if len(files) < self._texts or any(contains(on_disk(path), separator) for path in files):
+            return
+        where = "it" if len(files) == 1 else f"it, nor in the other {len(files) - 1} of plain text"
+        fix = "give what stands between its documents"
+        windows = re.sub(rb"\r?\n", b"\r\n", separator)
+        if windows != separator and any(contains(on_disk(path), windows) for path in files):
+            escaped = windows.decode().replace("\r", "\\r").replace("\n", "\\n")
+            fix = f"lines end as on Windows there: give '{escaped}'"
+        raise ConfigError(f"{files[0]}: --split-on {given!r} is nowhere in {where}; {fix}")
 
     def _no_fields(self, source: object) -> ConfigError:
         return ConfigError(
@@ -225,7 +233,9 @@ class Corpus:
             self._looked_at += 1
             begin = head(content, HEAD)
             check_head(str(path), begin)
-        self._texts += kind is Kind.TEXT
+        if kind is Kind.TEXT:
+            self._texts += 1
+            self._text_files.append(path)
         one_document = kind is Kind.TEXT and not wanted.separator
         whole = Input(str(path), lambda place: read(content, wanted, place), stat.st_size, identity, one_document)
         divisible = kind is Kind.LINES or (kind is Kind.TEXT and wanted.divisible)
