@@ -27,7 +27,7 @@ import torch
 
 from sagetrain.config.schema import DataConfig, DataSource
 from sagetrain.data import order
-from sagetrain.data.token_files import check_vocabulary, open_sources
+from sagetrain.data.token_files import check_vocabulary, content, open_sources
 
 MASKED = -100
 """Label of a token that does not count in the loss: the one that torch.nn.functional.cross_entropy leaves out."""
@@ -206,18 +206,8 @@ class SampleStream:
             progress(0)
 
     def content(self, progress: Callable[[int], None] = lambda tokens: None) -> dict[str, str]:
-        """Hashes of what the files hold: of indexes and samples of the tokens (TokenFile.content), and of the checksums
-        that `sagetrain prepare` recorded, where it made all of them. `progress` is called with 0 after each file."""
-        sampled, recorded = hashlib.sha256(), hashlib.sha256()
-        for file in self._files:
-            sampled.update(file.content().encode())
-            progress(0)
-        hashes = {" (samples)": sampled.hexdigest()}
-        checksums = [file.provenance().get("sha256") for file in self._files]
-        if all(checksums):
-            recorded.update("".join(map(str, checksums)).encode())
-            hashes[" (checksums in .json)"] = recorded.hexdigest()
-        return hashes
+        """Hashes of what the files hold (token_files.content). `progress` is called with 0 now and then."""
+        return content(self._files, progress)
 
     def locate(self, index: int, seed: int | None = None) -> tuple[int, int]:
         """(source, window) of global sample `index`, in the order of `seed` (default: the stream's)."""

@@ -20,8 +20,8 @@ import platform
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,7 +35,7 @@ _HEADER = struct.Struct("<9sQBQQ")  # magic, version, id type, sequences, entrie
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 _BLOCK = 1 << 20  # elements handled at once where the whole would not fit in memory
-_SAMPLE, _SAMPLE_STEP, _MOST_SAMPLES = 1 << 11, 1 << 19, 1 << 14  # tokens, tokens, blocks: of TokenFile.content
+_SAMPLE = 1 << 11  # elements of what is looked at of a file at every start
 _SMALL_INDEX = 1 << 16  # bytes
 _SPAN_SEQUENCES = 1 << 10  # of TokenFile.document_span
 _LONGEST = np.iinfo(np.int32).max
@@ -228,7 +228,7 @@ class TokenFile:
 
     def __init__(self, path: str | os.PathLike):
         """Open NAME.bin and NAME.idx. ConfigError if one is missing, or if their sizes and headers do not agree."""
-        self.path = os.fspath(path)
+        self.path, self._provenance = os.fspath(path), None
         idx, bin_ = token_path(path, ".idx"), token_path(path, ".bin")
         for file in (idx, bin_):
             if not file.is_file():
@@ -344,47 +344,35 @@ class TokenFile:
         return squares / (len(starts) * seq_length)
 
     def provenance(self) -> dict[str, Any]:
-        """What `sagetrain prepare` recorded beside the file; empty for files from elsewhere."""
-        return read_provenance(self.path)
+        """What `sagetrain prepare` recorded beside the file; empty for files from elsewhere. Read once."""
+        if self._provenance is None:
+            self._provenance = read_provenance(self.path)
+        return self._provenance
 
     def identity(self) -> str:
         """Which file this is, cheap to take: a hash of header, first and last blocks of index, tokens and mask.
 
-        Old checkpoints name the order of their samples by it. What lies between the blocks, `content` knows.
+        Checkpoints name the order of their samples by it. Of what lies between the blocks `samples` knows.
         """
-        digest = hashlib.sha256(self._header)
-        digest.update(struct.pack("<Q", self.num_tokens))
-        for part in (self._lengths[:_BLOCK], self._lengths[-_BLOCK:]):
-            digest.update(part.tobytes())
-        ends = min(_BLOCK, self.num_tokens)
-        digest.update(self.tokens(0, ends).tobytes())
-        digest.update(self.tokens(self.num_tokens - ends, self.num_tokens).tobytes())
-        if self.masked:
-            digest.update(self.counted(0, ends).tobytes())
-            digest.update(self.counted(self.num_tokens - ends, self.num_tokens).tobytes())
+        digest = hashlib.sha256(self._header + struct.pack("<Q", self.num_tokens))
+        for sample in self.samples(2):
+            digest.update(sample())
         return digest.hexdigest()
 
-    def content(self) -> str:
-        """A hash of the whole index and of samples of the tokens, with what of them counts.
+    def samples(self, count: int) -> Iterator[Callable[[], bytes]]:
+        """Yield functions that read the header and `count` blocks of 2^11 (at least two) of tokens, of the mask and of
+        each part of the index, spread evenly from their beginning to their end; everything of what has no more.
 
-        Another token at one place may go unseen, 500,000 in a row do not in a file of up to 8 billion tokens: a block
-        is read every 2^19 tokens, or 2^14 of them spread evenly.
+        Another file is noticed by them. Other tokens are noticed where a block lies.
         """
-        step = max(_SAMPLE_STEP, -(-self.num_tokens // _MOST_SAMPLES))
-
-        def sample(start: int) -> bytes:
-            stop = min(start + _SAMPLE, self.num_tokens)
-            block = self.tokens(start, stop).tobytes()
-            return hashlib.sha256(block + self.counted(start, stop).tobytes() if self.masked else block).digest()
-
-        digest = hashlib.sha256(self._header)
-        with ThreadPoolExecutor(8, "content") as pool:  # most of it is waiting for the disk or the network
-            for part in pool.map(sample, range(0, self.num_tokens, step)):
-                digest.update(part)
+        yield lambda: self._header
+        for start, stop in _spread(self.num_tokens, count):
+            yield partial(self._read, self._fd, ".bin", start, stop, self.dtype.itemsize)
+            if self._mask_fd is not None:
+                yield partial(self._read, self._mask_fd, ".mask", start, stop, 1)
         for part in (self._lengths, self._documents):
-            for start in range(0, len(part), _BLOCK):
-                digest.update(part[start : start + _BLOCK].tobytes())
-        return digest.hexdigest()
+            for start, stop in _spread(len(part), count):
+                yield part[start:stop].tobytes
 
     def validate(
         self, deep: bool = False, vocab_size: int | None = None, progress: Callable[[int], None] = lambda tokens: None
@@ -435,6 +423,15 @@ class TokenFile:
 
     def _damaged(self, what: str) -> ConfigError:
         return ConfigError(f"token file {self.path}: {what}; the file is damaged or incomplete: prepare it again")
+
+
+def _spread(size: int, count: int) -> list[tuple[int, int]]:
+    """Return `count` ranges of _SAMPLE, spread evenly over `size` from its beginning to its end; all of it if it has no
+    more."""
+    starts = range(0, size, _SAMPLE)
+    if len(starts) > count:
+        starts = [(size - _SAMPLE) * i // (count - 1) for i in range(count)]
+    return [(start, min(start + _SAMPLE, size)) for start in starts]
 
 
 def read_provenance(path: str | os.PathLike) -> dict[str, Any]:

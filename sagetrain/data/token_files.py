@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
 import numpy as np
@@ -13,6 +14,8 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data.open_files import allow_open_files
 from sagetrain.data.token_file import TokenFile
+
+_MOST_SAMPLES, _FEWEST = 1 << 14, 4  # of all files together, of one file whatever its share
 
 
 class TokenFiles:
@@ -102,3 +105,25 @@ def check_vocabulary(file: TokenFile, tokens: np.ndarray, vocab_size: int) -> No
             f"token file {file.path} holds token {int(tokens.max()):,}, outside of the vocabulary of "
             f"{vocab_size:,}: it was made with another tokenizer, or is damaged"
         )
+
+
+def content(files: Sequence[TokenFile], progress: Callable[[int], None] = lambda tokens: None) -> dict[str, str]:
+    """Hashes of what files hold, by a name of how they were taken: of samples of it, and of the checksums that
+    `sagetrain prepare` recorded, where it made all of them. `progress` is called with 0 now and then.
+
+    What is read does not grow with the corpus: about 2^14 blocks in all, a file's share by its tokens, and at least
+    four of each file (TokenFile.samples). Up to 33 million tokens that is everything.
+    """
+    tokens = sum(file.num_tokens for file in files)
+    shares = [max(_FEWEST, -(-_MOST_SAMPLES * file.num_tokens // tokens)) for file in files]
+    samples = (sample for file, count in zip(files, shares, strict=True) for sample in file.samples(count))
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(8, "content") as pool:  # most of it is waiting for the disk or the network
+        for part in pool.map(lambda sample: hashlib.sha256(sample()).digest(), samples):
+            digest.update(part)
+            progress(0)
+    hashes = {" (samples)": digest.hexdigest()}
+    checksums = [file.provenance().get("sha256") for file in files]
+    if all(checksums):
+        hashes[" (checksums in .json)"] = hashlib.sha256("".join(map(str, checksums)).encode()).hexdigest()
+    return hashes

@@ -1,0 +1,106 @@
+"""What is read of very large data at every start: no more for more files, and another file is noticed all the same."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sagetrain.config.schema import DataSource
+from sagetrain.data import token_files
+from sagetrain.data.loader import SampleStream
+from sagetrain.data.token_file import TokenFile, token_path
+
+TOKENS = 1 << 27  # of a file
+
+
+def write(path: Path, seed: int, tokens: int = TOKENS, documents: int = 2) -> str:
+    """A token file that takes no space, but for some tokens at its beginning and its end."""
+    some = np.random.default_rng(seed).integers(0, 1000, 64, dtype=np.uint16).tobytes()
+    with token_path(path, ".bin").open("wb") as file:
+        file.write(some)
+        file.truncate(2 * tokens)
+        file.seek(-len(some), 2)
+        file.write(some)
+    lengths = np.full(documents, tokens // documents, "<i4")
+    lengths[-1] += tokens % documents
+    offsets = 2 * np.concatenate([[0], lengths[:-1].cumsum()])
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, documents, documents + 1)
+    index = (
+        header + lengths.tobytes() + offsets.astype("<i8").tobytes() + np.arange(documents + 1, dtype="<i8").tobytes()
+    )
+    token_path(path, ".idx").write_bytes(index)
+    return str(path)
+
+
+def opened(folder: Path) -> SampleStream:
+    return SampleStream([DataSource(path=f"{folder}/*")], 4096, 0)
+
+
+@pytest.fixture
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what is read, where 512 blocks are the most of a corpus."""
+    monkeypatch.setattr(token_files, "_MOST_SAMPLES", 512)
+    sizes: list[int] = []
+    read = TokenFile._read
+
+    def noted(file: TokenFile, fd: int, suffix: str, start: int, stop: int, itemsize: int) -> bytes:
+        sizes.append(stop - start)
+        return read(file, fd, suffix, start, stop, itemsize)
+
+    monkeypatch.setattr(TokenFile, "_read", noted)
+    return sizes
+
+
+def test_more_files_are_not_more_to_read(tmp_path: Path, few_samples: list[int]) -> None:
+    reads = []
+    for files in (8, 16, 64):
+        for number in range(files):
+            write(tmp_path / f"{number:02}", number)
+        stream = opened(tmp_path)
+        few_samples.clear()
+        assert list(stream.content()) == [" (samples)"]
+        reads.append(len(few_samples))
+        assert max(few_samples) == 1 << 11
+    assert max(reads) <= 512 + 64 and min(reads) >= 512
+    for number in range(64, 512):
+        write(tmp_path / f"{number:02}", number, tokens=1 << 20)
+    stream = opened(tmp_path)
+    few_samples.clear()
+    stream.content()
+    assert len(few_samples) <= 512 + 4 * 512  # at least four of each file
+
+
+def test_another_file_is_other_content(tmp_path: Path, few_samples: list[int]) -> None:
+    for number in range(16):
+        write(tmp_path / f"{number:02}", number)
+    before, place = opened(tmp_path).content(), tmp_path / "07"
+    changes = {
+        "other tokens of as many": lambda: write(place, 99),
+        "fewer tokens": lambda: write(place, 7, TOKENS - 4096),
+        "other documents": lambda: write(place, 7, documents=3),
+        "a mask": lambda: token_path(place, ".mask").write_bytes(bytes(TOKENS)),
+        "another order": lambda: (write(place, 8), write(tmp_path / "08", 7)),
+    }
+    for what, change in changes.items():
+        change()
+        assert opened(tmp_path).content() != before, what
+        token_path(place, ".mask").unlink(missing_ok=True)
+        write(place, 7)
+        write(tmp_path / "08", 8)
+        assert opened(tmp_path).content() == before, what
+
+
+def test_little_data_is_read_wholly(tmp_path: Path) -> None:
+    """One token of 20 million, wherever it lies."""
+    paths = [tmp_path / f"{number}" for number in range(5)]
+    for number, path in enumerate(paths):
+        write(path, number, 4_000_000)
+    before = opened(tmp_path).content()
+    for path, token in zip(paths, (1_234_567, 2_048, 3_999_000, 64, 2_000_001), strict=True):
+        with token_path(path, ".bin").open("r+b") as file:
+            for value in (b"\x07\x00", b"\x00\x00"):
+                file.seek(2 * token)
+                file.write(value)
+                file.flush()
+                assert (opened(tmp_path).content() == before) == (value == b"\x00\x00")
