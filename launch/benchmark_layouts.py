@@ -205,7 +205,7 @@ def measure(layouts: list[Layout], settings: dict[str, list[str]], arguments: ar
 def table(layouts: list[Layout], configs: dict[str, RunConfig], vocab_size: int, title: str) -> Table:
     """The result."""
     first = next((x for x in layouts if x.rate), None)
-    hardware = of_device(title)
+    hardware = of_device(title.rpartition(", ")[2])
     shown = Table(title=title, title_justify="left")
     rates = "tokens/s", "predicted", "per GPU", "scaling", "MFU", "of whole sequences"
     for column in ("layout", "GPUs", *rates, "memory", "predicted"):

@@ -8,24 +8,51 @@ someone measures.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
 
-# Dense 16-bit tensor-core peak in FLOP/s by the name the driver gives, from the vendor's datasheets (SXM parts).
+# Dense 16-bit tensor-core peak in FLOP/s from the vendor's datasheets, by what `model_of` makes of the driver's name. A
+# card that comes in several forms is its SXM form where none is named; one that is not here has no MFU.
 PEAK_FLOPS = {
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
+    "A10": 125e12,
+    "A30": 165e12,
+    "A40": 150e12,
     "A100": 312e12,
+    "A100 PCIE": 312e12,
+    "A800": 312e12,
+    "A800 PCIE": 312e12,
+    "H100": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIE": 756e12,
+    "H800": 989e12,
+    "H800 NVL": 835e12,
+    "H800 PCIE": 756e12,
+    "H20": 148e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+    "B300": 2250e12,
+    "GB300": 2500e12,
+    "L4": 121e12,
+    "L40": 181e12,
     "L40S": 362e12,
     "RTX PRO 6000": 504e12,
     "RTX 3090": 71e12,
     "RTX 4090": 165e12,
     "RTX 5090": 209e12,
 }
+_SAME = re.compile(r"NVIDIA|GeForce|Blackwell|(Server|Workstation|Edition)|SXM\d?|AC|HBM\w*|\d+GB?", re.IGNORECASE)
+"""Words that drivers add to the name of a card whose peak is the same with them."""
+
+
+def model_of(name: str) -> str:
+    """Return what tells a card's peak in the name that a driver gives it: "NVIDIA H100 80GB HBM3" is an H100, "NVIDIA
+    H100 PCIe" and "NVIDIA H100 NVL" are other models, and so is a part of one (MIG)."""
+    return " ".join(word for word in re.split(r"[\s-]+", name.upper()) if not _SAME.fullmatch(word))
 
 
 @dataclass(frozen=True)
@@ -257,8 +284,16 @@ HARDWARE = {
 
 
 def of_device(name: str) -> Hardware | None:
-    """The entry for the name that a driver gives ("NVIDIA H100 80GB HBM3")."""
-    return next((hardware for key, hardware in HARDWARE.items() if key.upper() in name.upper().replace(" ", "")), None)
+    """The entry for the name that a driver gives ("NVIDIA H100 80GB HBM3"); None for other forms of the same card, or
+    with other memory."""
+    known, size = HARDWARE.get(_key(model_of(name))), re.search(r"(\d+)GB\b", name)
+    if known and size and abs(int(size[1]) * 2**30 / known.memory - 1) > 0.2:
+        return None
+    return known
+
+
+def _key(model: str) -> str:
+    return model.lower().replace(" ", "")
 
 
 def gpu_here() -> str | None:
@@ -278,13 +313,15 @@ def planned_gpu(asked: str | None) -> tuple[str, str]:
     """Return the key in HARDWARE of the GPU to predict for, and a sentence for the reader where it was not named.
 
     Args:
-        asked: a key in HARDWARE; None: this host's GPU, or an H200.
+        asked: a key in HARDWARE; None: this host's GPU, another form of it, or an H200.
     """
     if asked:
         return asked, ""
     found = gpu_here()
     known = found and of_device(found)
-    key = next((key for key, hardware in HARDWARE.items() if hardware is known), "h200")
+    key = _key(model_of(found or ""))
+    while key not in HARDWARE:  # h100pcie, gb200: what of them is known is the nearest
+        key = key[1:] if key.startswith("g") else key[:-1] or "h200"
     others = f"--gpu names another ({', '.join(HARDWARE)})"
     if found is None:
         return key, f"This host has no NVIDIA GPU: speeds and memory are predicted for {HARDWARE[key].name}; {others}."

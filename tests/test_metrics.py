@@ -200,6 +200,15 @@ def train_two_ranks(data: str, tokenizer: str, run_dir: str) -> None:
     Trainer(RunConfig.model_validate(cfg), []).run()
 
 
+def test_a_card_without_a_known_peak_is_said(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H1000")
+    own = reporter.Reporter(True)
+    how = (LoggingConfig(tensorboard=False), {}, lambda span: 1.0, 16, torch.device("cuda"))
+    own.open(tmp_path, TrainState(), 64, *how)
+    own.close()
+    assert "MFU is not reported: the peak of NVIDIA H1000 is not known" in "".join(capsys.readouterr())
+
+
 def test_the_last_step_of_a_run_has_a_row_whatever_its_number(tmp_path: Path, monkeypatch) -> None:
     """With what was measured since the row before."""
     monkeypatch.setattr(reporter.dist, "get_world_size", lambda: 1)

@@ -56,6 +56,9 @@ def test_figures_say_what_they_rest_on():
     (None, "h200", "This host has no NVIDIA GPU: speeds and memory are predicted for NVIDIA H200; --gpu names another"),
     ("NVIDIA H100 80GB HBM3", "h100", "predicted for this host's NVIDIA H100 80GB HBM3"),
     ("Quadro K600", "h200", "No rates are known for Quadro K600"),
+    ("NVIDIA H100 PCIe", "h100", "No rates are known for NVIDIA H100 PCIe: speeds and memory are those of NVIDIA H100"),
+    ("NVIDIA A100-SXM4-40GB", "a100", "No rates are known for NVIDIA A100-SXM4-40GB: speeds and memory are those of"),
+    ("NVIDIA GB200", "b200", "No rates are known for NVIDIA GB200"),
 ])  # fmt: skip
 def test_the_gpu_that_is_priced_is_named(name, key, said, monkeypatch):
     monkeypatch.setattr(hardware, "gpu_here", lambda: name)

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from sagetrain.data.token_file import write_atomic
-from sagetrain.hardware import PEAK_FLOPS
+from sagetrain.hardware import PEAK_FLOPS, model_of
 from sagetrain.stability.controller import Event
 from sagetrain.train.weights_and_biases import WandbRun
 
@@ -28,8 +28,7 @@ def peak_flops(device: torch.device) -> float | None:
     """16-bit peak of a device, or None where the figure is not known (MFU is then not reported)."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+    return PEAK_FLOPS.get(model_of(torch.cuda.get_device_name(device)))
 
 
 def memory_gib(device: torch.device) -> float:

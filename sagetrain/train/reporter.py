@@ -56,6 +56,8 @@ class Reporter:
             self._writer = MetricsWriter(run_dir, state.step, state.tokens, total_tokens, logging.tensorboard, wandb)
             if wandb:
                 self.say(f"Weights & Biases: {wandb.where}")
+            if device.type == "cuda" and peak_flops(device) is None:
+                self.say(f"MFU is not reported: the peak of {torch.cuda.get_device_name(device)} is not known")
 
     def say(self, text: str) -> None:
         """A line for people."""
