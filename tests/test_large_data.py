@@ -40,7 +40,7 @@ def opened(folder: Path) -> SampleStream:
 @pytest.fixture
 def few_samples(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of what is read, where 512 blocks are the most of a corpus."""
-    monkeypatch.setattr(token_files, "_MOST_SAMPLES", 512)
+    monkeypatch.setattr(token_files, "SAMPLES", 512)
     sizes: list[int] = []
     read = TokenFile._read
 

@@ -206,7 +206,7 @@ class SampleStream:
             progress(0)
 
     def content(self, progress: Callable[[int], None] = lambda tokens: None) -> dict[str, str]:
-        """Hashes of what the files hold (token_files.content). `progress` is called with 0 now and then."""
+        """Hashes of what the files hold (token_files.content). `progress` is called with 0 after each file."""
         return content(self._files, progress)
 
     def locate(self, index: int, seed: int | None = None) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import os
 import platform
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
@@ -35,7 +35,7 @@ _HEADER = struct.Struct("<9sQBQQ")  # magic, version, id type, sequences, entrie
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 _BLOCK = 1 << 20  # elements handled at once where the whole would not fit in memory
-_SAMPLE = 1 << 11  # elements of what is looked at of a file at every start
+_SAMPLE, SAMPLES = 1 << 11, 1 << 14  # elements, blocks: of what is looked at of data at every start
 _SMALL_INDEX = 1 << 16  # bytes
 _SPAN_SEQUENCES = 1 << 10  # of TokenFile.document_span
 _LONGEST = np.iinfo(np.int32).max
@@ -352,20 +352,22 @@ class TokenFile:
     def identity(self) -> str:
         """Which file this is, cheap to take: a hash of header, first and last blocks of index, tokens and mask.
 
-        Checkpoints name the order of their samples by it. Of what lies between the blocks `samples` knows.
+        Checkpoints name the order of their samples by it. What lies between the blocks, `content` knows.
+        """
+        return self.content(2)
+
+    def content(self, blocks: int = SAMPLES, each: Callable[..., Iterable[bytes]] = map) -> str:
+        """A hash of the header and of so many blocks of 2^11 (at least two) of tokens, of the mask and of each part of
+        the index, spread evenly from their beginning to their end; of everything of what has no more.
+
+        Another file is noticed, and other tokens where a block lies. `each`: as `map`, in threads maybe.
         """
         digest = hashlib.sha256(self._header + struct.pack("<Q", self.num_tokens))
-        for sample in self.samples(2):
-            digest.update(sample())
+        for part in each(lambda sample: hashlib.sha256(sample()).digest(), self._samples(blocks)):
+            digest.update(part)
         return digest.hexdigest()
 
-    def samples(self, count: int) -> Iterator[Callable[[], bytes]]:
-        """Yield functions that read the header and `count` blocks of 2^11 (at least two) of tokens, of the mask and of
-        each part of the index, spread evenly from their beginning to their end; everything of what has no more.
-
-        Another file is noticed by them. Other tokens are noticed where a block lies.
-        """
-        yield lambda: self._header
+    def _samples(self, count: int) -> Iterator[Callable[[], bytes]]:
         for start, stop in _spread(self.num_tokens, count):
             yield partial(self._read, self._fd, ".bin", start, stop, self.dtype.itemsize)
             if self._mask_fd is not None:

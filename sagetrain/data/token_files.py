@@ -13,9 +13,9 @@ import numpy as np
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data.open_files import allow_open_files
-from sagetrain.data.token_file import TokenFile
+from sagetrain.data.token_file import SAMPLES, TokenFile
 
-_MOST_SAMPLES, _FEWEST = 1 << 14, 4  # of all files together, of one file whatever its share
+_FEWEST = 4  # blocks of a file, whatever its share
 
 
 class TokenFiles:
@@ -109,18 +109,16 @@ def check_vocabulary(file: TokenFile, tokens: np.ndarray, vocab_size: int) -> No
 
 def content(files: Sequence[TokenFile], progress: Callable[[int], None] = lambda tokens: None) -> dict[str, str]:
     """Hashes of what files hold, by a name of how they were taken: of samples of it, and of the checksums that
-    `sagetrain prepare` recorded, where it made all of them. `progress` is called with 0 now and then.
+    `sagetrain prepare` recorded, where it made all of them. `progress` is called with 0 after each file.
 
     What is read does not grow with the corpus: about 2^14 blocks in all, a file's share by its tokens, and at least
-    four of each file (TokenFile.samples). Up to 33 million tokens that is everything.
+    four of each file (TokenFile.content). Up to 33 million tokens that is everything.
     """
-    tokens = sum(file.num_tokens for file in files)
-    shares = [max(_FEWEST, -(-_MOST_SAMPLES * file.num_tokens // tokens)) for file in files]
-    samples = (sample for file, count in zip(files, shares, strict=True) for sample in file.samples(count))
-    digest = hashlib.sha256()
+    digest, tokens = hashlib.sha256(), sum(file.num_tokens for file in files)
     with ThreadPoolExecutor(8, "content") as pool:  # most of it is waiting for the disk or the network
-        for part in pool.map(lambda sample: hashlib.sha256(sample()).digest(), samples):
-            digest.update(part)
+        for file in files:
+            blocks = max(_FEWEST, -(-SAMPLES * file.num_tokens // tokens))
+            digest.update(file.content(blocks, pool.map).encode())
             progress(0)
     hashes = {" (samples)": digest.hexdigest()}
     checksums = [file.provenance().get("sha256") for file in files]
