@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import signal
@@ -195,6 +196,9 @@ def start(
     if rank == 0:
         manifest = checkpoint.read_manifest(folder.checkpoints / checkpoint.folder_name(STEPS))
         tick("manifest read")
+        done["manifest, MB"] = (
+            folder.checkpoints / checkpoint.folder_name(STEPS) / "manifest.json"
+        ).stat().st_size / 1e6
         with contextlib.suppress(checkpoint.CheckpointError):  # the head is made up
             Ledger.verified(manifest["state"]["ledger"], ORDER, STEPS, STEPS * samples, folder.checkpoints)
         tick("ledger verified")
@@ -209,7 +213,9 @@ def simulate(world_size: int, tp_size: int, cp_size: int, cfg: RunConfig, patien
         RuntimeError: a rank failed (the message holds its traceback), or took longer than `patience` seconds.
     """
     torch.set_num_threads(1)
-    engine.check_zero(cfg)  # imports DeepSpeed, once for all ranks
+    os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # before anybody looks for one
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine.partitioner(cfg, ParallelGroups.single())  # imports DeepSpeed, once for all ranks
     # torch's store asks for the name of whoever connects; without a name server that takes seconds.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     port, parameters, processes = rendezvous.free_port(), every_parameter(cfg), set()
@@ -238,7 +244,7 @@ def simulate(world_size: int, tp_size: int, cp_size: int, cfg: RunConfig, patien
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
         rows = [json.loads(line) for line in said.read_text().splitlines()]
-    counts = {name: sum(row.pop(name) for row in rows) for name in ("requests", "groups")}
+    counts = {name: sum(row.pop(name, 0) for row in rows) for name in ("requests", "groups", "manifest, MB")}
     parts = max(rows, key=len)
     return {part: max(row.get(part, 0.0) for row in rows) - began for part in parts} | counts
 
@@ -278,11 +284,11 @@ def main(words: Sequence[str] | None = None) -> None:
     columns = []
     for world_size in options.ranks:
         sizes = world_size, options.tensor_parallel_size, options.context_parallel_size
-        columns.append(simulate(*sizes, load_config(options.config)))
+        columns.append(simulate(*sizes, load_config(options.config, ["parallel.zero_stage=3"])))
         print(f"{world_size} ranks: ready after {columns[-1]['saver ready']:.1f} s", file=sys.stderr, flush=True)
     print("ranks".ljust(20), *(f"{world_size:>9,}" for world_size in options.ranks))
     for part in columns[0]:
-        number = "9,.0f" if part in ("requests", "groups") else "9.2f"
+        number = "9,.0f" if part in ("requests", "groups") else "9.1f"
         print(part.ljust(20), *(format(column[part], number) for column in columns))
 
 
