@@ -147,8 +147,10 @@ def at_step(launcher: str | list[str], config: Path, step: int, act: Callable[[C
 
 
 def ranks_of(launcher: Command) -> list[psutil.Process]:
-    """The processes that train, by rank; not the launcher's own."""
+    """The processes that train, by rank; not the launcher's own. `ranks` has no others."""
     children = psutil.Process(launcher.pid).children(recursive=True)
+    if launcher.args[0] == "ranks":  # forked in their order, with the environment of the process that they come from
+        return sorted(children, key=lambda p: p.create_time())
     return sorted((p for p in children if "RANK" in p.environ()), key=lambda p: int(p.environ()["RANK"]))
 
 

@@ -274,7 +274,7 @@ def test_a_hung_rank_ends_the_run_with_the_stacks_of_all(tmp_path, corpus) -> No
             time.sleep(0.01)
         rank.resume()  # a stopped process can write nothing
 
-    assert when("deepspeed", config, reached(config, 5), stop_one_rank) == 5
+    assert when("ranks", config, reached(config, 5), stop_one_rank) == 5
     assert "rank 0: error: in " in log_of(config)  # a step, or, on a busy machine, what came behind one
     assert "no progress for 0.15 minutes" in (stacks / "rank-0.txt").read_text()
     assert "another rank hangs" in (stacks / "rank-1.txt").read_text()

@@ -35,9 +35,10 @@ def reference(tmp_path_factory, corpus, pair) -> dict[int, Path]:
     return {1: folder / "run", 2: pair}
 
 
-def test_kill_9_under_deepspeed_resumes_bitwise(tmp_path, corpus, reference) -> None:
+def test_kill_9_of_everything_resumes_bitwise(tmp_path, corpus, reference) -> None:
+    """No launcher is left to do anything: which one it was is no matter."""
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
-    assert at_step("deepspeed", config, 23, kill_all) == -signal.SIGKILL
+    assert at_step("ranks", config, 23, kill_all) == -signal.SIGKILL
     finish("ranks", config)
     found = re.search(r"resumed from step-0*(2\d)", config.with_suffix(".log").read_text())
     (event,) = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
@@ -151,7 +152,7 @@ def test_sigterm_to_a_whole_job_saves(tmp_path, corpus, reference) -> None:
         assert time.monotonic() < deadline, config.with_suffix(".log").read_text()[-3000:]
         time.sleep(0.1)
     time.sleep(1)
-    finish("torchrun", config)  # and another launcher goes on
+    finish("ranks", config)  # and another launcher goes on
     check_same(tmp_path / "run", reference[2])
 
 
@@ -278,7 +279,7 @@ def test_a_run_continued_with_other_tokens_per_step_or_another_end_says_so(tmp_p
 
 def test_mistakes_end_the_run_before_it_starts(tmp_path, corpus) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", model={"num_layer": 3})
-    assert start("deepspeed", config).wait(PATIENCE) == 2
+    assert start("ranks", config).wait(PATIENCE) == 2
     log = config.with_suffix(".log").read_text()
     assert "did you mean model.num_layers?" in log
     assert log.count("did you mean") == 1  # one rank speaks
