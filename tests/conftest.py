@@ -22,8 +22,10 @@ from sagetrain.model.operations import block_operations
 
 # The slowest first: files are dealt out to processes whole, and one that begins last would be waited for.
 SLOW = (
-    *("test_engine", "test_faults", "test_hosts", "test_resume", "test_accounting", "test_spikes"),
-    *("test_precision_runs", "test_linear_precision", "test_performance"),
+    *("test_engine", "test_faults", "test_hosts", "test_accounting", "test_resume", "test_linear_schedule"),
+    *("test_plan", "test_precision_runs", "test_sage_interpreter", "test_sage_compile"),
+    *("test_linear_precision", "test_noise_scale", "test_context_parallel", "test_hopper_backward"),
+    *("test_hopper_forward", "test_zero3_memory", "test_model_parallel", "test_compare", "test_spikes"),
 )
 
 torch.set_num_threads(1)  # two on a busy machine wait for each other: a sixth of the speed of one

@@ -377,12 +377,14 @@ def words(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("brief", [False, True])
-def test_no_word_is_cut_at_any_width(name, brief):
+def test_no_word_is_cut_at_any_width(monkeypatch, name, brief):
     """Keys, numbers, overrides: what is whole where there is no limit is whole everywhere, and lines fit."""
-    world_size, overrides = CASES[name]
+    path, (world_size, overrides) = CONFIGS / f"{name}.yaml", CASES[name]
+    made = make_plan(path, overrides, world_size, H200)  # once for all widths
+    monkeypatch.setattr("sagetrain.planning.show.make_plan", lambda *_: made)
 
     def show(console: Console) -> None:
-        show_plan(CONFIGS / f"{name}.yaml", overrides, world_size, console, brief=brief)
+        show_plan(path, overrides, world_size, console, brief=brief)
 
     piped = printed(show, None)
     assert not {word for word in words(piped) if word.endswith("…")}
