@@ -116,6 +116,7 @@ class CountingStore(dist.Store):
 
 def make_ranks_threads() -> None:
     """From here on each thread of this process can be a rank."""
+    sys.setswitchinterval(0.5)  # or 64 threads that wait for the interpreter wake up 200 times a second each
     os.environ = Environment(os.environ)  # noqa: B003 - what the process has stays below
     socket.gethostname = lambda: f"node{int(os.environ['RANK']) // RANKS_OF_HOST:03d}"
     dist.distributed_c10d._world = ThreadLocalWorld()

@@ -139,6 +139,20 @@ def one_h100(figure: Figure) -> None:
     bars(figure.subplots(), names, [number(row["tokens/s"]) for row in rows], "tokens/s on one H100")
 
 
+def start(figure: Figure) -> None:
+    rows, panel = tables("start")[0], figure.subplots()
+    ranks = [name for name in rows[0] if name]
+    for place, row in enumerate(rows[index] for index in (0, 3, 4, 5)):
+        label = plain(row[""]).partition(":")[0]
+        panel.plot([number(each) for each in ranks], [number(row[each]) for each in ranks], f"C{place}o-", label=label)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks([number(each) for each in ranks], [each.removesuffix(" ranks") for each in ranks])
+    panel.set_xlabel("ranks, simulated on two cores")
+    panel.set_ylabel("seconds from the first rank's start")
+    panel.set_ylim(0)
+    panel.legend(fontsize=8)
+
+
 def saving(figure: Figure) -> None:
     rows = tables("saving")[0]
     names = [row[""] for row in rows]
@@ -200,6 +214,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "loading": ("loading.png", 2.4, loading),
     "loss-325m": ("loss.png", 3.6, loss),
     "one-h100": ("one-h100.png", 2.6, one_h100),
+    "start": ("start.png", 3.0, start),
     "saving": ("saving.png", 1.6, saving),
     "step": ("step.png", 3.6, step),
     "tensor-parallel": ("time.png", 3.6, tensor_parallel),
