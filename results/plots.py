@@ -57,6 +57,22 @@ def bars(panel: Axes, names: list[str], values: list[float], unit: str, one: flo
         panel.axvline(one, color="black", linewidth=0.8)
 
 
+def attention_elsewhere(figure: Figure) -> None:
+    rows = tables("attention-elsewhere")[0]
+    (what, *lengths), panel = rows[0], figure.subplots()
+    thousands = [int(length.removesuffix("K")) for length in lengths]
+    for row in rows:
+        both = [float(row[length].split()[2]) for length in lengths]
+        panel.plot(thousands, both, marker="o", markersize=3, label=plain(row[what]))
+    panel.axhline(1, color="black", linewidth=0.8)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(thousands, lengths)
+    panel.set_xlabel("tokens of a sequence")
+    panel.set_ylabel("speed over FlashAttention-2")
+    panel.set_ylim(0, 1.1)
+    panel.legend(fontsize=7, loc="lower left")
+
+
 def attention(figure: Figure) -> None:
     rows = tables("attention")[1]
     panels = figure.subplots(1, 2, sharey=True)
@@ -207,6 +223,7 @@ def tokens_per_step(figure: Figure) -> None:
 
 
 PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
+    "attention-elsewhere": ("both.png", 3.6, attention_elsewhere),
     "attention": ("attention.png", 3.6, attention),
     "fp4": ("fp4.png", 3.2, fp4),
     "generation": ("generation.png", 2.4, generation),

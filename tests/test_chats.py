@@ -386,9 +386,9 @@ def test_answers_that_end_with_the_next_role_are_said(folder: Path, tmp_path: Pa
 
 
 def test_what_is_said_survives_an_interruption(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sagetrain.data import journal, sources
+    from sagetrain.data import files, journal
 
-    monkeypatch.setattr(sources, "CHUNK_RECORDS", 2)
+    monkeypatch.setattr(files, "CHUNK_RECORDS", 2)
     monkeypatch.setattr(journal, "SECONDS", 0.0)
     as_json_lines(tmp_path / "chats", [{"messages": [ASK, ANSWER], "id": 1}] * 5 + [{"messages": 1}])
     said: list[str] = []
