@@ -64,7 +64,7 @@ class Environment(MutableMapping[str, str]):
 
     @property
     def own(self) -> dict[str, str]:
-        """What this thread has set."""
+        """The variables that this thread has set, by name."""
         return self._local.__dict__
 
     def __getitem__(self, name: str) -> str:
@@ -84,7 +84,7 @@ class Environment(MutableMapping[str, str]):
 
 
 counted = threading.local()
-"""What this thread's rank has asked of stores (`requests`), and how often it called new_group (`groups`)."""
+"""Counts of what this thread's rank has asked of stores (`requests`), and how often it called new_group (`groups`)."""
 
 
 def _counted(name: str) -> Callable[..., Any]:
@@ -128,7 +128,7 @@ def make_ranks_threads() -> None:
         return new_group(*arguments, **how)
 
     rendezvous._store = lambda *arguments: CountingStore(open_store(*arguments))
-    # Of gloo each rank would connect to every other one.
+    # With gloo each rank would connect to every other one.
     dist.init_process_group = lambda backend, **how: join("fake", **how)
     dist.new_group = _counted_group
 

@@ -11,6 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
+from . import launch
 from .launch import on_device_of
 from .nvrtc import load, mappable
 from .pieces import LOG2E
@@ -50,19 +51,13 @@ def architecture_of(device: torch.device) -> str:
 
 
 @functools.cache
-def has_half_rate_sums(device: torch.device) -> bool:
-    """Whether tensor cores sum in float16 at twice the rate of float32: GeForce GPUs."""
-    return "GeForce" in torch.cuda.get_device_name(device)
-
-
-@functools.cache
 def stages_of(device: torch.device) -> int:
     """Tiles of queries that the backward keeps in shared memory."""
     return 2 if torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 150 << 10 else 1
 
 
 def _served(x: Tensor, y: Tensor, recipe: str) -> bool:
-    """Whether the kernels take queries x and keys y of the recipe `fine`, or `scores`, which is the same forward."""
+    """Return whether the kernels take queries x and keys y of recipe `fine`, or `scores`, which is the same forward."""
     rules = RECIPES[recipe]
     return (
         rules.int8_scores
@@ -78,12 +73,12 @@ def _served(x: Tensor, y: Tensor, recipe: str) -> bool:
 
 
 def forward_supported(q: Tensor, k: Tensor, *, smooth_q: bool, recipe: str) -> bool:
-    """Whether `forward` takes this call; the portable kernels take every other."""
+    """Return whether `forward` takes this call; the portable kernels take every other."""
     return _served(q, k, recipe) and not smooth_q
 
 
 def backward_supported(do: Tensor, v: Tensor, saved: Saved, *, recipe: str) -> bool:
-    """Whether `backward` takes this call. It adds dQ up in any order, so deterministic algorithms are not served."""
+    """Return whether `backward` takes this call. It adds dQ up in any order: deterministic algorithms are not served."""
     return (
         _served(do, v, recipe)
         and RECIPES[recipe].int8_gradients
@@ -119,7 +114,7 @@ def forward(
 ) -> tuple[Tensor, Saved]:
     """reference.twin_forward where `forward_supported` says so: same arguments, same results up to float32 sums.
 
-    half_sums: P V with sums in float16. None asks has_half_rate_sums.
+    half_sums: P V with sums in float16. None asks launch.half_sums.
     """
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
@@ -128,7 +123,7 @@ def forward(
         architecture = architecture_of(q.device)
         tiles = tiles_of(n_k)
         k_codes, k_pairs, _ = quantize_keys(k, smooth_k, tiles * TILE, architecture=architecture, pairs=True)
-        half_sums = has_half_rate_sums(q.device) if half_sums is None else half_sums
+        half_sums = launch.half_sums(q.device) if half_sums is None else half_sums
         values, units = _values(v, tiles, architecture) if half_sums else (v, None)
         q_codes = Codes(
             torch.empty((batch, heads, n_q, head_dim), dtype=torch.int8, device=q.device),
@@ -162,7 +157,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """reference.twin_backward where `backward_supported` says so: same arguments, same results up to float32 sums.
 
-    half_sums: dP with sums in float16. None asks has_half_rate_sums.
+    half_sums: dP with sums in float16. None asks launch.half_sums.
     """
     batch, n_q, heads, head_dim = do.shape
     n_k, kv_heads = v.shape[1:3]
@@ -172,7 +167,7 @@ def backward(
     k_tiles = blocks * (keys // TILE)
     with on_device_of(do):
         architecture = architecture_of(do.device)
-        half_sums = has_half_rate_sums(do.device) if half_sums is None else half_sums
+        half_sums = launch.half_sums(do.device) if half_sums is None else half_sums
         new = functools.partial(torch.empty, device=do.device)
         rows = batch * heads * q_tiles * TILE
         q_turned, do_turned = new((2, rows * head_dim), dtype=torch.int8)

@@ -16,7 +16,7 @@ from .int8_matmul import int8_product
 from .launch import half_sums, tuned
 
 SIDE = 4096
-"""Of the matrices whose products are timed."""
+"""The side of the square matrices whose products are timed."""
 
 
 def product_rates(device: torch.device) -> list[str]:

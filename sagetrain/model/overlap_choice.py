@@ -85,7 +85,7 @@ def time_overlap(
             one.keep_weights()
         if compiled:
             one.compile_blocks()
-    with _no_garbage_collection():  # training has none either
+    with _no_garbage_collection():  # training looks at nothing that was made before its first step, either
         for one in both.values():
             _seconds(one, count, inputs, _WARM_UP, device)
         windows = [
@@ -101,6 +101,7 @@ def time_overlap(
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
+    """Keep Python's collector from looking through the models while they are timed."""
     gc.disable()
     try:
         yield

@@ -41,7 +41,7 @@ MARGINS: Mapping[str, Mapping[str, float]] = {
         "tensor parallelism": 0.1,
     },
 }
-"""By Hardware.name and by what `used` names: the largest error of a prediction, as a share of the speed reached."""
+"""The largest error of a prediction, as a share of the speed reached, by Hardware.name and the names of `_used`."""
 
 RANKS = 4
 """GPUs of the largest recorded run, all in one host."""

@@ -43,8 +43,8 @@ _LEVEL_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 _MAX_ROWS = 12
 _EIGHT_BIT_MFU = "MFU counts 8-bit products against the 16-bit peak, so it can pass what 16 bits reach"
 _PAGE = 100
-_USUAL_FILES = 1024  # that a process may open where nobody has raised the limit
 """Columns of text that is read line by line."""
+_USUAL_FILES = 1024  # that a process may open where nobody has raised the limit
 _AFTER_ERRORS = "none until the errors above are mended"
 
 
