@@ -30,8 +30,10 @@ def test_what_a_rank_does_at_the_start_does_not_grow_with_the_ranks(monkeypatch)
     ((*plain, layered),) = run_distributed(simulate, 1, (8, 1, 1), (16, 1, 1), (32, 1, 1), (8, 2, 2))
     assert [run["groups"] for run in plain] == [2 * 8, 2 * 16, 2 * 32]
     assert layered["groups"] == 3 * 8
-    each = [run["requests"] / ranks for run, ranks in zip(plain, (8, 16, 32), strict=True)]
-    assert max(each) < 1.02 * min(each) < 40
+    of_8, of_16, of_32 = (run["requests"] for run in plain)
+    # Rank 0 makes some 8 requests whatever the ranks, and a few follow the clock: 16 more ranks are looked at.
+    assert of_32 - of_16 < 1.02 * 2 * (of_16 - of_8)
+    assert max(of_8 / 8, of_16 / 16, of_32 / 32) < 40
     assert layered["requests"] / 8 < 45
     for run in (*plain, layered):
         assert 0 < run["met"] <= run["checked in"] <= run["groups made"] <= run["saver ready"] < run["ledger verified"]
