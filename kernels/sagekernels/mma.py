@@ -78,7 +78,7 @@ def forward_supported(q: Tensor, k: Tensor, *, smooth_q: bool, recipe: str) -> b
 
 
 def backward_supported(do: Tensor, v: Tensor, saved: Saved, *, recipe: str) -> bool:
-    """Return whether `backward` takes this call. It adds dQ up in any order: deterministic algorithms are not served."""
+    """Return whether `backward` takes this call. It adds dQ up in any order, so no deterministic algorithms."""
     return (
         _served(do, v, recipe)
         and RECIPES[recipe].int8_gradients
