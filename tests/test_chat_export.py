@@ -81,6 +81,8 @@ def test_a_fine_tuned_model_is_asked_and_stops_as_it_was_trained(folder: Path, t
     done = sagetrain("export", tmp_path / "tuned", tmp_path / "out")
     assert "max_position_embeddings 256, eos_token_id [256, 258]" in done.stdout
     assert "max_position_embeddings 256: the positions of the model that this run began with" in done.stderr
+    long = sagetrain("generate", tmp_path / "tuned", "7" * 200, "--temperature", 0, "--max-tokens", 4, "--json")
+    assert json.loads(long.stdout)["prompt_tokens"] == 200, "of 256 positions, not of the 64 of its own sequences"
     run, theirs = load_run(tmp_path / "tuned", print), AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert run.chat_template == MINE and theirs.config.max_position_embeddings == tokenizer.model_max_length == 256

@@ -77,7 +77,7 @@ def generate(
     A prompt is read alone, and a text that ends makes room for the next prompt. With a seed what a prompt becomes
     depends on nothing else, batch and other prompts included (up to float sums in another order, where two tokens are
     as likely); prompts that are the same draw differently. Keys and values are kept; when the context
-    (data.seq_length) is full, its later half is read anew. What the model wants before a text is before each.
+    (TrainedRun.context) is full, its later half is read anew. What the model wants before a text is before each.
 
     Args:
         template: a chat template (data/chat_template.py): prompts are messages of a user's, which the model answers.
@@ -86,7 +86,7 @@ def generate(
     Raises:
         ConfigError: the run has no tokenizer, a prompt is longer than the context, or the template refuses it.
     """
-    tokenizer, context, prefix = run.tokenizer, run.cfg.data.seq_length, run.text_prefix
+    tokenizer, context, prefix = run.tokenizer, run.context, run.text_prefix
     if tokenizer is None:
         raise ConfigError(
             "the run was trained on token files without a tokenizer, so there is no text for it: put the "
@@ -187,7 +187,7 @@ def _begun(text: str, stop: str) -> int:
 def _begin(
     run: TrainedRun, prompts: Sequence[str], tokenizer: Tokenizer, sampling: Sampling, template: str | None
 ) -> list[_Text]:
-    texts, times, context = [], Counter[str](), run.cfg.data.seq_length
+    texts, times, context = [], Counter[str](), run.context
     for number, prompt in enumerate(prompts):
         if template is None:
             tokens = [*run.text_prefix, *tokenizer.encode(prompt)]
@@ -198,7 +198,7 @@ def _begin(
             which = f"prompt {number + 1} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
             raise ConfigError(
                 f"{which} has {len(tokens):,} tokens, {len(tokens) - context:,} more than the context of {context:,} "
-                "that the run was trained with (data.seq_length); shorten it"
+                "that the model was trained with (its longest data.seq_length); shorten it"
             )
         texts.append(_Text(Completion(number, prompt, len(tokens)), tokens, tokenizer, sampling, times[prompt]))
         times[prompt] += 1

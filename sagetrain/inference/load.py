@@ -27,7 +27,7 @@ from sagetrain.train import checkpoint
 from sagetrain.train.attention import kept
 from sagetrain.train.checkpoint import CheckpointError, Reader
 from sagetrain.train.linear import kept as linear_kept
-from sagetrain.train.origin import chat_template, end_tokens, text_prefix
+from sagetrain.train.origin import chat_template, end_tokens, positions, text_prefix
 
 
 @dataclass
@@ -50,6 +50,13 @@ class TrainedRun:
     """The template that its chats were made with, or else the tokenizer's own."""
     data_hashes: Mapping[str, str] = field(default_factory=dict)
     """Hashes of its data by name, as its checkpoint records them."""
+    positions: int = 0
+    """The longest sequence that the weights were trained with, in whatever run (train/origin.py); 0: not recorded."""
+
+    @property
+    def context(self) -> int:
+        """The tokens that a text may have at once. A fine-tune on short sequences takes no positions away."""
+        return max(self.positions, self.cfg.data.seq_length)
 
 
 @dataclass(frozen=True)
@@ -245,7 +252,8 @@ def load_run(
         report(f"attention as at step {run.step}: {ladder.summary()}")
     about = run.tokenizer, run.vocab_size, run.step, run.tokens
     ends = run.text_prefix, run.end_tokens, run.chat_templates.get("default")
-    return TrainedRun(cfg, model, *about, device, *ends, run.reader.manifest["state"].get("files") or {})
+    state = run.reader.manifest["state"]
+    return TrainedRun(cfg, model, *about, device, *ends, state.get("files") or {}, positions(state))
 
 
 def _multiply(trained: LinearConfig, precision: str) -> LinearConfig:
