@@ -208,6 +208,19 @@ def test_a_template_for_tools_is_for_records_with_tools() -> None:
     assert {"schemas", "documents"} <= {*Chats("messages", 8, tools_field="schemas").optional_fields}
 
 
+@pytest.mark.parametrize("nothing", ["", " ", "null", "[]", [], None])
+def test_an_empty_cell_of_a_table_is_none(nothing: object) -> None:
+    """Neither a list without tools nor the template of chats with tools: published templates ask `tools is not none`
+    and `'tool_calls' in message`."""
+    template = (
+        "{% if tools is not none or documents is not none %}some{% endif %}{% for m in messages %}"
+        "{% if 'tool_calls' in m %}calls{% endif %}{{ m.content }}{% endfor %}"
+    )
+    record = {"messages": [ASK, {**ANSWER, "tool_calls": nothing}]}
+    record |= dict.fromkeys(("tools", "documents", "chat_template_kwargs"), nothing)
+    assert shown(record, template, tool_template="tools! " + template) == "go«Yes.»"
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

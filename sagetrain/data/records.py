@@ -161,11 +161,13 @@ class Chats:
         found = {}
         for name, key in ((TOOLS, self.tools_field), (_DOCUMENTS, _DOCUMENTS)):
             value = _list(record.get(key))
-            if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
+            if _holds_nothing(value):
+                continue
+            if not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
                 raise ValueError(f"{key!r} holds {_what(value)}; a chat's {name} are a list of JSON objects")
-            if value is not None:
-                found[name] = value
-        own = _parsed(record.get(_MORE)) or {}
+            found[name] = value
+        own = _parsed(record.get(_MORE))
+        own = {} if _holds_nothing(own) else own
         if not isinstance(own, dict):
             raise ValueError(f"{_MORE!r} holds {_what(own)}; variables of a chat template are a JSON object")
         if _holds_nul([found, own]):
@@ -280,6 +282,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             raise ValueError(f"message {number} has the role {role!r}, which is none of {', '.join(ROLES)}")
         if "tool_calls" in message:
             message["tool_calls"] = _list(message["tool_calls"])
+            if _holds_nothing(message["tool_calls"]):
+                del message["tool_calls"]
         if _holds_nul(message):
             raise ValueError(f"message {number} holds a NUL character")
         if content is None and role == "assistant" and message.get("tool_calls"):
@@ -341,6 +345,11 @@ def _parsed(value: Any) -> Any:
     except (ValueError, RecursionError):
         return value
     return found if isinstance(found, (list, dict)) else value
+
+
+def _holds_nothing(value: Any) -> bool:
+    """Return whether a field is empty. Tables write nothing as null, as a list or text without content, or as JSON."""
+    return value is None or value in ([], {}) or (isinstance(value, str) and value.strip() in ("", "null"))
 
 
 def _what(value: Any) -> str:
