@@ -7,6 +7,7 @@ import re
 import resource
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ import zstandard
 from prepare_inputs import documents, make_texts, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.data.files import CHUNK_BYTES
+from sagetrain.data.kinds import check_once
 from sagetrain.data.prepare import prepare
+from sagetrain.data.sources import Corpus
 
 
 def lines(*records: bytes) -> bytes:
@@ -30,6 +33,9 @@ BAD_FILES = {
     "array.jsonl": (b'[\n{"text": "x"}]', r"line 1: not valid JSON.*rename it to end in \.json"),
     "pretty.json": (b'{\n"text": "x"}', r"line 1: not valid JSON.*one object over several lines.*jq -c"),
     "list.jsonl": (lines(b'["x"]'), "line 1: holds list, not a JSON object"),
+    "later.jsonl": (lines(GOOD, b'["x"]'), "line 2: holds list, not a JSON object$"),
+    "inline.jsonl": (b'[{"text": "x"}]', r"line 1: holds list, not a JSON object .*rename it to end in \.json"),
+    "twice.csv": (b"text,n,text\na,1,b\n", "2 columns have the name 'text', .* rename all but one"),
     "number.jsonl": (lines(GOOD, b'{"text": 5}'), "line 2: 'text' holds int, not text"),
     "latin.jsonl": (lines(GOOD, b'{"text": "caf\xe9"}'), r"line 2: not UTF-8 \(byte 0xe9\)"),
     "surrogate.jsonl": (lines(b'{"text": "\\ud800"}'), "line 1: not valid Unicode: a lone surrogate"),
@@ -46,6 +52,33 @@ BAD_FILES = {
     "cut.jsonl.zst": (zstandard.compress(lines(*[GOOD] * 50))[:-4], r"cannot read .*cut\.jsonl\.zst: it ends in the"),
     "bad.parquet": (b"PAR1 no", r"cannot read .*bad\.parquet: "),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("a.jsonl", "a.jsonl.gz"), ("a.txt", "a.txt.xz"), ("a.jsonl.zst", "a.jsonl.bz2"), ("a.parquet", "a.jsonl"),
+     ("a.tar", "a.tgz"), ("a.zip", "a/b.csv"), ("a.JSONL", "a.jsonl.GZ")],
+)  # fmt: skip
+def test_a_file_beside_its_packed_copy_is_not_read_twice(tmp_path, one, other):
+    """Nor a table beside itself in another format, or an archive beside its files."""
+    with pytest.raises(ConfigError, match=f"{one} and {other} hold the same texts by their names.*--glob"):
+        check_once([one, "b.jsonl", other])
+    if one == "a.jsonl":
+        (tmp_path / one).write_bytes(GOOD)
+        (tmp_path / other).write_bytes(gzip.compress(GOOD))
+        with tarfile.open(tmp_path.with_suffix(".tar"), "w") as tar:
+            tar.add(tmp_path, "")
+        for sources in ([tmp_path], [tmp_path / one, tmp_path / other], [tmp_path.with_suffix(".tar")]):
+            with pytest.raises(ConfigError, match=r"a\.jsonl and .*a\.jsonl\.gz hold the same texts"):
+                Corpus([*map(str, sources)])
+        with pytest.raises(ConfigError, match="is named twice"):
+            Corpus([str(tmp_path), str(tmp_path / one)], glob="*.jsonl")
+
+
+def test_files_of_other_names_are_all_read():
+    check_once(
+        ["a.jsonl", "b/a.jsonl", "a.c", "a.h", "a.md", "a.md.txt", "d.tar", "dd/c.csv", "a.2.jsonl", "a.1.jsonl.gz"]
+    )
 
 
 @pytest.mark.parametrize("name", BAD_FILES)

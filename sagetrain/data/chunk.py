@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from sagetrain.config.errors import ConfigError
 
 T = TypeVar("T")
+_ARRAY = " (a JSON array? a file of this suffix has one object per line: rename it to end in .json)"
 
 
 @dataclass(frozen=True)
@@ -141,12 +142,12 @@ class Chunk:
         except (ValueError, RecursionError) as error:
             hint = ""
             if number == 1 and self.unit == "line":
-                array = " (a JSON array? a file of this suffix has one object per line: rename it to end in .json)"
                 several = " (one object over several lines? write each on one line: jq -c . FILE)"
-                hint = {"[": array, "{": several}.get(line[:1], "")
+                hint = {"[": _ARRAY, "{": several}.get(line[:1], "")
             raise self.error(number, f"not valid JSON: {error}{hint}") from error
         if not isinstance(value, dict):
-            raise self.error(number, f"holds {type(value).__name__}, not a JSON object")
+            array = isinstance(value, list) and self.unit == "line" and number == 1
+            raise self.error(number, f"holds {type(value).__name__}, not a JSON object{_ARRAY if array else ''}")
         return value
 
 

@@ -7,7 +7,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,18 @@ class Wanted:
         return bool(cut) and not any(cut[:size] == cut[-size:] for size in range(1, len(cut)))
 
 
-def check_columns(origin: object, columns: Iterable[str], names: Sequence[str], fields: bool) -> None:
-    """ConfigError if columns are not among the names of a table's."""
-    option = "--prompt-field, --completion-field or --chat-field" if fields else "--text-key"
-    for column in columns:
+def check_columns(origin: object, names: Sequence[str], wanted: Wanted) -> None:
+    """ConfigError if columns are not among the names of a table's, or several have the name of one that is read."""
+    option = "--prompt-field, --completion-field or --chat-field" if wanted.fields else "--text-key"
+    for column in wanted.columns:
         if column not in names:
             raise ConfigError(f"{origin}: {no_such_key(column, names, option)}")
+    for column in (*wanted.columns, *wanted.optional):
+        if names.count(column) > 1:
+            raise ConfigError(
+                f"{origin}: {names.count(column)} columns have the name {column!r}, and nobody can tell which of them "
+                "is meant; rename all but one"
+            )
 
 
 def read(content: Content, wanted: Wanted, place: Place, start: int = 0, stop: int | None = None) -> Iterator[Chunk]:
@@ -238,7 +244,7 @@ def _read_table(content: Content, wanted: Wanted) -> Iterator[Chunk]:
     if names is None:
         return
     try:
-        check_columns(content.name, wanted.columns, names, wanted.fields)
+        check_columns(content.name, names, wanted)
     except ConfigError as error:
         other = next((each for each in ";\t|," if each in names[0]), None) if len(names) == 1 else None
         hint = f"; it seems to be separated by {other!r}, and not by {delimiter!r}" if other else ""
@@ -289,7 +295,7 @@ def read_parquet(path: Path, wanted: Wanted) -> Iterator[Chunk]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            check_columns(path, wanted.columns, names, wanted.fields)
+            check_columns(path, names, wanted)
             columns = [name for name in (*wanted.columns, *wanted.optional) if name in names]
             size, rows = path.stat().st_size, max(file.metadata.num_rows, 1)
             number = 1

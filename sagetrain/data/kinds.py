@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from enum import Enum
+from pathlib import PurePath
 
 from sagetrain.config.errors import ConfigError
 
@@ -89,6 +91,50 @@ def kind_of(name: str | os.PathLike[str]) -> Kind:
     """How a file is read by its name, which may be in capitals."""
     path = _in_full(name).removesuffix(compression(name))
     return _BY_SUFFIX.get(os.path.splitext(path)[1], Kind.TEXT)
+
+
+def stem(name: str | os.PathLike[str]) -> str:
+    """Return the name of a file without what says how it is packed and, unless it is plain text, how it is written."""
+    path, suffix = os.path.splitext(os.fspath(name))
+    if suffix.lower() in _SHORT:
+        return path
+    if suffix.lower() in _COMPRESSED:
+        path, suffix = os.path.splitext(path)
+    return path if suffix.lower() in _BY_SUFFIX else path + suffix
+
+
+def check_once(names: Iterable[str], where: str = "") -> None:
+    """Look for files that hold the same texts by their names: of one stem, or in the folder that an archive fills.
+
+    Args:
+        names: the paths of all files that are to be read.
+        where: what is put before names in the message.
+
+    Raises:
+        ConfigError: two of the files would be read as one text after the other.
+    """
+    found: dict[str, str] = {}
+    archives: dict[str, str] = {}
+    for name in names:
+        key = stem(name)
+        other = found.setdefault(key, name)
+        if other is not name:
+            raise _twice(where + other, where + name)
+        if kind_of(name) is Kind.ARCHIVE:
+            archives[key] = name
+    for name in found.values() if archives else ():
+        for parent in PurePath(name).parents:
+            if other_archive := archives.get(str(parent)):
+                raise _twice(where + other_archive, where + name)
+
+
+def _twice(one: str, other: str) -> ConfigError:
+    if one == other:
+        return ConfigError(f"{one} is named twice: its texts would be there twice; name it once")
+    return ConfigError(
+        f"{one} and {other} hold the same texts by their names, which would be there twice: choose one with --glob, or "
+        "take the other away (rename it if it holds other texts)"
+    )
 
 
 def is_file_name(name: str) -> bool:

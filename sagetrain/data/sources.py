@@ -26,7 +26,7 @@ from sagetrain.data.archives import matches, members, names_in
 from sagetrain.data.blocks import head, on_disk
 from sagetrain.data.chunk import Chunk, Place
 from sagetrain.data.files import Wanted, check_columns, contains, is_array, read, read_parquet, rows_of
-from sagetrain.data.kinds import HEAD, Kind, check_head, compression, is_file_name, kind_of
+from sagetrain.data.kinds import HEAD, Kind, check_head, check_once, compression, is_file_name, kind_of
 
 STDLIB = "python-stdlib"
 _LOOKED_AT = 10_000
@@ -86,8 +86,10 @@ class Corpus:
         self.inputs: list[Input] = []
         self._looked_at = self._texts = 0
         self._text_files: list[Path] = []
+        self._paths: list[Path] = []
         for source in sources:
             self.inputs += self._resolve(source, glob, config_name, split)
+        check_once(map(os.path.abspath, self._paths))
         self.all_inputs = self.inputs
         if split_on is not None:
             self._check_separator(split_on, separator)
@@ -221,6 +223,7 @@ class Corpus:
         return chosen
 
     def _file(self, path: Path) -> Input:
+        self._paths.append(path)
         kind, wanted, content = kind_of(path), self._wanted, on_disk(path)
         if wanted.fields and kind is Kind.TEXT:
             raise self._no_fields(path)
@@ -251,12 +254,14 @@ class Corpus:
 
     def _archive(self, path: Path, glob: str | None = None) -> Input:
         """All chosen files of an archive as one input."""
+        self._paths.append(path)
         sizes = names_in(path)
         if glob:
             sizes = {name: size for name, size in sizes.items() if matches(name, glob)}
         if not sizes:
             raise ConfigError(f"{path}: no files in it{f' that match {glob!r}' if glob else ''}")
         chosen = {*sizes} if glob else self._chosen(path, sizes)
+        check_once(sorted(chosen), f"{path}: ")
         kinds = {name: kind_of(name) for name in chosen}
         for name, kind in kinds.items():
             if kind in (Kind.ARCHIVE, Kind.PARQUET):
@@ -394,7 +399,7 @@ def _read_dataset(name: str, dataset: Any, place: Place, wanted: Wanted) -> Iter
     number = place.records + 1
     for table in dataset.with_format("arrow").skip(place.records).iter(batch_size=512):
         there = names or table.schema.names
-        check_columns(name, columns, there, wanted.fields)
+        check_columns(name, there, wanted)
         taken = [*columns, *optional] if names is None else known
         yield rows_of(name, table, number, taken, wanted.fields, there)
         number += len(table)
