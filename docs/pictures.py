@@ -1,0 +1,469 @@
+"""Draw the pictures of these pages as SVG, from the code's own facts where there are any.
+
+    python3 docs/pictures.py
+
+Which products are in INT8, who is in which group, what a rank holds, how gradients travel, and the names of files are
+read from the code. tests/test_pictures.py holds that the files in docs/pictures are what this script draws. A picture
+is at most 480 units wide, so that it can be read on a phone, and follows the reader's light or dark colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+from svg import WIDTH, Picture, width_of
+
+from sagetrain.config import load_config
+from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
+from sagetrain.hardware import HARDWARE
+from sagetrain.model.accounting import memory_per_rank
+from sagetrain.model.backends import Product, Sage
+from sagetrain.model.operations import INTO, OUT, Rank, collectives
+from sagetrain.parallel.topology import Topology
+from sagetrain.planning.performance import StepPrediction, predict
+from sagetrain.train.checkpoint import KINDS, file_name, folder_name
+
+HERE = Path(__file__).parent
+FOLDER = HERE / "pictures"
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def run() -> Picture:
+    """Draw what happens between a YAML file and a checkpoint, and what each part writes."""
+    picture = Picture("A run: YAML and overrides, check, plan, ranks meet, choices, steps in a loop, checkpoint")
+    picture.text(14, 24, "what happens", 13, kind="faint")
+    picture.text(WIDTH - 14, 24, "what it leaves in the run folder", 13, kind="faint", anchor="end")
+    stages = [
+        (("one YAML file", "and overrides key=value"), "box", ("config.yaml", "resolved, with defaults")),
+        (("check", "every key, file and rule;", "an error ends here: exit code 2"), "a", ("findings.json",)),
+        (("ranks meet", "same code, versions, data?"), "a", ()),
+        (("auto is decided", "kernels tested, then timed"), "a", ("attention.json", "linear.json")),
+        (("weights", "new, or the newest checkpoint"), "a", ()),
+    ]
+    y = 38.0
+    middle = 130.0
+    for place, (lines, kind, left) in enumerate(stages):
+        height = 20 + 18 * len(lines)
+        if place:
+            picture.line((middle, y - 16), (middle, y - 2))
+        picture.box(14, y, 2 * middle - 28, height, lines, kind)
+        _leaves(picture, y + height / 2, left)
+        y += height + 16
+    loop = y - 6
+    picture.line((middle, y - 16), (middle, y + 14))
+    y += 16
+    steps = [
+        (("forward and backward", "micro-batch by micro-batch"), "d", ()),
+        (("sum over the ranks", "mean of all gradients"), "d", ()),
+        (("judge the step", "spike? skip, rewind or stop"), "d", ("events.jsonl", "spikes/")),
+        (("AdamW", "fp32 master weights"), "d", ("metrics.jsonl", "stability.json")),
+    ]
+    for place, (lines, kind, left) in enumerate(steps):
+        if place:
+            picture.line((middle, y - 12), (middle, y - 1))
+        picture.box(24, y, 2 * middle - 48, 46, lines, kind)
+        _leaves(picture, y + 23, left)
+        y += 58
+    picture.frame(14, loop, 2 * middle - 28, y - loop - 2)
+    picture.text(2 * middle - 8, loop + 16, "every step", 13, kind="faint")
+    picture.line((middle, y - 2), (middle, y + 16))
+    picture.box(14, y + 18, 2 * middle - 28, 46, ("checkpoint", "written beside the next steps"), "b")
+    _leaves(picture, y + 41, ("checkpoints/", f"{folder_name(2000)}/"))
+    return picture
+
+
+def _leaves(picture: Picture, y: float, names: tuple[str, ...]) -> None:
+    """Name what a stage writes, right of it."""
+    for i, name in enumerate(names):
+        mono = " " not in name
+        at = y + 5 + 17 * (i - (len(names) - 1) / 2)
+        picture.text(WIDTH - 14, at, name, 12.5, anchor="end", mono=mono, kind="ink" if mono else "faint")
+    if names:
+        picture.line((250, y), (262, y), arrow=False)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+RECIPES = ("scores", "fine", "gradients", "paper")
+GIVES = {
+    "Q K^T": "the scores S", "P V": "the output O", "Q K^T again": "S, for P", "P^T dO": "dV", "dO V^T": "dP, for dS",
+    "dS K": "dQ", "dS^T Q": "dK",
+}  # fmt: skip
+
+
+def attention() -> Picture:
+    """Draw the seven products as they feed each other, and below which of them each recipe computes in INT8."""
+    products = get_args(Product)
+    quantized = {recipe: Sage(recipe).quantized for recipe in RECIPES}
+    ever = frozenset[str]().union(*quantized.values())
+    picture = Picture("Attention's seven matrix products, and which of them are in INT8 by each recipe")
+
+    def product(number: int, x: float, y: float) -> None:
+        name = products[number - 1]
+        picture.box(x, y, 98, 34, f"{number}  {name.removesuffix(' again')}", "d" if name in ever else "box")
+
+    def tensor(name: str, x: float, y: float) -> None:
+        picture.text(x, y, name, 15, anchor="middle", bold=True)
+
+    def chain(y: float, first: int, second: int, *, into: str, out: str) -> None:
+        """Draw inputs, a product, softmax, a product and its result in one row."""
+        tensor("Q", 22, y + 14)
+        tensor("K", 22, y + 34)
+        picture.line((34, y + 17), (52, y + 17))
+        product(first, 54, y)
+        picture.line((152, y + 17), (188, y + 17))
+        picture.text(168, y + 11, "S", 13, anchor="middle")
+        picture.box(190, y, 76, 34, "softmax")
+        picture.line((266, y + 17), (302, y + 17))
+        picture.text(282, y + 11, "P", 13, anchor="middle")
+        product(second, 304, y)
+        tensor(into, 353, y - 18)
+        picture.line((353, y - 14), (353, y - 2))
+        picture.line((402, y + 17), (426, y + 17))
+        tensor(out, 446, y + 22)
+
+    picture.text(14, 26, "forward", 14, bold=True)
+    chain(52, 1, 2, into="V", out="O")
+    picture.text(14, 118, "backward", 14, bold=True)
+    chain(148, 3, 4, into="dO", out="dV")
+    tensor("dO", 22, 246)
+    tensor("V", 22, 266)
+    picture.line((38, 249), (52, 249))
+    product(5, 54, 232)
+    picture.line((152, 249), (188, 249))
+    picture.text(168, 243, "dP", 13, anchor="middle")
+    picture.line((282, 167), (282, 206), (228, 206), (228, 230))
+    picture.box(190, 232, 92, 34, "P ∘ (dP − δ)")
+    picture.line((282, 243), (302, 243))
+    picture.line((282, 255), (291, 255), (291, 293), (302, 293))
+    picture.text(292, 226, "dS", 13, anchor="middle")
+    product(6, 304, 226)
+    product(7, 304, 276)
+    for y, result in ((243, "dQ"), (293, "dK")):
+        picture.line((402, y), (426, y))
+        tensor(result, 446, y + 5)
+    picture.legend(338, [("d", "in INT8, by the recipe"), ("box", "always 16 or 32 bits")])
+    top, step = 386, 25
+    for column, recipe in enumerate(RECIPES):
+        picture.text(250 + 66 * column, top - 14, recipe, 13, anchor="middle", bold=True, mono=True)
+    for row, name in enumerate(products):
+        y = top + step * row
+        picture.text(14, y + 14, f"{row + 1}  {name.removesuffix(' again')}", 13.5)
+        picture.text(90, y + 14, f"gives {GIVES[name]}", 12.5, kind="faint")
+        for column, recipe in enumerate(RECIPES):
+            inside = name in quantized[recipe]
+            picture.box(222 + 66 * column, y, 56, 19, "INT8" if inside else "16", "d" if inside else "box", size=12)
+    return picture
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+RANKS = Topology(world_size=8, tensor_parallel_size=2, context_parallel_size=2)
+
+
+def layout() -> Picture:
+    """Draw which part of the weights and of the tokens each of eight ranks has, and the groups that they are in."""
+    tensor, context, data = RANKS.tensor_parallel_size, RANKS.context_parallel_size, RANKS.data_parallel_size
+    picture = Picture("What each of eight ranks holds, and its tensor-parallel, context-parallel and replica groups")
+    left, step, wide = 84, 49, 42
+    sizes = f"tensor {tensor} × context {context} × data {data}"
+    picture.text(14, 26, f"{RANKS.world_size} ranks: {sizes}", 14, bold=True)
+    for name, y in (("rank", 52), ("weights", 84), ("batch", 124), ("tokens", 164)):
+        picture.text(14, y, name, 13, kind="faint")
+    for rank in range(RANKS.world_size):
+        d, c, t = RANKS.coords(rank)
+        x = left + step * rank
+        picture.text(x + wide / 2, 52, str(rank), 15, anchor="middle", bold=True)
+        for part in range(tensor):
+            picture.rectangle(
+                x + part * wide / tensor, 66, wide / tensor - 1, 28, "a" if part == t else "box", round_=1
+            )
+        picture.box(x, 106, wide, 28, "AB"[d], "c")
+        for part in range(context):
+            picture.rectangle(
+                x + part * wide / context, 146, wide / context - 1, 28, "b" if part == c else "box", round_=1
+            )
+    picture.text(14, 204, "who talks to whom", 14, bold=True)
+    groups: list[tuple[str, Callable[[int], list[int]], str]] = [
+        ("tensor", RANKS.tp_ranks, "a"), ("context", RANKS.cp_ranks, "b"), ("replicas", RANKS.replica_ranks, "c"),
+    ]  # fmt: skip
+    y = 218.0
+    for name, ranks_of, kind in groups:
+        found = sorted({tuple(ranks_of(rank)) for rank in range(RANKS.world_size)})
+        picture.text(14, y + 13, name, 13, kind="faint")
+        lanes: list[list[tuple[int, ...]]] = []
+        for group in found:  # groups that interleave get lines of their own
+            lane = next((lane for lane in lanes if lane[-1][-1] < group[0]), None)
+            lane.append(group) if lane else lanes.append([group])
+        for lane in lanes:
+            for group in lane:
+                ends = [left + step * rank + wide / 2 for rank in (group[0], group[-1])]
+                picture.line((ends[0], y + 8), (ends[1], y + 8), arrow=False)
+                for rank in group:
+                    picture.rectangle(left + step * rank + wide / 2 - 6, y + 2, 12, 12, kind, round_=6)
+            y += 18
+        y += 8
+    return picture
+
+
+def _gib(cfg: RunConfig, ranks: int) -> dict[str, float]:
+    """Return what a rank holds of weights, gradients and optimizer all the time, GiB."""
+    items = memory_per_rank(cfg, ranks, 32768)
+    names = {"weights": "weights", "gathered weights": "weights", "gradients": "gradients", "bucket": "gradients",
+             "optimizer": "optimizer"}  # fmt: skip
+    held = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
+    for item in items:
+        if item.name in names:
+            held[names[item.name]] += item.bytes / 2**30
+    return held
+
+
+def _zero(model: str, stage: int) -> RunConfig:
+    """Return a model of configs/ in 16 bits at a ZeRO stage, data parallel alone."""
+    overrides = [f"parallel.zero_stage={stage}", "linear.precision=bf16", "parallel.tensor_parallel_size=1",
+                 "parallel.sequence_parallel=false", "parallel.world_size=null"]  # fmt: skip
+    return load_config(HERE.parent / f"configs/{model}.yaml", overrides)
+
+
+def zero() -> Picture:
+    """Draw what a rank holds of a 7B model at each ZeRO stage, as `sagetrain plan` counts it."""
+    ranks = 8
+    rows = [("1 GPU", _gib(_zero("7b", 1), 1))]
+    rows += [(f"ZeRO {stage}", _gib(_zero("7b", stage), ranks)) for stage in (1, 2, 3)]
+    kinds = {"weights": "a", "gradients": "b", "optimizer": "c"}
+    picture = Picture(f"What a rank holds of 7B on {ranks} GPUs at ZeRO 1, 2 and 3")
+    picture.text(14, 26, f"GiB that a rank of {ranks} holds, 7B (configs/7b.yaml)", 14, bold=True)
+    scale = 330 / max(sum(held.values()) for _, held in rows)
+    for place, (name, held) in enumerate(rows):
+        x, y = 76.0, 44 + 38 * place
+        picture.text(14, y + 18, name, 13)
+        for part, size in held.items():
+            label = f"{size:.1f}"
+            if scale * size > width_of(label, 12) + 6:
+                picture.box(x, y, scale * size, 28, label, kinds[part], size=12)
+            else:
+                picture.rectangle(x, y, scale * size, 28, kinds[part], round_=1)
+            x += scale * size + 1
+        picture.text(x + 8, y + 18, f"{sum(held.values()):.1f}", 13, bold=True)
+    picture.legend(44 + 38 * len(rows) + 14, [(kind, name) for name, kind in kinds.items()])
+    return picture
+
+
+def sequence() -> Picture:
+    """Draw a block on two tensor-parallel ranks, with and without sequence parallelism."""
+    cfg = load_config(HERE.parent / "configs/7b.yaml")
+    picture = Picture("A block on two tensor-parallel ranks, with and without sequence parallelism")
+    y = 14.0
+    for sharded in (False, True):
+        rank = Rank(
+            tokens=8192, seq_length=4096, tensor=2, sequence_parallel=sharded, linear=LinearConfig(precision="bf16")
+        )
+        calls = collectives(cfg.model, AttentionConfig(), rank, 1)
+        kinds = {call.what: call.kind for call in calls if call.moment == "forward"}
+        enters, leaves = kinds.get(INTO), kinds[OUT]
+        picture.text(14, y + 14, f"sequence_parallel: {str(sharded).lower()}", 13.5, mono=True, bold=True)
+        y += 24
+        x = 14.0
+        for inside in ("attention", "MLP"):
+            split = 2 if sharded else 1
+            for part in range(2):
+                top = y + 34 * part
+                picture.rectangle(x, top, 62, 30, "box")
+                picture.rectangle(x + (31 * part if sharded else 0), top, 62 / split, 30, "b")
+                picture.rectangle(x + 112, top, 78, 30, "box")
+                picture.rectangle(x + 112 + 39 * part, top, 39, 30, "a")
+                picture.line((x + 62, top + 15), (x + 110, top + 15))
+                picture.line((x + 190, top + 15), (x + 224, top + 15))
+            picture.text(x + 31, y + 84, "norm", 12.5, anchor="middle")
+            picture.text(x + 151, y + 84, inside, 12.5, anchor="middle")
+            if enters:
+                picture.text(x + 87, y + 104, enters, 11.5, anchor="middle", kind="faint")
+            picture.text(x + 224, y + 104, leaves, 11.5, anchor="end", kind="faint")
+            x += 228
+        y += 118
+    picture.legend(y + 12, [("b", "tokens that a rank normalizes"), ("a", "its half of the layers")])
+    return picture
+
+
+# -- a step's timeline -------------------------------------------------------------------------------------------------
+
+FORWARD, BACKWARD, UPDATE, GATHER, WAIT = 20, 40, 46, 24, 22
+STEPS = (
+    ("ZeRO 1: once a step, beside the last backward", 1, True),
+    ("ZeRO 1 with overlap_comm: false", 1, False),
+    ("ZeRO 2: in every micro-batch", 2, None),
+    ("ZeRO 3: weights are gathered, too", 3, None),
+)
+
+
+def _predicted(stage: int, overlap: bool | None) -> StepPrediction:
+    cfg = _zero("1b", stage)
+    given = {} if overlap is None else {"zero_optimization": {"overlap_comm": overlap}}
+    return predict(cfg.model_copy(update={"deepspeed": given}), 8, 32768, HARDWARE["h200"])
+
+
+def timeline() -> Picture:
+    """Draw when gradients travel in a step of several micro-batches, at each ZeRO stage (schematic, not to scale)."""
+    predicted = [_predicted(stage, overlap) for _, stage, overlap in STEPS]
+    count = predicted[0].accumulation
+    picture = Picture(f"A step of {count} micro-batches: when gradients travel at ZeRO 1, 2 and 3")
+    picture.text(14, 26, f"one step of {count} micro-batches (not to scale)", 14, bold=True)
+    y = 44.0
+    for (name, stage, overlap), step in zip(STEPS, predicted, strict=True):
+        picture.text(14, y + 12, name, 13.5)
+        below, x = y + 50, 14.0
+        for micro in range(count):
+            last = micro == count - 1
+            picture.box(x, y + 20, FORWARD - 1, 26, "F", "a", size=12)
+            picture.box(x + FORWARD, y + 20, BACKWARD - 1, 26, "B", "a", size=12)
+            if stage == 3:
+                for at in range(0, FORWARD + BACKWARD - 5, 10):
+                    picture.rectangle(x + at, below, 8, 9, "d", round_=1)
+                for at in range(8, BACKWARD + 6, 10):
+                    picture.rectangle(x + FORWARD + at, below + 12, 8, 9, "b", round_=1)
+            x += FORWARD + BACKWARD
+            if stage == 1 and overlap and last:
+                for at in range(-32, 8, 10):
+                    picture.rectangle(x + at, below, 8, 9, "b", round_=1)
+                x += 8
+            elif stage == 2 or (stage == 1 and last):
+                picture.rectangle(x, below, WAIT - 2, 9, "b", round_=1)
+                x += WAIT
+            elif stage == 3 and last:
+                x += 6
+        picture.box(x + 2, y + 20, UPDATE, 26, "update", "c", size=12)
+        x += UPDATE + 4
+        if stage < 3:
+            picture.rectangle(x, below, GATHER, 9, "d", round_=1)
+        y = below + (24 if stage == 3 else 12)
+        calls = {call.purpose: call for call in step.collectives}
+        gradients = calls["gradients"]
+        said = f"gradients: {gradients.count} × {gradients.kind}, {gradients.wire_bytes / 2**30:.1f} GiB sent by a rank"
+        picture.text(14, y + 12, said, 12.5, kind="faint")
+        y += 30
+    picture.legend(y + 10, [("a", "forward, backward"), ("b", "gradients"), ("d", "weights"), ("c", "update")])
+    picture.text(14, y + 32, "numbers: 1B on 8 GPUs, fp32 gradients, by sagetrain plan", 12.5, kind="faint")
+    return picture
+
+
+# -- a checkpoint ------------------------------------------------------------------------------------------------------
+
+
+def checkpoint() -> Picture:
+    """Draw how a checkpoint is written, what lies in its folder, and how another layout reads it."""
+    picture = Picture("A checkpoint: how it is written, its files, and how other ranks read it")
+    picture.text(14, 26, "written beside training, published at once", 14, bold=True)
+    stages = (("copy", "to host", "memory"), ("write", "each rank", "its files"), ("sync", "to disk,", "SHA-256"),
+              ("rename", "once all", "are there"))  # fmt: skip
+    for place, lines in enumerate(stages):
+        x = 14 + 118 * place
+        picture.box(x, 40, 96, 66, lines, "b" if place == 0 else "box", size=13)
+        if place:
+            picture.line((x - 21, 73), (x - 2, 73))
+    picture.text(14, 124, "training waits", 12.5, kind="faint")
+    picture.text(132, 124, "training goes on", 12.5, kind="faint")
+    y, writers, kinds = 158.0, 4, "abcd"
+    picture.text(14, y, f"checkpoints/{folder_name(2000)}/", 13.5, mono=True, bold=True)
+    names = [(file_name(kind, f"tp000-dp{rank:03d}"), kinds[rank]) for kind in KINDS[:2] for rank in (0, 1)]
+    what = {"shard": "fp32 weights", "moments": "AdamW's moments"}
+    for name, kind in names:
+        y += 22
+        picture.rectangle(22, y - 11, 12, 12, kind, round_=2)
+        picture.text(42, y, name, 12.5, mono=True)
+        picture.text(WIDTH - 14, y, what[name.split("-")[0]], 12.5, anchor="end", kind="faint")
+    for name, said in (("rng-00000.pt", "a rank's random state"), ("config.yaml", "resolved"),
+                       ("manifest.json", "every piece, every SHA-256")):  # fmt: skip
+        y += 22
+        picture.text(42, y, name, 12.5, mono=True)
+        picture.text(WIDTH - 14, y, said, 12.5, anchor="end", kind="faint")
+    y += 36
+    picture.text(14, y, "one parameter, as a flat range", 14, bold=True)
+    y += 12
+    whole, readers = WIDTH - 28.0, 3
+    for rank in range(writers):
+        picture.box(
+            14 + whole / writers * rank, y, whole / writers - 1, 28, f"piece of rank {rank}", kinds[rank], size=12
+        )
+    for rank in range(readers):
+        left, right = (14 + whole / readers * (rank + share) for share in (0.04, 0.96))
+        picture.line((left, y + 36), (left, y + 44), (right, y + 44), (right, y + 36), arrow=False)
+        picture.text((left + right) / 2, y + 62, f"rank {rank} of {readers} reads", 12.5, anchor="middle", kind="faint")
+    return picture
+
+
+# -- what it gains and costs -------------------------------------------------------------------------------------------
+
+GAINS = (
+    ("1B", "PyTorch, bf16", 76_835, 76_835),
+    ("", "PyTorch, torchao FP8", 88_405, 76_835),
+    ("", "SageTrain, default: INT8", 102_795, 77_748),
+    ("", "SageTrain, FP8 layers", 104_899, 76_835),
+    ("7B's width", "PyTorch, bf16", 49_174, 49_174),
+    ("", "PyTorch, torchao FP8", 66_024, 49_174),
+    ("", "SageTrain, FP8 layers", 75_223, 49_174),
+)
+"""Model, what ran, its tokens/s, and those of plain PyTorch in the same run (results/step); one H200."""
+COSTS = (
+    ("INT8 attention, scores", 0.0000, 0.0001, "16K, second half"),
+    ("INT8 attention, paper", 0.0038, 0.0010, "16K, second half"),
+    ("INT8 linear layers", 0.0004, 0.0001, "524K, second half"),
+    ("FP8 linear layers", 0.0027, 0.0020, "524K, second half"),
+    ("INT8 linear + scores", 0.0032, 0.0034, "131K, whole run"),
+    ("FP8 linear + scores", 0.0105, 0.0075, "262K, whole run"),
+)
+"""What is in 8 bits, training loss above 16 bits, its 95 % interval, tokens per step (results/tokens-per-step)."""
+
+
+def gains() -> Picture:
+    """Draw what 8 bits gain in speed and cost in loss, from the figures that stand in results/."""
+    picture = Picture("What 8 bits gain in speed over plain PyTorch, and cost in training loss")
+    picture.text(14, 26, "speed: times plain PyTorch, one H200, 4K", 14, bold=True)
+    y, left = 38.0, 186.0
+    for model, name, rate, peer in GAINS:
+        if model:
+            picture.text(14, y + 16, model, 13, bold=True)
+            y += 24
+        long = 100 * rate / peer
+        picture.text(14, y + 14, name, 13)
+        picture.rectangle(left, y + 1, long, 17, "d" if name.startswith("Sage") else "box", round_=2)
+        picture.text(left + long + 6, y + 14, f"{rate / peer:.2f}×", 13, bold=True)
+        picture.text(WIDTH - 14, y + 14, f"{rate:,}/s", 12, anchor="end", kind="faint")
+        y += 22
+    y += 34
+    picture.text(14, y, "cost: training loss above 16 bits, nats (43M)", 14, bold=True)
+    y += 10
+    zero_at, scale = 200.0, 5600.0
+    picture.text(zero_at, y + 10, "16 bits", 12, anchor="middle", kind="faint")
+    y += 16
+    top = y
+    for name, cost, interval, where in COSTS:
+        picture.text(14, y + 14, name, 13)
+        ends = [zero_at + scale * (cost + sign * interval) for sign in (-1, 1)]
+        picture.line((ends[0], y + 10), (ends[1], y + 10), arrow=False)
+        picture.rectangle(zero_at + scale * cost - 4, y + 6, 8, 8, "b", round_=4)
+        picture.text(WIDTH - 14, y + 8, f"{cost:.4f} ± {interval:.4f}", 12, anchor="end", bold=True)
+        picture.text(WIDTH - 14, y + 22, where, 11, anchor="end", kind="faint")
+        y += 30
+    picture.line((zero_at, top), (zero_at, y), arrow=False)
+    return picture
+
+
+PICTURES: dict[str, Callable[[], Picture]] = {
+    "run": run, "attention": attention, "layout": layout, "sequence": sequence, "zero": zero, "timeline": timeline,
+    "checkpoint": checkpoint, "gains": gains,
+}  # fmt: skip
+"""Draws each file of docs/pictures, by its name."""
+
+
+def main() -> None:
+    """Draw all of them."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        (FOLDER / f"{name}.svg").write_text(draw().svg())
+
+
+if __name__ == "__main__":
+    main()
