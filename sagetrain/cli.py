@@ -266,8 +266,8 @@ def train(
     """
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its store says for pages that a rank has gone; we say who
+    from sagetrain.cluster.launcher import launched, unknown_launcher
     from sagetrain.parallel.host import use_cores
-    from sagetrain.train.launcher import launched, unknown_launcher
 
     with _Errors() as errors:
         rank, world_size = launched()
@@ -288,9 +288,9 @@ def train(
             trainer = Trainer(cfg, findings, *while_training(cfg))
         except (ConfigError, PermissionError) as error:
             if world_size > 1:
-                from sagetrain.train import roster
+                from sagetrain.cluster import preflight
 
-                roster.stay_out(_forbidden(error) if isinstance(error, PermissionError) else error)
+                preflight.stay_out(_forbidden(error) if isinstance(error, PermissionError) else error)
             raise
         trainer.run()
     _leave_together()

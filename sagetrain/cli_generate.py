@@ -88,8 +88,8 @@ def generate(
     torchrun --nproc-per-node 2 -m sagetrain generate runs/7b "Once"
     """
     with _Errors(run_dir=run_dir) as errors:
+        from sagetrain.cluster.launcher import launched
         from sagetrain.parallel.host import use_cores
-        from sagetrain.train.launcher import launched
 
         rank, world_size = launched()
         errors.rank = rank

@@ -111,9 +111,8 @@ def compare(
     """
     with _Errors() as errors:
         from sagetrain.compare import command as comparing
-        from sagetrain.config.errors import ConfigError
+        from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError
         from sagetrain.config.load import is_assignment
-        from sagetrain.train.guard import TRAINING_EXIT_CODE
 
         if not 0 <= margin < math.inf:
             raise ConfigError(
@@ -229,8 +228,8 @@ def replay(
     sagetrain replay runs/325m/spikes/step-00001500 --attention sdpa --linear bf16
     """
     with _Errors() as errors:
+        from sagetrain.cluster.launcher import launched
         from sagetrain.parallel.host import use_cores
-        from sagetrain.train.launcher import launched
 
         errors.rank, _ = launched()
         use_cores()
@@ -267,7 +266,7 @@ def doctor(
     its training.run_dir is.
     """
     with _Errors() as errors:
-        from sagetrain.train.launcher import launched
+        from sagetrain.cluster.launcher import launched
 
         rank, world_size = launched()
         errors.rank = rank

@@ -28,15 +28,16 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from sagetrain.auto import linear_choice
+from sagetrain.auto.attention_choice import admissions
+from sagetrain.cluster import preflight
+from sagetrain.cluster.join import init_distributed
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig, ParallelConfig
 from sagetrain.data.open_files import files_of_rank_0, ranks_allowed
 from sagetrain.hardware import of_device
-from sagetrain.model import linear_choice
-from sagetrain.model.selection import admissions, cannot_multiply
+from sagetrain.model.selection import cannot_multiply
 from sagetrain.parallel.host import ranks_of_host
 from sagetrain.parallel.lowbit import RECIPES
-from sagetrain.train import roster
-from sagetrain.train.engine import init_distributed
 
 EXAMPLE = ModelConfig(
     num_layers=20, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, num_key_value_heads=4
@@ -45,7 +46,7 @@ EXAMPLE = ModelConfig(
 
 EXTRAS = {
     "lm-eval": ("lm_eval", "evaluation.tasks, eval --tasks"),
-    "transformers": ("transformers", "launch/benchmark_generate.py"),
+    "transformers": ("transformers", "benchmarks/generate.py"),
     "wandb": ("wandb", "logging.wandb"),
 }
 """Extra of setup.cfg -> the module that it brings, and what asks for that."""
@@ -73,7 +74,7 @@ def examine(
     model: ModelConfig | None, parallel: ParallelConfig, run_dir: Path, interface: str | None, disk_mib: int
 ) -> list[Check]:
     """All checks of all ranks on rank 0, on the others their own; collective if a launcher started several."""
-    roster.use_interface(interface)
+    preflight.use_interface(interface)
     device = init_distributed(MINUTES)
     rank, world_size, host = dist.get_rank(), dist.get_world_size(), socket.gethostname()
     own: list[Check] = []
@@ -109,7 +110,7 @@ def examine(
 
 def versions(host: str) -> list[Check]:
     """Of what runs; `disagreements` compares hosts."""
-    known = {**roster.versions(), "CUDA": torch.version.cuda or "none"}
+    known = {**preflight.versions(), "CUDA": torch.version.cuda or "none"}
     if torch.cuda.is_available():
         known["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return [Check("versions", host, "ok", ", ".join(f"{name} {text}" for name, text in known.items()))]
@@ -127,7 +128,7 @@ def disagreements(checks: Iterable[Check]) -> list[Check]:
     """Hosts that have other versions than the first."""
     first, *others = [check for check in checks if check.what == "versions"]
     return [
-        Check("versions", check.where, "bad", f"not those of {first.where}", roster.FIXES["versions"])
+        Check("versions", check.where, "bad", f"not those of {first.where}", preflight.FIXES["versions"])
         for check in others
         if check.found != first.found
     ]

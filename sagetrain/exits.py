@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import typer
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import TRAINING_EXIT_CODE, CheckpointError, ConfigError, TrainingError
 
 console_script = False
 """Whether this process runs one command and nothing after it. __main__.program sets it."""
@@ -93,13 +93,10 @@ def _exit_code(error: BaseException) -> int | None:
         return 2
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return 3
-    # Imported late: these modules need torch, and may be what failed to import.
-    checkpoint = sys.modules.get("sagetrain.train.checkpoint")
-    guard = sys.modules.get("sagetrain.train.guard")
-    if checkpoint and isinstance(error, checkpoint.CheckpointError):
+    if isinstance(error, CheckpointError):
         return 3
-    if guard and (isinstance(error, guard.TrainingError) or _is_out_of_memory(error)):
-        return int(guard.TRAINING_EXIT_CODE)
+    if isinstance(error, TrainingError) or _is_out_of_memory(error):
+        return TRAINING_EXIT_CODE
     return None
 
 
@@ -149,7 +146,7 @@ def as_it_was() -> Iterator[None]:
     finally:
         ends_group = _has_process_group() and not grouped
         if ends_group:
-            from sagetrain.train.engine import end_distributed
+            from sagetrain.cluster.join import end_distributed
 
             end_distributed()
         for number, handler in handlers.items():

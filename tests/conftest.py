@@ -120,9 +120,17 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.fixture
+def driver(chromium) -> object:
+    """The machine's Chromium, whose log holds nothing that other tests' pages have written."""
+    chromium.get("about:blank")
+    chromium.get_log("browser")
+    return chromium
+
+
 @pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """The machine's Chromium, without a screen."""
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """The machine's Chromium, without a screen; one for all tests of a process."""
     if not (shutil.which("chromium") and shutil.which("chromedriver")):
         pytest.skip("no Chromium here (make host-tools installs one)")
     from selenium.webdriver import Chrome, ChromeOptions

@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
+from sagetrain.checkpoint.on_disk import KINDS
 from sagetrain.config import RunConfig
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.load import dump_config
 from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.engines.masters import ParameterShard
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import shard
 from sagetrain.parallel.rng import named_generator, rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.train.checkpoint import KINDS
-from sagetrain.train.masters import ParameterShard
 
 SHAPE = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_theta": 500.0}
 

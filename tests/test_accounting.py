@@ -12,9 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import TensorWeakRef
 
 from distributed import run_distributed
+from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.loader import Batch
+from sagetrain.engines.deepspeed import Engine
 from sagetrain.model.accounting import (
     block_activation_bytes,
     flops_per_token,
@@ -32,7 +34,6 @@ from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Block, Transformer
 from sagetrain.parallel import lowbit
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.train.engine import Engine, init_distributed
 
 VOCAB = 384
 QK_NORMS = ["none", "before_rope", "after_rope"]
@@ -45,9 +46,8 @@ def model_config(tie: bool = True, kv_heads: int = 2) -> ModelConfig:
         ffn_hidden_size=200,
         num_attention_heads=6,
         num_key_value_heads=kv_heads,
-        head_dim=18,
-        tie_embeddings=tie,
-    )
+        head_dim=18, tie_embeddings=tie,
+    )  # fmt: skip
 
 
 def run_config(**sections: dict) -> RunConfig:

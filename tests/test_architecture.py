@@ -14,7 +14,11 @@ from sagetrain.config.reference import slot_of
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(
-    [*ROOT.glob("sagetrain/**/*.py"), *ROOT.glob("kernels/sagekernels/**/*.py"), *ROOT.glob("launch/*.py")]
+    [
+        path
+        for pattern in ("sagetrain/**/*.py", "kernels/sagekernels/**/*.py", "launch/*.py", "benchmarks/*.py")
+        for path in ROOT.glob(pattern)
+    ]
 )
 CODE = [*SOURCES, *sorted(ROOT.glob("tests/**/*.py"))]
 MAX_LINES = 600
@@ -67,18 +71,24 @@ def packages(names: set[str]) -> set[str]:
 # -- who may import whom -----------------------------------------------------------------------------------------
 
 STDLIB = {"__future__", *__import__("sys").stdlib_module_names}
+ENGINE_ROOM = {"auto", "engines", "optim", "stability", "checkpoint", "cluster", "model", "parallel", "data", "config"}
 MAY_IMPORT = {
     "config": {"config"},
     "parallel": {"parallel"},
     "model": {"model", "parallel", "config"},
     "data": {"data", "config"},
     "stability": {"stability", "model", "parallel", "config"},
-    "train": {"train", "stability", "model", "parallel", "data", "config", "hardware", "__version__"},
-    "inference": {"inference", "planning", "stability", "train", "model", "parallel", "data", "config"},
-    "interop": {"interop", "inference", "train", "model", "parallel", "data", "config"},
+    "cluster": {"cluster", "model", "data", "parallel", "config", "__version__"},
+    "checkpoint": {"checkpoint", "cluster", "data", "parallel", "config"},
+    "optim": {"optim", "model", "config"},
+    "engines": {"engines", "optim", "stability", "checkpoint", "cluster", "model", "parallel", "data", "config"},
+    "auto": {"auto", "checkpoint", "cluster", "model", "parallel", "data", "config"},
+    "train": {"train", *ENGINE_ROOM, "hardware", "__version__"},
+    "inference": {"inference", "planning", "train", *ENGINE_ROOM},
+    "interop": {"interop", "inference", "train", *ENGINE_ROOM},
     "report": {"report", "model", "data", "config", "__version__"},
-    "planning": {"planning", "train", "model", "data", "config", "hardware"},
-    "compare": {"compare", "report", "train", "model", "data", "config", "__version__"},
+    "planning": {"planning", "train", *ENGINE_ROOM, "hardware"},
+    "compare": {"compare", "report", "train", *ENGINE_ROOM, "__version__"},
 }
 
 
@@ -86,6 +96,16 @@ MAY_IMPORT = {
 def test_layers_import_downwards_only(package):
     for path in below(f"sagetrain/{package}"):
         assert packages(imports(path)) <= MAY_IMPORT[package], name_of(path)
+
+
+def test_modules_import_each_other_in_no_circle():
+    """Inside a package, too, and for types alone."""
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in below("sagetrain")}
+    modules = set(names.values())
+    uses = {name: (imports(path) & modules) - {name} for path, name in names.items()}
+    while leaves := {name for name, used in uses.items() if not used}:
+        uses = {name: used - leaves for name, used in uses.items() if name not in leaves}
+    assert uses == {}
 
 
 def test_every_package_has_a_rule():
@@ -113,16 +133,18 @@ def test_kernels_are_imported_where_their_use_is_defined_chosen_and_measured():
     users = {name_of(path) for path in SOURCES if "sagekernels" in roots(imports(path))}
     users -= {name_of(path) for path in below("kernels/sagekernels")}
     attention = ("model/backends", "model/selection", "stability/monitor", "stability/linear_errors")
+    choices = ("auto/attention_choice", "auto/linear_choice")
     casts = ("parallel/collectives", "parallel/lowbit", "parallel/packing")
-    names = (*attention, "model/attention", "model/mlp", *casts)
-    benchmarks = {f"launch/benchmark_{name}.py" for name in ("elsewhere", "linear")}
+    names = (*attention, *choices, "model/attention", "model/mlp", *casts)
+    benchmarks = {f"benchmarks/{name}.py" for name in ("elsewhere", "linear")}
     assert users == {f"sagetrain/{name}.py" for name in names} | benchmarks
 
 
-def test_deepspeed_is_imported_inside_functions_of_the_engine():
+def test_deepspeed_is_imported_inside_functions():
     users = {name_of(path) for path in SOURCES if "deepspeed" in roots(imports(path))}
-    assert users == {"sagetrain/train/engine.py"}
-    assert "deepspeed" not in roots(imports(ROOT / "sagetrain/train/engine.py", top_level_only=True))
+    assert users == {"sagetrain/engines/deepspeed.py", "sagetrain/cluster/join.py"}
+    for name in users:
+        assert "deepspeed" not in roots(imports(ROOT / name, top_level_only=True)), name
 
 
 def test_the_command_line_loads_nothing_heavy():
@@ -135,22 +157,22 @@ def test_the_command_line_loads_nothing_heavy():
 
 
 def test_few_see_the_whole_configuration():
-    """Trainer, engine, steering, choices, the run folder that keeps it, the roster that compares it between hosts, and
-    preflight and resume, which compare it with that of a checkpoint;
-    everything else gets its section. Tools that look at a run from outside (plan, eval) are not part of it."""
+    """Trainer, engine, controllers, what times `auto`, the run folder that keeps it, preflight, which compares it
+    between hosts, and inputs and resume, which compare it with that of a checkpoint; everything else gets its
+    section. Tools that look at a run from outside (plan, eval) are not part of it."""
     whole = {name_of(path) for path in SOURCES if "sagetrain.config.schema.RunConfig" in imports(path)}
     inside = {path for path in whole if not path.startswith("sagetrain/config/")}
     assert inside <= {
         "sagetrain/train/trainer.py",
-        "sagetrain/train/engine.py",
-        "sagetrain/train/steering.py",
-        "sagetrain/train/choices.py",
-        "sagetrain/train/overlap.py",
-        "sagetrain/train/preflight.py",
+        "sagetrain/engines/deepspeed.py",
+        "sagetrain/train/controllers.py",
+        "sagetrain/auto/timing.py",
+        "sagetrain/auto/overlap_choice.py",
+        "sagetrain/train/inputs.py",
         "sagetrain/train/resume.py",
         "sagetrain/train/start_line.py",
-        "sagetrain/train/roster.py",
-        "sagetrain/train/run_folder.py",
+        "sagetrain/cluster/preflight.py",
+        "sagetrain/cluster/run_folder.py",
         "sagetrain/model/accounting.py",
         "sagetrain/inference/load.py",
         "sagetrain/interop/importing.py",
@@ -160,9 +182,9 @@ def test_few_see_the_whole_configuration():
         "sagetrain/planning/layouts.py",
         "sagetrain/planning/plan.py",
         "sagetrain/planning/show.py",
-        "launch/benchmark_layouts.py",
-        "launch/benchmark_save.py",
-        "launch/benchmark_start.py",
+        "benchmarks/layouts.py",
+        "benchmarks/save.py",
+        "benchmarks/start.py",
     }
 
 

@@ -11,12 +11,14 @@ import yaml
 
 import tiny
 from distributed import run_distributed
+from sagetrain.auto import attention_choice, timing
+from sagetrain.auto.attention_choice import kept, settle
+from sagetrain.auto.timing import Timing
+from sagetrain.checkpoint import on_disk
+from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, LinearConfig
-from sagetrain.train import attention, checkpoint, choices, trainer
-from sagetrain.train.attention import kept, settle
-from sagetrain.train.choices import Choices
-from sagetrain.train.run_folder import RunFolder
+from sagetrain.train import trainer
 
 SAGE_SCORES, SDPA = {"backend": "sage", "recipe": "scores"}, {"backend": "sdpa", "recipe": "fine"}
 
@@ -31,7 +33,7 @@ def folder_of(tmp_path: Path, recorded: dict | None, asked: dict | None = None) 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checkpoint, "read_manifest", lambda folder: json.loads((folder / "manifest.json").read_text()))
+    monkeypatch.setattr(on_disk, "read_manifest", lambda folder: json.loads((folder / "manifest.json").read_text()))
     return lambda *had: folder_of(tmp_path, *had)
 
 
@@ -106,14 +108,14 @@ def test_what_cannot_run_any_more_is_chosen_anew_and_said(folder, monkeypatch: p
 
 def train_and_continue(corpus: str, run_dir: str) -> None:
     """As on a GPU: three starts of a run, of which the first alone may choose."""
-    attention.to_be_chosen = lambda asked, device: "auto" in (asked.backend, asked.recipe)
+    attention_choice.to_be_chosen = lambda asked, device: "auto" in (asked.backend, asked.recipe)
     calls = []
 
     def choose(asked: AttentionConfig, *_: object, **__: object) -> AttentionConfig:
         calls.append(asked)
         return asked.model_copy(update=SAGE_SCORES)
 
-    choices.choose_attention = choose
+    timing.choose_attention = choose
     cfg = tiny.config(1).model_dump()
     cfg["attention"] = {"backend": "sage"}
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
@@ -124,7 +126,7 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
         run.run()
         run.folder._lock.close()  # as the end of its process does
         used = run.engine.module.blocks[0].attention.function.recipe
-        recorded = checkpoint.read_manifest(checkpoint.newest(Path(run_dir) / "checkpoints"))["state"]["attention"]
+        recorded = on_disk.read_manifest(on_disk.newest(Path(run_dir) / "checkpoints"))["state"]["attention"]
         assert recorded == {"backend": "sage", "recipe": used} and used == ("fine" if steps == 3 else "scores")
     assert len(calls) == 1
 
@@ -161,10 +163,10 @@ def chosen_on_a_rank(folder: str) -> list[tuple[list[str], list[dict]]]:
             told.append(how)
             return asked.model_copy(update={"recipe": f"of rank {rank}"})
 
-        choices.choose_attention = choices.choose_linear = choose
+        timing.choose_attention = timing.choose_linear = choose
         parallel = {"tensor_parallel_overlap": "on" if on else "off"}
         cfg = tiny.config(stage, "bf16", data={"document_attention": on, "micro_batch_size": 4}, parallel=parallel)
-        made = Choices(cfg, groups, Stream(), RunFolder(Path(folder)), compiled=on, **place)
+        made = Timing(cfg, groups, Stream(), RunFolder(Path(folder)), compiled=on, **place)
         taken = [made.attention(AttentionConfig()).recipe, made.linear(LinearConfig(precision="auto")).recipe]
         found.append((taken, [{name: what for name, what in how.items() if name != "say"} for how in told]))
     return found

@@ -14,8 +14,8 @@ from triton.compiler import ASTSource, compile
 
 from sagekernels.int8_matmul import GROUP, PORTABLE, _int8_product_kernel
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
-import benchmark_elsewhere as elsewhere
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import elsewhere
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 

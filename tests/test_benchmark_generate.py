@@ -12,7 +12,7 @@ import saved_runs
 from sagetrain.inference.load import TrainedRun, load_run
 
 ROOT = Path(__file__).parent.parent
-SPEC = importlib.util.spec_from_file_location("benchmark_generate", ROOT / "launch/benchmark_generate.py")
+SPEC = importlib.util.spec_from_file_location("benchmark_generate", ROOT / "benchmarks/generate.py")
 benchmark = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(benchmark)
 
@@ -39,10 +39,10 @@ def test_what_differs_is_not_timed(run: Path) -> None:
 
 
 def test_mistakes_are_one_line(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr("sys.argv", ["benchmark_generate.py", str(tmp_path / "none")])
+    monkeypatch.setattr("sys.argv", ["generate.py", str(tmp_path / "none")])
     with pytest.raises(SystemExit, match=r"^there is no folder [^\n]*; name the folder of a run [^\n]*$"):
         benchmark.main()
-    monkeypatch.setattr("sys.argv", ["benchmark_generate.py", str(run), "--attention", "foo"])
+    monkeypatch.setattr("sys.argv", ["generate.py", str(run), "--attention", "foo"])
     with pytest.raises(SystemExit):
         benchmark.main()
     assert "argument --attention: invalid choice: 'foo' (choose from " in capsys.readouterr().err

@@ -12,7 +12,7 @@ from distributed import run_distributed
 from sagetrain.parallel import copies
 
 ROOT = Path(__file__).parent.parent
-SPEC = importlib.util.spec_from_file_location("benchmark_host", ROOT / "launch/benchmark_host.py")
+SPEC = importlib.util.spec_from_file_location("benchmark_host", ROOT / "benchmarks/host.py")
 benchmark = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(benchmark)
 

@@ -1,4 +1,4 @@
-"""launch/benchmark_layouts.py as a user starts it, on the cores of this machine."""
+"""benchmarks/layouts.py as a user starts it, on the cores of this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "1
 
 
 def words(config: Path, layouts: str, steps: int, *overrides: str) -> list[str]:
-    program = [str(ROOT / "launch/benchmark_layouts.py"), "--config", str(config)]
+    program = [str(ROOT / "benchmarks/layouts.py"), "--config", str(config)]
     return [*program, "--layouts", layouts, *overrides, "--steps", str(steps), "--output", str(config.parent / "out")]
 
 
@@ -70,7 +70,7 @@ def test_table_of_two_layouts(corpus: Path, tmp_path: Path, monkeypatch, capsys)
 def test_relative_config_fresh_folder_and_exit_code_of_a_failure(corpus: Path, tmp_path: Path) -> None:
     """From another folder, where paths are as the caller means them; the run reads its configuration, then fails."""
     write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused")
-    program = [sys.executable, str(ROOT / "launch/benchmark_layouts.py"), "--config", "run.yaml", "--layouts", "tp1"]
+    program = [sys.executable, str(ROOT / "benchmarks/layouts.py"), "--config", "run.yaml", "--layouts", "tp1"]
     env = {**os.environ, **ENVIRONMENT, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     overrides = ["--steps", "100", "training.total_tokens=2048"]  # too few tokens for the steps
     done = subprocess.run(
@@ -96,7 +96,7 @@ def test_bad_layouts_are_refused_before_anything_starts(corpus: Path, tmp_path: 
 
 
 def test_flags_of_a_layout_are_settings_of_its_run(corpus: Path, tmp_path: Path) -> None:
-    benchmark = runpy.run_path(str(ROOT / "launch/benchmark_layouts.py"))
+    benchmark = runpy.run_path(str(ROOT / "benchmarks/layouts.py"))
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused")
     for name, sequence, reduction, told in (
         ("dp2", False, "fp32", {}),
@@ -128,7 +128,7 @@ def test_sigterm_ends_the_runs_too(corpus: Path, tmp_path: Path) -> None:
 
 def test_runs_stay_on_the_gpus_that_are_left_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a host that is shared, GPU 0 of this process may be GPU 5 of the host."""
-    benchmark = runpy.run_path(str(ROOT / "launch/benchmark_layouts.py"))
+    benchmark = runpy.run_path(str(ROOT / "benchmarks/layouts.py"))
     launcher = tmp_path / "bin" / "deepspeed"
     launcher.parent.mkdir()
     launcher.write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES: $*"\n')
@@ -149,5 +149,5 @@ def test_runs_stay_on_the_gpus_that_are_left_to_them(tmp_path: Path, monkeypatch
 
 def test_the_launcher_beside_python_is_found_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    found = runpy.run_path(str(ROOT / "launch/benchmark_layouts.py"))["deepspeed"]()
+    found = runpy.run_path(str(ROOT / "benchmarks/layouts.py"))["deepspeed"]()
     assert Path(found) == Path(sys.executable).with_name("deepspeed") and os.access(found, os.X_OK)

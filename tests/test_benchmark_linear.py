@@ -10,7 +10,7 @@ from sagekernels.casts import Rounded, quantize
 from sagetrain.config.load import load_config
 
 ROOT = Path(__file__).parent.parent
-SPEC = importlib.util.spec_from_file_location("benchmark_linear", ROOT / "launch/benchmark_linear.py")
+SPEC = importlib.util.spec_from_file_location("benchmark_linear", ROOT / "benchmarks/linear.py")
 benchmark = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(benchmark)
 
@@ -97,7 +97,7 @@ def test_the_table_compares_speeds() -> None:
 @pytest.mark.parametrize(("config", "said"), [("foo", "foo"), ("configs/1b.yaml", "it times a GPU, and there is none")])
 def test_what_cannot_be_timed_is_one_line(config: str, said: str, monkeypatch, capsys) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("sys.argv", ["benchmark_linear.py", "--config", config])
+    monkeypatch.setattr("sys.argv", ["linear.py", "--config", config])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="2"):
         benchmark.main()

@@ -1,4 +1,4 @@
-"""launch/benchmark_step.py at a tiny size: every row, and losses that must agree before anything is timed."""
+"""benchmarks/step.py at a tiny size: every row, and losses that must agree before anything is timed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> dict:
     """With a small vocabulary, and without torchao, whether it is here or not."""
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    found = runpy.run_path(str(ROOT / "launch/benchmark_step.py"))
+    found = runpy.run_path(str(ROOT / "benchmarks/step.py"))
     monkeypatch.setitem(found["main"].__globals__, "VOCAB", 1000)
     return found
 

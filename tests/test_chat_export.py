@@ -23,7 +23,7 @@ from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.interop.tokenizer_files import tokenizer_files
-from sagetrain.train.origin import chat_template, positions
+from sagetrain.train.init_from import chat_template, positions
 
 END, EOT = 256, 258
 PUBLISHED = "{% for m in messages %}<|turn|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"

@@ -19,11 +19,13 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from distributed import run_distributed
+from sagetrain.checkpoint import on_disk, reading, saving
+from sagetrain.checkpoint.on_disk import KINDS
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.config.errors import CheckpointError
+from sagetrain.engines.masters import ParameterShard
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.train import checkpoint, saver
-from sagetrain.train.checkpoint import KINDS, CheckpointError, Reader
-from sagetrain.train.masters import ParameterShard
 
 # world -> (tensor parallel, context parallel, ZeRO stage)
 LAYOUTS = {
@@ -38,7 +40,7 @@ def save_engine(root: str, engine, step: int, tokens: int = 0) -> Path:
     writer = tiny.saver(Path(root), engine.groups)
     writer.start(state, "{}", tiny.shards(engine), rng_state())
     writer.wait()
-    return Path(root) / checkpoint.folder_name(step)
+    return Path(root) / on_disk.folder_name(step)
 
 
 def full_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -65,11 +67,11 @@ def load_and_go_on(root: str, layouts: list[tuple[int, int, int]], dtype: str) -
     results = {}
     for *sizes, stage in layouts:
         engine = tiny.engine(tiny.config(stage, dtype), tiny.join(*sizes), seed=99)
-        reader = Reader(Path(root) / checkpoint.folder_name(3))
-        checkpoint.load_engine(reader, engine, optimizer_steps=3)
+        reader = Reader(Path(root) / on_disk.folder_name(3))
+        reading.load_engine(reader, engine, optimizer_steps=3)
         world = torch.distributed.get_world_size()
         again = save_engine(f"{root}/again-{world}-{sizes}-{stage}", engine, 3)
-        before, after = full_tensors(Path(root) / checkpoint.folder_name(3)), full_tensors(again)
+        before, after = full_tensors(Path(root) / on_disk.folder_name(3)), full_tensors(again)
         same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
         results[(world, *sizes, stage)] = same, [tiny.global_step(engine, step).loss for step in range(3, 6)]
     return results
@@ -104,7 +106,7 @@ def as_format_1(folder: Path) -> None:
     manifest = json.loads(path.read_text())
     ranks = manifest.pop("ranks")
     for rank in ranks:
-        both = [folder / checkpoint.file_name(kind, rank) for kind in ("weight", "exp_avg")]
+        both = [folder / on_disk.file_name(kind, rank) for kind in ("weight", "exp_avg")]
         save_file({name: value for file in both for name, value in load_file(file).items()}, both[0])
         both[1].unlink()
         del manifest["files"][both[1].name]
@@ -112,7 +114,7 @@ def as_format_1(folder: Path) -> None:
         manifest["files"][both[0].name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     for entry in manifest["tensors"].values():
         entry["pieces"] = [
-            {"file": checkpoint.file_name("weight", ranks[rank + i]), "tp_rank": tp_rank,
+            {"file": on_disk.file_name("weight", ranks[rank + i]), "tp_rank": tp_rank,
              "start": start + i * length, "stop": start + (i + 1) * length}
             for tp_rank, rank, count, start, length in entry["pieces"] for i in range(count)
         ]  # fmt: skip
@@ -131,9 +133,9 @@ def goes_on_from_format_1(root: str, layouts: list[tuple[int, int, int]]) -> lis
             if old and engine.groups.rank == 0:
                 as_format_1(folder)
             torch.distributed.barrier()
-            assert checkpoint.newest_whole(place, print) == (folder, [])
+            assert on_disk.newest_whole(place, print) == (folder, [])
             other = tiny.engine(tiny.config(stage, "bf16"), engine.groups, seed=99)
-            checkpoint.load_engine(Reader(folder), other, 1)
+            reading.load_engine(Reader(folder), other, 1)
             losses.append([tiny.global_step(other, step).loss for step in (1, 2)])
         same.append(losses[0] == losses[1])
     return same
@@ -157,7 +159,7 @@ def values_read(root: str, layouts: list[tuple[int, int, int, str]]) -> dict[tup
         engine = tiny.engine(tiny.config(stage, dtype), tiny.join(*sizes))
         folder = save_engine(f"{root}/{layout}", engine, 1)
         torch.distributed.barrier()
-        checkpoint.load_engine(Reader(folder), engine, 1)
+        reading.load_engine(Reader(folder), engine, 1)
     return found
 
 
@@ -176,21 +178,21 @@ def test_who_reads_weights_alone_looks_at_no_moments(tmp_path, monkeypatch) -> N
     shard = flat_shard(40)
     save_shards(tmp_path, [shard])
     folder, looked = tmp_path / "step-00000001", []
-    sha256 = checkpoint.sha256
-    monkeypatch.setattr(checkpoint, "sha256", lambda path: looked.append(path.name) or sha256(path))
+    sha256 = on_disk.sha256
+    monkeypatch.setattr(on_disk, "sha256", lambda path: looked.append(path.name) or sha256(path))
     for find in (
-        lambda: checkpoint.newest_whole(tmp_path, print, moments=False)[0],
-        lambda: checkpoint.whole_at(tmp_path, 1, moments=False),
-        lambda: checkpoint.whole(folder, print, moments=False),
+        lambda: on_disk.newest_whole(tmp_path, print, moments=False)[0],
+        lambda: on_disk.whole_at(tmp_path, 1, moments=False),
+        lambda: on_disk.whole(folder, print, moments=False),
     ):
         assert find() == folder
         assert looked == ["config.yaml", "shard-tp000-dp000.safetensors"]
         looked.clear()
     (folder / "moments-tp000-dp000.safetensors").unlink()
-    assert checkpoint.whole(folder, print, moments=False) == folder
+    assert on_disk.whole(folder, print, moments=False) == folder
     assert Reader(folder).local("weight", "weight", 0, 1).equal(shard.tensors["weight"])
     with pytest.raises(CheckpointError, match=r"moments-tp000-dp000\.safetensors is missing"):
-        checkpoint.whole(folder, print)
+        on_disk.whole(folder, print)
 
 
 def test_the_manifest_of_a_thousand_ranks_is_small(tmp_path) -> None:
@@ -198,7 +200,7 @@ def test_the_manifest_of_a_thousand_ranks_is_small(tmp_path) -> None:
     world, tensors, size = 1024, 300, 4096 * 4096
     every = [np.array([[rank * size // world, (rank + 1) * size // world]] * tensors) for rank in range(world)]
     begin = time.process_time()
-    pieces = list(saver._runs([0] * world, every))
+    pieces = list(saving._runs([0] * world, every))
     text = json.dumps(pieces)
     assert time.process_time() - begin < 1
     assert len(text) < 40 * tensors
@@ -216,7 +218,7 @@ def test_runs_are_the_pieces_that_were_written(lengths: list[list[int]], first: 
                 expected[tp_rank, start, stop] = len(ranges)
             tp_ranks.append(tp_rank)
             ranges.append(np.array([[start, stop]]))
-    (runs,) = saver._runs(tp_ranks, ranges)
+    (runs,) = saving._runs(tp_ranks, ranges)
     found = {
         (tp_rank, start + i * length, start + (i + 1) * length): rank + i
         for tp_rank, rank, count, start, length in runs
@@ -235,7 +237,7 @@ def write_pieces(folder: Path, tensor: torch.Tensor, dim: int | None, tp_size: i
             save_file({"w|weight": flat[start:stop].clone()}, folder / file)
             pieces.append({"file": file, "tp_rank": tp_rank, "start": start, "stop": stop})
     manifest = {
-        "format": checkpoint.FORMAT,
+        "format": on_disk.FORMAT,
         "state": {"step": 0, "tokens": 0, "identity": {}},
         "files": {"all": {}},
         "layout": {"tensor_parallel_size": tp_size},
@@ -251,7 +253,7 @@ def test_any_range_of_any_slice_reads_exactly(tmp_path, monkeypatch, shape, dim,
     write_pieces(tmp_path, tensor, dim, source)
     reader = Reader(tmp_path)
     for block, target in itertools.product((1, 7, 1 << 20), (1, 2, 8)):
-        monkeypatch.setattr(checkpoint, "_BLOCK", block)
+        monkeypatch.setattr(reading, "_BLOCK", block)
         for rank in range(target):
             expected = (tensor if dim is None else tensor.chunk(target, dim)[rank]).flatten()
             assert reader.local("w", "weight", rank, target).equal(expected)
@@ -285,7 +287,7 @@ def damage_and_search(root: str, damage: str) -> tuple[str | None, list[str], li
     elif damage == "no manifest":
         (newer / "manifest.json").unlink()
     said: list[str] = []
-    found, passed = checkpoint.newest_whole(Path(root), said.append)
+    found, passed = on_disk.newest_whole(Path(root), said.append)
     return found and found.name, [folder.name for folder in passed], said
 
 
@@ -338,27 +340,27 @@ def test_the_umask_says_who_may_read_a_checkpoint(tmp_path) -> None:
 
 
 def test_all_damaged_is_an_error_and_none_is_a_fresh_start(tmp_path) -> None:
-    assert checkpoint.newest_whole(tmp_path / "absent", print) == (None, [])
+    assert on_disk.newest_whole(tmp_path / "absent", print) == (None, [])
     write_plain(tmp_path, 1, 10)
     (tmp_path / "step-00000001" / "config.yaml").write_text("changed")
     (tmp_path / "step-00000002").mkdir()
     with pytest.raises(CheckpointError, match="none of its 2 checkpoints is whole"):
-        checkpoint.newest_whole(tmp_path, print)
+        on_disk.newest_whole(tmp_path, print)
 
 
 def test_a_checkpoint_that_goes_while_it_is_read_is_not_damaged(tmp_path, monkeypatch) -> None:
     """The run goes on, saves newer ones, and removes it."""
     write_plain(tmp_path, 1, 10)
-    sha256, said = checkpoint.sha256, []
+    sha256, said = on_disk.sha256, []
 
     def late(path: Path) -> str:
         if (tmp_path / "step-00000001").exists():
             write_plain(tmp_path, 2, 20)
-            checkpoint.prune(tmp_path, keep_last=1, keep_every_tokens=None)
+            on_disk.prune(tmp_path, keep_last=1, keep_every_tokens=None)
         return sha256(path)
 
-    monkeypatch.setattr(checkpoint, "sha256", late)
-    found, damaged = checkpoint.newest_whole(tmp_path, said.append)
+    monkeypatch.setattr(on_disk, "sha256", late)
+    found, damaged = on_disk.newest_whole(tmp_path, said.append)
     assert (found, damaged, said) == (tmp_path / "step-00000002", [], [])
 
 
@@ -367,22 +369,22 @@ def test_a_manifest_that_lacks_something_is_damaged(tmp_path, lacks: str) -> Non
     for step in (1, 2, 3):
         write_plain(tmp_path, step, 10 * step)
     for step in (1, 3):
-        path = tmp_path / checkpoint.folder_name(step) / "manifest.json"
+        path = tmp_path / on_disk.folder_name(step) / "manifest.json"
         manifest = json.loads(path.read_text())
         del (manifest["state"] if lacks == "step" else manifest)[lacks]
         path.write_text(json.dumps(manifest))
     said: list[str] = []
-    found, damaged = checkpoint.newest_whole(tmp_path, said.append)
-    assert found == tmp_path / checkpoint.folder_name(2) and [folder.name[-1] for folder in damaged] == ["3"]
+    found, damaged = on_disk.newest_whole(tmp_path, said.append)
+    assert found == tmp_path / on_disk.folder_name(2) and [folder.name[-1] for folder in damaged] == ["3"]
     assert "manifest.json lacks what every manifest has" in said[0]
-    checkpoint.prune(tmp_path, keep_last=1, keep_every_tokens=None)
-    assert len(checkpoint.published(tmp_path)) == 3  # what cannot be read is left to people
+    on_disk.prune(tmp_path, keep_last=1, keep_every_tokens=None)
+    assert len(on_disk.published(tmp_path)) == 3  # what cannot be read is left to people
 
 
 def test_retention_keeps_the_newest_and_the_milestones(tmp_path) -> None:
     for step in range(1, 9):
         write_plain(tmp_path, step, tokens=step * 30)
-    checkpoint.prune(tmp_path, keep_last=2, keep_every_tokens=100)
+    on_disk.prune(tmp_path, keep_last=2, keep_every_tokens=100)
     # 120 is the first at or past 100, 210 the first at or past 200
     assert sorted(f.name for f in tmp_path.glob("step-*")) == [f"step-0000000{n}" for n in (4, 7, 8)]
     assert (tmp_path / "latest").read_text() == "step-00000008\n"
@@ -394,14 +396,14 @@ def test_a_checkpoint_that_somebody_protects_stays(tmp_path) -> None:
         write_plain(tmp_path, step, step)
     (tmp_path / "step-00000001").chmod(0o555)
     with pytest.warns(UserWarning, match="an old checkpoint stays.*step-00000001"):
-        checkpoint.prune(tmp_path, keep_last=2, keep_every_tokens=None)
+        on_disk.prune(tmp_path, keep_last=2, keep_every_tokens=None)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["latest", *(f"step-0000000{n}" for n in (1, 3, 4))]
 
 
 def test_set_aside_never_overwrites(tmp_path) -> None:
     for _ in range(2):
         write_plain(tmp_path, 1, 10)
-        checkpoint.set_aside(tmp_path / "step-00000001")
+        on_disk.set_aside(tmp_path / "step-00000001")
     names = sorted(folder.name for folder in tmp_path.glob("damaged-*"))
     assert names == ["damaged-step-00000001", "damaged-step-00000001-1"]
 
@@ -412,10 +414,10 @@ def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saver.torch, "save", full)
+    monkeypatch.setattr(saving.torch, "save", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*step-00000002: rank 0: .*No space left"):
         write_plain(tmp_path, 2, 20)
-    assert checkpoint.newest_whole(tmp_path, print)[0].name == "step-00000001"
+    assert on_disk.newest_whole(tmp_path, print)[0].name == "step-00000001"
     monkeypatch.undo()
     write_plain(tmp_path, 2, 20)  # and the leftovers of the failure are in nobody's way
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001", "step-00000002"]
@@ -426,7 +428,7 @@ def load_foreign(root: str, model: dict) -> str:
     other = single_engine(model=model)
     reader = Reader(Path(root) / "step-00000001")
     try:
-        checkpoint.load_engine(reader, other, 1)
+        reading.load_engine(reader, other, 1)
     except CheckpointError as error:
         return str(error)
     return "loaded"
@@ -468,7 +470,7 @@ def test_a_checkpoint_runs_no_code(tmp_path) -> None:
         content = (folder / name).read_bytes()
         manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.newest_whole(tmp_path / "run", print)[0] == folder
+    assert on_disk.newest_whole(tmp_path / "run", print)[0] == folder
     reader = Reader(folder)
     for rank in (0, 1):
         with pytest.raises(CheckpointError, match="cannot be read as data"):

@@ -18,6 +18,7 @@ from matplotlib.image import imread
 from forked import Command
 from runs import sagetrain, write_config
 from sagetrain.__main__ import main
+from sagetrain.cluster.run_folder import lock
 from sagetrain.compare import records, results, runner
 from sagetrain.compare.analysis import curves, tables
 from sagetrain.compare.command import Places, compare, read_folders, report
@@ -28,7 +29,6 @@ from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, STOPPED, Recor
 from sagetrain.compare.results import Call, Results
 from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
-from sagetrain.train.run_folder import lock
 
 PAPER = "paper: attention.recipe=paper"
 SHORT = ["training.total_tokens=7680", "logging.tensorboard=false"]  # 25 steps of 8 and 16 sequences

@@ -14,7 +14,7 @@ from sagetrain.config.load import load_config
 from sagetrain.config.rules import fit
 from sagetrain.config.rules.data import repeats
 from sagetrain.config.rules.engine import PROVEN
-from sagetrain.train.engine import deepspeed_config
+from sagetrain.engines.deepspeed import deepspeed_config
 
 
 def run_config(**sections: dict) -> RunConfig:

@@ -13,6 +13,7 @@ from distributed import run_distributed
 from sagekernels.casts import quantize
 from sagekernels.testing import cosine, exact_results, rel_l2
 from sagetrain.__main__ import main
+from sagetrain.auto import linear_choice
 from sagetrain.config import ConfigError, RunConfig
 from sagetrain.config.load import load_config
 from sagetrain.data.loader import Loader, SampleStream
@@ -25,7 +26,6 @@ from sagetrain.parallel.lowbit import RECIPES, LowBit
 from sagetrain.parallel.matmul import linear as linear_of
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.stability.linear_errors import Observed
-from sagetrain.train import linear
 from sagetrain.train.trainer import Trainer
 
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -132,7 +132,7 @@ def test_linear_layers_that_the_run_has_in_8_bits_are_measured(run: Path, monkey
     keys = {"keep_first_blocks": 1, "keep_layers_below": 64 * 64 + 1}
     auto = text.model_copy(update={"linear": text.linear.model_copy(update={"precision": "auto", **keys})})
     monkeypatch.setattr(load, "load_config", lambda path: auto)
-    monkeypatch.setattr(linear, "recorded", lambda *_: {"precision": "fp8", "recipe": "rowwise"})
+    monkeypatch.setattr(linear_choice, "recorded", lambda *_: {"precision": "fp8", "recipe": "rowwise"})
     said: list[str] = []
     loaded = load_run(run, said.append)
     assert said == ["linear layers, fp8 rowwise in training, are not in 8 bits here"]

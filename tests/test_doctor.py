@@ -15,10 +15,10 @@ from distributed import run_distributed
 from forked import PATIENCE, Command
 from runs import ROOT, free_port, write_config
 from sagetrain import doctor
+from sagetrain.auto import attention_choice, linear_choice
 from sagetrain.config.schema import ModelConfig, ParallelConfig
 from sagetrain.doctor import Check, clocks, disagreements, disk, host_limits, show
 from sagetrain.hardware import H200
-from sagetrain.model import linear_choice, selection
 
 SMALL = ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=64, num_attention_heads=2)
 
@@ -49,19 +49,19 @@ def test_two_ranks_report_to_one_table(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_an_attention_function_that_is_wrong_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = selection._plain
+    right = attention_choice._plain
 
     def wrong(function):
         return lambda *problem: right(function)(*problem) * (1.5 if function.name == "sdpa" else 1)
 
-    monkeypatch.setattr(selection, "_plain", wrong)
+    monkeypatch.setattr(attention_choice, "_plain", wrong)
     (good, bad) = doctor._attention(torch.device("cpu"), doctor.EXAMPLE, ParallelConfig(), "here")
     assert good.verdict == "ok" and "sdpa" not in good.found
     assert bad.verdict == "bad" and bad.found.startswith("sdpa: ")
 
 
 def test_attention_is_tried_with_the_heads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried, plain = set(), selection._plain
+    tried, plain = set(), attention_choice._plain
 
     def watched(function):
         def call(q, k, v, cu_seqlens):
@@ -70,7 +70,7 @@ def test_attention_is_tried_with_the_heads_of_a_rank(monkeypatch: pytest.MonkeyP
 
         return call
 
-    monkeypatch.setattr(selection, "_plain", watched)
+    monkeypatch.setattr(attention_choice, "_plain", watched)
     split = ParallelConfig(tensor_parallel_size=2, context_parallel_size=2)
     (good,) = doctor._attention(torch.device("cpu"), doctor.EXAMPLE, split, "here")
     assert good.verdict == "ok" and tried == {(4, 1)}, "of 16 and 4"

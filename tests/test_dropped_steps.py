@@ -10,10 +10,10 @@ import pytest
 
 import tiny
 from distributed import run_distributed
+from sagetrain.checkpoint.ledger import Ledger
+from sagetrain.checkpoint.on_disk import newest, read_manifest
 from sagetrain.config import RunConfig
-from sagetrain.train.checkpoint import CheckpointError, newest, read_manifest
-from sagetrain.train.guard import TrainingError
-from sagetrain.train.ledger import Ledger
+from sagetrain.config.errors import CheckpointError, TrainingError
 from sagetrain.train.trainer import Trainer
 
 STEP = 4 * tiny.SEQ

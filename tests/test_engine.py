@@ -13,14 +13,14 @@ from torch import nn
 
 import tiny
 from distributed import run_distributed
+from sagetrain.checkpoint import on_disk, reading
+from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
 from sagetrain.config.rules import fit
 from sagetrain.config.rules.engine import PROVEN
 from sagetrain.data.loader import Batch
+from sagetrain.engines import deepspeed as engine_module
 from sagetrain.model.transformer import Transformer
-from sagetrain.train import checkpoint
-from sagetrain.train import engine as engine_module
-from sagetrain.train.checkpoint import Reader
 
 ACCUMULATIONS = [1, 4, 3, 4, 8, 4, 1, 2]
 
@@ -191,7 +191,7 @@ def losses_when_told(root: str, cases: list[tuple[int, str]]) -> dict[tuple, tup
             saver.wait()
             later = [tiny.global_step(engine, step).loss for step in (2, 3)]
             engine = tiny.engine(cfg, groups, seed=11)
-            checkpoint.load_engine(Reader(folder / checkpoint.folder_name(2)), engine, 2)
+            reading.load_engine(Reader(folder / on_disk.folder_name(2)), engine, 2)
             found[stage, dtype, number] = first, later, [tiny.global_step(engine, step).loss for step in (2, 3)]
     return found
 

@@ -24,6 +24,7 @@ import saved_runs
 from prepare_inputs import TEXTS, published_tokenizer
 from runs import sagetrain
 from sagetrain.config import ConfigError
+from sagetrain.config.errors import CheckpointError
 from sagetrain.config.schema import AttentionConfig, RopeScaling
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.load import load_run
@@ -32,7 +33,6 @@ from sagetrain.interop.exporting import export
 from sagetrain.interop.huggingface import config_json
 from sagetrain.interop.tokenizer_files import tokenizer_files
 from sagetrain.model.rotary import rotary_tables
-from sagetrain.train.checkpoint import CheckpointError
 
 LLAMA3 = {"type": "llama3", "factor": 4.0, "original_seq_length": 32}
 YARN = {"type": "yarn", "factor": 3.0, "original_seq_length": 32, "beta_fast": 4.0, "beta_slow": 0.25}

@@ -36,13 +36,14 @@ from runs import (
     when,
     write_config,
 )
+from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.ledger import Ledger, check_consumed, fold
+from sagetrain.checkpoint.on_disk import KINDS
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.config.errors import CheckpointError, TrainingError
 from sagetrain.data.loader import Batch
+from sagetrain.engines.masters import ParameterShard
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.train import checkpoint
-from sagetrain.train.checkpoint import KINDS, CheckpointError, Reader
-from sagetrain.train.guard import TrainingError
-from sagetrain.train.ledger import Ledger, check_consumed, fold
-from sagetrain.train.masters import ParameterShard
 
 # -- the ledger ------------------------------------------------------------------------------------------------------
 
@@ -152,7 +153,7 @@ def check_ledger(run_dir: Path, reference: Path) -> None:
     states = []
     for folder in (run_dir, reference):
         newest = folder / "checkpoints" / (folder / "checkpoints/latest").read_text().strip()
-        state = checkpoint.read_manifest(newest)["state"]
+        state = on_disk.read_manifest(newest)["state"]
         order = state["identity"]["order of samples (hash of token files, weights, seq_length and seed)"]
         Ledger.verified(state["ledger"], order, state["step"], state["sequences"], newest)
         states.append((state["step"], state["sequences"], state["ledger"]))
@@ -245,7 +246,7 @@ def test_sigterm_and_kill_9_while_training_goes_on_beside_a_save(tmp_path, corpu
     assert when(slow_disk, config, training_beside_a_save(10), lambda run: run.terminate()) == 0
     stopped = int(re.search(r"stopped by SIGTERM at step (\d+)", log_of(config))[1])
     assert sorted(path.name for path in folder.iterdir()) == [
-        "latest", checkpoint.folder_name(10), checkpoint.folder_name(stopped)
+        "latest", on_disk.folder_name(10), on_disk.folder_name(stopped)
     ]  # fmt: skip
     assert when(slow_disk, config, training_beside_a_save(25), lambda run: run.kill()) == -signal.SIGKILL
     assert max(folder.glob("step-*")).name == "step-00000020"
@@ -319,7 +320,7 @@ def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
         assert len(half_written) <= 1  # never two
         torn += len(half_written)
         said: list[str] = []
-        folder, damaged = checkpoint.newest_whole(tmp_path, said.append)
+        folder, damaged = on_disk.newest_whole(tmp_path, said.append)
         assert (damaged, said) == ([], [])
         found = int(folder.name[5:])
         assert found > newest
@@ -331,7 +332,7 @@ def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
     assert torn >= 5, "the kills did not hit the saving"
     train_and_save(tmp_path, newest + 1, 1)  # and what the kills have left behind goes with the next save
     assert sorted(f.name for f in tmp_path.iterdir()) == [
-        "latest", *(checkpoint.folder_name(n) for n in (newest, newest + 1))
+        "latest", *(on_disk.folder_name(n) for n in (newest, newest + 1))
     ]  # fmt: skip
 
 

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from distributed import run_distributed
+from sagetrain.checkpoint import on_disk, reading
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.engines import deepspeed as engine_module
+from sagetrain.engines.deepspeed import Engine
 from sagetrain.parallel.rng import rng_state
 from sagetrain.stability.spikes import Verdict
-from sagetrain.train import checkpoint
-from sagetrain.train import engine as engine_module
-from sagetrain.train.checkpoint import Reader
-from sagetrain.train.engine import Engine
 
 LATER = {"bf16": {"enabled": True, "immediate_grad_update": False}}
 OVERLAP, SYNC, OWNERS = {"overlap_comm": True}, {"overlap_comm": False}, {"use_multi_rank_bucket_allreduce": False}
@@ -210,7 +210,7 @@ def continued(root: str) -> dict[str, tuple[list[Step], list[Step]]]:
         writer.wait()
         dist.barrier()
         before = steps(engine, 1, 3)
-        checkpoint.load_engine(Reader(folder / checkpoint.folder_name(1)), engine, optimizer_steps=1)
+        reading.load_engine(Reader(folder / on_disk.folder_name(1)), engine, optimizer_steps=1)
         found[way] = before, steps(engine, 1, 3)
     return found
 

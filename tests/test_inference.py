@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from runs import finish, sagetrain, write_config
+from sagetrain.config.errors import CheckpointError
 from sagetrain.data.prepare import prepare
 from sagetrain.data.token_file import TokenFile
 from sagetrain.inference import load
 from sagetrain.inference.evaluate import evaluate
 from sagetrain.inference.load import load_run
 from sagetrain.model.transformer import Transformer
-from sagetrain.train.checkpoint import CheckpointError
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ import yaml
 import tiny
 from distributed import run_distributed
 from runs import finish, log_of, sagetrain, write_config
+from sagetrain.checkpoint.on_disk import KINDS, folder_name
+from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import train_tokenizer
 from sagetrain.inference.diagnose import diagnose
@@ -22,8 +24,7 @@ from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.parallel.rng import rng_state
-from sagetrain.train import origin
-from sagetrain.train.checkpoint import KINDS, Reader, folder_name
+from sagetrain.train import init_from
 
 # (tensor parallel, context parallel, ZeRO stage) of two ranks
 LAYOUTS = {"fp32": [(1, 1, 3), (1, 2, 0), (2, 1, 1)], "bf16": [(2, 1, 3), (1, 1, 2)]}
@@ -55,7 +56,7 @@ def start_everywhere(root: str, dtype: str) -> tuple[list[float], dict]:
             training = {"init_from": str(Path(root, "first") if moments else source), "init_moments": moments}
             cfg = tiny.config(stage, dtype, training=training)
             engine = tiny.engine(cfg, tiny.join(*sizes), seed=99)
-            record = origin.start_from(cfg.training, engine, Path(root), lambda text: None)
+            record = init_from.start_from(cfg.training, engine, Path(root), lambda text: None)
             again = save(Path(root) / name, engine, 1)
             torch.distributed.barrier()
             ours, theirs = ([full(folder, kind) for kind in KINDS] for folder in (again, source))

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from runs import BIN, ROOT
+from sagetrain.cluster.launcher import launched, unknown_launcher
 from sagetrain.config import ConfigError
-from sagetrain.train.launcher import launched, unknown_launcher
 
 
 def environment(text: str) -> dict[str, str]:

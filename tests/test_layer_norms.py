@@ -11,10 +11,10 @@ from torch import Tensor
 import tiny
 from distributed import run_distributed
 from sagetrain.data.loader import Batch
+from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.protocol import Observers
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.noise_scale import layer_of
-from sagetrain.train.engine import Engine
-from sagetrain.train.step import Observers
 
 Layout = tuple[int, int, int, str, str, str]
 """Sizes of tensor and context parallelism, ZeRO stage, what is recomputed, compile backend, overlap."""

@@ -12,13 +12,13 @@ import yaml
 
 import tiny
 from distributed import run_distributed
+from sagetrain.auto import linear_choice, timing
+from sagetrain.auto.linear_choice import settle, smallest, time_layers
+from sagetrain.checkpoint import on_disk
 from sagetrain.config import RunConfig
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig, ModelConfig
-from sagetrain.model import linear_choice, selection
-from sagetrain.model.linear_choice import smallest, time_layers
-from sagetrain.train import checkpoint, choices, linear, trainer
-from sagetrain.train.linear import settle
+from sagetrain.train import trainer
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -88,7 +88,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
 
     def spoiled(inputs: int, sizes: dict, weights: list, matmul: object, *, kept: bool) -> torch.nn.Module:
         made.append(right(inputs, sizes, weights, matmul, kept=kept))
-        if "gate" in sizes and kept and matmul == selection.RECIPES["fp8", "rowwise"]:
+        if "gate" in sizes and kept and matmul == linear_choice.RECIPES["fp8", "rowwise"]:
             made[-1].kept[1].neg_()
         return made[-1]
 
@@ -122,9 +122,9 @@ def test_what_is_no_number_or_raises_is_not_used_and_says_so(monkeypatch: pytest
 
     def spoiled(inputs: int, sizes: dict, weights: list, matmul: object, *, kept: bool) -> torch.nn.Module:
         layer = right(inputs, sizes, weights, matmul, kept=kept)
-        if matmul == selection.RECIPES["fp8", "rowwise"] and "gate" in sizes:
+        if matmul == linear_choice.RECIPES["fp8", "rowwise"] and "gate" in sizes:
             layer.kept[1].fill_(torch.nan)
-        if matmul == selection.RECIPES["fp8", "tensorwise"] and "down" in sizes:
+        if matmul == linear_choice.RECIPES["fp8", "tensorwise"] and "down" in sizes:
             layer.kept = layer.kept[:1]
         return layer
 
@@ -159,7 +159,7 @@ def choose(
         "device": CPU,
         "dtype": torch.bfloat16,
     }
-    return selection.choose_linear(asked, shape, **{**how, **changes}, cache=cache, say=said.append)
+    return linear_choice.choose_linear(asked, shape, **{**how, **changes}, cache=cache, say=said.append)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def clock(monkeypatch: pytest.MonkeyPatch):
 
     def set_to(*times: float) -> list[float]:
         left = list(times) * 4
-        monkeypatch.setattr(selection, "median_seconds", lambda action, device: left.pop(0))
+        monkeypatch.setattr(linear_choice, "median_seconds", lambda action, device: left.pop(0))
         return left
 
     return set_to
@@ -240,7 +240,7 @@ def test_other_casts_or_products_are_timed_anew(tmp_path: Path, clock: Callable,
 def test_small_layers_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """qkv has 16,384 weights, gate_up 12,288, out 8,192, down 6,144."""
     times = [10.0, 8.0, 10.0, 9.9, 10.0, 8.0, 10.0, 8.0]
-    monkeypatch.setattr(selection, "median_seconds", lambda action, device: times.pop(0))
+    monkeypatch.setattr(linear_choice, "median_seconds", lambda action, device: times.pop(0))
     said: list[str] = []
     found = choose(tmp_path / "linear.json", said)
     assert (found.precision, found.keep_layers_below) == ("int8", 12_288)
@@ -269,7 +269,7 @@ def folder_of(path: Path, recorded: dict | None, asked: dict | None = None) -> P
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checkpoint, "read_manifest", lambda folder: json.loads((folder / "manifest.json").read_text()))
+    monkeypatch.setattr(on_disk, "read_manifest", lambda folder: json.loads((folder / "manifest.json").read_text()))
     return lambda *had: folder_of(tmp_path, *had)
 
 
@@ -383,14 +383,14 @@ def test_layers_that_another_tensor_parallel_size_makes_too_small_are_named(aske
 
 def train_and_continue(corpus: str, run_dir: str) -> None:
     """As on a GPU: three starts of a run, of which the first alone may choose."""
-    linear.why_sixteen_bits = lambda *_, **__: ""
+    linear_choice.why_sixteen_bits = lambda *_, **__: ""
     calls = []
 
     def choose(asked: LinearConfig, *_: object, **__: object) -> LinearConfig:
         calls.append(asked)
         return asked.model_copy(update={**ROWWISE, "keep_layers_below": 1600})
 
-    choices.choose_linear = choose
+    timing.choose_linear = choose
     cfg = tiny.config(1).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
     for steps, precision in ((1, "auto"), (2, "auto"), (3, "bf16")):
@@ -402,7 +402,7 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
         low = steps < 3
         block = run.engine.module.blocks[1]
         assert bool(block.mlp.gate_up.kept) == low and block.attention.out.kept == ()  # 3,072 weights, 1,024
-        recorded = checkpoint.read_manifest(checkpoint.newest(Path(run_dir) / "checkpoints"))["state"]["linear"]
+        recorded = on_disk.read_manifest(on_disk.newest(Path(run_dir) / "checkpoints"))["state"]["linear"]
         wide = {"precision": "bf16", "recipe": "rowwise", "keep_layers_below": 0}
         assert recorded == ({**ROWWISE, "keep_layers_below": 1600} if low else wide)
     assert len(calls) == 1

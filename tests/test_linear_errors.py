@@ -17,6 +17,8 @@ from sagekernels.testing import cosine, rel_l2
 from sagetrain.config import RunConfig
 from sagetrain.config.check import check
 from sagetrain.data.loader import Batch
+from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.protocol import Observers
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.transformer import Block, Transformer
 from sagetrain.parallel.lowbit import RECIPES
@@ -24,9 +26,7 @@ from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability import linear_errors, monitor
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.linear_errors import MUCH, LinearErrors, Vanishing
-from sagetrain.train import steering
-from sagetrain.train.engine import Engine
-from sagetrain.train.step import Observers
+from sagetrain.train import controllers
 from sagetrain.train.trainer import Trainer
 
 LENGTH, SEQUENCES = 64, 4
@@ -224,7 +224,7 @@ def train(corpus: str, run_dir: str, stage: int, precision: str, every: int | st
     cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
     cfg["stability"]["monitor"].update(every_steps=every, layers=[-1])
     linear_errors.MUCH = -1.0  # all do
-    steering.MICRO_BATCHES, monitor.EVERY_STEPS = 6, 2
+    controllers.MICRO_BATCHES, monitor.EVERY_STEPS = 6, 2
     Trainer(RunConfig.model_validate(cfg), []).run()
 
 

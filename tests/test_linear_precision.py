@@ -13,10 +13,13 @@ from torch import Tensor
 import tiny
 from distributed import run_distributed
 from runs import finish, sagetrain, write_config
+from sagetrain.checkpoint import on_disk, reading
+from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.data.loader import Batch
+from sagetrain.engines.deepspeed import Engine
 from sagetrain.inference.evaluate import evaluate, together
 from sagetrain.inference.load import load_run
 from sagetrain.model.selection import matmuls_of
@@ -26,9 +29,7 @@ from sagetrain.parallel.layers import shard
 from sagetrain.parallel.lowbit import RECIPES, LowBit
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.train import checkpoint, trainer
-from sagetrain.train.checkpoint import Reader
-from sagetrain.train.engine import Engine
+from sagetrain.train import trainer
 from spoiled import spoiled
 
 VOCAB, SEQUENCES, LENGTH = 128, 4, 16
@@ -331,8 +332,8 @@ def keep_through_a_run(root: str, stage: int, dtype: str) -> None:
     tiny.global_step(engine, 3)
     assert engine.evaluate([batch]) != held_out
     check_kept(engine, "after a step that follows one")
-    reader = Reader(Path(root) / checkpoint.folder_name(1))
-    checkpoint.load_engine(reader, engine, optimizer_steps=1)
+    reader = Reader(Path(root) / on_disk.folder_name(1))
+    reading.load_engine(reader, engine, optimizer_steps=1)
     check_kept(engine, "after a checkpoint was loaded")
     assert [tiny.global_step(engine, step, sequences=8).loss for step in (1, 2)] == losses
     assert engine.evaluate([batch]) == held_out
@@ -390,7 +391,7 @@ def train_through_all_that_writes_weights(corpus: str, root: str) -> None:
         if run.folder._lock:
             run.folder._lock.close()  # as the end of its process does
         dist.barrier()
-        for key in (f"roster/{dist.get_rank()}", "roster/verdict"):  # or a rank ahead takes these for the next run's
+        for key in (f"preflight/{dist.get_rank()}", "roster/verdict"):  # or a rank ahead takes these for the next run's
             dist.distributed_c10d._get_default_store().delete_key(key)
         dist.barrier()
         assert run.state.step == steps and fresh.calls > calls

@@ -9,9 +9,9 @@ from pathlib import Path
 import tiny
 from distributed import run_distributed
 from process_memory import peak_of, return_what_is_freed
+from sagetrain.checkpoint import on_disk, reading
+from sagetrain.engines.deepspeed import Engine
 from sagetrain.parallel.rng import rng_state
-from sagetrain.train import checkpoint
-from sagetrain.train.engine import Engine
 
 MODEL = {"num_layers": 1, "hidden_size": 768, "ffn_hidden_size": 2048, "num_attention_heads": 12}
 
@@ -30,7 +30,7 @@ def write(root: str, tp_size: int, stage: int) -> None:
 
 
 def load_engine(root: str, engine: Engine) -> None:
-    checkpoint.load_engine(checkpoint.Reader(Path(root) / checkpoint.folder_name(1)), engine, 1)
+    reading.load_engine(reading.Reader(Path(root) / on_disk.folder_name(1)), engine, 1)
 
 
 def load(root: str, layouts: list[tuple[int, int, str]]) -> dict[tuple, tuple[int, int]]:

@@ -16,17 +16,18 @@ from distributed import run_distributed
 from llama_reference import reference_loss
 from prepare_inputs import quiet
 from runs import finish, log_of
+from sagetrain.checkpoint.on_disk import folder_name
+from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data import verify
 from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream
 from sagetrain.data.records import Pairs
 from sagetrain.data.token_file import TokenFile, TokenFileWriter, token_path
+from sagetrain.engines import deepspeed as engine_module
 from sagetrain.inference.evaluate import evaluate, evaluate_texts, together
 from sagetrain.inference.load import load_run
 from sagetrain.parallel.metrics import total_over_ranks
-from sagetrain.train import engine as engine_module
-from sagetrain.train.checkpoint import Reader, folder_name
 from test_init_from import configured
 
 LENGTHS = [5, 3, 16, 9, 7, 8, 11, 4, 20, 6, 15, 13, 2, 9, 16, 17]

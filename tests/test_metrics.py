@@ -23,19 +23,19 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 import tiny
 from distributed import run_distributed
 from sagetrain import exits
+from sagetrain.checkpoint.ledger import TrainState
+from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config import RunConfig
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.schema import DataSource, LoggingConfig
 from sagetrain.data.loader import SampleStream
 from sagetrain.data.token_file import TokenFileWriter
+from sagetrain.engines.protocol import StepResult
 from sagetrain.model.accounting import flops_per_token
 from sagetrain.stability.controller import Event
-from sagetrain.train import metrics, reporter
-from sagetrain.train.ledger import TrainState
-from sagetrain.train.metrics import MetricsWriter
-from sagetrain.train.run_folder import RunFolder
-from sagetrain.train.step import StepResult
+from sagetrain.train import reporter, writers
 from sagetrain.train.trainer import Trainer
+from sagetrain.train.writers import MetricsWriter
 
 
 def rows(folder: Path) -> list[dict]:
@@ -248,14 +248,14 @@ def test_rows_behind_the_checkpoint_go_and_so_does_what_is_no_row(tmp_path: Path
     """A killed run may leave half a line, a power failure any bytes."""
     path, row = tmp_path / "metrics.jsonl", b'{"step": 1, "tokens": 8}\n'
     path.write_bytes(row + b'17\n[1]\n{"tokens": 9}\n{"step": 2, "tokens": 16}\n\xff\xfe\x00{"step"')
-    metrics._drop_rows_after(path, 1)
+    writers._drop_rows_after(path, 1)
     assert path.read_bytes() == row
 
 
 def test_a_clock_that_is_stopped_twice_counts_no_second_twice(monkeypatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    clock = metrics.Throughput()
+    monkeypatch.setattr(writers.time, "perf_counter", lambda: now[0])
+    clock = writers.Throughput()
     clock.add(100, 1.0)
     for at, action in ((2.0, clock.pause), (5.0, clock.pause), (6.0, clock.resume), (9.0, clock.resume)):
         now[0] = at

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sagekernels import attention_reference
 from sagekernels.admission import LIMITS
+from sagetrain.auto import attention_choice
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.model import selection
 from sagetrain.model.backends import (
     AttentionFunction,
     Product,
@@ -230,7 +230,7 @@ def _choose(
     cache: Path, said: list[str], documents: list[list[int]], ranks: int = 1, context: int = 1, **asked: str
 ) -> str:
     attention = AttentionConfig(**{"backend": "auto", "recipe": "fine", **asked})
-    chosen = selection.choose_attention(
+    chosen = attention_choice.choose_attention(
         attention,
         SHAPE,
         tensor_parallel_size=ranks,
@@ -262,7 +262,7 @@ def test_auto_takes_what_is_admitted_and_remembers(
         function = attention_function(name, attention, device)
         return function if name == "sage" else Broken(function)
 
-    monkeypatch.setattr(selection, "attention_function", broken)
+    monkeypatch.setattr(attention_choice, "attention_function", broken)
     said: list[str] = []
     case = tmp_path / "attention.json", said, [[64], [60, 4], [64]] if packed else [], ranks, context
     assert _choose(*case) == "sage fine"
@@ -295,7 +295,7 @@ def test_recipe_auto_is_the_faster_of_those_that_are_nearly_exact(
         assert limits == {name: LIMITS[name.removeprefix("sage ")] for name in candidates if name != "sdpa"}
         return next(name for name in order if name in candidates)
 
-    monkeypatch.setattr(selection, "choose", timed)
+    monkeypatch.setattr(attention_choice, "choose", timed)
     assert _choose(tmp_path / "attention.json", [], [], backend=backend, recipe="auto") == taken
 
 
@@ -308,7 +308,7 @@ def test_what_is_left_to_be_chosen() -> None:
         ("sdpa", "auto", GPU, False),
         ("sage", "auto", CPU, False),
     ):
-        assert selection.to_be_chosen(AttentionConfig(backend=backend, recipe=recipe), device) == is_open
+        assert attention_choice.to_be_chosen(AttentionConfig(backend=backend, recipe=recipe), device) == is_open
     assert attention_function("sage", AttentionConfig(), CPU) == Sage("fine")
 
 
@@ -324,7 +324,7 @@ class Noted(Sdpa):
 
 def test_auto_times_documents_as_short_as_those_of_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Those of sequences with the median of the work; what was chosen for other lengths is not taken over."""
-    monkeypatch.setattr(selection, "attention_function", lambda *_: Noted())
+    monkeypatch.setattr(attention_choice, "attention_function", lambda *_: Noted())
     monkeypatch.setattr(Noted, "noted", [])
     said: list[str] = []
     sampled = [[64], [1] * 64, [30, 34], [32, 16, 16], [60, 4], [10, 54]]  # squares: 4096, 64, 2056, 1536, 3616, 3016

@@ -16,11 +16,11 @@ from sagetrain.config import RunConfig
 from sagetrain.config.check import check
 from sagetrain.config.schema import MonitorConfig
 from sagetrain.data.loader import Batch
+from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.protocol import Observers
 from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.monitor import Monitor
-from sagetrain.train.engine import Engine
-from sagetrain.train.step import Observers
 from sagetrain.train.trainer import Trainer
 
 LENGTH, SEQUENCES = 64, 4

@@ -15,12 +15,12 @@ import torch
 import tiny
 from distributed import run_distributed
 from sagetrain.data.loader import MASKED, Batch
+from sagetrain.engines import deepspeed as engine_module
+from sagetrain.engines.protocol import Observers
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.noise_scale import GradientNoise, NoiseScale, layer_of
-from sagetrain.train import engine as engine_module
-from sagetrain.train.step import Observers
 
 MICRO_BATCHES = 4
 

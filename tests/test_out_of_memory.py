@@ -10,8 +10,8 @@ import torch
 import tiny
 from distributed import run_distributed
 from sagetrain import exits
+from sagetrain.config.errors import TrainingError
 from sagetrain.train import trainer
-from sagetrain.train.guard import TrainingError
 from sagetrain.train.out_of_memory import explained, record_allocations
 
 WAYS = {"data.micro_batch_size": 8, "parallel.zero_stage": 1}

@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
+from sagetrain.auto import overlap_choice
+from sagetrain.auto.overlap_choice import record, settle, time_overlap
+from sagetrain.checkpoint import on_disk
 from sagetrain.config import RunConfig
 from sagetrain.data.loader import Batch
-from sagetrain.model import overlap_choice
-from sagetrain.model.overlap_choice import time_overlap
-from sagetrain.train import checkpoint
-from sagetrain.train.overlap import record, settle
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -32,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     state = {"overlap": record(config("on"))}
     (tmp_path / "manifest.json").write_text(json.dumps({"state": state}))
     (tmp_path / "config.yaml").write_text("{}")
-    monkeypatch.setattr(checkpoint, "read_manifest", lambda folder: json.loads((folder / "manifest.json").read_text()))
+    monkeypatch.setattr(on_disk, "read_manifest", lambda folder: json.loads((folder / "manifest.json").read_text()))
     return tmp_path
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from distributed import run_distributed
 from sagetrain.config import ConfigError, RunConfig, load_config
+from sagetrain.engines.deepspeed import Engine
 from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware, of_device
 from sagetrain.model import operations
 from sagetrain.model.accounting import flops_per_token, overlaps, parameters_per_rank
@@ -20,8 +21,7 @@ from sagetrain.model.operations import Precision, Rank, document_share
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.planning.performance import OVERLAP, StepPrediction, calibrate, predict
-from sagetrain.train.engine import Engine
-from sagetrain.train.metrics import peak_flops
+from sagetrain.train.writers import peak_flops
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 VOCAB = 32_000

@@ -11,8 +11,9 @@ import torch
 import tiny
 from distributed import run_distributed
 from runs import finish, log_of, training_rows, write_config
+from sagetrain.checkpoint.on_disk import KINDS, folder_name
+from sagetrain.checkpoint.reading import Reader
 from sagetrain.parallel.rng import rng_state
-from sagetrain.train.checkpoint import KINDS, Reader, folder_name
 from sagetrain.train.perturb import GAIN, perturb
 
 # (tensor parallel, context parallel, ZeRO stage) of two ranks

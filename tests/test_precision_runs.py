@@ -12,16 +12,16 @@ from safetensors.torch import load_file
 
 import tiny
 from distributed import run_distributed
+from sagetrain.checkpoint.on_disk import newest, read_manifest
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import PrecisionConfig
+from sagetrain.engines import deepspeed as engine_module
 from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.precision import Ladder
 from sagetrain.stability.spikes import METRIC as SPIKE
-from sagetrain.train import engine as engine_module
-from sagetrain.train.checkpoint import newest, read_manifest
 from sagetrain.train.trainer import Trainer
 
 STEP = 4 * tiny.SEQ
@@ -122,7 +122,7 @@ def train(corpus: str, run_dir: str, tp_size: int, stop_after: int | None) -> tu
     trainer.engine.step = measured
     assert trainer.run() == (stop_after is None)
     functions = [type(block.attention.function).__name__ for block in trainer.engine.module.blocks]
-    (ladder,) = (controller for controller in trainer.steering.controllers if isinstance(controller, Ladder))
+    (ladder,) = (controller for controller in trainer.controllers.controllers if isinstance(controller, Ladder))
     return functions, ladder.summary()
 
 

@@ -21,7 +21,7 @@ from sagetrain.data.token_file import TokenFileWriter, token_path
 from sagetrain.data.tokenizer import Tokenizer, known_tokenizer, train_tokenizer
 from sagetrain.hardware import H200
 from sagetrain.planning.plan import make_plan
-from sagetrain.train import preflight
+from sagetrain.train import inputs
 from sagetrain.train.trainer import Trainer
 
 
@@ -84,7 +84,7 @@ def foreign_tokens(world: World) -> None:
 
 def foreign_tokens_in_a_large_file(world: World) -> None:
     world.write("train", np.append(np.zeros(9999), 600))
-    preflight._READ_TOKENS = 100
+    inputs._READ_TOKENS = 100
 
 
 def broken_record(world: World) -> None:
@@ -202,19 +202,19 @@ REFUSED = {
     another_tokenizer: ("token_files", "check_tokenizers", "valid was prepared with another tokenizer than data"),
     another_tokenizer_by_name: ("token_files", "check_tokenizers", "was prepared with another tokenizer than data"),
     two_tokenizers_and_none_at_hand: ("token_files", "check_tokenizers", "were prepared with different tokenizers"),
-    weights_of_another_model: ("origin", "check", "model.ffn_hidden_size: 64 there, 96 here"),
-    weights_of_another_tokenizer: ("origin", "check", r"tokenizer: .* there, .* here \(SHA-256\)"),
-    weights_with_a_file_missing: ("checkpoint", "whole", "is damaged: .* is missing"),
-    weights_none_of_which_is_whole: ("checkpoint", "newest_whole", "checkpoints is whole"),
-    weights_without_a_readable_manifest: ("origin", "check", "manifest.json cannot be read"),
-    weights_of_other_shapes: ("checkpoint", "check_shapes", r"1 tensors differ, first: final_norm.gain: .*\(31,\)"),
-    moments_of_an_imported_model: ("origin", "check", "was imported and has weights alone"),
-    a_run_in_an_imported_folder: ("origin", "check", "holds an imported model"),
+    weights_of_another_model: ("init_from", "check", "model.ffn_hidden_size: 64 there, 96 here"),
+    weights_of_another_tokenizer: ("init_from", "check", r"tokenizer: .* there, .* here \(SHA-256\)"),
+    weights_with_a_file_missing: ("on_disk", "whole", "is damaged: .* is missing"),
+    weights_none_of_which_is_whole: ("on_disk", "newest_whole", "checkpoints is whole"),
+    weights_without_a_readable_manifest: ("init_from", "check", "manifest.json cannot be read"),
+    weights_of_other_shapes: ("reading", "check_shapes", r"1 tensors differ, first: final_norm.gain: .*\(31,\)"),
+    moments_of_an_imported_model: ("init_from", "check", "was imported and has weights alone"),
+    a_run_in_an_imported_folder: ("init_from", "check", "holds an imported model"),
     never_resumed: ("resume", "check", "checkpoint.resume is never"),
     resumed_with_another_seed: ("resume", "check", "training.seed: checkpoint 0, this run 7"),
     resumed_on_other_data: ("resume", "check", "data.train: checkpoint .*train, this run .*valid"),
-    resumed_with_none_whole: ("checkpoint", "newest_whole", "checkpoints is whole"),
-    a_prompt_without_room: ("preflight", "check_prompts", r"samples_prompts\.1 has .* tokens, more than half of data"),
+    resumed_with_none_whole: ("on_disk", "newest_whole", "checkpoints is whole"),
+    a_prompt_without_room: ("inputs", "check_prompts", r"samples_prompts\.1 has .* tokens, more than half of data"),
     resumed_with_a_forged_ledger: ("ledger", "verified", "ends in 000000000000, its steps give"),
 }  # fmt: skip
 ALONE = {"__init__", "_open_mask", "read_provenance", "_check_records", "check_tokenizers"}
@@ -222,10 +222,10 @@ ALONE = {"__init__", "_open_mask", "read_provenance", "_check_records", "check_t
 EXCUSED = {
     ("trainer", "__init__"): "attention and linear layers that this host's GPU cannot do: rules know the rest",
     ("masters", "check_masters"): "what DeepSpeed keeps in memory",
-    ("engine", "init_distributed"): "the GPUs of a host",
-    ("roster", "use_interface"): "the network interfaces of a host",
-    ("roster", "share"): "hosts that share no folder",
-    ("roster", "_exchange"): "hosts that differ",
+    ("join", "init_distributed"): "the GPUs of a host",
+    ("preflight", "use_interface"): "the network interfaces of a host",
+    ("preflight", "share"): "hosts that share no folder",
+    ("preflight", "_exchange"): "hosts that differ",
     ("rendezvous", "meet"): "ranks that do not come",
     ("rendezvous", "_listen"): "a port that is taken",
     ("rendezvous", "_reach"): "a host that is not reached",
@@ -236,13 +236,13 @@ EXCUSED = {
     ("token_file", "_read"): "a file that is cut while it is read",
     ("token_file", "counted"): "a byte in the middle of a large mask, read with its sequence",
     ("tokenizer", "load"): "plan loads the tokenizer itself, and ends with the same message",
-    ("checkpoint", "read_manifest"): "its callers pass it on",
-    ("checkpoint", "whole_at"): "for eval and generate",
-    ("checkpoint", "_entry"): "after check_shapes",
-    ("checkpoint", "_range"): "weights that cannot be read: reading them all takes as long as loading them",
-    ("checkpoint", "rng"): "likewise",
-    ("checkpoint", "remove"): "while training",
-    ("origin", "recorded"): "for a replay",
+    ("on_disk", "read_manifest"): "its callers pass it on",
+    ("on_disk", "whole_at"): "for eval and generate",
+    ("reading", "_entry"): "after check_shapes",
+    ("reading", "_range"): "weights that cannot be read: reading them all takes as long as loading them",
+    ("reading", "rng"): "likewise",
+    ("on_disk", "remove"): "while training",
+    ("init_from", "recorded"): "for a replay",
     ("ledger", "check_consumed"): "while training",
 }
 """The refusals that a plan cannot make, and why."""
@@ -250,7 +250,7 @@ EXCUSED = {
 
 @pytest.fixture
 def world(tmp_path: Path, corpus: Path, pair: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(preflight, "_READ_TOKENS", preflight._READ_TOKENS)
+    monkeypatch.setattr(inputs, "_READ_TOKENS", inputs._READ_TOKENS)
     return World(tmp_path, corpus, pair)
 
 
@@ -288,29 +288,34 @@ def test_an_error_of_the_files_has_its_place_in_the_configuration(world: World) 
 def test_plan_finds_what_train_refuses(world: World, monkeypatch: pytest.MonkeyPatch, spoil: Callable) -> None:
     raised = []
 
-    def error(*words: object, original=preflight.error):
+    def error(*words: object, original=inputs.error):
         trace = sys.exc_info()[2]
         while trace.tb_next:
             trace = trace.tb_next
         raised.append((Path(trace.tb_frame.f_code.co_filename).stem, trace.tb_frame.f_code.co_name))
         return original(*words)
 
-    monkeypatch.setattr(preflight, "error", error)
+    monkeypatch.setattr(inputs, "error", error)
     spoil(world)
     *where, message = REFUSED[spoil]
     cfg = load_config(world.config, world.overrides)
-    found = [str(each) for each in preflight.findings(cfg, known_tokenizer(cfg.data)) if each.level == "error"]
+    found = [str(each) for each in inputs.findings(cfg, known_tokenizer(cfg.data)) if each.level == "error"]
     assert {*raised} == {tuple(where)}, found
     assert all(re.search(message, said) for said in found), found
-    alone = where[0] == "origin" or (where[0] != "checkpoint" and where[1] in ALONE)
+    alone = where[0] == "init_from" or (where[0] not in ("on_disk", "reading") and where[1] in ALONE)
     if alone and spoil is not two_tokenizers_and_none_at_hand:
         with pytest.raises(ConfigError, match=message):
             Trainer(cfg, [])
 
 
 def test_every_refusal_on_the_way_to_the_first_step_is_found_or_excused() -> None:
-    names = "trainer engine masters roster rendezvous run_folder weights_and_biases checkpoint origin resume ledger"
-    files = [ROOT / f"sagetrain/train/{name}.py" for name in (*names.split(), "preflight")]
+    names = {
+        "train": "trainer weights_and_biases init_from resume inputs",
+        "engines": "deepspeed masters",
+        "cluster": "join preflight rendezvous run_folder",
+        "checkpoint": "on_disk reading ledger",
+    }
+    files = [ROOT / f"sagetrain/{room}/{name}.py" for room, listed in names.items() for name in listed.split()]
     files += [ROOT / f"sagetrain/data/{name}.py" for name in ("loader", "token_files", "verify")]
     refusals = {(file.stem, name) for file in files for name in _refusing(ast.parse(file.read_text()))}
     tree = ast.parse((ROOT / "sagetrain/data/token_file.py").read_text())

@@ -10,11 +10,11 @@ import torch
 
 import tiny
 from distributed import run_distributed
+from sagetrain.checkpoint import on_disk, reading
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.engines.deepspeed import Engine
 from sagetrain.model.norm import is_qk_gain
 from sagetrain.parallel.rng import rng_state
-from sagetrain.train import checkpoint
-from sagetrain.train.checkpoint import Reader
-from sagetrain.train.engine import Engine
 
 CAP = 1.02  # not a bf16 number
 STEPS = 6
@@ -116,7 +116,7 @@ def save_and_go_on(root: str, stage: int, dtype: str) -> list[torch.Tensor]:
 
 def load_and_go_on(root: str, tp_size: int, stage: int, dtype: str) -> list[torch.Tensor]:
     engine = tiny.engine(capped(stage, dtype), tiny.join(tp_size), seed=99)
-    checkpoint.load_engine(Reader(Path(root) / checkpoint.folder_name(3)), engine, optimizer_steps=3)
+    reading.load_engine(Reader(Path(root) / on_disk.folder_name(3)), engine, optimizer_steps=3)
     for step in range(3, STEPS):
         tiny.global_step(engine, step)
     return [*masters_of(engine), *copies_of(engine)]

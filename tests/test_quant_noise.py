@@ -18,6 +18,8 @@ import tiny
 from distributed import run_distributed
 from sagetrain.config.schema import StabilityConfig
 from sagetrain.data.loader import MASKED, Batch
+from sagetrain.engines import deepspeed as engine_module
+from sagetrain.engines.protocol import Observers
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.backends import AttentionFunction, Reference, Sage, attention_function
 from sagetrain.model.transformer import Transformer
@@ -26,8 +28,6 @@ from sagetrain.stability.controller import Taken
 from sagetrain.stability.noise_scale import NoiseScale
 from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
 from sagetrain.stability.spikes import METRIC
-from sagetrain.train import engine as engine_module
-from sagetrain.train.step import Observers
 
 CPU = torch.device("cpu")
 

@@ -48,7 +48,7 @@ def as_these_runs_were(monkeypatch, other_operations):
 
 
 def layout_of(text: str) -> tuple[int, int, list[str]]:
-    """(ranks, replicas, overrides) of `tp2-dp2-z3-sp`, as launch/benchmark_layouts.py reads it."""
+    """(ranks, replicas, overrides) of `tp2-dp2-z3-sp`, as benchmarks/layouts.py reads it."""
     sizes = {"tp": 1, "dp": 1, "cp": 1, "z": 1, "sp": 0}
     for part in text.split("-"):
         name, number = part[: 1 if part[0] == "z" else 2], part.lstrip("tpdcsz")
@@ -115,7 +115,7 @@ def layout_of(text: str) -> tuple[int, int, list[str]]:
     ("325m", "dp4-z3", (8, 4), [], 542_524, 27.5),
 ])  # fmt: skip
 def test_layouts_are_met(name, layout, batch, overrides, tokens_per_second, gib):
-    """launch/benchmark_layouts.py: micro-batches of so many sequences, so many to a step; packed documents, sage."""
+    """benchmarks/layouts.py: micro-batches of so many sequences, so many to a step; packed documents, sage."""
     meets(name, layout, batch, overrides, tokens_per_second, gib, H200)
 
 
@@ -148,7 +148,7 @@ def test_sequence_parallelism_is_neither_too_fast_nor_too_slow_at_large():
     (["attention.backend=sdpa"], 831), ([SCORES], 824), ([SCORES, "linear.precision=fp8"], 643),
 ])  # fmt: skip
 def test_steps_without_deepspeed_are_met(overrides, milliseconds):
-    """launch/benchmark_step.py at commit 0dbf5ff: 1B, two micro-batches and a fused AdamW, which moves 28 bytes."""
+    """benchmarks/step.py at commit 0dbf5ff: 1B, two micro-batches and a fused AdamW, which moves 28 bytes."""
     cfg, _ = configured("1b", "tp1", (8, 2), [*overrides, *WHOLE_SEQUENCES])
     step, size = predict(cfg, 1, VOCAB, H200), num_parameters(cfg.model, cfg.attention, VOCAB)
     seconds = step.matmul + step.attention + step.elementwise + 28 * size / H200.memory_bandwidth
@@ -162,7 +162,7 @@ def test_steps_without_deepspeed_are_met(overrides, milliseconds):
     (16384, None, {"flash": 1203, "scores": 1193, "sdpa": 1277, "flash int8": 1079, "scores int8": 1070}),
 ])  # fmt: skip
 def test_backends_on_an_h100_are_met(seq_length, span, milliseconds):
-    """launch/benchmark_step.py at commit 2cac892, 2026-11-26: 1B, two micro-batches of 32,768 tokens a step, whole
+    """benchmarks/step.py at commit 2cac892, 2026-11-26: 1B, two micro-batches of 32,768 tokens a step, whole
     sequences or documents of this span. The order of backends is that of the runs where these are 3 % apart."""
     predicted = {}
     for name in milliseconds:

@@ -19,7 +19,7 @@ import pytest
 from torch.distributed import DistStoreError, TCPStore
 
 from runs import BIN, free_port, write_config
-from sagetrain.train import rendezvous
+from sagetrain.cluster import rendezvous
 
 
 def as_rank(monkeypatch, rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> None:
@@ -169,8 +169,8 @@ def test_a_world_of_one_listens_at_its_port_from_the_beginning() -> None:
     runs that began at once on a host, one ended so."""
     code = """
 import errno, os, socket
-from sagetrain.train import rendezvous
-from sagetrain.train.engine import init_distributed
+from sagetrain.cluster import rendezvous
+from sagetrain.cluster.join import init_distributed
 place = rendezvous.meet
 def seen(minutes):
     store = place(minutes)

@@ -19,21 +19,20 @@ import tiny
 from distributed import run_distributed
 from forked import PATIENCE
 from runs import finish, log_of, sagetrain, start, write_config
-from sagetrain.config.errors import ConfigError
+from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.ledger import Ledger, TrainState
+from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import DataSource
 from sagetrain.data.loader import Batch, SampleStream
+from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.protocol import StepResult
 from sagetrain.inference.replay import _go_there, _start, replay
 from sagetrain.model import transformer
 from sagetrain.model.backends import Sage, TokenLayout
 from sagetrain.parallel.lowbit import LowBit
 from sagetrain.stability.spikes import Verdict
-from sagetrain.train import bundle, checkpoint
-from sagetrain.train.checkpoint import CheckpointError
-from sagetrain.train.engine import Engine
-from sagetrain.train.guard import TrainingError
-from sagetrain.train.ledger import Ledger, TrainState
-from sagetrain.train.step import StepResult
+from sagetrain.train import failed_step
 from sagetrain.train.trainer import Trainer
 from spoiled import MIDDLE, spoiled
 
@@ -63,7 +62,7 @@ def test_a_bundle_has_all_that_it_takes_and_little_more(bad) -> None:
         "bundle.json", "config.yaml", "rng-00000.pt", "rng-00001.pt"
     ]  # fmt: skip
     assert sum(path.stat().st_size for path in folder.iterdir()) < 100_000
-    content = bundle.read(folder)
+    content = failed_step.read(folder)
     stream = SampleStream([DataSource(path=str(bad / "corpus/train"))], 32, 0)
     assert content["samples"] == [list(stream.locate(sample)) for sample in SAMPLES]
     assert (content["step"], content["checkpoint"], content["first_sample"]) == (15, 10, SAMPLES[0])
@@ -119,7 +118,7 @@ def test_a_step_that_is_not_finite_before_the_first_checkpoint_is_replayed_from_
     path = config(tmp_path, corpus, optimizer={"lr": 1e30, "weight_decay": 0}, attention={"backend": "sdpa"})
     assert start("ranks", path).wait(PATIENCE) == 4
     (folder,) = (tmp_path / "run/spikes").iterdir()
-    content = bundle.read(folder)
+    content = failed_step.read(folder)
     assert content["checkpoint"] is None and not content["event"]["finite"]
     assert content["layer_grad_norms"] == {}  # DeepSpeed has cleared them
     found = json.loads(sagetrain("replay", folder, "--attention", "reference", "--json").stdout)
@@ -149,7 +148,7 @@ def test_a_run_that_began_with_another_is_replayed_from_the_checkpoint_that_that
     (tmp_path / newest.name).rename(newest)  # it has gone on since
     (folder,) = (tmp_path / "run/spikes").iterdir()
     shown = sagetrain("replay", folder, "--attention", "reference", "--json")
-    assert bundle.read(folder)["checkpoint"] is None and shown.returncode == 0, shown.stderr
+    assert failed_step.read(folder)["checkpoint"] is None and shown.returncode == 0, shown.stderr
     assert json.loads(shown.stdout, parse_constant=lambda name: pytest.fail(name))["drift"] < 1e-6
     (first / "manifest.json").unlink()
     gone = sagetrain("replay", folder)
@@ -157,9 +156,9 @@ def test_a_run_that_began_with_another_is_replayed_from_the_checkpoint_that_that
 
 
 def test_a_damaged_checkpoint_is_passed_over(bad, tmp_path) -> None:
-    content, whole = bundle.read(bad / "run/spikes/step-00000015"), bad / "run/checkpoints/step-00000010"
+    content, whole = failed_step.read(bad / "run/spikes/step-00000015"), bad / "run/checkpoints/step-00000010"
     for step in (7, 8, 9, 10):
-        shutil.copytree(whole, tmp_path / checkpoint.folder_name(step))
+        shutil.copytree(whole, tmp_path / on_disk.folder_name(step))
     (tmp_path / "step-00000010/manifest.json").write_text("{")
     torn = next((tmp_path / "step-00000009").glob("*.safetensors"))
     torn.write_bytes(bytes(torn.stat().st_size))
@@ -198,7 +197,7 @@ def test_every_step_left_out_leaves_a_bundle_and_a_spike_trained_on_for_long_lea
     short = {"attention": {"backend": "sdpa"}, "training": {"total_tokens": 15 * 256}}
     path = config(tmp_path, corpus, **short, stability=stability)
     (names,) = run_distributed(left_by, 1, str(path), factors)
-    assert names == [checkpoint.folder_name(step) for step in steps]
+    assert names == [on_disk.folder_name(step) for step in steps]
 
 
 def test_the_way_there_may_lead_over_a_step_in_which_no_token_counts(monkeypatch) -> None:
@@ -210,8 +209,8 @@ def test_the_way_there_may_lead_over_a_step_in_which_no_token_counts(monkeypatch
     step = lambda *how: StepResult({"train/loss": next(losses)}, True, False, 0, 1.0)  # noqa: E731
     monkeypatch.setattr("sagetrain.inference.replay._step", step)
     spikes = SimpleNamespace(judge=lambda metrics, tokens: Verdict())
-    steering = SimpleNamespace(spikes=spikes, ask=lambda *what: [])
-    trainer = SimpleNamespace(state=TrainState(ledger=Ledger("order")), cfg=tiny.config(1), steering=steering)
+    controllers = SimpleNamespace(spikes=spikes, ask=lambda *what: [])
+    trainer = SimpleNamespace(state=TrainState(ledger=Ledger("order")), cfg=tiny.config(1), controllers=controllers)
     assert _go_there(trainer, content) == pytest.approx(0.05)
 
 
@@ -324,7 +323,7 @@ def test_layers_have_the_rungs_that_they_had_also_those_that_a_measurement_moved
     path = config(tmp_path, spoiled(corpus, tmp_path / "corpus", SAMPLES), **short, stability=stability, linear=linear)
     assert run_distributed(ladder_run, 1, str(path)) == [True]
     (folder,) = (tmp_path / "run/spikes").iterdir()
-    content = bundle.read(folder)
+    content = failed_step.read(folder)
     assert content["attention"] == ["sage gradients"] * 2
     changes = {row["step"]: row["attention"] for row in content["steps_between"] if "attention" in row}
     assert changes == {11: ["sage fine"] * 2, 13: ["sage gradients"] * 2}

@@ -16,7 +16,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.report.page import render, write_report
 from sagetrain.report.read import MAX_POINTS, averaged, different_settings, read_rows, read_runs, thinned
 from sagetrain.stability.controller import Event
-from sagetrain.train.metrics import MetricsWriter
+from sagetrain.train.writers import MetricsWriter
 
 STEPS = 60
 

@@ -17,12 +17,12 @@ from torch.distributed import DistStoreError, TCPStore
 
 import tiny
 from distributed import run_distributed
+from sagetrain.cluster import preflight
 from sagetrain.config.errors import ConfigError
 from sagetrain.parallel.topology import Topology
-from sagetrain.train import roster
 
 
-def rows(hosts: int = 2, per_host: int = 2) -> list[roster.Row]:
+def rows(hosts: int = 2, per_host: int = 2) -> list[preflight.Row]:
     """Ranks that agree, tensor parallel inside a host."""
     return [
         {
@@ -49,13 +49,13 @@ def test_a_line_a_host_and_one_for_all() -> None:
     mixed[3]["device"] = "NVIDIA H100"
     for row in mixed:
         row["files"] = {"tokenizer": "0123"} | {f"data.train.{n} (samples)": 12 * "a" for n in range(8)}
-    *head, versions, hashes, more, _, end = roster.table(mixed)
+    *head, versions, hashes, more, _, end = preflight.table(mixed)
     assert [line.split("  ")[0] for line in head] == ["host", "node0", "node1"]
     assert head[1].endswith("0..1             2 x NVIDIA H200")
     assert head[2].endswith("1 x NVIDIA H200, 1 x NVIDIA H100")
     assert versions == "versions: sagetrain 1 (sources ab), torch 2.9.0"
     assert hashes.startswith("hashes: configuration ") and max(map(len, (hashes, more, end))) <= 100
-    assert roster.disagreements(mixed) == [] == roster.differing_environment(mixed)
+    assert preflight.disagreements(mixed) == [] == preflight.differing_environment(mixed)
 
 
 def test_both_sides_are_named_and_every_kind_has_its_fix() -> None:
@@ -64,7 +64,7 @@ def test_both_sides_are_named_and_every_kind_has_its_fix() -> None:
         row["versions"]["torch"] = "2.8.0"
         row["configuration"] = {"training.seed": 5, "model.vocab_size": 512}
         row["files"] = {**row["files"], "data.valid": "45"}
-    text = "\n".join(roster.disagreements(differing))
+    text = "\n".join(preflight.disagreements(differing))
     assert "torch: 2.9.0 on node0 (ranks 0..1); 2.8.0 on node1 (ranks 2..3)\n  fix: install" in text
     assert "training.seed: 0 on node0 (ranks 0..1); 5 on node1 (ranks 2..3)" in text
     assert "model.vocab_size: null on node0 (ranks 0..1); 512 on node1" in text
@@ -90,16 +90,16 @@ def test_where_auto_decides_ranks_have_gpus_of_one_kind(sections: dict, told: st
     """Else one may wait for a choice that the other has not to make."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     config = tiny.config(1, **sections)
-    mixed = [{**row, "devices": roster._told_apart(config, torch.device("cuda", 0))} for row in rows()]
+    mixed = [{**row, "devices": preflight._told_apart(config, torch.device("cuda", 0))} for row in rows()]
     assert mixed[3]["devices"].get("compute capability") == told
-    assert roster.disagreements(mixed) == []
+    assert preflight.disagreements(mixed) == []
     if told:
         mixed[0]["devices"]["compute capability"] = "9.0"
-        named, fix = roster.disagreements(mixed)
+        named, fix = preflight.disagreements(mixed)
         assert named == "compute capability: 9.0 on node0 (rank 0); 8.0 on node0 (rank 1), node1 (ranks 2..3)"
         assert "linear.precision" in fix
-    mixed[0]["devices"] = roster._told_apart(config, torch.device("cpu"))
-    assert "device: cpu on node0 (rank 0); cuda on" in roster.disagreements(mixed)[0]
+    mixed[0]["devices"] = preflight._told_apart(config, torch.device("cpu"))
+    assert "device: cpu on node0 (rank 0); cuda on" in preflight.disagreements(mixed)[0]
 
 
 def test_where_auto_may_take_flash_attn_all_hosts_have_it_or_none(monkeypatch) -> None:
@@ -111,13 +111,13 @@ def test_where_auto_may_take_flash_attn_all_hosts_have_it_or_none(monkeypatch) -
 
     def brought(backend: str, found: tuple | None, device: torch.device = gpu) -> dict[str, str]:
         monkeypatch.setattr("sagetrain.model.backends.find_flash", lambda device: found)
-        return roster._row(tiny.config(1, attention={"backend": backend}), topology, device, {})["versions"]
+        return preflight._row(tiny.config(1, attention={"backend": backend}), topology, device, {})["versions"]
 
     with_it, without = brought("auto", ("4", None)), brought("auto", None)
     assert (with_it["flash-attn"], without["flash-attn"]) == ("4", "none")
-    assert brought("sage", ("4", None)) == brought("auto", ("4", None), torch.device("cpu")) == roster.versions()
+    assert brought("sage", ("4", None)) == brought("auto", ("4", None), torch.device("cpu")) == preflight.versions()
     one, other = rows(1)
-    named, fix = roster.disagreements([{**one, "versions": with_it}, {**other, "versions": without}])
+    named, fix = preflight.disagreements([{**one, "versions": with_it}, {**other, "versions": without}])
     assert named == "flash-attn: 4 on node0 (rank 0); none on node0 (rank 1)" and "same versions" in fix
 
 
@@ -125,9 +125,9 @@ def test_files_are_told_by_the_first_rank_of_each_host() -> None:
     agreeing = rows()
     for row in (agreeing[1], agreeing[3]):
         row["files"] = {}
-    assert roster.disagreements(agreeing) == []
+    assert preflight.disagreements(agreeing) == []
     agreeing[2]["files"] = {"tokenizer": "45"}
-    assert roster.disagreements(agreeing)[0] == "tokenizer: 0123 on node0 (rank 0); 45 on node1 (rank 2)"
+    assert preflight.disagreements(agreeing)[0] == "tokenizer: 0123 on node0 (rank 0); 45 on node1 (rank 2)"
 
 
 def check_in_on_two_hosts(damaged: int | None, local_ranks: list[int]) -> tuple[dict | str, list[int]]:
@@ -143,7 +143,7 @@ def check_in_on_two_hosts(damaged: int | None, local_ranks: list[int]) -> tuple[
         return {"data.train": "abcdef"}
 
     try:
-        return roster.check_in(tiny.config(1), Topology(2, 1, 1), torch.device("cpu"), read), asked
+        return preflight.check_in(tiny.config(1), Topology(2, 1, 1), torch.device("cpu"), read), asked
     except ConfigError as error:
         return str(error), asked
 
@@ -164,32 +164,32 @@ def test_ranks_wait_for_who_checks_files_while_it_says_how_far_it_is() -> None:
         def reads() -> None:
             for _ in range(6):
                 time.sleep(0.4)
-                store.add("roster/alive", 1)
+                store.add("preflight/alive", 1)
             store.set("verdict", "fine")
 
         reading = other.submit(reads)
         waiter = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-        assert roster._when_there(waiter, "verdict", patience) == b"fine"
+        assert preflight._when_there(waiter, "verdict", patience) == b"fine"
         reading.result()
     with pytest.raises(DistStoreError):
-        roster._when_there(waiter, "never", patience)
+        preflight._when_there(waiter, "never", patience)
 
 
 def test_a_host_that_cannot_take_part_is_named_and_all_alike_is_the_bare_problem() -> None:
     failing = rows()
-    assert roster._verdict(failing) == ""
+    assert preflight._verdict(failing) == ""
     failing[2]["problem"] = failing[3]["problem"] = "no such file: x.bin"
-    first, second = roster._verdict(failing).split("\n  ")
+    first, second = preflight._verdict(failing).split("\n  ")
     assert first == "some hosts cannot take part in this run; nothing was started or written"
     assert second == "on node1 (ranks 2..3): no such file: x.bin"
-    assert roster._verdict(failing[2:]) == "no such file: x.bin"
+    assert preflight._verdict(failing[2:]) == "no such file: x.bin"
 
 
 def test_many_hosts_stay_readable() -> None:
     differing = rows(hosts=100)
     differing[7] = copy.deepcopy(differing[7])
     differing[7]["versions"]["torch"] = "2.8.0"
-    line, _ = roster.disagreements(differing)
+    line, _ = preflight.disagreements(differing)
     assert line == (
         "torch: 2.9.0 on node0 (ranks 0..1), node1 (ranks 2..3), node2 (ranks 4..5) and 97 more; "
         "2.8.0 on node3 (rank 7)"
@@ -200,27 +200,27 @@ def test_a_variable_that_reached_one_host_only_is_a_warning() -> None:
     differing = rows()
     for row in differing[2:]:
         row["environment"] = {}
-    (line,) = roster.differing_environment(differing)
+    (line,) = preflight.differing_environment(differing)
     assert "NCCL_DEBUG differs between hosts: WARN on node0 (ranks 0..1); unset on node1 (ranks 2..3)." in line
 
 
 def test_an_interface_is_set_for_both_libraries_or_refused(monkeypatch) -> None:
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "before")
-    roster.use_interface(None)
+    preflight.use_interface(None)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "before"
-    roster.use_interface("lo")
+    preflight.use_interface("lo")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     with pytest.raises(ConfigError, match=f"ib7: {socket.gethostname()} has no such interface, it has .*lo"):
-        roster.use_interface("ib7")
+        preflight.use_interface("ib7")
 
 
 def test_gpus_without_a_rank_are_named() -> None:
-    assert roster.idle_gpus(rows()) == []
+    assert preflight.idle_gpus(rows()) == []
     alone = rows(hosts=1, per_host=1)
     alone[0]["gpus"] = 8
-    (line,) = roster.idle_gpus(alone)
+    (line,) = preflight.idle_gpus(alone)
     assert line.startswith("warning: node0 has 8 GPUs, of which this run uses 1: ")
     assert "torchrun --nproc-per-node 8 -m sagetrain train" in line
 
@@ -231,7 +231,7 @@ def test_a_rank_without_a_gpu_says_so_before_it_waits_for_others(monkeypatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ConfigError, match=r"rank 2 of this host has no GPU: .* sees 2"):
-        roster.init_distributed(1)
+        preflight.init_distributed(1)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +252,6 @@ def test_the_allocation_of_slurm_is_compared(monkeypatch, tasks, hosts, gpus, wo
             monkeypatch.delenv(name, raising=False)
         else:
             monkeypatch.setenv(name, value)
-    lines = roster.differing_allocation(world_size)
+    lines = preflight.differing_allocation(world_size)
     assert len(lines) == (said is not None)
     assert said is None or said in lines[0]

@@ -11,10 +11,9 @@ import sys
 import pytest
 
 from distributed import run_distributed
-from sagetrain.config.errors import ConfigError
-from sagetrain.train import guard, roster, run_folder
-from sagetrain.train.checkpoint import CheckpointError
-from sagetrain.train.run_folder import RunFolder
+from sagetrain.cluster import guard, preflight, run_folder
+from sagetrain.cluster.run_folder import RunFolder
+from sagetrain.config.errors import CheckpointError, ConfigError
 
 
 def test_a_file_system_without_locks_is_a_warning_and_a_lock_that_is_held_an_error(tmp_path, monkeypatch) -> None:
@@ -56,7 +55,7 @@ def start_in_a_folder_that_is_taken(path) -> tuple[str, str]:
         other = RunFolder(path)
         other.claim("another run")
     try:
-        roster.share(RunFolder(path))
+        preflight.share(RunFolder(path))
     except (ConfigError, CheckpointError) as error:
         return type(error).__name__, str(error)
 

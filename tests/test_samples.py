@@ -16,7 +16,7 @@ from sagetrain.config.check import check
 from sagetrain.config.load import load_config
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import load_run
-from sagetrain.train.metrics import MetricsWriter
+from sagetrain.train.writers import MetricsWriter
 
 
 def rows(run: Path, name: str = "samples.jsonl") -> list[dict]:

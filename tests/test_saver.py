@@ -13,13 +13,14 @@ import torch
 import tiny
 from distributed import run_distributed
 from forked import PATIENCE
+from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.checkpoint.saving import Saver
+from sagetrain.cluster.guard import HANG_EXIT_CODE, Watchdog
+from sagetrain.config.errors import CheckpointError
 from sagetrain.model.accounting import save_host_bytes
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.train import checkpoint
-from sagetrain.train.checkpoint import CheckpointError, Reader
-from sagetrain.train.guard import HANG_EXIT_CODE, Watchdog
-from sagetrain.train.saver import Saver
 
 
 class Gate:
@@ -56,7 +57,7 @@ def train_beside_a_save(root: str, tp_size: int, stage: int, dtype: str) -> list
     saver.wait()
     if (saved := saver.take_saved()) is None or saved.publish_seconds < saved.stall_seconds or saver.take_saved():
         wrong.append(f"reported {saved}")
-    reader = Reader(Path(root) / checkpoint.folder_name(2))
+    reader = Reader(Path(root) / on_disk.folder_name(2))
     if reader.manifest["state"] != state or not reader.rng(torch.distributed.get_rank())["torch"].equal(random):
         wrong.append("state")
     now = {(shard.name, kind): tensor for shard in engine.shards() for kind, tensor in shard.tensors.items()}

@@ -10,8 +10,8 @@ import yaml
 
 from forked import PATIENCE
 from runs import at_step, finish, kill_all, log_of, start, training_rows, write_config
-from sagetrain.train import checkpoint
-from sagetrain.train.ledger import Ledger
+from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.ledger import Ledger
 from spoiled import spoiled
 
 
@@ -45,8 +45,8 @@ def with_ladder(run: Path) -> None:
 
 def state_of(run_dir: Path) -> dict:
     """Of the newest checkpoint, whose ledger holds every sample once."""
-    folder = checkpoint.newest(run_dir / "checkpoints")
-    state = checkpoint.read_manifest(folder)["state"]
+    folder = on_disk.newest(run_dir / "checkpoints")
+    state = on_disk.read_manifest(folder)["state"]
     order = state["identity"]["order of samples (hash of token files, weights, seq_length and seed)"]
     Ledger.verified(state["ledger"], order, state["step"], state["sequences"], folder)
     assert state["sequences"] == 20 * 8 + 20 * 16
@@ -88,7 +88,7 @@ def test_a_skipped_step_is_a_dropped_one_after_kill_9_and_on_another_layout(tmp_
     run = config(tmp_path, bad, "skip")
     run.write_text(run.read_text().replace("every_tokens: 1280", "every_tokens: 2560"))
     assert at_step("ranks", run, 15, kill_all) != 0  # that is the skip; the next save is at 20
-    newest = checkpoint.newest(tmp_path / "run/checkpoints")
+    newest = on_disk.newest(tmp_path / "run/checkpoints")
     finish("sagetrain", run)
     assert f"resumed from {newest.name}" in log_of(run) and "2 wrote that checkpoint, 1 go on" in log_of(run)
     assert state_of(tmp_path / "run")["ledger"] == state["ledger"]
@@ -128,7 +128,7 @@ def test_a_run_that_goes_back_has_the_controllers_of_then_and_they_know_why(tmp_
     with_ladder(run)
     finish("sagetrain", run)
     then, now = (
-        checkpoint.read_manifest(tmp_path / "run/checkpoints" / checkpoint.folder_name(step))["state"]["controllers"]
+        on_disk.read_manifest(tmp_path / "run/checkpoints" / on_disk.folder_name(step))["state"]["controllers"]
         for step in (10, 15)
     )
     assert (then["spikes"].pop("acted"), now["spikes"].pop("acted")) == ([], [[15, 10]])
@@ -149,7 +149,7 @@ def test_once_too_often_ends_the_run_with_all_that_was_saved(tmp_path, bad, poli
     run = config(tmp_path, bad, policy, **keys)
     assert start("sagetrain", run).wait(PATIENCE) == 4
     assert "error: step 18 (sequences 136 to 143): gradient norm" in log_of(run) and words in log_of(run)
-    assert checkpoint.newest(tmp_path / "run/checkpoints").name == checkpoint.folder_name(newest)
+    assert on_disk.newest(tmp_path / "run/checkpoints").name == on_disk.folder_name(newest)
     events = events_of(tmp_path / "run")
     assert [(event["step"], event["action"]) for event in events] == [(15, policy), (18, "stop")]
     assert events[-1]["text"].endswith(": the run ends") and events[-1]["grad_norm"] > events[-1]["grad_norm_limit"]

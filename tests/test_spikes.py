@@ -12,9 +12,9 @@ import tiny
 from distributed import run_distributed
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import SpikesConfig
+from sagetrain.engines.protocol import Observers, StepResult
 from sagetrain.stability.controller import Event, Taken
 from sagetrain.stability.spikes import Spikes, Verdict
-from sagetrain.train.step import Observers, StepResult
 
 TOKENS = 1024
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from distributed import run_distributed
 from sagetrain.config.load import load_config
 
-SPEC = importlib.util.spec_from_file_location(
-    "benchmark_start", Path(__file__).parent.parent / "launch/benchmark_start.py"
-)
+SPEC = importlib.util.spec_from_file_location("benchmark_start", Path(__file__).parent.parent / "benchmarks/start.py")
 
 
 def simulate(*sizes: tuple[int, int, int]) -> list[dict[str, float]]:

@@ -31,7 +31,7 @@ from sagetrain.inference.load import TrainedRun, at_context, load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.interop.lm_eval import Tasks, harness_of
-from sagetrain.train.origin import IMPORTED_TOKENS, end_tokens
+from sagetrain.train.init_from import IMPORTED_TOKENS, end_tokens
 
 SAMPLE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
 BOS, EOS = 0, 1

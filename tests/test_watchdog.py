@@ -18,8 +18,8 @@ import torch.distributed as dist
 import tiny
 from distributed import run_distributed
 from forked import PATIENCE
-from sagetrain.train import guard
-from sagetrain.train.guard import HANG_EXIT_CODE, StopSignal, Watchdog, collectives_under_way
+from sagetrain.cluster import guard
+from sagetrain.cluster.guard import HANG_EXIT_CODE, StopSignal, Watchdog, collectives_under_way
 
 
 def one_rank_stays_away(folder: str) -> None:

@@ -14,8 +14,8 @@ from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.rules import logging
 from sagetrain.config.schema import WandbConfig
-from sagetrain.train.metrics import MetricsWriter
 from sagetrain.train.weights_and_biases import WandbRun
+from sagetrain.train.writers import MetricsWriter
 
 OFFLINE = WandbConfig(project="small models", mode="offline")
 

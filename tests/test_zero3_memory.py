@@ -11,9 +11,9 @@ import tiny
 from distributed import run_distributed
 from process_memory import resident, return_what_is_freed
 from sagetrain.data.loader import Batch
+from sagetrain.engines.deepspeed import Engine, partitioner
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
-from sagetrain.train.engine import Engine, partitioner
 
 MODEL = {"num_layers": 4, "hidden_size": 192, "ffn_hidden_size": 768, "num_attention_heads": 3}  # 5 MB in bf16
 # No weight but the norms' gains stays gathered from one use to the next.

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import torch
 
+from sagetrain.checkpoint.saving import Saver
+from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.data.loader import Batch
+from sagetrain.engines.deepspeed import Engine, partitioner
+from sagetrain.engines.protocol import StepResult
 from sagetrain.model.accounting import overlaps
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.train.engine import Engine, init_distributed, partitioner
-from sagetrain.train.saver import Saver
-from sagetrain.train.step import StepResult
 
 VOCAB, SEQ = 128, 16
 

@@ -9,12 +9,11 @@ from collections.abc import Container, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from sagetrain.checkpoint import on_disk
+from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.compare.question import Job, Question
 from sagetrain.compare.results import LOSSES
-from sagetrain.config.errors import ConfigError
-from sagetrain.train import checkpoint
-from sagetrain.train.checkpoint import CheckpointError
-from sagetrain.train.run_folder import RunFolder
+from sagetrain.config.errors import CheckpointError, ConfigError
 
 
 class Branches:
@@ -59,9 +58,9 @@ class Branches:
 
 def _checkpoint(root: Path, tokens: range) -> Path | None:
     """The first checkpoint that saw a number of tokens of that range."""
-    for folder in checkpoint.published(root):
+    for folder in on_disk.published(root):
         with suppress(CheckpointError):  # another one, which is being deleted
-            if checkpoint.read_manifest(folder)["state"]["tokens"] in tokens:
+            if on_disk.read_manifest(folder)["state"]["tokens"] in tokens:
                 return folder
     return None
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 
 from sagetrain import __version__
+from sagetrain.checkpoint import on_disk
+from sagetrain.cluster.run_folder import is_taken, lock
 from sagetrain.compare import records, results, runner
 from sagetrain.compare.analysis import Table, curves, tables, to_json
 from sagetrain.compare.branch import Branches
@@ -26,17 +28,14 @@ from sagetrain.compare.question import BRANCH, OWN, Job, Question, differences, 
 from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, STOPPED, Record
 from sagetrain.compare.results import Call, Results
 from sagetrain.config.arithmetic import padded_vocab_size
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError
 from sagetrain.config.load import flat, is_assignment, load_config
 from sagetrain.config.schema import DataConfig, ModelConfig
 from sagetrain.data.token_file import TokenFile, write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import memory_per_rank, num_parameters, total_bytes
 from sagetrain.report.read import read_rows
-from sagetrain.train import checkpoint, origin
-from sagetrain.train.guard import TRAINING_EXIT_CODE
 from sagetrain.train.out_of_memory import OUT_OF_MEMORY
-from sagetrain.train.run_folder import is_taken, lock
 
 PAGE, PLOT, TABLES = "README.md", "gap.png", "results.json"
 _SAY_SECONDS = 30.0
@@ -225,16 +224,16 @@ def _refuse_other_start(found: Results, job: Job, run_dirs: Path) -> None:
     """ConfigError if a run would begin with other weights than the others of its row, which training.init_from named
     then: a run that has gone on since."""
     init_from = found.settings[f"{job.row}/{job.variant}"]["training.init_from"]
-    if not init_from or checkpoint.newest(run_dirs / job.folder / "checkpoints"):
+    if not init_from or on_disk.newest(run_dirs / job.folder / "checkpoints"):
         return
-    now = origin.named(Path(init_from))
+    now = init_from.named(Path(init_from))
     for other in found.question.jobs():
-        record = run_dirs / other.folder / origin.RECORD
+        record = run_dirs / other.folder / init_from.RECORD
         same = found.settings[f"{other.row}/{other.variant}"]["training.init_from"] == init_from
         if other == job or other.row != job.row or not same or not record.is_file():
             continue
         began = json.loads(record.read_text())
-        if now and not origin.is_recorded(now, began):
+        if now and not init_from.is_recorded(now, began):
             raise ConfigError(
                 f"{job} would begin with {now}, and {other} began with {began['checkpoint']}: training.init_from "
                 f"{init_from} has gone on since. Name a checkpoint there, and begin again in another --output"

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from sagetrain.checkpoint.on_disk import step_of
+from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.compare.question import Job
 from sagetrain.compare.statistics import end_of, thinned
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.token_file import write_atomic
 from sagetrain.report.read import has_loss, read_rows
-from sagetrain.train.checkpoint import step_of
-from sagetrain.train.run_folder import RunFolder
 
 FINISHED, DIVERGED, FAILED, STOPPED = "finished", "diverged", "failed", "stopped"
 _RANKS = (STOPPED, FAILED, DIVERGED, FINISHED)

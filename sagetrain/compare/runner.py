@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from sagetrain.cluster.guard import LAUNCHER
 from sagetrain.compare.question import Job
-from sagetrain.train.guard import LAUNCHER
 
 _TICK = 0.2
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -36,14 +36,14 @@ def resolved_zero_stage(cfg: RunConfig) -> int:
 
 def overlaps_reduction(cfg: RunConfig) -> bool:
     """deepspeed.zero_optimization.overlap_comm: whether gradients are reduced beside backward. Unless the YAML sets it,
-    at ZeRO 1 in bf16, where it is not DeepSpeed that does it (train/reduction.py), and at 3 (docs/gradients.md)."""
+    at ZeRO 1 in bf16, where it is not DeepSpeed that does it (engines/reduction.py), and at 3 (docs/gradients.md)."""
     stage = resolved_zero_stage(cfg)
     default = stage == 3 or (stage == 1 and cfg.training.dtype == "bf16")
     return bool(cfg.deepspeed.get("zero_optimization", {}).get("overlap_comm", default))
 
 
 def own_reduction(cfg: RunConfig) -> bool:
-    """Whether it is train/reduction.py, not DeepSpeed, that reduces gradients, beside a step's last backward pass."""
+    """Whether it is engines/reduction.py, not DeepSpeed, that reduces gradients, beside a step's last backward pass."""
     return resolved_zero_stage(cfg) == 1 and overlaps_reduction(cfg)
 
 

@@ -32,7 +32,7 @@ def check(
     vocab_size: of the tokenizer, when known. path, overrides: what `cfg` was loaded from; findings then name file and
     line. files: whether missing data files are errors (to train) or warnings (to plan on another machine), and missing
     packages errors or nothing. measured: an earlier run whose measurements the guidance takes. others: findings to
-    name the place of, too (train/preflight.py).
+    name the place of, too (train/inputs.py).
     """
     findings = [
         *layout.launch(cfg, world_size),

@@ -1,4 +1,4 @@
-"""What configuration checks report: findings, and the one exception that carries them."""
+"""The exceptions that a user meets, and the findings of configuration checks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+TRAINING_EXIT_CODE = 4
+"""Exit code of a run whose training cannot go on: a step that went wrong, or no more memory."""
+
 
 class ConfigError(ValueError):
     """A mistake in the user's configuration; the message names file, key, value, rule and fix."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, read or used; the message names the folder and the way out."""
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on (non-finite loss, say); the newest checkpoint is untouched."""
 
 
 @dataclass(frozen=True)

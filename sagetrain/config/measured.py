@@ -28,7 +28,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 
 STABILITY_NAME = "stability.json"
-"""In the run folder; train/run_folder.py writes it."""
+"""In the run folder; cluster/run_folder.py writes it."""
 CRITICAL = "critical_tokens_per_step"
 """In it, what critical_tokens gives."""
 ALL = "all"

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import torch
 
+from sagetrain.auto.attention_choice import kept
+from sagetrain.auto.linear_choice import kept as linear_kept
+from sagetrain.checkpoint import on_disk, reading
+from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.arithmetic import low_bit_linear, padded_vocab_size
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import CheckpointError, ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.rules.data import CHAT_TEMPLATE
 from sagetrain.config.schema import LinearConfig, RunConfig, tokenizer_in
@@ -23,11 +27,7 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import Topology
 from sagetrain.stability.precision import Ladder, rungs_of
-from sagetrain.train import checkpoint
-from sagetrain.train.attention import kept
-from sagetrain.train.checkpoint import CheckpointError, Reader
-from sagetrain.train.linear import kept as linear_kept
-from sagetrain.train.origin import chat_template, end_tokens, positions, text_prefix
+from sagetrain.train.init_from import chat_template, end_tokens, positions, text_prefix
 
 
 @dataclass
@@ -43,9 +43,9 @@ class TrainedRun:
     tokens: int
     device: torch.device
     text_prefix: Sequence[int] = ()
-    """Tokens that the model wants before a text (train/origin.py)."""
+    """Tokens that the model wants before a text (train/init_from.py)."""
     end_tokens: Sequence[int] = ()
-    """Those that end one, beside the tokenizer's own (train/origin.py)."""
+    """Those that end one, beside the tokenizer's own (train/init_from.py)."""
     chat_template: str | None = None
     """The template that its chats were made with, or else the tokenizer's own."""
     data_hashes: Mapping[str, str] = field(default_factory=dict)
@@ -95,9 +95,9 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
     """
     root, folder = run_dir / "checkpoints", None
     if step is None:
-        folder, _ = checkpoint.newest_whole(root, report, moments=False)
-    elif checkpoint.published(root):
-        folder = checkpoint.whole_at(root, step, moments=False)
+        folder, _ = on_disk.newest_whole(root, report, moments=False)
+    elif on_disk.published(root):
+        folder = on_disk.whole_at(root, step, moments=False)
     if folder is None:
         raise CheckpointError(_no_run(run_dir))
     reader = Reader(folder)
@@ -118,8 +118,8 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
 
 def _no_run(path: Path) -> str:
     """What a path is that is no run with a checkpoint, and what to name."""
-    if path.parent.name == "checkpoints" and path in checkpoint.published(path.parent):
-        step = checkpoint.step_of(path)  # 0 of an imported model, which has no other
+    if path.parent.name == "checkpoints" and path in on_disk.published(path.parent):
+        step = on_disk.step_of(path)  # 0 of an imported model, which has no other
         return f"{path} is a checkpoint: name {path.parent.parent}" + f" with --checkpoint {step}" * (step > 0)
     if (path / "manifest.json").is_file():
         return (
@@ -240,7 +240,7 @@ def load_run(
         )
     except ValueError as error:
         raise ConfigError(f"{error}: start the command on fewer ranks") from error
-    checkpoint.load_weights(run.reader, model, groups, device)
+    reading.load_weights(run.reader, model, groups, device)
     model.keep_weights()
     model.eval()
     if low_bit_linear(cfg.linear, run.tokens, cfg.training.total_tokens) and linear is None:

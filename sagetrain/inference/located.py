@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
+from sagetrain.cluster.preflight import SHOWN
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataConfig, DataSource, tokenizer_in
 from sagetrain.data.token_file import read_provenance
-from sagetrain.train.preflight import is_there
-from sagetrain.train.roster import SHOWN
+from sagetrain.train.inputs import is_there
 
 
 def located(

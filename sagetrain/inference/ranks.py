@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from sagetrain.cluster.join import init_distributed
 from sagetrain.config.errors import ConfigError
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.train.engine import init_distributed
 
 T = TypeVar("T")
 

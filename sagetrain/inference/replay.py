@@ -19,9 +19,11 @@ from typing import Any, cast, get_args
 
 import torch
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.checkpoint import on_disk
+from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import AttentionConfig
+from sagetrain.engines.protocol import Observers, StepResult
 from sagetrain.inference.located import located
 from sagetrain.model.backends import AttentionFunction, attention_function
 from sagetrain.model.selection import resolve_backend
@@ -29,11 +31,8 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.stability.controller import Event
 from sagetrain.stability.spikes import METRIC, Verdict, plain
-from sagetrain.train import bundle, checkpoint, origin
-from sagetrain.train.checkpoint import CheckpointError
-from sagetrain.train.guard import TrainingError
+from sagetrain.train import failed_step, init_from
 from sagetrain.train.lr_schedule import learning_rate
-from sagetrain.train.step import Observers, StepResult
 from sagetrain.train.trainer import Trainer
 
 CAUSES = {
@@ -94,7 +93,7 @@ def replay(folder: Path, backend: str, recipe: str | None = None, linear_in_16_b
         ConfigError: no bundle, or an attention that cannot run here.
         CheckpointError: no checkpoint is left to begin from.
     """
-    content = bundle.read(folder)
+    content = failed_step.read(folder)
     recipes = get_args(AttentionConfig.model_fields["recipe"].annotation)
     if recipe is not None and recipe not in recipes:
         raise ConfigError(f"recipe {recipe!r}: it is one of {', '.join(recipes)}")
@@ -118,10 +117,10 @@ def _start(checkpoints: Path, content: dict[str, Any]) -> Path | None:
     """The newest checkpoint before the step whose history is that of the bundle; None: the step's run had none yet."""
     if content["checkpoint"] is None:
         return None
-    for folder in reversed(checkpoint.published(checkpoints)):
-        step = checkpoint.step_of(folder)
-        if step <= content["checkpoint"] and not checkpoint.problems(folder):
-            dropped = checkpoint.read_manifest(folder)["state"]["ledger"].get("dropped", [])
+    for folder in reversed(on_disk.published(checkpoints)):
+        step = on_disk.step_of(folder)
+        if step <= content["checkpoint"] and not on_disk.problems(folder):
+            dropped = on_disk.read_manifest(folder)["state"]["ledger"].get("dropped", [])
             if dropped == [each for each in content["ledger"]["dropped"] if each <= step]:
                 return folder
     raise CheckpointError(
@@ -169,8 +168,8 @@ def _replay(
         event=content["event"]["text"],
         attention={
             "recorded": " | ".join(dict.fromkeys(content["attention"])),
-            "again": " | ".join(dict.fromkeys(map(bundle.describe, before))),
-            "asked": bundle.describe(other[0]) + (" and linear layers in 16 bits" if linear_in_16_bits else ""),
+            "again": " | ".join(dict.fromkeys(map(failed_step.describe, before))),
+            "asked": failed_step.describe(other[0]) + (" and linear layers in 16 bits" if linear_in_16_bits else ""),
         },
         numbers={"recorded": recorded, "again": again, "asked": compared},
         limits=limits,
@@ -187,8 +186,8 @@ def _trainer(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Tra
     cfg = cfg.model_copy(update={"data": data})
     if fresh and cfg.training.init_from is not None:
         # It may name a run that has gone on since.
-        init_from = str(origin.recorded(run_dir, cfg.training.init_from))
-        cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"init_from": init_from})})
+        begins_from = str(init_from.recorded(run_dir, cfg.training.init_from))
+        cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"init_from": begins_from})})
     parallel = cfg.parallel.model_copy(update={"world_size": None})
     if os.environ.get("WORLD_SIZE", "1") == "1":
         # At stage 0 a gradient that is not finite has norms of layers, too.
@@ -208,30 +207,30 @@ def _trainer(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Tra
 def _functions(trainer: Trainer, words: list[str]) -> list[AttentionFunction]:
     """Of all layers, as a bundle names them."""
     known = cast(Transformer, trainer.engine.module).functions
-    return bundle.functions(words, known, trainer.attention, trainer.device)
+    return failed_step.functions(words, known, trainer.attention, trainer.device)
 
 
 def _go_there(trainer: Trainer, content: dict[str, Any]) -> float:
     """Take the steps between, with the attention that they had; how far a loss was from the recorded one."""
-    state, ledger, drift = trainer.state, bundle.ledger_of(content), 0.0
+    state, ledger, drift = trainer.state, failed_step.ledger_of(content), 0.0
     rows, attention = {row["step"]: row for row in content["steps_between"]}, None
     for samples in ledger.samples_of_steps()[state.step :]:
         tokens, step = samples * trainer.cfg.data.seq_length, state.step + 1
         if step in ledger.dropped:
             state.advance(tokens, trainer.cfg.data.seq_length, dropped=True)
-            trainer.steering.ask(state, tokens, {} if step in trainer.cfg.training.drop_steps else {METRIC: 1.0})
+            trainer.controllers.ask(state, tokens, {} if step in trainer.cfg.training.drop_steps else {METRIC: 1.0})
             continue
         attention = rows.get(step, {}).get("attention", attention)
         if attention:
             cast(Transformer, trainer.engine.module).functions = _functions(trainer, attention)
-        result = _step(trainer, tokens, partial(trainer.steering.spikes.judge, tokens=tokens))
+        result = _step(trainer, tokens, partial(trainer.controllers.spikes.judge, tokens=tokens))
         if not result.applied:
             raise TrainingError(
                 f"step {step}, on the way to step {content['step']}: {result.event and result.event.text}, which "
                 "was finite when the run took it: it is not reproducible on this machine"
             )
         state.advance(tokens, trainer.cfg.data.seq_length)
-        trainer.steering.ask(state, tokens, result.metrics | ({METRIC: 1.0} if result.event else {}))
+        trainer.controllers.ask(state, tokens, result.metrics | ({METRIC: 1.0} if result.event else {}))
         if step in rows:
             before = rows[step]["loss"]  # 0 where no token of the step counts
             drift = max(drift, abs(result.loss - before) / (abs(before) or 1.0))

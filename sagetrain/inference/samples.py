@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from sagetrain.config.schema import DataConfig, EvaluationConfig
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.engines.deepspeed import Engine
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun
 from sagetrain.model.transformer import Transformer
-from sagetrain.train.engine import Engine
-from sagetrain.train.origin import end_tokens, text_prefix
-from sagetrain.train.preflight import check_prompts
+from sagetrain.train.init_from import end_tokens, text_prefix
+from sagetrain.train.inputs import check_prompts
 
 Trained = Callable[[Transformer, Tokenizer], TrainedRun]
 """load.in_training of the run's configuration."""

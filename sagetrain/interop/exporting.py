@@ -17,14 +17,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.checkpoint.on_disk import lacks_space
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.config.errors import CheckpointError, ConfigError
 from sagetrain.data.token_file import check_writable
 from sagetrain.inference.generate import ending_tokens
 from sagetrain.inference.load import OpenRun, open_run
 from sagetrain.interop.huggingface import INDEX, WEIGHTS, Weight, config_json, weights
 from sagetrain.interop.tokenizer_files import tokenizer_files
-from sagetrain.train.checkpoint import CheckpointError, Reader, lacks_space
-from sagetrain.train.origin import generation_settings, positions
+from sagetrain.train.init_from import generation_settings, positions
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that config.json and generation_config.json share."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from sagetrain.checkpoint.on_disk import FORMAT, folder_name, sha256
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import dump_config
@@ -23,7 +24,6 @@ from sagetrain.interop.describe import Described, Report, describe
 from sagetrain.interop.exporting import SPECIAL_IDS, cut, published
 from sagetrain.interop.huggingface import Weight, weights
 from sagetrain.interop.weight_files import WeightFiles, read_json
-from sagetrain.train.checkpoint import FORMAT, folder_name, sha256
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NO_SETTINGS = ("transformers_version", "_from_model_config")  # of a generation_config.json: who wrote it

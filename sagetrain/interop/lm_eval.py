@@ -23,12 +23,12 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataConfig, EvaluationConfig
 from sagetrain.data.loader import Batch
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
+from sagetrain.engines.deepspeed import Engine
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.samples import Alive, Trained, completed, while_training
 from sagetrain.inference.score import Scorer
-from sagetrain.train.engine import Engine
-from sagetrain.train.origin import text_prefix
+from sagetrain.train.init_from import text_prefix
 
 Results = dict[str, dict[str, float]]
 """By task and metric: acc, acc_stderr; where the harness filters answers, with the filter's name: acc/strict."""

@@ -25,7 +25,7 @@ from sagetrain.model.operations import (
 _REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
 _REUSE_DISTANCE = 1_000_000_000
-_BUCKET_BESIDE, _OWN = 50_000_000, 8_000_000  # ours (train/reduction.py)
+_BUCKET_BESIDE, _OWN = 50_000_000, 8_000_000  # ours (engines/reduction.py)
 # Logits that exist at once; see parallel/cross_entropy.py.
 _CHUNK_LOGITS = 2**28
 # FLOPs of a block's matmuls from which two halves gain: below, a host launches slower than a GPU computes
@@ -123,7 +123,7 @@ def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
 
 
 def one_owner(share: int, bucket: int) -> bool:
-    """Whether ZeRO 1 beside backward (train/reduction.py) reduces each bucket to one owner, or all-reduces those of
+    """Whether ZeRO 1 beside backward (engines/reduction.py) reduces each bucket to one owner, or all-reduces those of
     several. share: elements that a rank owns.
 
     A reduce goes through all n ranks, which takes n times some 3 us, and there are n of them; the bytes that they save

@@ -35,7 +35,7 @@ from sagetrain.parallel.layers import (
     VocabParallelEmbedding,
     annotate,
     keep_weights,
-    settle,
+    materialize,
     shard,
 )
 from sagetrain.parallel.matmul import Matmul, linear
@@ -266,7 +266,7 @@ class Transformer(nn.Module):
             the meta device, for others to be put in their places.
         dtype: of parameters and residual stream.
         partition: given every parameter as soon as it has its values, before the next one takes memory: ZeRO 3 keeps a
-            part of it (train/engine.py).
+            part of it (engines/deepspeed.py).
 
     Raises:
         ValueError: a dimension that tensor_parallel_size does not divide, heads that it does not divide together with
@@ -536,7 +536,7 @@ class Transformer(nn.Module):
             return torch.empty_like(parameter, device="cpu").copy_(shard(full, parameter.tp_dim, self.groups))
 
         def place(parameter: nn.Parameter, drawn: Future[Tensor]) -> None:
-            settle(parameter, drawn.result().to(device))
+            materialize(parameter, drawn.result().to(device))
             if partition is not None:
                 partition(parameter)
 

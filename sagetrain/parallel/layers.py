@@ -37,7 +37,7 @@ def annotate(
 
 
 @torch.no_grad()
-def settle(parameter: nn.Parameter, values: Tensor) -> None:
+def materialize(parameter: nn.Parameter, values: Tensor) -> None:
     """Let a Parameter on the meta device hold values of its shape and dtype. It stays the same object (tied embeddings
     have it twice), with what `annotate` attached."""
     real = nn.Parameter(values)

@@ -57,7 +57,7 @@ _TOKEN_BLOCK_SECONDS = 0.85e-3
 
 # ZeRO stage -> bytes moved per parameter of the rank in a micro-step, per parameter of the rank in a step, and per
 # parameter that the rank updates in a step: read off DeepSpeed 0.19 in bf16.
-#   1 (BF16_Optimizer): adds every gradient to the fp32 sum (10; train/engine.py), as soon as backward has made it.
+#   1 (BF16_Optimizer): adds every gradient to the fp32 sum (10; engines/deepspeed.py), as soon as backward has made it.
 #     Step: flattening and scaling (20), norm (4), clipping (8), zeroing (4) of all; Adam (28) and new bf16 weights (6).
 #   2: bucket copy, flatten, divide, convert to fp32 (18), add to the owned part (12, counted in full).
 #     Step on the owned part alone: norm, flatten, clip, Adam, new weights.
@@ -66,7 +66,7 @@ _TOKEN_BLOCK_SECONDS = 0.85e-3
 _STATE_BYTES = {0: (12, 64, 0), 1: (10, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
 # The same where gradients travel in bf16: what is converted (1, once a step), what is not (2), what is smaller (3).
 _STATE_BYTES_BF16 = {1: (10, 44, 34), 2: (24, 0, 60), 3: (30, 0, 60)}
-# Stage 1 beside backward (train/reduction.py): zeroing of all; the mean (8), norm and clipping of what the rank owns;
+# Stage 1 beside backward (engines/reduction.py): zeroing of all; the mean (8), norm and clipping of what the rank owns;
 # in bf16 rounding (6) and what comes back (6). Of one replica, which reduces nothing: the same without the mean.
 _STATE_BYTES_BESIDE, _STATE_BYTES_BESIDE_BF16, _STATE_BYTES_ALONE = (10, 4, 54), (10, 10, 60), (10, 4, 46)
 _CONVERTED = {0: 0, 1: 0, 2: 6, 3: 6}
@@ -400,7 +400,7 @@ class _Step:
         return CollectiveTime(axis, purpose, kind, count, payload, wire, seconds, exposed=seconds)
 
     def _data_parallel(self, compute: float) -> list[CollectiveTime]:
-        """ZeRO as train/engine.py has it. Stage 1 reduces gradients in buckets of its own (train/reduction.py; that of
+        """ZeRO as engines/deepspeed.py has it. Stage 1 reduces gradients in buckets of its own (reduction.py; that of
         the gains is not counted), which the last backward pass of a step hides but for the last. Without overlap_comm,
         and at stages 0 and 2, they are all-reduced, at 2 in every micro-step and, without
         use_multi_rank_bucket_allreduce, by a reduce to each owner. ZeRO-3 gathers weights ahead, beside `compute`; with

@@ -20,7 +20,7 @@ from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import MemoryItem, memory_per_rank
 from sagetrain.planning.layouts import Layout, fastest_linear, fewest_gpus, layout, memory_finding, propose
 from sagetrain.planning.performance import calibrate
-from sagetrain.train import preflight
+from sagetrain.train import inputs
 
 ASSUMED_VOCAB_SIZE = 32_768
 # Rules without which the numbers would mean nothing.
@@ -108,7 +108,7 @@ def make_plan(
         overrides=overrides,
         files=False,
         measured=measured,
-        others=preflight.findings(cfg, tokenizer),
+        others=inputs.findings(cfg, tokenizer),
     )
     possible = not _NO_LAYOUT & {f.rule for f in findings if f.level == "error"}
     if cfg.linear.precision == "auto" and possible:
@@ -159,7 +159,7 @@ def make_plan(
 
 def document_span(data: DataConfig) -> float | None:
     """Of the sequences that data.train gives (model.operations.Rank.span); None where its files are not there."""
-    if not (data.document_attention and all(map(preflight.is_there, data.train))):
+    if not (data.document_attention and all(map(inputs.is_there, data.train))):
         return None
     from sagetrain.data.token_file import TokenFile  # numpy, which a plan without data needs not
 

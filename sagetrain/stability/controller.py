@@ -1,9 +1,9 @@
 """What decides, between two steps, how the run goes on: precision, tokens per step, spikes.
 
-A controller reads the numbers of the steps taken (train/step.StepResult.metrics), which are reduced over all ranks
-and so equal on each, and nothing else of the run. That makes its decisions global without a collective of their own,
-the same at every layout that gives the same numbers, and testable without a model. What it has to remember is a plain
-dict in every checkpoint's manifest; a resumed run decides as one that never stopped.
+A controller reads the numbers of the steps taken (engines/protocol.StepResult.metrics), which are reduced over all
+ranks and so equal on each, and nothing else of the run. That makes its decisions global without a collective of their
+own, the same at every layout that gives the same numbers, and testable without a model. What it has to remember is a
+plain dict in every checkpoint's manifest; a resumed run decides as one that never stopped.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _every(x: Tensor) -> int:
 
 class LinearErrors:
     """Measures what linear layers of a Transformer lose that are in 8 bits, in passes of their own, and adds it to the
-    metrics of its groups. A probe (train/step.py).
+    metrics of its groups. A probe (engines/protocol.py).
 
     Args:
         blocks: the numbers of those that are looked at.

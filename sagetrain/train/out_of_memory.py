@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sagetrain.train.guard import TrainingError
+from sagetrain.config.errors import TrainingError
 
 OUT_OF_MEMORY = "is out of GPU memory"
 """In the error of a run whose GPU is full, and in no other."""

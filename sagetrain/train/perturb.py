@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from sagetrain.train.engine import Engine
+    from sagetrain.engines.deepspeed import Engine
 
 GAIN = "blocks.0.attention_norm.gain"
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.ledger import TrainState
+from sagetrain.checkpoint.saving import Saver
 from sagetrain.config.schema import LoggingConfig
+from sagetrain.engines.protocol import StepResult
 from sagetrain.stability.controller import Event
-from sagetrain.train import checkpoint
-from sagetrain.train.ledger import TrainState
-from sagetrain.train.metrics import MetricsWriter, Throughput, memory_gib, peak_flops
-from sagetrain.train.saver import Saver
-from sagetrain.train.step import StepResult
 from sagetrain.train.weights_and_biases import WandbRun
+from sagetrain.train.writers import MetricsWriter, Throughput, memory_gib, peak_flops
 
 
 class Reporter:
@@ -139,7 +139,7 @@ class Reporter:
                 }
                 self._writer.write(saved.step, saved.tokens, figures)
             self.say(
-                f"saved {checkpoint.folder_name(saved.step)}: training stood still for {saved.stall_seconds:.2f} s, "
+                f"saved {on_disk.folder_name(saved.step)}: training stood still for {saved.stall_seconds:.2f} s, "
                 f"published {saved.publish_seconds:.1f} s later"
             )
 

@@ -10,20 +10,20 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 
+from sagetrain.checkpoint import reading
+from sagetrain.checkpoint.ledger import Ledger, TrainState
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.cluster.run_folder import changed_settings
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import dump_config, flat
+from sagetrain.config.rules.data import ORDER
 from sagetrain.config.schema import DataSource, LrScheduleConfig, OptimizerConfig, RunConfig, Section
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data import verify
+from sagetrain.engines.deepspeed import Engine
 from sagetrain.parallel.rng import set_rng_state
-from sagetrain.train import checkpoint
-from sagetrain.train.checkpoint import Reader
-from sagetrain.train.engine import Engine
-from sagetrain.train.ledger import Ledger, TrainState
+from sagetrain.train.init_from import differences
 from sagetrain.train.lr_schedule import learning_rate
-from sagetrain.train.origin import differences
-from sagetrain.train.preflight import ORDER
-from sagetrain.train.run_folder import changed_settings
 
 
 def check(
@@ -35,7 +35,7 @@ def check(
     """See that a run may go on from a checkpoint; on all ranks, which have the same arguments.
 
     Args:
-        identity: what a checkpoint must share with the run that continues it, by setting (train/preflight.py).
+        identity: what a checkpoint must share with the run that continues it, by setting (train/inputs.py).
         files: hashes of this host's data, by name.
 
     Raises:
@@ -126,7 +126,7 @@ def restore(reader: Reader, engine: Engine, order: str) -> TrainState:
     """
     state, folder = reader.manifest["state"], reader.folder
     ledger = Ledger.verified(state.get("ledger"), order, state["step"], state["sequences"], folder)
-    checkpoint.load_engine(reader, engine, state["optimizer_steps"])
+    reading.load_engine(reader, engine, state["optimizer_steps"])
     rng = reader.rng(dist.get_rank())
     if rng is not None:
         set_rng_state(rng)

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from sagetrain import __version__
 from sagetrain.config.schema import RunConfig
+from sagetrain.engines.deepspeed import Engine
 from sagetrain.model.accounting import num_parameters
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
-from sagetrain.train.engine import Engine
 
 
 def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, reasons: tuple[str, str, str]) -> str:

@@ -23,8 +23,19 @@ import torch.distributed as dist
 import yaml
 
 from sagetrain import __version__
+from sagetrain.auto import attention_choice, linear_choice, overlap_choice
+from sagetrain.auto.timing import Timing
+from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.ledger import Ledger, TrainState, check_consumed
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.checkpoint.saving import Saver
+from sagetrain.cluster import preflight
+from sagetrain.cluster.guard import StopSignal, Watchdog
+from sagetrain.cluster.join import init_distributed
+from sagetrain.cluster.rendezvous import ended_by_signals
+from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size, resolved_zero_stage, token_multiple
-from sagetrain.config.errors import ConfigError, Finding
+from sagetrain.config.errors import CheckpointError, ConfigError, Finding, TrainingError
 from sagetrain.config.load import dump_config
 from sagetrain.config.rules.data import CHAT_TEMPLATE, TEXT_PREFIX, chat_templates, prepared, text_prefixes
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
@@ -33,6 +44,7 @@ from sagetrain.data import verify
 from sagetrain.data.loader import Batch, Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
+from sagetrain.engines.deepspeed import Engine, partitioner
 from sagetrain.model.accounting import flops_per_token, memory_per_rank, overlaps, total_bytes
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import matmuls_of, resolve_backend
@@ -42,30 +54,22 @@ from sagetrain.parallel.rng import rng_state, seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Event
 from sagetrain.stability.precision import rungs_of
-from sagetrain.train import attention, bundle, checkpoint, linear, origin, overlap, preflight, resume, roster
-from sagetrain.train.checkpoint import CheckpointError, Reader
-from sagetrain.train.choices import Choices
-from sagetrain.train.engine import Engine, init_distributed, partitioner
-from sagetrain.train.guard import StopSignal, TrainingError, Watchdog
-from sagetrain.train.ledger import Ledger, TrainState, check_consumed
+from sagetrain.train import failed_step, init_from, inputs, resume
+from sagetrain.train.controllers import Controllers
 from sagetrain.train.lr_schedule import learning_rate
-from sagetrain.train.metrics import names_at
 from sagetrain.train.out_of_memory import explained, record_allocations
 from sagetrain.train.perturb import perturb
 from sagetrain.train.profile import ProfileWindow
-from sagetrain.train.rendezvous import ended_by_signals
 from sagetrain.train.reporter import Reporter
-from sagetrain.train.run_folder import RunFolder
-from sagetrain.train.saver import Saver
 from sagetrain.train.start_line import start_line
-from sagetrain.train.steering import Steering
+from sagetrain.train.writers import names_at
 
 _VALID, _TASKS, _SAMPLES = "valid/", "eval/", "samples/"
 
 
 Tasks = Callable[[Engine, Mapping[str, Any], Callable[[], None]], dict[str, float]]
-"""Given the engine, what a checkpoint records of the run's texts (train/origin.py), and what to call as a sign of life,
-numbers by name; collective, and they matter on the first rank."""
+"""Given the engine, what a checkpoint records of the run's texts (train/init_from.py), and what to call as a sign of
+life, numbers by name; collective, and they matter on the first rank."""
 Samples = Callable[[Engine, Mapping[str, Any], Callable[[], None]], list[tuple[str, str]]]
 """Given the same: the prompts of evaluation.samples_prompts, each with what the model has written after it."""
 
@@ -96,7 +100,7 @@ class Trainer:
         self.chat_template = next(filter(None, chat_templates(records).values()), None)
         self.stream = self._stream(cfg.data.train)
         valid = self._stream(cfg.data.valid) if cfg.data.valid else None
-        origin.check(self.folder.checkpoints, cfg.training, self._identity())
+        init_from.check(self.folder.checkpoints, cfg.training, self._identity())
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
         kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
@@ -107,7 +111,7 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
-        roster.use_interface(cfg.training.network_interface)
+        preflight.use_interface(cfg.training.network_interface)
         self.stop = StopSignal()
         patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
         self.watchdog = Watchdog(self.folder.stacks, rank, 60 * patience)
@@ -116,8 +120,8 @@ class Trainer:
             parallel = cfg.parallel
             topology = Topology(dist.get_world_size(), parallel.tensor_parallel_size, parallel.context_parallel_size)
             # Reading files may take a while: the ranks have met by now, and each host tells how far it is.
-            self.files = roster.check_in(cfg, topology, self.device, lambda say: self._check_files(valid, say))
-            roster.share(self.folder)
+            self.files = preflight.check_in(cfg, topology, self.device, lambda say: self._check_files(valid, say))
+            preflight.share(self.folder)
         self.groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
         self.main = dist.get_rank() == 0
         self.reporter = Reporter(self.main)
@@ -126,7 +130,7 @@ class Trainer:
         if self.main:
             self.watchdog.forget()
         seed_everything(cfg.training.seed, f"rank {dist.get_rank()}")
-        found, damaged = checkpoint.newest_whole(self.folder.checkpoints, self._say)
+        found, damaged = on_disk.newest_whole(self.folder.checkpoints, self._say)
         if found is not None:  # before auto is timed and the model is built
             resume.check(found, cfg, self._identity(), self.files)
         self.compiled = {"auto": self.device.type == "cuda", "on": True, "off": False}[cfg.training.compile]
@@ -136,23 +140,25 @@ class Trainer:
             record_allocations(self.device)
         self.attention, self.linear, self.halves = cfg.attention, cfg.linear, cfg.parallel.tensor_parallel_overlap
         with self._memory_explained():
-            choices = Choices(cfg, self.groups, self.stream, self.folder, compiled=self.compiled, **how)
-            chosen = attention.settle(cfg.attention, cfg.model, found, choose=choices.attention, **how)
+            timing = Timing(cfg, self.groups, self.stream, self.folder, compiled=self.compiled, **how)
+            chosen = attention_choice.settle(cfg.attention, cfg.model, found, choose=timing.attention, **how)
             self.attention, self.attention_reason = chosen
             place["tensor_parallel_size"] = layers_of_tp or self.groups.tp_size
             say = self._say
-            self.linear, why = linear.settle(cfg.linear, cfg.model, found, choose=choices.linear, say=say, **place)
+            self.linear, why = linear_choice.settle(
+                cfg.linear, cfg.model, found, choose=timing.linear, say=say, **place
+            )
             self.matmuls, self.linear_reason = matmuls_of(self.linear, cfg.model, here=self.groups.tp_size, **place)
             self.linear_reason += f"; {why}" if why else ""
-            both_ways = partial(choices.overlap, self._settled(), self.matmuls)
-            self.halves, self.halves_reason = overlap.settle(
+            both_ways = partial(timing.overlap, self._settled(), self.matmuls)
+            self.halves, self.halves_reason = overlap_choice.settle(
                 self._settled(), found, device=self.device, choose=both_ways
             )
             self.micro_step = token_multiple(cfg, self.groups.dp_size)
             self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
             self.engine = self._build_engine()
             self._resume(found, damaged)
-        self.text_prefix = self.text_prefix or origin.text_prefix({"init_from": self.origin})
+        self.text_prefix = self.text_prefix or init_from.text_prefix({"init_from": self.origin})
         if self.main and tokenizer:  # `sagetrain generate` needs nothing but the run folder
             write_atomic(self.folder.path / tokenizer.file_name, tokenizer.model)
         self.saver = Saver(
@@ -162,11 +168,11 @@ class Trainer:
             cfg.checkpoint.keep_every_tokens,
             timedelta(minutes=2 * patience),
             alive=lambda: self.watchdog.begin("saving"),
-            needed=partial(bundle.needed, self.folder.spikes),
+            needed=partial(failed_step.needed, self.folder.spikes),
         )
         self.saver.reserve(self._shards())
         parts = self._rungs(self.device), self.stream, self.folder, self.saver, self.reporter
-        self.steering = Steering(self._settled(), self.engine, *parts, self.state)
+        self.controllers = Controllers(self._settled(), self.engine, *parts, self.state)
         self.loader = self._loader(self.stream)
         self.valid = self._loader(valid) if valid else None
 
@@ -235,11 +241,11 @@ class Trainer:
 
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that continues it."""
-        return preflight.identity(self.cfg, self.vocab_size, self.tokenizer_hash, self.stream.fingerprint)
+        return inputs.identity(self.cfg, self.vocab_size, self.tokenizer_hash, self.stream.fingerprint)
 
     def _resume(self, folder: Path | None, damaged: list[Path]) -> None:
         if folder is None:
-            self.origin = origin.start_from(self.cfg.training, self.engine, self.folder.path, self._say)
+            self.origin = init_from.start_from(self.cfg.training, self.engine, self.folder.path, self._say)
             perturb(self.engine, self.cfg.training.perturb)
             return
         reader = Reader(folder)
@@ -247,12 +253,14 @@ class Trainer:
         self.origin = reader.manifest["state"].get("init_from")
         if self.main:
             for bad in damaged:
-                checkpoint.set_aside(bad)
+                on_disk.set_aside(bad)
             self._say(f"resumed from {folder.name} ({self.state.tokens:,} tokens seen)")
             if reader.world_size != dist.get_world_size():
                 self._say(f"ranks: {reader.world_size} wrote that checkpoint, {dist.get_world_size()} go on with it"
                           " (parallel.world_size makes a number that you do not mean an error)")  # fmt: skip
-            kept = [name for name in linear.NAMES[1:] if getattr(self.linear, name) != getattr(self.cfg.linear, name)]
+            kept = [
+                name for name in linear_choice.NAMES[1:] if getattr(self.linear, name) != getattr(self.cfg.linear, name)
+            ]
             for line in resume.changed(self.cfg, folder):
                 if not line.startswith(tuple(f"linear.{name}:" for name in kept)):  # those are as `auto` had them
                     self._say(f"changed since that checkpoint: {line}")
@@ -276,7 +284,7 @@ class Trainer:
         self.watchdog.begin("going back to a checkpoint")
         self.saver.wait()
         self.reporter.saved(self.saver)
-        folder, _ = checkpoint.newest_whole(self.folder.checkpoints, self._say, wanted)
+        folder, _ = on_disk.newest_whole(self.folder.checkpoints, self._say, wanted)
         return self._restore(Reader(folder)) if folder else None
 
     def _shards(self):
@@ -295,7 +303,7 @@ class Trainer:
             self._waited = True
             self._say(f"step {self.state.step}: training waits for the checkpoint before this one (said once): the disk"
                       " takes longer than checkpoint.every_tokens")  # fmt: skip
-        self.state.controllers = self.steering.state()
+        self.state.controllers = self.controllers.state()
         state = {
             **asdict(self.state),
             "optimizer_steps": self.state.optimizer_steps + (self.origin or {}).get("optimizer_steps", 0),
@@ -304,16 +312,16 @@ class Trainer:
             CHAT_TEMPLATE: self.chat_template,
             "identity": self._identity(),
             "attention": {"backend": self.attention.backend, "recipe": self.attention.recipe},
-            "linear": self.linear.model_dump(include={*linear.NAMES}),
-            "overlap": overlap.record(self._settled()),
+            "linear": self.linear.model_dump(include={*linear_choice.NAMES}),
+            "overlap": overlap_choice.record(self._settled()),
             "files": self.files,
             "guidance_overrides": list(self.cfg.guidance.override),
             "versions": {"sagetrain": __version__, "torch": torch.__version__},
         }
-        self.steering.forget(self._saved_step)  # which is published by then
+        self.controllers.forget(self._saved_step)  # which is published by then
         self.saver.start(state, dump_config(self.cfg), self._shards(), rng_state())
         self._saved_step = self.state.step
-        self.steering.tell(self.state)
+        self.controllers.tell(self.state)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -326,8 +334,8 @@ class Trainer:
                 with contextlib.suppress(CheckpointError):
                     self.saver.wait()
                 with contextlib.suppress(OSError):
-                    self.steering.tell(self.state)
-                newest = checkpoint.newest(self.folder.checkpoints)
+                    self.controllers.tell(self.state)
+                newest = on_disk.newest(self.folder.checkpoints)
                 where = f"continues from {newest.name}" if newest else "starts anew: no checkpoint was written yet"
                 raise TrainingError(f"{error}. The same command {where}") from None
             finally:
@@ -371,10 +379,10 @@ class Trainer:
         stopped = bool(left)
         while self.state.tokens < total and not stopped:
             before = self.state.tokens
-            size = self.steering.tokens_of_step(before)
+            size = self.controllers.tokens_of_step(before)
             if self.state.step + 1 in cfg.training.drop_steps:
-                self.steering.drop(self.state, size, "training.drop_steps")
-                for event in self.steering.ask(self.state, size, {}):  # what goes by tokens goes on
+                self.controllers.drop(self.state, size, "training.drop_steps")
+                for event in self.controllers.ask(self.state, size, {}):  # what goes by tokens goes on
                     self.reporter.event(self.state, event)
             else:
                 stopped = self._step(size)
@@ -396,7 +404,7 @@ class Trainer:
         self.saver.wait()
         self.reporter.saved(self.saver)
         if self.main:
-            self.steering.say_critical()
+            self.controllers.say_critical()
             why = f"stopped by {self.stop.name or 'a signal to another rank'}" if stopped else "finished"
             self._say(f"{why} at step {state.step}, {state.tokens:,} of {total:,} tokens"
                       + ("" if finished else "; run the same command to continue"))  # fmt: skip
@@ -410,9 +418,9 @@ class Trainer:
         cfg, state = self.cfg, self.state
         self.watchdog.begin(f"step {state.step + 1}")
         lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, cfg.training.total_tokens)
-        ahead = self.steering.tokens_ahead(state.tokens + size)
+        ahead = self.controllers.tokens_ahead(state.tokens + size)
         batches = self._micro_batches(self.loader.step_batches(state.sequences, size, ahead))
-        observers = self.steering.observers(state.step + 1, size)
+        observers = self.controllers.observers(state.step + 1, size)
         samples, layout = size // cfg.data.seq_length, (self.groups.dp_size, dist.get_world_size())
         counted = self.counted(size, ahead)
         try:
@@ -427,14 +435,14 @@ class Trainer:
                 self._say(f"step {state.step + 1}: no token of it counts in the loss, which is 0, as its gradient is")
         check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
         if result.event:
-            self.steering.keep_bundle(state, size, lr, result)
+            self.controllers.keep_bundle(state, size, lr, result)
         if not result.applied:
-            self.state = self.steering.leave_out(state, size, result, self._go_back)
+            self.state = self.controllers.leave_out(state, size, result, self._go_back)
             if self.state is not state:
                 self.save()  # or a run that is killed now would begin once more with the steps that were given up
             return result.stop
         state.advance(size, cfg.data.seq_length)
-        events = self.steering.taken(state, size, result)
+        events = self.controllers.taken(state, size, result)
         self.reporter.step(state, result, size, lr)
         for event in events:
             self.reporter.event(state, event)

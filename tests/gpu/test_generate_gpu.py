@@ -75,7 +75,7 @@ def test_a_recorded_step_is_the_step(runs: Path) -> None:
 
 
 def test_transformers_goes_on_alike(runs: Path) -> None:
-    spec = importlib.util.spec_from_file_location("benchmark_generate", ROOT / "launch/benchmark_generate.py")
+    spec = importlib.util.spec_from_file_location("benchmark_generate", ROOT / "benchmarks/generate.py")
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
     run, model = benchmark.load(runs / "fp32", "sdpa")

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sagetrain.cluster.guard import collectives_under_way, flight_record
+from sagetrain.config.errors import TrainingError
 from sagetrain.parallel.metrics import Metrics
-from sagetrain.train.guard import TrainingError, collectives_under_way, flight_record
 from sagetrain.train.out_of_memory import ENTRIES, explained, record_allocations
 
 pytestmark = [

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import tiny
+from sagetrain.checkpoint.on_disk import KINDS, folder_name
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.engines.masters import ParameterShard
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.train.checkpoint import KINDS, Reader, folder_name
-from sagetrain.train.masters import ParameterShard
 
 pytestmark = [
     pytest.mark.gpu,

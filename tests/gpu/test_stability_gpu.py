@@ -23,11 +23,11 @@ import yaml
 from safetensors.torch import load_file
 
 from probed import changes, run_with_room
+from sagetrain.checkpoint import on_disk
 from sagetrain.config.schema import DataSource, NoiseAwareTokens
 from sagetrain.data.loader import SampleStream
 from sagetrain.data.token_file import TokenFileWriter
 from sagetrain.model.norm import is_qk_gain
-from sagetrain.train import checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -189,7 +189,7 @@ def test_runs_are_watched_and_steered(tmp_path: Path) -> None:
 
 
 def state_of(run: Path) -> dict:
-    return checkpoint.read_manifest(checkpoint.newest(run / "checkpoints"))["state"]
+    return on_disk.read_manifest(on_disk.newest(run / "checkpoints"))["state"]
 
 
 def check_skip(run: Path) -> None:
@@ -205,7 +205,7 @@ def check_skip(run: Path) -> None:
     assert set(causes) == {"quant/*/dQ/rel_l2", "a", "no", "schedule"}
     assert "recompile_limit" not in log
     assert 0 < max(row["qk_gain/capped_share"] for row in steps.values()) <= 1
-    (file,) = checkpoint.newest(run / "checkpoints").glob("shard-*.safetensors")
+    (file,) = on_disk.newest(run / "checkpoints").glob("shard-*.safetensors")
     gains = {name: values for name, values in load_file(file).items() if is_qk_gain(name.removesuffix("|weight"))}
     assert len(gains) == 6 and all(values.abs().max() <= torch.tensor(CAP) for values in gains.values())
     last = max(steps)

@@ -22,6 +22,8 @@ _WRITTEN = (
 """What a run writes beside its folders (docs/run-folder.md)."""
 TEXT_PREFIX = "text_prefix"
 """Key of a checkpoint's state: the tokens before a text that its model learned."""
+ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
+"""Under what name a run's identity has the order of its samples."""
 CHAT_TEMPLATE = "chat_template"
 """Key of the record of a token file, and of a checkpoint's state: the template of the chats in the data, or templates
 by name, as tokenizer_config.json has them."""

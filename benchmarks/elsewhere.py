@@ -1,0 +1,337 @@
+"""Time the portable attention kernels as code for compute capability 8.0 on a Hopper GPU, beside FlashAttention-2.
+
+No other GPU could be had for this. The kernels are compiled as for an A100 (mma.sync, cp.async), and their PTX is
+assembled for the GPU at hand. "Throttled" stands for a GeForce card: each tensor-core instruction is followed by idle
+ones, until one product takes as many cycles as on an RTX 4090. Results stay right. Each way is compared with float64
+before it is timed; what is wrong is named and not timed.
+
+    python benchmarks/elsewhere.py --out FOLDER [--before PACKAGE] [--tiles]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import pkgutil
+import re
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import JITFunction
+
+import sagekernels
+from sagekernels import bench, tune
+from sagekernels.admission import LIMITS, Admission, admit
+from sagekernels.testing import Shape, random_inputs
+
+AMPERE = GPUTarget("cuda", 80, 32)
+SCORES = 128 * 64
+"""Scores of the tile that cycles are told of, at head_dim 128."""
+# Cycles of a multiprocessor of an RTX 4090 for one product of such a tile, by the type of the sums.
+GEFORCE = {"s32": 1024, "f16": 2048, "f32": 4096}
+# Cycles of FlashAttention-2 for such a tile there: 2 and 5 products at .92 and .91 of the peak, as others report.
+FA2_ON_GEFORCE = {"forward": 2 * 4096 / 0.92, "backward": 5 * 4096 / 0.91}
+
+MMA = re.compile(
+    r"mma\.sync\.aligned\.\S*?\.(s32|f16|f32)\.\S+\s*\{([^}]*)\},\s*\{([^}]*)\},\s*\{([^}]*)\},\s*\{([^}]*)\};"
+)
+IDLE = 4
+"""Sums that the added instructions go to, in turn. With fewer they wait for each other."""
+
+
+def throttled(ptx: str, times: dict[str, float]) -> str:
+    """Issue each mma.sync of a kernel so many times, by the type of its sums, into registers that nothing else reads.
+
+    The idle sums are read at the end under a condition that is false, which the assembler cannot know.
+    """
+    due: dict[str, float] = defaultdict(float)
+    lines: list[str] = []
+    turn = 0
+    for line in ptx.splitlines():
+        if re.match(r"\s*ret;", line):
+            for i in range(4 * IDLE):
+                lines += [f"and.b32 %idle_sum, %idle{i}, %idle_zero;", "setp.ne.b32 %idle_read, %idle_sum, 0;"]
+                lines += ["@%idle_read trap;"]
+        lines.append(line)
+        if found := MMA.search(line):
+            kind, d, a, b, _ = found.groups()
+            due[kind] += times[kind] - 1
+            name = line[found.start() : line.index("{", found.start())].strip()
+            while due[kind] >= 1:
+                due[kind] -= 1
+                turn = (turn + 1) % IDLE
+                idle = ", ".join(f"%idle{4 * turn + i}" for i in range(len(d.split(","))))
+                lines.append(f"{name} {{{idle}}}, {{{a}}}, {{{b}}}, {{{idle}}};")
+    begin = [".reg .pred %idle_read;", f".reg .b32 %idle_zero, %idle_sum, %idle<{4 * IDLE}>;"]
+    begin += ["mov.u32 %idle_zero, %ctaid.z;", *(f"mov.b32 %idle{i}, 0;" for i in range(4 * IDLE))]
+    body = "\n".join(begin)
+    return re.sub(r"(\.entry[^{]*\{)", lambda entry: f"{entry[0]}\n{body}", "\n".join(lines) + "\n", count=1)
+
+
+class Machine:
+    """Compiles Triton's kernels in several ways in one process. Each way has kernels and a cache on disk of its own."""
+
+    def __init__(self, packages: list[ModuleType], cache: Path) -> None:
+        self.kernels = [x for package in packages for x in _kernels(package)]
+        self.cache = cache
+        self.ways: dict[str, dict[JITFunction, Any]] = {}
+
+    @contextlib.contextmanager
+    def compiling(self, name: str, times: dict[str, float] | None = None) -> Iterator[None]:
+        """Compile for 8.0 and assemble for this GPU, throttled if there are `times`."""
+        own = self.ways.setdefault(name, {k: defaultdict(k.create_binder) for k in self.kernels})
+        major, minor = torch.cuda.get_device_capability()
+        plain = CUDABackend.make_cubin
+
+        def make_cubin(backend: Any, ptx: str, metadata: Any, options: Any, capability: int) -> Any:
+            return plain(backend, throttled(ptx, times) if times else ptx, metadata, options, 10 * major + minor)
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", make_cubin))
+            driver = triton.runtime.driver.active
+            stack.enter_context(mock.patch.object(driver, "get_current_target", return_value=AMPERE))
+            stack.callback(setattr, triton.knobs.cache, "dir", triton.knobs.cache.dir)
+            triton.knobs.cache.dir = str(self.cache / name)
+            for kernel in self.kernels:
+                stack.callback(setattr, kernel, "device_caches", kernel.device_caches)
+                kernel.device_caches = own[kernel]
+            yield
+
+
+def _kernels(package: ModuleType) -> list[JITFunction]:
+    names = [m.name for m in pkgutil.iter_modules(package.__path__) if m.name in ("forward", "backward", "quantize")]
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    found = {id(x): x for module in modules for x in vars(module).values() if isinstance(x, JITFunction)}
+    return [x for x in found.values() if x.fn.__name__.endswith("_kernel")]
+
+
+class Candidate(NamedTuple):
+    """One attention function: whose kernels it takes, in which way they are compiled, and with which sums."""
+
+    name: str
+    package: ModuleType | None
+    way: Callable[[], Any]
+    family: str = "portable"
+    half: bool = False
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Causal attention, recipe `fine`; FlashAttention-2 without a package."""
+        if self.package is None:
+            return bench._sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, cu_seqlens, causal=True)
+        return self.package.sage_attention(q, k, v, causal=True, cu_seqlens=cu_seqlens, backend="triton")
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Make `attend` this candidate's."""
+        with contextlib.ExitStack() as stack:
+            if self.package is not None:
+                name = self.package.__name__
+                stack.enter_context(mock.patch(f"{name}.launch.family", return_value=self.family))
+                for module in ("forward", "backward") if self.package is sagekernels else ():
+                    stack.enter_context(mock.patch(f"{name}.{module}.half_sums", return_value=self.half))
+            stack.enter_context(self.way())
+            yield
+
+    def admitted(self, head_dim: int) -> Admission:
+        """Compare with float64."""
+        with self.active():
+            shape = Shape(1, 517, 517, 4, 4, head_dim)
+            return admit(self.attend, shape, dtype=torch.bfloat16, device="cuda", limits=LIMITS["fine"])
+
+
+RATES = r"""
+extern "C" __global__ void rate(int turns, unsigned* out) {
+  unsigned a[4], b[2], c[8][4];
+  for (int i = 0; i < 4; i++) a[i] = threadIdx.x * 0x01010101u & MASK;
+  for (int i = 0; i < 2; i++) b[i] = threadIdx.x * 0x01000100u & MASK;
+  for (int i = 0; i < 8; i++) for (int j = 0; j < 4; j++) c[i][j] = 0;
+  for (int t = 0; t < turns; t++)
+#pragma unroll
+    for (int i = 0; i < 8; i++) asm volatile(
+      "mma.sync.aligned.INSTRUCTION SUMS,{%4,%5,%6,%7},{%8,%9},SUMS;"
+      : "+r"(c[i][0]), "+r"(c[i][1]), "+r"(c[i][2]), "+r"(c[i][3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  unsigned x = 0;
+  for (int i = 0; i < 8; i++) for (int j = 0; j < 4; j++) x ^= c[i][j];
+  if (x == 0x12345678u) out[threadIdx.x] = x;
+}
+"""
+# By the type of the sums: instruction, its operations, its sums, and a mask that makes small numbers of any operands.
+INSTRUCTIONS = {
+    "s32": ("m16n8k32.row.col.s32.s8.s8.s32", 2 * 16 * 8 * 32, "{%0,%1,%2,%3}", "0x0f0f0f0fu"),
+    "f16": ("m16n8k16.row.col.f16.f16.f16.f16", 2 * 16 * 8 * 16, "{%0,%1}", "0x03ff03ffu"),
+    "f32": ("m16n8k16.row.col.f32.bf16.bf16.f32", 2 * 16 * 8 * 16, "{%0,%1,%2,%3}", "0x3fff3fffu"),
+}
+
+
+def source_of(kind: str) -> str:
+    """CUDA C++ that does nothing but one kind of mma.sync."""
+    instruction, _, sums, mask = INSTRUCTIONS[kind]
+    return RATES.replace("MASK", mask).replace("INSTRUCTION", instruction).replace("SUMS", sums)
+
+
+def rates() -> dict[str, float]:
+    """Measure operations a second of mma.sync, nothing else beside it, by the type of the sums."""
+    found: dict[str, float] = {}
+    out = torch.zeros(1024, dtype=torch.int32, device="cuda")
+    blocks, warps, turns = torch.cuda.get_device_properties(0).multi_processor_count, 16, 4096
+    for kind, (_, operations, *_) in INSTRUCTIONS.items():
+        kernel = torch.cuda._compile_kernel(source_of(kind), "rate")
+        milliseconds = []
+        for _ in range(5):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            kernel(grid=(blocks, 1, 1), block=(32 * warps, 1, 1), args=[turns, out])
+            last.record()
+            torch.cuda.synchronize()
+            milliseconds.append(first.elapsed_time(last))
+        found[kind] = blocks * warps * turns * 8 * operations / min(milliseconds) * 1e3
+    return found
+
+
+def gate(folder: Path) -> dict[str, float]:
+    """Print and keep the rates of mma.sync; return how many times each is issued to be as slow as a GeForce card's."""
+    measured, clock = rates(), 1e6 * torch.cuda.clock_rate()
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
+    times = {}
+    for kind, rate in measured.items():
+        cost = 2 * SCORES * 128 / (rate / processors / clock)
+        times[kind] = max(1.0, GEFORCE[kind] / cost)
+        print(
+            f"  mma.sync, sums in {kind}: {rate / 1e12:.0f} T/s, {cost:.0f} cycles a tile; throttled {times[kind]:.2f}x"
+        )
+    (folder / "rates.json").write_text(json.dumps({"rates": measured, "times": times}))
+    return times
+
+
+def time_shape(candidates: list[Candidate], shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds of forward and of backward, candidates in turn, and the clock in MHz."""
+    q, k, v, do = random_inputs(shape, dtype=torch.bfloat16, device="cuda")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    samples: dict[str, dict[str, list[float]]] = {one.name: defaultdict(list) for one in candidates}
+    for turn in range(rounds + 1):
+        for one in candidates:
+            with one.active():
+                for _ in range(2 if turn else 1):
+                    events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+                    torch.cuda.synchronize()
+                    torch.cuda._sleep(6_000_000)  # the host runs ahead
+                    events[0].record()
+                    o = one.attend(*leaves, None)
+                    events[1].record()
+                    torch.autograd.grad(o, leaves, do)
+                    events[2].record()
+                    torch.cuda.synchronize()
+                    del o
+                    if turn:  # the first compiles
+                        samples[one.name]["forward"].append(events[0].elapsed_time(events[1]))
+                        samples[one.name]["backward"].append(events[1].elapsed_time(events[2]))
+                        samples[one.name]["clock"].append(float(torch.cuda.clock_rate()))
+    return {name: {what: statistics.median(x) for what, x in found.items()} for name, found in samples.items()}
+
+
+def cycles(milliseconds: float, clock: float, shape: Shape) -> float:
+    """Cycles of one multiprocessor for a tile of SCORES."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    scores = shape.batch * shape.heads * shape.n_q * shape.n_k / (2 if shape.causal else 1)
+    return milliseconds * 1e3 * clock * processors / (scores / SCORES)
+
+
+def row(name: str, found: dict[str, float], peer: dict[str, float], shape: Shape) -> str:
+    """A line of the table: milliseconds, TFLOP/s, ratio to the peer, cycles a tile."""
+    f, b = found["forward"], found["backward"]
+    figures = [bench.flops(shape) * factor / ms / 1e9 for factor, ms in ((1, f), (2.5, b), (3.5, f + b))]
+    ratios = [peer["forward"] / f, peer["backward"] / b, (peer["forward"] + peer["backward"]) / (f + b)]
+    tile = [cycles(ms, found["clock"], shape) for ms in (f, b)]
+    line = f"  {name:<22}{f:8.3f}{b:9.3f} ms" + "".join(f"{x:5.0f}" for x in figures) + " TFLOP/s  x"
+    line += "".join(f" {x:.3f}" for x in ratios) + f"  {tile[0]:.0f} {tile[1]:.0f} cycles at {found['clock']:.0f} MHz"
+    if "throttled" in name:
+        there = [FA2_ON_GEFORCE[what] * shape.head_dim / 128 for what in ("forward", "backward")]
+        modelled = [*(a / b for a, b in zip(there, tile, strict=True)), sum(there) / sum(tile)]
+        line += "  of FA2 on a 4090" + "".join(f" {x:.2f}" for x in modelled)
+    return line
+
+
+def candidates(packages: list[ModuleType], times: dict[str, float]) -> list[Candidate]:
+    """FlashAttention-2, and each package's kernels in every way."""
+    machine = Machine(packages, Path("/tmp/elsewhere"))
+    plain, slow = partial(machine.compiling, "sm_80"), partial(machine.compiling, "geforce", times)
+    found = [Candidate("FA2", None, contextlib.nullcontext)]
+    for package in packages:
+        name = "now" if package is sagekernels else "before"
+        found.append(Candidate(f"{name}, wgmma", package, contextlib.nullcontext, family="hopper"))
+        found += [Candidate(name, package, plain), Candidate(f"{name}, throttled", package, slow)]
+    found.append(Candidate("fp16 sums", sagekernels, plain, half=True))
+    return [*found, Candidate("fp16 sums, throttled", sagekernels, slow, half=True)]
+
+
+def main() -> None:
+    """Check, time, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the figures")
+    parser.add_argument("--before", help="package with the kernels of another commit, renamed, to time beside these")
+    parser.add_argument("--tiles", action="store_true", help="time other tiles too, as python -m sagekernels.tune does")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536])
+    parser.add_argument("--throttle-at", type=int, nargs="*", default=[4096, 16384])
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--warm", help="NAME:HEAD_DIM: compile one candidate, for a process that times it later")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    packages = [sagekernels] + ([importlib.import_module(arguments.before)] if arguments.before else [])
+    if arguments.warm:
+        times = json.loads((arguments.out / "rates.json").read_text())["times"]
+        name, _, head_dim = arguments.warm.rpartition(":")
+        one = next(one for one in candidates(packages, times) if one.name == name)
+        time_shape([one], Shape(1, 512, 512, 2, 2, int(head_dim)), 1)
+        one.admitted(int(head_dim))
+        return
+
+    everyone = candidates(packages, gate(arguments.out))
+    command = [sys.executable, *sys.argv, "--warm"]
+    jobs = [f"{one.name}:{head_dim}" for one in everyone[1:] for head_dim in arguments.head_dims]
+    for process in [subprocess.Popen([*command, job]) for job in jobs]:
+        process.wait()
+    if arguments.tiles:
+        device = torch.device("cuda", torch.cuda.current_device())
+        with next(one for one in everyone if one.name == "now").active():
+            tune.tune(arguments.head_dims, lambda d: Shape(4, 4096, 4096, 2048 // d, 2048 // d, d), device, print)
+
+    kept: dict[str, Any] = {}
+    for head_dim in arguments.head_dims:
+        timed = []
+        for one in everyone:
+            verdict = one.admitted(head_dim)
+            errors = " ".join(f"{name} {e:.4f}" for name, e in verdict.errors.items())
+            print(f"d {head_dim} {one.name:<22} {errors}" + ("" if verdict.passed else f" NOT TIMED: {verdict.reason}"))
+            timed += [one] if verdict.passed else []
+        for n in arguments.lengths:
+            heads = 2048 // head_dim
+            shape = Shape(max(1, bench.TOKENS // n), n, n, heads, heads, head_dim)
+            here = [one for one in timed if "throttled" not in one.name or n in arguments.throttle_at]
+            found = time_shape(here, shape, arguments.rounds if n <= 16384 else 2)
+            kept[str(shape)] = found
+            print(shape, *(row(name, figures, found["FA2"], shape) for name, figures in found.items()), sep="\n")
+            sys.stdout.flush()
+            (arguments.out / "figures.json").write_text(json.dumps(kept, indent=1))
+
+
+if __name__ == "__main__":
+    main()

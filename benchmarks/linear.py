@@ -1,0 +1,297 @@
+"""Time linear layers in 8 bits beside F.linear in bf16, both ways, quantization included; casts and QK-norm alone.
+
+    python benchmarks/linear.py
+    python benchmarks/linear.py --config configs/7b.yaml --tokens 8192 --json linear.json
+
+One row for each layer of a block, at the sizes of a configuration: milliseconds of bf16, and of every recipe how many
+times as fast it is. Weights are rounded before, as a run does once per step; x and the gradients as they come, by
+themselves, where a block may fuse that with its norms. All is compiled. Ways take turns; a figure is the median over
+rounds. Every result is compared with fp32 first: what is wrong is not timed.
+
+Products alone, of operands that are rounded before: bf16, FP8 and INT8, the three of every layer together.
+
+Casts alone, to FP8 in both orientations: our kernels (sagekernels/casts.py) beside torch.compile's of their twin, which
+they have to equal bit for bit. QK-norm with the rotary embedding, forward and backward (sagekernels/qk_norm_rope.py),
+beside torch.compile's of its twin likewise, both within one rounding of float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sagekernels.admission import median_seconds
+from sagekernels.casts import E4M3, INT8, Rounded, quantize, quantize_both, quantize_both_twin
+from sagekernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_twin
+from sagekernels.testing import QKInputs, qk_norm_rope_errors, random_qk
+from sagetrain.auto.linear_choice import LIMITS, errors_of, layer_of
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.load import load_config
+from sagetrain.config.schema import ModelConfig
+from sagetrain.parallel.lowbit import RECIPES, product
+
+ROUNDS = 15
+PRODUCT_LIMITS = {"bf16": 0.005, "fp8": 0.06, "int8": 0.02}
+"""Of random normal matrices, row-wise: rounding of both operands to codes, and of the result to bf16."""
+
+
+class Plain(nn.Module):
+    """F.linear with each weight."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[tokens, in] -> [tokens, out] for each weight."""
+        return tuple(F.linear(x, weight) for weight in self.weights)
+
+
+def ways_of(inputs: int, sizes: dict[str, int], device: torch.device) -> dict[str, nn.Module]:
+    """The layer in bf16 and by every recipe, with the same weights."""
+    draw, place = torch.Generator(device).manual_seed(0), {"device": device, "dtype": torch.bfloat16}
+    weights = [0.02 * torch.randn(size, inputs, generator=draw, **place) for size in sizes.values()]
+    ways: dict[str, nn.Module] = {"bf16": Plain(weights)}
+    for name, matmul in RECIPES.items():
+        ways[" ".join(name)] = layer_of(inputs, sizes, weights, matmul, kept=True)
+    return ways
+
+
+def call(layer: Callable[[Tensor], Sequence[Tensor]], x: Tensor, grads: Sequence[Tensor]) -> None:
+    """Forward and backward: gradients are left in x and the weights."""
+    torch.autograd.backward(layer(x), grads)
+
+
+def check(name: str, layer: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> None:
+    """Compare output and gradients with fp32's.
+
+    Raises:
+        SystemExit: they are further away than the arithmetic explains.
+    """
+    for what, error in errors_of(layer, x, grads).items():
+        if not error < LIMITS[name.split()[0]]:
+            raise SystemExit(f"{name}: the {what} is wrong by {error:.3g} of itself; not timed")
+
+
+def measure(inputs: int, sizes: dict[str, int], tokens: int, recipes: Sequence[str]) -> dict[str, float]:
+    """Milliseconds of forward and backward by way, at one layer's sizes."""
+    device = torch.device("cuda")
+    draw, place = torch.Generator(device).manual_seed(1), {"device": device, "dtype": torch.bfloat16}
+    x = torch.randn(tokens, inputs, generator=draw, **place).requires_grad_()
+    grads = [1e-3 * torch.randn(tokens, size, generator=draw, **place) for size in sizes.values()]
+    ways = {name: way for name, way in ways_of(inputs, sizes, device).items() if name == "bf16" or name in recipes}
+    actions = {}
+    for name, layer in ways.items():
+        layer.compile(fullgraph=True, dynamic=False)
+        check(name, layer, x, grads)
+
+        def action(layer: nn.Module = layer) -> None:
+            x.grad = None
+            layer.zero_grad()
+            call(layer, x, grads)
+
+        action()
+        actions[name] = action
+    return in_turn(actions)
+
+
+def product_ways(rows: int, columns: int, inner: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """[rows, inner] times [columns, inner] transposed, in bf16 and of row-wise codes in FP8 and INT8.
+
+    Raises:
+        SystemExit: one is further from float64 than its arithmetic explains.
+    """
+    draw, place = torch.Generator(device).manual_seed(3), {"device": device, "dtype": torch.bfloat16}
+    a, b = (torch.randn(size, inner, generator=draw, **place) for size in (rows, columns))
+    ways: dict[str, Callable[[], Tensor]] = {"bf16": lambda: a @ b.t()}
+    for name, number in (("fp8", E4M3), ("int8", INT8)):
+        operands = quantize(a, number, True), quantize(b, number, True)
+        ways[name] = partial(product, *operands, torch.bfloat16, fast_accumulation=True)
+    some = min(rows, 128)
+    truth = a[:some].double() @ b.double().t()
+    for name, way in ways.items():
+        error = ((way()[:some].double() - truth).norm() / truth.norm()).item()
+        if not error < PRODUCT_LIMITS[name]:
+            raise SystemExit(f"{name}: the product is wrong by {error:.3g} of itself; not timed")
+    return ways
+
+
+def measure_products(inputs: int, outputs: int, tokens: int) -> dict[str, float]:
+    """Milliseconds of a layer's three products, by way."""
+    device, total = torch.device("cuda"), dict.fromkeys(PRODUCT_LIMITS, 0.0)
+    for sizes in ((tokens, outputs, inputs), (tokens, inputs, outputs), (outputs, inputs, tokens)):
+        for name, spent in in_turn(product_ways(*sizes, device)).items():
+            total[name] += spent
+    return total
+
+
+def check_casts(name: str, found: tuple[Rounded, Rounded], truth: tuple[Rounded, Rounded]) -> None:
+    """Compare codes and scales of both orientations with the twin's.
+
+    Raises:
+        SystemExit: they are not the same bits.
+    """
+    for which, ours, twin in zip(("as it lies", "turned"), found, truth, strict=True):
+        same = torch.equal(ours.codes.view(torch.uint8), twin.codes.view(torch.uint8))
+        if not (same and torch.equal(ours.scale, twin.scale)):
+            raise SystemExit(f"{name}: the matrix {which} is not the twin's; not timed")
+
+
+def measure_casts(columns: int, tokens: int, recipe: tuple[str, str]) -> dict[str, float]:
+    """Milliseconds of casting a gradient [tokens, columns] in both orientations, by torch.compile and by kernels."""
+    draw, matmul = torch.Generator("cuda").manual_seed(1), RECIPES[recipe]
+    x = torch.randn(tokens, columns, generator=draw, device="cuda", dtype=torch.bfloat16)
+    how = matmul.gradient, matmul.per_row
+    compiled = torch.compile(quantize_both_twin, fullgraph=True, dynamic=False)
+    ways = {"compiled": lambda: compiled(x, *how), "kernels": lambda: quantize_both(x, *how)}
+    for name, way in ways.items():
+        check_casts(f"{name}, {recipe[1]}, {columns} columns", way(), quantize_both_twin(x, *how))
+    return in_turn(ways)
+
+
+def qk_ways(x: QKInputs) -> dict[str, Callable[[], Sequence[Tensor]]]:
+    """QK-norm with the rotary embedding of a projection's output, forward and backward: q, k, the gradient of that
+    output and those of the gains, by way."""
+    y = torch.cat((x.q, x.k, torch.zeros_like(x.k)), 1).requires_grad_()
+    gains = [gain.detach().requires_grad_() for gain in (x.q_gain, x.k_gain)]
+    sizes = [x.q.shape[1], x.k.shape[1], x.k.shape[1]]
+
+    def kernels(y: Tensor, *others: Tensor) -> Sequence[Tensor]:
+        return qk_norm_rope(*y.split(sizes, 1), *others, x.eps)
+
+    def twin(y: Tensor, *others: Tensor) -> Sequence[Tensor]:
+        q, k, v = y.split(sizes, 1)
+        return *qk_norm_rope_twin(q, k, *others, x.eps), v.unflatten(1, (-1, len(x.q_gain)))
+
+    def action(way: Callable[..., Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
+        def both_ways() -> Sequence[Tensor]:
+            results = way(y, *gains, x.cos, x.sin)
+            gradients = torch.autograd.grad(results, (y, *gains), (x.of_q, x.of_k, x.of_v))
+            return *(result.detach() for result in results[:2]), *gradients
+
+        return both_ways
+
+    names = {"compiled": twin, "kernels": kernels}
+    return {name: action(torch.compile(way, fullgraph=True, dynamic=False)) for name, way in names.items()}
+
+
+def check_qk(name: str, found: Sequence[Tensor], x: QKInputs) -> None:
+    """Compare what one of qk_ways returned with float64's.
+
+    Raises:
+        SystemExit: it is further away than one rounding.
+    """
+    q, k, of_y, *of_gains = found
+    error = max(qk_norm_rope_errors((q, k), (of_y, torch.stack(of_gains)), x))
+    if not error <= 1:
+        raise SystemExit(f"{name}: QK-norm with the rotary embedding is wrong by {error:.3g} roundings; not timed")
+
+
+def measure_qk(model: ModelConfig, tokens: int) -> dict[str, float]:
+    """Milliseconds of QK-norm with the rotary embedding, forward and backward, by torch.compile and by kernels."""
+    heads = model.num_attention_heads, model.num_key_value_heads
+    x = random_qk(tokens, heads, model.head_dim, 1.0, torch.bfloat16, "cuda")
+    ways = qk_ways(x)
+    for name, way in ways.items():
+        check_qk(name, way(), x)
+    return in_turn(ways)
+
+
+def in_turn(actions: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Milliseconds of each, the median over rounds: round by round, since clocks drift."""
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(ROUNDS):
+        for name, action in actions.items():
+            times[name].append(1e3 * median_seconds(action, "cuda"))
+    return {name: statistics.median(spent) for name, spent in times.items()}
+
+
+def widths_of(model: ModelConfig) -> set[int]:
+    """Columns of what a block's linear layers read and write."""
+    return {width for inputs, sizes in model.linear_layers(1).values() for width in (inputs, sum(sizes.values()))}
+
+
+def qk_bytes(model: ModelConfig) -> int:
+    """Of a token: q and k read and written, they and their gradients read and others written, and that of v copied."""
+    query, key = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
+    return 2 * (5 * (query + key) + 2 * key)
+
+
+def line(spent: dict[str, float], moved: int) -> str:
+    """Milliseconds, and bytes that have to be moved over that of the kernels."""
+    rate = moved / spent["kernels"] / 1e9
+    faster = spent["compiled"] / spent["kernels"]
+    return f"{spent['compiled']:.3f} ms compiled, {spent['kernels']:.3f} by kernels ({faster:.2f} x, {rate:.2f} TB/s)"
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """One line a layer, and one for all: bf16 in ms, recipes as multiples of its speed."""
+    total = {name: sum(row[name] for row in rows.values()) for name in next(iter(rows.values()))}
+    _, *names = total
+    lines = [f"{'layer':28} {'bf16, ms':>9}" + "".join(f"{name:>25}" for name in names)]
+    for layer, row in [*rows.items(), ("block", total)]:
+        lines.append(f"{layer:28} {row['bf16']:9.3f}" + "".join(f"{row['bf16'] / row[name]:25.2f}" for name in names))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print a table for each configuration."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shipped = ["configs/1b.yaml", "configs/7b.yaml"]
+    parser.add_argument("--config", nargs="+", default=shipped, help="models (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch (default: %(default)s)")
+    every = [" ".join(name) for name in RECIPES]
+    parser.add_argument("--recipes", nargs="+", default=every, choices=every, help="default: all of them")
+    parser.add_argument("--json", type=Path, help="write the milliseconds there as well")
+    args = parser.parse_args()
+    try:
+        models = {path: load_config(path).model for path in args.config}
+    except ConfigError as error:
+        parser.error(str(error))
+    if not torch.cuda.is_available():
+        parser.error("it times a GPU, and there is none here")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch._dynamo.config.recompile_limit = 1000  # one graph for each size and recipe, all of the same code
+    found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": args.tokens}
+    found |= {"ms": {}, "products": {}, "casts": {}, "qk": {}}
+    print(f"{found['gpu']}, torch {torch.__version__}, {args.tokens:,} tokens")
+    for path, model in models.items():
+        rows = {}
+        for layer, (inputs, sizes) in model.linear_layers(1).items():
+            name = f"{layer} {inputs} x {sum(sizes.values())}"
+            rows[name] = measure(inputs, sizes, args.tokens, args.recipes)
+            print(f"{path} {name}: {rows[name]['bf16']:.3f} ms in bf16", flush=True)
+        found["ms"][path] = rows
+        print(f"\n{path}\n{table(rows)}\n", flush=True)
+    for path, model in models.items():
+        rows = {
+            f"{layer} {inputs} x {sum(sizes.values())}": measure_products(inputs, sum(sizes.values()), args.tokens)
+            for layer, (inputs, sizes) in model.linear_layers(1).items()
+        }
+        found["products"][path] = rows
+        print(f"products alone, {path}\n{table(rows)}\n", flush=True)
+    widths = {width for model in models.values() for width in widths_of(model)}
+    for recipe in RECIPES:
+        if recipe[0] == "fp8" and not RECIPES[recipe].wide_weight_gradient and " ".join(recipe) in args.recipes:
+            for columns in sorted(widths):
+                spent = measure_casts(columns, args.tokens, recipe)
+                found["casts"][f"{recipe[1]} {columns}"] = spent
+                moved = 6 * columns * args.tokens  # 2 + 2 read, 1 + 1 written
+                print(f"casts, {recipe[1]}, {columns} columns: {line(spent, moved)}", flush=True)
+    for path, model in models.items():
+        spent = found["qk"][path] = measure_qk(model, args.tokens)
+        print(f"{path} QK-norm with the rotary embedding: {line(spent, qk_bytes(model) * args.tokens)}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,450 @@
+"""Time training steps of SageTrain's model beside the same model in plain PyTorch, in one process on one GPU.
+
+    python3 benchmarks/step.py --shape 1b --ours sdpa,scores,scores+fp8:tensorwise
+    python3 benchmarks/step.py --shape 8x4096 --ours sdpa,scores,scores+fp8:tensorwise,scores+fp8:rowwise
+    python3 benchmarks/step.py --seq-length 16384 --documents 700 --ours flash,sdpa,scores --peers ""
+
+A step is forward and backward of some micro-batches of random tokens, whole causal sequences, then AdamW (torch's fused
+one) with fp32 master weights for the bf16 parameters; both sides take it alike. Ours is an attention backend or recipe,
+with linear layers in 16 bits or as after the plus: linear.precision, recipe, keep_layers_below (fp8:rowwise:8000000).
+Plain PyTorch is what a careful user writes by hand: torch.compile over the whole model, FlashAttention-4 where it is
+installed (else SDPA, cuDNN first), and linear layers in bf16 or by torchao's convert_to_float8_training, the output
+projection left out. With --documents attention stays within documents whose lengths are drawn from a log-normal
+distribution (sigma 1) around that median; plain PyTorch has no such rows.
+
+Before anything is timed, all of them take a few steps on one sequence, and their losses must agree. MFU is a share of
+the 16-bit peak for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
+from sagetrain.model.accounting import flops_per_token
+from sagetrain.model.selection import matmuls_of
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.lowbit import RECIPES
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.train.writers import memory_gib, peak_flops
+
+SHAPES = {
+    "24x1024": ModelConfig(num_layers=24, hidden_size=1024, ffn_hidden_size=2816, num_attention_heads=16),
+    "325m": ModelConfig(
+        num_layers=20, hidden_size=1024, ffn_hidden_size=3072, num_attention_heads=16, tie_embeddings=True
+    ),
+    "1b": ModelConfig(
+        num_layers=20, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, num_key_value_heads=4
+    ),
+    "8x4096": ModelConfig(
+        num_layers=8, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_key_value_heads=8
+    ),
+    "tiny": ModelConfig(
+        num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_key_value_heads=2
+    ),
+}
+VOCAB = 32000
+ATTENTION = {  # what --ours calls it
+    **{name: AttentionConfig(backend=name) for name in ("sdpa", "flash", "sage", "reference")},
+    **{name: AttentionConfig(backend="sage", recipe=name) for name in ("fine", "paper", "scores", "gradients")},
+}
+PEERS = ("bf16", "tensorwise", "rowwise")
+CHECKED_STEPS = 8
+TOLERANCE = {False: 0.03, True: 0.1}
+"""Of the losses of those steps against the first contender's, in units of what its loss falls, without and with linear
+layers in 8 bits. On the tiny shape 16 bits are within .002 and 8 bits within .012; no gradient through q, k, v is .04.
+"""
+
+
+# -- plain PyTorch -------------------------------------------------------------------------------------------------
+
+
+class PeerNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.gain, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.gain, self.eps)
+
+
+def peer_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Causal attention on [batch, tokens, heads, head_dim]."""
+    if name == "FlashAttention-4":
+        from flash_attn.cute import flash_attn_func
+
+        # Its kernels cannot be traced: torch.compile has to go around them.
+        return torch.compiler.disable(lambda q, k, v: flash_attn_func(q, k, v, causal=True)[0])
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+    return sdpa
+
+
+class PeerBlock(nn.Module):
+    def __init__(self, m: ModelConfig, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+        self.heads, self.head_dim = (m.num_attention_heads, m.num_key_value_heads), m.head_dim
+        self.norm1, self.norm2 = PeerNorm(m.hidden_size, m.norm_eps), PeerNorm(m.hidden_size, m.norm_eps)
+        self.q_norm, self.k_norm = PeerNorm(m.head_dim, m.norm_eps), PeerNorm(m.head_dim, m.norm_eps)
+        queries, keys = (count * m.head_dim for count in self.heads)
+        self.qkv = nn.Linear(m.hidden_size, queries + 2 * keys, bias=False)
+        self.out = nn.Linear(queries, m.hidden_size, bias=False)
+        self.gate_up = nn.Linear(m.hidden_size, 2 * m.ffn_hidden_size, bias=False)
+        self.down = nn.Linear(m.ffn_hidden_size, m.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        queries, keys = self.heads
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.head_dim)).split((queries, keys, keys), 2)
+        q, k = (self._rotate(norm(t), cos, sin) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
+        x = x + self.out(self.attend(q, k, v).flatten(2))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+    @staticmethod
+    def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x.float().chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class Peer(nn.Module):
+    """The same Llama, the way it is written without parallelism in mind: fused q, k, v and gate, up."""
+
+    def __init__(self, m: ModelConfig, attention: str, seq_length: int) -> None:
+        super().__init__()
+        angles = torch.arange(seq_length)[:, None] * m.rope_theta ** -(torch.arange(0, m.head_dim, 2) / m.head_dim)
+        self.cos, self.sin = (
+            nn.Buffer(table[None, :, None], persistent=False) for table in (angles.cos(), angles.sin())
+        )
+        attend = peer_attention(attention)
+        self.embedding = nn.Embedding(VOCAB, m.hidden_size)
+        self.blocks = nn.ModuleList(PeerBlock(m, attend) for _ in range(m.num_layers))
+        self.norm = PeerNorm(m.hidden_size, m.norm_eps)
+        self.head = nn.Linear(m.hidden_size, VOCAB, bias=False)
+        if m.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
+
+    @torch.no_grad()
+    def take_weights(self, model: Transformer) -> None:
+        self.embedding.weight.copy_(model.embedding.weight)
+        self.head.weight.copy_(model.head.weight)
+        for mine, theirs in zip(self.blocks, model.blocks, strict=True):
+            attention, mlp = theirs.attention, theirs.mlp
+            mine.qkv.weight.copy_(torch.cat([attention.qkv.q, attention.qkv.k, attention.qkv.v]))
+            mine.out.weight.copy_(attention.out.weight)
+            mine.gate_up.weight.copy_(torch.cat([mlp.gate_up.gate, mlp.gate_up.up]))
+            mine.down.weight.copy_(mlp.down.weight)
+
+
+def convert(peer: Peer, recipe: str, emulate: bool) -> None:
+    """torchao's FP8 linear layers, as its documentation has them used. ImportError: it is not installed."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    convert_to_float8_training(peer, config=config, module_filter_fn=lambda module, name: name != "head")
+
+
+# -- contenders ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Contender:
+    """A model with its way to a loss."""
+
+    model: nn.Module
+    compiled: Callable[[], Callable[..., Tensor]]
+    """Compiles it; the call that gives the loss."""
+    updated: Callable[[], object] = lambda: None
+    """To be called when the weights have changed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What all contenders compute."""
+
+    shape: ModelConfig
+    seq_length: int
+    device: torch.device
+    peer_attention: str
+
+    def build(self, name: str) -> Contender:
+        """`sagetrain scores+fp8:tensorwise`, `plain` or `plain + torchao tensorwise`. ImportError: not installed."""
+        side, _, what = name.partition(" ")
+        return self._ours(what) if side == "sagetrain" else self._peer(what.removeprefix("+ torchao "))
+
+    def _ours(self, what: str) -> Contender:
+        name, _, linear = what.partition("+")
+        asked = SIXTEEN_BITS
+        if linear:
+            precision, recipe, *below = linear.split(":")
+            asked = LinearConfig(precision=precision, recipe=recipe, keep_layers_below=int(*below))
+        model = self._transformer(ATTENTION[name], asked)
+        model.keep_weights()
+
+        def compiled() -> Callable[..., Tensor]:
+            model.compile_blocks()
+            return model
+
+        return Contender(model, compiled, model.keep_weights)
+
+    def _peer(self, recipe: str) -> Contender:
+        peer = Peer(self.shape, self.peer_attention, self.seq_length).to(self.device)
+        for parameter in peer.parameters():  # not the rotary tables
+            parameter.data = parameter.data.bfloat16()
+        peer.take_weights(self._transformer(AttentionConfig(backend="sdpa"), SIXTEEN_BITS))
+        if recipe:
+            convert(peer, recipe, emulate=self.device.type != "cuda")
+        return Contender(peer, lambda: torch.compile(peer))
+
+    def _transformer(self, attention: AttentionConfig, linear: LinearConfig) -> Transformer:
+        groups, place = ParallelGroups.single(), {"dtype": torch.bfloat16, "device": self.device}
+        matmuls, _ = matmuls_of(linear, self.shape, tensor_parallel_size=1, **place)
+        return Transformer(self.shape, attention, vocab_size=VOCAB, groups=groups, matmuls=matmuls, **place)
+
+
+class MasterAdamW:
+    """Fused AdamW on fp32 copies of 16-bit parameters."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.masters = [p.detach().float() for p in parameters]
+        self.gradients = [torch.empty_like(master) for master in self.masters]
+        for master, gradient in zip(self.masters, self.gradients, strict=True):
+            master.grad = gradient
+        fused = parameters[0].is_cuda
+        # There is no warm-up: at 1e-4 the losses of a wide model swing by more than any arithmetic is apart.
+        lr = min(1e-4, 0.032 / min(p.shape[-1] for p in parameters if p.dim() == 2))
+        self.optimizer = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        torch._foreach_copy_(self.gradients, [p.grad for p in self.parameters])
+        self.optimizer.step()
+        torch._foreach_copy_(self.parameters, self.masters)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """Random tokens [batch, tokens], the labels that follow them, and the documents that attention stays within."""
+
+    tokens: Tensor
+    labels: Tensor
+    cu_seqlens: Tensor | None = None
+    """int32 [documents + 1] over the flattened tokens. None: attention sees whole sequences."""
+
+    @classmethod
+    def draw(cls, sequences: int, length: int, documents: int, device: torch.device) -> Microbatch:
+        """Draw a micro-batch; `documents` is the median length of a document, 0 for whole sequences."""
+        text = torch.randint(0, VOCAB, (sequences, length + 1), generator=torch.Generator().manual_seed(0)).to(device)
+        tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        if not documents:
+            return cls(tokens, labels)
+        ends, random = [0], torch.Generator().manual_seed(1)
+        while ends[-1] < tokens.numel():
+            drawn = max(1, round(documents * torch.randn((), generator=random).exp().item()))
+            ends.append(min(ends[-1] + drawn, (ends[-1] // length + 1) * length))  # none spans two sequences
+        return cls(tokens, labels, torch.tensor(ends, dtype=torch.int32, device=device))
+
+    def loss(self, model: Callable[..., Tensor]) -> Tensor:
+        if self.cu_seqlens is None:
+            return model(self.tokens, self.labels)
+        return model(self.tokens, self.labels, cu_seqlens=self.cu_seqlens, max_seqlen=self.tokens.shape[1])
+
+
+def make_step(contender: Contender, loss_of: Callable[..., Tensor], batch: Microbatch, accumulation: int):
+    """Return a function that takes one optimizer step and returns the loss of its last micro-batch."""
+    optimizer = MasterAdamW(list(contender.model.parameters()))
+
+    def step() -> Tensor:
+        for _ in range(accumulation):
+            loss = batch.loss(loss_of)
+            loss.backward()
+        optimizer.step()
+        contender.updated()
+        return loss
+
+    return step
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------
+
+
+def check(case: Case, names: Sequence[str], batch: Microbatch) -> list[str]:
+    """Those of `names` that are installed here; SystemExit if their losses do not agree. Nothing is compiled."""
+    first, present, expected = "", [], []
+    for name in names:
+        try:
+            contender = case.build(name)
+        except ImportError as error:
+            print(f"{name}: not installed ({error})", flush=True)
+            continue
+        step = make_step(contender, contender.model, batch, 1)
+        losses = [step().item() for _ in range(CHECKED_STEPS)]
+        del contender, step
+        free()
+        first, expected = first or name, expected or losses
+        print(f"{name:34s} losses {'  '.join(f'{loss:.4f}' for loss in losses)}", flush=True)
+        apart = max(abs(loss - other) for loss, other in zip(losses, expected, strict=True))
+        allowed = TOLERANCE["+" in name or "+" in first] * (expected[0] - expected[-1])
+        if not apart <= allowed:
+            raise SystemExit(f"{name}: its losses are {apart:.4f} from those of {first}, more than {allowed:.4f}")
+        present.append(name)
+    return present
+
+
+def milliseconds(step: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
+    """Median time of a step."""
+    times = []
+    for _ in range(repeats):
+        _synchronize(device)
+        start = time.perf_counter()
+        step()
+        _synchronize(device)
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def free() -> None:
+    """Give the memory of what is no longer used back, compiled code too."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def print_profile(name: str, step: Callable[[], Tensor], rows: int) -> None:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.cuda.synchronize()
+    print(f"\nkernels of one step, {name}:")
+    events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+    print(f"  {sum(e.self_device_time_total for e in events) / 1e3:8.2f} ms in {sum(e.count for e in events)} kernels")
+    for event in events[:rows]:
+        print(f"  {event.self_device_time_total / 1e3:8.2f} ms {event.count:5d} x  {event.key[:110]}")
+
+
+def flash_attention_4() -> bool:
+    """Whether it is installed, and a GPU to run it on there."""
+    try:
+        from flash_attn.cute import flash_attn_func  # noqa: F401
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+def ours(text: str) -> list[str]:
+    """The names of --ours."""
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        attention, plus, linear = name.partition("+")
+        precision, _, recipe = linear.partition(":")
+        recipe, colon, below = recipe.partition(":")
+        if attention not in ATTENTION:
+            raise argparse.ArgumentTypeError(f"{name}: {attention!r} is no attention; there are {', '.join(ATTENTION)}")
+        if plus and ((precision, recipe) not in RECIPES or (colon and not below.isdecimal())):
+            ways = ", ".join(map(":".join, RECIPES))
+            raise argparse.ArgumentTypeError(f"{name}: behind the plus come linear layers, of {ways}, and :WEIGHTS, "
+                                             "below which a layer stays in 16 bits")  # fmt: skip
+    return names
+
+
+def peers(text: str) -> list[str]:
+    """The names of --peers."""
+    names = [name for name in text.split(",") if name]
+    if unknown := [name for name in names if name not in PEERS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: linear layers of plain PyTorch are {', '.join(PEERS)}")
+    return names
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of a micro-batch")
+    parser.add_argument("--documents", type=int, default=0, help="median length of documents; 0: whole sequences")
+    parser.add_argument("--kv-heads", type=int, help="key and value heads, in place of the shape's")
+    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of a step")
+    parser.add_argument(
+        "--ours", type=ours, default="sdpa,scores", help="what SageTrain runs with, separated by commas"
+    )
+    parser.add_argument("--peers", type=peers, default=",".join(PEERS), help="linear layers of plain PyTorch, the same")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--compile", choices=["on", "off"], default="on")
+    parser.add_argument("--profile", type=int, default=0, help="list this many kernels of each")
+    arguments = parser.parse_args(words)
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape, length = SHAPES[arguments.shape], arguments.seq_length
+    if arguments.kv_heads:
+        shape = shape.model_copy(update={"num_key_value_heads": arguments.kv_heads})
+    if arguments.documents and arguments.peers:
+        parser.error('--documents: plain PyTorch takes whole sequences; add --peers ""')
+    attention = "FlashAttention-4" if flash_attention_4() else "SDPA"
+    case = Case(shape, length, device, attention)
+    sequences = arguments.tokens // length
+    batch = Microbatch.draw(sequences, length, arguments.documents, device)
+    names = [f"sagetrain {name}" for name in arguments.ours]
+    names += [f"plain + torchao {name}".removesuffix(" + torchao bf16") for name in arguments.peers]
+    place = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    print(f"{arguments.shape} on {place}, torch {torch.__version__}: {arguments.accumulation} micro-batches of "
+          f"{sequences} x {length} tokens, {shape.num_key_value_heads} key heads, "
+          + (f"{len(batch.cu_seqlens) - 1} documents; " if batch.cu_seqlens is not None else "whole sequences; ")
+          + f"attention of plain PyTorch: {attention}", flush=True)  # fmt: skip
+
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    peak, flops = peak_flops(device), flops_per_token(shape, VOCAB, length)
+    with sdpa_kernel(backends, set_priority=True) if device.type == "cuda" else nullcontext():
+        present = check(case, names, Microbatch.draw(1, length, arguments.documents, device))
+        rates: dict[str, float] = {}
+        for name in present:
+            contender = case.build(name)
+            loss_of = contender.compiled() if arguments.compile == "on" else contender.model
+            step = make_step(contender, loss_of, batch, arguments.accumulation)
+            for _ in range(3):
+                step()
+            ms = milliseconds(step, device, arguments.repeats)
+            rates[name] = arguments.accumulation * batch.tokens.numel() / ms * 1e3
+            mfu = f"{rates[name] * flops / peak:.3f}" if peak else "-"
+            print(f"{name:34s} {ms:9.2f} ms  {rates[name]:9.0f} tokens/s  MFU {mfu}  {memory_gib(device):6.1f} GiB",
+                  flush=True)  # fmt: skip
+            if arguments.profile:
+                print_profile(name, step, arguments.profile)
+            del contender, loss_of, step
+            free()
+    for peer in (name for name in rates if name.startswith("plain")):
+        for name in (name for name in rates if not name.startswith("plain")):
+            print(f"{name}: {rates[name] / rates[peer]:.3f} x {peer}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What `auto` stands for: attention, linear layers, halves of micro-batches; timed once, then kept."""

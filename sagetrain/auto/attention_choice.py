@@ -1,0 +1,187 @@
+"""Which attention a run has where its settings say `auto`: decided when it begins, and kept when it continues."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sagekernels.admission import LIMITS, Admission, admit, choose
+from sagekernels.testing import Shape
+from sagetrain.auto.kept import recorded
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.accounting import attention_calls
+from sagetrain.model.backends import (
+    FIXED_RECIPE,
+    AttentionFunction,
+    attention_function,
+    token_layout,
+)
+from sagetrain.model.selection import resolve_backend
+
+
+def kept(asked: AttentionConfig, folder: Path) -> AttentionConfig:
+    """What is asked for, with `auto` as the run of a checkpoint has it: how long a kernel took on some day should not
+    change a run's arithmetic. What the checkpoint does not say stays `auto`."""
+    before, settled = recorded(folder, "attention"), {}
+    if asked.backend == "auto":
+        settled["backend"] = before["backend"]
+    if asked.recipe == "auto" and before["backend"] == "sage":
+        settled["recipe"] = before["recipe"]
+    return asked.model_copy(update=settled)
+
+
+def settle(
+    asked: AttentionConfig,
+    model: ModelConfig,
+    folder: Path | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    choose: Callable[[AttentionConfig], AttentionConfig],
+    say: Callable[[str], None],
+) -> tuple[AttentionConfig, str]:
+    """The settings with nothing left to decide, and one line that says why or how.
+
+    Args:
+        folder: of the checkpoint that the run continues from.
+        choose: what is fastest here, for settings of which backend or recipe is `auto`; all ranks call it.
+        say: hears why what the run had cannot be kept (on other hardware, say).
+
+    Raises:
+        ValueError: as resolve_backend.
+    """
+    settled = kept(asked, folder) if folder else asked
+    try:
+        backend, why = resolve_backend(settled, model, device=device, dtype=dtype)
+    except ValueError as error:
+        if settled == asked:
+            raise
+        say(f"attention.backend {settled.backend}, which auto was so far, cannot run here ({error}): decided anew")
+        settled = asked
+        backend, why = resolve_backend(settled, model, device=device, dtype=dtype)
+    if settled != asked:
+        why += "; as the run had it: auto decides once, names of backend and recipe change it"
+    settled = settled.model_copy(update={"backend": backend})
+    if to_be_chosen(settled, device):
+        settled, why = choose(settled), "the fastest that was admitted"
+        if settled.backend == "sage":
+            why = f"INT8 recipe {settled.recipe}: {why}"
+    if settled.recipe == "auto":
+        settled = settled.model_copy(update={"recipe": FIXED_RECIPE})
+    return settled, why
+
+
+def to_be_chosen(attention: AttentionConfig, device: torch.device) -> bool:
+    """Whether backend, as resolved, or recipe is left to choose_attention."""
+    sage = attention.backend == "sage" and torch.device(device).type == "cuda"
+    return attention.backend == "auto" or (sage and attention.recipe == "auto")
+
+
+def choose_attention(
+    attention: AttentionConfig,
+    model: ModelConfig,
+    *,
+    tensor_parallel_size: int,
+    context_parallel_size: int,
+    overlap: bool,
+    num_sequences: int,
+    seq_length: int,
+    documents: Sequence[Sequence[int]],
+    device: torch.device,
+    dtype: torch.dtype,
+    cache: Path,
+    say: Callable[[str], None],
+) -> AttentionConfig:
+    """What backend and recipe `auto` stand for: the fastest of sage, flash and sdpa, forward and backward together, at
+    the shape of one rank's calls, among those whose output and gradients pass sagekernels' admission test on this
+    device. Recipe paper, the least exact, is taken by name alone.
+
+    The table goes to `say` and, with the choice, to the file `cache`: a second start at the same shape takes that.
+
+    Args:
+        documents: of some sequences of the data, the lengths of the documents in each. Timed are those whose attention
+            costs about the median. Empty: attention crosses documents.
+
+    Raises:
+        RuntimeError: none is admitted; the message holds every candidate's reason.
+    """
+    heads_split, candidates = tensor_parallel_size * context_parallel_size, {}
+    own_tokens = num_sequences * seq_length // context_parallel_size
+    num_sequences //= attention_calls(num_sequences, own_tokens, tensor_parallel_size, overlap)
+    recipes = ("scores", "fine") if attention.recipe == "auto" else (attention.recipe,)
+    settings = {f"sage {recipe}": {"backend": "sage", "recipe": recipe} for recipe in recipes}
+    if attention.backend == "auto":
+        settings |= {"flash": {"backend": "flash"}, "sdpa": {"backend": "sdpa"}}
+    named = {name: attention.model_copy(update=update) for name, update in settings.items()}
+    for name, settled in named.items():
+        try:
+            resolve_backend(settled, model, device=device, dtype=dtype)
+        except ValueError:  # not installed here
+            continue
+        candidates[name] = _plain(attention_function(settled.backend, settled, device))
+    packed = _typical(documents, num_sequences)
+    row = num_sequences * seq_length if packed else seq_length
+    shape = Shape(
+        batch=1 if packed else num_sequences,
+        n_q=row,
+        n_k=row,
+        heads=model.num_attention_heads // heads_split,
+        kv_heads=model.num_key_value_heads // heads_split,
+        head_dim=model.head_dim,
+        documents=packed,
+    )
+    limits = {f"sage {recipe}": LIMITS[recipe] for recipe in recipes}
+    options = repr(attention)
+    name = choose(candidates, shape, dtype=dtype, device=device, cache=cache, limits=limits, options=options, say=say)
+    return named[name]
+
+
+def admissions(
+    attention: AttentionConfig, model: ModelConfig, *, heads_split: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Admission]:
+    """sagekernels' verdict on every attention function that can run here, with documents and a rank's share of this
+    model's heads, one of heads_split."""
+    found = {}
+    heads, kv_heads = model.num_attention_heads // heads_split, model.num_key_value_heads // heads_split
+    shape = Shape(
+        batch=1, n_q=517, n_k=517, heads=heads, kv_heads=kv_heads, head_dim=model.head_dim, documents=(400, 117)
+    )
+    for name in ("sage scores", "sage fine", "sage paper", "flash", "sdpa"):
+        backend, _, recipe = name.partition(" ")
+        settled = attention.model_copy(update={"backend": backend, "recipe": recipe or "fine"})
+        try:
+            resolve_backend(settled, model, device=device, dtype=dtype)
+        except ValueError:  # not here
+            continue
+        function = _plain(attention_function(backend, settled, device))
+        limits = LIMITS[recipe or "fine"]
+        found[name] = admit(function, shape, dtype=dtype, device=device, limits=limits)
+    return found
+
+
+def _typical(documents: Sequence[Sequence[int]], num_sequences: int) -> tuple[int, ...]:
+    """Lengths of the documents of so many of these sequences, from the middle when they are ordered by their work."""
+    ordered = sorted(documents, key=lambda lengths: sum(n * n for n in lengths))
+    first = max(0, len(ordered) - num_sequences) // 2
+    return tuple(n for lengths in islice(cycle(ordered), first, first + num_sequences) for n in lengths)
+
+
+def _plain(function: AttentionFunction) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """A function as sagekernels' admission calls it: one row, documents by cu_seqlens alone."""
+
+    @functools.cache  # a problem has one tensor of them, and waiting for the GPU would be timed
+    def longest(cu_seqlens: Tensor) -> int:
+        return int(cu_seqlens.diff().max())
+
+    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        num_sequences, num_tokens = q.shape[0], q.shape[0] * q.shape[1]
+        max_seqlen = None if cu_seqlens is None else longest(cu_seqlens)
+        wanted = {function.documents}
+        return function(q, k, v, token_layout(wanted, num_sequences, num_tokens, None, None, cu_seqlens, max_seqlen))
+
+    return call

@@ -1,0 +1,300 @@
+"""How linear layers multiply in a run whose settings say `auto`: decided when it begins, kept when it continues.
+
+`auto` weighs the linear layers of a block at a rank's sizes: each is checked against fp32, then timed each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sagekernels.admission import SOURCES, decided_once, median_seconds
+from sagetrain.auto.kept import recorded
+from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE, LinearSizes
+from sagetrain.config.schema import LinearConfig, ModelConfig
+from sagetrain.model.accounting import parts_of
+from sagetrain.model.selection import cannot_multiply
+from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
+from sagetrain.parallel.lowbit import RECIPES
+from sagetrain.parallel.matmul import Matmul
+from sagetrain.parallel.topology import ParallelGroups
+
+NAMES = ("precision", "recipe", "keep_layers_below")
+"""What is decided."""
+
+
+def kept(asked: LinearConfig, folder: Path) -> LinearConfig:
+    """What is asked for, with `auto` as the run of a checkpoint has it: what a layer gained on some day should not
+    change a run's arithmetic. A recipe that is named beside it, and a larger keep_layers_below, hold."""
+    if asked.precision != "auto":
+        return asked
+    before = LinearConfig(**recorded(folder, "linear"))
+    below = max(asked.keep_layers_below, before.keep_layers_below)
+    recipe = before.recipe if before.precision == "fp8" else asked.recipe  # int8 has no recipe tensorwise
+    return asked.model_copy(update={"precision": before.precision, "recipe": recipe, "keep_layers_below": below})
+
+
+def settle(
+    asked: LinearConfig,
+    model: ModelConfig,
+    folder: Path | None,
+    *,
+    tensor_parallel_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    choose: Callable[[LinearConfig], LinearConfig],
+    say: Callable[[str], None],
+) -> tuple[LinearConfig, str]:
+    """The settings with nothing left to decide, and for those that said `auto` a few words that say why.
+
+    Args:
+        folder: of the checkpoint that the run continues from.
+        choose: what is fastest here; all ranks call it.
+        say: hears why what the run had cannot be kept (on other hardware, say).
+    """
+    place: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "device": device, "dtype": dtype}
+    if asked.precision != "auto":
+        settled, why = asked, ""
+    elif folder and (settled := kept(asked, folder)).precision != "auto":
+        why = "as the run had it: auto decides once, the name of a precision changes it"
+        if problem := cannot_multiply(settled, model, **place):
+            precision = settled.precision
+            say(f"linear.precision {precision}, which the run had so far, cannot run here ({problem}): decided anew")
+            settled = asked
+    else:
+        settled = asked
+    if settled.precision == "auto":
+        if why := why_sixteen_bits(asked, model, **place):
+            settled, why = asked.model_copy(update={"precision": "bf16"}), f"auto: {why}"
+        else:
+            settled, why = choose(asked), "auto: the fastest"
+    if folder and settled.low_bit:
+        _compare(settled, model, folder, tensor_parallel_size, say)
+    return settled, why
+
+
+def _compare(
+    settled: LinearConfig, model: ModelConfig, folder: Path, tensor_parallel_size: int, say: Callable[[str], None]
+) -> None:
+    """Say which layers multiply in 8 bits where another tensor-parallel size changes that: what decides is a rank's
+    sizes."""
+    before = LinearConfig(**recorded(folder, "linear"))
+    sizes = recorded(folder, "parallel").get("tensor_parallel_size", 1), tensor_parallel_size
+    was, now = (
+        [name for name, layer in model.linear_layers(size).items() if linear.takes(layer)]
+        for linear, size in zip((before, settled), sizes, strict=True)
+    )
+    if sizes[0] != sizes[1] and before.low_bit and was != now:
+        say(f"a rank's sizes decide which linear layers are in 8 bits (linear.keep_layers_below "
+            f"{settled.keep_layers_below:,}, sides of multiples of {LOW_BIT_MULTIPLE}): at tensor_parallel_size "
+            f"{sizes[1]} {', '.join(now) or 'none'}, so far, at {sizes[0]}, {', '.join(was) or 'none'}")  # fmt: skip
+
+
+def why_sixteen_bits(
+    linear: LinearConfig, model: ModelConfig, *, tensor_parallel_size: int, device: torch.device, dtype: torch.dtype
+) -> str:
+    """Why there is nothing for choose_linear to choose from, or nothing."""
+    if torch.device(device).type != "cuda":
+        return "nothing is timed without a GPU"
+    low = linear.model_copy(update={"precision": AUTO_PRECISION})
+    return cannot_multiply(low, model, tensor_parallel_size=tensor_parallel_size, device=device, dtype=dtype)
+
+
+def choose_linear(
+    linear: LinearConfig,
+    model: ModelConfig,
+    *,
+    tensor_parallel_size: int,
+    context_parallel_size: int,
+    overlap: bool,
+    num_sequences: int,
+    seq_length: int,
+    kept: bool,
+    compiled: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    cache: Path,
+    say: Callable[[str], None],
+) -> LinearConfig:
+    """What `linear.precision: auto` stands for: int8 for the layers from a size on that gain, timed forward and
+    backward at the shape of one rank's calls and compared with fp32 before, or bf16 (smallest has the
+    rule).
+
+    Not timed are collectives and, with `kept`, the rounding of weights once a step.
+
+    The table goes to `say` and, with the choice, to the file `cache`, as choose_attention's does.
+    """
+    own_tokens = num_sequences * seq_length // context_parallel_size
+    tokens = own_tokens // parts_of(own_tokens, tensor_parallel_size, overlap)
+    layers = {name: sizes for name, sizes in model.linear_layers(tensor_parallel_size).items() if not sizes.odd}
+    weights = {name: sizes.weights for name, sizes in layers.items()}
+    way, least = f"{AUTO_PRECISION} {linear.recipe}", linear.keep_layers_below
+    bf16, *low = linear.choices(layers.values())
+    named = {"bf16": bf16, **{_name(way, choice.keep_layers_below): choice for choice in low}}
+
+    joined = tensor_parallel_size > 1
+
+    def fastest() -> tuple[str, list[str]]:
+        timer = partial(median_seconds, device=device)
+        times, refused = time_layers(
+            layers, [way], tokens=tokens, joined=joined, kept=kept, compiled=compiled, device=device, dtype=dtype,
+            seconds=timer,
+        )  # fmt: skip
+        first = f"{tokens:,} tokens, {dtype}: forward + backward (times as fast as bf16)"
+        below = smallest(times, way, weights, least)
+        chosen = "bf16" if below is None else _name(way, below)
+        return chosen, [first, *table(times, layers, refused)]
+
+    key = " | ".join(map(str, (layers, tokens, joined, kept, compiled, dtype, way, least, GAIN)))
+    sources = SOURCES, Path(__file__).parent.parent / "parallel"
+    return named[decided_once("linear", key, fastest, sources=sources, device=device, cache=cache, say=say)]
+
+
+def _name(way: str, below: int) -> str:
+    return f"{way}, layers of {below:,} weights and more" if below else way
+
+
+GAIN = 1.05
+"""So many times as fast a layer has to be to be taken out of 16 bits. Less is within what a clock and a neighbour do to
+a measurement."""
+LIMITS = {"bf16": 0.01, "int8": 0.03, "fp8": 0.1}
+"""Of an error, of all elements of a result together: rounding to bf16; to INT8 with a scale per row; to e4m3 and e5m2.
+"""
+_CALLS = 8  # at a time, so that what is timed is the GPU
+
+
+def errors_of(layer: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> dict[str, float]:
+    """rel-L2 of a layer's output and gradients against fp32's, for x [tokens, in] and the gradients [tokens, out] of
+    what it returns."""
+    weights = [p.detach().float().requires_grad_() for p in layer.parameters()]
+    own, wide = x.detach().requires_grad_(), x.detach().float().requires_grad_()
+    y, exact = layer(own), [F.linear(wide, weight) for weight in weights]
+    torch.autograd.backward(y, list(grads))
+    torch.autograd.backward(exact, [grad.float() for grad in grads])
+    found = torch.cat(tuple(y), 1).detach(), _grad(own), torch.cat([_grad(p) for p in layer.parameters()])
+    truth = torch.cat(exact, 1).detach(), _grad(wide), torch.cat([_grad(weight) for weight in weights])
+    layer.zero_grad()
+    names = "output", "gradient of x", "gradient of the weights"
+    pairs = zip(names, found, truth, strict=True)
+    return {name: ((ours.float() - exact).norm() / exact.norm()).item() for name, ours, exact in pairs}
+
+
+def _grad(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def time_layers(
+    layers: Mapping[str, LinearSizes],
+    ways: Sequence[str],
+    *,
+    tokens: int,
+    joined: bool,
+    kept: bool,
+    compiled: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    seconds: Callable[[Callable[[], None]], float],
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Seconds of forward and backward of each layer in 16 bits ("bf16") and in other ways ("fp8 rowwise"), casts of x
+    and of the gradients with them, and what is wrong with those that are not used, whose time is infinite.
+
+    Args:
+        joined: how the layers in 16 bits take gradients (Matmul), as a run's do.
+        kept: weights are rounded once a step, which is not timed, and not for each call.
+        compiled: time what torch.compile makes of a layer.
+        seconds: the timer.
+    """
+    matmuls: dict[str, Matmul] = {"bf16": Matmul(joined), **{" ".join(name): low for name, low in RECIPES.items()}}
+    draw = torch.Generator(device).manual_seed(0)
+
+    def normal(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=draw, device=device, dtype=dtype)
+
+    times: dict[str, dict[str, float]] = {name: {} for name in layers}
+    refused = []
+    with torch._dynamo.config.patch(recompile_limit=1000):  # all sizes and ways are one code
+        for name, (inputs, sizes) in layers.items():
+            weights = [0.02 * normal(size, inputs) for size in sizes.values()]
+            x = normal(tokens, inputs).requires_grad_()
+            grads = [1e-3 * normal(tokens, size) for size in sizes.values()]
+            for way in ("bf16", *ways):
+                layer = layer_of(inputs, sizes, weights, matmuls[way], kept=kept)
+                if compiled:
+                    layer.compile(fullgraph=True, dynamic=False)
+                reason = _wrong(layer, x, grads, LIMITS[way.split()[0]]) if way != "bf16" else ""
+                if reason:
+                    refused.append(f"{name} in {way}: {reason}")
+                times[name][way] = float("inf") if reason else seconds(_calls(layer, x, grads)) / _CALLS
+    if compiled:
+        torch._dynamo.reset()
+    return times, refused
+
+
+def layer_of(
+    inputs: int, sizes: dict[str, int], weights: Sequence[Tensor], matmul: Matmul, *, kept: bool
+) -> ColumnParallelLinear:
+    """A layer with copies of these weights [out, in], rounded already if `kept`."""
+    groups, dtype, device = ParallelGroups.single(), weights[0].dtype, weights[0].device
+    layer = ColumnParallelLinear(inputs, sizes, groups, matmul=matmul, dtype=dtype, device=device)
+    with torch.no_grad():
+        for parameter, weight in zip(layer.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    if kept:
+        keep_weights(layer)
+    return layer
+
+
+def _wrong(layer: nn.Module, x: Tensor, grads: Sequence[Tensor], limit: float) -> str:
+    """Why a layer is not used, or nothing."""
+    try:
+        errors = errors_of(layer, x, grads)
+    except Exception as problem:  # noqa: BLE001 whatever a kernel raises is the reason that it is not used
+        return f"{type(problem).__name__}: {problem}"
+    return ", ".join(f"the {what} is wrong by {error:.3g}" for what, error in errors.items() if not error < limit)
+
+
+def _calls(layer: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> Callable[[], None]:
+    def action() -> None:
+        for _ in range(_CALLS):
+            x.grad = None
+            layer.zero_grad()
+            torch.autograd.backward(layer(x), grads)
+
+    return action
+
+
+def smallest(times: Mapping[str, Mapping[str, float]], way: str, weights: Mapping[str, int], least: int) -> int | None:
+    """How many weights a layer must have (at least `least`) to be multiplied this way; None: none is to be.
+
+    A layer is if it and all that are larger gain (GAIN): what decides is its size.
+    """
+    below, large = None, sorted({count for count in weights.values() if count >= least}, reverse=True)
+    for count in large:
+        if any(times[name][way] * GAIN > times[name]["bf16"] for name in weights if weights[name] == count):
+            break
+        below = count
+    return least if large and below == large[-1] else below
+
+
+def table(
+    times: Mapping[str, Mapping[str, float]], layers: Mapping[str, LinearSizes], refused: Sequence[str]
+) -> list[str]:
+    """Lines: each layer's milliseconds, those of a way that is not used excepted, then why."""
+    _, *ways = next(iter(times.values()))
+    lines = [f"  {'layer':<24}{'bf16':>12}" + "".join(f"{way:>24}" for way in ways)]
+    for name, row in times.items():
+        inputs, sizes = layers[name]
+        figures = [f"{1e3 * row[way]:.3f} ms ({row['bf16'] / row[way]:.2f})" if row[way] < float("inf") else "not used"
+                   for way in ways]  # fmt: skip
+        wide = f"{1e3 * row['bf16']:.3f} ms"
+        lines.append(
+            f"  {f'{name} {inputs} x {sum(sizes.values())}':<24}{wide:>12}" + "".join(map("{:>24}".format, figures))
+        )
+    return [*lines, *(f"  {line}" for line in refused)]

@@ -1,0 +1,177 @@
+"""Whether a run takes its micro-batches in two halves where parallel.tensor_parallel_overlap says `auto`: the faster
+way, timed when the run begins, and kept when it continues in the same layout.
+
+Halves hide tensor-parallel collectives behind the other half's work, but launch twice as many kernels, each over half
+of the tokens. Which of the two wins depends on the host, the links, the arithmetic of the layers and the size of the
+micro-batch, so it is measured: a few blocks of the run's own model, compiled like the run's, with a real micro-batch.
+
+The time of a block is the difference between a model of several blocks and one of few: what embedding, loss and the
+start of a backward pass cost the host once would count many times over in a model so small.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from sagetrain.auto.kept import recorded
+from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
+from sagetrain.model.accounting import overlaps, parts_of
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.layers import materialize
+from sagetrain.parallel.matmul import Matmul
+from sagetrain.parallel.topology import ParallelGroups
+
+Choice = Literal["auto", "on", "off"]
+
+
+def record(settled: RunConfig) -> dict[str, Any]:
+    """Return what a checkpoint says of the choice: the choice, and the layout that it was made for."""
+    return {"choice": settled.parallel.tensor_parallel_overlap, "layout": _layout(settled)}
+
+
+def settle(
+    cfg: RunConfig,
+    folder: Path | None,
+    *,
+    device: torch.device,
+    choose: Callable[[], bool],
+) -> tuple[Choice, str]:
+    """Return `on` or `off`, and a few words that say why where `auto` had a choice.
+
+    Halves add up gradients in another order, so a run that continues in the layout of its checkpoint keeps what it had.
+
+    Args:
+        cfg: with attention and linear layers settled.
+        folder: the checkpoint that the run continues from.
+        choose: times both ways; all ranks call it.
+    """
+    asked = cfg.parallel.tensor_parallel_overlap
+    tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
+    if asked != "auto":
+        return asked, ""
+    if parts_of(tokens, cfg.parallel.tensor_parallel_size, True) == 1:
+        return "off", ""
+    if folder and (before := recorded(folder, "overlap")) and before["layout"] == _layout(cfg):
+        return before["choice"], "as the run had it"
+    if device.type != "cuda":
+        return ("on" if overlaps(cfg) else "off"), "by the work of a block: nothing is timed without a GPU"
+    return ("on" if choose() else "off"), "the faster way"
+
+
+def _layout(cfg: RunConfig) -> dict[str, Any]:
+    """Return what else decides about the order of sums of a micro-batch."""
+    names = "tensor_parallel_size", "context_parallel_size", "sequence_parallel"
+    layout = {name: getattr(cfg.parallel, name) for name in names}
+    return {**layout, "micro_batch_size": cfg.data.micro_batch_size}
+
+
+FEW, MANY = 2, 8
+"""Blocks of the two models; a run of fewer blocks than that is timed whole."""
+_WARM_UP, _MICRO_STEPS, _WINDOWS = 3, 6, 3
+_ROWS_A_RANK = 512  # of the embedding and the head: their time is the same both ways
+
+
+def time_overlap(
+    model: ModelConfig,
+    attention: AttentionConfig,
+    batch: Mapping[str, Any],
+    matmuls: Sequence[Mapping[str, Matmul]],
+    groups: ParallelGroups,
+    *,
+    sequence_parallel: bool,
+    activation_checkpointing: Literal["none", "selective", "full"],
+    compiled: bool,
+    keeps_weights: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, float]:
+    """Return the seconds of a block, forward and backward, keyed by "off" (whole) and "on" (halves).
+
+    Collective over all ranks: each tensor-parallel group runs its own collectives, and the slowest rank counts. What a
+    block waits for under ZeRO 3 is not part of it.
+
+    Args:
+        attention: settled, with nothing left to decide.
+        batch: arguments of Transformer.forward, of a micro-batch of the run's data on this rank.
+        matmuls: how the blocks of the run multiply; the middle ones are timed.
+        compiled: whether the run compiles its blocks.
+        keeps_weights: whether low-bit weights are rounded once a step (ZeRO 0 to 2).
+    """
+    rows = _ROWS_A_RANK * groups.tp_size
+    count = min(MANY, model.num_layers)
+    first = (model.num_layers - count) // 2
+    sizes = (FEW, count) if count == MANY else (count,)
+    inputs = {**batch, "tokens": batch["tokens"] % rows, "labels": batch["labels"].clamp(min=0) % rows}
+    both = {
+        name: Transformer(
+            model.model_copy(update={"num_layers": count}),
+            attention,
+            vocab_size=rows,
+            groups=groups,
+            matmuls=matmuls[first : first + count],
+            sequence_parallel=sequence_parallel,
+            overlap=name == "on",
+            activation_checkpointing=activation_checkpointing,
+            seed=None,
+            dtype=dtype,
+            device=device,
+        )
+        for name in ("off", "on")
+    }
+    for one in both.values():
+        for parameter in one.parameters():
+            materialize(parameter, torch.empty_like(parameter, device=device).normal_(std=model.init_std))
+        if keeps_weights:
+            one.keep_weights()
+        if compiled:
+            one.compile_blocks()
+    with _no_garbage_collection():  # training looks at nothing that was made before its first step, either
+        for one in both.values():
+            _seconds(one, count, inputs, _WARM_UP, device)
+        windows = [
+            [[_seconds(one, size, inputs, _MICRO_STEPS, device) for size in sizes] for one in both.values()]
+            for _ in range(_WINDOWS)
+        ]
+    least = torch.tensor(windows, dtype=torch.float64).amin(0).to(device, torch.float32)
+    dist.all_reduce(least, dist.ReduceOp.MAX)
+    blocks = sizes[-1] - sizes[0] or count
+    whole = least[:, -1] if len(sizes) == 1 else least[:, 1] - least[:, 0]
+    return dict(zip(both, (whole / blocks).tolist(), strict=True))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep Python's collector from looking through the models while they are timed."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _seconds(model: Transformer, blocks: int, inputs: Mapping[str, Any], count: int, device: torch.device) -> float:
+    """Return the seconds of a forward and backward pass over the first blocks: `count` in a row, the host ahead."""
+    every = model.blocks
+    model.blocks = every[:blocks]
+    model(**inputs).backward()  # a first pass of this many blocks may allocate
+    _synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(count):
+        model(**inputs).backward()
+        model.zero_grad(set_to_none=True)
+    _synchronize(device)
+    model.blocks = every
+    return (time.perf_counter() - begin) / count
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

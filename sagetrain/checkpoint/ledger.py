@@ -1,0 +1,176 @@
+"""Where a run is: its steps, its tokens, and the ledger of the samples that it has consumed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sagetrain.config.errors import CheckpointError, TrainingError
+from sagetrain.config.schema import AttentionConfig, LinearConfig, SpikesConfig
+
+_FOLD_BITS = 31  # so that the sum over a million ranks is exact in the float64 that carries it
+
+
+def fold(sample_ids: Iterable[int], dp_rank: int | np.ndarray) -> int:
+    """A number below 2**31 for the set of (sample, data-parallel rank that trained on it), whatever its order.
+
+    It adds up: the folds of all ranks sum, modulo 2**31, to the fold of the whole step.
+    """
+    x = np.asarray(sample_ids, dtype=np.uint64)
+    x = x * np.uint64(0x9E3779B97F4A7C15) + np.asarray(dp_rank).astype(np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of splitmix64
+        x = (x ^ x >> np.uint64(shift)) * np.uint64(factor)
+    return int((x >> np.uint64(64 - _FOLD_BITS)).sum()) % (1 << _FOLD_BITS)
+
+
+def expected_fold(first: int, count: int, micro_batch_size: int, dp_size: int) -> int:
+    """The fold of a step over samples first .. first + count - 1, dealt to the ranks in turn by micro-batches."""
+    position = np.arange(count)
+    return fold(first + position, position // micro_batch_size % dp_size)
+
+
+@dataclass
+class Ledger:
+    """Which samples a run has consumed: a chain of SHA-256 over its steps.
+
+    `head` begins as the fingerprint of the order of samples; each step hashes it with its first sample and their count.
+    `segments` are the runs of equal steps, [first sample, samples per step, steps], from which it is found again, and
+    `dropped` the steps (the first is 1) whose samples were passed over without an update, because the user said so
+    (training.drop_steps) or a policy did (stability.spikes); or whose update was given up by going back before it.
+    """
+
+    head: str = ""
+    segments: list[list[int]] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """Steps so far, dropped ones included."""
+        return sum(times for _, _, times in self.segments)
+
+    def samples_of_steps(self) -> list[int]:
+        """How many samples each step had."""
+        return [count for _, count, times in self.segments for _ in range(times)]
+
+    def add(self, first: int, count: int, dropped: bool = False) -> None:
+        """Enter one step over samples first .. first + count - 1."""
+        entry = f"{self.head} {first} {count}{' dropped' if dropped else ''}"
+        self.head = hashlib.sha256(entry.encode()).hexdigest()
+        if self.segments and self.segments[-1][1] == count:
+            self.segments[-1][2] += 1
+        else:
+            self.segments.append([first, count, 1])
+        if dropped:
+            self.dropped.append(self.steps)
+
+    @classmethod
+    def verified(cls, stored: dict[str, Any] | None, order: str, step: int, sequences: int, where: Path) -> Ledger:
+        """The ledger of a checkpoint at `step` after `sequences` samples, in the order with fingerprint `order`.
+
+        CheckpointError if samples were skipped or seen twice, if its steps or samples are not those of the training
+        state, or if the chain is not the one that its segments give.
+        """
+        what, way_out = f"{where}: its ledger of consumed samples", "restore another checkpoint of this run"
+        if not stored:
+            raise CheckpointError(f"{what} is missing; {way_out}, or choose another training.run_dir")
+        again, steps, samples, dropped = cls(order), 0, 0, set(stored.get("dropped", []))
+        for first, count, times in stored["segments"]:
+            if first != samples:
+                kind = "skips samples" if first > samples else "has seen twice samples"
+                low, high = sorted((first, samples))
+                raise CheckpointError(f"{what} {kind} {low:,} to {high - 1:,}; {way_out}")
+            for _ in range(times):
+                steps += 1
+                again.add(samples, count, dropped=steps in dropped)
+                samples += count
+        if (steps, samples) != (step, sequences):
+            raise CheckpointError(
+                f"{what} has {steps:,} steps over {samples:,} samples, the training state says {step:,} steps over "
+                f"{sequences:,}; {way_out}"
+            )
+        if again.head != stored["head"]:
+            raise CheckpointError(
+                f"{what} ends in {stored['head'][:12]}, its steps give {again.head[:12]}: it was changed, or another "
+                f"order of samples was trained on; {way_out}"
+            )
+        return again
+
+
+def check_consumed(folds: int, first: int, count: int, micro_batch_size: int, dp_size: int, world_size: int) -> None:
+    """TrainingError unless `folds`, summed over all ranks, is that of samples first .. first + count - 1, each once.
+
+    All ranks of a tensor- and context-parallel group report the samples they share.
+    """
+    expected = world_size // dp_size * expected_fold(first, count, micro_batch_size, dp_size)
+    if (folds - expected) % (1 << _FOLD_BITS):
+        raise TrainingError(
+            f"the ranks have not trained on samples {first:,} to {first + count - 1:,}, each once: some rank reads "
+            "other data, or stands elsewhere in it. Nothing of this step was saved"
+        )
+
+
+@dataclass
+class TrainState:
+    """Where a run is. Everything else follows from the configuration.
+
+    `controllers`: what each stability controller remembers, by its name.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    sequences: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    controllers: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Updates so far."""
+        return self.step - len(self.ledger.dropped)
+
+    def advance(self, tokens: int, seq_length: int, dropped: bool = False) -> None:
+        """Count one step; a dropped one has moved on in the data, and nothing else."""
+        self.ledger.add(self.sequences, tokens // seq_length, dropped)
+        self.step += 1
+        self.tokens += tokens
+        self.sequences += tokens // seq_length
+
+
+def left_out(
+    state: TrainState,
+    samples: int,
+    text: str,
+    settings: SpikesConfig,
+    attention: AttentionConfig,
+    linear: LinearConfig,
+    drop: Iterable[int],
+) -> TrainingError:
+    """The error of a step that may not be applied and not be left out, with the ways on that are open to the run.
+
+    Args:
+        state: before the step, which is over the next `samples` samples.
+        text: what is wrong with it.
+        attention: with the backend that runs.
+        linear: as layers multiply.
+        drop: training.drop_steps that would pass over it.
+    """
+    ways = ["lower optimizer.lr or the tokens per step"]
+    if attention.backend == "sage":
+        ways.append("use 16-bit attention (attention.backend=sdpa)")
+        if attention.qk_norm == "none":
+            ways.append("begin another training.run_dir with attention.qk_norm=before_rope")
+    if linear.low_bit:
+        ways.append("multiply linear layers in 16 bits (linear.precision=bf16)")
+    numbers = ",".join(map(str, sorted(drop)))
+    ways.append(f"pass over its samples with training.drop_steps=[{numbers}], which every later checkpoint records")
+    used_up = ""
+    if settings.policy != "stop":
+        used_up = f", after {settings.max_events} in {settings.window} steps (stability.spikes.max_events)"
+    return TrainingError(
+        f"step {state.step + 1} (sequences {state.sequences:,} to {state.sequences + samples - 1:,}): {text}{used_up}. "
+        f"Nothing of this step was saved, and run again as it was it would be the same: {'; or '.join(ways)}"
+    )

@@ -1,0 +1,264 @@
+"""Checkpoints: one folder per step, complete or absent, readable at any layout, and never a program.
+
+    checkpoints/
+      step-00000040/
+        manifest.json                    what is here: every tensor by name with its global shape and where each piece
+                                         lies, every file with size and SHA-256, and the training state
+        shard-tp000-dp000.safetensors    fp32 pieces "<parameter>|weight" of one rank, each 1-D
+        moments-tp000-dp000.safetensors  "<parameter>|exp_avg" and "|exp_avg_sq" of the same pieces
+        config.yaml                      the resolved configuration of the run
+        rng-00000.pt                     random-number state of one rank (loaded with weights_only)
+      latest                             name of the newest folder (for people; loading looks at the folders themselves)
+
+A piece is the range [start, stop) of the flattened tensor-parallel slice (tp_rank of tp_size along tp_dim) of a
+parameter; `dp` in a file's name counts replicas, context-parallel ones included. Consecutive ranks mostly hold
+consecutive pieces of one length. So that the manifest does not grow with ranks times tensors, it lists runs of them:
+[tp_rank, rank, count, start, length], where `rank` is the place in "ranks" of the one that wrote the first piece. Each
+further piece is the next rank's, and begins where the one before ends.
+
+A piece may also be an object {file, tp_rank, start, stop}, whose file holds every kind of tensor that there is of it.
+Format 1 had only these, with weights and moments in one file, and is read as before. `sagetrain import` writes them,
+with weights alone, in the dtype that they came in.
+
+A checkpoint is written (saving.py) into a folder with a temporary name, synced to disk, and renamed once its manifest
+is in it. A folder without a manifest, or with files that do not match it, is damaged (copied in part, say), and never
+loaded. Whoever reads weights alone looks at their files alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Container
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from sagetrain.config.errors import CheckpointError
+
+FORMAT = 2
+_READ = (1, 2)
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+_PARTS, _POSITION = {"state", "layout", "tensors", "files"}, {"step", "tokens"}  # of every manifest, of every state
+_OF_RUNS = ("moments-", "rng-")  # how the files begin that only a run reads which goes on
+
+
+def folder_name(step: int) -> str:
+    """Name of the folder of one step."""
+    return f"step-{step:08d}"
+
+
+def file_name(kind: str, rank: str) -> str:
+    """Name of the file that has one kind of tensor of a rank, which is named as in "ranks" of the manifest."""
+    return f"{'shard' if kind == 'weight' else 'moments'}-{rank}.safetensors"
+
+
+def step_of(folder: Path) -> int:
+    """The step that a folder is the checkpoint of."""
+    return int(folder.name.removeprefix("step-"))
+
+
+# -- deleting ------------------------------------------------------------------------------------------------------
+
+
+def prune(root: Path, keep_last: int, keep_every_tokens: int | None, needed: Container[str] = ()) -> None:
+    """Delete old checkpoints (rank 0 calls it): all but the newest `keep_last`, but the first one at or past each
+    multiple of `keep_every_tokens`, and but those of needed names. A folder whose manifest cannot be read is left to
+    people."""
+    found = []
+    for folder in published(root):
+        with contextlib.suppress(CheckpointError):
+            found.append((read_manifest(folder)["state"], folder))
+    kept, multiples = {folder for _, folder in found[-keep_last:]}, set()
+    for state, folder in found:
+        multiple = state["tokens"] // keep_every_tokens if keep_every_tokens else 0
+        if multiple and multiple not in multiples:
+            multiples.add(multiple)
+            kept.add(folder)
+    for _, folder in found:
+        if folder not in kept and folder.name not in needed:
+            try:
+                remove(folder)
+            except OSError as error:  # no reason to stop a run whose new checkpoint is safe
+                warnings.warn(f"an old checkpoint stays, delete it yourself: {error}", stacklevel=2)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint so that an interrupted deletion never looks like a checkpoint."""
+    writable = folder.stat().st_mode & 0o222  # the mark itself, too: it does not stop root, whom containers run as
+    if not (writable and os.access(folder, os.W_OK, effective_ids=True)):  # somebody keeps it
+        raise PermissionError(errno.EACCES, "the folder is write-protected", str(folder))
+    doomed = folder.with_name(f".writing-{folder.name}.old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed)
+
+
+def lacks_space(said: str) -> bool:
+    """Whether an error is of a full disk, by its words: safetensors gives no number, and another rank sends none."""
+    return any(os.strerror(full) in said for full in (errno.ENOSPC, errno.EDQUOT))
+
+
+# -- finding and checking ------------------------------------------------------------------------------------------
+
+
+def published(root: Path) -> list[Path]:
+    """Published checkpoints, oldest first."""
+    return sorted(f for f in root.glob("step-*") if f.name.removeprefix("step-").isdigit() and f.is_dir())
+
+
+def newest(root: Path) -> Path | None:
+    """The newest published checkpoint, whole or not."""
+    return max(published(root), default=None)
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest of one checkpoint. Raises CheckpointError if it is unreadable or of another format."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        found = manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: manifest.json cannot be read ({error})") from error
+    if found not in _READ:
+        raise CheckpointError(
+            f"{folder}: written in format {found}, this SageTrain reads format {' and '.join(map(str, _READ))}"
+        )
+    state = manifest.get("state")
+    if not (manifest.keys() >= _PARTS and manifest["files"] and isinstance(state, dict) and state.keys() >= _POSITION):
+        raise CheckpointError(f"{folder}: manifest.json lacks what every manifest has")
+    return manifest
+
+
+def problems(
+    folder: Path, rank: int = 0, world_size: int = 1, *, contents: bool = True, moments: bool = True
+) -> list[str]:
+    """What is wrong with the files of a checkpoint; this rank checks every world_size-th file. Empty: whole. Without
+    `contents` the files' sizes alone are looked at; without `moments` no file that only a run reads which goes on."""
+    try:
+        files = read_manifest(folder)["files"]
+    except CheckpointError as error:
+        return [str(error)]
+    found = []
+    names = sorted(name for name in files if moments or not name.startswith(_OF_RUNS))
+    for name in names[rank::world_size]:
+        path, expected = folder / name, files[name]
+        try:
+            if (size := path.stat().st_size) != expected["bytes"]:
+                found.append(f"{path} has {size} bytes instead of {expected['bytes']}")
+            elif contents and sha256(path) != expected["sha256"]:
+                found.append(f"{path} does not match its SHA-256")
+        except FileNotFoundError:
+            found.append(f"{path} is missing")
+        except OSError as error:
+            found.append(f"{path} cannot be read ({error.strerror})")
+    return found
+
+
+def newest_whole(
+    root: Path,
+    report: Callable[[str], None],
+    wanted: Callable[[int], bool] = lambda step: True,
+    *,
+    contents: bool = True,
+    moments: bool = True,
+) -> tuple[Path | None, list[Path]]:
+    """The newest checkpoint, of those of wanted steps, whose files are all as its manifest says, and the damaged ones
+    passed over on the way (each goes to `report`); collective. contents, moments: as of problems. Raises
+    CheckpointError when there are such checkpoints but none is whole."""
+    damaged: list[Path] = []
+
+    def left() -> list[Path]:
+        return [folder for folder in published(root) if wanted(step_of(folder)) and folder not in damaged]
+
+    while folder := _broadcast(max(left(), default=None)):
+        own = problems(folder, _rank(), _world_size(), contents=contents, moments=moments)
+        wrong = [problem for found in _gather(own) for problem in found]
+        if not wrong:
+            return folder, damaged
+        if _broadcast(folder.is_dir()):  # else the run goes on, and has removed it meanwhile for newer ones
+            damaged.append(folder)
+            report(f"checkpoint {folder.name} is damaged and passed over: {'; '.join(wrong)}")
+    if damaged:
+        raise CheckpointError(
+            f"{root}: none of its {len(damaged)} checkpoints is whole; restore one of them, or choose another "
+            "training.run_dir to start from the beginning"
+        )
+    return None, damaged
+
+
+def whole_at(root: Path, step: int, *, moments: bool = True) -> Path:
+    """The checkpoint of a step; moments: as of `problems`. Raises CheckpointError if it is damaged, or not there."""
+    folder, there = root / folder_name(step), published(root)
+    if folder not in there:
+        steps = ", ".join(str(step_of(each)) for each in there) or "none"
+        raise CheckpointError(f"{root} has no checkpoint of step {step}; it has steps: {steps}")
+    if wrong := problems(folder, moments=moments):
+        raise CheckpointError(f"checkpoint {folder} is damaged: {'; '.join(wrong)}")
+    return folder
+
+
+def whole(path: Path, report: Callable[[str], None], *, contents: bool = True, moments: bool = True) -> Path:
+    """The checkpoint that a path names: itself, or the newest whole one of a run folder; collective. Raises
+    CheckpointError if there is none. contents, moments: as of problems."""
+    if not (path / "manifest.json").is_file():
+        folder, _ = newest_whole(path / "checkpoints", report, contents=contents, moments=moments)
+        if folder is None:
+            raise CheckpointError(f"{path} has no checkpoint")
+        return folder
+    found = _gather(problems(path, _rank(), _world_size(), contents=contents, moments=moments))
+    if wrong := [problem for each in found for problem in each]:
+        raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(wrong)}")
+    return path
+
+
+def set_aside(folder: Path) -> None:
+    """Rename a damaged checkpoint (rank 0 calls it), so that it is neither loaded, nor counted, nor overwritten."""
+    number = 0
+    while (target := folder.with_name(f"damaged-{folder.name}{f'-{number}' if number else ''}")).exists():
+        number += 1
+    os.rename(folder, target)
+
+
+# -- small parts ---------------------------------------------------------------------------------------------------
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
+
+
+def _digest(file) -> str:  # Python 3.10 has no hashlib.file_digest
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _gather(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * _world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _broadcast(value: Any) -> Any:
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]

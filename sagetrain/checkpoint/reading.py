@@ -1,0 +1,159 @@
+"""Read any slice of any tensor of a checkpoint, at another layout than the one that wrote it."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from sagetrain.checkpoint.on_disk import KINDS, file_name, read_manifest
+from sagetrain.config.errors import CheckpointError
+from sagetrain.parallel.layers import materialize
+from sagetrain.parallel.topology import ParallelGroups
+
+_BLOCK = 2**20  # values read at a time: what loading needs of memory beside the state itself
+
+
+class Reader:
+    """Any slice of any tensor of a checkpoint, whatever layout wrote it. It reads what is asked for and keeps nothing:
+    files are mapped into memory while they are read, and pages that stay mapped would count as this process's own."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.manifest = folder, read_manifest(folder)
+        self.tensors = self.manifest["tensors"]
+        self.world_size = math.prod(self.manifest["layout"].values())
+
+    def fill(self, out: torch.Tensor, name: str, kind: str, tp_rank: int, tp_size: int, start: int = 0) -> None:
+        """Fill a 1-D tensor (any type and device) from position `start` of slice `tp_rank` of `tp_size`; in blocks."""
+        for low in range(0, out.numel(), _BLOCK):
+            block = out[low : low + _BLOCK]
+            block.copy_(self.local(name, kind, tp_rank, tp_size, start + low, start + low + block.numel()))
+
+    def local(
+        self, name: str, kind: str, tp_rank: int, tp_size: int, start: int = 0, stop: int | None = None
+    ) -> torch.Tensor:
+        """Range [start, stop) of the flattened slice `tp_rank` of `tp_size` of a tensor: 1-D, fp32, on the CPU."""
+        entry, source_size = self._entry(name), self.manifest["layout"]["tensor_parallel_size"]
+        dim, shape = entry["tp_dim"], entry["shape"]
+        if stop is None:
+            stop = math.prod(shape) // (1 if dim is None else tp_size)
+        if dim is None or source_size == tp_size:
+            return self._range(name, kind, 0 if dim is None else tp_rank, start, stop)
+        # Another tensor-parallel size. Seen as a matrix (of one row, if it is split along its first dim), every slice
+        # of the tensor is a range of columns: `width` of them in this slice, `source_width` in a slice on disk.
+        columns = math.prod(shape[dim:])
+        width, source_width = columns // tp_size, columns // source_size
+        out, filled = torch.empty(stop - start), 0
+        for row, rows, column, size in _rectangles(start, stop, width, max(1, _BLOCK // source_width)):
+            view = out[filled : filled + rows * size].view(rows, size)
+            first, last = tp_rank * width + column, tp_rank * width + column + size
+            for source in range(first // source_width, -(-last // source_width)):
+                offset = source * source_width
+                low, high = max(first, offset), min(last, offset + source_width)
+                begin = row * source_width + low - offset
+                end = begin + (rows - 1) * source_width + high - low
+                stored = self._range(name, kind, source, begin, end)
+                view[:, low - first : high - first] = stored.as_strided((rows, high - low), (source_width, 1))
+            filled += rows * size
+        return out
+
+    def _entry(self, name: str) -> dict:
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.folder}: has no tensor {name!r}; it belongs to another model")
+        return self.tensors[name]
+
+    def _range(self, name: str, kind: str, tp_rank: int, start: int, stop: int) -> torch.Tensor:
+        """Range [start, stop) of the flattened slice `tp_rank` as it lies on disk."""
+        out, filled = torch.empty(stop - start), 0
+        for file, begin, low, high in self._pieces(name, kind, tp_rank, start, stop):
+            path = self.folder / file
+            try:
+                with safe_open(path, framework="pt") as opened:
+                    stored = opened.get_slice(f"{name}|{kind}")
+                    out[low - start : high - start] = stored[low - begin : high - begin]
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be read ({error})") from error
+            filled += high - low
+        if filled != stop - start:
+            raise CheckpointError(f"{self.folder}: {name} has {filled} of the {stop - start} values asked for")
+        return out
+
+    def _pieces(self, name: str, kind: str, tp_rank: int, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
+        """The pieces that hold a part of [start, stop): file, where the piece begins, and the part's two ends."""
+        for piece in self._entry(name)["pieces"]:
+            if isinstance(piece, dict):
+                low, high = max(start, piece["start"]), min(stop, piece["stop"])
+                if piece["tp_rank"] == tp_rank and low < high:
+                    yield piece["file"], piece["start"], low, high
+                continue
+            of, rank, count, first, length = piece
+            low, high = max(start, first), min(stop, first + count * length)
+            if of != tp_rank or low >= high:
+                continue
+            for i in range((low - first) // length, (high - 1 - first) // length + 1):
+                begin = first + i * length
+                file = file_name(kind, self.manifest["ranks"][rank + i])
+                yield file, begin, max(low, begin), min(high, begin + length)
+
+    def rng(self, rank: int) -> dict[str, Any] | None:
+        """Random-number state of one rank; None if the checkpoint was written by fewer ranks."""
+        name = f"rng-{rank:05d}.pt"
+        if name not in self.manifest["files"]:
+            return None
+        try:
+            return torch.load(self.folder / name, weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{self.folder / name} cannot be read as data: {error}") from error
+
+
+def _rectangles(start: int, stop: int, width: int, most: int) -> Iterator[tuple[int, int, int, int]]:
+    """The range [start, stop) of a flattened matrix with rows of `width`, cut into rectangles of up to `most` rows:
+    (first row, rows, first column, columns)."""
+    while start < stop:
+        row, column = divmod(start, width)
+        whole = 0 if column else min((stop - start) // width, most)
+        rows, columns = (whole, width) if whole else (1, min(width - column, stop - start))
+        yield row, rows, column, columns
+        start += rows * columns
+
+
+def check_shapes(reader: Reader, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Refuse a checkpoint of another model. `shapes`: global shape of every parameter of this model."""
+    theirs = {name: tuple(entry["shape"]) for name, entry in reader.tensors.items()}
+    wrong = [f"{n}: checkpoint {theirs.get(n)}, model {shapes.get(n)}" for n in sorted({*theirs, *shapes})
+             if theirs.get(n) != shapes.get(n)]  # fmt: skip
+    if wrong:
+        raise CheckpointError(
+            f"{reader.folder} holds another model; {len(wrong)} tensors differ, first: {'; '.join(wrong[:3])}. "
+            "Use the model section it was trained with, or another training.run_dir"
+        )
+
+
+@torch.no_grad()
+def load_engine(reader: Reader, engine, optimizer_steps: int, *, moments: bool = True) -> None:
+    """Restore weights and, unless told otherwise, Adam moments of an Engine, block by block; collective. A rank reads
+    what it owns, so that all of them together read the checkpoint once, however many replicas there are."""
+    groups, shards = engine.groups, list(engine.shards())
+    where = (groups.tp_rank, groups.tp_size)
+    check_shapes(reader, {shard.name: shard.global_shape for shard in shards})
+    for shard in shards if engine.writes_shards else ():
+        for kind in (KINDS if moments else KINDS[:1]) if shard.tensors else ():
+            reader.fill(shard.tensors[kind], shard.name, kind, *where, shard.start)
+    engine.state_changed()
+    engine.set_optimizer_steps(optimizer_steps)
+
+
+@torch.no_grad()
+def load_weights(reader: Reader, model: nn.Module, groups: ParallelGroups, device: torch.device) -> None:
+    """Give a model whose parameters are on the meta device those of a checkpoint, for evaluation and generation."""
+    check_shapes(reader, {name: tuple(p.global_shape) for name, p in model.named_parameters()})
+    for name, parameter in model.named_parameters():
+        values = torch.empty_like(parameter, device=device)
+        reader.fill(values.view(-1), name, "weight", groups.tp_rank, groups.tp_size)
+        materialize(parameter, values)

@@ -1,0 +1,345 @@
+"""Writing checkpoints while training goes on.
+
+Training stands still only while each rank's state is copied to host memory, which is kept from save to save. Then a
+thread of every rank writes, syncs and hashes the copy, and the folder is published once the files of all ranks are
+durable. The threads talk to rank 0's through the key-value store (mailbox.py): each rank has one thread and saves one
+checkpoint at a time, so that the order is the same everywhere; and unlike with files as signals, what a rank cannot
+write is known to the others at once, whatever the file system caches. What lies in the folder is described in
+on_disk.py.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from sagetrain.checkpoint.on_disk import FORMAT, KINDS, file_name, folder_name, lacks_space, prune, remove, sha256
+from sagetrain.cluster.mailbox import Mailbox
+from sagetrain.config.errors import CheckpointError
+from sagetrain.parallel.topology import ParallelGroups
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A published checkpoint: how long training stood still for it, and how much later it was published, in seconds."""
+
+    step: int
+    tokens: int
+    stall_seconds: float
+    publish_seconds: float
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """The state of this rank when the save began."""
+
+    state: dict[str, Any]
+    config_text: str
+    rng: dict[str, Any]
+    tensors: dict[str, dict[str, torch.Tensor]]
+    """Views of the saver's host memory: by file, and by name in it."""
+    shapes: dict[str, dict[str, Any]]
+    """The manifest's entry of every parameter, without its pieces."""
+    ranges: np.ndarray
+    """[parameter, 2]: begin and end of what this rank writes of each."""
+
+
+class Saver:
+    """Writes the checkpoints of a run in the background, one at a time. Making one is collective.
+
+    Args:
+        root: folder of the checkpoints.
+        keep_last, keep_every_tokens: what `prune` keeps after each save.
+        timeout: how long one rank's files may take longer than another's.
+        alive: called now and then by `wait` as long as this rank's files make progress.
+        needed: names of checkpoints that are kept besides.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        groups: ParallelGroups,
+        keep_last: int,
+        keep_every_tokens: int | None,
+        timeout: timedelta,
+        alive: Callable[[], None] = lambda: None,
+        needed: Callable[[], Container[str]] = tuple,
+    ):
+        self._root, self._groups, self._alive, self._needed = root, groups, alive, needed
+        self._keep = keep_last, keep_every_tokens
+        self._timeout, self._rank, self._mailbox = timeout, groups.rank, None
+        if groups.topology.world_size > 1:
+            self._mailbox = Mailbox(timeout)
+        self._memory = torch.empty(0)
+        self._thread: threading.Thread | None = None
+        self._progress = 0
+        self._failure: BaseException | None = None
+        self._saved: deque[Saved] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save has failed here. The other ranks learn it about now; they may not have yet."""
+        return self._failure is not None
+
+    def take_saved(self) -> Saved | None:
+        """A checkpoint that has been published and not yet taken, if there is one."""
+        return self._saved.popleft() if self._saved else None
+
+    def reserve(self, shards: Iterable) -> None:
+        """Get the host memory that saving `shards` takes, 12 bytes per parameter of this rank's share.
+
+        On a GPU it is pinned, which takes a second per few GB: better at the start than while training waits.
+        """
+        self._host_memory(self._owned(shards))
+
+    def _host_memory(self, owned: list) -> torch.Tensor:
+        size = sum(len(KINDS) * (shard.stop - shard.start) for shard in owned)
+        if not self._memory.numel():
+            self._memory = torch.empty(size)
+            if _on_gpu(owned):
+                # Registered, because torch's own pinned memory comes in powers of two: up to twice as much.
+                cuda, address = torch.cuda.cudart(), self._memory.data_ptr()
+                torch.cuda.check_error(cuda.cudaHostRegister(address, self._memory.nbytes, 0))
+                weakref.finalize(self, cuda.cudaHostUnregister, address).atexit = False
+        assert self._memory.numel() == size, "what a rank owns does not change in a run"
+        return self._memory
+
+    def start(self, state: dict[str, Any], config_text: str, shards: Iterable, rng: dict[str, Any]) -> None:
+        """Save checkpoint `state["step"]`: returns as soon as the state is copied; collective.
+
+        `shards` are Engine.shards() of this rank, or empty. Waits first for the checkpoint that is being written; what
+        wait() raises is raised here. What was on disk before stays untouched until the new one is whole.
+        """
+        begin = time.perf_counter()
+        self.wait()
+        shards = list(shards)
+        owned = self._owned(shards)
+        tensors = self._copy(owned)
+        shapes = {s.name: {"shape": list(s.global_shape), "tp_dim": s.tp_dim} for s in shards}
+        written = {s.name: (s.start, s.stop) for s in owned}
+        ranges = np.array([written.get(name, (0, 0)) for name in shapes], dtype=np.int64).reshape(-1, 2)
+        snapshot = _Snapshot(state, config_text, rng, tensors, shapes, ranges)
+        stall = time.perf_counter() - begin
+        self._thread = threading.Thread(target=self._work, args=(snapshot, stall), name="saver", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is published; collective.
+
+        Raises CheckpointError, on every rank, if any rank could not write it (disk full, say).
+        """
+        seen = -1
+        while self._thread is not None:
+            if seen != self._progress:
+                seen = self._progress
+                self._alive()
+            self._thread.join(0.5)
+            if not self._thread.is_alive():
+                self._thread = None
+        if self._failure:
+            raise self._failure
+
+    # -- the copy ------------------------------------------------------------------------------------------------
+
+    def _owned(self, shards: Iterable) -> list:
+        """Without those of which this rank owns nothing, and replicas that tensor-parallel rank 0 writes."""
+        return [s for s in shards if s.stop > s.start and not (s.tp_dim is None and self._groups.tp_rank > 0)]
+
+    def _copy(self, owned: list) -> dict[str, dict[str, torch.Tensor]]:
+        """The state in host memory, by file and by name in it."""
+        memory, used = self._host_memory(owned), 0
+        tensors: dict[str, dict[str, torch.Tensor]] = {}
+        for shard in owned:
+            size = shard.stop - shard.start
+            for kind in KINDS:
+                copy = memory[used : used + size]
+                copy.copy_(shard.tensors[kind].detach(), non_blocking=True)
+                tensors.setdefault(file_name(kind, self._rank_name), {})[f"{shard.name}|{kind}"] = copy
+                used += size
+        if _on_gpu(owned):
+            # The copies run on training's own stream, behind the update that is saved. Training could queue its next
+            # step behind them at once, but that would gain nothing: the GPU comes to it when the copies are done.
+            torch.cuda.current_stream().synchronize()
+        return tensors
+
+    @property
+    def _rank_name(self) -> str:
+        return f"tp{self._groups.tp_rank:03d}-dp{self._groups.replica_rank:03d}"
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _work(self, snapshot: _Snapshot, stall: float) -> None:
+        begin, state = time.perf_counter(), snapshot.state
+        try:
+            self._save(snapshot)
+        except BaseException as failure:  # noqa: BLE001 - whatever it is, wait() raises it where it is seen
+            self._failure = failure
+        else:
+            self._saved.append(Saved(state["step"], state["tokens"], stall, time.perf_counter() - begin))
+
+    def _save(self, snapshot: _Snapshot) -> None:
+        final = self._root / folder_name(snapshot.state["step"])
+        try:
+            temporary = self._told(lambda: _fresh_folder(final), f"cannot create a folder for {final}")
+            place = self._groups.tp_rank, self._groups.replica_rank
+            entry: dict[str, Any] = {"place": place, "rank": self._rank_name, "ranges": snapshot.ranges}
+            try:
+                entry["files"] = self._write(temporary, snapshot)
+            except (OSError, SafetensorError) as error:
+                entry["error"] = f"rank {self._rank}: {error}"
+            entries = self._gathered(entry)
+            self._told(lambda: self._publish(temporary, final, snapshot, entries), f"cannot write {final}")
+        except BaseException as failure:
+            if self._rank == 0:  # a disk that was full is not left full
+                _discard_unfinished(self._root)
+            if isinstance(failure, RuntimeError) and not isinstance(failure, CheckpointError):  # the store's
+                raise CheckpointError(
+                    f"cannot write {final}: another rank is gone, or still writes {self._timeout} after this one"
+                    f" ({failure})"
+                ) from failure
+            raise
+
+    def _write(self, folder: Path, snapshot: _Snapshot) -> dict[str, dict]:
+        """This rank's files, durable: size and SHA-256 by name."""
+        written = [f"rng-{self._rank:05d}.pt"]
+        packed = io.BytesIO()  # torch.save itself would report a full disk as a RuntimeError
+        torch.save(snapshot.rng, packed)
+        (folder / written[0]).write_bytes(packed.getbuffer())
+        for name, tensors in snapshot.tensors.items():
+            written.append(name)
+            save_file(tensors, folder / name)
+            # safetensors lets its user alone read the file: who else may is for the umask to say.
+            (folder / name).chmod((folder / written[0]).stat().st_mode & 0o777)
+        return {name: self._durable(folder / name) for name in written}
+
+    def _durable(self, path: Path) -> dict:
+        """Sync a file to disk and return its entry in the manifest."""
+        self._sync(path)
+        self._progress += 1
+        return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+    def _sync(self, path: Path) -> None:
+        self._progress += 1
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _publish(self, temporary: Path, final: Path, snapshot: _Snapshot, entries: list[dict]) -> None:
+        """Rank 0, when all have written: manifest, rename, `latest`; then the old checkpoints go."""
+        if errors := [entry["error"] for entry in entries if "error" in entry]:
+            raise OSError("; ".join(errors))
+        (temporary / "config.yaml").write_text(snapshot.config_text)
+        files = {name: info for entry in entries for name, info in entry["files"].items()}
+        wrote = sorted((entry for entry in entries if len(entry["ranges"])), key=lambda entry: entry["place"])
+        pieces = _runs([entry["place"][0] for entry in wrote], [entry["ranges"] for entry in wrote])
+        named = zip(snapshot.shapes.items(), pieces, strict=True)
+        manifest = {
+            "format": FORMAT,
+            "state": snapshot.state,
+            "layout": {
+                "tensor_parallel_size": self._groups.tp_size,
+                "context_parallel_size": self._groups.cp_size,
+                "data_parallel_size": self._groups.dp_size,
+            },
+            "ranks": [entry["rank"] for entry in wrote],
+            "tensors": {name: {**shape, "pieces": runs} for (name, shape), runs in named},
+            "files": {**files, "config.yaml": self._durable(temporary / "config.yaml")},
+        }
+        (temporary / "manifest.json").write_text(json.dumps(manifest))
+        self._sync(temporary / "manifest.json")
+        self._sync(temporary)
+        if final.exists():  # and holds no manifest: a damaged checkpoint was set aside before this step came again
+            remove(final)
+        os.rename(temporary, final)
+        latest = self._root / "latest.tmp"
+        latest.write_text(final.name + "\n")
+        self._sync(latest)
+        os.replace(latest, self._root / "latest")
+        self._sync(self._root)
+        prune(self._root, *self._keep, self._needed())
+
+    def _told(self, action: Callable[[], T], what: str) -> T:
+        """What `action` returns on rank 0, on every rank; or the same CheckpointError on every rank."""
+        box: list[Any] = [None, None]
+        cause = None
+        if self._rank == 0:
+            try:
+                box[0] = action()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for a word
+                box[1], cause = f"{what}: {error}", error
+                if lacks_space(box[1]):
+                    box[1] += "; free some space and run the same command again"
+        if self._mailbox:
+            box = self._mailbox.tell(box)
+        if box[1]:
+            raise CheckpointError(box[1]) from cause
+        return box[0]
+
+    def _gathered(self, value: T) -> list[T]:
+        """The values of all ranks, on rank 0 (elsewhere an empty list)."""
+        return self._mailbox.gather(value) if self._mailbox else [value]
+
+
+def _on_gpu(owned: list) -> bool:
+    return bool(owned) and owned[0].tensors["weight"].is_cuda
+
+
+def _fresh_folder(final: Path) -> Path:
+    """A new folder to write `final` in. Its name is used once: what is left of a killed run may still be writing."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _discard_unfinished(final.parent)
+    folder = final.with_name(f".writing-{final.name}-{uuid.uuid4().hex[:8]}")
+    folder.mkdir()
+    return folder
+
+
+def _discard_unfinished(root: Path) -> None:
+    for folder in root.glob(".writing-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _runs(tp_ranks: list[int], ranges: list[np.ndarray]) -> Iterator[list[list[int]]]:
+    """The pieces of each parameter as runs (on_disk.py). A manifest of a thousand ranks that lists every piece is
+    tens of megabytes long, and in the rank that makes it training stands still for a second or two.
+
+    Args:
+        tp_ranks: of the ranks that wrote.
+        ranges: what each wrote: [parameter, 2].
+    """
+    if not ranges:
+        return
+    slices = np.array(tp_ranks)
+    for starts, stops in np.stack(ranges).transpose(1, 2, 0):
+        ranks = np.flatnonzero(stops > starts)
+        begins, lengths, of = starts[ranks], (stops - starts)[ranks], slices[ranks]
+        goes_on = (np.diff(ranks) == 1) & (np.diff(of) == 0) & (np.diff(lengths) == 0)
+        goes_on &= begins[1:] == begins[:-1] + lengths[:-1]
+        edges = [0, *(np.flatnonzero(~goes_on) + 1), len(ranks)] if len(ranks) else []
+        yield [[int(of[a]), int(ranks[a]), int(b - a), int(begins[a]), int(lengths[a])] for a, b in pairwise(edges)]

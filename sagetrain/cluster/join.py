@@ -1,0 +1,78 @@
+"""Join and leave the process group of a run."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import logging
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from sagetrain.cluster import rendezvous
+from sagetrain.config.errors import ConfigError
+from sagetrain.parallel import copies
+
+# How long the ranks of a run may need to come: hosts start at different times.
+_ARRIVAL_MINUTES = 10
+
+
+def _without_gpu() -> bool:
+    """Whether there is none; DeepSpeed is told before it looks for one itself."""
+    if torch.cuda.is_available():
+        return False
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return True
+
+
+def init_distributed(timeout_minutes: float) -> torch.device:
+    """Join the process group named by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* and return this rank's device.
+
+    One process without these variables becomes a world of one. Collectives may take `timeout_minutes`.
+    Raises rendezvous.RanksMissing, a ConfigError, if not all ranks come.
+    """
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        os.environ.setdefault(key, value)
+    on_gpu = not _without_gpu()
+    import deepspeed
+    import deepspeed.ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # DeepSpeed 0.19 calls collectives by names that newer torch has renamed; nothing a user could act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # The current device is the rank's.
+    warnings.filterwarnings("ignore", message="barrier\\(\\): using the device under current context")
+    # A thread of autograd that begins with a matmul; it gets its context then.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
+    if not on_gpu:  # saves compiling probes, and a C++ build that only CPU inference would use
+        deepspeed.ops.__compatible_ops__ = collections.defaultdict(bool)
+    device = torch.device("cpu")
+    if on_gpu:
+        local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= gpus:
+            raise ConfigError(
+                f"rank {local} of this host has no GPU: it sees {gpus} (CUDA_VISIBLE_DEVICES="
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}). Start at most as many ranks on a host as it has GPUs, "
+                "and let each rank see all of them (Slurm: no --gpus-per-task)"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    timeout, backend = datetime.timedelta(minutes=timeout_minutes), "nccl" if on_gpu else "gloo"
+    if not dist.is_initialized():
+        # DeepSpeed would bind the group to a device, and NCCL then make smaller ones with all ranks of the world.
+        store = rendezvous.meet(min(_ARRIVAL_MINUTES, timeout_minutes))
+        store.set_timeout(timeout)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    deepspeed.init_distributed(backend, timeout=timeout, verbose=False)
+    return device
+
+
+def end_distributed() -> None:
+    """Destroy all process groups, in a program that goes on, and what DeepSpeed and the copy engines know of them."""
+    from deepspeed.comm import destroy_process_group
+
+    copies.forget()  # the names of groups come again
+    destroy_process_group()

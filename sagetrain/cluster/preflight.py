@@ -1,0 +1,386 @@
+"""Who takes part in a run: hosts, ranks, devices, and whether all of them brought the same things.
+
+Hosts of a cluster drift apart: an older checkout, another YAML file, a token file that was never copied again. Nothing
+would fail; the ranks would train different things. So every rank reports before anything is built or written, through
+the key-value store that the process group was made with: it works where the ranks' fast network does not, and with
+ranks whose versions could not exchange a tensor. Rank 0 prints a table and decides for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import secrets
+import socket
+import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import sagetrain
+from sagetrain.cluster.join import init_distributed
+from sagetrain.cluster.rendezvous import RanksMissing, by_host, ended_by_signals, ranges, where
+from sagetrain.cluster.run_folder import RunFolder
+from sagetrain.config.errors import CheckpointError, ConfigError
+from sagetrain.config.schema import RunConfig, TrainingConfig
+from sagetrain.parallel.host import ranks_of_host
+from sagetrain.parallel.topology import Topology
+
+FIXES = {
+    "versions": "install the same versions on every host: pip install -c constraints.txt -e . in the same checkout",
+    "configuration": "start every host with the same YAML file and the same overrides",
+    "files": "copy tokenizer.model and the token files (.bin, .idx, .json) again from one host to the others, "
+    "or keep them in a folder that all hosts share",
+    "devices": "start on devices of one kind; or name what all of these GPUs can do in the place of auto: "
+    "attention.backend, attention.recipe, linear.precision",
+}
+"""What a host must share with the others, and what to do where it does not."""
+
+SHOWN = 12
+"""Digits of a file's hash, for people, and for checkpoints."""
+
+LOCAL_KEYS = ("training.network_interface",)
+"""Settings that describe a host and may differ between hosts."""
+
+Row = dict[str, Any]
+
+
+def use_interface(name: str | None) -> None:
+    """Bind what NCCL and gloo send between ranks to a network interface. Call before process groups exist.
+
+    Raises ConfigError if this host has no such interface.
+    """
+    if name is None:
+        return
+    names = [known for _, known in socket.if_nameindex()]
+    if name not in names:
+        raise ConfigError(
+            f"training.network_interface {name}: {socket.gethostname()} has no such interface, it has "
+            f"{', '.join(names)}. Name one of these (as an override on this host, if its name differs here), or null"
+        )
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # without "=" it is a prefix: eth1 would also take eth10
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def check_in(
+    cfg: RunConfig, topology: Topology, device: torch.device, read: Callable[[Callable[[str], None]], dict[str, str]]
+) -> dict[str, str]:
+    """Report this rank, wait for all others, and let rank 0 print who is there; collective.
+
+    Args:
+        read: checks the files of this host and returns hashes of them, by name. It is called by the first rank of each
+            host, with a function that says how far it is: the others wait as long as somebody says something.
+
+    Returns:
+        The hashes, in which all hosts agree.
+
+    Raises:
+        ConfigError: on every rank, if hosts disagree in versions, configuration or files, or one cannot take part.
+    """
+    store, files = dist.distributed_c10d._get_default_store(), {}
+    if os.environ["LOCAL_RANK"] == "0":
+
+        def say(text: str) -> None:
+            store.add("preflight/alive", 1)
+            print(f"{socket.gethostname()}: {text}", file=sys.stderr, flush=True)
+
+        try:
+            files = read(say)
+        except ConfigError as error:
+            _exchange(_unable(error))
+    return _exchange(_row(cfg, topology, device, files))
+
+
+def share(folder: RunFolder) -> None:
+    """Let rank 0 make and lock the run folder, and the first rank of each host see that it is the same one; collective.
+
+    Raises:
+        CheckpointError: on rank 0, if another run has the folder.
+        OSError: on rank 0, if it cannot be made.
+        ConfigError: on every rank, if hosts do not share it; on the others, if rank 0 raises.
+    """
+    store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    others = [f"folder/read/{other}" for other in range(1, world_size)]
+    if rank == 0:
+        token = secrets.token_hex(8)
+        try:
+            if warning := folder.claim(token):
+                print(warning, file=sys.stderr, flush=True)
+        except (CheckpointError, OSError) as error:
+            store.set("folder/token", json.dumps([None, f"rank 0 on {socket.gethostname()}: {error}"]))
+            _wait_for(store, others)
+            raise
+        store.set("folder/token", json.dumps([token, ""]))
+    token, problem = json.loads(_when_there(store, "folder/token"))
+    if not problem:
+        why = folder.finds(token) if rank and os.environ["LOCAL_RANK"] == "0" else ""
+        store.set(f"folder/{rank}", json.dumps({"host": socket.gethostname(), "rank": rank, "why": why}))
+        if rank == 0:
+            rows = [json.loads(_when_there(store, f"folder/{other}")) for other in range(world_size)]
+            problem = _unshared(folder, rows)
+            (folder.unclaim if problem else folder.found)()
+            store.set("folder/verdict", problem)
+        problem = _when_there(store, "folder/verdict").decode()
+    if problem:
+        if rank:
+            store.set(f"folder/read/{rank}", "")
+        else:
+            _wait_for(store, others)
+        raise ConfigError(problem)
+
+
+def _unshared(folder: RunFolder, rows: list[Row]) -> str:
+    """Which hosts do not have rank 0's folder, or nothing."""
+    reasons = sorted({row["why"] for row in rows} - {""})
+    if not reasons:
+        return ""
+    sides = "; ".join(f"{where([row for row in rows if row['why'] == why])} {why}" for why in reasons)
+    return (
+        f"training.run_dir {folder.path}: the hosts of this run do not share this folder, where every rank writes its "
+        f"part of a checkpoint. Rank 0 on {rows[0]['host']} made it; {sides}. Nothing was started or written. Name a "
+        "folder that all hosts have under the same path (NFS, Lustre)"
+    )
+
+
+def _wait_for(store: dist.Store, keys: list[str]) -> None:
+    """The store may live in this process: it leaves last, unless others have ended already."""
+    with suppress(dist.DistStoreError):
+        if keys:
+            store.wait(keys, timedelta(minutes=1))
+
+
+def stay_out(problem: Exception) -> None:
+    """Report that this rank cannot take part, so that the other hosts need not wait for it until their timeout.
+
+    Does nothing on a single host, whose launcher ends all ranks when one leaves, or if the ranks have met already, or
+    could not. Otherwise raises ConfigError, as on every other rank.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if (ranks_of_host() or world_size) == world_size or dist.is_initialized() or isinstance(problem, RanksMissing):
+        return
+    with ended_by_signals():
+        init_distributed(TrainingConfig.model_fields["timeout_minutes"].default)
+        _exchange(_unable(problem))
+
+
+def _unable(problem: Exception) -> Row:
+    """What a rank reports that cannot take part."""
+    return {"host": socket.gethostname(), "rank": dist.get_rank(), "problem": str(problem)}
+
+
+def _exchange(row: Row) -> dict[str, str]:
+    """Rank 0 collects the rows, prints them and decides; ConfigError on every rank if the run cannot start, else the
+    hashes of the files."""
+    store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    store.set(f"preflight/{rank}", json.dumps(row))
+    if rank == 0:
+        rows = [json.loads(_when_there(store, f"preflight/{other}")) for other in range(world_size)]
+        problem = _verdict(rows)
+        store.set("preflight/verdict", json.dumps([problem, rows[0].get("files")]))
+        if not any(row["problem"] for row in rows):
+            warnings = [*differing_environment(rows), *differing_allocation(world_size), *idle_gpus(rows)]
+            lines = [*table(rows), *warnings]
+            print("\n".join(lines), file=sys.stderr, flush=True)
+    problem, files = json.loads(_when_there(store, "preflight/verdict"))
+    if problem:
+        store.set(f"preflight/read/{rank}", "")
+        if rank == 0:  # the store may live in this process: it leaves last
+            _wait_for(store, [f"preflight/read/{other}" for other in range(1, world_size)])
+        raise ConfigError(problem)
+    return files
+
+
+def _when_there(store: dist.Store, key: str, patience: timedelta = timedelta(minutes=10)) -> bytes:
+    """What another rank will write, waited for as long as some rank gives signs of life."""
+    while True:
+        signs = store.add("preflight/alive", 0)
+        try:
+            store.wait([key], patience)
+            return store.get(key)
+        except dist.DistStoreError:
+            if store.add("preflight/alive", 0) == signs:
+                raise
+
+
+def _verdict(rows: list[Row]) -> str:
+    """Why the run cannot start, or nothing."""
+    problems = dict.fromkeys(row["problem"] for row in rows)
+    if list(problems) == [""]:
+        lines = disagreements(rows)
+        return "\n  ".join(["the hosts of this run disagree; nothing was started or written", *lines]) if lines else ""
+    if len(problems) == 1:  # all alike: nothing to tell apart
+        return rows[0]["problem"]
+    sides = [f"on {where([r for r in rows if r['problem'] == text])}: {text}" for text in problems if text]
+    return "\n  ".join(["some hosts cannot take part in this run; nothing was started or written", *sides])
+
+
+def disagreements(rows: list[Row]) -> list[str]:
+    """One line for everything that must agree and does not, saying which host has what, and a fix for each kind."""
+    lines = []
+    for kind, fix in FIXES.items():
+        told = [row for row in rows if row[kind]]  # of files, the first rank of each host alone
+        names = dict.fromkeys(name for row in told for name in row[kind])
+        values = {name: [row[kind].get(name, "unset") for row in told] for name in names}
+        differing = [f"{name}: {sides}" for name in names if (sides := _sides(told, values[name]))]
+        lines += [*differing, f"  fix: {fix}"] if differing else []
+    return lines
+
+
+def differing_environment(rows: list[Row]) -> list[str]:
+    """Warnings about variables of the communication libraries that did not reach every host alike."""
+    names = sorted({name for row in rows for name in row["environment"]})
+    return [
+        f"warning: environment variable {name} differs between hosts: {sides}. Launchers pass few variables on; "
+        "`sagetrain config hostfile` says how they reach every host"
+        for name in names
+        if (sides := _sides(rows, [row["environment"].get(name, "unset") for row in rows]))
+    ]
+
+
+def differing_allocation(world_size: int) -> list[str]:
+    """A warning if Slurm lent tasks or GPUs that take no part."""
+    names = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE")
+    told = {name: os.environ[name] for name in names if name in os.environ}
+    tasks, hosts, gpus = (int(text) if (text := told.get(name, "")).isdigit() else 0 for name in names)
+    lent = {tasks: f"{tasks} tasks", hosts * gpus: f"{hosts} hosts with {gpus} GPUs each"}
+    lent.pop(0, None)
+    if not lent or world_size in lent:
+        return []
+    return [
+        f"warning: this run has {world_size} rank{'s' * (world_size > 1)}, Slurm's allocation has "
+        f"{', '.join(lent.values())}. If that is not meant, start one rank a task, as `sagetrain config slurm` does; "
+        "parallel.world_size makes a wrong number an error. If another job left "
+        f"{', '.join(f'{name}={text}' for name, text in told.items())} behind: unset {' '.join(told)}"
+    ]
+
+
+def idle_gpus(rows: list[Row]) -> list[str]:
+    """Warnings about hosts that have more GPUs than ranks: started without a launcher, say."""
+    return [
+        f"warning: {host} has {gpus} GPUs, of which this run uses {len(members)}: start a rank on each (torchrun "
+        f"--nproc-per-node {gpus} -m sagetrain train), or hide the others (CUDA_VISIBLE_DEVICES)"
+        for host, members in by_host(rows).items()
+        if (gpus := max(row["gpus"] for row in members)) > len(members)
+    ]
+
+
+def table(rows: list[Row]) -> list[str]:
+    """The lines of the start-up table: one for a host, and after them what all of them have in common."""
+    cells = [("host", "ranks", "data parallel", "context parallel", "tensor parallel", "devices")]
+    for host, members in by_host(rows).items():
+        devices = dict.fromkeys(row["device"] for row in members)
+        counts = (sum(row["device"] == device for row in members) for device in devices)
+        cells.append(
+            (
+                host,
+                *(ranges(row[axis] for row in members) for axis in ("rank", "dp", "cp", "tp")),
+                ", ".join(f"{count} x {device}" for count, device in zip(counts, devices, strict=True)),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    first = rows[0]
+    configuration = hashlib.sha256(json.dumps(first["configuration"]).encode()).hexdigest()[:12]
+    whose = "" if not disagreements(rows) else f" ({first['host']})"
+    hashes = {"configuration": configuration, **first["files"]}
+    for what, common in (("versions", first["versions"]), ("hashes", hashes)):
+        said = f"{what}{whose}: {', '.join(f'{name} {text}' for name, text in common.items())}"
+        lines += textwrap.wrap(said, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return lines
+
+
+def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[str, str]) -> Row:
+    rank = dist.get_rank()
+    dp, cp, tp = topology.coords(rank)
+    tree = {
+        f"{section}.{key}": value
+        for section, values in cfg.model_dump(mode="json").items()
+        for key, value in (values or {}).items()
+    }
+    return {
+        "host": socket.gethostname(),
+        "problem": "",
+        "rank": rank,
+        "dp": dp,
+        "cp": cp,
+        "tp": tp,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "devices": _told_apart(cfg, device),
+        "gpus": torch.cuda.device_count(),
+        "versions": {**versions(), **_flash_attn(cfg, device)},
+        "configuration": {name: value for name, value in tree.items() if name not in LOCAL_KEYS},
+        "files": {name: digest[:SHOWN] for name, digest in files.items()},
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_")) or name == "OMP_NUM_THREADS"
+        },
+    }
+
+
+def _told_apart(cfg: RunConfig, device: torch.device) -> dict[str, str]:
+    """What of its device a rank must share with the others. Where `auto` asks what a GPU can do, ranks whose answers
+    differ would wait for each other."""
+    attention, told = cfg.attention, {"device": device.type}
+    decided = [attention.backend, cfg.linear.precision]
+    decided += [attention.recipe] if attention.backend == "sage" else []
+    if device.type == "cuda" and "auto" in decided:
+        told["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return told
+
+
+def _flash_attn(cfg: RunConfig, device: torch.device) -> dict[str, str]:
+    """The version that backend `auto` finds here. The first rank chooses for all."""
+    if device.type != "cuda" or cfg.attention.backend != "auto":
+        return {}
+    from sagetrain.model.backends import find_flash  # and Triton, which `doctor` needs not
+
+    found = find_flash(device)
+    return {"flash-attn": found[0] if found else "none"}
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that must be the same on all hosts, by name."""
+    return {
+        "sagetrain": f"{sagetrain.__version__} (sources {_source_hash()})",
+        "torch": torch.__version__,
+        "triton": _installed("triton"),
+        "deepspeed": _installed("deepspeed"),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def _source_hash() -> str:
+    """A hash of the code that runs: two checkouts may differ and call themselves by one version."""
+    digest = hashlib.sha256()
+    for package in ("sagetrain", "sagekernels"):
+        folder = Path(find_spec(package).origin).parent
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _sides(rows: list[Row], values: list[Any]) -> str:
+    """`x on node0 (ranks 0..7); y on node1 (ranks 8..15)`, or nothing if all values are equal."""
+    sides: dict[str, list[Row]] = {}
+    for row, value in zip(rows, values, strict=True):
+        text = value if isinstance(value, str) else json.dumps(value)
+        sides.setdefault(text, []).append(row)
+    return "; ".join(f"{text} on {where(members)}" for text, members in sides.items()) if len(sides) > 1 else ""

@@ -1,0 +1,1 @@
+"""What does an optimizer step: DeepSpeed, and what an engine is given and gives back."""

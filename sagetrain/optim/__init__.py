@@ -1,0 +1,1 @@
+"""Which optimizer updates which parameter."""
