@@ -15,6 +15,7 @@ from typing import get_args
 
 from svg import WIDTH, Picture, width_of
 
+from sagetrain.checkpoint.on_disk import KINDS, file_name, folder_name
 from sagetrain.config import load_config
 from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
 from sagetrain.hardware import HARDWARE
@@ -23,7 +24,6 @@ from sagetrain.model.backends import Product, Sage
 from sagetrain.model.operations import INTO, OUT, Rank, collectives
 from sagetrain.parallel.topology import Topology
 from sagetrain.planning.performance import StepPrediction, predict
-from sagetrain.train.checkpoint import KINDS, file_name, folder_name
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "pictures"
