@@ -17,7 +17,7 @@ import torch
 from forked import PATIENCE
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
-from sagetrain.data import verify
+from sagetrain.data import token_files, verify
 from sagetrain.data.loader import Loader, SampleStream, source_names
 from sagetrain.data.token_file import TokenFileWriter
 
@@ -395,6 +395,43 @@ def test_content_has_checksums_where_all_files_have_them(tmp_path, source):
     assert list(first) == [" (samples)", " (checksums in .json)"]
     assert list(mixed) == [" (samples)"]
     assert first[" (checksums in .json)"] != second[" (checksums in .json)"]
+
+
+class Counted:
+    """An array that counts the elements that are read of it."""
+
+    def __init__(self, array: np.ndarray):
+        self.array, self.read = array, 0
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, part):
+        found = self.array[part]
+        self.read += np.size(found)
+        return found
+
+
+@pytest.mark.parametrize("provenance", [{}, {"sha256": "as prepare records it"}])
+def test_what_a_start_reads_of_an_index_does_not_grow_with_it(tmp_path, monkeypatch, provenance):
+    """Every host looks at samples. All of it is read once, and only of a file that `prepare` did not write."""
+    monkeypatch.setattr(token_files, "SAMPLES", 8)
+    monkeypatch.setattr(verify, "DEEP_CHECK_TOKENS", 10)
+    for count in (30_000, 60_000):
+        writer = TokenFileWriter(tmp_path / "x").begin(100)
+        writer.add(np.ones(count, int), np.ones(count, int))
+        writer.finish()
+        writer.publish(provenance)
+        of = SampleStream([DataSource(path=str(tmp_path / "x"))], S, 0)
+        (file,) = of._files
+        for first in (False, True):
+            parts = file._lengths, file._offsets, file._documents = [
+                Counted(getattr(each, "array", each)) for each in (file._lengths, file._offsets, file._documents)
+            ]
+            verify.verify({"data.train": of}, deep=first, say=print)
+            whole = first and not provenance
+            assert parts[1].read == (count if whole else 8 * 2048 + 8 - 1)
+            assert parts[0].read == (count if whole else 8 * 2048) + 8 * 2048, "SampleStream.content reads it, too"
 
 
 def test_a_resume_compares_what_both_sides_know():

@@ -377,24 +377,30 @@ class TokenFile:
                 yield part[start:stop].tobytes
 
     def validate(
-        self, deep: bool = False, vocab_size: int | None = None, progress: Callable[[int], None] = lambda tokens: None
+        self,
+        deep: bool = False,
+        vocab_size: int | None = None,
+        progress: Callable[[int], None] = lambda tokens: None,
+        blocks: int | None = None,
     ) -> None:
-        """Check that the whole index is consistent; ConfigError if not.
+        """Check that the index is consistent; ConfigError if not.
 
         With `deep` also read every token: ids must lie in the vocabulary (`vocab_size`, or the one that was recorded),
-        and the checksum must be the recorded one. `progress` gets the tokens read since its last call.
+        and the checksum must be the recorded one. `progress` gets the tokens read since its last call. `blocks`: look
+        at so many blocks of 2^11 (at least two) of each part of the index, as `content` does. Default: at all of it.
         """
         itemsize, sequences = self.dtype.itemsize, len(self._lengths)
-        for start in range(0, sequences, _BLOCK):
-            lengths = self._lengths[start : start + _BLOCK].astype(np.int64)
-            offsets = self._offsets[start : start + _BLOCK + 1]
+        for start, stop in _spread(sequences, blocks) if blocks else _ranges(sequences, _BLOCK):
+            lengths = self._lengths[start:stop].astype(np.int64)
+            offsets = self._offsets[start : stop + 1]
             if lengths.min() < 0:
                 raise self._damaged(f"sequence {start + int(lengths.argmin()):,} has a negative length")
             wrong = np.flatnonzero(np.diff(offsets) != lengths[: len(offsets) - 1] * itemsize)
             if len(wrong):
                 raise self._damaged(f"sequence {start + int(wrong[0]):,} does not end where the next one begins")
-        for start in range(0, len(self._documents), _BLOCK):
-            documents = self._documents[start : start + _BLOCK + 1]
+        entries = len(self._documents)
+        for start, stop in _spread(entries, blocks) if blocks else _ranges(entries, _BLOCK):
+            documents = self._documents[start : stop + 1]
             if documents.min() < 0 or (np.diff(documents) < 0).any():
                 raise self._damaged("the document index is not in order")
         if not deep:
@@ -430,10 +436,15 @@ class TokenFile:
 def _spread(size: int, count: int) -> list[tuple[int, int]]:
     """Return `count` ranges of _SAMPLE, spread evenly over `size` from its beginning to its end; all of it if it has no
     more."""
-    starts = range(0, size, _SAMPLE)
-    if len(starts) > count:
-        starts = [(size - _SAMPLE) * i // (count - 1) for i in range(count)]
-    return [(start, min(start + _SAMPLE, size)) for start in starts]
+    if size <= count * _SAMPLE:
+        return [*_ranges(size, _SAMPLE)]
+    starts = ((size - _SAMPLE) * i // (count - 1) for i in range(count))
+    return [(start, start + _SAMPLE) for start in starts]
+
+
+def _ranges(size: int, length: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of `length`, the last one shorter, that make up all of `size`."""
+    return ((start, min(start + length, size)) for start in range(0, size, length))
 
 
 def read_provenance(path: str | os.PathLike) -> dict[str, Any]:

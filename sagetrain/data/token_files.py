@@ -107,6 +107,12 @@ def check_vocabulary(file: TokenFile, tokens: np.ndarray, vocab_size: int) -> No
         )
 
 
+def shares(files: Sequence[TokenFile]) -> list[int]:
+    """Return how many blocks of each file are looked at when a run starts: about 2^14 in all, by the files' tokens."""
+    tokens = sum(file.num_tokens for file in files)
+    return [max(_FEWEST, -(-SAMPLES * file.num_tokens // tokens)) for file in files]
+
+
 def content(files: Sequence[TokenFile], progress: Callable[[int], None] = lambda tokens: None) -> dict[str, str]:
     """Hashes of what files hold, by a name of how they were taken: of samples of it, and of the checksums that
     `sagetrain prepare` recorded, where it made all of them. `progress` is called with 0 after each file.
@@ -114,10 +120,9 @@ def content(files: Sequence[TokenFile], progress: Callable[[int], None] = lambda
     What is read does not grow with the corpus: about 2^14 blocks in all, a file's share by its tokens, and at least
     four of each file (TokenFile.content). Up to 33 million tokens that is everything.
     """
-    digest, tokens = hashlib.sha256(), sum(file.num_tokens for file in files)
+    digest = hashlib.sha256()
     with ThreadPoolExecutor(8, "content") as pool:  # most of it is waiting for the disk or the network
-        for file in files:
-            blocks = max(_FEWEST, -(-SAMPLES * file.num_tokens // tokens))
+        for file, blocks in zip(files, shares(files), strict=True):
             digest.update(file.content(blocks, pool.map).encode())
             progress(0)
     hashes = {" (samples)": digest.hexdigest()}

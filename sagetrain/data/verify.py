@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping
 from sagetrain.data.loader import SampleStream
 
 # Corpora up to this size are read through and compared with their checksum at the first start: a minute or less. Larger
-# ones are checked by their indexes and by samples, and each sequence when it is read.
+# ones are checked by samples of index and tokens, and each sequence when it is read.
 DEEP_CHECK_TOKENS = 16_000_000_000
 _SECONDS = 10.0
 
 
 def verify(streams: Mapping[str, SampleStream], *, deep: bool, say: Callable[[str], None]) -> dict[str, str]:
-    """Check the index of every file, with `deep` all tokens and checksums too (up to DEEP_CHECK_TOKENS of a stream).
+    """Check blocks of every file's index. With `deep`, check all tokens and checksums too, up to DEEP_CHECK_TOKENS of a
+    stream; of a larger stream, the whole indexes that are from elsewhere. Without `deep`, what is read does not grow
+    with the corpus.
 
     Returns what SampleStream.content says of each stream, by the stream's name. `say` gets a line every ten seconds.
 
@@ -24,7 +26,7 @@ def verify(streams: Mapping[str, SampleStream], *, deep: bool, say: Callable[[st
     hashes: dict[str, str] = {}
     for name, stream in streams.items():
         progress = _Progress(name, stream.num_tokens, say)
-        stream.validate(deep and stream.num_tokens <= DEEP_CHECK_TOKENS, progress)
+        stream.validate(deep and stream.num_tokens <= DEEP_CHECK_TOKENS, deep, progress)
         hashes |= {f"{name}{of}": digest for of, digest in stream.content(progress).items()}
     return hashes
 
