@@ -1,8 +1,8 @@
-"""Draws the plots of these pages from the tables in them, so that a plot cannot say something else than its page.
+"""Draw the plots of these pages from the tables in them, so that a plot cannot say something else than its page.
 
     python3 results/plots.py [PAGE...]
 
-(Pages with files of measurements beside them also have plots of those, made by the commands that they name.)
+Pages that compare training runs show plots that `sagetrain compare` drew beside their curves.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -19,13 +19,14 @@ from matplotlib.transforms import Bbox
 
 HERE = Path(__file__).parent
 Table = list[dict[str, str]]
-"""A row a dictionary; of columns with the same name the first has the bare one, the second ends in ' 2'."""
+"""A table as a list of rows. A row maps a column's name to the cell. A second column of the same name ends in ' 2'."""
 
 
 def tables(page: str) -> list[Table]:
-    """The tables of a page, in their order."""
+    """Return the tables of a page, in their order. The page is a folder's name, or log/NAME."""
+    path = HERE / (f"{page}.md" if page.startswith("log/") else f"{page}/README.md")
     found: list[Table] = []
-    for block in re.findall(r"(?:^\|.*\n)+", (HERE / page / "README.md").read_text(), re.M):
+    for block in re.findall(r"(?:^\|.*\n)+", path.read_text(), re.M):
         lines = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.splitlines()]
         names = [name if name not in lines[0][:i] else f"{name} 2" for i, name in enumerate(lines[0])]
         found.append([dict(zip(names, line, strict=False)) for line in lines[2:]])
@@ -33,18 +34,31 @@ def tables(page: str) -> list[Table]:
 
 
 def number(cell: str) -> float:
-    """The first number of a cell: `65,247`, `.449`, `59.9 GiB`, `**1.128**`."""
+    """Return the first number of a cell, without its sign: `65,247`, `0.449`, `59.9 GiB`, `**1.128**`."""
     found = re.search(r"\d[\d,]*\.?\d*|\.\d+", cell)
     assert found, f"no number in {cell!r}"
     return float(found[0].replace(",", ""))
 
 
+def numbers(rows: Table, column: str) -> list[float]:
+    """Return the numbers of a column, without its empty cells."""
+    return [number(row[column]) for row in rows if row.get(column)]
+
+
+def interval(cell: str) -> tuple[float, float]:
+    """Return the mean and the half width of a cell such as `**0.0004 ± 0.0001** (four)`."""
+    found = re.search(r"([-+]?\d+\.\d+) ± (\d+\.\d+)", cell)
+    assert found, f"no interval in {cell!r}"
+    return float(found[1]), float(found[2])
+
+
 def plain(text: str) -> str:
+    """Return the text of a cell without its markup."""
     return re.sub(r"[`*\\]", "", text).strip()
 
 
 def bars(panel: Axes, names: list[str], values: list[float], unit: str, one: float | None = None) -> None:
-    """Lying bars with their numbers; `one`: a line at the peer."""
+    """Draw horizontal bars with their numbers, and a line at `one`."""
     drawn = panel.barh(range(len(names)), values, color=[f"C{int('SageTrain' in n or 'sage' in n)}" for n in names])
     panel.bar_label(
         drawn, [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in values], padding=3, fontsize=8
@@ -57,43 +71,79 @@ def bars(panel: Axes, names: list[str], values: list[float], unit: str, one: flo
         panel.axvline(one, color="black", linewidth=0.8)
 
 
+def paired(
+    panel: Axes, names: list[str], columns: dict[str, Sequence[float | None]], unit: str, base: float = 0
+) -> None:
+    """Draw the bars of a row beside each other, one for each column, from `base` on. None leaves a place empty."""
+    height = 0.8 / len(columns)
+    for place, (label, values) in enumerate(columns.items()):
+        shown = [(row + place * height, value - base) for row, value in enumerate(values) if value is not None]
+        panel.barh(*zip(*shown, strict=True), height=height, left=base, label=label)
+    panel.set_yticks([row + (len(columns) - 1) * height / 2 for row in range(len(names))], names, fontsize=8)
+    panel.invert_yaxis()
+    panel.set_xlabel(unit)
+    panel.legend(fontsize=7)
+
+
 def attention_elsewhere(figure: Figure) -> None:
     rows = tables("attention-elsewhere")[0]
     (what, *lengths), panel = rows[0], figure.subplots()
-    thousands = [int(length.removesuffix("K")) for length in lengths]
     for row in rows:
-        both = [float(row[length].split()[2]) for length in lengths]
-        panel.plot(thousands, both, marker="o", markersize=3, label=plain(row[what]))
+        points = [(number(length), number(row[length])) for length in lengths if row.get(length)]
+        panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=plain(row[what]))
     panel.axhline(1, color="black", linewidth=0.8)
     panel.set_xscale("log", base=2)
-    panel.set_xticks(thousands, lengths)
+    panel.set_xticks([number(length) for length in lengths], lengths)
     panel.set_xlabel("tokens of a sequence")
     panel.set_ylabel("speed over FlashAttention-2")
-    panel.set_ylim(0, 1.1)
-    panel.legend(fontsize=7, loc="lower left")
+    panel.set_ylim(0, 1.3)
+    panel.legend(fontsize=7, loc="lower left", ncols=2)
 
 
 def attention(figure: Figure) -> None:
-    rows = tables("attention")[1]
+    rows = tables("attention")[0]
     panels = figure.subplots(1, 2, sharey=True)
-    for panel, d in zip(panels, ("d 128", "d 64"), strict=True):
-        kind, curves = "", {}
-        for row in rows:
-            label, length = row[""].rpartition(", ")[::2]
-            if label.startswith("d "):
-                head, kind = label.split(",")[0], "causal"
-            elif label:
-                kind = label.removesuffix(", causal")
-            if head == d:
-                curves.setdefault(kind, []).append((number(length or label), number(row[" 2"])))
-        for name, points in curves.items():
-            panel.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
+    for panel, column in zip(panels, ("d 128, both", "d 64, both"), strict=True):
+        for mask in dict.fromkeys(row["mask"] for row in rows):
+            shown = [row for row in rows if row["mask"] == mask and row[column]]
+            points = [(number(row["tokens"]), number(row[column])) for row in shown]
+            panel.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=mask)
         panel.axhline(1, color="black", linewidth=0.8)
-        panel.set(title=f"head dimension {d[2:]}", xscale="log", xlabel="sequence length, 1024 tokens")
+        panel.set(title=f"head dimension {number(column):.0f}", xscale="log", xlabel="sequence length, 1024 tokens")
         panel.set_xticks([2, 4, 8, 16, 64], ["2", "4", "8", "16", "64"], minor=False)
         panel.minorticks_off()
         panel.legend(fontsize=8)
     panels[0].set_ylabel("forward and backward, times\nthe faster of cuDNN and FlashAttention-4")
+
+
+def which_attention(figure: Figure) -> None:
+    rows, panel = tables("which-attention")[0], figure.subplots()
+    names = [f"{row['sequences']}, {row['linear layers']}" for row in rows]
+    over = {f"over {peer}": [number(cell) if (cell := row[f"over `{peer}`"]) else None for row in rows]
+            for peer in ("flash", "sdpa")}  # fmt: skip
+    paired(panel, names, over, "speed of a step with INT8 attention over the same step with 16-bit attention", 1)
+    panel.axvline(1, color="black", linewidth=0.8)
+
+
+def linear_layers(figure: Figure) -> None:
+    (name, *kinds), rows = tables("linear-layers")[0][0], tables("linear-layers")[0]
+    speed, cost = figure.subplots(1, 2)
+    speeds = [row for row in rows if row[name].startswith("speed")]
+    labels = [row[name].split(", ")[0].removeprefix("speed: ").replace(" on an ", "\n") for row in speeds]
+    paired(speed, labels, {plain(kind): numbers(speeds, kind) for kind in kinds}, "times 16-bit linear layers")
+    speed.get_legend().remove()
+    speed.axvline(1, color="black", linewidth=0.8)
+    costs = [row for row in rows if row[name].startswith("loss")]
+    for place, kind in enumerate(kinds):
+        shown = [(at + 0.2 * place, *interval(row[kind])) for at, row in enumerate(costs) if "±" in row[kind]]
+        at, means, halves = zip(*shown, strict=True)
+        cost.errorbar(means, at, xerr=halves, fmt="o", markersize=4, capsize=3, label=plain(kind))
+    labels = [row[name].removeprefix("loss: ").split(", with")[0].replace(" at ", "\nat ") for row in costs]
+    cost.set_yticks(range(len(costs)), [label.replace(" tokens per step", "") for label in labels], fontsize=7)
+    cost.invert_yaxis()
+    cost.axvline(0, color="black", linewidth=0.8)
+    cost.set_xlabel("loss less 16 bits, nats")
+    cost.legend(fontsize=7, loc="upper right")
 
 
 def fp4(figure: Figure) -> None:
@@ -105,7 +155,7 @@ def fp4(figure: Figure) -> None:
             color = f"C{len(end) // 2}"
             panel.plot(lengths, added, line, marker="o", markersize=3, color=color, label=f"{attention}, {name}")
     panel.axhline(0, color="black", linewidth=0.8)
-    panel.set(xscale="log", xlabel="context, tokens", ylabel="added to 16 bits' loss,\n.0001 nats per token")
+    panel.set(xscale="log", xlabel="context, tokens", ylabel="added to 16 bits' loss,\n0.0001 nats per token")
     panel.set_xticks(lengths, [f"{length:,.0f}" for length in lengths])
     panel.minorticks_off()
     panel.legend(fontsize=8)
@@ -119,9 +169,15 @@ def generation(figure: Figure) -> None:
 
 
 def layouts(figure: Figure) -> None:
-    """Predicted over measured, of every row with both."""
+    rows = [row for row in tables("layouts")[0] if row["scaling"]]
+    names = [f"{row['model']}, {row['GPUs']} GPUs: {row['layout']}" for row in rows]
+    bars(figure.subplots(), names, numbers(rows, "scaling"), "speed of a GPU over that of one GPU alone", 1)
+
+
+def plan(figure: Figure) -> None:
+    """Draw predicted over measured of every row in the log."""
     speed, memory = figure.subplots(1, 2)
-    for color, (name, table) in enumerate(zip(("1B", "325M"), tables("layouts")[:2], strict=True)):
+    for color, (name, table) in enumerate(zip(("1B", "325M"), tables("log/layouts")[:2], strict=True)):
         for panel, measured, predicted, unit in (
             (speed, "tokens/s", "predicted", 1000),
             (memory, "peak memory", "predicted 2", 1),
@@ -134,10 +190,30 @@ def layouts(figure: Figure) -> None:
         panel.legend(fontsize=8)
 
 
+def gradients(figure: Figure) -> None:
+    rows = [row for row in tables("gradients")[0] if row["ratio"]]
+    names = [f"{row['linear layers']}: {plain(row['gradients'])}" for row in rows]
+    bars(figure.subplots(), names, numbers(rows, "ratio"), "speed over ZeRO 1 in the same run", 1)
+
+
+def halves(figure: Figure) -> None:
+    rows = [row for row in tables("halves")[0] if row["halves"] != "not run"]
+    names = [f"{row['model, layout']},\n{plain(row['linear layers, attention'])}" for row in rows]
+    columns = {column: numbers(rows, column) for column in ("halves", "whole")}
+    paired(figure.subplots(), names, columns, "tokens/s, all ranks")
+
+
+def sequence_parallel(figure: Figure) -> None:
+    rows = tables("sequence-parallel")[0]
+    columns = {"without": numbers(rows, "tokens/s without"), "with": numbers(rows, "with")}
+    names = [row["model, layout"] for row in rows]
+    paired(figure.subplots(), names, columns, "tokens/s, all ranks, without and with sequence parallelism")
+
+
 def loading(figure: Figure) -> None:
     rows = tables("loading")[0]
     names = [f"{row['checkpoint of 2 ranks']} -> {row['loaded at']}" for row in rows]
-    bars(figure.subplots(), names, [number(row["peak"]) for row in rows], "peak, in units of the rank's state", 1)
+    bars(figure.subplots(), names, numbers(rows, "peak"), "peak, in units of the rank's state", 1)
 
 
 def loss(figure: Figure) -> None:
@@ -152,7 +228,7 @@ def loss(figure: Figure) -> None:
 def one_h100(figure: Figure) -> None:
     rows = tables("one-h100")[0]
     names = [plain(row["model, attention"]) for row in rows]
-    bars(figure.subplots(), names, [number(row["tokens/s"]) for row in rows], "tokens/s on one H100")
+    bars(figure.subplots(), names, numbers(rows, "tokens/s"), "tokens/s on one H100")
 
 
 def start(figure: Figure) -> None:
@@ -172,13 +248,16 @@ def start(figure: Figure) -> None:
 def saving(figure: Figure) -> None:
     rows = tables("saving")[0]
     names = [row[""] for row in rows]
-    bars(figure.subplots(), names, [number(row["training stands still"]) for row in rows], "seconds without training")
+    bars(figure.subplots(), names, numbers(rows, "training stands still"), "seconds without training")
 
 
 def step(figure: Figure) -> None:
-    for panel, rows, model in zip(figure.subplots(2, 1), tables("step"), ("1B", "8 layers of 4096"), strict=False):
-        values = [number(row["tokens/s"]) for row in rows]
-        bars(panel, [plain(row[""]) for row in rows], values, f"tokens/s of {model} on one H200", values[0])
+    rows = tables("step")[0]
+    models = dict.fromkeys(row["model"] for row in rows)
+    for panel, model in zip(figure.subplots(len(models), 1), models, strict=True):
+        shown = [row for row in rows if row["model"] == model]
+        values = numbers(shown, "tokens/s")
+        bars(panel, [plain(row[""]) for row in shown], values, f"tokens/s of {model} on one H200", values[0])
 
 
 def tensor_parallel(figure: Figure) -> None:
@@ -195,63 +274,90 @@ def tensor_parallel(figure: Figure) -> None:
     panel.legend(fontsize=8)
 
 
-def tokens_per_step(figure: Figure) -> None:
-    """What `paper` costs by tokens per step, from the table; and of each pair by the bias of its gradients."""
-    sizes, biases = figure.subplots(1, 2)
-    rows = tables("tokens-per-step")[0]
+def default(figure: Figure) -> None:
+    rows, panel = [row for row in tables("default")[0] if "±" in row["training loss"]], figure.subplots()
     for shift, kind in enumerate(("training loss", "held-out text")):
-        cells = [[float(part) for part in row[f"`paper`, {kind}"].split("+-")] for row in rows]
-        places = [number(row["tokens per step"]) * (1 + 0.1 * shift) for row in rows]
-        sizes.errorbar(places, *zip(*cells, strict=True), marker="o", markersize=4, capsize=3, linewidth=1, label=kind)
-    sizes.axhline(0, color="black", linewidth=0.8)
-    sizes.set(xscale="log", xlabel="tokens per step", ylabel="INT8 attention less 16 bits,\nnats per token")
-    sizes.set_xticks([2**14, 2**16, 2**19, 2**21], ["16K", "64K", "524K", "2.1M"])
-    sizes.minorticks_off()
-    sizes.legend(fontsize=8)
+        means, widths = zip(*(interval(row[kind]) for row in rows), strict=True)
+        places = [row + 0.2 * shift for row in range(len(rows))]
+        panel.errorbar(means, places, xerr=widths, fmt="o", markersize=4, capsize=3, label=kind)
+    names = [f"{row['8 bits in']}, {row['tokens per step']}" for row in rows]
+    panel.set_yticks([row + 0.1 for row in range(len(rows))], names, fontsize=8)
+    panel.invert_yaxis()
+    panel.axvline(0, color="black", linewidth=0.8)
+    panel.set_xlabel("loss of the default less 16 bits, nats")
+    panel.legend(fontsize=8)
+
+
+def tokens_per_step(figure: Figure) -> None:
+    rows, panel = tables("tokens-per-step")[0], figure.subplots()
+    for shift, column in enumerate(list(rows[0])[2:]):
+        shown = [row for row in rows if row[column]]
+        means, widths = zip(*(interval(row[column]) for row in shown), strict=True)
+        places = [number(row["tokens per step"]) * (1 + 0.06 * shift) for row in shown]
+        panel.errorbar(places, means, widths, marker="o", markersize=4, capsize=3, linewidth=1, label=plain(column))
+    panel.axhline(0, color="black", linewidth=0.8)
+    panel.set(xscale="log", xlabel="tokens per step", ylabel="INT8 attention less 16 bits,\nnats per token")
+    panel.set_xticks([2**14, 2**16, 2**19, 2**21], ["16K", "64K", "524K", "2.1M"])
+    panel.minorticks_off()
+    panel.legend(fontsize=8)
+
+
+def bias(figure: Figure) -> None:
+    """Draw each pair's cost by the bias of its gradients, from the file that the page names."""
+    panel = figure.subplots()
     lines = (HERE / "tokens-per-step/bias.jsonl").read_text().splitlines()
     pairs = [json.loads(line) for line in lines]
-    foretelling = {"parted-16k", "parted-64k", "parted-1m", "parted-2m", "parted-c-512k", "parted-c-2m"}
-    for pair in pairs:  # the others were run when the line had been drawn
-        pair["name"] = "paper, 18 pairs" if pair["row"] in foretelling else f"then: {pair['variant']}"
+    first = {"parted-16k", "parted-64k", "parted-1m", "parted-2m", "parted-c-512k", "parted-c-2m"}
+    for pair in pairs:  # the other pairs were run when the line had been drawn
+        pair["name"] = "paper, 18 pairs" if pair["row"] in first else f"then: {pair['variant']}"
     shown = ("paper-ladder", "paper-edges16", "paper-capped", "paper", "int8", "scores", "fine")
     for name in ("paper, 18 pairs", *(f"then: {variant}" for variant in shown)):
         points = [(1000 * pair["bias_to_gradient"], pair["train"]) for pair in pairs if pair["name"] == name]
-        biases.scatter(*zip(*points, strict=True), s=16, marker="D" if name.startswith("then") else "o", label=name)
-    biases.axline((0, 0), slope=0.0015, color="black", linewidth=0.8)
-    biases.set(xlabel="squared bias of the gradient,\nthousandths of its square", ylabel="training loss less 16 bits")
-    biases.legend(fontsize=7)
+        panel.scatter(*zip(*points, strict=True), s=16, marker="D" if name.startswith("then") else "o", label=name)
+    panel.axline((0, 0), slope=0.0015, color="black", linewidth=0.8)
+    panel.set(xlabel="squared bias of the gradient, thousandths of its square", ylabel="training loss less 16 bits")
+    panel.legend(fontsize=7)
 
 
 PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "attention-elsewhere": ("both.png", 3.6, attention_elsewhere),
     "attention": ("attention.png", 3.6, attention),
+    "bias": ("bias.png", 3.6, bias),
+    "default": ("default.png", 2.8, default),
     "fp4": ("fp4.png", 3.2, fp4),
     "generation": ("generation.png", 2.4, generation),
-    "layouts": ("layouts.png", 3.6, layouts),
+    "gradients": ("gradients.png", 2.8, gradients),
+    "halves": ("halves.png", 3.4, halves),
+    "layouts": ("layouts.png", 3.0, layouts),
+    "linear-layers": ("linear-layers.png", 3.6, linear_layers),
     "loading": ("loading.png", 2.4, loading),
     "loss-325m": ("loss.png", 3.6, loss),
     "one-h100": ("one-h100.png", 2.6, one_h100),
+    "plan": ("plan.png", 3.6, plan),
+    "sequence-parallel": ("sequence-parallel.png", 3.0, sequence_parallel),
     "start": ("start.png", 3.0, start),
     "saving": ("saving.png", 1.6, saving),
     "step": ("step.png", 3.6, step),
     "tensor-parallel": ("time.png", 3.6, tensor_parallel),
     "tokens-per-step": ("by-size.png", 3.6, tokens_per_step),
+    "which-attention": ("which-attention.png", 3.4, which_attention),
 }
-"""Of each page: the file, its height in inches, and what draws it."""
+"""Each page's file, its height in inches, and the function that draws it."""
 
 
 def cut(figure: Figure) -> list[str]:
-    """Titles and labels of axes that are not whole in the picture, once it is drawn."""
+    """Return the titles and labels of axes that are not whole in the drawn picture."""
     texts = [text for panel in figure.axes for text in (panel.title, panel.xaxis.label, panel.yaxis.label)]
     return [text.get_text() for text in texts if text.get_text() and not _inside(text.get_window_extent(), figure.bbox)]
 
 
 def _inside(box: Bbox, page: Bbox) -> bool:
+    """Say whether a box lies in the page."""
     return page.x0 <= box.x0 and page.y0 <= box.y0 and box.x1 <= page.x1 and box.y1 <= page.y1
 
 
 def draw(page: str, folder: Path) -> Path:
-    """Draw a page's plot into a folder; the file."""
+    """Draw a page's plot into a folder and return the file."""
     name, height, plot = PLOTS[page]
     figure = Figure(figsize=(8, height), layout="constrained")
     plot(figure)
@@ -261,7 +367,7 @@ def draw(page: str, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Draw the plots of the pages that are named, else of all."""
+    """Draw the plots of the pages that are named, or of all pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", choices=[[], *PLOTS], metavar="PAGE", help=f"one of {', '.join(PLOTS)}")
     for page in parser.parse_args().pages or PLOTS:

@@ -168,7 +168,8 @@ H200 = Hardware(
     matmul_half_size=220,
     attention={
         # FlashAttention-4 and `scores` are level inside our step: 1B on an H100, 2026-11-26, 0.996 to 1.008 at 4K and
-        # 16K in 16 bits and with INT8 linear layers (results/step). Alone, and in a plain PyTorch step, it is faster.
+        # 16K in 16 bits and with INT8 linear layers (results/which-attention). Alone, and in a plain
+        # PyTorch step, it is faster.
         "flash": AttentionRate(560e12, 620e12, 2700),
         # cuDNN: in the same runs 14 to 17 ms a step behind them at 4K, 74 at 16K.
         "sdpa": AttentionRate(500e12, 530e12, 1900),
@@ -202,7 +203,7 @@ H200 = Hardware(
     copy_launch_seconds=250e-6,
     eager_launch_seconds=5e-3,  # not measured: a floor that only small micro-batches touch
     # 325M and 1B at DP 2 and 4, compiled: 20 to 50 ms a micro-step of 20 blocks beyond the sum of its parts. With
-    # overlap_comm none of it is left (results/layouts: 33 ms a micro-step less, on H100s).
+    # overlap_comm none of it is left (results/gradients: 33 ms a micro-step less, on H100s).
     zero3_block_seconds=2e-3,
     # NCCL over NVLink 4 without NVLink multicast: 4 GPUs gather 134 MB in 345 us, reduce and scatter them in 356; two
     # gather them in 286. A few KB are added up in 26 to 50 us.

@@ -26,7 +26,8 @@ from sagetrain.parallel.lowbit import RECIPES
 from test_documented_commands import split
 
 GUIDES = sorted(ROOT.glob("docs/*.md"))
-RESULTS = sorted(ROOT.glob("results/*/README.md"))
+LOGS = sorted(ROOT.glob("results/log/*.md"))
+RESULTS = sorted({*ROOT.glob("results/*/README.md")} - {*LOGS})
 
 
 def blocks(path: Path) -> list[tuple[str, str]]:
@@ -71,7 +72,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_site_renders_with_every_page_every_link_and_every_key(site: Path) -> None:
     listed = re.findall(r"[\w./-]+\.md", yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert {path.name for path in GUIDES} < set(listed)
-    assert {str(path.relative_to(ROOT)) for path in RESULTS} < set(listed)
+    assert {str(path.relative_to(ROOT)) for path in RESULTS} | {"results/log/README.md"} < set(listed)
     reference = (site / "reference/index.html").read_text()
     assert [key.name for key in keys() if f"<code>{key.name}</code>" not in reference] == []
     assert "googleapis" not in reference, "a page that needs another server"
@@ -128,13 +129,30 @@ def test_the_readme_is_one_page() -> None:
 
 
 @pytest.mark.parametrize("page", RESULTS, ids=[path.parent.name for path in RESULTS])
-def test_a_result_has_its_command_date_hardware_and_plot(page: Path) -> None:
+def test_a_result_answers_one_question_on_one_page(page: Path) -> None:
     text = page.read_text()
+    question, answer = text.split("\n\n")[:2]
+    assert question.startswith("# ") and question.endswith("?") and answer.startswith("**")
+    assert len(text.split()) <= 600
+    assert len(re.findall(r"(?:^\|.*\n)+", text, re.M)) == 1, "one table"
+    (plot,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert (page.parent / plot).is_file()
+    assert "**What it does not show:**" in text
     assert re.search(r"\b20\d\d-\d\d-\d\d\b", text) and re.search(r"H[12]00|CPU", text)
-    assert any(lines(block) for _, block in blocks(page)), "no command"
-    plots = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
-    assert plots and all((page.parent / plot).is_file() for plot in plots)
+    command = r"^(?:\w+=\S+ )*(?:sagetrain|python3?|make|torchrun|results/\S+\.sh)\b"
+    assert any(re.search(command, block, re.M) for _, block in blocks(page)), "no command"
+    named = re.findall(r"\b(?:benchmarks|launch|results)/[\w/-]+\.(?:py|sh)\b", text)
+    assert [script for script in named if not (ROOT / script).is_file()] == []
     assert f"({page.parent.name}/README.md)" in (ROOT / "results/README.md").read_text()
+
+
+def test_every_log_is_listed_and_numbers_are_written_in_full() -> None:
+    """A number has a digit before its point, and an interval its sign."""
+    index = ROOT / "results/log/README.md"
+    assert [path.name for path in LOGS if path != index and f"({path.name})" not in index.read_text()] == []
+    for page in (*RESULTS, *LOGS, ROOT / "results/README.md"):
+        prose = re.sub(r"^```.*?^```|`[^`]*`|\]\([^)]*\)", "", page.read_text(), flags=re.M | re.S)
+        assert re.findall(r"(?<![\w.)*])[-+]?\.\d+|\+-", prose) == [], page
 
 
 @pytest.fixture(scope="module")

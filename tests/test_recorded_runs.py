@@ -1,4 +1,4 @@
-"""Predictions of speed and memory against what H200s (results/layouts) and H100s (results/step) reached."""
+"""Predictions of speed and memory against what H200s (results/log/layouts.md) and H100s (log/step.md) reached."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rows of README.md, one after the other, on the GPUs that CUDA_VISIBLE_DEVICES shows:
+# Rows of results/log/tokens-per-step.md, one after the other, on the GPUs that CUDA_VISIBLE_DEVICES shows:
 #
 #   results/tokens-per-step/rows.sh parted-linear parted-1m ...
 #
