@@ -463,7 +463,7 @@ def test_deepspeed_keys_that_are_counted_with_are_whole_numbers(key, least):
         assert finding.message == f"must be a whole number of elements, {least} or more"
         assert finding.fix == "write a number such as 2e8, or leave it out for the default"
     for value in (2e8, 10**6, least):
-        assert fit(run_config(deepspeed={"zero_optimization": {key: value}}), 1) == []
+        assert fit(run_config(deepspeed={"zero_optimization": {key: value}}, parallel={"zero_stage": 2}), 1) == []
 
 
 def test_every_key_of_deepspeed_was_tried_or_is_refused():

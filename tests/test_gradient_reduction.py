@@ -14,6 +14,7 @@ import tiny
 from distributed import run_distributed
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
+from sagetrain.config.rules import fit
 from sagetrain.engines import deepspeed as engine_module
 from sagetrain.engines.deepspeed import Engine
 from sagetrain.parallel.rng import rng_state
@@ -219,3 +220,17 @@ def test_a_run_that_continues_gives_the_same_losses(tmp_path: Path) -> None:
     for found in run_distributed(continued, 2, str(tmp_path)):
         for way, (before, after) in found.items():
             assert before == after, way
+
+
+def test_buckets_of_zero_1_are_not_so_small_that_a_step_seems_to_hang():
+    """Each is a collective of its own. At ZeRO 2 and 3 no bucket cuts a weight, so that any size works."""
+
+    def refused(size: int, stage: int) -> list:
+        cfg = tiny.config(stage, "bf16", deepspeed={"zero_optimization": {"reduce_bucket_size": size}})
+        return [finding for finding in fit(cfg, 2) if finding.rule == "deepspeed_bucket"]
+
+    (finding,) = refused(1, 1)
+    assert (finding.level, finding.key) == ("error", "deepspeed.zero_optimization.reduce_bucket_size")
+    least = int(finding.fix.split()[1])
+    assert refused(least - 1, 1) and not refused(least, 1)
+    assert not any(refused(1, stage) for stage in (2, 3))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sagetrain.config.arithmetic import resolved_zero_stage
+from sagetrain.config.arithmetic import own_reduction, resolved_zero_stage
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error, warning
 from sagetrain.config.schema import RunConfig
@@ -180,6 +180,28 @@ def _reduction(cfg: RunConfig, zero: dict[str, Any]) -> Iterator[Finding]:
         )
 
 
+_MOST_BUCKETS = 1 << 14
+"""Collectives of a step, each of which a host launches in 20 to 60 us: up to a second. By gloo each takes 1 to 7 ms."""
+
+
+def _buckets(cfg: RunConfig, size: Any) -> Iterator[Finding]:
+    """Find buckets that are so small that a step would seem to hang. The engine's own reduction at ZeRO 1 cuts weights
+    anywhere; DeepSpeed's, at 2 and 3, sends a weight that is larger than a bucket as a whole."""
+    if size is None or not PROVEN["zero_optimization.reduce_bucket_size"].allow(size) or not own_reduction(cfg):
+        return
+    layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size)
+    weights = cfg.model.num_layers * sum(layer.weights for layer in layers.values())
+    if weights > _MOST_BUCKETS * size:
+        yield error(
+            "deepspeed_bucket",
+            "deepspeed.zero_optimization.reduce_bucket_size",
+            size,
+            f"cuts the gradients of the {weights:,} weights that a rank has in its blocks into {weights // size:,} "
+            f"collectives a step, of which each takes its time however small it is; at most {_MOST_BUCKETS:,} may be",
+            f"use {-(-weights // _MOST_BUCKETS):,} or more, or leave it out for the default",
+        )
+
+
 def findings(cfg: RunConfig) -> Iterator[Finding]:
     """Find what of the `deepspeed` section contradicts our keys, was never tried, or has a wrong value."""
     if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0:
@@ -191,7 +213,9 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "runs as stage 1: DeepSpeed's bf16 at stage 0 applies weight decay before training",
         )
     zero = cfg.deepspeed.get("zero_optimization", {})
-    yield from _reduction(cfg, zero if isinstance(zero, dict) else {})
+    zero = zero if isinstance(zero, dict) else {}
+    yield from _reduction(cfg, zero)
+    yield from _buckets(cfg, zero.get("reduce_bucket_size"))
     yield from _keys("", cfg.deepspeed)
 
 
