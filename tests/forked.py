@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
@@ -127,8 +127,30 @@ def _run(words: list[str], env: dict[str, str], log: str, errors: str, cwd: str)
 
 def call(name: str) -> None:
     """Do what the console script does."""
+    if name == "deepspeed":
+        subprocess.Popen = Launched
     module, function = COMMANDS[name]
     getattr(import_module(module), function)()
+
+
+class Launched(subprocess.Popen):
+    """What DeepSpeed's launcher starts: its Python programs are forked with everything imported, others are executed.
+
+    (Not torchrun's: that has threads, whose locks would be missing in a fork.)
+    """
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *how) -> None:
+        if list(args[:2]) != [sys.executable, "-u"]:
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *how)
+            return
+        self.pid = _fork(lambda: _program(list(args[2:])), env)
+        self._child_created = True
+
+
+def _program(words: list[str]) -> None:
+    """`python WORDS`, of a file or of a module."""
+    run, sys.argv = (runpy.run_module, words[1:]) if words[0] == "-m" else (runpy.run_path, words)
+    run(sys.argv[0], run_name="__main__")
 
 
 def main() -> None:
@@ -137,7 +159,18 @@ def main() -> None:
     When one fails, the others get SIGTERM; the exit code is the first one's. SIGTERM is for the ranks alone.
     """
     count, port, *words = sys.argv[1:]
-    ranks = {_fork(rank, int(count), port, words) for rank in range(int(count))}
+    sys.argv = ["sagetrain", *words]
+    here = {
+        **os.environ,
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    ranks = {
+        _fork(lambda: call("sagetrain"), {**here, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in map(str, range(int(count)))
+    }
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     code = 0
     while ranks:
@@ -156,18 +189,22 @@ def script() -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _fork(rank: int, count: int, port: str, words: list[str]) -> int:
+def _fork(act: Callable[[], None], env: Mapping[str, str]) -> int:
+    """Do it in a child, and end that as the interpreter would."""
+    sys.stdout.flush()
+    sys.stderr.flush()
     if pid := os.fork():
         return pid
-    code = 1
+    code: object = 1
     try:
-        address = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        os.environ.update({key: str(value) for key, value in address.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        sys.argv = ["sagetrain", *words]
-        call("sagetrain")
+        os.environ.clear()
+        os.environ.update(env)
+        if "RANK" in env:  # for who looks for it: the environment that the system shows is that of a process's start
+            Path("/proc/self/comm").write_text(f"rank {env['RANK']}")
+        act()
+        code = 0
     except SystemExit as error:
-        code = error.code
+        code = error.code or 0
     except BaseException:  # noqa: BLE001 - as the interpreter would
         traceback.print_exc()
     finally:

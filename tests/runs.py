@@ -147,11 +147,16 @@ def at_step(launcher: str | list[str], config: Path, step: int, act: Callable[[C
 
 
 def ranks_of(launcher: Command) -> list[psutil.Process]:
-    """The processes that train, by rank; not the launcher's own. `ranks` has no others."""
-    children = psutil.Process(launcher.pid).children(recursive=True)
-    if launcher.args[0] == "ranks":  # forked in their order, with the environment of the process that they come from
-        return sorted(children, key=lambda p: p.create_time())
-    return sorted((p for p in children if "RANK" in p.environ()), key=lambda p: int(p.environ()["RANK"]))
+    """The processes that train, by rank; not the launcher's own."""
+    ranks = {rank_of(process): process for process in psutil.Process(launcher.pid).children(recursive=True)}
+    return [ranks[rank] for rank in sorted(ranks.keys() - {None})]
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """By its name if it was forked, else by its environment; None: it is a launcher."""
+    words = process.name().split()
+    rank = words[1] if words[0] == "rank" else process.environ().get("RANK")
+    return None if rank is None else int(rank)
 
 
 def kill_all(process: Command) -> None:
