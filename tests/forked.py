@@ -134,9 +134,10 @@ def call(name: str) -> None:
 
 
 class Launched(subprocess.Popen):
-    """What DeepSpeed's launcher starts: its Python programs are forked with everything imported, others are executed.
+    """Fork the Python programs that DeepSpeed's launcher starts, with everything imported; execute other programs.
 
-    (Not torchrun's: that has threads, whose locks would be missing in a fork.)
+    Its own code runs in both of its levels. torchrun's programs are executed: torchrun has threads, and a fork of it
+    would find their locks taken for ever.
     """
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *how) -> None:
@@ -148,7 +149,7 @@ class Launched(subprocess.Popen):
 
 
 def _program(words: list[str]) -> None:
-    """`python WORDS`, of a file or of a module."""
+    """Run `python WORDS`, where WORDS begins with a file or with -m and a module."""
     run, sys.argv = (runpy.run_module, words[1:]) if words[0] == "-m" else (runpy.run_path, words)
     run(sys.argv[0], run_name="__main__")
 
@@ -190,7 +191,7 @@ def script() -> None:
 
 
 def _fork(act: Callable[[], None], env: Mapping[str, str]) -> int:
-    """Do it in a child, and end that as the interpreter would."""
+    """Call `act` in a child with this environment; the child ends as an interpreter would end after it."""
     sys.stdout.flush()
     sys.stderr.flush()
     if pid := os.fork():
@@ -199,7 +200,7 @@ def _fork(act: Callable[[], None], env: Mapping[str, str]) -> int:
     try:
         os.environ.clear()
         os.environ.update(env)
-        if "RANK" in env:  # for who looks for it: the environment that the system shows is that of a process's start
+        if "RANK" in env:  # runs.ranks_of reads it there: /proc/PID/environ of a fork is that of its parent
             Path("/proc/self/comm").write_text(f"rank {env['RANK']}")
         act()
         code = 0

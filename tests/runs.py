@@ -147,13 +147,13 @@ def at_step(launcher: str | list[str], config: Path, step: int, act: Callable[[C
 
 
 def ranks_of(launcher: Command) -> list[psutil.Process]:
-    """The processes that train, by rank; not the launcher's own."""
+    """The processes that train, in the order of their ranks, without the launcher's own."""
     ranks = {rank_of(process): process for process in psutil.Process(launcher.pid).children(recursive=True)}
     return [ranks[rank] for rank in sorted(ranks.keys() - {None})]
 
 
 def rank_of(process: psutil.Process) -> int | None:
-    """By its name if it was forked, else by its environment; None: it is a launcher."""
+    """Return the rank that a forked process has in its name, any other in its environment; None for a launcher."""
     words = process.name().split()
     rank = words[1] if words[0] == "rank" else process.environ().get("RANK")
     return None if rank is None else int(rank)
