@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -12,11 +13,12 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 # What a run imports, late imports too. Ranks of one world also get one hash seed from it; those of launchers do not.
 IMPORTED = [
@@ -57,14 +59,23 @@ def context() -> multiprocessing.context.BaseContext:
 class Command:
     """A console script (of COMMANDS, with its arguments) in a process and session of its own; like subprocess.Popen.
 
-    Its output is appended to the file `log`, errors too or, if named, to the file `errors`.
+    Its output is appended to the file `log`, errors too or, if named, to the file `errors`. It sees the network, the
+    host name and the files that the process `host` sees, if one is given.
     """
 
     running: list[Command] = []
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path, errors: Path | None = None):
+    def __init__(
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        cwd: Path,
+        errors: Path | None = None,
+        host: int | None = None,
+    ):
         self._process = context().Process(
-            target=_run, args=(list(words), dict(env), str(log), str(errors or log), str(cwd))
+            target=_run, args=(list(words), dict(env), str(log), str(errors or log), str(cwd), host)
         )
         self._process.start()
         self.args, self.pid = words, self._process.pid
@@ -106,8 +117,7 @@ class Command:
 def enter(env: Mapping[str, str], log: str, errors: str) -> None:
     """Take over environment and output files in a process that is forked, whose parent knows neither."""
     gc.freeze()  # what was imported stays: no collection need look at it again, which takes half a second each
-    os.environ.clear()
-    os.environ.update(env)
+    _take(env)
     if threads := env.get("OMP_NUM_THREADS"):  # torch has read it already, before the fork
         torch.set_num_threads(int(threads))
     for number, stream, path in ((1, sys.stdout, log), (2, sys.stderr, errors)):
@@ -117,8 +127,23 @@ def enter(env: Mapping[str, str], log: str, errors: str) -> None:
         os.close(output)
 
 
-def _run(words: list[str], env: dict[str, str], log: str, errors: str, cwd: str) -> None:
+def _take(env: Mapping[str, str]) -> None:
+    """Replace the environment, and show the rank in the process's name.
+
+    runs.ranks_of reads it there, because /proc/PID/environ of a fork is what its parent began with.
+    """
+    os.environ.clear()
+    os.environ.update(env)
+    if "RANK" in env:
+        Path("/proc/self/comm").write_text(f"rank {env['RANK']}")
+
+
+def _run(words: list[str], env: dict[str, str], log: str, errors: str, cwd: str, host: int | None) -> None:
     os.setsid()
+    for kind in ("net", "uts", "mnt") if host else ():
+        with open(f"/proc/{host}/ns/{kind}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns: {kind} namespace of process {host}")
     os.chdir(cwd)
     enter(env, log, errors)
     sys.argv = words
@@ -129,23 +154,52 @@ def call(name: str) -> None:
     """Do what the console script does."""
     if name == "deepspeed":
         subprocess.Popen = Launched
+    elif name == "torchrun":
+        Launched.spares = [Spare() for _ in range(int(sys.argv[sys.argv.index("--nproc-per-node") + 1]))]
+        subprocess_handler.Popen = Launched
     module, function = COMMANDS[name]
     getattr(import_module(module), function)()
 
 
 class Launched(subprocess.Popen):
-    """Fork the Python programs that DeepSpeed's launcher starts, with everything imported; execute other programs.
+    """Fork the Python programs that a launcher starts, with everything imported; execute other programs.
 
-    Its own code runs in both of its levels. torchrun's programs are executed: torchrun has threads, and a fork of it
-    would find their locks taken for ever.
+    The launcher's own code runs. DeepSpeed's forks in both of its levels. torchrun has threads, and a fork of it would
+    find their locks taken for ever: a spare child of it, which was forked before they began, becomes the program.
     """
+
+    spares: list[Spare] = []
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *how) -> None:
         if list(args[:2]) != [sys.executable, "-u"]:
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *how)
             return
-        self.pid = _fork(lambda: _program(list(args[2:])), env)
+        words = list(args[2:])
+        self.pid = self.spares.pop().become(words, env) if self.spares else _fork(lambda: _program(words), env)
         self._child_created = True
+
+
+class Spare:
+    """A child of this process, in a session of its own, that waits to be told which Python program it is."""
+
+    def __init__(self) -> None:
+        receiver, self._sender = multiprocessing.Pipe(duplex=False)
+        self.pid = _fork(lambda: self._wait(receiver), os.environ)
+
+    def become(self, words: list[str], env: dict[str, str]) -> int:
+        """Let the child run `python WORDS` in this environment, and return its process id."""
+        self._sender.send((words, env))
+        return self.pid
+
+    def _wait(self, receiver: connection.Connection) -> None:
+        os.setsid()
+        self._sender.close()
+        try:
+            words, env = receiver.recv()
+        except EOFError:  # the launcher has ended without a use for it
+            return
+        _take(env)
+        _program(words)
 
 
 def _program(words: list[str]) -> None:
@@ -198,10 +252,7 @@ def _fork(act: Callable[[], None], env: Mapping[str, str]) -> int:
         return pid
     code: object = 1
     try:
-        os.environ.clear()
-        os.environ.update(env)
-        if "RANK" in env:  # runs.ranks_of reads it there: /proc/PID/environ of a fork is that of its parent
-            Path("/proc/self/comm").write_text(f"rank {env['RANK']}")
+        _take(env)
         act()
         code = 0
     except SystemExit as error:
