@@ -25,7 +25,8 @@ from runs import BIN, ROOT, free_port, training_rows, write_config
 from sagetrain.data.prepare import prepare
 
 STEPS, STEP_TOKENS = 6, 256
-TORCHRUN = [BIN / "torchrun", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=run", "--rdzv-endpoint=node0:29400"]
+SCRIPT = str(ROOT / "launch/train.py")
+TORCHRUN = ["torchrun", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=run", "--rdzv-endpoint=node0:29400"]
 MISSING = [tool for tool in ("ip", "sshd", "ssh", "ssh-keygen", "pdsh", "unshare", "nsenter") if not shutil.which(tool)]
 
 pytestmark = [
@@ -42,7 +43,7 @@ class Host:
         self.namespace = f"sagetrain{os.getpid()}{self.name}"
         self.folder, self.number = folder, number
 
-    def start(self, hides: dict[Path, Path]) -> None:
+    def up(self, hides: dict[Path, Path]) -> None:
         """Start sshd; in this host alone, the files that `hides` names show the content of others."""
         binds = {Path("/etc/hosts"): self.folder / "hosts", **hides}
         mounts = "".join(f"mount --bind {shown} {hidden} && " for hidden, shown in binds.items())
@@ -53,10 +54,12 @@ class Host:
             stderr=(self.folder / f"{self.name}.sshd.log").open("w"),
         )
 
-    def command(self, folder: Path, *words: object) -> list[str]:
-        """A command as run on this host, in a folder."""
-        enter = ["nsenter", f"--target={self.sshd.pid}", "--net", "--mount", "--uts", "env", f"--chdir={folder}"]
-        return [*enter, *map(str, words)]
+    def start(self, words: list[str], config: Path, **environment: str) -> Command:
+        """Start training on this host; its output goes beside the configuration, by the host's name."""
+        fixed = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+        env = {**os.environ, **fixed, **environment}
+        log = config.with_suffix(f".{self.name}.log")
+        return Command([*words, "--config", str(config)], env, log, config.parent, host=self.sshd.pid)
 
     def sent(self, interface: str) -> int:
         """Bytes that have left through an interface."""
@@ -128,7 +131,7 @@ class Cluster:
     def up(self, hides: dict[Path, Path] | None = None) -> None:
         """Start both hosts and wait for their sshd; `hides` holds for the second."""
         for host in self.hosts:
-            host.start(hides if hides and host.number else {})
+            host.up(hides if hides and host.number else {})
         deadline = time.monotonic() + PATIENCE
         for host in self.hosts:
             while "listening" not in (self.folder / f"{host.name}.sshd.log").read_text():
@@ -146,24 +149,21 @@ class Cluster:
             for host in self.hosts:
                 host.kill()
 
-    def deepspeed(self, config: Path, *options: str) -> subprocess.Popen:
+    def deepspeed(self, config: Path, *options: str) -> Command:
         """`deepspeed --hostfile` on the first host, which reaches both through pdsh and ssh."""
         where = [f"--hostfile={self.folder}/hostfile", "--no_ssh_check", "--master_addr=node0", *options]
         ssh = {"PDSH_SSH_ARGS_APPEND": f"-F {self.folder}/ssh_config"}
-        return start(self.hosts[0].command(config.parent, BIN / "deepspeed", *where), config, **ssh)
+        return self.hosts[0].start(["deepspeed", *where, SCRIPT], config, **ssh)
 
+    def torchrun(self, config: Path, ranks: int) -> list[Command]:
+        """torchrun on both hosts, for so many ranks on each; NCCL_DEBUG is another word on each."""
+        words = [*TORCHRUN, "--nproc-per-node", str(ranks), SCRIPT]
+        return [host.start(words, config, NCCL_DEBUG=host.name) for host in self.hosts]
 
-def start(launcher: list[str], config: Path, **environment: str) -> subprocess.Popen:
-    """Start training; output goes beside the configuration."""
-    fixed = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    return subprocess.Popen(
-        [*launcher, str(ROOT / "launch/train.py"), "--config", str(config)],
-        env={**os.environ, **fixed, **environment},
-        cwd=config.parent,
-        stdout=config.with_suffix(".log").open("a"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    def by_hand(self, config: Path) -> list[Command]:
+        """A rank on each host, in the environment that srun gives."""
+        world = {"MASTER_ADDR": "node0", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        return [host.start(["sagetrain", "train"], config, RANK=str(host.number), **world) for host in self.hosts]
 
 
 def run_config(folder: Path, corpus: Path, interface: str | None, tp_size: int = 2) -> Path:
@@ -197,7 +197,8 @@ def check_same(run_dir: Path, reference: Path) -> None:
 
 
 def log_of(config: Path) -> str:
-    return config.with_suffix(".log").read_text()
+    """What was printed, on the first host before what was printed on the second."""
+    return "".join(log.read_text() for log in sorted(config.parent.glob(f"{config.stem}.*log")))
 
 
 def _do(*command: str) -> None:
@@ -255,11 +256,7 @@ def test_deepspeed_through_pdsh_is_bitwise_the_run_on_one_host(tmp_path, corpus,
 def test_torchrun_with_a_rendezvous_is_bitwise_the_run_on_one_host(tmp_path, corpus, cluster, reference) -> None:
     config = run_config(tmp_path, corpus, interface="eth1")
     with cluster.running():
-        processes = [
-            start(host.command(tmp_path, *TORCHRUN, "--nproc-per-node=2"), config, NCCL_DEBUG=host.name)
-            for host in cluster.hosts
-        ]
-        assert [process.wait(PATIENCE) for process in processes] == [0, 0], log_of(config)
+        assert [launcher.wait(PATIENCE) for launcher in cluster.torchrun(config, ranks=2)] == [0, 0], log_of(config)
     check_same(tmp_path / "run", reference)
     assert "warning: environment variable NCCL_DEBUG differs between hosts: node0 on node" in log_of(config)
 
@@ -273,8 +270,7 @@ def test_hosts_that_disagree_stop_before_anything_is_written(tmp_path, corpus, c
     text = [str(Path(json.__file__).parent)]
     prepare(text, other_corpus / "train", glob="*.py", vocab_size=400, valid_fraction=0.2, say=lambda text: None)
     with cluster.running(hides={config: older, corpus: other_corpus}):
-        process = cluster.deepspeed(config, "--num_accelerators=1", "--force_multi")
-        assert process.wait(PATIENCE) == 2, log_of(config)
+        assert [rank.wait(PATIENCE) for rank in cluster.by_hand(config)] == [2, 2], log_of(config)
     log = log_of(config)
     assert "error: the hosts of this run disagree; nothing was started or written" in log
     assert "training.seed: 0 on node0 (rank 0); 5 on node1 (rank 1)" in log
@@ -283,7 +279,7 @@ def test_hosts_that_disagree_stop_before_anything_is_written(tmp_path, corpus, c
         assert re.search(rf"{name}: [0-9a-f]{{12}} on node0 \(rank 0\); [0-9a-f]{{12}} on node1 \(rank 1\)", log)
     assert "fix: copy tokenizer.model and the token files" in log
     for host in cluster.hosts:
-        assert len(re.findall(rf"^{host.name}: .*the hosts of this run disagree", log, re.M)) == 1
+        assert config.with_suffix(f".{host.name}.log").read_text().count("the hosts of this run disagree") == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -308,8 +304,7 @@ def test_a_run_folder_that_hosts_do_not_share_is_told_at_the_start(tmp_path, cor
     for disk in ("disk", "other"):
         (tmp_path / disk).mkdir()
     with cluster.running(hides={tmp_path / "disk": tmp_path / "other"}):
-        processes = [start(host.command(tmp_path, *TORCHRUN, "--nproc-per-node=1"), config) for host in cluster.hosts]
-        assert all(process.wait(PATIENCE) for process in processes)
+        assert all(launcher.wait(PATIENCE) for launcher in cluster.torchrun(config, ranks=1))
     log = log_of(config)
     assert "error: training.run_dir " in log and "the hosts of this run do not share this folder" in log
     assert re.search(r"Rank 0 on node\d made it; node\d \(rank 1\) has no such folder", log)
@@ -321,8 +316,7 @@ def test_a_host_without_the_data_ends_the_run_on_all_of_them_at_once(tmp_path, c
     config.write_text(config.read_text().replace("timeout_minutes: 3", "timeout_minutes: 30"))
     (tmp_path / "empty").mkdir()
     with cluster.running(hides={corpus: tmp_path / "empty"}):
-        processes = [start(host.command(tmp_path, *TORCHRUN, "--nproc-per-node=1"), config) for host in cluster.hosts]
-        assert all(process.wait(PATIENCE) for process in processes)
+        assert all(launcher.wait(PATIENCE) for launcher in cluster.torchrun(config, ranks=1))
     log = log_of(config)
     assert "error: some hosts cannot take part in this run; nothing was started or written" in log
     assert re.search(rf"on node1 \(rank .\): .*{corpus}", log)
