@@ -62,6 +62,11 @@ def test_commands_of_a_guide_run_one_after_the_other(guide: Path, tmp_path: Path
             assert Command(words, env, log, tmp_path).wait(PATIENCE) == 0, f"{' '.join(words)}\n{log.read_text()}"
 
 
+@pytest.mark.parametrize("guide", ["stability", "gradients", "tokens-per-step", "low-bit-linear", "int8-attention"])
+def test_a_guide_begins_with_what_to_do(guide: str) -> None:
+    assert re.findall(r"^## (.*)", (ROOT / f"docs/{guide}.md").read_text(), re.M)[0] == "What to do"
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
@@ -108,7 +113,9 @@ def test_a_search_finds_guides_before_research_by_the_words_of_other_libraries(s
     for query, first in {
         "OOM": "troubleshooting/", "out of memory": "troubleshooting/", "FSDP": "cluster/", "multi node": "cluster/",
         "epochs": "data/", "global batch size": "tokens-per-step/", "keep_last": "reference/",
-        "speed": ("generation/", "low-bit-linear/"),
+        "speed": ("generation/", "low-bit-linear/"), "resume": "resuming/", "nan loss": "troubleshooting/",
+        "loss spike": "stability/", "NCCL timeout": "troubleshooting/", "wandb": "run-folder/", "fine-tune": "finetuning/",
+        "learning rate": "tokens-per-step/", "MFU": "metrics/", "disk full": "troubleshooting/",
     }.items():  # fmt: skip
         driver.get(f"{served}?q={query.replace(' ', '+')}")
         found = WebDriverWait(driver, PATIENCE).until(lambda _: driver.execute_script(links))
