@@ -114,8 +114,9 @@ def test_a_search_finds_guides_before_research_by_the_words_of_other_libraries(s
         "OOM": "troubleshooting/", "out of memory": "troubleshooting/", "FSDP": "cluster/", "multi node": "cluster/",
         "epochs": "data/", "global batch size": "tokens-per-step/", "keep_last": "reference/",
         "speed": ("generation/", "low-bit-linear/"), "resume": "resuming/", "nan loss": "troubleshooting/",
-        "loss spike": "stability/", "NCCL timeout": "troubleshooting/", "wandb": "run-folder/", "fine-tune": "finetuning/",
-        "learning rate": "tokens-per-step/", "MFU": "metrics/", "disk full": "troubleshooting/",
+        "loss spike": "stability/", "NCCL timeout": "troubleshooting/", "wandb": "run-folder/",
+        "fine-tune": "finetuning/", "learning rate": "tokens-per-step/", "MFU": "metrics/",
+        "disk full": "troubleshooting/",
     }.items():  # fmt: skip
         driver.get(f"{served}?q={query.replace(' ', '+')}")
         found = WebDriverWait(driver, PATIENCE).until(lambda _: driver.execute_script(links))
