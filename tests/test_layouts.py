@@ -12,8 +12,10 @@ from sagetrain.config import load_config
 from sagetrain.config.arithmetic import data_parallel_size, token_multiple
 from sagetrain.config.rules import fit
 from sagetrain.hardware import H200, HARDWARE
+from sagetrain.model.accounting import overlaps, total_bytes
 from sagetrain.planning import layouts
 from sagetrain.planning.layouts import fastest_linear, layout, memory_finding, overrides_to, propose, usable_memory
+from sagetrain.planning.performance import with_overlap
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
 from test_performance import CONFIGS, VOCAB, config, layout_of
 from test_plan import NOISE_AWARE
@@ -86,10 +88,24 @@ def test_the_best_layout_is_its_own_best():
     assert overrides_to(best.cfg, propose(best.cfg, 64, VOCAB, H200)[0].cfg) == []
 
 
+def test_memory_is_that_of_the_way_whose_speed_is_predicted():
+    """In halves, where the work of a block alone would say whole."""
+    cfg = config("1b", *layout_of(4), "data.micro_batch_size=8", "parallel.tensor_parallel_overlap=auto")
+    ways = [layout(with_overlap(cfg, how), 4, VOCAB, H200) for how in ("off", "on")]
+    faster = max(ways, key=lambda way: way.prediction.tokens_per_second)
+    assert faster.prediction.overlap != overlaps(cfg) and ways[0].memory != ways[1].memory
+    decided = layout(cfg, 4, VOCAB, H200)
+    assert (decided.memory, decided.prediction) == (faster.memory, faster.prediction)
+    words = ["parallel.tensor_parallel_size=4", "data.micro_batch_size=8"]
+    plan = make_plan(CONFIGS / "1b.yaml", words, 4, H200)
+    assert total_bytes(plan.memory) == plan.chosen.memory
+
+
 def test_more_memory_allows_more_and_too_little_is_a_finding():
     cfg = config("7b", *layout_of(1))
-    assert memory_finding(cfg, 4, VOCAB, H200) is None
-    finding = memory_finding(cfg, 4, VOCAB, HARDWARE["h100"])
+    memory = layout(cfg, 4, VOCAB, H200).memory
+    assert memory_finding(memory, H200) is None
+    finding = memory_finding(memory, HARDWARE["h100"])
     assert (finding.rule, finding.level) == ("gpu_memory", "error")
     assert "NVIDIA H100 SXM leaves to a run" in str(finding)
     assert propose(cfg, 1, VOCAB, HARDWARE["a100"]) == []

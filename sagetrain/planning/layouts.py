@@ -12,8 +12,8 @@ from sagetrain.config.errors import Finding
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig, NoiseAwareTokens, RampTokens, RunConfig
 from sagetrain.hardware import Hardware
-from sagetrain.model.accounting import memory_per_rank, total_bytes
-from sagetrain.planning.performance import StepPrediction, predict
+from sagetrain.model.accounting import MemoryItem, memory_per_rank, total_bytes
+from sagetrain.planning.performance import StepPrediction, predict, with_overlap
 
 RESERVED_BYTES = 3 * 2**30
 """Of a GPU's memory: CUDA's context and NCCL's buffers, which the estimate leaves out."""
@@ -54,8 +54,14 @@ def usable_memory(hardware: Hardware) -> int:
 
 def layout(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None) -> Layout:
     """A configuration that fits `world_size` ranks, with its price; `vocab_size` is padded, span as in predict."""
-    memory = total_bytes(memory_per_rank(cfg, world_size, vocab_size))
-    return Layout(cfg, predict(cfg, world_size, vocab_size, hardware, span), memory)
+    prediction = predict(cfg, world_size, vocab_size, hardware, span)
+    return Layout(cfg, prediction, total_bytes(memory_of(cfg, prediction, vocab_size)))
+
+
+def memory_of(cfg: RunConfig, prediction: StepPrediction, vocab_size: int) -> list[MemoryItem]:
+    """Estimate a rank's memory in the way that the prediction takes micro-batches."""
+    way = with_overlap(cfg, "on" if prediction.overlap else "off")
+    return memory_per_rank(way, prediction.world_size, vocab_size)
 
 
 def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: float | None) -> LinearConfig:
@@ -75,10 +81,9 @@ def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: fl
     return max(choices, key=speed)  # of equal ones the first: 16 bits, then the most layers
 
 
-def memory_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> Finding | None:
-    """The configured layout against the GPU's memory."""
-    memory, usable = total_bytes(memory_per_rank(cfg, world_size, vocab_size)), usable_memory(hardware)
-    if memory <= usable:
+def memory_finding(memory: int, hardware: Hardware) -> Finding | None:
+    """Return what is wrong if the bytes that a rank is estimated to need are more than the GPU has."""
+    if memory <= (usable := usable_memory(hardware)):
         return None
     return Finding(
         "gpu_memory",

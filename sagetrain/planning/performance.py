@@ -111,6 +111,8 @@ class StepPrediction:
     attention: float
     attention_backend: str
     """As Hardware.attention names it: which of several it is."""
+    overlap: bool
+    """Whether micro-batches go through the blocks in halves, `auto` decided."""
     elementwise: float
     optimizer: float
     """DeepSpeed's passes over gradients, Adam, new weights."""
@@ -173,6 +175,7 @@ def predict(
         matmul=matmul,
         attention=attention,
         attention_backend=step.attention_backend(),
+        overlap=step.overlap,
         elementwise=elementwise,
         optimizer=step.optimizer_seconds(),
         overhead=step.overhead(),
@@ -258,9 +261,9 @@ class _Step:
         self.rank = rank_of(cfg, copies, span)
         self.bf16_gradients = cfg.parallel.gradient_reduction == "bf16" and self.rank.element == 2
         """As they travel; of a run in fp32 never, which is an error that a plan has to live with."""
-        overlap = overlaps(cfg)
-        self.parts = parts_of(self.rank.tokens, tensor_size, overlap)
-        self.in_halves = attention_calls(cfg.data.micro_batch_size, self.rank.tokens, tensor_size, overlap) > 1
+        self.overlap = overlaps(cfg)
+        self.parts = parts_of(self.rank.tokens, tensor_size, self.overlap)
+        self.in_halves = attention_calls(cfg.data.micro_batch_size, self.rank.tokens, tensor_size, self.overlap) > 1
         """Whether each part has an attention of its own."""
         wide, low = dataclasses.replace(self.rank, linear=SIXTEEN_BITS), len(cfg.linear.low_bit_blocks(layers))
         self.blocks = tuple(

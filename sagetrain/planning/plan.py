@@ -17,9 +17,17 @@ from sagetrain.config.schema import SIXTEEN_BITS, DataConfig, LinearConfig, RunC
 from sagetrain.config.tokens_per_step import ScheduleStage, stages
 from sagetrain.data.tokenizer import known_tokenizer
 from sagetrain.hardware import Hardware
-from sagetrain.model.accounting import MemoryItem, memory_per_rank
-from sagetrain.planning.layouts import Layout, fastest_linear, fewest_gpus, layout, memory_finding, propose
-from sagetrain.planning.performance import calibrate
+from sagetrain.model.accounting import MemoryItem, total_bytes
+from sagetrain.planning.layouts import (
+    Layout,
+    fastest_linear,
+    fewest_gpus,
+    layout,
+    memory_finding,
+    memory_of,
+    propose,
+)
+from sagetrain.planning.performance import calibrate, predict
 from sagetrain.train import inputs
 
 ASSUMED_VOCAB_SIZE = 32_768
@@ -123,8 +131,8 @@ def make_plan(
     schedule: list[ScheduleStage] = []
     chosen = None
     if not refused & _NO_LAYOUT:
-        memory = memory_per_rank(cfg, world_size, padded)
-        too_large = memory_finding(cfg, world_size, padded, hardware)
+        memory = memory_of(cfg, predict(cfg, world_size, padded, hardware, span), padded)
+        too_large = memory_finding(total_bytes(memory), hardware)
         findings = [*([too_large] if too_large else []), *findings]
         if not refused & _NO_SCHEDULE:
             multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
