@@ -12,16 +12,24 @@ import tiny
 from distributed import run_distributed
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
+from sagetrain.config import RunConfig
 from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.protocol import Observers, StepResult
 from sagetrain.model.norm import is_qk_gain
 from sagetrain.parallel.rng import rng_state
+from sagetrain.train.controllers import updates_of
 
 CAP = 1.02  # not a bf16 number
 STEPS = 6
 
 
-def capped(stage: int, dtype: str, **qk_gain: Any) -> Any:
+def capped(stage: int, dtype: str, **qk_gain: Any) -> RunConfig:
     return tiny.config(stage, dtype, stability={"qk_gain": qk_gain or {"cap": CAP}}, optimizer={"eps": 1e-6})
+
+
+def step_of(engine: Engine, cfg: RunConfig, step: int, sequences: int = 4) -> StepResult:
+    """Take a step as the trainer does, which gives the engine what looks at updates."""
+    return tiny.global_step(engine, step, sequences, Observers(updates=updates_of(cfg, engine)))
 
 
 def masters_of(engine: Engine) -> list[torch.Tensor]:
@@ -34,10 +42,11 @@ def copies_of(engine: Engine) -> list[torch.Tensor]:
 
 
 def steps_of(tp_size: int, stage: int, dtype: str, qk_gain: dict) -> dict[str, Any]:
-    engine = tiny.engine(capped(stage, dtype, **qk_gain), tiny.join(tp_size))
+    cfg = capped(stage, dtype, **qk_gain)
+    engine = tiny.engine(cfg, tiny.join(tp_size))
     seen: dict[str, Any] = {"masters": [], "copies": [], "shares": [], "losses": [], "rounded": True}
     for step in range(STEPS):
-        result = tiny.global_step(engine, step, sequences=2 * engine.groups.dp_size)
+        result = step_of(engine, cfg, step, 2 * engine.groups.dp_size)
         seen["shares"].append(result.metrics.get("qk_gain/capped_share"))
         seen["losses"].append(result.loss)
         seen["masters"].append(masters_of(engine))
@@ -76,11 +85,12 @@ def test_no_gain_is_above_the_cap_at_any_stage(world: int, tp_size: int, stage: 
 
 
 def test_the_cap_is_one_of_magnitude() -> None:
-    engine = tiny.engine(capped(1, "fp32"), tiny.join(1))
+    cfg = capped(1, "fp32")
+    engine = tiny.engine(cfg, tiny.join(1))
     for shard in engine.shards(is_qk_gain):
         for values, _ in engine.weights(shard):
             values.fill_(-2 * CAP)
-    shares = [tiny.global_step(engine, step).metrics["qk_gain/capped_share"] for step in range(2)]
+    shares = [step_of(engine, cfg, step).metrics["qk_gain/capped_share"] for step in range(2)]
     assert shares == [1.0, 1.0] and all((gain >= -torch.tensor(CAP)).all() for gain in masters_of(engine))
 
 
@@ -103,22 +113,24 @@ def test_gains_alone_decay() -> None:
 
 
 def save_and_go_on(root: str, stage: int, dtype: str) -> list[torch.Tensor]:
-    engine = tiny.engine(capped(stage, dtype), tiny.join(1))
+    cfg = capped(stage, dtype)
+    engine = tiny.engine(cfg, tiny.join(1))
     for step in range(3):
-        tiny.global_step(engine, step)
+        step_of(engine, cfg, step)
     writer = tiny.saver(Path(root), engine.groups)
     writer.start({"step": 3, "tokens": 192}, "{}", tiny.shards(engine), rng_state())
     writer.wait()
     for step in range(3, STEPS):
-        tiny.global_step(engine, step)
+        step_of(engine, cfg, step)
     return [*masters_of(engine), *copies_of(engine)]
 
 
 def load_and_go_on(root: str, tp_size: int, stage: int, dtype: str) -> list[torch.Tensor]:
-    engine = tiny.engine(capped(stage, dtype), tiny.join(tp_size), seed=99)
+    cfg = capped(stage, dtype)
+    engine = tiny.engine(cfg, tiny.join(tp_size), seed=99)
     reading.load_engine(Reader(Path(root) / on_disk.folder_name(3)), engine, optimizer_steps=3)
     for step in range(3, STEPS):
-        tiny.global_step(engine, step)
+        step_of(engine, cfg, step)
     return [*masters_of(engine), *copies_of(engine)]
 
 

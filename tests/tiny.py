@@ -12,7 +12,7 @@ from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.engines.deepspeed import Engine, partitioner
-from sagetrain.engines.protocol import StepResult
+from sagetrain.engines.protocol import Observers, StepResult
 from sagetrain.model.accounting import overlaps
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
@@ -60,7 +60,7 @@ def engine(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Engine:
     return Engine(cfg, model(cfg, groups, seed), groups, 1)
 
 
-def global_step(engine: Engine, step: int, sequences: int = 4) -> StepResult:
+def global_step(engine: Engine, step: int, sequences: int = 4, observers: Observers | None = None) -> StepResult:
     """One optimizer step on `sequences` random sequences that depend on the step alone."""
     dp_rank, dp_size = engine.groups.dp_rank, engine.groups.dp_size
     draw = torch.Generator().manual_seed(step % 5)
@@ -69,7 +69,7 @@ def global_step(engine: Engine, step: int, sequences: int = 4) -> StepResult:
         Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
         for row in tokens[dp_rank::dp_size]
     ]
-    return engine.step(batches, sequences // dp_size, 1e-2)
+    return engine.step(batches, sequences // dp_size, 1e-2, observers or Observers())
 
 
 def evaluation(engine: Engine, sources: list[str]) -> dict[str, float]:

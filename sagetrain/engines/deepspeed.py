@@ -28,7 +28,6 @@ from sagetrain.checkpoint.ledger import fold
 from sagetrain.config.arithmetic import overlaps_reduction, own_reduction, resolved_zero_stage
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
-from sagetrain.engines import gain_cap
 from sagetrain.engines.gradients import StepGradients
 from sagetrain.engines.masters import Masters
 from sagetrain.engines.protocol import Observers, StepResult
@@ -151,7 +150,6 @@ class Engine(Masters):
         parameters = sum(torch.Size(shape).numel() for shape in self._shapes.values())
         self.config = deepspeed_config(cfg, groups.num_replicas, accumulation, parameters)
         self._base = build_optimizer(model, cfg.optimizer, cfg.stability.qk_gain.decay)
-        self._gain_cap = cfg.stability.qk_gain.cap
         if self.stage == 3 and getattr(model, "whole_blocks", False):
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])  # hooks before and behind a block alone
         self._synchronize = deepspeed.get_accelerator().synchronize
@@ -236,8 +234,8 @@ class Engine(Masters):
             raise RuntimeError(f"the loader gave {count} micro-batches for a step of {accumulation}")
         # Over the world: tensor-parallel ranks hold the same loss, context-parallel ones that of equally many tokens.
         metrics.mean("train/loss", total / accumulation)
-        if self._gain_cap:
-            gain_cap.count(self, self._gain_cap)
+        for observer in observers.updates:
+            observer.before_update()
         metrics.sum("stop", stop())
         metrics.sum("folds", fold(samples, self.groups.dp_rank))
 
@@ -251,17 +249,18 @@ class Engine(Masters):
         self._verdict, skipped = verdict, self._ds.skipped_steps
         self._gradients.begin(noise)
         self._ds.step()
-        if self._gain_cap:
-            gain_cap.clip(self, self._gain_cap)
-        self._renew()
         found, judged = verdict()  # here for the first time if the gradient is not finite and DeepSpeed has stopped
+        applied = judged.apply and self._ds.skipped_steps == skipped
+        for observer in observers.updates if applied else ():
+            observer.after_update()
+        self._renew()
         shown, layer_norms = self._gradients.finish(accumulation, found["train/grad_norm"])
         found.update(shown)
         if observers.layer_norms:
             found.update((f"norms/{layer}/gradient", norm) for layer, norm in layer_norms.items())
         return StepResult(
             found,
-            applied=judged.apply and self._ds.skipped_steps == skipped,
+            applied=applied,
             stop=found.pop("stop") > 0,
             folds=int(found.pop("folds")),
             span=found.pop("span"),

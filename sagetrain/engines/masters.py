@@ -200,7 +200,9 @@ class Masters:
         if self.stage == 0:
             return master
         if self.stage == 3:
-            return [*master, (shard.parameter.ds_tensor.data.view(-1)[: shard.stop - shard.start], shard.start)]
+            part = shard.parameter.ds_tensor.data.view(-1)[: shard.stop - shard.start]
+            # Small parameters stay gathered; of others this is empty.
+            return [*master, (part, shard.start), (shard.parameter.data.view(-1), 0)]
         return [*master, (shard.parameter.data.view(-1), 0)]
 
     @torch.no_grad()

@@ -31,6 +31,18 @@ class Probe(Protocol):
         ...
 
 
+class UpdateObserver(Protocol):
+    """Looks at the weights of a step, before and after they are updated."""
+
+    def before_update(self) -> None:
+        """Look at the weights when the last backward pass is over. What is added to the metrics is the step's."""
+        ...
+
+    def after_update(self) -> None:
+        """Look at the weights that an update has made. The observer may change them, in all copies of this rank."""
+        ...
+
+
 def _accept(metrics: Mapping[str, float]) -> Verdict:
     return Verdict()
 
@@ -47,6 +59,8 @@ class Observers:
     """Sees the first micro-batch, forward and backward."""
     layer_norms: bool = False
     """Whether norms/<layer>/gradient and norms/<layer>/activation are measured."""
+    updates: Sequence[UpdateObserver] = ()
+    """See the weights before the step is judged, and after an update that was made."""
     judge: Callable[[Mapping[str, float]], Verdict] = _accept
     """Whether the update is made: asked on every rank, with the step's numbers but those of `noise`."""
 

@@ -241,9 +241,8 @@ def _step(trainer: Trainer, tokens: int, judge: Callable[[Mapping[str, float]], 
     cfg, state = trainer.cfg, trainer.state
     lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, tokens, cfg.training.total_tokens)
     batches = trainer.loader.step_batches(state.sequences, tokens)
-    return trainer.engine.step(
-        batches, tokens // trainer.micro_step, lr, Observers(judge=judge), trainer.counted(tokens)
-    )
+    observers = Observers(updates=trainer.controllers.updates, judge=judge)
+    return trainer.engine.step(batches, tokens // trainer.micro_step, lr, observers, trainer.counted(tokens))
 
 
 def _take(trainer: Trainer, folder: Path, content: dict[str, Any], functions: list[AttentionFunction]) -> Numbers:

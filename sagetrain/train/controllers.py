@@ -7,9 +7,12 @@ says, ends the run, is left out, or sends the run back to a checkpoint. Every ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from sagetrain.checkpoint.ledger import TrainState, left_out
 from sagetrain.checkpoint.saving import Saver
@@ -21,10 +24,12 @@ from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data.loader import SampleStream
 from sagetrain.engines.deepspeed import Engine
-from sagetrain.engines.protocol import Observers, StepResult
+from sagetrain.engines.protocol import Observers, StepResult, UpdateObserver
 from sagetrain.model.backends import AttentionFunction, attention_function
+from sagetrain.model.norm import is_qk_gain
 from sagetrain.model.transformer import Transformer
 from sagetrain.stability.controller import Controller, Event, Taken
+from sagetrain.stability.gain_cap import GainCap
 from sagetrain.stability.linear_errors import MICRO_BATCHES, LinearErrors, Vanishing
 from sagetrain.stability.linear_schedule import LinearSchedule
 from sagetrain.stability.measured import Measured
@@ -72,6 +77,7 @@ class Controllers:
         self._noise = GradientNoise(model, groups, device)
         exact = attention_function("sdpa", cfg.attention, device)
         self._probe = QuantizationProbe(model, exact, groups, device)
+        self.updates = updates_of(cfg, engine)
         self.spikes, self._event_step = Spikes(stability.spikes), 0
         self._trail: list[dict[str, Any]] = []  # the steps since the newest checkpoint, for bundles
         micro_batch = cfg.data.micro_batch_size * cfg.data.seq_length
@@ -158,6 +164,7 @@ class Controllers:
             probes=[probe for probe, every in probed if _due(every, step)],
             watch=self._monitor.watch(step),
             layer_norms=_due(self._cfg.logging.layer_norms_every_steps, step),
+            updates=self.updates,
             judge=partial(self.spikes.judge, tokens=size),
         )
 
@@ -270,6 +277,20 @@ class Controllers:
             f"step {state.step}: dropped ({why}): sequences {first:,} to {state.sequences - 1:,} are passed over "
             "without an update"
         )
+
+
+def updates_of(cfg: RunConfig, engine: Engine) -> Sequence[UpdateObserver]:
+    """Return what looks at every update of a run, and may change the weights: the cap on the gains of QK-norm."""
+    if cfg.stability.qk_gain.cap is None:
+        return ()
+
+    def gains() -> Iterator[tuple[Tensor, list[Tensor]]]:
+        for shard in engine.shards(is_qk_gain):
+            values = [values for values, _ in engine.weights(shard)]
+            master = values.pop(0) if shard.tensors else torch.empty(0, device=engine.device)
+            yield master, values
+
+    return [GainCap(cfg.stability.qk_gain.cap, gains, engine.groups, engine.device)]
 
 
 def _due(every: int | None, step: int) -> bool:
