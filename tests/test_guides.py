@@ -158,7 +158,7 @@ def test_every_log_is_listed_and_numbers_are_written_in_full() -> None:
     """A number has a digit before its point, and an interval its sign."""
     index = ROOT / "results/log/README.md"
     assert [path.name for path in LOGS if path != index and f"({path.name})" not in index.read_text()] == []
-    for page in (*RESULTS, *LOGS, ROOT / "results/README.md"):
+    for page in (*RESULTS, *LOGS, ROOT / "results/README.md", ROOT / "kernels/NOTES.md"):
         prose = re.sub(r"^```.*?^```|`[^`]*`|\]\([^)]*\)", "", page.read_text(), flags=re.M | re.S)
         assert re.findall(r"(?<![\w.)*])[-+]?\.\d+|\+-", prose) == [], page
 

@@ -30,7 +30,7 @@ from .operators import operator
 
 # Elements of the halves of as many heads as that makes, which a program has in hand at a time, and its warps: 16 heads
 # of 128 forward and 4 backward, where a program takes so many tokens one after the other and leaves one partial sum of
-# the gains' gradients. As they stand here they are not yet timed (NOTES.md has a trial).
+# the gains' gradients. As they stand here they are not yet timed (results/log/kernels.md has a trial).
 FORWARD_ELEMENTS, FORWARD_WARPS = 1024, 4
 BACKWARD_ELEMENTS, BACKWARD_WARPS, BACKWARD_TOKENS = 256, 1, 16
 # Of the partial sums, which a program adds up: rows at a time, columns. Not yet timed.
