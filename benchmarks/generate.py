@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from sagetrain.cli_options import Attention
+from sagetrain.cli.options import Attention
 from sagetrain.config.errors import CheckpointError, ConfigError
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun, load_run

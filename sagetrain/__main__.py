@@ -11,10 +11,10 @@ from typing import NoReturn
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: main(["plan", "325m"]). The words default to those of the command line.
 
-    Mistakes of users are messages on stderr and codes (exits.py lists them); every other exception is raised.
+    Mistakes of users are messages on stderr and codes (cli/exits.py lists them); every other exception is raised.
     """
-    from sagetrain.cli import run
-    from sagetrain.exits import as_it_was
+    from sagetrain.cli.exits import as_it_was
+    from sagetrain.cli.main import run
 
     with as_it_was():
         return run(sys.argv[1:] if words is None else words)
@@ -25,10 +25,11 @@ def program() -> NoReturn:
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupted)
-        from sagetrain import cli, exits
+        from sagetrain.cli import exits
+        from sagetrain.cli.main import run
 
         exits.console_script = True
-        sys.exit(cli.run(sys.argv[1:]))
+        sys.exit(run(sys.argv[1:]))
     except KeyboardInterrupt:  # while something is imported; elsewhere exits.Errors sees to it
         os._exit(130)
 

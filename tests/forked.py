@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 # What a run imports, late imports too. Ranks of one world also get one hash seed from it; those of launchers do not.
 IMPORTED = [
-    "sagetrain.cli",
+    "sagetrain.cli.main",
     "sagetrain.config.check",
     "sagetrain.interop.lm_eval",
     "sagetrain.train.trainer",

@@ -17,8 +17,10 @@ import typer
 
 from forked import PATIENCE, Command
 from runs import ROOT, STEPS, sagetrain, write_config
-from sagetrain import __version__, cli
+from sagetrain import __version__
 from sagetrain.__main__ import main
+from sagetrain.cli import configuration
+from sagetrain.cli import main as cli
 from sagetrain.config import ConfigError
 
 
@@ -38,7 +40,7 @@ def test_the_package_and_the_launchers_script_can_be_run(words: list[str]) -> No
     done = command(sys.executable, "-X", "importtime", *words)
     assert done.returncode == 2
     assert "error: none.yaml: cannot be read" in done.stderr
-    assert " sagetrain.cli\n" in done.stderr
+    assert " sagetrain.cli.main\n" in done.stderr
     assert " torch\n" not in done.stderr  # a mistake is told at once
 
 
@@ -166,13 +168,13 @@ def test_what_is_shipped_is_printed_as_it_is(capsys) -> None:
     (["x=1", "--config=a.yaml", "y=2"], ["x=1", "y=2"]), (["b.yaml", "-c", "a.yaml"], ["b.yaml"]),
 ])  # fmt: skip
 def test_a_configuration_is_named_with_or_without_config(monkeypatch, capsys, command, words, overrides) -> None:
-    named, done = cli._named, []
+    named, done = configuration.named, []
 
     def note(*args):
         done.append(named(*args))
         raise typer.Exit
 
-    monkeypatch.setattr(cli, "_named", note)
+    monkeypatch.setattr(f"sagetrain.cli.{command}._named", note)
     run_main(capsys, command, *words)
     assert done == [(Path("a.yaml"), overrides)]
 
@@ -183,7 +185,7 @@ LONG = "data.valid=[" + 300 * "x" + "]"  # no name of a file
 @pytest.mark.parametrize("words", [(None, None), ("optimizer.lr=1", None), ("optimizer.lr=1", ["x=2"]), (LONG, None)])
 def test_a_configuration_that_is_not_named(words) -> None:
     with pytest.raises(ConfigError, match=r"name a configuration: sagetrain train configs/quickstart\.yaml"):
-        cli._named("train", words[0], None, words[1])
+        configuration.named("train", words[0], None, words[1])
 
 
 @pytest.mark.parametrize(("number", "code", "said"), [

@@ -161,7 +161,7 @@ def test_8_bits_are_tried_on_a_layer_that_takes_them(monkeypatch: pytest.MonkeyP
 
 
 def test_the_command_tries_what_a_rank_of_the_configuration_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sagetrain import cli
+    from sagetrain.cli import main as cli
 
     asked: list[object] = []
     monkeypatch.setattr(doctor, "examine", lambda *how: asked.extend(how[:2]) or [])
@@ -197,7 +197,7 @@ def test_equal_findings_share_a_line(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_the_command_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from sagetrain import cli
+    from sagetrain.cli import main as cli
 
     found = [Check("run_dir", "here", "bad", "no room", "make some")]
     monkeypatch.setattr(doctor, "examine", lambda *_: found)

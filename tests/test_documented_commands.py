@@ -20,7 +20,7 @@ from torch.distributed import run as torchrun
 
 from forked import PATIENCE, Command
 from runs import ROOT
-from sagetrain.cli import app
+from sagetrain.cli.main import app
 from sagetrain.config import load_config
 from sagetrain.config.check import check
 

@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 import tiny
 from distributed import run_distributed
 from runs import finish, sagetrain, write_config
-from sagetrain import cli_evaluate
+from sagetrain.cli import evaluate as cli_evaluate
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import EvaluationConfig
 from sagetrain.inference.generate import Sampling, generate

@@ -22,8 +22,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 import tiny
 from distributed import run_distributed
-from sagetrain import exits
 from sagetrain.checkpoint.ledger import TrainState
+from sagetrain.cli import exits
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config import RunConfig
 from sagetrain.config.arithmetic import padded_vocab_size

@@ -9,7 +9,7 @@ import torch
 
 import tiny
 from distributed import run_distributed
-from sagetrain import exits
+from sagetrain.cli import exits
 from sagetrain.config.errors import TrainingError
 from sagetrain.train import trainer
 from sagetrain.train.out_of_memory import explained, record_allocations

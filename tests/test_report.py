@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from forked import PATIENCE
 from runs import sagetrain
-from sagetrain import cli
+from sagetrain.cli import main as cli
 from sagetrain.config.errors import ConfigError
 from sagetrain.report.page import render, write_report
 from sagetrain.report.read import MAX_POINTS, averaged, different_settings, read_rows, read_runs, thinned

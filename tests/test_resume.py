@@ -21,9 +21,9 @@ import tiny
 from distributed import run_distributed
 from forked import PATIENCE
 from runs import at_step, check_same, finish, free_port, kill_all, log_of, start, write_config
+from sagetrain.cli.exits import Errors
 from sagetrain.cluster.guard import StopSignal
 from sagetrain.config import ConfigError, RunConfig
-from sagetrain.exits import Errors
 from sagetrain.train.trainer import Trainer
 
 

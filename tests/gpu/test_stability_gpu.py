@@ -107,7 +107,7 @@ def write_config(folder: Path, policy: str) -> Path:
 
 PROGRAM = """
 import shlex, sys
-import sagetrain.cli, sagetrain.inference.replay, sagetrain.train.trainer
+import sagetrain.cli.main, sagetrain.inference.replay, sagetrain.train.trainer
 sys.argv[1:] = shlex.split(sys.stdin.readline())
 from sagetrain.__main__ import program
 program()

@@ -1,19 +1,18 @@
-"""The command that says how good a model is: eval. cli.py has the others."""
+"""`sagetrain eval`: how good a model is."""
 
 from __future__ import annotations
 
 import json
-from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sagetrain.cli_options import Checkpoint, DataRoot, InferenceAttention, InferencePrecision, RunDir
+from sagetrain.cli.exits import Errors as _Errors
+from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.options import Checkpoint, DataRoot, InferenceAttention, InferencePrecision, RunDir
 from sagetrain.config.errors import ConfigError
-from sagetrain.exits import Errors as _Errors
-from sagetrain.exits import warn as _warn
 
 if TYPE_CHECKING:
     from sagetrain.inference.evaluate import Evaluation
@@ -21,10 +20,7 @@ if TYPE_CHECKING:
     from sagetrain.interop.lm_eval import Tasks
     from sagetrain.planning.tables import Table
 
-evaluation = typer.Typer()
 
-
-@evaluation.command("eval")
 def evaluate(
     run_dir: RunDir,
     num_sequences: Annotated[
@@ -131,25 +127,6 @@ def load_harness(wanted: str) -> ModuleType:
         raise ConfigError(
             f"{wanted}: the lm-evaluation-harness cannot be imported ({error}); pip install 'sagetrain[lm-eval]'"
         ) from error
-
-
-def while_training(cfg: Any) -> tuple[Any, Any]:
-    """Give what asks evaluation.tasks and what writes samples of a model that trains (Tasks and Samples of
-    train/trainer.py), None for what the configuration does not ask for."""
-    evaluation, data = cfg.evaluation, cfg.data
-    tasks = samples = None
-    if evaluation.tasks or evaluation.samples_every_tokens:
-        from sagetrain.inference.load import in_training
-
-        trained = partial(in_training, cfg)
-    if evaluation.tasks:
-        ask = load_harness("evaluation.tasks").tasks_while_training
-        tasks = ask(evaluation, data, trained if cfg.parallel.zero_stage < 3 else None)
-    if evaluation.samples_every_tokens:
-        from sagetrain.inference.samples import samples_while_training
-
-        samples = samples_while_training(evaluation, data, trained)
-    return tasks, samples
 
 
 def _show_tasks(run: TrainedRun, tasks: Tasks, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands of cli.py and cli_studies.py have."""
+"""Arguments and options that several commands have."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ Config = Annotated[
         show_default=False,
     ),
 ]
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="The same: --config CONFIG.")]
 DataRoot = Annotated[
     Path | None,
     typer.Option(

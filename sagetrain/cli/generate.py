@@ -1,4 +1,4 @@
-"""The command that writes text: generate. cli.py has the others."""
+"""`sagetrain generate`: continue texts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sagetrain.cli_options import Checkpoint, InferenceAttention, RunDir
+from sagetrain.cli.exits import Errors as _Errors
+from sagetrain.cli.exits import leave_together as _leave_together
+from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.options import Checkpoint, InferenceAttention, RunDir
 from sagetrain.config.errors import ConfigError
-from sagetrain.exits import Errors as _Errors
-from sagetrain.exits import leave_together as _leave_together
-from sagetrain.exits import warn as _warn
 
 if TYPE_CHECKING:
     from sagetrain.inference.generate import Completion
 
-generation = typer.Typer()
 
-
-@generation.command()
 def generate(
     run_dir: RunDir,
     prompt: Annotated[

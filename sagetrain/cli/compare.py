@@ -1,0 +1,145 @@
+"""`sagetrain compare`: configurations side by side."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sagetrain.cli.exits import Errors as _Errors
+from sagetrain.cli.exits import leave as _exit
+from sagetrain.cli.exits import warn as _warn
+
+
+def compare(
+    context: typer.Context,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="A.yaml [B.yaml]... [KEY=VALUE]...",
+            help="The baseline, what is compared with it, and overrides of all; with --report-only output folders.",
+            show_default=False,
+        ),
+    ],
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="'NAME: KEY=VALUE ...'", help="Compare the baseline with these overrides too. Repeatable."
+        ),
+    ] = None,
+    row: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="'NAME: KEY=VALUE ...'",
+            help="Compare everything once more with these overrides (tokens per step, say). Repeatable.",
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, from training.seed on: one pair a seed.")] = 3,
+    band: Annotated[
+        int,
+        typer.Option(min=0, help="For so many seeds run the baseline again in another rounding: the rounding band."),
+    ] = 0,
+    branch: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="TOKENS",
+            help="Let the others go on from the baseline's first checkpoint of so many tokens or more: chance leaves "
+            "less between runs that part late. 0: all from the beginning.",
+        ),
+    ] = 0,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Let runs differ in this key or section, which pairs else share. Repeatable."),
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="NAME", show_default=False, help="Name of the baseline. Default: its file's.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", show_default=False, help="Folder of what comes out. Default: training.run_dir-compare."
+        ),
+    ] = None,
+    run_dirs: Annotated[
+        Path | None, typer.Option(show_default=False, help="Folder of the runs. Default: runs, inside of the output.")
+    ] = None,
+    per_gpu: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Runs at a time on each GPU, one fewer after each that finds its memory full; without a GPU, in all.",
+        ),
+    ] = 1,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="SECONDS", show_default=False, help="Then save and stop, as on SIGTERM."),
+    ] = None,
+    margin: Annotated[
+        float, typer.Option(help="A gap that does not matter, in nats per token: level is called inside of it.")
+    ] = 0.01,
+    title: Annotated[str, typer.Option(help="First line of the page. Default: the question.", show_default=False)] = "",
+    report_only: Annotated[
+        bool,
+        typer.Option(
+            "--report-only",
+            help="Run nothing: the page from output folders, several become one; NAME=FOLDER names its row.",
+        ),
+    ] = False,
+) -> None:
+    """Train configurations side by side from the same initialization and samples, and say whether losses differ.
+
+    Runs use the GPUs there are (CUDA_VISIBLE_DEVICES), each as `sagetrain train`. SIGTERM saves and stops all of them;
+    the same command continues, with more --seeds or variants it adds them; finished runs are not repeated. The output
+    folder gets a page, a plot, tables as json, and losses.jsonl, from which --report-only makes the page again.
+
+    \b
+    sagetrain compare base.yaml --variant 'paper: attention.backend=sage attention.recipe=paper' --seeds 4 --band 2
+    """
+    with _Errors() as errors:
+        from sagetrain.compare import command as comparing
+        from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError
+        from sagetrain.config.load import is_assignment
+
+        if not 0 <= margin < math.inf:
+            raise ConfigError(
+                f"--margin {margin:g}: must be a finite gap of 0 or more, in nats per token; use 0.01, for instance"
+            )
+        overrides = [] if report_only else [word for word in words if is_assignment(word)]
+        named = [word for word in words if word not in overrides]
+        failed = 0
+        if report_only:
+            if output is None and (len(named) > 1 or is_assignment(named[0])):
+                raise ConfigError(
+                    "several folders, or one whose row gets a name, become a page of its own: name its folder with "
+                    "--output; theirs stay as they are"
+                )
+            found = comparing.read_folders(named)
+            output = output or Path(named[0])
+        else:
+            from sagetrain.compare.question import asked
+
+            question = asked(
+                named,
+                variant or [],
+                row or [],
+                overrides,
+                baseline=baseline,
+                seeds=seeds,
+                band=band,
+                allow=allow or [],
+                branch=branch,
+            )
+            where = comparing.places(output or question.default_output(), run_dirs, per_gpu)
+            errors.output = where.output
+            line = shlex.join(["sagetrain", *(context.obj or ())])
+            found = comparing.compare(question, where, _warn, command=line, time_limit=time_limit)
+            output, failed = where.output, len(found.failed([*question.jobs()]))
+        if found.runs or report_only:  # or it was stopped before any run began
+            comparing.report(found, output, margin, title, _warn)
+        if failed:
+            _warn(f"error: {failed} runs failed; the same command tries them again")
+            _exit(TRAINING_EXIT_CODE)

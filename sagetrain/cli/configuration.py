@@ -1,0 +1,38 @@
+"""The configuration that a command is given: where it is, and whether it can run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sagetrain.cli.exits import warn as _warn
+from sagetrain.config.errors import ConfigError, Finding
+
+
+def named(command: str, first: str | None, option: Path | None, others: list[str] | None) -> tuple[Path, list[str]]:
+    """Configuration and overrides: of `CONFIG [KEY=VALUE]...`, or of `--config CONFIG [KEY=VALUE]...`."""
+    words = [*([first] if first is not None else []), *(others or [])]
+    if option is not None:
+        return option, words
+    from sagetrain.config.load import is_assignment
+
+    if not words or is_assignment(words[0]):
+        raise ConfigError(f"name a configuration: sagetrain {command} configs/quickstart.yaml")
+    return Path(words[0]), words[1:]
+
+
+def checked(config: Path, overrides: list[str], world_size: int, show: bool) -> tuple[Any, list[Finding]]:
+    """Load and check a configuration. Errors end the run here, before any process group starts."""
+    from sagetrain.config.check import check
+    from sagetrain.config.load import load_config
+    from sagetrain.data.tokenizer import known_vocab_size
+
+    cfg = load_config(config, overrides)
+    findings = check(cfg, world_size, vocab_size=known_vocab_size(cfg.data), path=config, overrides=overrides)
+    errors = [finding for finding in findings if finding.level == "error"]
+    if errors:
+        raise ConfigError("\n".join(str(finding) for finding in errors))
+    if show:
+        for finding in findings:
+            _warn(f"{finding.level}: {finding}")
+    return cfg, findings

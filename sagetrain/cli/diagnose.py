@@ -1,0 +1,61 @@
+"""`sagetrain diagnose`: what INT8 attention loses on a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sagetrain.cli.exits import Errors as _Errors
+from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.options import Checkpoint, DataRoot, RunDir
+
+
+def diagnose(
+    run_dir: RunDir,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(help="INT8 recipe; may come several times. Default: what the run was trained with, else fine."),
+    ] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, show_default=False, help="Sequences to measure on. Default: a micro-batch.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", show_default=False, help="Write the numbers here too.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", metavar="PATH", show_default=False, help="Draw them (.png).")
+    ] = None,
+    data_root: DataRoot = None,
+    checkpoint: Checkpoint = None,
+) -> None:
+    """What INT8 attention loses on a checkpoint, layer by layer: the papers' Table 2.
+
+    Attention is computed in INT8 and in float32 from the same queries, keys and values; the table has, for each of its
+    tensors, the cosine between the two and the relative L2 norm of their difference. Of a run with linear layers in 8
+    bits a table of these follows, with the share of gradients that rounds to zero.
+
+    \b
+    sagetrain diagnose runs/325m --recipe paper --recipe fine --plot errors.png
+    """
+    with _Errors(run_dir=run_dir):
+        from sagetrain.data.token_file import write_atomic
+        from sagetrain.inference import diagnose as diagnosis
+        from sagetrain.inference.load import load_run, with_data
+        from sagetrain.parallel.host import use_cores
+        from sagetrain.planning.tables import console, print_table
+
+        use_cores()
+
+        diagnosis.check_outputs(json_file, picture)
+        run = load_run(run_dir, _warn, checkpoint, linear="bf16")  # those in 8 bits have a table of their own
+        run = with_data(run, run_dir, data_root, _warn)
+        found = diagnosis.diagnose(run, recipe or [], sequences, _warn)
+        for table in diagnosis.tables(found):
+            print_table(console(), table)
+        if json_file:
+            write_atomic(json_file, json.dumps(found.to_json(), indent=1).encode())
+        if picture:
+            diagnosis.plot(found, picture)

@@ -1,0 +1,56 @@
+"""`sagetrain doctor`: what a machine has and lacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sagetrain.cli.exits import Errors as _Errors
+from sagetrain.cli.exits import leave as _exit
+from sagetrain.cli.options import Config, Overrides
+
+
+def doctor(
+    config: Config = None,
+    overrides: Overrides = None,
+    disk_mib: Annotated[int, typer.Option(min=1, help="Written to the folder of the run, and removed.")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say what this machine has and lacks for training, and what to do about it.
+
+    \b
+    sagetrain doctor configs/7b.yaml
+
+    Under a launcher for all hosts, their GPUs, and the links between them:
+
+    \b
+    torchrun --nproc-per-node 8 -m sagetrain doctor configs/7b.yaml
+
+    \b
+    deepspeed --hostfile hostfile --module sagetrain doctor configs/7b.yaml
+
+    With a configuration attention and 8-bit matmuls are tried at the shapes that a rank of it has, and the disk where
+    its training.run_dir is.
+    """
+    with _Errors() as errors:
+        from sagetrain.cluster.launcher import launched
+
+        rank, world_size = launched()
+        errors.rank = rank
+        from sagetrain.config.load import load_config
+        from sagetrain.config.schema import ParallelConfig
+        from sagetrain.doctor import examine, show
+
+        cfg = load_config(Path(config), overrides or []) if config else None
+        run_dir, interface = (cfg.training.run_dir, cfg.training.network_interface) if cfg else (".", None)
+        model, parallel = (cfg.model, cfg.parallel) if cfg else (None, ParallelConfig())
+        checks = examine(model, parallel, Path(run_dir), interface, disk_mib)
+        if rank == 0:
+            typer.echo(json.dumps([vars(check) for check in checks], indent=2)) if as_json else show(checks)
+        code = 2 * (rank == 0 and any(check.verdict == "bad" for check in checks))
+    if world_size > 1:
+        _exit(code)  # gloo's threads sometimes abort a process that shuts down by itself
+    raise typer.Exit(code)

@@ -1,0 +1,45 @@
+"""`sagetrain export`: a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sagetrain.cli.exits import Errors as _Errors
+from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.options import Checkpoint, RunDir
+
+
+class Dtype(enum.Enum):
+    """Of exported weights."""
+
+    float32, bfloat16, float16 = "float32", "bfloat16", "float16"
+
+
+def export(
+    run_dir: RunDir,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; it must not exist yet.")],
+    dtype: Annotated[
+        Dtype | None, typer.Option(show_default=False, help="Of the weights. Default: what the run computed in.")
+    ] = None,
+    shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest size of a file of weights, in GB.")] = 4.0,
+    checkpoint: Checkpoint = None,
+) -> None:
+    """Write a run's newest checkpoint as a Hugging Face folder, which transformers loads as Llama or Qwen3.
+
+    \b
+    sagetrain export runs/325m 325m-hf --dtype bfloat16
+    """
+    with _Errors(run_dir=run_dir):
+        from sagetrain.interop.exporting import export as write
+
+        name: Any = dtype.value if dtype else None
+        done = write(run_dir, folder, step=checkpoint, dtype=name, shard_bytes=int(shard_gb * 1e9), report=_warn)
+    typer.echo(
+        f"{folder}: {done.architecture} of step {done.step}, {done.tensors} tensors, {done.bytes:,} bytes in "
+        f"{done.shards} file{'s' * (done.shards > 1)}, max_position_embeddings {done.positions}, eos_token_id "
+        f"{done.eos_token_id}"
+    )

@@ -1,0 +1,33 @@
+"""`sagetrain import`: a Hugging Face folder as a run to start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sagetrain.cli.exits import Errors as _Errors
+from sagetrain.cli.exits import warn as _warn
+
+
+def import_folder(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder of Llama, Mistral or Qwen3.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to write; it must not exist yet.")],
+) -> None:
+    """Make of a Hugging Face folder a run folder to start from, with training.init_from.
+
+    \b
+    sagetrain import Qwen3-0.6B runs/qwen3
+    """
+    with _Errors(run_dir=run_dir):
+        from sagetrain.interop.importing import import_folder as read
+
+        done = read(folder, run_dir, report=_warn)
+    typer.echo(
+        f"{run_dir}: {done.architecture}, {done.parameters:,} parameters in {done.tensors} tensors, tokenizer "
+        f"{done.tokenizer or 'none'}, sequences of up to {done.seq_length:,} tokens\nstart from it with "
+        f"training.init_from={run_dir} and the model and attention sections of its config.yaml, or that file with "
+        "training.run_dir, data.train, data.micro_batch_size, training.total_tokens, tokens_per_step.tokens and "
+        "optimizer.lr of your own: the file's are one step of one sequence (attention.backend: sdpa; sage is INT8)"
+    )

@@ -1,0 +1,106 @@
+"""The `sagetrain` command and its verbs, each in a file of its own, which reads the words after it.
+
+Heavy imports sit inside the verbs, so that `--help` and `plan` answer at once and without torch.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from sagetrain import __version__
+from sagetrain.cli.compare import compare
+from sagetrain.cli.diagnose import diagnose
+from sagetrain.cli.doctor import doctor
+from sagetrain.cli.evaluate import evaluate
+from sagetrain.cli.exits import Errors as _Errors
+from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.export import export
+from sagetrain.cli.generate import generate
+from sagetrain.cli.import_folder import import_folder
+from sagetrain.cli.plan import plan
+from sagetrain.cli.prepare import prepare
+from sagetrain.cli.replay import replay
+from sagetrain.cli.report import report
+from sagetrain.cli.shipped import print_shipped
+from sagetrain.cli.train import train
+
+VERBS: dict[str, Callable[..., None]] = {
+    "prepare": prepare,
+    "plan": plan,
+    "train": train,
+    "config": print_shipped,
+    "export": export,
+    "import": import_folder,
+    "eval": evaluate,
+    "generate": generate,
+    "compare": compare,
+    "diagnose": diagnose,
+    "replay": replay,
+    "doctor": doctor,
+    "report": report,
+}
+"""In the order of --help."""
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # whose tables cut option names where a terminal is narrow
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for name, verb in VERBS.items():
+    app.command(name)(verb)
+
+
+def _version(given: bool) -> None:
+    if given:
+        typer.echo(f"sagetrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def sagetrain(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    local_rank: Annotated[
+        int, typer.Option("--local_rank", "--local-rank", hidden=True, help="Given by `deepspeed --module sagetrain`.")
+    ] = 0,
+) -> None:
+    """Pretrain Llama-like models with trainable INT8 attention (SageBwd).
+
+    Typical order: prepare text into token files, take a configuration (config), plan the run on a laptop, train it (on
+    a cluster: deepspeed --module sagetrain train CONFIG), then eval and generate.
+    """
+
+
+def run(words: Sequence[str]) -> int:
+    """Run a command, given as the words after `sagetrain`, and return its exit code.
+
+    Help is as wide as the terminal; a pipe has no end.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, in a command that does not save and stop on it.
+    """
+    for option, after in zip(words, [*words[1:], ""], strict=False):  # as other programs take them
+        if words[0] in ("train", "plan", "doctor", "compare") and re.match(r"--[a-z_]+(\.\w+)+(=|$)", option):
+            key, _, value = option[2:].partition("=")
+            _warn(f"error: {option}: keys of the YAML go without dashes: {key}={value or after or 'VALUE'}")
+            return 2
+    command = typer.main.get_group(app)
+    for each in command.commands.values():
+        each.short_help = (each.help or "").partition("\n\n")[0]  # whole: by itself the list of commands is cut
+    width, code = shutil.get_terminal_size((10_000, 24)).columns, 0
+    try:
+        with _Errors():  # commands that know a rank or a folder have their own inside; it is for --help on a full disk
+            command(list(words), prog_name="sagetrain", obj=tuple(words), terminal_width=width)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    if code == 130:  # the parser's word for it
+        raise KeyboardInterrupt
+    return code

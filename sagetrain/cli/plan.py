@@ -1,0 +1,81 @@
+"""`sagetrain plan`: what a run will be."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sagetrain.cli.configuration import named as _named
+from sagetrain.cli.exits import leave as _exit
+from sagetrain.cli.options import Config, ConfigOption, Overrides
+from sagetrain.hardware import HARDWARE, planned_gpu
+
+Gpu = enum.Enum("Gpu", {name: name for name in HARDWARE})  # type: ignore[misc]
+
+
+def plan(
+    config: Config = None,
+    overrides: Overrides = None,
+    config_option: ConfigOption = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default=False, help="Ranks (GPUs) the run will have. Default: parallel.world_size, or 1."
+        ),
+    ] = None,
+    gpu: Annotated[
+        Gpu | None,
+        typer.Option(
+            case_sensitive=False,
+            show_default=False,
+            help="What memory and step time are predicted for. Default: this host's GPU, or h200. Rates of h200 and "
+            "h100 are measured; the others are scaled by data sheets.",
+        ),
+    ] = None,
+    gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs that share NVLink; beyond is the network.")] = 8,
+    network_gbps: Annotated[float, typer.Option(min=1, help="Network bandwidth of one GPU, in Gbit/s.")] = 400,
+    measured_tokens_per_second: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            show_default=False,
+            help="What this configuration reached on one GPU (tensor or context parallel: on one group of GPUs). "
+            "Scales the predicted speed of the GPU to it.",
+        ),
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            show_default=False,
+            help="Folder of an earlier run: the findings take what it measured about INT8 attention.",
+        ),
+    ] = None,
+    brief: Annotated[bool, typer.Option("--brief", help="Only the findings and the few numbers one needs.")] = False,
+    show_keys: Annotated[
+        bool, typer.Option("--keys", help="List the keys of the YAML instead; --keys optimizer: those of a section.")
+    ] = False,
+) -> None:
+    """Show what a run will be, on any laptop: parameters, memory, schedules, step time, better layouts, every finding.
+
+    \b
+    sagetrain plan configs/7b.yaml --world-size 64 parallel.tensor_parallel_size=8
+    """
+    from dataclasses import replace
+
+    from sagetrain.planning.show import show_key_reference, show_plan
+    from sagetrain.planning.tables import console, print_text
+
+    if show_keys:
+        show_key_reference(console(), config or "")
+        return
+    path, changes = _named("plan", config, config_option, overrides)
+    kind, assumed = planned_gpu(gpu.value if gpu else None)
+    hardware = replace(HARDWARE[kind], gpus_per_host=gpus_per_host, network_bandwidth=network_gbps * 1e9 / 8)
+    if assumed:
+        print_text(console(), assumed)
+    if show_plan(path, changes, world_size, console(), hardware, measured_tokens_per_second, brief, measured):
+        _exit(2)

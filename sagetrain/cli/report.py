@@ -1,0 +1,31 @@
+"""`sagetrain report`: one page about runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sagetrain.cli.exits import Errors as _Errors
+
+
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, finished or not.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Page to write.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Write one HTML page about runs, to look at without a network.
+
+    Curves over tokens with all runs in each, events (resumes, spikes, changes of precision), and the settings that
+    differ.
+
+    \b
+    sagetrain report runs/325m runs/325m-sdpa -o runs.html
+    """
+    with _Errors(output=output):
+        from sagetrain.report.page import write_report
+
+        size = write_report(run_dirs, output)
+    typer.echo(f"{output}: {len(run_dirs)} run{'s' * (len(run_dirs) > 1)}, {size / 1e6:.1f} MB; open it in a browser")

@@ -1,0 +1,97 @@
+"""`sagetrain train`: train, or continue, a run."""
+
+from __future__ import annotations
+
+import gc
+import os
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sagetrain.cli.configuration import checked as _checked
+from sagetrain.cli.configuration import named as _named
+from sagetrain.cli.evaluate import load_harness
+from sagetrain.cli.exits import Errors as _Errors
+from sagetrain.cli.exits import forbidden as _forbidden
+from sagetrain.cli.exits import leave_together as _leave_together
+from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.options import Config, ConfigOption, Overrides
+from sagetrain.config.errors import ConfigError
+
+
+def train(
+    config: Config = None,
+    overrides: Overrides = None,
+    config_option: ConfigOption = None,
+    local_rank: Annotated[
+        int, typer.Option("--local_rank", "--local-rank", hidden=True, help="Given by the deepspeed launcher.")
+    ] = 0,
+) -> None:
+    """Train, or continue, the run that a YAML file describes.
+
+    \b
+    sagetrain train configs/quickstart.yaml training.run_dir=runs/mine optimizer.lr=3e-4
+
+    \b
+    torchrun --nproc-per-node 8 -m sagetrain train configs/7b.yaml parallel.world_size=8
+
+    \b
+    deepspeed --hostfile hostfile --module sagetrain train configs/7b.yaml parallel.world_size=16
+
+    If training.run_dir holds a checkpoint, the run continues from it.
+    SIGTERM, SIGUSR1 and Ctrl-C save a checkpoint and exit; the same command continues.
+
+    A shipped configuration (sagetrain config lists them) goes by its name (325m) in any folder; give its paths as
+    KEY=VALUE: data.train.0.path, data.valid.0.path (or data.valid=[]) and training.run_dir.
+    """
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its store says for pages that a rank has gone; we say who
+    from sagetrain.cluster.launcher import launched, unknown_launcher
+    from sagetrain.parallel.host import use_cores
+
+    with _Errors() as errors:
+        rank, world_size = launched()
+        errors.rank = rank
+        if (said := unknown_launcher()) and os.environ["LOCAL_RANK"] == "0":
+            _warn(f"warning: {said}")
+        try:
+            path, changes = _named("train", config, config_option, overrides)
+            cfg, findings = _checked(path, changes, world_size, show=rank == 0)
+            errors.run_dir = Path(cfg.training.run_dir)
+            if (said := use_cores()) and rank == 0:
+                _warn(said)
+            gc.disable()  # what is imported stays: to look for garbage in it takes a fifth of the start
+            from sagetrain.train.trainer import Trainer
+
+            gc.freeze()
+            gc.enable()
+            trainer = Trainer(cfg, findings, *_while_training(cfg))
+        except (ConfigError, PermissionError) as error:
+            if world_size > 1:
+                from sagetrain.cluster import preflight
+
+                preflight.stay_out(_forbidden(error) if isinstance(error, PermissionError) else error)
+            raise
+        trainer.run()
+    _leave_together()
+
+
+def _while_training(cfg: Any) -> tuple[Any, Any]:
+    """Give what asks evaluation.tasks and what writes samples of a model that trains (Tasks and Samples of
+    train/trainer.py), None for what the configuration does not ask for."""
+    evaluation, data = cfg.evaluation, cfg.data
+    tasks = samples = None
+    if evaluation.tasks or evaluation.samples_every_tokens:
+        from sagetrain.inference.load import in_training
+
+        trained = partial(in_training, cfg)
+    if evaluation.tasks:
+        ask = load_harness("evaluation.tasks").tasks_while_training
+        tasks = ask(evaluation, data, trained if cfg.parallel.zero_stage < 3 else None)
+    if evaluation.samples_every_tokens:
+        from sagetrain.inference.samples import samples_while_training
+
+        samples = samples_while_training(evaluation, data, trained)
+    return tasks, samples
