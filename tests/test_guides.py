@@ -116,7 +116,7 @@ def test_a_search_finds_guides_before_research_by_the_words_of_other_libraries(s
         "speed": ("generation/", "low-bit-linear/"), "resume": "resuming/", "nan loss": "troubleshooting/",
         "loss spike": "stability/", "NCCL timeout": "troubleshooting/", "wandb": "run-folder/",
         "fine-tune": "finetuning/", "learning rate": "tokens-per-step/", "MFU": "metrics/",
-        "disk full": "troubleshooting/",
+        "disk full": "troubleshooting/", "Muon": "beside-others/", "glossary": "words/",
     }.items():  # fmt: skip
         driver.get(f"{served}?q={query.replace(' ', '+')}")
         found = WebDriverWait(driver, PATIENCE).until(lambda _: driver.execute_script(links))
