@@ -64,7 +64,7 @@ def test_large_steps_without_qk_norm_are_refused_in_any_stage(tokens, key, value
     for way_out in ("before_rope", "at most 262144 tokens per step", "sdpa", "override: [qk_norm_for_large_steps]"):
         assert way_out in finding.fix
     paper = "SageBwd (arXiv 2603.02170), section 5: pretraining with and without QK-norm"
-    assert finding.source == f"{paper}; our runs: results/tokens-per-step"
+    assert finding.source == f"{paper}; our runs: results/qk-norm-large"
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,14 @@ def test_every_log_is_listed_and_numbers_are_written_in_full() -> None:
         assert re.findall(r"(?<![\w.)*])[-+]?\.\d+|\+-", prose) == [], page
 
 
+def test_every_result_that_code_and_findings_name_is_there() -> None:
+    sources = [
+        path.read_text() for room in ("sagetrain", "benchmarks", "tests") for path in ROOT.glob(f"{room}/**/*.py")
+    ]
+    named = {name for text in sources for name in re.findall(r"\bresults/[a-z][\w-]+(?:(?:/[\w-]+)?\.\w+)?", text)}
+    assert len(named) > 10 and [name for name in named if not (ROOT / name).exists()] == []
+
+
 @pytest.fixture(scope="module")
 def plots() -> ModuleType:
     spec = importlib.util.spec_from_file_location("plots", ROOT / "results/plots.py")

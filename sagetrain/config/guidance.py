@@ -21,6 +21,9 @@ _SAGEBWD = "SageBwd (arXiv 2603.02170)"
 _SAGE3 = "SageAttention3 (arXiv 2505.11594)"  # has the first form of the method
 _RECIPE_GAP = "our runs: results/recipe-gap"
 _TOKENS_PER_STEP = "our runs: results/tokens-per-step"
+_BIAS = "our runs: results/bias"
+_QK_NORM = "our runs: results/qk-norm-large"
+_SMOOTHING = "our runs: results/smoothing"
 
 # Largest tokens per step at which INT8 attention without QK-norm trained on par in the paper: 64 sequences of 4096.
 SAFE_WITHOUT_QK_NORM = 64 * 4096
@@ -65,7 +68,7 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             "set attention.qk_norm to before_rope or after_rope; or use at most "
             f"{SAFE_WITHOUT_QK_NORM} tokens per step in every stage; or a 16-bit attention.backend (sdpa, flash); or "
             "accept the risk with guidance.override: [qk_norm_for_large_steps]",
-            f"{_SAGEBWD}, section 5: pretraining with and without QK-norm; {_TOKENS_PER_STEP}",
+            f"{_SAGEBWD}, section 5: pretraining with and without QK-norm; {_QK_NORM}",
         )
     elif tokens >= LARGE_STEP:
         yield Finding(
@@ -91,7 +94,7 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             "43M parameters, ended .0038 +- .0010 higher with it in steps of 16,384 tokens and .0026 +- .0009 in steps "
             "of 65,536 (six pairs each), with scores -.0000 +- .0001, with fine +.0004 +- .0011 and .0000 +- .0002",
             "attention.recipe: scores, or auto; sagetrain compare shows what it costs your model",
-            f"{_SAGEBWD}, section 3: the recipe; {_TOKENS_PER_STEP}, the bias beside the gradient",
+            f"{_SAGEBWD}, section 3: the recipe; {_TOKENS_PER_STEP}; {_BIAS}",
         )
     if not cfg.attention.smooth_k:
         yield Finding(
@@ -102,7 +105,7 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             "K-smoothing was needed for stable INT8 pretraining even at 260K tokens per step. (Ours, with QK-norm, was "
             "stable without and ended .0007 +- .0008 higher: 43M parameters, 524,288 tokens per step, six seeds)",
             "set attention.smooth_k: true",
-            f"{_SAGEBWD}, sections 3 and 5; {_TOKENS_PER_STEP}",
+            f"{_SAGEBWD}, sections 3 and 5; {_SMOOTHING}",
         )
     if cfg.attention.smooth_q:
         yield Finding(
@@ -112,7 +115,7 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             True,
             "Q-smoothing gave no consistent gain in pretraining, in the paper's runs nor in ours",
             "set attention.smooth_q: false",
-            f"{_SAGEBWD}, section 5; {_TOKENS_PER_STEP}",
+            f"{_SAGEBWD}, section 5; {_SMOOTHING}",
         )
     if cfg.lr_schedule.warmup_tokens == 0:
         yield Finding(
@@ -162,7 +165,7 @@ def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
             )
         level = "warning" if here > 1 else "info"
         source += "; ratio' = ratio + bias_ratio (tokens' / tokens - 1), sagetrain/config/measured.py"
-        source += f"; {_TOKENS_PER_STEP}" if biased else ""
+        source += f"; {_BIAS}" if biased else ""
     if run.noise_scale is not None:
         said.append(
             f"the gradient noise scale was {run.noise_scale:,.0f} tokens: {tokens:,} tokens per step are "

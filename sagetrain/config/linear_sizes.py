@@ -9,7 +9,7 @@ LOW_BIT_MULTIPLE = 16
 
 AUTO_PRECISION = "int8"
 """What linear.precision auto takes where that gains. Never fp8, which is a few percent faster and costs several times
-as much in loss (results/tokens-per-step)."""
+as much in loss (results/linear-layers)."""
 
 
 class LinearSizes(NamedTuple):

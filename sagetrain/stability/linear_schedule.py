@@ -1,7 +1,7 @@
 """Linear layers in 16 bits in the first and last part of a run (linear.keep_first_fraction, keep_last_fraction), in 8
 between them.
 
-What INT8 costs from the first token on is likely lost where the loss falls fastest (results/tokens-per-step). About
+What INT8 costs from the first token on is likely lost where the loss falls fastest (results/int8-warm-up). About
 half of what FP8 costs is what rounding does to the finished model's forward pass (docs/low-bit-linear.md): weights
 that settle in 16 bits are those that are evaluated and exported. When is a pure function of the tokens seen.
 torch.compile makes other graphs of the blocks at a move, and none before.

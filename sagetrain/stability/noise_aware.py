@@ -30,7 +30,7 @@ _Probe = dict[str, list[float]]
 """Layer -> [ratio, the part of it that is bias and no less than 0, the tokens per step at which they were measured]."""
 PROBES = 3
 """A decision waits for so many and takes their median. By chance the worst layer of a single one has up to four times
-its usual ratio, which would shrink the steps of a run that is well (results/tokens-per-step: what it decides)."""
+its usual ratio, which would shrink the steps of a run that is well (results/noise-aware)."""
 
 
 class NoiseAware:

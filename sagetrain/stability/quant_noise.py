@@ -26,7 +26,7 @@ as more tokens per step leave less noise to hide a bias in. Beside the gradient 
     bias_to_gradient = bias^2 / |G|^2
 
 is what stays of the error however much is averaged: what INT8 attention cost our runs in loss went with it, and not
-with the ratio (results/tokens-per-step).
+with the ratio (results/bias).
 
 Under a loss mask micro-batch i has c_i tokens that count, and g_i and e_i are means over these. Errors of tokens add up
 as their gradients do (noise_scale.py): E |e_i|^2 = |b|^2 + V / c_i. Micro-batches that count nothing have no error, and

@@ -49,7 +49,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             asked,
             _COSTS[asked],
             "sagetrain compare shows what it is for your model",
-            "our runs: results/tokens-per-step",
+            "our runs: results/linear-layers",
         )
     if not linear.low_bit_blocks(model.num_layers):
         name, blocks = max(kept.items(), key=lambda item: item[1])

@@ -122,10 +122,10 @@ class LinearConfig(Section):
     keep_layers_below: NonNegativeInt = 0
     """Linear layers of fewer weights than this on a rank stay in 16 bits (q, k and v are one layer, gate and up too):
     rounding takes longer than small matmuls save, by themselves on an H200 below some 8 million, less where a whole
-    model keeps the GPU busy (results/step)."""
+    model keeps the GPU busy (results/log/step.md)."""
     keep_first_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """In this first part of training.total_tokens all linear layers are in 16 bits: what int8 costs from the first
-    token on is likely lost while the learning rate warms up (results/tokens-per-step). Default: 8 bits at once."""
+    token on is likely lost while the learning rate warms up (results/int8-warm-up). Default: 8 bits at once."""
     keep_last_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """In this last part of training.total_tokens all linear layers are in 16 bits: the model is finished as it will be
     evaluated and exported. Default: 8 bits to the end."""
