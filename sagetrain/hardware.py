@@ -131,6 +131,8 @@ class Hardware:
     network_efficiency: float = 0.85
     """Share of it that NCCL attains (assumed)."""
     gpus_per_host: int = 8
+    int8_attention: str = ""
+    """Why the rates of `sage` are further from the truth here than others, and what to use instead."""
     compute_scale: float = 1.0
     """Divides the time of everything that runs on the GPU: from --measured-tokens-per-second."""
 
@@ -273,8 +275,14 @@ HARDWARE = {
     "a100": replace(
         _scaled("NVIDIA A100 SXM 80 GB", "A100", 80 * 2**30, 2.039e12, 600e9),
         precisions={name: speed for name, speed in H200.precisions.items() if name != "fp8"},
+        int8_attention="its rate is that of Hopper's kernels, and other kernels run here: use attention.backend auto, "
+        "which times them",
     ),
-    "b200": _scaled("NVIDIA B200", "B200", 180e9, 7.7e12, 1800e9),
+    "b200": replace(
+        _scaled("NVIDIA B200", "B200", 180e9, 7.7e12, 1800e9),
+        int8_attention="its rate is that of Hopper's kernels, and those that run here use mma.sync, which reaches a "
+        "part of this GPU's tensor cores alone: use attention.backend flash or sdpa, or auto, which times them",
+    ),
     "l40s": _card("L40S", 48 * 2**30, 0.864e12, 64e9, 1.8, 1.8),
     "rtxpro6000": _card("RTX PRO 6000", 96 * 2**30, 1.792e12, 128e9, 1.8, 1.8),
     "rtx3090": _card("RTX 3090", 24 * 2**30, 0.936e12, 64e9, 3.5, None),

@@ -169,8 +169,10 @@ def test_a_gpu_that_cannot_is_an_error(monkeypatch, capability, precision, dtype
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
     where = {"tensor_parallel_size": 1, "device": torch.device("cuda"), "dtype": dtype}
     if says is None:
-        matmuls, _ = matmuls_of(LinearConfig(precision=precision), SHAPE, **where)
+        monkeypatch.setattr("sagetrain.model.selection.half_sums", lambda device: capability == (8, 9))  # a GeForce
+        matmuls, how = matmuls_of(LinearConfig(precision=precision), SHAPE, **where)
         assert len(matmuls) == SHAPE.num_layers
+        assert ("int8 is nearly twice as fast" in how) == (capability == (8, 9))
     else:
         with pytest.raises(ValueError, match=says):
             matmuls_of(LinearConfig(precision=precision), SHAPE, **where)

@@ -14,6 +14,7 @@ from sagetrain.config import load_config
 from sagetrain.config.schema import AttentionConfig
 from sagetrain.hardware import HARDWARE
 from sagetrain.model.accounting import num_parameters
+from sagetrain.planning.evidence import evidence
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
 from sagetrain.planning.show import show_plan
 
@@ -64,3 +65,22 @@ def test_the_gpu_that_is_priced_is_named(name, key, said, monkeypatch):
     monkeypatch.setattr(hardware, "gpu_here", lambda: name)
     found, sentence = hardware.planned_gpu(None)
     assert found == key and said in sentence and hardware.planned_gpu("a100") == ("a100", "")
+
+
+def test_arithmetic_and_rates_that_a_gpu_does_not_have_are_said() -> None:
+    """A GeForce card adds FP8 products up at half rate; an A100 and a B200 do not run Hopper's attention kernels."""
+    fp8 = ["linear.precision=fp8", "attention.backend=sage"]
+    for gpu, expected in (
+        ("rtx4090", {"linear_fp8_half_rate"}),
+        ("l40s", set()),
+        ("h200", set()),
+        ("b200", {"int8_attention_rate"}),
+    ):
+        plan = make_plan(CONFIGS / "325m.yaml", fp8, 1, HARDWARE[gpu])
+        rules = {"linear_fp8_half_rate", "int8_attention_rate"}
+        found = [finding for finding in plan.findings if finding.rule in rules]
+        assert {finding.rule for finding in found} == expected
+        assert all(finding.level == "warning" and "auto" in finding.fix for finding in found)
+        missing = evidence(plan.cfg, plan.chosen.prediction, HARDWARE[gpu]).missing
+        assert ("INT8 attention by the rate of Hopper's kernels" in missing) == ("int8_attention_rate" in expected)
+    assert "mma.sync" in found[0].message and found[0].fix.startswith("use attention.backend flash or sdpa")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from sagekernels.hopper_backward import KEYS
-from sagekernels.launch import check_int8, is_hopper
+from sagekernels.launch import check_int8, half_sums, is_hopper
 from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.backends import (
@@ -50,6 +50,8 @@ def resolve_backend(
             tuned = model.head_dim in KEYS and torch.cuda.is_available() and is_hopper(device)
             if tuned and attention.recipe not in ("scores", "auto"):
                 faster = "; on this GPU recipe scores is much faster (README.md)"
+            elif torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 10:
+                faster = "; by mma.sync, which reaches a part of this GPU's tensor cores: flash or sdpa may be faster"
             return "sage", f"INT8 recipe {attention.recipe}: sagekernels{faster}"
         case "flash":
             if not (on_gpu and sixteen_bit):
@@ -119,6 +121,8 @@ def matmuls_of(
             except NotImplementedError as error:
                 raise ValueError(f"linear.precision int8: {error}") from error
         how = "torch's kernels"
+        if linear.precision == "fp8" and half_sums(torch.device(device)):
+            how += "; this GPU adds FP8 products up at half rate, so that int8 is nearly twice as fast"
     blocks = f"{len(low)} of {model.num_layers} blocks" if len(low) < model.num_layers else "all blocks"
     layers, others = model.linear_layers(tensor_parallel_size), model.linear_layers(here or tensor_parallel_size)
     taken = [layer for layer, sizes in layers.items() if linear.takes(sizes) and not others[layer].odd]

@@ -74,7 +74,9 @@ def evidence(cfg: RunConfig, prediction: StepPrediction, hardware: Hardware) -> 
         return Evidence(None, ("scaled to a measured speed",))
     known = MARGINS.get(hardware.name)
     if known is None:
-        return Evidence(None, ("another card's rates, scaled by data sheets",))
+        other_kernels = hardware.int8_attention and prediction.attention_backend.startswith("sage")
+        kernels = ("INT8 attention by the rate of Hopper's kernels",) if other_kernels else ()
+        return Evidence(None, ("another card's rates, scaled by data sheets", *kernels))
     names = [*_used(cfg, prediction)]
     missing = [name for name in names if name not in known]
     hosts = -(-prediction.world_size // hardware.gpus_per_host)

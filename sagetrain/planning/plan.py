@@ -3,7 +3,7 @@ there, the lengths of its documents."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.linear_sizes import AUTO_PRECISION
 from sagetrain.config.load import load_config
 from sagetrain.config.measured import MeasuredRun
+from sagetrain.config.rules.findings import warning
 from sagetrain.config.schema import SIXTEEN_BITS, DataConfig, LinearConfig, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage, stages
 from sagetrain.data.tokenizer import known_tokenizer
@@ -147,6 +148,7 @@ def make_plan(
         findings = [_with_way_out(finding) for finding in findings]
     elif proposed is not None and (fits := fewest_gpus(asked, world_size, padded, hardware)):
         findings = [_with_more_gpus(finding, world_size, fits, hardware) for finding in findings]
+    findings = [*findings, *_uncertain(cfg, chosen, hardware)]
     if chosen and (faster := _faster_attention(cfg, chosen, world_size, padded, hardware, span)):
         findings = [*findings, faster]
     return Plan(
@@ -206,6 +208,25 @@ def _no_arithmetic(cfg: RunConfig, hardware: Hardware) -> Finding:
         f"{hardware.name} has no {precision} matmuls",
         f"use {' or '.join(others)}, or plan for another GPU (--gpu)",
     )
+
+
+def _uncertain(cfg: RunConfig, chosen: Layout | None, hardware: Hardware) -> Iterator[Finding]:
+    """Find what is slow on this GPU by the way it is built, and rates that are another GPU's kernels'."""
+    fp8, int8 = (hardware.precisions.get(name, 0.0) for name in ("fp8", "int8"))
+    if cfg.linear.precision == "fp8" and int8 > 1.5 * fp8 > 0:
+        yield warning(
+            "linear_fp8_half_rate",
+            "linear.precision",
+            "fp8",
+            f"{hardware.name} adds FP8 products up at half rate: INT8 products are {int8 / fp8:.1f} times as fast",
+            "use linear.precision int8 or auto",
+        )
+    backend = chosen.prediction.attention_backend if chosen else ""
+    if backend.startswith("sage") and hardware.int8_attention:
+        why, _, fix = hardware.int8_attention.partition(": ")
+        yield warning(
+            "int8_attention_rate", "attention.backend", backend, f"INT8 attention on {hardware.name}: {why}", fix
+        )
 
 
 def _gain(cfg: RunConfig, low: Layout, wide: Layout) -> Finding | None:
