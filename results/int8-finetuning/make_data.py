@@ -1,9 +1,9 @@
-"""The data of this page, from Python's own library: its files, and chats made of its functions.
+"""Make the data of this page from Python's own library.
 
     python3 make_data.py FOLDER
 
-writes FOLDER/code/*.txt, a file a module, and FOLDER/chats.jsonl: signature and docstring of a function as the user's
-message, its body as the assistant's.
+The script writes a file for each module to FOLDER/code, and chats to FOLDER/chats.jsonl. In a chat the user sends the
+signature and docstring of a function, and the assistant answers with its body.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OTHERS = {"site-packages", "dist-packages", "lib2to3"}
 
 
 def chats(text: str, tree: ast.Module) -> list[dict]:
-    """One a function that has a docstring and a body of 20 to 2,500 characters behind it."""
+    """Return a chat for each function with a docstring and a body of 20 to 2,500 characters behind the docstring."""
     lines, found = text.splitlines(), []
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef) or len(function.body) < 2:
@@ -33,6 +33,7 @@ def chats(text: str, tree: ast.Module) -> list[dict]:
 
 
 def main(folder: Path) -> None:
+    """Write code and chats of the running Python's library."""
     library, found = Path(sysconfig.get_paths()["stdlib"]), []
     (folder / "code").mkdir(parents=True, exist_ok=True)
     for path in sorted(library.rglob("*.py")):
