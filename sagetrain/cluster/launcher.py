@@ -40,6 +40,9 @@ def launched() -> tuple[int, int]:
         raise _left_over(["WORLD_SIZE"], "a run has at least one rank")
     if size > 1 and (lacking := [name for name in _TOGETHER if not os.environ.get(name)]):
         raise _left_over(_TOGETHER, f"{size} ranks cannot meet without {' and '.join(lacking)}")
+    port = os.environ.get("MASTER_PORT", "")  # Kubernetes sets it to a URL where a service is called master
+    if port and not (re.fullmatch(r"[0-9]{1,5}", port) and (0 if size == 1 else 1) <= int(port) <= 65535):
+        raise _left_over(["MASTER_PORT"], "it must be a port, a number from 1 to 65535")
     if number >= size:
         raise _left_over(_TOGETHER, f"ranks are numbered from 0, so the last of WORLD_SIZE {size} is {size - 1}")
     if (local_rank or 0) > number:
