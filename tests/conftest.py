@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from forked import Command
-from prepare_inputs import TEXTS
+from prepare_inputs import TEXTS, prepare
 from runs import finish, write_config
-from sagetrain.data.prepare import prepare
 from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
 from sagetrain.model.operations import block_operations
 

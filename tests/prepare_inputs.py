@@ -3,12 +3,15 @@
 import io
 import json
 import random
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import sentencepiece
 
-from sagetrain.data.prepare import Prepared, prepare
+from sagetrain.data import prepare as preparing
+from sagetrain.data.prepare import Prepared
+from sagetrain.data.request import Request
 from sagetrain.data.token_file import TokenFile
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -56,5 +59,10 @@ def published_tokenizer(**options: object) -> Tokenizer:
     return Tokenizer(model.getvalue())
 
 
-def quiet(*args, **options) -> Prepared:
-    return prepare(*args, say=lambda text: None, **options)
+def prepare(sources: list[str], output: str | Path, *, say: Callable[[str], None] = print, **options) -> Prepared:
+    """`sagetrain prepare SOURCES --output OUTPUT`, with options of Request by name."""
+    return preparing.prepare(Request(sources, output=output, **options), say)
+
+
+def quiet(sources: list[str], output: str | Path, **options) -> Prepared:
+    return prepare(sources, output, say=lambda text: None, **options)

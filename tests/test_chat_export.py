@@ -13,10 +13,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from prepare_inputs import published_tokenizer
+from prepare_inputs import prepare, published_tokenizer
 from runs import finish, log_of, sagetrain, write_config
 from sagetrain.data.chat_template import chat_prompt
-from sagetrain.data.prepare import prepare
 from sagetrain.data.records import Chats
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import load_run

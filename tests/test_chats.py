@@ -14,10 +14,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 from transformers import AutoTokenizer
 
-from prepare_inputs import documents, quiet
+from prepare_inputs import documents, prepare, quiet
 from sagetrain.config import ConfigError
 from sagetrain.data.chat_template import rendered, settled_template
-from sagetrain.data.prepare import prepare
 from sagetrain.data.records import Chats, Notes
 from sagetrain.data.tokenizer import Tokenizer
 

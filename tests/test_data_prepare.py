@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from prepare_inputs import TEXTS, documents, make_texts, quiet, write_jsonl
+from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.data import token_file
 from sagetrain.data.files import CHUNK_BYTES
-from sagetrain.data.prepare import prepare
+from sagetrain.data.request import Texts
 from sagetrain.data.sources import Corpus
 from sagetrain.data.tokenizer import train_tokenizer
 
@@ -157,7 +157,7 @@ def test_a_call_cut_short_after_its_tokenizer_starts_over(tmp_path):
 def test_tokenizer_sample_takes_from_every_file(tmp_path):
     for number in range(4):
         write_jsonl(tmp_path / f"{number}.jsonl", [f"{'abcd'[number]} " * 300_000])
-    corpus = Corpus([str(tmp_path)])
+    corpus = Corpus(Texts([str(tmp_path)]))
     sample = list(corpus.sample(4 * CHUNK_BYTES))
     assert {text[0] for text in sample} == set("abcd")
     assert sum(map(len, sample)) == 4 * CHUNK_BYTES
@@ -169,8 +169,10 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, model):
     script = """
         import resource, sys
         from sagetrain.data.prepare import prepare
+        from sagetrain.data.request import Request
         for size in ("warm", "small", "large"):
-            prepare([f"{sys.argv[1]}/{size}.jsonl"], f"{sys.argv[1]}/{size}", tokenizer=sys.argv[2], say=str)
+            path = f"{sys.argv[1]}/{size}"
+            prepare(Request([f"{path}.jsonl"], output=path, tokenizer=sys.argv[2]), say=str)
             print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     """
     lines = write_jsonl(tmp_path / "x.jsonl", make_texts(4000)).read_text()

@@ -18,10 +18,9 @@ import pytest
 import zstandard
 
 from forked import PATIENCE
-from prepare_inputs import TEXTS, documents, make_texts, quiet, write_jsonl
+from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.data import files, journal
-from sagetrain.data.prepare import prepare
 from sagetrain.data.records import Pairs
 from sagetrain.data.token_file import TokenFile, TokenFileWriter
 from sagetrain.data.tokenizer import Tokenizer
@@ -279,8 +278,10 @@ def test_a_real_kill(tmp_path, model):
     quiet([str(path)], tmp_path / "whole/train", tokenizer=model)
     (tmp_path / "run.py").write_text(
         "import sys; from sagetrain.data import journal; from sagetrain.data.prepare import prepare\n"
+        "from sagetrain.data.request import Request\n"
         "journal.SECONDS = 0.0\n"
-        "if __name__ == '__main__': prepare([sys.argv[1]], sys.argv[2], tokenizer=sys.argv[3], num_workers=2)"
+        "if __name__ == '__main__':\n"
+        "    prepare(Request([sys.argv[1]], output=sys.argv[2], tokenizer=sys.argv[3], num_workers=2))"
     )
     out = tmp_path / "out/train"
     process = subprocess.Popen(

@@ -13,12 +13,12 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from prepare_inputs import TEXTS, documents, make_texts, quiet, write_jsonl
+from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data import files, journal
 from sagetrain.data.loader import SampleStream
-from sagetrain.data.prepare import prepare
+from sagetrain.data.request import Texts
 from sagetrain.data.sources import Corpus
 from sagetrain.data.token_file import TokenFileWriter
 
@@ -113,7 +113,7 @@ def test_every_line_is_in_one_part_wherever_it_is_cut(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines) + "\n")
     for count in (1, 2, 5, 11, 39):
-        parts = [Corpus([str(path)], shard=(number, count)) for number in range(1, count + 1)]
+        parts = [Corpus(Texts([str(path)]), (number, count)) for number in range(1, count + 1)]
         read = [record.decode() for part in parts for chunk in part.chunks() for record in chunk.records]
         assert read == lines
         assert sum(part.size for part in parts) == path.stat().st_size
@@ -140,8 +140,8 @@ def test_an_interrupted_part_goes_on(tmp_path, model, monkeypatch):
 def test_two_hosts_at_once_train_one_tokenizer(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(1500))
     run = (
-        "import sys; from sagetrain.data.prepare import prepare\n"
-        "prepare([sys.argv[1]], sys.argv[2], vocab_size=350, valid_fraction=0.1, shard=sys.argv[3])"
+        "import sys; from sagetrain.data.prepare import prepare; from sagetrain.data.request import Request\n"
+        "prepare(Request([sys.argv[1]], output=sys.argv[2], vocab_size=350, valid_fraction=0.1, shard=sys.argv[3]))"
     )
     command = [sys.executable, "-c", run, path, tmp_path / "d/train"]
     hosts = [subprocess.Popen([*command, f"{number}/2"], stderr=subprocess.PIPE, text=True) for number in (1, 2)]

@@ -15,10 +15,10 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from prepare_inputs import TEXTS, documents, make_texts, quiet, write_jsonl
+from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.data.files import CHUNK_BYTES
-from sagetrain.data.prepare import prepare
+from sagetrain.data.request import Texts
 from sagetrain.data.sources import Corpus
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -164,8 +164,8 @@ def test_hub_is_asked_once_for_a_dataset_that_is_not_there(tmp_path, model, monk
 
 def test_hub_dataset_that_cannot_be_reached(tmp_path, model):
     script = (
-        "import sys; from sagetrain.data.prepare import prepare\n"
-        "prepare(['no/such'], sys.argv[1], tokenizer=sys.argv[2])"
+        "import sys; from sagetrain.data.prepare import prepare; from sagetrain.data.request import Request\n"
+        "prepare(Request(['no/such'], output=sys.argv[1], tokenizer=sys.argv[2]))"
     )
     run = subprocess.run(
         [sys.executable, "-c", script, tmp_path / "x", model],
@@ -258,7 +258,7 @@ def test_standard_library(tmp_path):
 
 def test_docstrings_hold_no_values_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("SAGETRAIN_SECRET", "hunter2hunter2")
-    text = "".join(text for chunk in Corpus(["python-stdlib"]).chunks() for text in chunk.records)
+    text = "".join(text for chunk in Corpus(Texts(["python-stdlib"])).chunks() for text in chunk.records)
     assert "hunter2" not in text
     assert str(Path.home()) not in text
 

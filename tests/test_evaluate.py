@@ -12,12 +12,11 @@ import pytest
 import torch
 import zstandard
 
-from prepare_inputs import TEXTS
+from prepare_inputs import TEXTS, prepare
 from runs import finish, sagetrain, write_config
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import NO_DATA, DataSource
 from sagetrain.data.loader import Loader, SampleStream
-from sagetrain.data.prepare import prepare
 from sagetrain.data.token_file import TokenFile, token_path
 from sagetrain.inference.evaluate import evaluate, evaluate_texts, together
 from sagetrain.inference.load import TrainedRun, at_context, load_run

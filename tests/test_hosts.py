@@ -21,8 +21,8 @@ import pytest
 from safetensors.torch import load_file
 
 from forked import PATIENCE, Command
+from prepare_inputs import prepare
 from runs import BIN, ROOT, free_port, training_rows, write_config
-from sagetrain.data.prepare import prepare
 
 STEPS, STEP_TOKENS = 6, 256
 SCRIPT = str(ROOT / "launch/train.py")

@@ -16,13 +16,12 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from prepare_inputs import TEXTS, documents, published_tokenizer, quiet
+from prepare_inputs import TEXTS, documents, prepare, published_tokenizer, quiet
 from sagetrain.config import ConfigError
 from sagetrain.config.rules.data import prepared, text_prefixes
 from sagetrain.config.schema import DataConfig
 from sagetrain.data import files, journal
 from sagetrain.data.chat_template import answer_ends
-from sagetrain.data.prepare import prepare
 from sagetrain.data.records import Chats, Notes, Pairs, records_of
 from sagetrain.data.token_file import TokenFile, TokenFileWriter
 from sagetrain.data.tokenizer import Tokenizer

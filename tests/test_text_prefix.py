@@ -19,9 +19,9 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from prepare_inputs import prepare
 from runs import finish, log_of, sagetrain, write_config
 from sagetrain.config import ConfigError
-from sagetrain.data.prepare import prepare
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference import windows
 from sagetrain.inference.cache import CachedModel

@@ -14,11 +14,10 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from prepare_inputs import published_tokenizer
+from prepare_inputs import prepare, published_tokenizer
 from runs import finish, write_config
 from sagetrain.__main__ import main
 from sagetrain.config import ConfigError
-from sagetrain.data.prepare import prepare
 from sagetrain.data.token_file import TokenFile
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.load import load_run

@@ -94,10 +94,11 @@ def prepare(
     with _Errors(output=Path(output)):
         from sagetrain.data.prepare import prepare as run
         from sagetrain.data.records import records_of
+        from sagetrain.data.request import Request
 
-        run(
+        request = Request(
             sources,
-            output,
+            output=output,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
             tokenizer_sample=tokenizer_sample,
@@ -113,3 +114,4 @@ def prepare(
             shard=shard,
             split_on=split_on,
         )
+        run(request)

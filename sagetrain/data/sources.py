@@ -27,6 +27,8 @@ from sagetrain.data.blocks import head, on_disk
 from sagetrain.data.chunk import Chunk, Place
 from sagetrain.data.files import Wanted, check_columns, contains, is_array, read, read_parquet, rows_of
 from sagetrain.data.kinds import HEAD, Kind, check_head, check_once, compression, is_file_name, kind_of
+from sagetrain.data.records import Records
+from sagetrain.data.request import Texts
 
 STDLIB = "python-stdlib"
 _LOOKED_AT = 10_000
@@ -56,45 +58,36 @@ class Input:
 class Corpus:
     """Everything that one `prepare` reads, in order."""
 
-    def __init__(
-        self,
-        sources: list[str],
-        text_key: str = "text",
-        glob: str | None = None,
-        config_name: str | None = None,
-        split: str = "train",
-        skip_bad_lines: bool = False,
-        shard: tuple[int, int] | None = None,
-        fields: tuple[str, ...] = (),
-        optional_fields: tuple[str, ...] = (),
-        split_on: str | None = None,
-    ):
-        """Resolve `sources`: files, folders and archives (`glob` chooses), dataset names, or "python-stdlib".
+    def __init__(self, texts: Texts, division: tuple[int, int] | None = None, records: Records | None = None):
+        """Find the files, folders, archives and datasets that are asked for.
 
-        `config_name` and `split` are for Hugging Face datasets; `skip_bad_lines` is for `sample`. With `shard` (K, N)
-        the inputs are the K-th of N parts, alike in bytes; of each dataset, in rows or files. With `fields` rows hold
-        these, by name, instead of a text, and those of `optional_fields` that there are. `split_on` stands between the
-        documents of plain text files. ConfigError if a source does not exist or is empty, is something else than its
-        name says, or is plain text where fields are wanted.
+        Args:
+            division: (K, N): the inputs are the K-th of N parts, alike in bytes; of each dataset, in rows or files.
+            records: rows hold their fields, by name, instead of a text.
+
+        Raises:
+            ConfigError: a source does not exist or is empty, is something else than its name says, or is plain text
+                where fields are wanted.
         """
-        if not sources:
+        if not texts.sources:
             raise ConfigError("no source of text given")
-        self.text_key, self._skip_bad, self._fields = text_key, skip_bad_lines, fields
+        self.texts, split_on = texts, texts.split_on
+        self._fields, optional = (records.fields, records.optional_fields) if records else ((), ())
         separator = _separator(split_on) if split_on is not None else b""
-        self._wanted = Wanted(fields or (text_key,), optional_fields, bool(fields), separator)
+        self._wanted = Wanted(self._fields or (texts.text_key,), optional, bool(self._fields), separator)
         self.notes: list[str] = []
         self.inputs: list[Input] = []
         self._looked_at = self._texts = 0
         self._text_files: list[Path] = []
         self._paths: list[Path] = []
-        for source in sources:
-            self.inputs += self._resolve(source, glob, config_name, split)
+        for source in texts.sources:
+            self.inputs += self._resolve(source)
         check_once(map(os.path.abspath, self._paths))
         self.all_inputs = self.inputs
         if split_on is not None:
             self._check_separator(split_on, separator)
-        if shard:
-            self.inputs = _part(self.inputs, *shard)
+        if division:
+            self.inputs = _part(self.inputs, *division)
 
     def chunks(self, start: Place | None = None) -> Iterator[Chunk]:
         """What comes after `start`."""
@@ -132,7 +125,7 @@ class Corpus:
         for each in sorted(self.all_inputs, key=lambda each: blake2b(each.name.encode()).digest()):
             from_this = 0
             for chunk in each.read(Place()):
-                for text in chunk.texts(self.text_key, self._skip_bad):
+                for text in chunk.texts(self.texts.text_key, self.texts.skip_bad_lines):
                     if isinstance(text, str) and from_this < share and left > 0:
                         text = text[: min(share - from_this, left)]
                         from_this, left = from_this + len(text), left - len(text)
@@ -142,8 +135,9 @@ class Corpus:
             if left <= 0:
                 return
 
-    def _resolve(self, source: str, glob: str | None, config_name: str | None, split: str) -> list[Input]:
-        path = Path(source)
+    def _resolve(self, source: str) -> list[Input]:
+        path, glob = Path(source), self.texts.glob
+        config_name, split = self.texts.dataset_config, self.texts.dataset_split
         if source == STDLIB:
             if self._fields:
                 raise self._no_fields(source)

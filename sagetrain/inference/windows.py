@@ -18,6 +18,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data.encode import Encoder, encode
 from sagetrain.data.loader import Sample
+from sagetrain.data.request import Texts
 from sagetrain.data.sources import Corpus
 from sagetrain.data.token_file import TokenFile, token_path
 from sagetrain.data.token_files import check_tokenizers, check_vocabulary
@@ -69,7 +70,7 @@ class Raw:
     def __init__(self, source: str, tokenizer: Tokenizer, text_key: str, prefix: Sequence[int]) -> None:
         """prefix: tokens before every document, which do not count. ConfigError if there is no such source."""
         self.name = source
-        self._corpus = Corpus([source], text_key)
+        self._corpus = Corpus(Texts([source], text_key=text_key))
         self._encoder = Encoder(tokenizer.model, text_key, 0.0, prefix=prefix)
         self.bytes: int | None = 0
 
