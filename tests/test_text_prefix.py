@@ -146,7 +146,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def test_a_text_beyond_the_context_begins_with_the_prefix_again(loaded: TrainedRun, seen: list[list[int]]) -> None:
-    (done,) = completions(at_context(loaded, 16), ["import re"], 30)
+    (done,) = completions(at_context(replace(loaded, positions=16), 16), ["import re"], 30)
     assert len(done.tokens) == 30 and len(seen) > 2
     assert [ids[0] for ids in seen] == [BOS] * len(seen) and {len(ids) for ids in seen[1:]} == {8}
     assert seen[1][1:] == [*loaded.tokenizer.encode("import re"), *done.tokens][8:15]
