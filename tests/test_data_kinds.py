@@ -209,7 +209,7 @@ def test_text_is_split_wherever_blocks_end(tmp_path, model, monkeypatch, size):
     corpus = partial(Corpus, Texts([path], split_on="--\\n"))
     assert joined(corpus()) == texts
     for count in (2, 5, 13, 40):
-        parts = [corpus(shard=(number, count)) for number in range(1, count + 1)]
+        parts = [corpus((number, count)) for number in range(1, count + 1)]
         assert [text for part in parts for text in joined(part)] == texts
         assert sum(part.size for part in parts) == Path(path).stat().st_size
     options = {"tokenizer": model, "split_on": "--\\n"}
