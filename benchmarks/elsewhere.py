@@ -276,7 +276,8 @@ def candidates(packages: list[ModuleType], times: dict[str, float]) -> list[Cand
     found = [Candidate("FA2", None, contextlib.nullcontext)]
     for package in packages:
         name = "now" if package is sagekernels else "before"
-        found.append(Candidate(f"{name}, wgmma", package, contextlib.nullcontext, family="hopper"))
+        wgmma = next(rows for rows in package.launch.TABLE["forward"] if rows != "portable")
+        found.append(Candidate(f"{name}, wgmma", package, contextlib.nullcontext, family=wgmma))
         found += [Candidate(name, package, plain), Candidate(f"{name}, throttled", package, slow)]
     found.append(Candidate("fp16 sums", sagekernels, plain, half=True))
     return [*found, Candidate("fp16 sums, throttled", sagekernels, slow, half=True)]

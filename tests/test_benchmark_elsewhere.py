@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from sagekernels.int8_matmul import GROUP, PORTABLE, _int8_product_kernel
+from sagekernels.int8_matmul import GROUP, TILES, _int8_product_kernel
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import elsewhere
@@ -22,14 +22,15 @@ BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 def product() -> str:
     """PTX for 8.0 of a kernel with INT8 products."""
-    tile = {"BLOCK_M": PORTABLE.block_m, "BLOCK_N": PORTABLE.block_n, "BLOCK_K": PORTABLE.block_k}
+    portable = TILES["portable"]
+    tile = {"BLOCK_M": portable.block_m, "BLOCK_N": portable.block_n, "BLOCK_K": portable.block_k}
     constants = {**tile, "GROUP": GROUP, "A_ROWS": 1, "B_ROWS": 1, "DESCRIBED": False}
     types = {"A": "*i8", "B": "*i8", "OUT": "*bf16", "A_SCALE": "*fp32", "B_SCALE": "*fp32"}
     names = _int8_product_kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     fixed = {(names.index(n),): value for n, value in constants.items()}
     source = ASTSource(_int8_product_kernel, signature, fixed, {})
-    return compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": PORTABLE.num_warps}).asm["ptx"]
+    return compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": portable.num_warps}).asm["ptx"]
 
 
 def machine_code(ptx: str, folder: Path) -> Counter:

@@ -7,8 +7,8 @@ import torch
 
 import first_pass
 from runs import ROOT
+from sagekernels.call import RECIPES
 from sagekernels.launch import TABLE
-from sagekernels.reference import RECIPES
 
 
 class Collected:

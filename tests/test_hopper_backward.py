@@ -14,9 +14,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from emulator import Emulated, tensor_map, wrong_results
-from sagekernels import hopper, hopper_backward, nvrtc, sage_attention
-from sagekernels.reference import RECIPES, twin_backward, twin_forward, visible
-from sagekernels.testing import Shape, random_inputs, results_of
+from sagekernels import hopper_backward, nvrtc
+from sagekernels.hopper_forward import ARCHITECTURE
+from sagekernels.reference import twin_backward, twin_forward, visible
+from sagekernels.testing import Shape, call_of, random_inputs
 
 SHARED_MEMORY = 227 * 1024
 INTERFACE = """
@@ -222,9 +223,9 @@ def emulated(kernels, shape, half=False, in_order=False, **options):
     q, k, v, do = random_inputs(shape, dtype=dtype)
     head_dim, bounds = q.shape[3], shape.bounds()
     scale = head_dim**-0.5
-    twin = {"causal": shape.causal, "scale": scale, "bounds": bounds, "recipe": "scores"}
-    o, saved = twin_forward(q, k, v, smooth_k=True, smooth_q=False, **twin)
-    expected = twin_backward(do, None, v, o, saved, **twin)
+    call = call_of(shape, q, k, v, "scores")
+    o, saved = twin_forward(call)
+    expected = twin_backward(call.backward(do, o, saved))
     delta = (do.float() * o.float()).sum(-1).transpose(1, 2)
     log2e = math.log2(math.e)
     vectors = prepared(saved.q.scale * (scale * log2e), saved.lse * log2e, delta, head_dim)
@@ -290,40 +291,6 @@ def mistaken(kernels, case, **options):
     return dk, dv, sums
 
 
-def test_serves_the_recipe_without_int8_gradients():
-    assert [name for name, rules in RECIPES.items() if not rules.int8_gradients] == ["scores"]
-
-
-def test_backend_leaves_other_calls_to_the_portable_kernels(monkeypatch):
-    monkeypatch.setattr(hopper, "triton_forward", twin_forward)
-    monkeypatch.setattr(hopper, "triton_backward", twin_backward)
-    inputs = random_inputs(Shape(1, 70, 70, 2, 1, 64, documents=(30, 40)))
-    options = {"recipe": "scores", "cu_seqlens": Shape(documents=(30, 40)).cu_seqlens()}
-    ours, twin = (results_of(sage_attention, *inputs, backend=backend, **options) for backend in ("hopper", "twin"))
-    assert all(torch.equal(a, b) for a, b in zip(ours, twin, strict=True))
-
-
-def test_without_nvrtc_the_default_is_portable_after_one_warning(monkeypatch):
-    monkeypatch.setattr(hopper, "_failures", [])
-    monkeypatch.setattr(nvrtc, "_libraries", lambda: ["libnvrtc_that_nobody_has.so"])
-    runs = []
-
-    def kernel(x, *, y):
-        runs.append((x, y))
-        nvrtc._nvrtc.__wrapped__()
-
-    default = hopper._or_portable(kernel, lambda x, *, y: x + y)
-    with pytest.raises(nvrtc.CompilationError, match="was not found"):
-        kernel(0, y=0)
-    with pytest.warns(RuntimeWarning, match="slower portable kernels: NVRTC was not found") as warned:
-        assert [default(1, y=2), default(3, y=4)] == [3, 7]
-    assert len(warned) == 1 and runs == [(0, 0), (1, 2)]
-    hopper._failures.clear()
-    default = hopper._or_portable(lambda: 1 / 0, lambda: 1)
-    with pytest.raises(ZeroDivisionError):  # any other error is one
-        default()
-
-
 @pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("half", [0, 1])
@@ -333,9 +300,9 @@ def test_compiles(head_dim, half, tmp_path, monkeypatch):
     shared = hopper_backward._shared_bytes(head_dim)
     assert shared <= SHARED_MEMORY
     defines = {"HEAD_DIM": head_dim, "FP16": half, "SHARED_BYTES": shared}
-    assert nvrtc.compiled("hopper_backward.cu", defines)[:4] == b"\x7fELF"
+    assert nvrtc.compiled("hopper_backward.cu", defines, ARCHITECTURE)[:4] == b"\x7fELF"
     with pytest.raises(RuntimeError, match="static assertion"):
-        nvrtc.compiled("hopper_backward.cu", {**defines, "SHARED_BYTES": shared - 1024})
+        nvrtc.compiled("hopper_backward.cu", {**defines, "SHARED_BYTES": shared - 1024}, ARCHITECTURE)
 
 
 def triton_compiled(kernel, types, constants):

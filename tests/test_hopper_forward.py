@@ -9,7 +9,8 @@ import torch
 
 from emulator import Emulated, tensor_map, wrong_results
 from sagekernels import nvrtc
-from sagekernels.hopper_forward import SCHEDULES, SOURCE, defines_of
+from sagekernels.call import Call
+from sagekernels.hopper_forward import ARCHITECTURE, SCHEDULES, SOURCE, defines_of
 from sagekernels.reference import twin_forward
 from sagekernels.testing import Shape
 
@@ -78,8 +79,7 @@ def emulated(
     """o, lse and Q's codes of the kernel with the twin's codes of K; the twin's o, lse and codes."""
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
-    twin = {"causal": causal, "scale": scale, "smooth_k": smooth, "smooth_q": False, "recipe": "fine"}
-    o_twin, saved = twin_forward(q, k, v, bounds=bounds, **twin)
+    o_twin, saved = twin_forward(Call(q, k, v, bounds, causal, scale, smooth, False, "fine", None))
     block_n, consumers, _ = SCHEDULES[head_dim]
     padded = -(-n_k // block_n) * block_n
     ordered = torch.zeros(batch * kv_heads, padded)
@@ -219,8 +219,8 @@ def test_a_launch_passes_every_type_of_argument_and_keeps_tensor_maps(monkeypatc
 @pytest.mark.parametrize(("head_dim", "causal", "packed", "half"), [(64, True, True, True), (128, True, False, False)])
 def test_compiles(head_dim, causal, packed, half, tmp_path, monkeypatch):
     monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
-    cubin = nvrtc.compiled(SOURCE, defines_of(head_dim, causal, packed, half))
+    cubin = nvrtc.compiled(SOURCE, defines_of(head_dim, causal, packed, half), ARCHITECTURE)
     assert cubin[:4] == b"\x7fELF" and len(list(tmp_path.iterdir())) == 1
-    assert nvrtc.compiled(SOURCE, defines_of(head_dim, causal, packed, half)) == cubin
+    assert nvrtc.compiled(SOURCE, defines_of(head_dim, causal, packed, half), ARCHITECTURE) == cubin
     with pytest.raises(RuntimeError, match="HEAD_DIM"):
-        nvrtc.compiled(SOURCE, {})
+        nvrtc.compiled(SOURCE, {}, ARCHITECTURE)

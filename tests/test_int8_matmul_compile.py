@@ -9,13 +9,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, compile
 
-from sagekernels.int8_matmul import GROUP, HOPPER, PORTABLE, Tile, _int8_product_kernel
+from sagekernels.int8_matmul import GROUP, TILES, ProductTile, _int8_product_kernel
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED_MEMORY = {80: 163, 89: 99, 100: 227}  # KiB a program may have
 
 
-def compiled(tile: Tile, architecture: int, out: str = "*bf16") -> CompiledKernel:
+def compiled(tile: ProductTile, architecture: int, out: str = "*bf16") -> CompiledKernel:
     """As it is launched for sizes that are multiples of 16; ptxas takes it."""
     described = architecture == 90
     constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
@@ -44,7 +44,7 @@ def stack(made: CompiledKernel, folder: Path) -> int:
 @pytest.mark.parametrize("out", ["*bf16", "*fp16", "*fp32"])
 def test_hopper_multiplies_by_warp_groups_without_spills(out, tmp_path):
     """Operands come by the copy engine; two programs fit on a multiprocessor."""
-    made = compiled(HOPPER, 90, out)
+    made = compiled(TILES["sm_90"], 90, out)
     ptx = made.asm["ptx"]
     assert re.search(r"wgmma\.mma_async\S*\.s32\.s8\.s8", ptx)
     assert "cp.async.bulk.tensor" in ptx and "ld.global.b128" not in ptx
@@ -54,7 +54,7 @@ def test_hopper_multiplies_by_warp_groups_without_spills(out, tmp_path):
 
 @pytest.mark.parametrize("architecture", SHARED_MEMORY)
 def test_others_multiply_by_warps(architecture, tmp_path):
-    made = compiled(PORTABLE, architecture)
+    made = compiled(TILES["portable"], architecture)
     assert re.search(r"mma\.sync\S*\.s32\.s8\.s8", made.asm["ptx"])
     assert "cp.async.cg" in made.asm["ptx"]
     assert made.metadata.shared <= SHARED_MEMORY[architecture] * 1024

@@ -23,7 +23,7 @@ if not INSIDE:
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 else:
-    from sagekernels.int8_matmul import Tile, int8_product_triton, product_twin
+    from sagekernels.int8_matmul import ProductTile, int8_product_triton, product_twin
 
     every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
@@ -33,7 +33,9 @@ else:
         codes = torch.randint(-127, 128, (rows, columns), generator=draw, dtype=torch.int8)
         return codes, scale * (0.5 + torch.rand(rows if per_row else 1, 1, generator=draw))
 
-    def check(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, tile: Tile | None = None) -> None:
+    def check(
+        a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, tile: ProductTile | None = None
+    ) -> None:
         """Within float32's roundings of the sum and of two scales, and the one to dtype, of what float64 gives: to
         bfloat16 the interpreter cuts off, an eps where half of one is the most that a GPU is away."""
         truth = product_twin(*a, *b, torch.float64)
@@ -54,7 +56,7 @@ else:
             torch.full((rows, columns), torch.nan, dtype=dtype)  # where the result may come to lie
             check(factor(1, rows, inner, of_a, scale), factor(2, columns, inner, of_b), dtype)
 
-    @pytest.mark.parametrize("tile", [Tile(16, 32, 16, 1, 1), Tile(128, 128, 128, 4, 3)], ids=str)
+    @pytest.mark.parametrize("tile", [ProductTile(16, 32, 16, 1, 1), ProductTile(128, 128, 128, 4, 3)], ids=str)
     def test_more_tiles_than_a_group_has(tile):
         """Each result once: of 11 by 3 tiles, the last group is smaller."""
         check(factor(1, 11 * 16 - 3, 80, True), factor(2, 70, 80, True), torch.float32, tile)

@@ -10,7 +10,7 @@ from emulator import Emulated, wrong_results
 from sagekernels import nvrtc
 from sagekernels.mma import CAPABILITIES, KEYS, backward_defines
 from sagekernels.reference import twin_backward, twin_forward
-from sagekernels.testing import Shape, exact_results, random_inputs, rel_l2
+from sagekernels.testing import Shape, call_of, exact_results, random_inputs, rel_l2
 from sass import disassembled
 
 NAMES = ("dq", "dk", "dv")
@@ -105,11 +105,11 @@ def results(kernels, shape, stages=1, dtype=torch.bfloat16, half_sums=False, inp
     """Gradients of the kernels, of the twin, and exact ones."""
     q, k, v, do = inputs or random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype)
     bounds = shape.bounds()
-    twin = {"causal": shape.causal, "scale": shape.head_dim**-0.5, "bounds": bounds, "recipe": "fine"}
-    o, saved = twin_forward(q, k, v, smooth_k=True, smooth_q=False, **twin)
+    call = call_of(shape, q, k, v, "fine")
+    o, saved = twin_forward(call)
     ours = backward(kernels, do, v, o, saved, shape.causal, bounds, stages, half_sums, **options)
     exact = exact_results(q, k, v, do, causal=shape.causal, cu_seqlens=shape.cu_seqlens())
-    return ours, twin_backward(do, None, v, o, saved, **twin), exact
+    return ours, twin_backward(call.backward(do, o, saved)), exact
 
 
 def assert_close(ours, twin, exact):
@@ -161,11 +161,11 @@ def test_slices_and_broadcast_gradients(kernels):
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 def test_non_finite_values_propagate(kernels, where):
     """To all that depends on them, not to the other head."""
-    inputs = random_inputs(Shape(1, 150, 150, 2, 2, 64))
+    shape = Shape(1, 150, 150, 2, 2, 64)
+    inputs = random_inputs(shape)
     inputs[["q", "k", "v", "do"].index(where)][0, 70, 1, 3] = math.nan
     q, k, v, do = inputs
-    options = {"causal": True, "scale": 0.125, "bounds": None, "recipe": "fine"}
-    o, saved = twin_forward(q, k, v, smooth_k=False, smooth_q=False, **options)
+    o, saved = twin_forward(call_of(shape, q, k, v, "fine", smooth_k=False))
     dq, dk, dv = backward(kernels, do, v, o, saved, True, None, 1)
     assert all(x[:, :, 0].isfinite().all() for x in (dq, dk, dv))
     assert not dq[0, 70, 1].isfinite().any() and not (dv if where == "do" else dk)[0, :71, 1].isfinite().any()
@@ -201,9 +201,8 @@ def mistaken(kernels, case, **options):
     else:
         shape, stages = Shape(1, 170, 170, 6, 2, 128), 2
     q, k, v, do = random_inputs(shape)
-    twin = {"causal": shape.causal, "scale": shape.head_dim**-0.5, "bounds": shape.bounds(), "recipe": "fine"}
-    o, saved = twin_forward(q, k, v, smooth_k=True, smooth_q=False, **twin)
-    return backward(kernels, do, v, o, saved, shape.causal, twin["bounds"], stages, **options)
+    o, saved = twin_forward(call_of(shape, q, k, v, "fine"))
+    return backward(kernels, do, v, o, saved, shape.causal, shape.bounds(), stages, **options)
 
 
 @pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC, which comes with torch's CUDA wheels")

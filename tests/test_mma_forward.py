@@ -8,6 +8,7 @@ import torch
 
 from emulator import Emulated, wrong_results
 from sagekernels import nvrtc
+from sagekernels.call import Call
 from sagekernels.mma import CAPABILITIES, QUERIES, forward_defines
 from sagekernels.quantize import TILE
 from sagekernels.reference import attention_reference, twin_forward
@@ -60,8 +61,7 @@ def emulated(kernels, q, k, v, causal, *, bounds=None, smooth=True, scale=0.125,
     """o, lse and Q's codes of the kernel with the twin's codes of K; the twin's o, lse and codes."""
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
-    twin = {"causal": causal, "scale": scale, "smooth_k": smooth, "smooth_q": False, "recipe": "fine"}
-    o_twin, saved = twin_forward(q, k, v, bounds=bounds, **twin)
+    o_twin, saved = twin_forward(Call(q, k, v, bounds, causal, scale, smooth, False, "fine", None))
     padded = -(-n_k // TILE) * TILE
     cut = torch.nn.functional.pad(
         (saved.k.scale.contiguous().view(torch.int32) & -4).view(torch.float32), (0, padded - n_k)

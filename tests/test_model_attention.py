@@ -61,7 +61,6 @@ def test_where_another_recipe_is_faster_it_is_named(
     monkeypatch: pytest.MonkeyPatch, recipe: str, head_dim: int, named: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("sagetrain.model.selection.is_hopper", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     model, attention = SHAPE.model_copy(update={"head_dim": head_dim}), AttentionConfig(recipe=recipe)
     _, why = resolve_backend(attention, model, device=GPU, dtype=torch.bfloat16)

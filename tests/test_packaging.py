@@ -30,8 +30,9 @@ def setup() -> configparser.ConfigParser:
 
 
 def test_every_package_is_listed() -> None:
-    folders = {p.parent.relative_to(ROOT) for p in (ROOT / "sagetrain").rglob("*.py")}
-    expected = {str(folder).replace("/", ".") for folder in folders} | {"sagekernels", "sagetrain.configs"}
+    roots = (ROOT / "sagetrain", ROOT), (ROOT / "kernels/sagekernels", ROOT / "kernels")
+    folders = {p.parent.relative_to(start) for package, start in roots for p in package.rglob("*.py")}
+    expected = {str(folder).replace("/", ".") for folder in folders} | {"sagetrain.configs"}
     assert set(setup()["options"]["packages"].split()) == expected
 
 
@@ -122,8 +123,11 @@ def test_the_kernels_have_a_wheel_of_their_own(tmp_path: Path) -> None:
     how = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
     subprocess.run([*pip, "install", *how, str(source)], check=True, capture_output=True)
     assert {path.name for path in target.glob("sage*")} == {"sagekernels", f"sagekernels-{__version__}.dist-info"}
-    sources = {path.name for path in (ROOT / "kernels/sagekernels").iterdir() if path.is_file()}
-    assert {path.name for path in (target / "sagekernels").iterdir() if path.is_file()} == sources
+    sources, copies = (
+        {path.relative_to(root) for path in root.rglob("*.*") if path.suffix != ".pyc"}
+        for root in (ROOT / "kernels/sagekernels", target / "sagekernels")
+    )
+    assert copies == sources
     text = (
         "import sys, sagekernels; print(sagekernels.__file__, *[m for m in sys.modules if m.startswith('sagetrain')])"
     )

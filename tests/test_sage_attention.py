@@ -8,9 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sagekernels import attention_reference, default_recipe, sage_attention
+from sagekernels.call import RECIPES
 from sagekernels.quantize import TILE, quantize_twin, tile_means, token_mean
-from sagekernels.reference import RECIPES, ScoresOfCodes, document_bounds, twin_forward
-from sagekernels.testing import Shape, errors, exact_results, random_inputs, rel_l2, results_of
+from sagekernels.reference import ScoresOfCodes, document_bounds, twin_forward
+from sagekernels.testing import Shape, call_of, errors, exact_results, random_inputs, rel_l2, results_of
 
 SHAPES = [
     Shape(2, 200, 200, 4, 2, 32),
@@ -105,10 +106,10 @@ def test_scores_in_16_bits_are_those_of_attention():
 def test_backward_reads_the_scores_of_the_forward():
     """P of the backward sums to 1 in each row, as it only does with the scores that made the log-sum-exp."""
     q, k, v, _ = random_inputs(Shape(1, 300, 300, 4, 2, 32, documents=(5, 0, 125, 170)), sigma=3.0, k_mean=5.0)
-    how = {"causal": True, "scale": 32**-0.5, "bounds": Shape(1, 300, 300, documents=(5, 0, 125, 170)).bounds()}
     for recipe in RECIPES:
-        _, saved = twin_forward(q, k, v, smooth_k=True, smooth_q=False, recipe=recipe, **how)
-        s = ScoresOfCodes(None, saved, **how)(range(300))
+        call = call_of(Shape(1, 300, 300, head_dim=32, documents=(5, 0, 125, 170)), q, k, v, recipe)
+        _, saved = twin_forward(call)
+        s = ScoresOfCodes(call, saved)(range(300))
         p = torch.exp(s.flatten(1, 2) - saved.lse[..., None])
         torch.testing.assert_close(p.sum(-1), torch.ones(1, 4, 300), rtol=1e-4, atol=0)
 
@@ -194,12 +195,11 @@ def test_any_strides():
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize(("device", "hopper", "recipe"), [
-    ("cpu", False, "fine"), ("cuda:0", True, "scores"), ("cuda:0", False, "fine"),
-])  # fmt: skip
-def test_the_recipe_that_is_not_named_is_the_fast_one_of_the_device(monkeypatch, device, hopper, recipe) -> None:
-    monkeypatch.setattr("sagekernels.autograd.is_hopper", lambda _: hopper)
-    assert default_recipe(torch.device(device)) == recipe
+@pytest.mark.parametrize(("capability", "recipe"), [((0, 0), "fine"), ((9, 0), "scores"), ((8, 9), "fine")])
+def test_the_recipe_that_is_not_named_is_the_fast_one_of_the_device(monkeypatch, capability, recipe) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("sagekernels.backends.capability", lambda _: capability)
+        assert default_recipe(torch.device("cpu")) == recipe
     monkeypatch.setattr("sagekernels.autograd.default_recipe", lambda _: recipe)
     inputs = random_inputs(Shape(1, 70, 70, 2, 2, 32))
     named, default = (results_of(sage_attention, *inputs, **how) for how in ({"recipe": recipe}, {}))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sagekernels import attention_reference, document_bounds, fp4_attention
-from sagekernels.fp4_quantize import (
+from sagekernels.fp4.quantize import (
     E2M1,
     FORMATS,
     e2m1_codes,

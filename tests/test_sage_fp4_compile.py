@@ -6,7 +6,7 @@ import pytest
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from sagekernels.fp4_triton import _fp4_forward_kernel, _quantize_fp4_kernel
+from sagekernels.fp4.kernels import _fp4_forward_kernel, _quantize_fp4_kernel
 
 BYTES = ("Q4", "Q_SCALE", "K4", "K_SCALE", "V4", "V_SCALE", "CODES", "SCALE")
 SHARED_MEMORY = {80: 163, 90: 227, 100: 227, 120: 99}  # KiB a program may have

@@ -23,8 +23,8 @@ if not INSIDE:
 
 else:
     from sagekernels import fp4_attention
-    from sagekernels.fp4_quantize import FORMATS, head_unit, quantize_fp4
-    from sagekernels.fp4_triton import decoded, quantize_fp4_triton
+    from sagekernels.fp4.kernels import decoded, quantize_fp4_triton
+    from sagekernels.fp4.quantize import FORMATS, head_unit, quantize_fp4
     from sagekernels.testing import Shape, random_inputs, rel_l2
 
     SHAPES = [
@@ -101,7 +101,7 @@ else:
     @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[5]], ids=str)
     def test_programs_of_two_tiles(shape, monkeypatch):
         """As on data center Blackwell, each tile with its own mean of Q."""
-        monkeypatch.setattr("sagekernels.fp4_triton.products", lambda device: (False, 128))
+        monkeypatch.setattr("sagekernels.fp4.kernels.products", lambda device: (False, 128))
         check(shape)
 
     @pytest.mark.parametrize("backend", ["triton", "twin"])

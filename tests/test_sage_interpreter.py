@@ -44,6 +44,7 @@ else:
     from sagekernels.swiglu import swiglu_gradients_triton
     from sagekernels.testing import (
         Shape,
+        call_of,
         qk_norm_rope_errors,
         random_inputs,
         random_qk,
@@ -81,17 +82,11 @@ else:
     @pytest.mark.parametrize(("shape", "recipe", "smooth_q", "dtype"), CASES, ids=lambda x: str(x))
     def test_agrees_with_the_twin(shape, recipe, smooth_q, dtype):
         q, k, v, do = random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype)
-        options = {
-            "causal": shape.causal,
-            "scale": shape.head_dim**-0.5,
-            "bounds": shape.bounds(),
-            "recipe": recipe,
-        }
-        smoothing = {"smooth_k": True, "smooth_q": smooth_q}
-        o, saved = triton_forward(q, k, v, **smoothing, **options)
-        expected_o, expected = twin_forward(q, k, v, **smoothing, **options)
-        grads = triton_backward(do, k, v, expected_o, expected, **options)
-        expected_grads = twin_backward(do, k, v, expected_o, expected, **options)
+        call = call_of(shape, q, k, v, recipe, smooth_q=smooth_q)
+        o, saved = triton_forward(call)
+        expected_o, expected = twin_forward(call)
+        backward = call.backward(do, expected_o, expected)
+        grads, expected_grads = triton_backward(backward), twin_backward(backward)
 
         assert torch.equal(saved.q.codes, expected.q.codes) and torch.equal(saved.k.codes, expected.k.codes)
         torch.testing.assert_close(saved.q.scale, expected.q.scale)
@@ -107,9 +102,9 @@ else:
         Shape(1, 300, 300, 2, 1, 128, documents=(5, 0, 70, 1, 124, 100)),
         Shape(1, 140, 270, 1, 1, 128),
     ], ids=str)  # fmt: skip
-    def test_tiles_of_hopper_agree_with_the_twin(shape, monkeypatch):
+    def test_tiles_of_sm_90_agree_with_the_twin(shape, monkeypatch):
         """Programs of other sizes than TILE on the side that they own."""
-        monkeypatch.setattr("sagekernels.launch.family", lambda capability: "hopper")
+        monkeypatch.setattr("sagekernels.launch.family", lambda capability: "sm_90")
         test_agrees_with_the_twin(shape, "fine", False, torch.float16)
 
     @pytest.mark.parametrize(("shape", "recipe", "dtype"), [

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sagekernels import observe, sage_attention
+from sagekernels.call import RECIPES
 from sagekernels.observe import Kept, Sample, keep, measure, observed, pooled_cosine, pooled_rel_l2
 from sagekernels.quantize import TILE, quantize_twin, tile_means, token_mean
-from sagekernels.reference import RECIPES
-from sagekernels.testing import Shape, exact_results, random_inputs, results_of
+from sagekernels.testing import Shape, call_of, exact_results, random_inputs, results_of
 
 EVERYTHING = 1 << 40
 
@@ -23,11 +23,11 @@ class Listener:
     def __init__(self, sequences: int = 1, scores: int = EVERYTHING, turn: int = 0) -> None:
         self.how, self.kept, self.found = (sequences, scores, turn), [], []
 
-    def forward(self, q, k, saved, causal, bounds) -> None:
-        self.kept.append(keep(q, k, causal, bounds, Sample.of(q, k, *self.how)))
+    def forward(self, call, saved) -> None:
+        self.kept.append(keep(call, Sample.of(call.q, call.k, *self.how)))
 
-    def backward(self, do, v, o, saved, grads, scale, recipe) -> None:
-        self.found.append(measure(self.kept.pop(), do, v, o, saved, grads, scale, recipe))
+    def backward(self, call, grads) -> None:
+        self.found.append(measure(self.kept.pop(), call, grads))
 
 
 def visible(shape: Shape) -> Tensor:
@@ -192,11 +192,11 @@ def test_compiled_calls_are_heard_and_give_the_same() -> None:
         def __init__(self) -> None:
             self.forwards, self.backwards = [], []
 
-        def forward(self, q, k, saved, causal, bounds) -> None:
+        def forward(self, call, saved) -> None:
             self.forwards.append(saved.lse.data_ptr())
 
-        def backward(self, do, v, o, saved, grads, scale, recipe) -> None:
-            self.backwards.append((saved.lse.data_ptr(), recipe))
+        def backward(self, call, grads) -> None:
+            self.backwards.append((call.saved.lse.data_ptr(), call.recipe))
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -223,8 +223,9 @@ def test_pooled_numbers_of_nothing() -> None:
 
 def test_what_is_kept_is_a_copy() -> None:
     """The model's own q and k may be overwritten before the backward pass."""
-    q, k, *_ = random_inputs(Shape(n_q=64, n_k=64))
-    kept: Kept = keep(q, k, True, None, Sample.of(q, k, 1, EVERYTHING, 0))
+    shape = Shape(n_q=64, n_k=64)
+    q, k, v, _ = random_inputs(shape)
+    kept: Kept = keep(call_of(shape, q, k, v, "fine"), Sample.of(q, k, 1, EVERYTHING, 0))
     before = kept.k.clone()
     k.zero_()
     assert torch.equal(kept.k, before)

@@ -11,6 +11,7 @@ import triton
 
 from sagekernels import launch, report, tune
 from sagekernels.launch import TABLE, Tiles, launch_tiles
+from sagekernels.testing import Shape, call_of
 
 CARD = torch.device("cuda", 0)
 FIRST, FASTER, FASTEST, TOO_LARGE = (Tiles(rows, 64, 8, 2) for rows in (128, 64, 32, 256))
@@ -23,25 +24,25 @@ def card(monkeypatch, tmp_path):
     monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 4090")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    for function in (launch.tuned, launch.tuned_key):
+    for function in (launch.tuned, launch.tuned_key, launch.capability):
         function.cache_clear()
     yield
-    for function in (launch.tuned, launch.tuned_key):
+    for function in (launch.tuned, launch.tuned_key, launch.capability):
         function.cache_clear()
 
 
 def compared(monkeypatch, other_bits: set[Tiles] = frozenset(), later: set[Tiles] = frozenset()):
     """tune.compare of kernels that take SECONDS, some of which give other bits, at once or only in small calls."""
     q = torch.empty(1, 1, 1, 128)
-    timed, checked = ((tune.Call((q, q, q, q), {"checked": x}, q, None)) for x in (False, True))
+    timed, checked = (tune.Trial(call_of(Shape(), q, q, q, "fine"), None) for _ in range(2))
     active = []
 
-    def results(kernel, call):
+    def results(kernel, trial):
         tiles = launch.tuned(q.device)[kernel, 128]
         active.append(tiles)
         if tiles == TOO_LARGE:
             raise triton.runtime.errors.OutOfResources(200, 99, "shared memory")
-        wrong = tiles in other_bits or (call.options["checked"] and tiles in later)
+        wrong = tiles in other_bits or (trial is checked and tiles in later)
         return (torch.ones(2) * (1 + 2.0**-20 * wrong),)
 
     monkeypatch.setattr(tune, "results", results)

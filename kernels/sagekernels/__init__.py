@@ -1,6 +1,7 @@
 """SageBwd attention: INT8 in both directions, trainable, in the place of flash_attn_func. See kernels/README.md."""
 
-from .autograd import default_recipe, document_bounds, sage_attention
+from .autograd import document_bounds, sage_attention
+from .backends import default_recipe
 from .fp4 import fp4_attention
 from .reference import attention_reference
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from .autograd import sage_attention
+from .call import RECIPES, Call
 from .fp4 import fp4_attention
-from .reference import RECIPES, ScoresOfCodes, attention_reference, pad_to_tile, rounded_tiles, twin_forward, visible
+from .reference import ScoresOfCodes, attention_reference, pad_to_tile, rounded_tiles, twin_forward, visible
 from .testing import Shape, cosine, errors, exact_results, random_inputs, rel_l2, results_of
 
 # A section 4.4: rel-L2 of O, dQ, dK, dV for Gaussian Q and K of standard deviation sigma, V and dO of 1.
@@ -87,15 +88,15 @@ def trained_inputs(seed: int, n: int = 4096) -> tuple[Tensor, Tensor, Tensor, Te
 def intermediates(q: Tensor, k: Tensor, v: Tensor, do: Tensor, recipe: str | None) -> dict[str, Tensor]:
     """delta, P, dP and dS of one causal head, as the backward of `recipe` sees them; exact when it is None."""
     n, scale = q.shape[1], q.shape[-1] ** -0.5
-    options = {"causal": True, "scale": scale, "bounds": None}
     wide = [x[0, :, 0].double() for x in (q, k, v, do)]
     if recipe is None:
         mask = visible(range(n), n, 0, True, None, q.device)
         p = torch.softmax((wide[0] @ wide[1].mT * scale).masked_fill(~mask, -math.inf), -1)
         o = p @ wide[2]
     else:
-        out, saved = twin_forward(q, k, v, smooth_k=True, smooth_q=False, recipe=recipe, **options)
-        s = ScoresOfCodes(None, saved, **options)(range(n))
+        call = Call(q, k, v, None, True, scale, smooth_k=True, smooth_q=False, recipe=recipe, backend="twin")
+        out, saved = twin_forward(call)
+        s = ScoresOfCodes(call, saved)(range(n))
         p, o = torch.exp(s[0, 0, 0] - saved.lse[0, 0, :, None]).double(), out[0, :, 0].double()
     dp = wide[3] @ wide[2].mT
     delta = (wide[3] * o).sum(-1, keepdim=True)

@@ -1,30 +1,21 @@
-"""sage_attention(): validation, choice of the backend, and the custom operators that join forward and backward.
+"""sage_attention(): validation, and the custom operators that join forward and backward.
 
 The operators are registered with torch.library and have fake implementations, so torch.compile takes a call as one
 node of its graph, CUDA graphs capture it (nothing here synchronizes with the host) and activation checkpointing
-recomputes it. Results are the same bits from run to run, but for dQ of the backend `hopper` (recipe "scores"), which is
-then too under torch.use_deterministic_algorithms(True).
+recomputes it. Results are the same bits from run to run, but for dQ of CUDA kernels that add it up in any order (recipe
+"scores" on an H100 or H200); under torch.use_deterministic_algorithms(True) dQ is too.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from . import hopper, observe, reference
-from .backward import triton_backward
-from .forward import document_bounds_triton, triton_forward
-from .launch import is_hopper
+from . import backends, observe, reference
+from .backends import NAMED, default_recipe
+from .call import RECIPES, BackwardCall, Call, Saved
+from .forward import document_bounds_triton
 from .operators import LIBRARY, operator
 from .quantize import Codes, tiles_of
-from .reference import RECIPES, Saved, twin_backward, twin_forward
 
-# name -> forward and backward, all with the signatures of the twins
-BACKENDS = {
-    "twin": (twin_forward, twin_backward),
-    "triton": (triton_forward, triton_backward),
-    "hopper": (hopper.forward, hopper.backward),
-}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -57,35 +48,24 @@ def sage_attention(
     recipe: "fine" (scales per token, row and column), "paper" (one scale per tile), "gradients" (as fine, Q K^T in 16
         bits), or "scores" (Q K^T alone in INT8, the gradients' products in 16 bits); reference.py specifies them. None
         takes default_recipe of the device: "scores" on an H100 or H200, "fine" elsewhere.
-    backend: None takes "hopper" on an H100 or H200, "triton" on other GPUs, and "twin", the specification in torch,
-        elsewhere. "hopper" has kernels of its own at head_dim 64 and 128 (forward of "fine" and "scores", backward of
-        "scores") and takes those of "triton" for the rest. They are compiled at first use; if that fails, "hopper" by
-        name raises nvrtc.CompilationError, and None warns once and takes "triton".
+    backend: a name in backends.NAMED. None takes the first of backends.BACKENDS that serves the GPU and takes the
+        call: CUDA kernels where there are any for it, "triton" on every other GPU, and "twin", the specification in
+        torch, elsewhere. By name, too, "triton" computes what a backend does not take. CUDA kernels are compiled at
+        first use; if that fails, a backend by name raises nvrtc.CompilationError, and None warns once and takes
+        "triton".
 
     Under autocast the inputs are cast to its dtype. Non-finite inputs give NaN in what depends on them (with smoothing
     that is the whole head). Raises TypeError, ValueError or NotImplementedError, saying what is supported.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = autocast(q, k, v)
     recipe = default_recipe(q.device) if recipe is None else recipe
     _check_backend(q, backend)
-    _check(q, k, v, causal, cu_seqlens, bounds, recipe)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not 0 < scale < float("inf"):
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    if cu_seqlens is not None:
-        bounds = document_bounds(cu_seqlens, q.shape[1])
-    bounds = None if bounds is None else bounds.contiguous()
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe {recipe!r} is not one of {', '.join(RECIPES)}")
+    check(q, k, v, causal, cu_seqlens, bounds)
+    scale, bounds = scale_of(q, scale), bounds_of(q, cu_seqlens, bounds)
     smooth_q = smooth_q and RECIPES[recipe].int8_scores
-    return FORWARD(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend)[0]
-
-
-@torch.compiler.assume_constant_result  # torch.compile would look into the cache of is_hopper
-def default_recipe(device: torch.device) -> str:
-    """The recipe that sage_attention takes on a device when none is named: the fastest that is level with 16-bit
-    attention in loss. Both recipes that it chooses from are level."""
-    return "scores" if device.type == "cuda" and is_hopper(device) else "fine"
+    return FORWARD(*Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend))[0]
 
 
 def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
@@ -102,34 +82,38 @@ def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 def _check_backend(q: Tensor, backend: str | None) -> None:
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+    if backend is not None and backend not in NAMED:
+        raise ValueError(f"backend {backend!r} is not one of {', '.join(NAMED)}")
     if q.dtype == torch.float32 and (q.is_cuda if backend is None else backend != "twin"):
         name = backend or "GPU"
         raise TypeError(f"the {name} backend takes bfloat16 or float16, got float32 (backend='twin' takes it)")
 
 
-def _functions(backend: str | None, device: torch.device) -> tuple[Callable, Callable]:
-    """Forward and backward. None is looked up here, inside the operators, where torch.compile does not look."""
-    if backend is not None:
-        return BACKENDS[backend]
-    if device.type != "cuda":
-        return BACKENDS["twin"]
-    return hopper.DEFAULT if is_hopper(device) else BACKENDS["triton"]
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast the inputs to the dtype of autocast, where it is enabled."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    cu_seqlens: Tensor | None,
-    bounds: Tensor | None,
-    recipe: str,
-) -> None:
-    """Raise on what no backend supports."""
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe {recipe!r} is not one of {', '.join(RECIPES)}")
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """Return the factor on the scores, D ** -0.5 if none is given. It must be positive and finite."""
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    return scale
+
+
+def bounds_of(q: Tensor, cu_seqlens: Tensor | None, bounds: Tensor | None) -> Tensor | None:
+    """Return the bounds of the documents, contiguous, from whichever of the two describes them."""
+    if cu_seqlens is not None:
+        bounds = document_bounds(cu_seqlens, q.shape[1])
+    return None if bounds is None else bounds.contiguous()
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, causal: bool, cu_seqlens: Tensor | None, bounds: Tensor | None) -> None:
+    """Raise TypeError or ValueError on inputs that no backend supports."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} must be [batch, tokens, heads, head_dim], got shape {tuple(x.shape)}")
@@ -184,31 +168,21 @@ def _forward(
     backend: str | None,
 ) -> Eight:
     """(o, lse, q codes, q scale, k codes, k scale, q mean, k mean), shapes as in reference.Saved."""
+    call = Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend)
     if q.numel() == 0:
-        return _forward_fake(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend)
-    o, saved = _functions(backend, q.device)[0](
-        q, k, v, causal=causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q, bounds=bounds, recipe=recipe
-    )
-    observe.forward(q, k, saved, causal, bounds)
+        return _forward_fake(*call)
+    o, saved = backends.forward(call)
+    observe.forward(call, saved)
     means = [q.new_empty(0, dtype=torch.float32) if mean is None else mean for mean in (saved.q_mean, saved.k_mean)]
     return o, saved.lse, *saved.q, *saved.k, *means
 
 
-def _forward_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor | None,
-    causal: bool,
-    scale: float,
-    smooth_k: bool,
-    smooth_q: bool,
-    recipe: str,
-    backend: str | None,
-) -> Eight:
+def _forward_fake(*arguments) -> Eight:
+    call = Call(*arguments)
+    q, smooth_q = call.q, call.smooth_q
     batch, n_q, heads, head_dim = q.shape
-    n_k, kv_heads = k.shape[1:3]
-    codes = torch.int8 if RECIPES[recipe].int8_scores else q.dtype
+    n_k, kv_heads = call.k.shape[1:3]
+    codes = torch.int8 if RECIPES[call.recipe].int8_scores else q.dtype
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
@@ -221,7 +195,7 @@ def _forward_fake(
         empty(batch, kv_heads, n_k, head_dim, dtype=codes),
         empty(batch, kv_heads, n_k),
         empty(batch, heads, tiles_of(n_q), head_dim) if smooth_q else empty(0),
-        empty(batch, kv_heads, 1, head_dim) if smooth_k and (smooth_q or codes != torch.int8) else empty(0),
+        empty(batch, kv_heads, 1, head_dim) if call.smooth_k and (smooth_q or codes != torch.int8) else empty(0),
     )
 
 
@@ -246,16 +220,16 @@ def _backward(
     """dq, dk, dv, contiguous. `k` is read (and kept for it) when Q was smoothed, otherwise None."""
     if do.numel() == 0:  # no query: keys and values, if there are any, get nothing
         return tuple(grad.zero_() for grad in _backward_fake(do, k, v))
-    kept = Saved(
+    saved = Saved(
         lse,
         Codes(q_codes, q_scale),
         Codes(k_codes, k_scale),
         q_mean if q_mean.numel() else None,
         k_mean if k_mean.numel() else None,
     )
-    options = {"causal": causal, "scale": scale, "bounds": bounds, "recipe": recipe}
-    grads = _functions(backend, do.device)[1](do, k, v, o, kept, **options)
-    observe.backward(do, v, o, kept, grads, scale, recipe)
+    call = BackwardCall(do, k, v, o, saved, bounds, causal, scale, recipe, backend)
+    grads = backends.backward(call)
+    observe.backward(call, grads)
     return tuple(grad.contiguous() for grad in grads)
 
 
@@ -284,12 +258,11 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
             outputs = FORWARD(*inputs)
-        _, k, v, bounds, causal, scale, _, smooth_q, recipe, backend = inputs
-        o, *saved = outputs
+        call, (o, *saved) = Call(*inputs), outputs
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)  # they would be zeros as large as `saved`
-        ctx.save_for_backward(k if smooth_q else None, v, bounds, o, *saved)
-        ctx.options = (causal, scale, recipe, backend)
+        ctx.save_for_backward(call.k if call.smooth_q else None, call.v, call.bounds, o, *saved)
+        ctx.options = (call.causal, call.scale, call.recipe, call.backend)
         return outputs
 
     @staticmethod

@@ -8,8 +8,8 @@ dS is a row there), dQ on S.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from .call import RECIPES, BackwardCall, Gradients
 from .forward import mean_bias
 from .launch import half_sums, launch_tiles, on_device_of
 from .pieces import (
@@ -36,7 +36,6 @@ from .pieces import (
     scores_of,
 )
 from .quantize import TILE, dequantize_triton, in_half_units, quantize_triton, tiles_of, transpose_codes
-from .reference import RECIPES, Saved
 
 
 @triton.jit
@@ -395,20 +394,10 @@ def _dq_kernel(
     tl.store(out, dq * scale, mask=(rows < n_q)[:, None] & (d < HEAD_DIM)[None, :])
 
 
-def triton_backward(
-    do: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    o: Tensor,
-    saved: Saved,
-    *,
-    causal: bool,
-    scale: float,
-    bounds: Tensor | None,
-    recipe: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """reference.twin_backward on a GPU: same arguments, same results up to the order of float32 sums."""
-    rules, smooth_q = RECIPES[recipe], saved.q_mean is not None
+def triton_backward(call: BackwardCall) -> Gradients:
+    """Compute reference.twin_backward on a GPU, up to the order of float32 sums."""
+    do, k, v, saved, scale = call.do, call.k, call.v, call.saved, call.scale
+    rules, smooth_q = RECIPES[call.recipe], call.smooth_q
     batch, n_q, heads, head_dim = do.shape
     n_k, kv_heads = v.shape[1:3]
     group, held = heads // kv_heads, block_d(head_dim)
@@ -437,7 +426,7 @@ def triton_backward(
             do16 = torch.empty((batch, heads, n_q, head_dim), dtype=torch.float16, device=do.device)
             back = torch.empty_like(delta)
         _queries_kernel[(tiles_of(n_q) * batch * heads,)](
-            do, o, saved.lse, saved.q.scale, codes_scale, v_largest, delta, back, queries, do8t, shifted, do16,
+            do, call.o, saved.lse, saved.q.scale, codes_scale, v_largest, delta, back, queries, do8t, shifted, do16,
             scale, heads, group, n_q, tiles_of(n_q) * TILE, tiles_of(n_q), *do.stride()[:3],
             HEAD_DIM=head_dim, BLOCK_D=held, TILE=TILE, PER_TILE=rules.per_tile, FOLD_Q=not smooth_q,
             INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half, num_warps=4,
@@ -447,7 +436,7 @@ def triton_backward(
         k_mean = saved.k_mean
         if smooth_q and k_mean is None:
             k_mean = torch.zeros((batch, kv_heads, 1, head_dim), dtype=torch.float32, device=do.device)
-        starts, ends = (None, None) if bounds is None else bounds.unbind()
+        starts, ends = (None, None) if call.bounds is None else call.bounds.unbind()
         dq = torch.empty(do.shape, dtype=v.dtype, device=do.device)
         dk, dv = (torch.empty(v.shape, dtype=v.dtype, device=do.device) for _ in range(2))
         strides = (*k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
@@ -459,7 +448,7 @@ def triton_backward(
             queries, queries, starts, ends, dk, dv,
             scale, kv_heads, group, n_q, n_k, tiles_of(n_q) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            IS_CAUSAL=causal, PACKED=bounds is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,
+            IS_CAUSAL=call.causal, PACKED=call.bounds is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,
             INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
         )  # fmt: skip
@@ -469,7 +458,7 @@ def triton_backward(
             *saved.q, saved.q_mean, saved.k.codes, k8t, k16, k_scale, k, k_mean, v, do, saved.lse, delta,
             back, v_largest, starts, ends, dq, scale, heads, group, n_q, n_k, tiles_of(n_k) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            IS_CAUSAL=causal, PACKED=bounds is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,
+            IS_CAUSAL=call.causal, PACKED=call.bounds is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,
             INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
         )  # fmt: skip

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .call import RECIPES, Call, Saved
 from .launch import half_sums, launch_tiles, on_device_of
 from .pieces import (
     LN2,
@@ -22,7 +23,6 @@ from .pieces import (
     scores_of,
 )
 from .quantize import TILE, in_half_units, quantize_triton, tile_means, token_mean, unrounded
-from .reference import RECIPES, Saved
 
 
 @triton.jit
@@ -205,25 +205,14 @@ def _forward_kernel(
     tl.store(out, acc / l[:, None], mask=(rows < n_q)[:, None] & (d < HEAD_DIM)[None, :])
 
 
-def triton_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    smooth_k: bool,
-    smooth_q: bool,
-    bounds: Tensor | None,
-    recipe: str,
-) -> tuple[Tensor, Saved]:
-    """reference.twin_forward on a GPU: same arguments, same results up to the order of float32 sums."""
-    rules = RECIPES[recipe]
+def triton_forward(call: Call) -> tuple[Tensor, Saved]:
+    """Compute reference.twin_forward on a GPU, up to the order of float32 sums."""
+    q, k, v, smooth_q, rules = call.q, call.k, call.v, call.smooth_q, RECIPES[call.recipe]
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     with on_device_of(q):
-        k_mean = token_mean(k) if smooth_k else None
+        k_mean = token_mean(k) if call.smooth_k else None
         q_mean = tile_means(q) if smooth_q else None
         if rules.int8_scores:
             q_codes, _ = quantize_triton(q, mean=q_mean, per_tile=rules.per_tile)
@@ -237,17 +226,17 @@ def triton_forward(
         half, v_largest = not rules.int8_pv and half_sums(q.device), None
         if half:
             v, v_largest = in_half_units(v)
-        starts, ends = (None, None) if bounds is None else bounds.unbind()
+        starts, ends = (None, None) if call.bounds is None else call.bounds.unbind()
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
         tiles = launch_tiles("forward", q.device, block_d(head_dim), exact=rules.int8_pv or smooth_q)
         blocks = triton.cdiv(n_q, tiles.block_m)
         _forward_kernel[(blocks * batch * heads,)](
             *q_codes, *k_codes, v, v8t, None if v_codes is None else v_codes.scale, v_largest, k, q_mean, bias_mean,
-            starts, ends, o, lse, scale, heads, heads // kv_heads, n_q, n_k, triton.cdiv(n_k, TILE) * TILE, blocks,
+            starts, ends, o, lse, call.scale, heads, heads // kv_heads, n_q, n_k, triton.cdiv(n_k, TILE) * TILE, blocks,
             *k.stride()[:3], *v.stride()[:3],
             HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            IS_CAUSAL=causal, PACKED=bounds is not None, INT8_PV=rules.int8_pv, SMOOTH_Q=smooth_q,
+            IS_CAUSAL=call.causal, PACKED=call.bounds is not None, INT8_PV=rules.int8_pv, SMOOTH_Q=smooth_q,
             HALF_SUMS=half,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip

@@ -1,75 +1,23 @@
-"""The backend `hopper`: CUDA kernels where they take a call, the portable kernels for everything else."""
+"""The backend `hopper`, for an H100 or H200: CUDA kernels by TMA and wgmma for head_dim 64 and 128."""
 
-import functools
-import warnings
-from collections.abc import Callable
-
-from torch import Tensor
-
-from . import nvrtc
 from .backward import triton_backward
-from .forward import triton_forward
-from .reference import Saved
+from .call import RECIPES, Backend, BackwardCall, Gradients, scores_by_token
+from .hopper_backward import hopper_backward
+from .hopper_forward import SCHEDULES, hopper_forward
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    smooth_k: bool,
-    smooth_q: bool,
-    bounds: Tensor | None,
-    recipe: str,
-) -> tuple[Tensor, Saved]:
-    """reference.twin_forward: same arguments, same results up to the order of float32 sums."""
-    from .hopper_forward import hopper_forward, supported
-
-    taken = supported(q, k, smooth_q=smooth_q, recipe=recipe)
-    run = hopper_forward if taken else triton_forward
-    return run(q, k, v, causal=causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q, bounds=bounds, recipe=recipe)
+def backward(call: BackwardCall) -> Gradients:
+    """Compute the gradients of `scores` by the CUDA kernel, those of `fine` by the portable ones: hopper_backward.py
+    says why INT8 gradients have no kernel here."""
+    return (triton_backward if RECIPES[call.recipe].int8_gradients else hopper_backward)(call)
 
 
-def backward(
-    do: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    o: Tensor,
-    saved: Saved,
-    *,
-    causal: bool,
-    scale: float,
-    bounds: Tensor | None,
-    recipe: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """reference.twin_backward: same arguments, same results up to the order of float32 sums."""
-    from .hopper_backward import hopper_backward, supported
-
-    taken = supported(do, v, saved, recipe=recipe)
-    run = hopper_backward if taken else triton_backward
-    return run(do, k, v, o, saved, causal=causal, scale=scale, bounds=bounds, recipe=recipe)
-
-
-_failures: list[nvrtc.CompilationError] = []  # of this process, at most one
-
-
-def _or_portable(run: Callable, portable: Callable) -> Callable:
-    """`run` until NVRTC fails: from then on `portable`, after one warning."""
-
-    @functools.wraps(run)
-    def _either(*arguments, **options):
-        if not _failures:
-            try:
-                return run(*arguments, **options)
-            except nvrtc.CompilationError as failure:
-                _failures.append(failure)
-                warnings.warn(f"sagekernels uses its slower portable kernels: {failure}", RuntimeWarning, stacklevel=2)
-        return portable(*arguments, **options)
-
-    return _either
-
-
-# What runs on an H100 or H200 unless another backend is named.
-DEFAULT = (_or_portable(forward, triton_forward), _or_portable(backward, triton_backward))
+HOPPER = Backend(
+    "hopper",
+    serves=lambda capability: capability == (9, 0),
+    head_dims=frozenset(SCHEDULES),
+    takes=scores_by_token,
+    forward=hopper_forward,
+    backward=backward,
+    fastest="scores",
+)

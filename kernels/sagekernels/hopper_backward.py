@@ -18,10 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from . import nvrtc
-from .launch import is_hopper, on_device_of
+from .call import BackwardCall, Gradients
+from .hopper_forward import ARCHITECTURE
+from .launch import on_device_of
 from .pieces import LOG2E
 from .quantize import TILE, tiles_of
-from .reference import RECIPES, Saved
 
 KEYS = {64: 192, 128: 128}  # head dimension -> keys of a program, 64 for each of its consumer warpgroups
 FLOATS = {64: 3, 128: 4}  # head dimension -> values of each query, in vectors or a row: module docstring
@@ -113,41 +114,13 @@ def _equal_groups(items: int, largest: int) -> int:
     return -(-items // groups)
 
 
-def supported(do: Tensor, v: Tensor, saved: Saved, *, recipe: str) -> bool:
-    """Whether hopper_backward takes this call; the portable kernels take every other."""
-    rules = RECIPES[recipe]
-    return (
-        rules.int8_scores
-        and not rules.per_tile
-        and not rules.int8_gradients
-        and saved.q_mean is None
-        and do.shape[3] in KEYS
-        and do.dtype == v.dtype
-        and v.dtype in (torch.bfloat16, torch.float16)
-        and do.is_cuda
-        and is_hopper(do.device)
-        and max(do.numel(), v.numel()) < 2**31
-    )
-
-
-def hopper_backward(
-    do: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    o: Tensor,
-    saved: Saved,
-    *,
-    causal: bool,
-    scale: float,
-    bounds: Tensor | None,
-    recipe: str,
-    deterministic: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """reference.twin_backward on Hopper where `supported` says so: same arguments, same results up to float32 sums.
+def hopper_backward(call: BackwardCall, *, deterministic: bool | None = None) -> Gradients:
+    """Compute reference.twin_backward of `scores` where hopper.HOPPER takes the call, up to the order of float32 sums.
 
     deterministic: add up dQ in a fixed order, key blocks from the first to the last. None asks
     torch.are_deterministic_algorithms_enabled(). dK and dV are always the same bits.
     """
+    do, v, saved, bounds, scale = call.do, call.v, call.saved, call.bounds, call.scale
     batch, n_q, heads, head_dim = do.shape
     n_k, kv_heads = v.shape[1:3]
     q_tiles = tiles_of(n_q)
@@ -161,7 +134,7 @@ def hopper_backward(
         dq_sum = new(batch * heads * q_tiles * TILE * head_dim, dtype=torch.float32)
         turns = new(batch * heads * q_tiles * (head_dim // 64), dtype=torch.int32) if deterministic else None
         _prepare_queries_kernel[(q_tiles * batch * heads,)](
-            do, o, *saved.q, saved.lse, q16, vectors, dq_sum, turns, scale * LOG2E.value,
+            do, call.o, *saved.q, saved.lse, q16, vectors, dq_sum, turns, scale * LOG2E.value,
             heads, n_q, q_tiles, *do.stride()[:3], HEAD_DIM=head_dim, TILE=TILE, LOG2E=LOG2E.value,
             FLOATS=FLOATS[head_dim], num_warps=4,
         )  # fmt: skip
@@ -170,18 +143,18 @@ def hopper_backward(
         keys = KEYS[head_dim]
         blocks = -(-n_k // keys)
         bytes_per_head = n_q * heads // kv_heads * head_dim * 9
-        in_cache = L2_BYTES_IN_ORDER if deterministic and causal else L2_BYTES
+        in_cache = L2_BYTES_IN_ORDER if deterministic and call.causal else L2_BYTES
         heads_at_once = _equal_groups(batch * kv_heads, max(1, in_cache // bytes_per_head))
         shared = _shared_bytes(head_dim)
         half = int(v.dtype == torch.float16)
         defines = {"HEAD_DIM": head_dim, "FP16": half, "SHARED_BYTES": shared}
-        nvrtc.load("hopper_backward.cu", "hopper_backward", defines).launch(
+        nvrtc.load("hopper_backward.cu", "hopper_backward", defines, ARCHITECTURE).launch(
             (blocks * batch * kv_heads,), (keys * 2 + 128,), shared,
             _map(saved.q.codes, TILE), _map(q16, TILE), _map(do.transpose(1, 2), TILE), _map(saved.k.codes, keys),
             _map(v.transpose(1, 2), keys), _map(dk.transpose(1, 2), 64), _map(dv.transpose(1, 2), 64),
             vectors, saved.k.scale, starts, ends, dq_sum, turns, scale,
             kv_heads, heads // kv_heads, n_q, n_k, q_tiles, batch * kv_heads, heads_at_once,
-            int(causal),
+            int(call.causal),
         )  # fmt: skip
         _finish_dq_kernel[(q_tiles * batch * heads,)](dq_sum, dq, scale, heads, n_q, q_tiles, HEAD_DIM=head_dim)
     return dq, dk, dv

@@ -8,13 +8,14 @@ kernels/NOTES.md, section Forward.
 import torch
 from torch import Tensor
 
-from .launch import is_hopper, multiprocessors, on_device_of
+from .call import Call, Saved
+from .launch import multiprocessors, on_device_of
 from .nvrtc import load, mappable, tensor_map
 from .pieces import LOG2E
 from .quantize import Codes
 from .quantize_keys import quantize_keys
-from .reference import RECIPES, Saved
 
+ARCHITECTURE = "sm_90a"
 SOURCE = "hopper_forward.cu"
 # head dimension -> keys per tile, warpgroups of 64 queries, stages of the K and V pipeline
 SCHEDULES = {64: (96, 3, 5), 128: (128, 2, 4)}
@@ -33,42 +34,16 @@ def defines_of(head_dim: int, causal: bool, packed: bool, half: bool) -> dict[st
     }  # fmt: skip
 
 
-def supported(q: Tensor, k: Tensor, *, smooth_q: bool, recipe: str) -> bool:
-    """Whether hopper_forward takes this call; the portable kernels take every other."""
-    rules = RECIPES[recipe]
-    return (
-        rules.int8_scores
-        and not rules.per_tile
-        and not rules.int8_pv
-        and not smooth_q
-        and q.shape[3] in SCHEDULES
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.is_cuda
-        and is_hopper(q.device)
-        and max(q.numel(), k.numel()) < 2**31
-    )
-
-
-def hopper_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    smooth_k: bool,
-    smooth_q: bool,
-    bounds: Tensor | None,
-    recipe: str,
-) -> tuple[Tensor, Saved]:
-    """reference.twin_forward on Hopper where `supported` says so: same arguments, same results up to float32 sums."""
+def hopper_forward(call: Call) -> tuple[Tensor, Saved]:
+    """Compute reference.twin_forward where hopper.HOPPER takes the call, up to the order of float32 sums."""
+    q, k, v, bounds = call.q, call.k, call.v, call.bounds
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
     block_n, consumers, _ = SCHEDULES[head_dim]
     q, v = mappable(q), mappable(v)
     with on_device_of(q):
         nk_padded = -(-n_k // block_n) * block_n
-        k_codes, k_ordered, counter = quantize_keys(k, smooth_k, nk_padded)
+        k_codes, k_ordered, counter = quantize_keys(k, call.smooth_k, nk_padded, ARCHITECTURE)
         q_codes = Codes(
             torch.empty((batch, heads, n_q, head_dim), dtype=torch.int8, device=q.device),
             torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device),
@@ -79,13 +54,13 @@ def hopper_forward(
         m_blocks = -(-n_q // (64 * consumers))
         tiles = m_blocks * batch * heads
         per_group = max(1, PER_HEAD_CACHE // (n_k * head_dim * 3)) * (heads // kv_heads)
-        defines = defines_of(head_dim, causal, bounds is not None, q.dtype == torch.float16)
-        load(SOURCE, "forward", defines).launch(
+        defines = defines_of(head_dim, call.causal, bounds is not None, q.dtype == torch.float16)
+        load(SOURCE, "forward", defines, ARCHITECTURE).launch(
             (min(multiprocessors(q.device), tiles),), (128 * (consumers + 1),), defines["SHARED_BYTES"],
             tensor_map(q, (1, 64, 1, 64)),
             tensor_map(k_codes.codes.view(-1, n_k, head_dim), (1, block_n, head_dim), head_dim),
             tensor_map(v, (1, block_n, 1, 64)), tensor_map(q_codes.codes, (1, 1, 64, head_dim), head_dim),
-            k_ordered, starts, ends, q_codes.scale, o, lse, scale * LOG2E.value,
+            k_ordered, starts, ends, q_codes.scale, o, lse, call.scale * LOG2E.value,
             heads, kv_heads, batch * heads, n_q, n_k, nk_padded, m_blocks, per_group, tiles, counter,
         )  # fmt: skip
     return o, Saved(lse, q_codes, k_codes, None, None)

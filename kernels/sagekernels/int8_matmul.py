@@ -18,14 +18,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .casts import DTYPES, INT8, MULTIPLE
-from .launch import check_int8, is_hopper, on_device_of
+from .launch import capability, check_int8, family, on_device_of
 from .operators import operator
 
 PIECE = 131072
 """Products of codes that are summed in int32, which holds 133,144 of the largest; more are summed in pieces."""
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """One program computes BLOCK_M x BLOCK_N results, BLOCK_K products of each at a time."""
 
     block_m: int
@@ -35,8 +35,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-HOPPER = Tile(128, 128, 128, 4, 3)
-PORTABLE = Tile(128, 128, 64, 4, 3)
+TILES = {"sm_90": ProductTile(128, 128, 128, 4, 3), "portable": ProductTile(128, 128, 64, 4, 3)}
+"""The tile of each family of architectures (launch.family)."""
 GROUP = 8
 """Tiles below each other that are computed before those to their right: they share what L2 holds of b."""
 
@@ -87,7 +87,7 @@ def _int8_product_kernel(
 
 
 def int8_product_triton(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, tile: Tile | None = None
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, tile: ProductTile | None = None
 ) -> Tensor:
     """product_twin on a GPU, within the roundings of fp32 and the one to dtype. tile: default: by architecture."""
     a, b = (_aligned(x) for x in (a, b))
@@ -96,10 +96,12 @@ def int8_product_triton(
     (rows, inner), columns = a.shape, len(b)
     if not out.numel():
         return out
+    rows_of = "portable"
     if a.is_cuda:
-        check_int8(torch.cuda.get_device_capability(a.device), by_tensor_memory=True)
-    described = a.is_cuda and is_hopper(a.device)
-    tile = tile or (HOPPER if described else PORTABLE)
+        check_int8(capability(a.device), by_tensor_memory=True)
+        rows_of = family(capability(a.device))
+    described = rows_of == "sm_90"
+    tile = tile or TILES[rows_of]
     first, second = a, b
     if described:
         first, second = (

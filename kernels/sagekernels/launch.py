@@ -29,11 +29,11 @@ class Tiles(NamedTuple):
 # kernel -> family of architectures -> {head dimension as held: tiles}. In the backward kernels the side that is looped
 # over is TILE: it is the span of one scale. "portable" fits the 99 KiB of shared memory of Ada and consumer Blackwell,
 # and its tiles have no fewer rows than columns where registers allow: else Triton gives a row to several warps, and row
-# maxima and operands go through shared memory. Timed on Hopper alone, there as code for 8.0 too (NOTES.md); `python -m
+# maxima and operands go through shared memory. Timed on an H100 alone, there as code for 8.0 too (NOTES.md); `python -m
 # sagekernels.tune` times others.
 TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
     "forward": {
-        "hopper": {
+        "sm_90": {
             32: Tiles(128, 64, 4, 3),
             64: Tiles(128, 64, 4, 3),
             128: Tiles(64, 64, 4, 3),
@@ -47,7 +47,7 @@ TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
         },
     },
     "dkdv": {
-        "hopper": {
+        "sm_90": {
             32: Tiles(64, 64, 4, 3),
             64: Tiles(64, 64, 4, 3),
             128: Tiles(64, 128, 8, 3),
@@ -61,7 +61,7 @@ TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
         },
     },
     "dq": {
-        "hopper": {
+        "sm_90": {
             32: Tiles(64, 64, 4, 3),
             64: Tiles(64, 64, 4, 3, max_registers=168),
             128: Tiles(64, 64, 4, 2),
@@ -110,7 +110,7 @@ def _version(text: str) -> tuple[int, int]:
 def family(capability: tuple[int, int]) -> str:
     """Return the row of TABLE for a compute capability."""
     check_int8(capability)
-    return "hopper" if capability[0] == 9 else "portable"
+    return "sm_90" if capability[0] == 9 else "portable"
 
 
 def launch_tiles(
@@ -122,14 +122,14 @@ def launch_tiles(
         exact: TILE x TILE, where a scale or a mean spans exactly one tile.
         wide: Q and K are read in 16 bits, so that a backward program of 128 rows of 128 has no room for copies ahead.
     """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
-    tiles = TABLE[kernel][family(capability)][held_head_dim]
+    rows = family(capability(device) if device.type == "cuda" else (8, 0))
+    tiles = TABLE[kernel][rows][held_head_dim]
     if exact:  # the forward's scores of 64 rows are for 4 warps: with 8 each row would be shared by two
         warps = min(tiles.num_warps, 4) if kernel == "forward" and held_head_dim <= 128 else tiles.num_warps
         tiles = tiles._replace(block_m=TILE, block_n=TILE, num_warps=warps)
     else:
         tiles = tuned(device).get((kernel, held_head_dim), tiles)
-    if wide and kernel != "forward" and held_head_dim >= 128 and family(capability) == "portable":
+    if wide and kernel != "forward" and held_head_dim >= 128 and rows == "portable":
         tiles = tiles._replace(num_stages=1)
     return tiles
 
@@ -157,11 +157,10 @@ def tuned(device: torch.device) -> dict[tuple[str, int], Tiles]:
     return {(name.split()[0], int(name.split()[1])): Tiles(*tiles) for name, tiles in found.items()}
 
 
-# Of a device with its index, as tensors have it; kept because torch takes a microsecond to look a property up.
-@functools.cache
-def is_hopper(device: torch.device) -> bool:
-    """An H100 or H200."""
-    return torch.cuda.get_device_capability(device) == (9, 0)
+@functools.cache  # torch takes a microsecond to look a property up
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a device with its index, as tensors have it; (0, 0) if it is no GPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 @functools.cache

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from . import launch
+from .backward import triton_backward
+from .call import RECIPES, Backend, BackwardCall, Call, Gradients, Saved, scores_by_token
 from .launch import on_device_of
 from .nvrtc import load, mappable
 from .pieces import LOG2E
 from .quantize import TILE, Codes, tiles_of
 from .quantize_keys import quantize_keys
-from .reference import RECIPES, Saved
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 """Compute capabilities that the kernels are compiled for in the tests."""
@@ -56,37 +57,6 @@ def stages_of(device: torch.device) -> int:
     return 2 if torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 150 << 10 else 1
 
 
-def _served(x: Tensor, y: Tensor, recipe: str) -> bool:
-    """Return whether the kernels take queries x and keys y of recipe `fine`, or `scores`, which is the same forward."""
-    rules = RECIPES[recipe]
-    return (
-        rules.int8_scores
-        and not rules.per_tile
-        and not rules.int8_pv
-        and x.shape[3] in KEYS
-        and x.dtype == y.dtype
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and x.is_cuda
-        and torch.cuda.get_device_capability(x.device) in CAPABILITIES
-        and max(x.numel(), y.numel()) < 2**31
-    )
-
-
-def forward_supported(q: Tensor, k: Tensor, *, smooth_q: bool, recipe: str) -> bool:
-    """Return whether `forward` takes this call; the portable kernels take every other."""
-    return _served(q, k, recipe) and not smooth_q
-
-
-def backward_supported(do: Tensor, v: Tensor, saved: Saved, *, recipe: str) -> bool:
-    """Return whether `backward` takes this call. It adds dQ up in any order, so no deterministic algorithms."""
-    return (
-        _served(do, v, recipe)
-        and RECIPES[recipe].int8_gradients
-        and saved.q_mean is None
-        and not torch.are_deterministic_algorithms_enabled()
-    )
-
-
 def _values(v: Tensor, tiles: int, architecture: str) -> tuple[Tensor, Tensor]:
     """v [B, N, heads, D] in float16, each tile of a head in units of a power of two, and the units of so many tiles."""
     batch, n, heads, head_dim = v.shape
@@ -99,30 +69,19 @@ def _values(v: Tensor, tiles: int, architecture: str) -> tuple[Tensor, Tensor]:
     return rows, units
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    smooth_k: bool,
-    smooth_q: bool,
-    bounds: Tensor | None,
-    recipe: str,
-    half_sums: bool | None = None,
-) -> tuple[Tensor, Saved]:
-    """reference.twin_forward where `forward_supported` says so: same arguments, same results up to float32 sums.
+def mma_forward(call: Call, *, half_sums: bool | None = None) -> tuple[Tensor, Saved]:
+    """Compute reference.twin_forward where MMA takes the call, up to the order of float32 sums.
 
     half_sums: P V with sums in float16. None asks launch.half_sums.
     """
+    q, k, v, bounds = call.q, call.k, call.v, call.bounds
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
     q, v = mappable(q), mappable(v)
     with on_device_of(q):
         architecture = architecture_of(q.device)
         tiles = tiles_of(n_k)
-        k_codes, k_pairs, _ = quantize_keys(k, smooth_k, tiles * TILE, architecture=architecture, pairs=True)
+        k_codes, k_pairs, _ = quantize_keys(k, call.smooth_k, tiles * TILE, architecture, pairs=True)
         half_sums = launch.half_sums(q.device) if half_sums is None else half_sums
         values, units = _values(v, tiles, architecture) if half_sums else (v, None)
         q_codes = Codes(
@@ -133,32 +92,21 @@ def forward(
         lse = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
         starts, ends = (None, None) if bounds is None else bounds.unbind()
         blocks = -(-n_q // QUERIES)
-        defines = forward_defines(head_dim, causal, bounds is not None, q.dtype == torch.float16, half_sums)
+        defines = forward_defines(head_dim, call.causal, bounds is not None, q.dtype == torch.float16, half_sums)
         load("mma_forward.cu", "forward", defines, architecture).launch(
             (blocks * batch * heads,), (128,), defines["SHARED_BYTES"],
-            q, k_codes.codes, k_pairs, values, units, starts, ends, *q_codes, o, lse, scale * LOG2E.value,
+            q, k_codes.codes, k_pairs, values, units, starts, ends, *q_codes, o, lse, call.scale * LOG2E.value,
             heads, heads // kv_heads, n_q, n_k, tiles * TILE, blocks, *q.stride()[:3], *values.stride()[:3],
         )  # fmt: skip
     return o, Saved(lse, q_codes, k_codes, None, None)
 
 
-def backward(
-    do: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    o: Tensor,
-    saved: Saved,
-    *,
-    causal: bool,
-    scale: float,
-    bounds: Tensor | None,
-    recipe: str,
-    half_sums: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """reference.twin_backward where `backward_supported` says so: same arguments, same results up to float32 sums.
+def mma_backward(call: BackwardCall, *, half_sums: bool | None = None) -> Gradients:
+    """Compute reference.twin_backward of `fine` where MMA takes the call, up to the order of float32 sums.
 
     half_sums: dP with sums in float16. None asks launch.half_sums.
     """
+    do, v, saved, bounds, scale = call.do, call.v, call.saved, call.bounds, call.scale
     batch, n_q, heads, head_dim = do.shape
     n_k, kv_heads = v.shape[1:3]
     do, v = mappable(do), mappable(v)
@@ -180,8 +128,8 @@ def backward(
         codes_bytes = TILE * (head_dim + 4)
         load("mma_prepare.cu", "queries", prepare, architecture).launch(
             (batch * heads * q_tiles,), (128,), 2 * codes_bytes,
-            do, o, *saved.q, saved.lse, q_turned, do_rows, do_turned, vectors, units, sums, scale, scale * LOG2E.value,
-            heads, n_q, q_tiles, *do.stride()[:3],
+            do, call.o, *saved.q, saved.lse, q_turned, do_rows, do_turned, vectors, units, sums, scale,
+            scale * LOG2E.value, heads, n_q, q_tiles, *do.stride()[:3],
         )  # fmt: skip
         load("mma_prepare.cu", "keys", prepare, architecture).launch(
             (batch * kv_heads * k_tiles,), (128,), codes_bytes, saved.k.codes, k_turned, n_k, k_tiles
@@ -195,9 +143,26 @@ def backward(
             (blocks * batch * kv_heads,), (2 * keys,), defines["SHARED_BYTES"],
             saved.q.codes, q_turned, do_rows, do_turned, vectors, *saved.k, k_turned, values, value_units, starts, ends,
             sums, dk, dv, scale, kv_heads, heads // kv_heads, n_q, n_k, q_tiles, k_tiles, batch * kv_heads,
-            heads_at_once, int(causal), *values.stride()[:3],
+            heads_at_once, int(call.causal), *values.stride()[:3],
         )  # fmt: skip
         load("mma_prepare.cu", "narrow", prepare, architecture).launch(
             (batch * heads * q_tiles,), (128,), 0, sums, units, dq, heads, n_q, q_tiles
         )
     return dq, dk, dv
+
+
+def backward(call: BackwardCall) -> Gradients:
+    """Compute the gradients of `fine` by the kernel. Those of `scores`, and all under deterministic algorithms, are
+    left to the portable kernels: the kernel has five INT8 products, and adds dQ up in any order."""
+    own = RECIPES[call.recipe].int8_gradients and not torch.are_deterministic_algorithms_enabled()
+    return (mma_backward if own else triton_backward)(call)
+
+
+MMA = Backend(
+    "mma",
+    serves=lambda capability: capability in CAPABILITIES,
+    head_dims=frozenset(KEYS),
+    takes=scores_by_token,
+    forward=mma_forward,
+    backward=backward,
+)

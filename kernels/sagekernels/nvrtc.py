@@ -1,9 +1,9 @@
 """CUDA C++ kernels of this package, compiled at run time: NVRTC (it comes with torch's CUDA wheels), cached, launched.
 
-    kernel = load("hopper_forward.cu", "forward", {"HEAD_DIM": 128})    # cached in the process and on disk
+    kernel = load("mma_forward.cu", "forward", {"HEAD_DIM": 128}, "sm_80")    # cached in the process and on disk
     kernel.launch((132, 1, 1), (384, 1, 1), shared_bytes, tensor_map(x, (64, 128)), y, 5, 0.5)
 
-Kernels are `extern "C"`, for sm_90a unless an architecture is named, without headers except *.cuh files of this
+Kernels are `extern "C"`, for the architecture that the caller names, without headers except *.cuh files of this
 package. An argument's Python type is its C type: Tensor -> pointer, None -> null pointer, int -> int, float -> float,
 TensorMap -> const __grid_constant__ TensorMap (any struct of 128 bytes aligned to 64).
 """
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
-HOPPER = "sm_90a"
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
 
 # CUtensorMapDataType; what a copy moves are bytes, but the fill outside of the tensor is a zero of the type
@@ -106,7 +105,7 @@ def _text(what: str, program: ctypes.c_void_p) -> bytes:
     return buffer.raw
 
 
-def compiled(source_file: str, defines: Mapping[str, int | str], architecture: str = HOPPER) -> bytes:
+def compiled(source_file: str, defines: Mapping[str, int | str], architecture: str) -> bytes:
     """The cubin of a source file of this package, from the disk or from NVRTC."""
     source = (HERE / source_file).read_bytes()
     options = [f"--gpu-architecture={architecture}", "--std=c++17"]
@@ -190,9 +189,7 @@ def mappable(x: Tensor) -> Tensor:
 class Kernel:
     """One kernel of one compiled source; it is loaded on each GPU at its first launch there."""
 
-    def __init__(
-        self, source_file: str, name: str, defines: Mapping[str, int | str], architecture: str = HOPPER
-    ) -> None:
+    def __init__(self, source_file: str, name: str, defines: Mapping[str, int | str], architecture: str) -> None:
         self.cubin, self.name = compiled(source_file, defines, architecture), name
         self.functions: dict[int, ctypes.c_void_p] = {}
 
@@ -236,8 +233,7 @@ def _load(source_file: str, name: str, defines: tuple, architecture: str) -> Ker
     return Kernel(source_file, name, dict(defines), architecture)
 
 
-def load(
-    source_file: str, name: str, defines: Mapping[str, int | str] | None = None, architecture: str = HOPPER
-) -> Kernel:
-    """The kernel `name` of kernels/sagekernels/<source_file>, compiled with these macros for this architecture."""
-    return _load(source_file, name, tuple(sorted((defines or {}).items())), architecture)
+def load(source_file: str, name: str, defines: Mapping[str, int | str], architecture: str) -> Kernel:
+    """Return the kernel `name` of kernels/sagekernels/<source_file>, compiled with these macros for NVRTC's name of an
+    architecture, for example sm_90a."""
+    return _load(source_file, name, tuple(sorted(defines.items())), architecture)

@@ -25,25 +25,22 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .call import RECIPES, BackwardCall, Call, Gradients, Saved
 from .quantize import TILE, Codes, quantize_twin
-from .reference import RECIPES, Saved, ScoresOfCodes, _chunks, pad_to_tile, tile_codes, visible
+from .reference import ScoresOfCodes, _chunks, pad_to_tile, tile_codes, visible
 
 # Scores of a sample that are held at once; with all that is made of them about 250 MiB.
 _CHUNK_SCORES = 1 << 22
 
-Gradients = tuple[Tensor, Tensor, Tensor]
-
 
 class Observer(Protocol):
-    """Hears of calls. Tensors as in reference.py; what it wants to keep it has to copy."""
+    """Hears of calls. An observer that wants to keep a tensor has to copy it."""
 
-    def forward(self, q: Tensor, k: Tensor, saved: Saved, causal: bool, bounds: Tensor | None) -> None:
+    def forward(self, call: Call, saved: Saved) -> None:
         """A forward pass has run."""
         ...
 
-    def backward(
-        self, do: Tensor, v: Tensor, o: Tensor, saved: Saved, grads: Gradients, scale: float, recipe: str
-    ) -> None:
+    def backward(self, call: BackwardCall, grads: Gradients) -> None:
         """A backward pass has run, and gave the gradients of q, k and v."""
         ...
 
@@ -61,16 +58,16 @@ def observed(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
-def forward(q: Tensor, k: Tensor, saved: Saved, causal: bool, bounds: Tensor | None) -> None:
-    """For the operators: a forward pass has run."""
+def forward(call: Call, saved: Saved) -> None:
+    """Tell the observers that a forward pass has run; the operators call it."""
     for observer in _observers:
-        observer.forward(q, k, saved, causal, bounds)
+        observer.forward(call, saved)
 
 
-def backward(do: Tensor, v: Tensor, o: Tensor, saved: Saved, grads: Gradients, scale: float, recipe: str) -> None:
-    """For the operators: a backward pass has run."""
+def backward(call: BackwardCall, grads: Gradients) -> None:
+    """Tell the observers that a backward pass has run; the operators call it."""
     for observer in _observers:
-        observer.backward(do, v, o, saved, grads, scale, recipe)
+        observer.backward(call, grads)
 
 
 class Sample(NamedTuple):
@@ -133,16 +130,16 @@ class Kept(NamedTuple):
 
 
 @torch.no_grad()
-def keep(q: Tensor, k: Tensor, causal: bool, bounds: Tensor | None, sample: Sample) -> Kept:
-    """The sample of a forward pass. Raises NotImplementedError where attention is not causal."""
-    if not causal:
+def keep(call: Call, sample: Sample) -> Kept:
+    """Copy the sample of a forward pass. Raises NotImplementedError where attention is not causal."""
+    if not call.causal:
         raise NotImplementedError("only causal attention is observed")
     starts = None
-    if bounds is not None:
-        starts = sample.take(bounds[0, :, None].expand(1, -1, sample.kv_heads), sample.first)
+    if call.bounds is not None:
+        starts = sample.take(call.bounds[0, :, None].expand(1, -1, sample.kv_heads), sample.first)
         shifts = [s * sample.length for _, s, _ in sample.pairs]
         starts = torch.stack([x - shift for x, shift in zip(starts, shifts, strict=True)])[..., None]
-    return Kept(sample, sample.take(q, sample.first).contiguous(), sample.take(k).contiguous(), starts)
+    return Kept(sample, sample.take(call.q, sample.first).contiguous(), sample.take(call.k).contiguous(), starts)
 
 
 class Measured(NamedTuple):
@@ -160,16 +157,14 @@ class Measured(NamedTuple):
 
 
 @torch.no_grad()
-def measure(
-    kept: Kept, do: Tensor, v: Tensor, o: Tensor, saved: Saved, grads: Gradients, scale: float, recipe: str
-) -> Measured:
-    """The sample of a call beside exact attention. Shapes as the observer hears them."""
-    sample, first, rules = kept.sample, kept.sample.first, RECIPES[recipe]
-    found = Measured({}, {}, {}, torch.full((), -math.inf, dtype=torch.float64, device=do.device))
-    q, k, v = kept.q.float(), kept.k.float(), sample.take(v).float()
-    do, o, dq, dk, dv = (sample.take(x, first).float() for x in (do, o, *grads))
-    part = sample.take_saved(saved)
-    codes = ScoresOfCodes(kept.k.transpose(1, 2), part, True, scale, None)
+def measure(kept: Kept, call: BackwardCall, grads: Gradients) -> Measured:
+    """Compare the sample of a call with exact attention."""
+    sample, first, rules, scale = kept.sample, kept.sample.first, RECIPES[call.recipe], call.scale
+    found = Measured({}, {}, {}, torch.full((), -math.inf, dtype=torch.float64, device=call.do.device))
+    q, k, v = kept.q.float(), kept.k.float(), sample.take(call.v).float()
+    do, o, dq, dk, dv = (sample.take(x, first).float() for x in (call.do, call.o, *grads))
+    part = sample.take_saved(call.saved)
+    codes = ScoresOfCodes(call._replace(k=kept.k.transpose(1, 2), bounds=None), part)
     q_scale, k_scale = part.q.scale, part.k.scale
     if not rules.int8_scores:  # the backward pass makes codes of what the forward pass saved in 16 bits
         q_scale = quantize_twin(kept.q.transpose(1, 2), per_tile=rules.per_tile).scale

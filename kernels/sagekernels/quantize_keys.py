@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .launch import multiprocessors
-from .nvrtc import HOPPER, load, mappable
+from .nvrtc import load, mappable
 from .quantize import Codes
 
 
@@ -20,7 +20,7 @@ def chunks_of(tokens: int, head_dim: int, processors: int) -> tuple[int, int]:
 
 
 def quantize_keys(
-    k: Tensor, smooth: bool, padded: int, *, architecture: str = HOPPER, pairs: bool = False
+    k: Tensor, smooth: bool, padded: int, architecture: str, *, pairs: bool = False
 ) -> tuple[Codes, Tensor, Tensor]:
     """Quantize k [B, N, heads, D] per token, less its mean over tokens if `smooth`.
 

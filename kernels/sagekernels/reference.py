@@ -7,58 +7,15 @@ start of the row. Papers: A = SageBwd (arXiv 2603.02170), B = SageAttention3 (ar
 Shapes: q, o, do [B, N_q, H, D]; k, v [B, N_k, H_kv, D]; codes int8 [B, heads, N, D]; scales, lse float32 [B, heads, N].
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .quantize import TILE, Codes, quantize_twin, scale_and_inverse, tile_means, token_mean, unrounded
+from .call import RECIPES, BackwardCall, Call, Gradients, Saved
+from .quantize import TILE, quantize_twin, scale_and_inverse, tile_means, token_mean, unrounded
 
 # Scores held at once, over batch and heads: bounds the memory of everything in this file to O(N x tile).
 CHUNK_SCORES = 1 << 23
-
-
-class Recipe(NamedTuple):
-    """What distinguishes one quantization scheme from another; everything else is common to all of them."""
-
-    per_tile: bool
-    """One scale per tile of TILE tokens for Q, K, dO, and one per TILE x TILE tile for backward P and dS (A, Algorithms
-    1 and 2). Otherwise one scale per token for Q, K and dO, per key and query tile (a column of the tile) for backward
-    P and for the dS of dK, and per query and key tile (a row of the tile) for the dS of dQ."""
-    int8_scores: bool
-    """Q K^T in INT8, forward and backward. Otherwise in the 16 bits of Q and K, which are kept instead of their codes
-    and rounded in the backward for the products that take codes; smooth_q, which serves the scores, is not read."""
-    int8_pv: bool
-    """Forward P V in INT8 (P per row and key tile, V per key tile). Otherwise in the 16 bits of V: O is then P V of the
-    unquantized P, which makes delta = rowsum(dO o O) consistent with the P and dP of the backward."""
-    int8_gradients: bool
-    """dV, dK and dQ in INT8. Otherwise in 16 bits: P in those of V, dS and the dequantized Q and K in bfloat16 (float16
-    has no room for dS, of size 1e-7 in trained layers)."""
-
-    @property
-    def scale_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Axes of rounded_tiles for what is summed over queries (dV, dK) and over keys (dQ)."""
-        return ((-3, -1), (-3, -1)) if self.per_tile else ((-3,), (-1,))
-
-
-RECIPES = {
-    "paper": Recipe(per_tile=True, int8_scores=True, int8_pv=True, int8_gradients=True),
-    "fine": Recipe(per_tile=False, int8_scores=True, int8_pv=False, int8_gradients=True),
-    "gradients": Recipe(per_tile=False, int8_scores=False, int8_pv=False, int8_gradients=True),
-    "scores": Recipe(per_tile=False, int8_scores=True, int8_pv=False, int8_gradients=False),
-}
-
-
-class Saved(NamedTuple):
-    """What the forward keeps for the backward, beside v and o themselves. Without `int8_scores` the codes of q and k
-    are q and k themselves, in their dtype and not smoothed, and the scales are 1."""
-
-    lse: Tensor  # float32 [B, H, N_q]: natural logarithm of the softmax denominator
-    q: Codes  # int8 [B, H, N_q, D] with float32 [B, H, N_q]
-    k: Codes  # int8 [B, H_kv, N_k, D] with float32 [B, H_kv, N_k]; K minus its mean when smoothed
-    q_mean: Tensor | None  # float32 [B, H, tiles, D], when Q is smoothed
-    k_mean: Tensor | None  # float32 [B, H_kv, 1, D], when K is smoothed, and Q too or the scores are not INT8
 
 
 def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
@@ -164,14 +121,14 @@ def pad_to_tile(x: Tensor, dim: int, value: float = 0.0) -> Tensor:
 class ScoresOfCodes:
     """Scores of a chunk of queries against the keys it can see, from the codes, in both directions alike."""
 
-    def __init__(self, k: Tensor | None, saved: Saved, causal: bool, scale: float, bounds: Tensor | None) -> None:
+    def __init__(self, call: Call | BackwardCall, saved: Saved) -> None:
         self.n_q, (self.h_kv, self.n_k) = saved.q.scale.shape[2], saved.k.scale.shape[1:]
-        self.causal, self.scale, self.bounds = causal, scale, bounds
+        self.causal, self.scale, self.bounds = call.causal, call.scale, call.bounds
         self.q8, self.q_scale = _grouped(saved.q.codes, self.h_kv), _grouped(saved.q.scale, self.h_kv)
         self.k8, self.k_scale = saved.k.codes.unsqueeze(2), saved.k.scale.unsqueeze(2)
         self.keys = None  # the keys themselves are read for the means of a smoothed Q alone
         if saved.q_mean is not None:
-            keys = k.transpose(1, 2).float()
+            keys = call.k.transpose(1, 2).float()
             self.keys = (keys if saved.k_mean is None else keys - saved.k_mean).unsqueeze(2)
             self.q_mean = _grouped(saved.q_mean, self.h_kv)
 
@@ -191,24 +148,10 @@ class ScoresOfCodes:
         return s if mask is None else s.masked_fill(~mask, float("-inf"))
 
 
-def twin_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    smooth_k: bool,
-    smooth_q: bool,
-    bounds: Tensor | None,
-    recipe: str,
-) -> tuple[Tensor, Saved]:
-    """INT8 attention forward (A, Algorithm 1). Returns o [B, N_q, H, D] in q's dtype and what the backward needs.
-
-    bounds: of document_bounds, where attention stays inside documents.
-    """
-    rules = RECIPES[recipe]
-    k_mean = token_mean(k) if smooth_k else None
+def twin_forward(call: Call) -> tuple[Tensor, Saved]:
+    """INT8 attention forward (A, Algorithm 1). Returns o [B, N_q, H, D] in q's dtype and what the backward needs."""
+    q, k, v, smooth_q, rules = call.q, call.k, call.v, call.smooth_q, RECIPES[call.recipe]
+    k_mean = token_mean(k) if call.smooth_k else None
     q_mean = tile_means(q) if smooth_q else None
     if rules.int8_scores:
         q_codes = quantize_twin(q, mean=q_mean, per_tile=rules.per_tile)
@@ -217,7 +160,7 @@ def twin_forward(
         q_codes, k_codes = unrounded(q), unrounded(k)
     lse = torch.empty(q_codes.scale.shape, dtype=torch.float32, device=q.device)
     saved = Saved(lse, q_codes, k_codes, q_mean, k_mean if smooth_q or not rules.int8_scores else None)
-    scores = ScoresOfCodes(k, saved, causal, scale, bounds)
+    scores = ScoresOfCodes(call, saved)
 
     values = v.transpose(1, 2)
     values = quantize_twin(v, per_tile=True).dequantized() if rules.int8_pv else values.float()
@@ -243,21 +186,8 @@ def twin_forward(
     return o, saved
 
 
-def twin_backward(
-    do: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    o: Tensor,
-    saved: Saved,
-    *,
-    causal: bool,
-    scale: float,
-    bounds: Tensor | None,
-    recipe: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def twin_backward(call: BackwardCall) -> Gradients:
     """INT8 attention backward (A, Algorithm 2). Returns dq, dk, dv in the dtype of v.
-
-    do and o are [B, N_q, H, D]; k may be None unless Q was smoothed.
 
     Scales must be constant along the contracted dimension (the scope law), so per-token scales of Q, K and dO are
     folded into the other operand before that is rounded:
@@ -271,9 +201,9 @@ def twin_backward(
     Without `int8_gradients` the three products are P^T dO, dS^T Q and dS K of values rounded to 16 bits.
     dP = dO V^T stays in 16 bits, delta = rowsum(dO o O). The mean taken from K is not added back (A section 6).
     """
-    rules = RECIPES[recipe]
+    do, v, saved, rules = call.do, call.v, call.saved, RECIPES[call.recipe]
     h_kv, n_q, n_k = v.shape[2], do.shape[1], v.shape[1]
-    scores = ScoresOfCodes(k, saved, causal, scale, bounds)
+    scores = ScoresOfCodes(call, saved)
     along_queries, along_keys = rules.scale_axes
 
     if rules.int8_gradients:
@@ -290,7 +220,7 @@ def twin_backward(
         q_partner = _grouped(saved.q.dequantized().to(narrow).float(), h_kv)
         k_partner = saved.k.dequantized().to(narrow).float().unsqueeze(2)
     do_heads, values = _grouped(do.transpose(1, 2).float(), h_kv), v.transpose(1, 2).unsqueeze(2).float()
-    delta = _grouped((do.float() * o.float()).sum(-1).transpose(1, 2), h_kv)
+    delta = _grouped((do.float() * call.o.float()).sum(-1).transpose(1, 2), h_kv)
     lse = _grouped(saved.lse, h_kv)
 
     dq = torch.zeros(do_heads.shape, dtype=torch.float32, device=do.device)
@@ -325,6 +255,6 @@ def twin_backward(
             means = scores.q_mean[..., rows.start // TILE : (rows.stop - 1) // TILE + 1, :]
             dk[..., :seen, :] += (column_sums.mT @ means).sum(2)
 
-    dq = (dq * scale).flatten(1, 2)
-    dq, dk, dv = (x.transpose(1, 2).to(v.dtype) for x in (dq, dk * scale, dv))
+    dq = (dq * call.scale).flatten(1, 2)
+    dq, dk, dv = (x.transpose(1, 2).to(v.dtype) for x in (dq, dk * call.scale, dv))
     return dq, dk, dv

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .call import Call
 from .reference import attention_reference, document_bounds
 
 
@@ -182,6 +183,22 @@ def random_inputs(
     v = normal(b, shape.n_k, shape.kv_heads, d)
     do = normal(b, shape.n_q, shape.heads, d) * do_scale
     return q.to(dtype), k.to(dtype), v.to(dtype), do.to(dtype)
+
+
+def call_of(
+    shape: Shape,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    recipe: str,
+    *,
+    scale: float | None = None,
+    smooth_k: bool = True,
+    smooth_q: bool = False,
+) -> Call:
+    """Make the call that a kernel gets for inputs of this shape."""
+    scale = shape.head_dim**-0.5 if scale is None else scale
+    return Call(q, k, v, shape.bounds(q.device), shape.causal, scale, smooth_k, smooth_q, recipe, None)
 
 
 def exact_results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options) -> Results:

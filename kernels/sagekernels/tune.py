@@ -20,11 +20,11 @@ from torch import Tensor
 
 from .admission import median_seconds
 from .backward import triton_backward
+from .call import BackwardCall, Call
 from .forward import triton_forward
 from .launch import Tiles, launch_tiles, tuned, tuned_file, tuned_key
 from .pieces import block_d
-from .reference import Saved
-from .testing import Shape, random_inputs
+from .testing import Shape, call_of, random_inputs
 
 GAIN = 1.02
 """So many times as fast tiles have to be to be taken instead of those before: less is noise."""
@@ -47,13 +47,11 @@ OWNED = {
 }
 
 
-class Call(NamedTuple):
-    """Inputs of one attention call, and what its forward kept for the backward."""
+class Trial(NamedTuple):
+    """Both passes of one attention call on random inputs."""
 
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor]
-    options: dict
-    o: Tensor
-    saved: Saved
+    forward: Call
+    backward: BackwardCall
 
 
 def candidates(kernel: str, head_dim: int) -> list[Tiles]:
@@ -64,23 +62,22 @@ def candidates(kernel: str, head_dim: int) -> list[Tiles]:
     ]
 
 
-def call_of(shape: Shape, recipe: str, device: torch.device) -> Call:
-    """A call of the portable forward on random inputs."""
-    inputs = random_inputs(shape, dtype=torch.bfloat16, device=device)
-    options = {
-        "causal": shape.causal, "scale": shape.head_dim**-0.5, "bounds": shape.bounds(device), "recipe": recipe,
-    }  # fmt: skip
-    return Call(inputs, options, *triton_forward(*inputs[:3], smooth_k=True, smooth_q=False, **options))
+def trial_of(shape: Shape, recipe: str, device: torch.device) -> Trial:
+    """Run the portable forward on random inputs, for what its backward pass needs."""
+    q, k, v, do = random_inputs(shape, dtype=torch.bfloat16, device=device)
+    call = call_of(shape, q, k, v, recipe)
+    return Trial(call, call.backward(do, *triton_forward(call)))
 
 
-def checks(head_dim: int, device: torch.device) -> list[Call]:
-    """Small calls of other kinds, whose bits may not change either: recipes, documents, grouped heads, odd lengths."""
+def checks(head_dim: int, device: torch.device) -> list[Trial]:
+    """Run small calls of other kinds, whose bits may not change either: recipes, documents, grouped heads, odd
+    lengths."""
     kinds = (
         ("fine", Shape(1, 700, 700, 2, 1, head_dim, documents=(5, 0, 300, 1, 394))),
         ("scores", Shape(1, 517, 700, 4, 2, head_dim)),
         ("gradients", Shape(2, 300, 300, 2, 2, head_dim, causal=False)),
     )
-    return [call_of(shape, recipe, device) for recipe, shape in kinds]
+    return [trial_of(shape, recipe, device) for recipe, shape in kinds]
 
 
 @contextlib.contextmanager
@@ -97,21 +94,20 @@ def using(kernel: str, head_dim: int, device: torch.device, tiles: Tiles) -> Ite
             place[key] = before
 
 
-def results(kernel: str, call: Call) -> tuple[Tensor, ...]:
-    """Everything that depends on the tiles of a kernel: output and log-sum-exp, or the gradients."""
-    q, k, v, do = call.inputs
+def results(kernel: str, trial: Trial) -> tuple[Tensor, ...]:
+    """Compute everything that depends on the tiles of a kernel: output and log-sum-exp, or the gradients."""
     if kernel == "forward":
-        o, saved = triton_forward(q, k, v, smooth_k=True, smooth_q=False, **call.options)
+        o, saved = triton_forward(trial.forward)
         return o, saved.lse
-    return triton_backward(do, None, v, call.o, call.saved, **call.options)
+    return triton_backward(trial.backward)
 
 
-def unlike(kernel: str, tiles: Tiles, calls: Sequence[Call], expected: Sequence[tuple[Tensor, ...]]) -> str:
-    """Why tiles may not stand for those which gave `expected`, or nothing."""
-    q = calls[0].inputs[0]
+def unlike(kernel: str, tiles: Tiles, trials: Sequence[Trial], expected: Sequence[tuple[Tensor, ...]]) -> str:
+    """Say why tiles may not stand for those which gave `expected`, or nothing."""
+    q = trials[0].forward.q
     with using(kernel, q.shape[3], q.device, tiles):
         try:
-            found = [results(kernel, call) for call in calls]
+            found = [results(kernel, trial) for trial in trials]
         except triton.runtime.errors.OutOfResources as error:
             return str(error).splitlines()[0]
     pairs = (pair for ours, theirs in zip(found, expected, strict=True) for pair in zip(ours, theirs, strict=True))
@@ -121,18 +117,18 @@ def unlike(kernel: str, tiles: Tiles, calls: Sequence[Call], expected: Sequence[
 def compare(
     kernel: str,
     tiles: Sequence[Tiles],
-    timed: Call,
-    checked: Sequence[Call],
+    timed: Trial,
+    checked: Sequence[Trial],
     seconds: Callable[[Callable[[], object]], float],
 ) -> tuple[Tiles, dict[Tiles, float], dict[Tiles, str]]:
     """The fastest of `tiles`, seconds of those that run, in alternation, and why others are not taken.
 
     The first is what there is, and stays if no other is faster by GAIN and gives the same bits.
     """
-    q = timed.inputs[0]
+    q = timed.forward.q
     refused: dict[Tiles, str] = {}
     with using(kernel, q.shape[3], q.device, tiles[0]):
-        expected = [results(kernel, call) for call in (timed, *checked)]
+        expected = [results(kernel, trial) for trial in (timed, *checked)]
     times: dict[Tiles, list[float]] = {}
     for one in tiles:
         reason = unlike(kernel, one, [timed], expected[:1])
@@ -164,7 +160,7 @@ def tune(
     """The choice for each kernel and head dimension; the table of each is said when it is known."""
     chosen = {}
     for head_dim in head_dims:
-        timed, checked = call_of(shape(head_dim), "fine", device), checks(head_dim, device)
+        timed, checked = trial_of(shape(head_dim), "fine", device), checks(head_dim, device)
         for kernel in OWNED:
             ours = launch_tiles(kernel, device, block_d(head_dim))
             tiles = [ours, *(one for one in candidates(kernel, head_dim) if one != ours)]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagekernels import attention_reference, document_bounds, fp4_attention, sage_attention
-from sagekernels.reference import RECIPES
+from sagekernels.call import RECIPES
 from sagetrain.config.schema import AttentionConfig
 
 Documents = Literal["cu_seqlens", "bounds", "mask"]

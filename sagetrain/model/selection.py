@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from sagekernels.hopper_backward import KEYS
-from sagekernels.launch import check_int8, half_sums, is_hopper
+from sagekernels.backends import serving
+from sagekernels.launch import check_int8, half_sums
 from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.backends import (
@@ -41,18 +41,19 @@ def resolve_backend(
         case "sage" if not sixteen_bit:
             raise ValueError("attention.backend sage needs training.dtype bf16 on a GPU; use bf16, or backend sdpa")
         case "sage":
-            try:
-                if torch.cuda.is_available():
-                    check_int8(torch.cuda.get_device_capability(device))
-            except NotImplementedError as error:
-                raise ValueError(f"attention.backend sage: {error}") from error
-            faster = ""
-            tuned = model.head_dim in KEYS and torch.cuda.is_available() and is_hopper(device)
-            if tuned and attention.recipe not in ("scores", "auto"):
-                faster = "; on this GPU recipe scores is much faster (README.md)"
-            elif torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 10:
-                faster = "; by mma.sync, which reaches a part of this GPU's tensor cores: flash or sdpa may be faster"
-            return "sage", f"INT8 recipe {attention.recipe}: sagekernels{faster}"
+            remark = ""
+            if torch.cuda.is_available():
+                capability = torch.cuda.get_device_capability(device)
+                try:
+                    check_int8(capability)
+                except NotImplementedError as error:
+                    raise ValueError(f"attention.backend sage: {error}") from error
+                kernels = serving(capability, model.head_dim)
+                if kernels.fastest not in (None, attention.recipe) and attention.recipe != "auto":
+                    remark = f"; on this GPU recipe {kernels.fastest} is much faster (README.md)"
+                elif kernels.name == "triton" and capability[0] == 10:
+                    remark = "; by mma.sync, which reaches a part of this GPU's tensor cores: flash or sdpa may be faster"
+            return "sage", f"INT8 recipe {attention.recipe}: sagekernels{remark}"
         case "flash":
             if not (on_gpu and sixteen_bit):
                 raise ValueError("attention.backend flash needs a GPU and training.dtype bf16; use backend sdpa")

@@ -37,8 +37,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sagekernels.observe import Gradients, Kept, Sample, keep, measure, observed, pooled_cosine, pooled_rel_l2
-from sagekernels.reference import Saved
+from sagekernels.call import BackwardCall, Call, Gradients, Saved
+from sagekernels.observe import Kept, Sample, keep, measure, observed, pooled_cosine, pooled_rel_l2
 from sagetrain.config.schema import MonitorConfig
 from sagetrain.model.accounting import attention_calls
 from sagetrain.model.transformer import Transformer
@@ -132,22 +132,20 @@ class _Calls:
     """Layer and sample of a forward pass, by the address of what it saved for its backward pass."""
     measured: int = 0
 
-    def forward(self, q: Tensor, k: Tensor, saved: Saved, causal: bool, bounds: Tensor | None) -> None:
+    def forward(self, call: Call, saved: Saved) -> None:
         layer = self.order[self.forwards] if self.forwards < len(self.order) else None
         self.forwards += 1
         if layer in self.layers:
-            sample = Sample.of(q, k, self.sequences // q.shape[0], self.scores, self.turn)
-            self.kept[saved.lse.data_ptr()] = layer, keep(q, k, causal, bounds, sample)
+            sample = Sample.of(call.q, call.k, self.sequences // call.q.shape[0], self.scores, self.turn)
+            self.kept[saved.lse.data_ptr()] = layer, keep(call, sample)
 
-    def backward(
-        self, do: Tensor, v: Tensor, o: Tensor, saved: Saved, grads: Gradients, scale: float, recipe: str
-    ) -> None:
-        if (found := self.kept.pop(saved.lse.data_ptr(), None)) is None:
+    def backward(self, call: BackwardCall, grads: Gradients) -> None:
+        if (found := self.kept.pop(call.saved.lse.data_ptr(), None)) is None:
             return
         layer, kept = found
         self.measured += 1
         tag, metrics = f"quant/{layer}", self.metrics
-        sums = measure(kept, do, v, o, saved, grads, scale, recipe)
+        sums = measure(kept, call, grads)
         for name, squares in sums.squares.items():
             metrics.derive(f"{tag}/{name}/cosine", pooled_cosine, *squares.unbind())
             metrics.derive(f"{tag}/{name}/rel_l2", pooled_rel_l2, *squares.unbind())

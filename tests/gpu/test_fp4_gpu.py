@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sagekernels import fp4_attention
-from sagekernels.fp4_quantize import FORMATS, head_unit, quantize_fp4
-from sagekernels.fp4_triton import decoded, quantize_fp4_triton
+from sagekernels.fp4.kernels import decoded, quantize_fp4_triton
+from sagekernels.fp4.quantize import FORMATS, head_unit, quantize_fp4
 from sagekernels.testing import Shape, cosine, exact_results, random_inputs, rel_l2
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

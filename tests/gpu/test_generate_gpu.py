@@ -87,7 +87,7 @@ def test_fp4_attention_is_the_kernels_in_bf16(runs: Path, monkeypatch: pytest.Mo
     run = load_run(runs / "bf16", print, attention="fp4")
     tokens = torch.randint(0, 350, (2, 16), generator=torch.Generator().manual_seed(0)).cuda()
     found = run.model(tokens).float()
-    monkeypatch.setattr("sagekernels.fp4.triton_fp4_attention", None)
+    monkeypatch.setattr("sagekernels.fp4.attention.triton_fp4_attention", None)
     with pytest.raises(TypeError, match="NoneType"):
         run.model(tokens)
     exact = load_run(runs / "bf16", print, attention="sdpa").model(tokens).float()

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from sagekernels.hopper_forward import hopper_forward, supported
+from sagekernels.hopper import HOPPER
 from sagekernels.reference import attention_reference, twin_forward
-from sagekernels.testing import Shape, random_inputs, rel_l2
+from sagekernels.testing import Shape, call_of, random_inputs, rel_l2
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA H100 or H200")]
+SERVED = torch.cuda.is_available() and HOPPER.serves(torch.cuda.get_device_capability())
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not SERVED, reason="needs an NVIDIA H100 or H200")]
 
 SHAPES = [
     Shape(2, 1024, 1024, 4, 2, 64),
@@ -36,24 +36,14 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-def options(shape):
-    return {
-        "causal": shape.causal,
-        "scale": shape.head_dim**-0.5,
-        "smooth_k": True,
-        "smooth_q": False,
-        "bounds": shape.bounds("cuda"),
-        "recipe": "fine",
-    }
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_agrees_with_the_twin_and_with_float64(shape, dtype):
     q, k, v, _ = random_inputs(shape, sigma=1.5, k_mean=1.0, dtype=dtype, device="cuda")
-    assert supported(q, k, smooth_q=False, recipe="fine")
-    o, saved = hopper_forward(q, k, v, **options(shape))
-    o_twin, saved_twin = twin_forward(q, k, v, **options(shape))
+    call = call_of(shape, q, k, v, "fine")
+    assert HOPPER.takes(call)
+    o, saved = HOPPER.forward(call)
+    o_twin, saved_twin = twin_forward(call)
     exact = attention_reference(
         q.double(), k.double(), v.double(), causal=shape.causal, cu_seqlens=shape.cu_seqlens("cuda")
     )
@@ -64,7 +54,7 @@ def test_agrees_with_the_twin_and_with_float64(shape, dtype):
         assert (ours.codes.int() - twin.codes.int()).abs().max() <= 1
         assert (ours.codes != twin.codes).float().mean() < 1e-3
         assert rel_l2(ours.scale, twin.scale) < 1e-6
-    again, _ = hopper_forward(q, k, v, **options(shape))
+    again, _ = HOPPER.forward(call)
     assert torch.equal(o, again)
 
 
@@ -79,8 +69,9 @@ def test_scores_that_outgrow_the_old_maximum(growth, head_dim, causal, dtype):
     direction = torch.nn.functional.normalize(torch.randn(head_dim, device="cuda"), dim=0)
     ramp = torch.linspace(8 * growth, -8 * growth, 1500, device="cuda")[None, :, None, None]
     q, k = ((x.float() * 0.1 + y * direction).to(dtype) for x, y in ((q, 4), (k, ramp)))
-    o, saved = hopper_forward(q, k, v, **options(shape) | {"scale": 3 * head_dim**-0.5})
-    o_twin, saved_twin = twin_forward(q, k, v, **options(shape) | {"scale": 3 * head_dim**-0.5})
+    call = call_of(shape, q, k, v, "fine", scale=3 * head_dim**-0.5)
+    o, saved = HOPPER.forward(call)
+    o_twin, saved_twin = twin_forward(call)
     assert rel_l2(o, o_twin) < 1e-2
     assert rel_l2(saved.lse, saved_twin.lse) < 1e-3
 
@@ -89,8 +80,8 @@ def test_slices_of_one_projection():
     shape = Shape(2, 500, 500, 3, 3, 64)
     packed = torch.randn(2, 500, 3, 3, 64, device="cuda", dtype=torch.bfloat16)
     q, k, v = packed.unbind(2)
-    o, _ = hopper_forward(q, k, v, **options(shape))
-    expected, _ = hopper_forward(q.contiguous(), k.contiguous(), v.contiguous(), **options(shape))
+    o, _ = HOPPER.forward(call_of(shape, q, k, v, "fine"))
+    expected, _ = HOPPER.forward(call_of(shape, q.contiguous(), k.contiguous(), v.contiguous(), "fine"))
     assert torch.equal(o, expected)
 
 
@@ -98,6 +89,6 @@ def test_non_finite_values_propagate_and_zeros_do_not():
     shape = Shape(1, 300, 300, 1, 1, 128)
     q, k, v, _ = random_inputs(shape, device="cuda")
     q[0, 20], q[0, 30, 0, 5], q[0, 40, 0, 6] = 0, float("nan"), float("inf")
-    o, saved = hopper_forward(q, k, v, **options(shape))
+    o, saved = HOPPER.forward(call_of(shape, q, k, v, "fine"))
     assert o.isnan().any(-1).flatten().nonzero().flatten().tolist() == [30, 40]
     assert saved.lse.isnan().flatten().nonzero().flatten().tolist() == [30, 40]

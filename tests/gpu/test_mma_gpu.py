@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from sagekernels import mma
+from sagekernels.mma import MMA, mma_backward, mma_forward
 from sagekernels.reference import twin_backward, twin_forward
-from sagekernels.testing import Shape, exact_results, random_inputs, rel_l2
+from sagekernels.testing import Shape, call_of, exact_results, random_inputs, rel_l2
 
-SERVED = torch.cuda.is_available() and torch.cuda.get_device_capability() in mma.CAPABILITIES
+SERVED = torch.cuda.is_available() and MMA.serves(torch.cuda.get_device_capability())
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not SERVED, reason="needs an NVIDIA GPU of sm_80 to sm_120")]
 
 SHAPES = [
@@ -27,10 +28,6 @@ SHAPES = [
 NAMES = ("dq", "dk", "dv")
 
 
-def options_of(shape):
-    return {"causal": shape.causal, "scale": shape.head_dim**-0.5, "bounds": shape.bounds("cuda"), "recipe": "fine"}
-
-
 @pytest.fixture(params=[1, 2], ids=["1_stage", "2_stages"])
 def stages(request, monkeypatch):
     if request.param == 2 and mma.stages_of(torch.device("cuda", 0)) == 1:
@@ -43,18 +40,17 @@ def stages(request, monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_agrees_with_the_twin_and_with_float64(shape, dtype, half_sums, stages):
     q, k, v, do = random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype, device="cuda")
-    smoothing = {"smooth_k": True, "smooth_q": False}
-    assert mma.forward_supported(q, k, smooth_q=False, recipe="fine")
-    o, saved = mma.forward(q, k, v, half_sums=half_sums, **smoothing, **options_of(shape))
-    o_twin, saved_twin = twin_forward(q, k, v, **smoothing, **options_of(shape))
+    call = call_of(shape, q, k, v, "fine")
+    assert MMA.takes(call)
+    o, saved = mma_forward(call, half_sums=half_sums)
+    o_twin, saved_twin = twin_forward(call)
     assert rel_l2(saved.lse, saved_twin.lse) < 1e-3
     for ours, twin in ((saved.q, saved_twin.q), (saved.k, saved_twin.k)):
         assert (ours.codes.int() - twin.codes.int()).abs().max() <= 1
         assert (ours.codes != twin.codes).float().mean() < 1e-3
         assert rel_l2(ours.scale, twin.scale) < 1e-6
-    assert mma.backward_supported(do, v, saved_twin, recipe="fine")
-    ours = mma.backward(do, None, v, o_twin, saved_twin, half_sums=half_sums, **options_of(shape))
-    twin = twin_backward(do, None, v, o_twin, saved_twin, **options_of(shape))
+    backward = call.backward(do, o_twin, saved_twin)
+    ours, twin = mma_backward(backward, half_sums=half_sums), twin_backward(backward)
     exact = exact_results(q, k, v, do, causal=shape.causal, cu_seqlens=shape.cu_seqlens("cuda"))
     for name, x, y in zip(("o", *NAMES), (o, *ours), (o_twin, *twin), strict=True):
         judge = getattr(exact, name)
@@ -66,26 +62,17 @@ def test_agrees_with_the_twin_and_with_float64(shape, dtype, half_sums, stages):
 def test_gradients_of_any_size(do_scale):
     shape = Shape(1, 512, 512, 2, 2, 128)
     q, k, v, do = random_inputs(shape, do_scale=do_scale, device="cuda")
-    o, saved = twin_forward(q, k, v, smooth_k=True, smooth_q=False, **options_of(shape))
+    call = call_of(shape, q, k, v, "fine")
     exact = exact_results(q, k, v, do)
     for half_sums in (False, True):
-        ours = mma.backward(do, None, v, o, saved, half_sums=half_sums, **options_of(shape))
+        ours = mma_backward(call.backward(do, *twin_forward(call)), half_sums=half_sums)
         assert all(rel_l2(x, getattr(exact, name)) < 0.025 for name, x in zip(NAMES, ours, strict=True))
 
 
 def test_dk_and_dv_are_the_same_bits_from_run_to_run():
     shape = Shape(2, 2000, 2000, 4, 2, 128)
     q, k, v, do = random_inputs(shape, device="cuda")
-    o, saved = mma.forward(q, k, v, smooth_k=True, smooth_q=False, **options_of(shape))
-    first, second = (mma.backward(do, None, v, o, saved, **options_of(shape)) for _ in range(2))
+    call = call_of(shape, q, k, v, "fine")
+    backward = call.backward(do, *mma_forward(call))
+    first, second = (mma_backward(backward) for _ in range(2))
     assert torch.equal(first[1], second[1]) and torch.equal(first[2], second[2])
-
-
-def test_deterministic_algorithms_are_left_to_the_portable_kernels(monkeypatch):
-    shape = Shape(1, 128, 128, 1, 1, 64)
-    q, k, v, do = random_inputs(shape, device="cuda")
-    _, saved = twin_forward(q, k, v, smooth_k=True, smooth_q=False, **options_of(shape))
-    assert mma.backward_supported(do, v, saved, recipe="fine")
-    assert not mma.backward_supported(do, v, saved, recipe="scores")
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert not mma.backward_supported(do, v, saved, recipe="fine")

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from sagekernels import hopper, nvrtc, sage_attention, tune
+from sagekernels import backends, nvrtc, sage_attention, tune
 from sagekernels.admission import median_seconds
 from sagekernels.testing import Shape, errors, exact_results, random_inputs, results_of
 
@@ -178,7 +178,7 @@ def test_a_failure_to_compile_is_an_error_only_for_a_backend_by_name(monkeypatch
         raise nvrtc.CompilationError("does not compile")
 
     monkeypatch.setattr("sagekernels.hopper_forward.load", fails)
-    monkeypatch.setattr(hopper, "_failures", [])
+    monkeypatch.setattr(backends, "_failed", set())
     q, k, v, _ = random_inputs(Shape(1, 300, 300, 2, 1, 64), device="cuda")
     with pytest.raises(nvrtc.CompilationError, match="does not compile"):
         sage_attention(q, k, v, backend="hopper")

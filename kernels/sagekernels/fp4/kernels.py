@@ -1,4 +1,4 @@
-"""FP4 attention on a GPU: Triton kernels that quantize as fp4_quantize.py does, bit for bit, and attend.
+"""FP4 attention on a GPU: Triton kernels that quantize as quantize.py beside them does, bit for bit, and attend.
 
 On GPUs whose tensor cores take FP4 the products are tl.dot_scaled's, elsewhere those of the numbers that the codes
 stand for, made in registers and exact in bfloat16: the same values in the same tiles, up to the order of sums. FMA is
@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .forward import mean_bias
-from .fp4_quantize import FORMATS, Fp4, head_unit
-from .launch import on_device_of
-from .pieces import LOG2E, block_d, dot16, load_vector, max_or_nan
-from .quantize import TILE, tile_means, token_mean
+from ..call import Call
+from ..forward import mean_bias
+from ..launch import on_device_of
+from ..pieces import LOG2E, block_d, dot16, load_vector, max_or_nan
+from ..quantize import TILE, tile_means, token_mean
+from .quantize import FORMATS, Fp4, head_unit
 
 # Codes of scales that are no number.
 E4M3_NAN = tl.constexpr(0x7F)
@@ -57,7 +58,7 @@ def scales_of(codes, E8M0: tl.constexpr):
 
 @triton.jit
 def e2m1_codes(x, scale):
-    """fp4_quantize.e2m1_codes, int32."""
+    """Codes of quantize.e2m1_codes, int32."""
     size = tl.abs(x)
     code = (size > 0.25 * scale).to(tl.int32) + (size >= 0.75 * scale).to(tl.int32)
     code += (size > 1.25 * scale).to(tl.int32) + (size >= 1.75 * scale).to(tl.int32)
@@ -301,27 +302,16 @@ def products(device: torch.device) -> tuple[bool, int]:
     return major == 12 and version >= (3, 6), TILE
 
 
-def triton_fp4_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    smooth_k: bool,
-    smooth_q: bool,
-    bounds: Tensor | None,
-    format: str,
-) -> Tensor:
-    """fp4.fp4_attention with two-level P, of inputs that it has checked, in bfloat16 or float16."""
-    rules = FORMATS[format]
+def triton_fp4_attention(call: Call) -> Tensor:
+    """Compute FP4 attention with two-level P of a call in bfloat16 or float16; its recipe is a key of FORMATS."""
+    q, k, v, format, rules = call.q, call.k, call.v, call.recipe, FORMATS[call.recipe]
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
     k = k if k.stride(3) == 1 else k.contiguous()
-    k_mean = token_mean(k) if smooth_k else torch.zeros((batch, kv_heads, 1, head_dim), device=k.device)
-    q_mean = tile_means(q) if smooth_q else None
+    k_mean = token_mean(k) if call.smooth_k else torch.zeros((batch, kv_heads, 1, head_dim), device=k.device)
+    q_mean = tile_means(q) if call.smooth_q else None
     queries, keys, values = (x.transpose(1, 2).float() for x in (q, k, v))
-    if smooth_k:
+    if call.smooth_k:
         keys = keys - k_mean
     if q_mean is not None:
         queries = queries - q_mean.repeat_interleave(TILE, 2)[:, :, :n_q]
@@ -330,17 +320,18 @@ def triton_fp4_attention(
     for x, padded in ((queries, padded_d), (keys, padded_d), (values.mT, padded_k)):
         unit = torch.ones((*x.shape[:2], 1, 1), device=x.device) if rules.e8m0 else head_unit(x)
         operands += [*quantize_fp4_triton(x, unit, padded, format=format), unit]
-    starts, ends = (None, None) if bounds is None else bounds.contiguous().unbind()
+    starts, ends = (None, None) if call.bounds is None else call.bounds.unbind()
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     native, block_m = products(q.device)
     blocks = triton.cdiv(n_q, block_m)
     with on_device_of(q):
         _fp4_forward_kernel[(blocks * batch * heads,)](
             *operands, k, q_mean, k_mean, starts, ends, o,
-            scale, rules.largest, heads, heads // kv_heads, n_q, n_k, padded_k, blocks, triton.cdiv(n_q, TILE),
+            call.scale, rules.largest, heads, heads // kv_heads, n_q, n_k, padded_k, blocks, triton.cdiv(n_q, TILE),
             *k.stride()[:3],
             HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), PADDED_D=padded_d, BLOCK_M=block_m, TILE=TILE,
-            GROUP=rules.group, E8M0=rules.e8m0, IS_CAUSAL=causal, PACKED=bounds is not None, SMOOTH_Q=smooth_q,
+            GROUP=rules.group, E8M0=rules.e8m0, IS_CAUSAL=call.causal, PACKED=call.bounds is not None,
+            SMOOTH_Q=call.smooth_q,
             NATIVE=native, num_warps=4, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
     return o

@@ -1,4 +1,4 @@
-"""FP4 attention for inference (SageAttention3, arXiv 2505.11594), of the quantizers of fp4_quantize.py.
+"""FP4 attention for inference (SageAttention3, arXiv 2505.11594), with the quantizers of quantize.py beside it.
 
     S = phi(Q - mean) phi(K - mean)^T + mean_Q (K - mean)^T       one mean of Q per tile, one of K per row
     O = sum over tiles of s1 phi(P / s1) phi(V) / sum of P        s1 = largest P of a row of the tile / 2688
@@ -6,16 +6,15 @@
 A tile is TILE (64) queries or keys, as everywhere in this package; the paper's kernel has 128.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from .autograd import _check, document_bounds
-from .fp4_quantize import FORMATS, head_unit, quantize_fp4, quantize_probabilities
-from .fp4_triton import triton_fp4_attention
-from .quantize import TILE, tile_means, token_mean
-from .reference import _chunks, _grouped, pad_to_tile, visible
+from ..autograd import autocast, bounds_of, check, scale_of
+from ..call import Call
+from ..quantize import TILE, tile_means, token_mean
+from ..reference import _chunks, _grouped, pad_to_tile, visible
+from .kernels import triton_fp4_attention
+from .quantize import FORMATS, head_unit, quantize_fp4, quantize_probabilities
 
 
 def fp4_attention(
@@ -57,48 +56,29 @@ def fp4_attention(
         )
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    _check(q, k, v, causal, cu_seqlens, bounds, "fine")
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not 0 < scale < float("inf"):
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    if cu_seqlens is not None:
-        bounds = document_bounds(cu_seqlens, q.shape[1])
+    q, k, v = autocast(q, k, v)
+    check(q, k, v, causal, cu_seqlens, bounds)
+    scale, bounds = scale_of(q, scale), bounds_of(q, cu_seqlens, bounds)
     if q.numel() == 0:
         return torch.empty_like(q, memory_format=torch.contiguous_format)
     fits = two_level and q.dtype != torch.float32
     if backend not in (None, "twin", "triton") or (backend == "triton" and not fits):
         raise ValueError(f"backend {backend!r}: it is twin, or triton for bfloat16 or float16 and two-level P")
     chosen = backend or ("triton" if q.is_cuda and fits else "twin")
-    compute = triton_fp4_attention if chosen == "triton" else partial(twin_fp4_attention, two_level=two_level)
-    return compute(
-        q, k, v, causal=causal, scale=scale, smooth_k=smooth_k, smooth_q=smooth_q, bounds=bounds, format=format
-    )
+    call = Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, format, chosen)
+    return triton_fp4_attention(call) if chosen == "triton" else twin_fp4_attention(call, two_level)
 
 
-def twin_fp4_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    smooth_k: bool,
-    smooth_q: bool,
-    bounds: Tensor | None,
-    format: str,
-    two_level: bool = True,
-) -> Tensor:
-    """fp4_attention in torch on any device, of inputs that it has checked: the specification, for quality and not for
-    speed."""
+def twin_fp4_attention(call: Call, two_level: bool) -> Tensor:
+    """Compute fp4_attention in torch on any device: the specification, for quality and not for speed. The recipe of the
+    call is a key of FORMATS."""
+    q, k, v, format = call.q, call.k, call.v, call.recipe
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     n_q, n_k = q.shape[1], k.shape[1]
     queries, keys, values = (x.transpose(1, 2).float() for x in (q, k, v))
-    if smooth_k:
+    if call.smooth_k:
         keys = keys - token_mean(k)
-    q_mean = tile_means(q) if smooth_q else None
+    q_mean = tile_means(q) if call.smooth_q else None
     if q_mean is not None:
         queries = queries - q_mean.repeat_interleave(TILE, 2)[:, :, :n_q]
 
@@ -110,16 +90,16 @@ def twin_fp4_attention(
     v4 = pad_to_tile(rounded(values.mT).mT, -2).unsqueeze(2)
     o_heads = _grouped(o.transpose(1, 2), k.shape[2])
     for rows in _chunks(n_q, n_k, q.shape[0] * q.shape[2]):
-        seen = min(n_k, rows.stop + n_k - n_q) if causal else n_k
+        seen = min(n_k, rows.stop + n_k - n_q) if call.causal else n_k
         s = q4[..., rows.start : rows.stop, :] @ k4[..., :seen, :].mT
         if q_mean is not None:
             means = _grouped(q_mean, k.shape[2])[..., rows.start // TILE : (rows.stop - 1) // TILE + 1, :]
             added = means @ keys.unsqueeze(2)[..., :seen, :].mT
             s = s + added.repeat_interleave(TILE, -2)[..., : len(rows), :]
-        mask = visible(rows, seen, n_k - n_q, causal, bounds, q.device)
+        mask = visible(rows, seen, n_k - n_q, call.causal, call.bounds, q.device)
         if mask is not None:
             s = s.masked_fill(~mask, float("-inf"))
-        p = torch.exp((s - s.amax(-1, keepdim=True)) * scale)
+        p = torch.exp((s - s.amax(-1, keepdim=True)) * call.scale)
         total = p.sum(-1, keepdim=True)
         p4 = quantize_probabilities(pad_to_tile(p, -1), format=format, two_level=two_level)
         o_heads[..., rows.start : rows.stop, :] = (p4 @ v4[..., : p4.shape[-1], :] / total).to(o.dtype)

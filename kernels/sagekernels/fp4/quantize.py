@@ -1,4 +1,4 @@
-"""FP4 quantizers (SageAttention3, arXiv 2505.11594) in torch: what fp4_triton.py computes, bit for bit.
+"""FP4 quantizers (SageAttention3, arXiv 2505.11594) in torch: kernels.py computes the same, bit for bit.
 
 phi(x): groups of 16 (NVFP4) or 32 (MXFP4) numbers along the contracted axis share one scale s; a number becomes the
 nearest e2m1 value of x / s, ties to the even code, at most 6. Every s times e2m1 is exact in float32 and bfloat16, and
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .quantize import TILE
+from ..quantize import TILE
 
 # The values of codes 0 to 7; bit 3 of a code is the sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

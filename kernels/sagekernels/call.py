@@ -1,0 +1,144 @@
+"""The vocabulary of every attention kernel: recipes, the two kinds of calls, what is kept in between, and backends.
+
+Shapes: q, o, do [B, N_q, H, D]; k, v [B, N_k, H_kv, D]; codes int8 [B, heads, N, D]; scales, lse float32 [B, heads, N].
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .quantize import Codes
+
+
+class Recipe(NamedTuple):
+    """The choices that distinguish one quantization scheme from another; everything else is common to all of them."""
+
+    per_tile: bool
+    """One scale per tile of TILE tokens for Q, K, dO, and one per TILE x TILE tile for backward P and dS (A, Algorithms
+    1 and 2). Otherwise one scale per token for Q, K and dO, per key and query tile (a column of the tile) for backward
+    P and for the dS of dK, and per query and key tile (a row of the tile) for the dS of dQ."""
+    int8_scores: bool
+    """Q K^T in INT8, forward and backward. Otherwise in the 16 bits of Q and K, which are kept instead of their codes
+    and rounded in the backward for the products that take codes; smooth_q, which serves the scores, is not read."""
+    int8_pv: bool
+    """Forward P V in INT8 (P per row and key tile, V per key tile). Otherwise in the 16 bits of V: O is then P V of the
+    unquantized P, which makes delta = rowsum(dO o O) consistent with the P and dP of the backward."""
+    int8_gradients: bool
+    """dV, dK and dQ in INT8. Otherwise in 16 bits: P in those of V, dS and the dequantized Q and K in bfloat16 (float16
+    has no room for dS, of size 1e-7 in trained layers)."""
+
+    @property
+    def scale_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of rounded_tiles for sums over queries (dV, dK) and over keys (dQ)."""
+        return ((-3, -1), (-3, -1)) if self.per_tile else ((-3,), (-1,))
+
+
+RECIPES = {
+    "paper": Recipe(per_tile=True, int8_scores=True, int8_pv=True, int8_gradients=True),
+    "fine": Recipe(per_tile=False, int8_scores=True, int8_pv=False, int8_gradients=True),
+    "gradients": Recipe(per_tile=False, int8_scores=False, int8_pv=False, int8_gradients=True),
+    "scores": Recipe(per_tile=False, int8_scores=True, int8_pv=False, int8_gradients=False),
+}
+
+
+class Saved(NamedTuple):
+    """The tensors that the forward keeps for the backward, beside v and o themselves. Without `int8_scores` the codes
+    of q and k are q and k themselves, in their dtype and not smoothed, and the scales are 1."""
+
+    lse: Tensor  # float32 [B, H, N_q]: natural logarithm of the softmax denominator
+    q: Codes  # int8 [B, H, N_q, D] with float32 [B, H, N_q]
+    k: Codes  # int8 [B, H_kv, N_k, D] with float32 [B, H_kv, N_k]; K minus its mean when smoothed
+    q_mean: Tensor | None  # float32 [B, H, tiles, D], when Q is smoothed
+    k_mean: Tensor | None  # float32 [B, H_kv, 1, D], when K is smoothed, and Q too or the scores are not INT8
+
+
+class BackwardCall(NamedTuple):
+    """The inputs and options of one backward pass, checked."""
+
+    do: Tensor
+    k: Tensor | None
+    """The keys themselves, where Q was smoothed: its means meet them in 16 bits. Otherwise None."""
+    v: Tensor
+    o: Tensor
+    saved: Saved
+    bounds: Tensor | None
+    causal: bool
+    scale: float
+    recipe: str
+    backend: str | None
+
+    @property
+    def queries(self) -> Tensor:
+        """A tensor that has the shape, dtype and device of q."""
+        return self.do
+
+    @property
+    def smooth_q(self) -> bool:
+        """Whether Q was smoothed."""
+        return self.saved.q_mean is not None
+
+
+class Call(NamedTuple):
+    """The inputs and options of one forward pass, checked, in the order of the operator's arguments."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bounds: Tensor | None
+    """The first token and one past the last token of each token's document, int32 [2, N]."""
+    causal: bool
+    scale: float
+    smooth_k: bool
+    smooth_q: bool
+    recipe: str
+    """A key of RECIPES; in FP4 attention a key of fp4.quantize.FORMATS."""
+    backend: str | None
+    """The name of a backend, or None for the first of backends.BACKENDS that takes the call."""
+
+    @property
+    def queries(self) -> Tensor:
+        """A tensor that has the shape, dtype and device of q."""
+        return self.q
+
+    def backward(self, do: Tensor, o: Tensor, saved: Saved) -> BackwardCall:
+        """Return the call of the backward pass for the results of this forward pass."""
+        k = self.k if self.smooth_q else None
+        return BackwardCall(do, k, self.v, o, saved, self.bounds, self.causal, self.scale, self.recipe, self.backend)
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""dq, dk and dv in the dtype of v."""
+
+
+class Backend(NamedTuple):
+    """The kernels of one kind of GPU. Forward and backward may come from different files: Saved is the same in all."""
+
+    name: str
+    serves: Callable[[tuple[int, int]], bool]
+    """Whether the kernels run on a GPU of this compute capability; (0, 0) stands for no GPU."""
+    head_dims: frozenset[int] | range
+    takes: Callable[[Call | BackwardCall], bool]
+    """Whether the kernels compute this call. Both passes of one call get the same answer."""
+    forward: Callable[[Call], tuple[Tensor, Saved]]
+    """reference.twin_forward, with the same results up to the order of float32 sums."""
+    backward: Callable[[BackwardCall], Gradients]
+    """reference.twin_backward, with the same results up to the order of float32 sums."""
+    fastest: str | None = None
+    """The recipe that was measured to be the fastest of those that are level with 16-bit attention in loss."""
+
+
+def scores_by_token(call: Call | BackwardCall) -> bool:
+    """Return whether a call has INT8 scores with one scale per token, Q as it is, and 16-bit inputs of fewer than 2^31
+    elements. The CUDA kernels take these."""
+    rules, queries, v = RECIPES[call.recipe], call.queries, call.v
+    return (
+        rules.int8_scores
+        and not rules.per_tile
+        and not rules.int8_pv
+        and not call.smooth_q
+        and queries.dtype == v.dtype
+        and v.dtype in (torch.bfloat16, torch.float16)
+        and max(queries.numel(), v.numel()) < 2**31
+    )
