@@ -24,8 +24,8 @@ TWIN = Backend("twin", lambda found: True, ANY_HEAD_DIM, lambda call: True, twin
 
 BACKENDS = (HOPPER, TRITON, TWIN)
 """A call that names no backend goes to the first of these that serves its GPU and takes it."""
-# The backend `mma` is not in that list: its kernels have run in the CPU's emulator alone, never on a GPU.
-NAMED = {backend.name: backend for backend in (TWIN, TRITON, HOPPER, MMA)}
+# MMA is not in that list: its kernels have run in the CPU's emulator alone, never on a GPU.
+NAMED = {backend.name: backend for backend in (*reversed(BACKENDS), MMA)}
 """The backends that a call may name. TRITON computes what a named one does not take."""
 
 _failed: set[str] = set()

@@ -14,9 +14,9 @@ from sagekernels.admission import median_seconds
 from sagekernels.testing import Shape, errors, exact_results, random_inputs, results_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-BACKENDS = ["triton"]
-if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
-    BACKENDS.append("hopper")
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
+BACKENDS = [one.name for one in reversed(backends.BACKENDS) if one.serves(CAPABILITY) and one.name != "twin"]
+"""The backends of this GPU; the last one is its own."""
 
 SHAPES = [
     Shape(2, 1024, 1024, 4, 4, 64),
