@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from sagekernels import attention_reference, default_recipe, sage_attention
+from sagekernels import attention_reference, default_recipe, fp4_attention, sage_attention
 from sagekernels.call import RECIPES
 from sagekernels.quantize import TILE, quantize_twin, tile_means, token_mean
 from sagekernels.reference import ScoresOfCodes, document_bounds, twin_forward
@@ -251,6 +251,19 @@ def test_no_second_derivative():
     (grad,) = torch.autograd.grad(sage_attention(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_autocast_casts_the_inputs_and_nothing_else(recipe):
+    """The twin's products of codes and of float32 numbers stay what they are, and so does FP4's attention."""
+    inputs = random_inputs(Shape(1, 70, 70, 2, 1, 32), sigma=2.0)
+    expected = results_of(sage_attention, *inputs, recipe=recipe)
+    q, k, v, do = (x.float() for x in inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results_of(sage_attention, q, k, v, do.bfloat16(), recipe=recipe)
+        fp4 = fp4_attention(q, k, v)
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(fp4, fp4_attention(*inputs[:3]))
 
 
 def test_autocast_and_activation_checkpointing():

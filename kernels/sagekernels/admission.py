@@ -24,7 +24,7 @@ from .testing import Results, Shape, errors, exact_results, random_inputs, resul
 SOURCES = Path(__file__).parent
 """Of the kernels: what was decided with others is decided anew."""
 
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(q [B, N_q, H, D], k, v [B, N_k, H_kv, D], cu_seqlens or None) -> o [B, N_q, H, D]."""
 
 # rel-L2 against float64 for standard normal inputs: what the recipes reach, with a margin of a third or more.
@@ -45,7 +45,7 @@ class Admission(NamedTuple):
 
 
 def admit(
-    attend: AttentionFunction,
+    attend: Attend,
     shape: Shape,
     *,
     dtype: torch.dtype,
@@ -79,9 +79,7 @@ def admit(
     return Admission(not worst, reason or "admitted", judged)
 
 
-def seconds_per_step(
-    attend: AttentionFunction, shape: Shape, *, dtype: torch.dtype, device: torch.device | str
-) -> float:
+def seconds_per_step(attend: Attend, shape: Shape, *, dtype: torch.dtype, device: torch.device | str) -> float:
     """Median time of forward and backward together at `shape`."""
     q, k, v, do = random_inputs(shape, dtype=dtype, device=device)
     cu_seqlens = shape.cu_seqlens(device)
@@ -155,7 +153,7 @@ def decided_once(
 
 
 def choose(
-    candidates: Mapping[str, AttentionFunction],
+    candidates: Mapping[str, Attend],
     shape: Shape,
     *,
     dtype: torch.dtype,

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import sage_attention
-from .admission import LIMITS, AttentionFunction, admit
+from .admission import LIMITS, Attend, admit
 from .testing import Shape, random_inputs
 
 TOKENS = 32768
@@ -78,7 +78,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: 
     return o[0].view(q.shape)
 
 
-def candidates(causal: bool) -> dict[str, tuple[AttentionFunction, Mapping[str, float], bool]]:
+def candidates(causal: bool) -> dict[str, tuple[Attend, Mapping[str, float], bool]]:
     """Name -> function, error limits, whether it is one of ours."""
 
     def sage(recipe: str, backend: str | None, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -97,7 +97,7 @@ def candidates(causal: bool) -> dict[str, tuple[AttentionFunction, Mapping[str, 
     return found | {"FA4": (partial(_varlen, causal=causal, function=cute), LIMITS["scores"], False)}
 
 
-def time_attention(attend: AttentionFunction, shape: Shape, dtype: torch.dtype, repeats: int) -> Times:
+def time_attention(attend: Attend, shape: Shape, dtype: torch.dtype, repeats: int) -> Times:
     """Forward alone, and forward and backward, by CUDA events after a warm-up; launches run ahead, as in training.
     At most `repeats` runs of each, fewer where they are long."""
     device = torch.device("cuda")
@@ -130,8 +130,8 @@ def time_attention(attend: AttentionFunction, shape: Shape, dtype: torch.dtype, 
 
 def measure(
     shape: Shape,
-    functions: Mapping[str, tuple[AttentionFunction, Mapping[str, float], bool]],
-    timer: Callable[[AttentionFunction], Times],
+    functions: Mapping[str, tuple[Attend, Mapping[str, float], bool]],
+    timer: Callable[[Attend], Times],
     *,
     dtype: torch.dtype,
     device: torch.device | str,

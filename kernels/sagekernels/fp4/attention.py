@@ -9,7 +9,7 @@ A tile is TILE (64) queries or keys, as everywhere in this package; the paper's 
 import torch
 from torch import Tensor
 
-from ..autograd import autocast, bounds_of, check, scale_of
+from ..autograd import autocast, autocast_off, bounds_of, check, scale_of
 from ..call import Call
 from ..quantize import TILE, tile_means, token_mean
 from ..reference import _chunks, _grouped, pad_to_tile, visible
@@ -66,7 +66,8 @@ def fp4_attention(
         raise ValueError(f"backend {backend!r}: it is twin, or triton for bfloat16 or float16 and two-level P")
     chosen = backend or ("triton" if q.is_cuda and fits else "twin")
     call = Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, format, chosen)
-    return triton_fp4_attention(call) if chosen == "triton" else twin_fp4_attention(call, two_level)
+    with autocast_off(q.device):
+        return triton_fp4_attention(call) if chosen == "triton" else twin_fp4_attention(call, two_level)
 
 
 def twin_fp4_attention(call: Call, two_level: bool) -> Tensor:
