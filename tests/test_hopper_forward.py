@@ -211,7 +211,7 @@ def test_a_launch_passes_every_type_of_argument_and_keeps_tensor_maps(monkeypatc
     maps = [nvrtc.tensor_map(y, (1, 8, 32)) for y in (x, x.clone(), x[:2], x)]
     assert len(encoded) == 3 and maps[3] is maps[0] and len({m.address for m in maps}) == 3
     kinds = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_float]
-    nvrtc.Kernel("any.cu", "any", {}).launch((5,), (384,), 1024, maps[0], x, None, 2**31 - 1, -3, 0.25)
+    nvrtc.Kernel("any.cu", "any", {}, "sm_90a").launch((5,), (384,), 1024, maps[0], x, None, 2**31 - 1, -3, 0.25)
     assert launched == [(maps[0].address, [x.data_ptr(), None, 2**31 - 1, -3, 0.25], (5, 1, 1, 384, 1, 1), 7)]
 
 
