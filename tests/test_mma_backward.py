@@ -62,7 +62,7 @@ def kernels(tmp_path_factory):
 
 
 def backward(kernels, do, v, o, saved, causal, bounds, stages, half_sums=False, **options):
-    """mma.backward, of kernels that the emulator runs."""
+    """Run mma_backward with kernels of the emulator."""
     batch, n_q, heads, head_dim = do.shape
     n_k, kv_heads = v.shape[1:3]
     scale, half = head_dim**-0.5, v.dtype == torch.float16

@@ -52,7 +52,9 @@ def resolve_backend(
                 if kernels.fastest not in (None, attention.recipe) and attention.recipe != "auto":
                     remark = f"; on this GPU recipe {kernels.fastest} is much faster (README.md)"
                 elif kernels.name == "triton" and capability[0] == 10:
-                    remark = "; by mma.sync, which reaches a part of this GPU's tensor cores: flash or sdpa may be faster"
+                    remark = (
+                        "; by mma.sync, which reaches a part of this GPU's tensor cores: flash or sdpa may be faster"
+                    )
             return "sage", f"INT8 recipe {attention.recipe}: sagekernels{remark}"
         case "flash":
             if not (on_gpu and sixteen_bit):
