@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from sagetrain.checkpoint.saving import Saved, Saver
+from sagetrain.checkpoint.state import Identity, RunState
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
@@ -89,7 +90,8 @@ def measure(saver: Saver, engine: Engine, text: str, step: Callable[[], float], 
     waited, background, beside = [], [], []
     for number in range(2 * saves):
         begin = time.perf_counter()
-        state = {"step": number, "tokens": number}
+        identity = Identity(model={}, qk_norm="none", vocab_size=0)
+        state = RunState(step=number, tokens=number, sequences=number, identity=identity)
         saver.start(state, text, engine.shards() if engine.writes_shards else (), rng_state())
         if number % 2:
             saver.wait()

@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -40,8 +40,9 @@ import torch.testing._internal.distributed.fake_pg  # it registers the backend "
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 from sagetrain.checkpoint import on_disk
-from sagetrain.checkpoint.ledger import Ledger, TrainState, check_consumed, expected_fold
+from sagetrain.checkpoint.ledger import Ledger, check_consumed, expected_fold
 from sagetrain.checkpoint.saving import Saver
+from sagetrain.checkpoint.state import Identity, RunState
 from sagetrain.cluster import preflight, rendezvous
 from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.run_folder import RunFolder
@@ -193,17 +194,23 @@ def start(
     fold = tp_size * cp_size * expected_fold(0, samples, 1, groups.dp_size)
     check_consumed(fold, 0, samples, 1, groups.dp_size, world_size)
     tick("ledger of a step")
-    state = TrainState(STEPS, STEPS * TOKENS_PER_STEP, STEPS * samples, Ledger("of a run", [[0, samples, STEPS]]))
+    state = RunState(
+        step=STEPS,
+        tokens=STEPS * TOKENS_PER_STEP,
+        sequences=STEPS * samples,
+        ledger=Ledger("of a run", [[0, samples, STEPS]]),
+        identity=Identity(model=cfg.model.model_dump(), qk_norm=cfg.attention.qk_norm, vocab_size=1),
+    )
     own = [replace(piece, start=groups.replica_rank) for piece in parameters]
-    saver.start({**asdict(state)}, dump_config(cfg), own, rng_state())
+    saver.start(state, dump_config(cfg), own, rng_state())
     saver.wait()
     tick("checkpoint saved")
     if rank == 0:
-        manifest = on_disk.read_manifest(folder.checkpoints / on_disk.folder_name(STEPS))
+        state = on_disk.read_state(folder.checkpoints / on_disk.folder_name(STEPS))
         tick("manifest read")
         done["manifest, MB"] = (folder.checkpoints / on_disk.folder_name(STEPS) / "manifest.json").stat().st_size / 1e6
         with contextlib.suppress(CheckpointError):  # the head is made up
-            Ledger.verified(manifest["state"]["ledger"], ORDER, STEPS, STEPS * samples, folder.checkpoints)
+            Ledger.verified(state.ledger, ORDER, state.step, state.sequences, folder.checkpoints)
         tick("ledger verified")
     return done | counts
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import tiny
 from distributed import run_distributed
 from sagetrain.checkpoint.on_disk import KINDS
+from sagetrain.checkpoint.state import Identity
 from sagetrain.config import RunConfig
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.load import dump_config
@@ -58,13 +59,15 @@ def save_runs(runs: list[tuple[str, RunConfig, int]], tokenizer: Path) -> None:
             tensors = {kind: values if kind == "weight" else torch.zeros_like(values) for kind in KINDS}
             shards.append(ParameterShard(name, parameter, start, stop, tensors))
         writer = tiny.saver(Path(folder) / "checkpoints", groups)
-        identity = {
-            "model": cfg.model.model_dump(),
-            "attention.qk_norm": cfg.attention.qk_norm,
-            "vocab_size": loaded.vocab_size,
-            "tokenizer (SHA-256)": loaded.sha256,
-        }
-        state = {"step": 3, "tokens": 192, "optimizer_steps": 3, "identity": identity}
+        identity = Identity(
+            model=cfg.model.model_dump(),
+            qk_norm=cfg.attention.qk_norm,
+            vocab_size=loaded.vocab_size,
+            seed=0,
+            seq_length=cfg.data.seq_length,
+            tokenizer_sha256=loaded.sha256,
+        )
+        state = tiny.run_state(3, 192, optimizer_steps=3, identity=identity)
         writer.start(state, dump_config(cfg), shards, rng_state())
         writer.wait()
         shutil.copyfile(tokenizer, Path(folder) / "tokenizer.model")

@@ -1,20 +1,20 @@
 """What `auto` of attention stands for in a run: decided once, recorded, and kept when the run continues. And what of a
 run both choices see, on which rank."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 
 import tiny
 from distributed import run_distributed
 from sagetrain.auto import attention_choice, timing
-from sagetrain.auto.attention_choice import kept, settle
+from sagetrain.auto.attention_choice import settle
+from sagetrain.auto.kept import kept_attention
 from sagetrain.auto.timing import Timing
 from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.state import SettledAttention
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, LinearConfig
@@ -23,21 +23,7 @@ from sagetrain.train import trainer
 SAGE_SCORES, SDPA = {"backend": "sage", "recipe": "scores"}, {"backend": "sdpa", "recipe": "fine"}
 
 
-def folder_of(tmp_path: Path, recorded: dict | None, asked: dict | None = None) -> Path:
-    """A checkpoint of a run that had this attention, and was asked for that."""
-    state = {} if recorded is None else {"attention": recorded}
-    (tmp_path / "manifest.json").write_text(json.dumps({"state": state}))
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"attention": asked or {}}))
-    return tmp_path
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(on_disk, "read_manifest", lambda folder: json.loads((folder / "manifest.json").read_text()))
-    return lambda *had: folder_of(tmp_path, *had)
-
-
-def settled(asked: dict, folder: Path | None, device: str = "cuda") -> tuple[AttentionConfig, str, list]:
+def settled(asked: dict, had: dict | None, device: str = "cuda") -> tuple[AttentionConfig, str, list]:
     """On a GPU where `fine` is the fastest; the settings that were chosen from, and what was said."""
     heard = []
 
@@ -48,7 +34,7 @@ def settled(asked: dict, folder: Path | None, device: str = "cuda") -> tuple[Att
     found, why = settle(
         AttentionConfig(**asked),
         tiny.config(1).model.model_copy(update={"head_dim": 64}),
-        folder,
+        SettledAttention(**had) if had else None,
         device=torch.device(device),
         dtype=torch.bfloat16,
         choose=choose,
@@ -85,25 +71,25 @@ def test_without_a_gpu_nothing_is_timed() -> None:
         ({"backend": "sdpa"}, SAGE_SCORES, SDPA | {"recipe": "scores"}),
     ],
 )
-def test_a_run_that_continues_keeps_what_it_had(folder, asked: dict, had: dict, expected: dict) -> None:
-    found, why, heard = settled(asked, folder(had))
+def test_a_run_that_continues_keeps_what_it_had(asked: dict, had: dict, expected: dict) -> None:
+    found, why, heard = settled(asked, had)
     assert {"backend": found.backend, "recipe": found.recipe} == expected and heard == []
     assert ("as the run had it" in why) == ("auto" in asked.values() or "recipe" not in asked)
 
 
-def test_sage_after_another_backend_has_its_recipe_chosen(folder) -> None:
-    found, _, chosen_from = settled({"backend": "sage"}, folder(SDPA))
+def test_sage_after_another_backend_has_its_recipe_chosen() -> None:
+    found, _, chosen_from = settled({"backend": "sage"}, SDPA)
     assert chosen_from == [AttentionConfig()] and found.recipe == "fine"
 
 
-def test_what_cannot_run_any_more_is_chosen_anew_and_said(folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_any_more_is_chosen_anew_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sagetrain.model.selection.find_flash", lambda device: None)
-    found, _, heard = settled({"backend": "auto"}, folder({"backend": "flash", "recipe": "fine"}))
+    found, _, heard = settled({"backend": "auto"}, {"backend": "flash", "recipe": "fine"})
     said, chosen_from = heard
     assert said.startswith("attention.backend flash, which auto was so far, cannot run here") and "anew" in said
     assert chosen_from == AttentionConfig(backend="auto") and found.backend == "sage"
     with pytest.raises(ValueError, match="no flash-attn package"):
-        settled({"backend": "flash"}, folder(SAGE_SCORES))
+        settled({"backend": "flash"}, SAGE_SCORES)
 
 
 def train_and_continue(corpus: str, run_dir: str) -> None:
@@ -126,8 +112,8 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
         run.run()
         run.folder._lock.close()  # as the end of its process does
         used = run.engine.module.blocks[0].attention.function.recipe
-        recorded = on_disk.read_manifest(on_disk.newest(Path(run_dir) / "checkpoints"))["state"]["attention"]
-        assert recorded == {"backend": "sage", "recipe": used} and used == ("fine" if steps == 3 else "scores")
+        recorded = on_disk.read_state(on_disk.newest(Path(run_dir) / "checkpoints")).attention
+        assert recorded == SettledAttention("sage", used) and used == ("fine" if steps == 3 else "scores")
     assert len(calls) == 1
 
 
@@ -139,8 +125,8 @@ def test_a_run_has_one_arithmetic_until_it_is_told_otherwise(corpus: Path, tmp_p
     assert "changed since that checkpoint: attention.recipe: 'auto' -> 'fine'" in said
 
 
-def test_what_is_loaded_has_the_attention_that_it_was_trained_with(folder) -> None:
-    assert kept(AttentionConfig(), folder(SAGE_SCORES)).recipe == "scores"
+def test_what_is_loaded_has_the_attention_that_it_was_trained_with() -> None:
+    assert kept_attention(AttentionConfig(), SettledAttention(**SAGE_SCORES)).recipe == "scores"
 
 
 class Stream:

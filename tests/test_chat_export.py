@@ -13,8 +13,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+import tiny
 from prepare_inputs import prepare, published_tokenizer
 from runs import finish, log_of, sagetrain, write_config
+from sagetrain.checkpoint.state import Identity, InitFromRecord, RunState
 from sagetrain.data.chat_template import chat_prompt
 from sagetrain.data.records import Chats
 from sagetrain.inference.generate import Sampling, generate
@@ -22,7 +24,6 @@ from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.interop.tokenizer_files import tokenizer_files
-from sagetrain.train.init_from import chat_template, positions
 
 END, EOT = 256, 258
 PUBLISHED = "{% for m in messages %}<|turn|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
@@ -117,20 +118,24 @@ def test_what_a_run_began_with_is_known_to_later_ones() -> None:
     """Chat template and positions: the longest of all runs that turned q and k alike."""
     rope = {"rope_theta": 500.0, "rope_scaling": None}
 
-    def run(length: int, began: dict | None, **model: object) -> dict:
-        return {"identity": {"data.seq_length": length, "model": {**rope, **model}}, "init_from": began}
+    def run(length: int, began: InitFromRecord | None = None, **model: object) -> RunState:
+        identity = Identity(model={**rope, **model}, qk_norm="none", vocab_size=1, seq_length=length)
+        return tiny.run_state(identity=identity, init_from=began)
 
-    def origin(state: dict) -> dict:
-        model = state["identity"]["model"]
-        return {"positions": {"length": positions(state), "rope": {key: model[key] for key in rope}}}
+    def origin(state: RunState) -> InitFromRecord:
+        return InitFromRecord(positions=state.positions)
 
-    base = run(256, None)
+    def positions(state: RunState) -> int:
+        return state.positions.length
+
+    def learned(own: str | None, before: str | None) -> str | None:
+        return tiny.run_state(chat_template=own, init_from=InitFromRecord(chat_template=before)).texts.chat_template
+
+    base = run(256)
     tuned = run(64, origin(base))
     again = run(128, origin(tuned))
     assert [positions(each) for each in (base, tuned, again)] == [256, 256, 256]
     assert positions(run(512, origin(tuned))) == 512
     assert positions(run(64, origin(base), rope_theta=1e6)) == 64  # it knows these positions alone
-    assert positions({"init_from": {"checkpoint": "of an earlier version"}}) == 0
-    assert chat_template({"chat_template": None, "init_from": {"chat_template": MINE}}) == MINE
-    assert chat_template({"chat_template": PUBLISHED, "init_from": {"chat_template": MINE}}) == PUBLISHED
-    assert chat_template({}) is None
+    assert positions(run(64, InitFromRecord(checkpoint="of an earlier version"))) == 64
+    assert (learned(None, MINE), learned(PUBLISHED, MINE), learned(None, None)) == (MINE, PUBLISHED, None)

@@ -36,7 +36,7 @@ LAYOUTS = {
 
 
 def save_engine(root: str, engine, step: int, tokens: int = 0) -> Path:
-    state = {"step": step, "tokens": tokens or step * 64}
+    state = tiny.run_state(step, tokens or step * 64)
     writer = tiny.saver(Path(root), engine.groups)
     writer.start(state, "{}", tiny.shards(engine), rng_state())
     writer.wait()
@@ -309,7 +309,7 @@ def test_damage_is_found_and_the_run_walks_back(tmp_path, damage: str, words: st
 
 
 def write_plain(root: Path, step: int, tokens: int) -> None:
-    state = {"step": step, "tokens": tokens}
+    state = tiny.run_state(step, tokens)
     writer = tiny.saver(root, ParallelGroups.single())
     writer.start(state, "{}", (), {})
     writer.wait()
@@ -324,7 +324,7 @@ def flat_shard(size: int) -> ParameterShard:
 
 def save_shards(root: Path, shards: list[ParameterShard]) -> None:
     writer = tiny.saver(root, ParallelGroups.single())
-    writer.start({"step": 1, "tokens": 1}, "{}", shards, {})
+    writer.start(tiny.run_state(1, 1), "{}", shards, {})
     writer.wait()
 
 

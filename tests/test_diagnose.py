@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from distributed import run_distributed
 from sagekernels.casts import quantize
 from sagekernels.testing import cosine, exact_results, rel_l2
 from sagetrain.__main__ import main
-from sagetrain.auto import linear_choice
+from sagetrain.auto.kept import Kept
+from sagetrain.checkpoint.state import SettledLinear
 from sagetrain.config import ConfigError, RunConfig
 from sagetrain.config.load import load_config
 from sagetrain.data.loader import Loader, SampleStream
@@ -128,11 +130,13 @@ def test_of_linear_layers_the_command_says_once_what_they_were_measured_in(corpu
 
 def test_linear_layers_that_the_run_has_in_8_bits_are_measured(run: Path, monkeypatch) -> None:
     """Those alone; INT8 attention is measured as without."""
-    text = load_config(next((run / "checkpoints").glob("step-*")) / "config.yaml")
+    folder = next((run / "checkpoints").glob("step-*"))
+    text = load_config(folder / "config.yaml")
     keys = {"keep_first_blocks": 1, "keep_layers_below": 64 * 64 + 1}
     auto = text.model_copy(update={"linear": text.linear.model_copy(update={"precision": "auto", **keys})})
     monkeypatch.setattr(load, "load_config", lambda path: auto)
-    monkeypatch.setattr(linear_choice, "recorded", lambda *_: {"precision": "fp8", "recipe": "rowwise"})
+    fp8 = replace(Kept.by(folder), linear=SettledLinear("fp8", "rowwise"))
+    monkeypatch.setattr(Kept, "by", lambda folder: fp8)
     said: list[str] = []
     loaded = load_run(run, said.append)
     assert said == ["linear layers, fp8 rowwise in training, are not in 8 bits here"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import tiny
 from distributed import run_distributed
 from sagetrain.checkpoint.ledger import Ledger
-from sagetrain.checkpoint.on_disk import newest, read_manifest
+from sagetrain.checkpoint.on_disk import newest, read_state
 from sagetrain.config import RunConfig
 from sagetrain.config.errors import CheckpointError, TrainingError
 from sagetrain.train.trainer import Trainer
@@ -23,13 +24,12 @@ def test_a_dropped_step_is_found_again_and_cannot_be_forged() -> None:
     ledger = Ledger("order")
     for step in range(5):
         ledger.add(4 * step, 4, dropped=step == 2)
-    stored = {"head": ledger.head, "segments": ledger.segments, "dropped": ledger.dropped}
-    assert (stored["segments"], stored["dropped"]) == ([[0, 4, 5]], [3])
-    again = Ledger.verified(stored, "order", 5, 20, Path("step-5"))
+    assert (ledger.segments, ledger.dropped) == ([[0, 4, 5]], [3])
+    again = Ledger.verified(ledger, "order", 5, 20, Path("step-5"))
     assert again == ledger and again.steps == 5
     for dropped in ([], [2], [3, 4]):
         with pytest.raises(CheckpointError, match="it was changed"):
-            Ledger.verified({**stored, "dropped": dropped}, "order", 5, 20, Path("step-5"))
+            Ledger.verified(replace(ledger, dropped=dropped), "order", 5, 20, Path("step-5"))
 
 
 def train(
@@ -85,8 +85,8 @@ def test_a_step_that_is_not_finite_is_dropped_once_and_never_replayed(corpus, tm
     out = capfd.readouterr().out
     assert "resumed from step-00000004" in out and "training.drop_steps: 2 came before this checkpoint" in out
     assert out.count("data.valid holds 3; each evaluation takes so many") == 1  # in one evaluation or several
-    state = read_manifest(newest(run / "checkpoints"))["state"]
-    assert (state["step"], state["optimizer_steps"], state["ledger"]["dropped"]) == (6, 5, [3])
+    state = read_state(newest(run / "checkpoints"))
+    assert (state.step, state.optimizer_steps, state.ledger.dropped) == (6, 5, [3])
     assert go(undisturbed, 2, 5.9, [3], 9) == "finished: True"
     assert (
         f"training.total_tokens {int(5.9 * STEP):,}: whole steps end at {6 * STEP:,} tokens" in capfd.readouterr().out
@@ -94,7 +94,7 @@ def test_a_step_that_is_not_finite_is_dropped_once_and_never_replayed(corpus, tm
     assert rows_of(run, "train/loss") == rows_of(undisturbed, "train/loss")
     assert sorted(rows_of(run, "train/loss")) == [1, 2, 4, 5, 6]
     assert rows_of(run, "train/dropped_tokens") == {3: STEP}
-    assert read_manifest(newest(undisturbed / "checkpoints"))["state"]["ledger"] == state["ledger"]
+    assert read_state(newest(undisturbed / "checkpoints")).ledger == state.ledger
     # Five sequences are evaluated, three of one source, whatever the layout.
     assert go(tmp_path / "alone", 1, 2, []) == "finished: True"
     names = "valid/loss", "valid/valid/loss", "valid/train/loss"

@@ -187,7 +187,7 @@ def losses_when_told(root: str, cases: list[tuple[int, str]]) -> dict[tuple, tup
             first = [tiny.global_step(engine, step).loss for step in range(2)]
             folder = Path(root) / f"{stage}{dtype}{number}"
             saver = tiny.saver(folder, groups)
-            saver.start({"step": 2, "tokens": 0}, "", tiny.shards(engine), {})
+            saver.start(tiny.run_state(2, 0), "", tiny.shards(engine), {})
             saver.wait()
             later = [tiny.global_step(engine, step).loss for step in (2, 3)]
             engine = tiny.engine(cfg, groups, seed=11)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -103,22 +104,22 @@ def test_every_rank_learns_what_went_wrong_on_one() -> None:
     assert run_distributed(one_rank_goes_wrong, 2) == [["finite", "other samples", "not finite"]] * 2
 
 
-def ledger_of(sizes: list[int]) -> dict:
+def ledger_of(sizes: list[int]) -> Ledger:
     ledger, cursor = Ledger("order"), 0
     for size in sizes:
         ledger.add(cursor, size)
         cursor += size
-    return {"head": ledger.head, "segments": ledger.segments}
+    return ledger
 
 
 def test_ledger_is_found_again_from_its_segments() -> None:
     sizes = [8] * 5 + [16] * 3 + [8]
     stored = ledger_of(sizes)
-    assert stored["segments"] == [[0, 8, 5], [40, 16, 3], [88, 8, 1]]
+    assert stored.segments == [[0, 8, 5], [40, 16, 3], [88, 8, 1]]
     again = Ledger.verified(stored, "order", 9, 96, Path("step-9"))
-    assert (again.head, again.segments) == (stored["head"], stored["segments"])
+    assert (again.head, again.segments) == (stored.head, stored.segments)
     again.add(96, 8)
-    assert again.head == ledger_of([*sizes, 8])["head"] != ledger_of([*sizes, 9])["head"]
+    assert again.head == ledger_of([*sizes, 8]).head != ledger_of([*sizes, 9]).head
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_ledger_is_found_again_from_its_segments() -> None:
     ],
 )
 def test_a_ledger_that_does_not_fit_is_refused(segments, step, words) -> None:
-    stored = segments and {**ledger_of([8] * 5 + [16] * 3), "segments": segments}
+    stored = segments and replace(ledger_of([8] * 5 + [16] * 3), segments=segments)
     with pytest.raises(CheckpointError, match=words):
         Ledger.verified(stored, "order", step, 88, Path("step-00000008"))
     with pytest.raises(CheckpointError, match="order of samples"):
@@ -155,12 +156,11 @@ def check_ledger(run_dir: Path, reference: Path) -> None:
     states = []
     for folder in (run_dir, reference):
         newest = folder / "checkpoints" / (folder / "checkpoints/latest").read_text().strip()
-        state = on_disk.read_manifest(newest)["state"]
-        order = state["identity"]["order of samples (hash of token files, weights, seq_length and seed)"]
-        Ledger.verified(state["ledger"], order, state["step"], state["sequences"], newest)
-        states.append((state["step"], state["sequences"], state["ledger"]))
+        state = on_disk.read_state(newest)
+        Ledger.verified(state.ledger, state.identity.order, state.step, state.sequences, newest)
+        states.append((state.step, state.sequences, state.ledger))
     assert states[0] == states[1]
-    assert states[0][2]["segments"] == [[0, 8, 20], [160, 16, 20]]
+    assert states[0][2].segments == [[0, 8, 20], [160, 16, 20]]
 
 
 def check_undisturbed(run_dir: Path, reference: Path) -> None:
@@ -300,7 +300,7 @@ def train_and_save(root: Path, first: int, steps: int) -> None:
     for step in range(first, first + steps):
         for tensor in shard.tensors.values():
             tensor.fill_(step)
-        state = {"step": step, "tokens": step * 10}
+        state = tiny.run_state(step, step * 10)
         saver.start(state, f"step: {step}\n" * 1000, [shard], {"noise": torch.full((1000,), step)})
         for tensor in shard.tensors.values():  # half way to the next step
             tensor.add_(0.5)
@@ -329,7 +329,7 @@ def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
         assert found > newest
         newest = found
         reader = Reader(folder)
-        assert reader.manifest["state"]["step"] == newest
+        assert reader.state.step == newest
         assert reader.rng(0)["noise"].eq(newest).all()
         assert all(reader.local("w", kind, 0, 1).eq(newest).all() for kind in KINDS)
     assert torn >= 5, "the kills did not hit the saving"

@@ -207,7 +207,7 @@ def continued(root: str) -> dict[str, tuple[list[Step], list[Step]]]:
         engine, folder = engine_of(way), Path(root) / way
         steps(engine, 0, 1)
         writer = tiny.saver(folder, engine.groups)
-        writer.start({"step": 1, "tokens": 64}, "{}", tiny.shards(engine), rng_state())
+        writer.start(tiny.run_state(1, 64), "{}", tiny.shards(engine), rng_state())
         writer.wait()
         dist.barrier()
         before = steps(engine, 1, 3)

@@ -37,7 +37,7 @@ def full(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 
 def save(root: Path, engine, step: int) -> Path:
     writer = tiny.saver(root, engine.groups)
-    state = {"step": step, "tokens": 64 * step, "optimizer_steps": step}
+    state = tiny.run_state(step, 64 * step, optimizer_steps=step)
     writer.start(state, "{}", tiny.shards(engine), rng_state())
     writer.wait()
     return root / folder_name(step)
@@ -73,7 +73,7 @@ def test_weights_and_moments_at_every_layout(tmp_path: Path, dtype: str) -> None
     tolerance = {"rel": 1e-5 if dtype == "fp32" else 2e-2}
     for (*_, moments), (record, found, empty, after) in results.items():
         assert found == [True, moments, moments] and empty != moments
-        assert record["step"] == 3 and record["optimizer_steps"] == (3 if moments else 0)
+        assert record.step == 3 and record.optimizer_steps == (3 if moments else 0)
         assert after[0] == pytest.approx(losses[0], **tolerance)
         if moments and dtype == "fp32":  # and Adam's count of steps
             assert after == pytest.approx(losses, **tolerance)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import tiny
 from distributed import run_distributed
 from sagetrain.auto import linear_choice, timing
+from sagetrain.auto.kept import Kept
 from sagetrain.auto.linear_choice import settle, smallest, time_layers
 from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.state import SettledLinear
 from sagetrain.config import RunConfig
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig, ModelConfig
@@ -260,17 +262,9 @@ def test_layers_with_odd_sides_are_not_timed_and_keep_no_other_out(tmp_path: Pat
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
-def folder_of(path: Path, recorded: dict | None, asked: dict | None = None) -> Path:
-    """A checkpoint of a run that had these linear layers, and was asked for those."""
-    (path / "manifest.json").write_text(json.dumps({"state": {} if recorded is None else {"linear": recorded}}))
-    (path / "config.yaml").write_text(yaml.safe_dump({} if asked is None else {"linear": asked}))
-    return path
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(on_disk, "read_manifest", lambda folder: json.loads((folder / "manifest.json").read_text()))
-    return lambda *had: folder_of(tmp_path, *had)
+def had(linear: dict) -> Kept:
+    """The choices of a run on one tensor-parallel rank that had these linear layers."""
+    return Kept.of(tiny.run_state(linear=SettledLinear(**linear)), {})
 
 
 @pytest.fixture
@@ -286,7 +280,7 @@ def card(monkeypatch: pytest.MonkeyPatch):
 
 
 def settled(
-    asked: LinearConfig, folder: Path | None = None, *, device: torch.device = GPU, shape: ModelConfig = SHAPE,
+    asked: LinearConfig, before: Kept | None = None, *, device: torch.device = GPU, shape: ModelConfig = SHAPE,
     dtype: torch.dtype = torch.bfloat16, tp_size: int = 1,
 ) -> tuple[LinearConfig, str, list]:  # fmt: skip
     """Where rowwise from 8,192 weights on is the fastest; what was chosen from, and what was said."""
@@ -297,7 +291,7 @@ def settled(
         return asked.model_copy(update=CHOSEN)
 
     place = {"tensor_parallel_size": tp_size, "device": device, "dtype": dtype}
-    found, why = settle(asked, shape, folder, **place, choose=choose, say=heard.append)
+    found, why = settle(asked, shape, before, **place, choose=choose, say=heard.append)
     return found, why, heard
 
 
@@ -326,59 +320,59 @@ def test_where_there_is_nothing_to_choose_from_it_is_bf16_and_says_why(card) -> 
     assert found.precision == "bf16" and "needs a GPU of compute capability 8.0 or more, A card has 7.5" in why
 
 
-def test_a_run_that_continues_keeps_what_it_had(folder, card) -> None:
-    found, why, heard = settled(AUTO, folder(ROWWISE))
+def test_a_run_that_continues_keeps_what_it_had(card) -> None:
+    found, why, heard = settled(AUTO, had(ROWWISE))
     assert found == AUTO.model_copy(update=ROWWISE) and "as the run had it" in why and heard == []
     wide = {"precision": "bf16", "recipe": "rowwise", "keep_layers_below": 0}
-    found, why, heard = settled(AUTO, folder(wide))
+    found, why, heard = settled(AUTO, had(wide))
     assert found.precision == "bf16" and "as the run had it" in why and heard == []
-    assert settled(SIXTEEN_BITS, folder(ROWWISE)) == (SIXTEEN_BITS, "", [])
+    assert settled(SIXTEEN_BITS, had(ROWWISE)) == (SIXTEEN_BITS, "", [])
     fp8 = {**ROWWISE, "precision": "fp8", "recipe": "tensorwise"}  # the name that was given before
-    assert settled(AUTO, folder(fp8))[0] == AUTO.model_copy(update=fp8)
+    assert settled(AUTO, had(fp8))[0] == AUTO.model_copy(update=fp8)
 
 
-def test_what_is_named_beside_auto_holds_when_a_run_continues(folder, card) -> None:
+def test_what_is_named_beside_auto_holds_when_a_run_continues(card) -> None:
     """Another recipe, and layers that shall stay in 16 bits; not more layers than were worth it."""
     for named, expected in (
         ({"recipe": "rowwise_bf16_wgrad"}, {"recipe": "rowwise_bf16_wgrad"}),
         ({"keep_layers_below": 10_000}, {"keep_layers_below": 10_000}),
         ({"keep_layers_below": 1}, {}),
     ):
-        found, why, heard = settled(AUTO.model_copy(update=named), folder(ROWWISE))
+        found, why, heard = settled(AUTO.model_copy(update=named), had(ROWWISE))
         assert found.model_dump(include={*ROWWISE}) == {**ROWWISE, **expected} and heard == []
         assert "as the run had it" in why
 
 
-def test_what_cannot_run_any_more_is_chosen_anew_and_said(folder, card) -> None:
+def test_what_cannot_run_any_more_is_chosen_anew_and_said(card) -> None:
     card(8, 0)
-    found, why, said = settled(AUTO, folder({**ROWWISE, "precision": "fp8"}))
+    found, why, said = settled(AUTO, had({**ROWWISE, "precision": "fp8"}))
     assert said[0].startswith("linear.precision fp8, which the run had so far, cannot run here") and "anew" in said[0]
     assert said[1:] == [AUTO] and found.precision == "int8" and why == "auto: the fastest"
 
 
-def test_a_layer_that_another_tensor_parallel_size_gives_odd_sides_leaves_the_others_in_8_bits(folder, card) -> None:
+def test_a_layer_that_another_tensor_parallel_size_gives_odd_sides_leaves_the_others_in_8_bits(card) -> None:
     every = {**ROWWISE, "keep_layers_below": 0}
-    found, why, (said,) = settled(AUTO, folder(every), tp_size=4)
+    found, why, (said,) = settled(AUTO, had(every), tp_size=4)
     assert found.precision == "int8" and "as the run had it" in why
     assert said.endswith("at tensor_parallel_size 4 qkv, out, so far, at 1, qkv, out, gate_up, down")
 
 
-def test_where_another_tensor_parallel_size_leaves_none_it_is_decided_anew(folder, card) -> None:
-    found, why, (said,) = settled(AUTO, folder(ROWWISE), tp_size=16)
+def test_where_another_tensor_parallel_size_leaves_none_it_is_decided_anew(card) -> None:
+    found, why, (said,) = settled(AUTO, had(ROWWISE), tp_size=16)
     sides = "all have sides that are no multiples of 16 (qkv 4 and 8, out 8, gate_up 6, down 6)"
     assert f"which the run had so far, cannot run here ({sides}): decided anew" in said
     assert found.precision == "bf16" and why == f"auto: {sides}"
 
 
 @pytest.mark.parametrize("asked", [AUTO, LinearConfig(**ROWWISE)])
-def test_layers_that_another_tensor_parallel_size_makes_too_small_are_named(asked, folder, card) -> None:
-    found, _, heard = settled(asked, folder(ROWWISE), tp_size=2)
+def test_layers_that_another_tensor_parallel_size_makes_too_small_are_named(asked, card) -> None:
+    found, _, heard = settled(asked, had(ROWWISE), tp_size=2)
     assert found.model_dump(include={*ROWWISE}) == ROWWISE
     assert heard == [
         "a rank's sizes decide which linear layers are in 8 bits (linear.keep_layers_below 8,192, sides of multiples "
         "of 16): at tensor_parallel_size 2 qkv, so far, at 1, qkv, out, gate_up"
     ]
-    assert settled(asked, folder({**ROWWISE, "keep_layers_below": 0}), tp_size=2)[2][1:] == []
+    assert settled(asked, had({**ROWWISE, "keep_layers_below": 0}), tp_size=2)[2][1:] == []
 
 
 def train_and_continue(corpus: str, run_dir: str) -> None:
@@ -402,9 +396,9 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
         low = steps < 3
         block = run.engine.module.blocks[1]
         assert bool(block.mlp.gate_up.kept) == low and block.attention.out.kept == ()  # 3,072 weights, 1,024
-        recorded = on_disk.read_manifest(on_disk.newest(Path(run_dir) / "checkpoints"))["state"]["linear"]
+        recorded = on_disk.read_state(on_disk.newest(Path(run_dir) / "checkpoints")).linear
         wide = {"precision": "bf16", "recipe": "rowwise", "keep_layers_below": 0}
-        assert recorded == ({**ROWWISE, "keep_layers_below": 1600} if low else wide)
+        assert asdict(recorded) == ({**ROWWISE, "keep_layers_below": 1600} if low else wide)
     assert len(calls) == 1
 
 

@@ -324,7 +324,7 @@ def keep_through_a_run(root: str, stage: int, dtype: str) -> None:
     tiny.global_step(engine, 0)
     check_kept(engine, "after a step")
     writer = tiny.saver(Path(root), engine.groups)
-    writer.start({"step": 1, "tokens": 64}, "{}", tiny.shards(engine), rng_state())
+    writer.start(tiny.run_state(1, 64), "{}", tiny.shards(engine), rng_state())
     writer.wait()
     losses = [tiny.global_step(engine, step, sequences=8).loss for step in (1, 2)]
     tokens = torch.arange(tiny.SEQ + 1)[None] % tiny.VOCAB

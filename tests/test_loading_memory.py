@@ -25,7 +25,7 @@ def write(root: str, tp_size: int, stage: int) -> None:
     """A checkpoint of step 1."""
     engine = engine_of(tp_size, stage, "fp32")
     saver = tiny.saver(Path(root), engine.groups)
-    saver.start({"step": 1, "tokens": 1}, "{}", tiny.shards(engine), rng_state())
+    saver.start(tiny.run_state(1, 1), "{}", tiny.shards(engine), rng_state())
     saver.wait()
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +10,6 @@ import tiny
 from distributed import run_distributed
 from sagetrain.auto import overlap_choice
 from sagetrain.auto.overlap_choice import record, settle, time_overlap
-from sagetrain.checkpoint import on_disk
 from sagetrain.config import RunConfig
 from sagetrain.data.loader import Batch
 
@@ -23,16 +19,6 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 def config(overlap: str = "auto", tensor: int = 2, **data: int) -> RunConfig:
     parallel = {"tensor_parallel_size": tensor, "tensor_parallel_overlap": overlap}
     return tiny.config(1, "bf16", parallel=parallel, data={"micro_batch_size": 2, **data})
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint of a run that had chosen halves."""
-    state = {"overlap": record(config("on"))}
-    (tmp_path / "manifest.json").write_text(json.dumps({"state": state}))
-    (tmp_path / "config.yaml").write_text("{}")
-    monkeypatch.setattr(on_disk, "read_manifest", lambda folder: json.loads((folder / "manifest.json").read_text()))
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -49,9 +35,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (config(micro_batch_size=4), True, GPU, "off", True),
     ],
 )
-def test_auto_is_timed_once_and_kept_in_its_layout(cfg, continues, device, expected, timed, folder: Path) -> None:
-    calls = []
-    chosen, why = settle(cfg, folder if continues else None, device=device, choose=lambda: bool(calls.append(1)))
+def test_auto_is_timed_once_and_kept_in_its_layout(cfg, continues, device, expected, timed) -> None:
+    calls, before = [], record(config("on")) if continues else None
+    chosen, why = settle(cfg, before, device=device, choose=lambda: bool(calls.append(1)))
     assert (chosen, bool(calls)) == (expected, timed)
     assert why.startswith("as the run had it") == (continues and not timed and cfg != config("off"))
 

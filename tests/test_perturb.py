@@ -23,7 +23,7 @@ LAYOUTS = {"fp32": [(1, 1, 0), (1, 2, 1), (2, 1, 3)], "bf16": [(2, 1, 1), (1, 1,
 def saved(root: Path, engine, step: int) -> dict[str, dict[str, torch.Tensor]]:
     """Weights and moments by kind and name, as a checkpoint has them."""
     writer = tiny.saver(root, engine.groups)
-    writer.start({"step": step, "tokens": 0, "optimizer_steps": step}, "{}", tiny.shards(engine), rng_state())
+    writer.start(tiny.run_state(step, 0, optimizer_steps=step), "{}", tiny.shards(engine), rng_state())
     writer.wait()
     torch.distributed.barrier()
     reader = Reader(root / folder_name(step))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import tiny
 from distributed import run_distributed
-from sagetrain.checkpoint.on_disk import newest, read_manifest
+from sagetrain.checkpoint.on_disk import newest, read_state
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import PrecisionConfig
 from sagetrain.engines import deepspeed as engine_module
@@ -156,7 +156,7 @@ def test_a_run_resumes_in_the_middle_of_a_ladder_at_any_layout(corpus, tmp_path,
     ]
     assert events[0] == events[1] == events[2] and len(events[0]) >= 6
     assert {"schedule", "a spike"} < {row["cause"] for row in events[0]}
-    states = [read_manifest(newest(folder / "checkpoints"))["state"]["controllers"] for folder in (whole, same, split)]
+    states = [read_state(newest(folder / "checkpoints")).controllers for folder in (whole, same, split)]
     assert states[0] == states[1] and states[0]["precision"] == states[2]["precision"]
     tensors = [
         {k: v for f in newest(folder / "checkpoints").glob("*.safetensors") for k, v in load_file(f).items()}

@@ -118,7 +118,7 @@ def save_and_go_on(root: str, stage: int, dtype: str) -> list[torch.Tensor]:
     for step in range(3):
         step_of(engine, cfg, step)
     writer = tiny.saver(Path(root), engine.groups)
-    writer.start({"step": 3, "tokens": 192}, "{}", tiny.shards(engine), rng_state())
+    writer.start(tiny.run_state(3, 192), "{}", tiny.shards(engine), rng_state())
     writer.wait()
     for step in range(3, STEPS):
         step_of(engine, cfg, step)

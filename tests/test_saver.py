@@ -14,8 +14,10 @@ import tiny
 from distributed import run_distributed
 from forked import PATIENCE
 from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.ledger import Ledger
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.saving import Saver
+from sagetrain.checkpoint.state import RunState
 from sagetrain.cluster.guard import HANG_EXIT_CODE, Watchdog
 from sagetrain.config.errors import CheckpointError
 from sagetrain.model.accounting import save_host_bytes
@@ -39,13 +41,15 @@ def train_beside_a_save(root: str, tp_size: int, stage: int, dtype: str) -> list
     for step in range(2):
         tiny.global_step(engine, step)
     gate, wrong = Gate(saver), []
-    random, state = torch.get_rng_state(), {"step": 2, "tokens": 128, "ledger": [[0, 8, 2]]}
+    random, state = torch.get_rng_state(), tiny.run_state(2, 128, ledger=Ledger("head", [[0, 8, 2]]))
     then = {
         (shard.name, kind): (shard.start, shard.stop, tensor.clone())
         for shard in engine.shards()
         for kind, tensor in shard.tensors.items()
     }
-    saver.start(dict(state), "{}", tiny.shards(engine), rng_state())
+    saver.start(state, "{}", tiny.shards(engine), rng_state())
+    expected = RunState.from_json(state.to_json(), Path(root))
+    state.ledger.add(128, 8)  # training goes on
     for step in range(2, 5):
         torch.rand(1)
         tiny.global_step(engine, step)
@@ -58,7 +62,7 @@ def train_beside_a_save(root: str, tp_size: int, stage: int, dtype: str) -> list
     if (saved := saver.take_saved()) is None or saved.publish_seconds < saved.stall_seconds or saver.take_saved():
         wrong.append(f"reported {saved}")
     reader = Reader(Path(root) / on_disk.folder_name(2))
-    if reader.manifest["state"] != state or not reader.rng(torch.distributed.get_rank())["torch"].equal(random):
+    if reader.state != expected or not reader.rng(torch.distributed.get_rank())["torch"].equal(random):
         wrong.append("state")
     now = {(shard.name, kind): tensor for shard in engine.shards() for kind, tensor in shard.tensors.items()}
     for (name, kind), (start, stop, tensor) in then.items():
@@ -76,7 +80,7 @@ def test_what_is_saved_is_the_moment_of_the_call(tmp_path) -> None:
 
 
 def save_plain(saver: Saver, step: int) -> None:
-    saver.start({"step": step, "tokens": step}, "{}", (), {"noise": torch.full((20_000,), step)})
+    saver.start(tiny.run_state(step, step), "{}", (), {"noise": torch.full((20_000,), step)})
 
 
 def test_a_save_waits_for_the_one_before(tmp_path) -> None:

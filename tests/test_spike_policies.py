@@ -12,6 +12,7 @@ from forked import PATIENCE
 from runs import at_step, finish, kill_all, log_of, start, training_rows, write_config
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import Ledger
+from sagetrain.checkpoint.state import RunState
 from spoiled import spoiled
 
 
@@ -43,13 +44,12 @@ def with_ladder(run: Path) -> None:
     run.write_text(yaml.safe_dump(tree))
 
 
-def state_of(run_dir: Path) -> dict:
+def state_of(run_dir: Path) -> RunState:
     """Of the newest checkpoint, whose ledger holds every sample once."""
     folder = on_disk.newest(run_dir / "checkpoints")
-    state = on_disk.read_manifest(folder)["state"]
-    order = state["identity"]["order of samples (hash of token files, weights, seq_length and seed)"]
-    Ledger.verified(state["ledger"], order, state["step"], state["sequences"], folder)
-    assert state["sequences"] == 20 * 8 + 20 * 16
+    state = on_disk.read_state(folder)
+    Ledger.verified(state.ledger, state.identity.order, state.step, state.sequences, folder)
+    assert state.sequences == 20 * 8 + 20 * 16
     return state
 
 

@@ -19,8 +19,10 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+import tiny
 from prepare_inputs import prepare
 from runs import finish, log_of, sagetrain, write_config
+from sagetrain.checkpoint.state import InitFromRecord
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference import windows
@@ -31,7 +33,6 @@ from sagetrain.inference.load import TrainedRun, at_context, load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.interop.lm_eval import Tasks, harness_of
-from sagetrain.train.init_from import IMPORTED_TOKENS, end_tokens
 
 SAMPLE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
 BOS, EOS = 0, 1
@@ -124,8 +125,9 @@ def test_every_token_that_ends_a_text_in_transformers_ends_one(folder: Path, tmp
     run = load_run(tmp_path / "run", print, attention="reference")
     (done,) = completions(run, ["def add("], 12)
     assert (done.tokens, done.finish) == (made[: made.index(ends)], "eos")
-    state = {"init_from": {IMPORTED_TOKENS: {"eos_token_id": ends}}}
-    assert (end_tokens(state), end_tokens({}), [*run.end_tokens]) == ([ends], [], [EOS, ends])
+    begun = tiny.run_state(init_from=InitFromRecord(generation={"eos_token_id": ends}))
+    known = begun.texts.end_tokens, tiny.run_state().texts.end_tokens, [*run.end_tokens]
+    assert known == ([ends], [], [EOS, ends])
 
 
 @pytest.mark.parametrize("prompt", ["def add(", ""])

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from sagetrain.checkpoint.saving import Saver
+from sagetrain.checkpoint.state import Identity, RunState
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.data.loader import Batch
@@ -86,6 +87,12 @@ def evaluation(engine: Engine, sources: list[str]) -> dict[str, float]:
 def saver(root: Path, groups: ParallelGroups, keep_last: int = 100, seconds: float = 60.0) -> Saver:
     """A Saver that keeps everything and waits `seconds` for another rank."""
     return Saver(root, groups, keep_last, None, timedelta(seconds=seconds))
+
+
+def run_state(step: int = 0, tokens: int = 0, **more) -> RunState:
+    """The state of a run of the tiny model, as a checkpoint has it."""
+    identity = Identity(model={}, qk_norm="before_rope", vocab_size=VOCAB, seed=0, seq_length=SEQ)
+    return RunState(**{"step": step, "tokens": tokens, "sequences": tokens // SEQ, "identity": identity, **more})
 
 
 def shards(engine: Engine):

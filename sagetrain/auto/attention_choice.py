@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sagekernels.admission import LIMITS, Admission, admit, choose
 from sagekernels.testing import Shape
-from sagetrain.auto.kept import recorded
+from sagetrain.auto.kept import kept_attention
+from sagetrain.checkpoint.state import SettledAttention
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.accounting import attention_calls
 from sagetrain.model.backends import (
@@ -24,21 +25,10 @@ from sagetrain.model.backends import (
 from sagetrain.model.selection import resolve_backend
 
 
-def kept(asked: AttentionConfig, folder: Path) -> AttentionConfig:
-    """What is asked for, with `auto` as the run of a checkpoint has it: how long a kernel took on some day should not
-    change a run's arithmetic. What the checkpoint does not say stays `auto`."""
-    before, settled = recorded(folder, "attention"), {}
-    if asked.backend == "auto":
-        settled["backend"] = before["backend"]
-    if asked.recipe == "auto" and before["backend"] == "sage":
-        settled["recipe"] = before["recipe"]
-    return asked.model_copy(update=settled)
-
-
 def settle(
     asked: AttentionConfig,
     model: ModelConfig,
-    folder: Path | None,
+    before: SettledAttention | None,
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -48,14 +38,14 @@ def settle(
     """The settings with nothing left to decide, and one line that says why or how.
 
     Args:
-        folder: of the checkpoint that the run continues from.
+        before: what the run had, if it continues.
         choose: what is fastest here, for settings of which backend or recipe is `auto`; all ranks call it.
         say: hears why what the run had cannot be kept (on other hardware, say).
 
     Raises:
         ValueError: as resolve_backend.
     """
-    settled = kept(asked, folder) if folder else asked
+    settled = kept_attention(asked, before) if before else asked
     try:
         backend, why = resolve_backend(settled, model, device=device, dtype=dtype)
     except ValueError as error:

@@ -2,17 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.state import RunState, SettledAttention, SettledLinear, SettledOverlap
+from sagetrain.config.schema import AttentionConfig, LinearConfig
 
 
-def recorded(folder: Path, section: str) -> dict[str, Any]:
-    """Return what the run of a checkpoint had of a section of its configuration."""
-    state: dict[str, dict[str, Any]] = on_disk.read_manifest(folder)["state"]
-    if section not in state:  # an import decides nothing: as its configuration asks
-        state = yaml.safe_load((folder / "config.yaml").read_text())
-    return state.get(section, {})
+@dataclass(frozen=True)
+class Kept:
+    """The choices of a run. What its checkpoint does not say is as its configuration asks: an import decides
+    nothing."""
+
+    attention: SettledAttention
+    linear: SettledLinear
+    overlap: SettledOverlap | None
+    """None: not decided."""
+    tensor_parallel_size: int
+
+    @classmethod
+    def by(cls, folder: Path) -> Kept:
+        """Read the choices of the run that wrote the checkpoint in `folder`."""
+        return cls.of(on_disk.read_state(folder), yaml.safe_load((folder / "config.yaml").read_text()))
+
+    @classmethod
+    def of(cls, state: RunState, asked: dict[str, dict[str, Any]]) -> Kept:
+        """Put together the choices of a state, and the configuration that its run was asked for."""
+        attention, linear = {**_ATTENTION, **asked.get("attention", {})}, {**_LINEAR, **asked.get("linear", {})}
+        return cls(
+            state.attention or SettledAttention(attention["backend"], attention["recipe"]),
+            state.linear or SettledLinear(linear["precision"], linear["recipe"], linear["keep_layers_below"]),
+            state.overlap,
+            asked.get("parallel", {}).get("tensor_parallel_size", 1),
+        )
+
+
+_ATTENTION, _LINEAR = AttentionConfig().model_dump(), LinearConfig().model_dump()
+
+
+def kept_attention(asked: AttentionConfig, before: SettledAttention) -> AttentionConfig:
+    """Return the settings with `auto` as the run had it: how long a kernel took on some day should not change a run's
+    arithmetic. What the run does not say stays `auto`."""
+    settled = {}
+    if asked.backend == "auto":
+        settled["backend"] = before.backend
+    if asked.recipe == "auto" and before.backend == "sage":
+        settled["recipe"] = before.recipe
+    return asked.model_copy(update=settled)
+
+
+def kept_linear(asked: LinearConfig, before: SettledLinear) -> LinearConfig:
+    """Return the settings with `auto` as the run had it: what a layer gained on some day should not change a run's
+    arithmetic. A recipe that is named beside it, and a larger keep_layers_below, hold."""
+    if asked.precision != "auto":
+        return asked
+    below = max(asked.keep_layers_below, before.keep_layers_below)
+    recipe = before.recipe if before.precision == "fp8" else asked.recipe  # int8 has no recipe tensorwise
+    return asked.model_copy(update={"precision": before.precision, "recipe": recipe, "keep_layers_below": below})

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sagekernels.admission import SOURCES, decided_once, median_seconds
-from sagetrain.auto.kept import recorded
+from sagetrain.auto.kept import Kept, kept_linear
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import LinearConfig, ModelConfig
 from sagetrain.model.accounting import parts_of
@@ -25,25 +26,11 @@ from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
-NAMES = ("precision", "recipe", "keep_layers_below")
-"""What is decided."""
-
-
-def kept(asked: LinearConfig, folder: Path) -> LinearConfig:
-    """What is asked for, with `auto` as the run of a checkpoint has it: what a layer gained on some day should not
-    change a run's arithmetic. A recipe that is named beside it, and a larger keep_layers_below, hold."""
-    if asked.precision != "auto":
-        return asked
-    before = LinearConfig(**recorded(folder, "linear"))
-    below = max(asked.keep_layers_below, before.keep_layers_below)
-    recipe = before.recipe if before.precision == "fp8" else asked.recipe  # int8 has no recipe tensorwise
-    return asked.model_copy(update={"precision": before.precision, "recipe": recipe, "keep_layers_below": below})
-
 
 def settle(
     asked: LinearConfig,
     model: ModelConfig,
-    folder: Path | None,
+    before: Kept | None,
     *,
     tensor_parallel_size: int,
     device: torch.device,
@@ -54,14 +41,14 @@ def settle(
     """The settings with nothing left to decide, and for those that said `auto` a few words that say why.
 
     Args:
-        folder: of the checkpoint that the run continues from.
+        before: what the run had, if it continues.
         choose: what is fastest here; all ranks call it.
         say: hears why what the run had cannot be kept (on other hardware, say).
     """
     place: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "device": device, "dtype": dtype}
     if asked.precision != "auto":
         settled, why = asked, ""
-    elif folder and (settled := kept(asked, folder)).precision != "auto":
+    elif before and (settled := kept_linear(asked, before.linear)).precision != "auto":
         why = "as the run had it: auto decides once, the name of a precision changes it"
         if problem := cannot_multiply(settled, model, **place):
             precision = settled.precision
@@ -74,18 +61,18 @@ def settle(
             settled, why = asked.model_copy(update={"precision": "bf16"}), f"auto: {why}"
         else:
             settled, why = choose(asked), "auto: the fastest"
-    if folder and settled.low_bit:
-        _compare(settled, model, folder, tensor_parallel_size, say)
+    if before and settled.low_bit:
+        _compare(settled, model, before, tensor_parallel_size, say)
     return settled, why
 
 
 def _compare(
-    settled: LinearConfig, model: ModelConfig, folder: Path, tensor_parallel_size: int, say: Callable[[str], None]
+    settled: LinearConfig, model: ModelConfig, kept: Kept, tensor_parallel_size: int, say: Callable[[str], None]
 ) -> None:
     """Say which layers multiply in 8 bits where another tensor-parallel size changes that: what decides is a rank's
     sizes."""
-    before = LinearConfig(**recorded(folder, "linear"))
-    sizes = recorded(folder, "parallel").get("tensor_parallel_size", 1), tensor_parallel_size
+    before = settled.model_copy(update=asdict(kept.linear))
+    sizes = kept.tensor_parallel_size, tensor_parallel_size
     was, now = (
         [name for name, layer in model.linear_layers(size).items() if linear.takes(layer)]
         for linear, size in zip((before, settled), sizes, strict=True)

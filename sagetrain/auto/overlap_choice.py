@@ -15,13 +15,12 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from sagetrain.auto.kept import recorded
+from sagetrain.checkpoint.state import SettledOverlap
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
 from sagetrain.model.accounting import overlaps, parts_of
 from sagetrain.model.transformer import Transformer
@@ -32,14 +31,14 @@ from sagetrain.parallel.topology import ParallelGroups
 Choice = Literal["auto", "on", "off"]
 
 
-def record(settled: RunConfig) -> dict[str, Any]:
+def record(settled: RunConfig) -> SettledOverlap:
     """Return what a checkpoint says of the choice: the choice, and the layout that it was made for."""
-    return {"choice": settled.parallel.tensor_parallel_overlap, "layout": _layout(settled)}
+    return SettledOverlap(settled.parallel.tensor_parallel_overlap, _layout(settled))
 
 
 def settle(
     cfg: RunConfig,
-    folder: Path | None,
+    before: SettledOverlap | None,
     *,
     device: torch.device,
     choose: Callable[[], bool],
@@ -50,7 +49,7 @@ def settle(
 
     Args:
         cfg: with attention and linear layers settled.
-        folder: the checkpoint that the run continues from.
+        before: what the run had, if it continues and has decided.
         choose: times both ways; all ranks call it.
     """
     asked = cfg.parallel.tensor_parallel_overlap
@@ -59,8 +58,8 @@ def settle(
         return asked, ""
     if parts_of(tokens, cfg.parallel.tensor_parallel_size, True) == 1:
         return "off", ""
-    if folder and (before := recorded(folder, "overlap")) and before["layout"] == _layout(cfg):
-        return before["choice"], "as the run had it"
+    if before and before.layout == _layout(cfg):
+        return before.choice, "as the run had it"
     if device.type != "cuda":
         return ("on" if overlaps(cfg) else "off"), "by the work of a block: nothing is timed without a GPU"
     return ("on" if choose() else "off"), "the faster way"

@@ -69,17 +69,17 @@ class Ledger:
             self.dropped.append(self.steps)
 
     @classmethod
-    def verified(cls, stored: dict[str, Any] | None, order: str, step: int, sequences: int, where: Path) -> Ledger:
+    def verified(cls, stored: Ledger | None, order: str, step: int, sequences: int, where: Path) -> Ledger:
         """The ledger of a checkpoint at `step` after `sequences` samples, in the order with fingerprint `order`.
 
         CheckpointError if samples were skipped or seen twice, if its steps or samples are not those of the training
         state, or if the chain is not the one that its segments give.
         """
         what, way_out = f"{where}: its ledger of consumed samples", "restore another checkpoint of this run"
-        if not stored:
+        if not (stored and stored.head):
             raise CheckpointError(f"{what} is missing; {way_out}, or choose another training.run_dir")
-        again, steps, samples, dropped = cls(order), 0, 0, set(stored.get("dropped", []))
-        for first, count, times in stored["segments"]:
+        again, steps, samples, dropped = cls(order), 0, 0, set(stored.dropped)
+        for first, count, times in stored.segments:
             if first != samples:
                 kind = "skips samples" if first > samples else "has seen twice samples"
                 low, high = sorted((first, samples))
@@ -93,9 +93,9 @@ class Ledger:
                 f"{what} has {steps:,} steps over {samples:,} samples, the training state says {step:,} steps over "
                 f"{sequences:,}; {way_out}"
             )
-        if again.head != stored["head"]:
+        if again.head != stored.head:
             raise CheckpointError(
-                f"{what} ends in {stored['head'][:12]}, its steps give {again.head[:12]}: it was changed, or another "
+                f"{what} ends in {stored.head[:12]}, its steps give {again.head[:12]}: it was changed, or another "
                 f"order of samples was trained on; {way_out}"
             )
         return again

@@ -40,6 +40,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from sagetrain.checkpoint.state import RunState
 from sagetrain.config.errors import CheckpointError
 
 FORMAT = 2
@@ -74,10 +75,10 @@ def prune(root: Path, keep_last: int, keep_every_tokens: int | None, needed: Con
     found = []
     for folder in published(root):
         with contextlib.suppress(CheckpointError):
-            found.append((read_manifest(folder)["state"], folder))
+            found.append((read_state(folder).tokens, folder))
     kept, multiples = {folder for _, folder in found[-keep_last:]}, set()
-    for state, folder in found:
-        multiple = state["tokens"] // keep_every_tokens if keep_every_tokens else 0
+    for tokens, folder in found:
+        multiple = tokens // keep_every_tokens if keep_every_tokens else 0
         if multiple and multiple not in multiples:
             multiples.add(multiple)
             kept.add(folder)
@@ -133,6 +134,11 @@ def read_manifest(folder: Path) -> dict:
     if not (manifest.keys() >= _PARTS and manifest["files"] and isinstance(state, dict) and state.keys() >= _POSITION):
         raise CheckpointError(f"{folder}: manifest.json lacks what every manifest has")
     return manifest
+
+
+def read_state(folder: Path) -> RunState:
+    """The state of the run that wrote a checkpoint. Raises CheckpointError as read_manifest and RunState.from_json."""
+    return RunState.from_json(read_manifest(folder)["state"], folder)
 
 
 def problems(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from sagetrain.checkpoint.on_disk import KINDS, file_name, read_manifest
+from sagetrain.checkpoint.state import RunState
 from sagetrain.config.errors import CheckpointError
 from sagetrain.parallel.layers import materialize
 from sagetrain.parallel.topology import ParallelGroups
@@ -28,6 +30,11 @@ class Reader:
         self.folder, self.manifest = folder, read_manifest(folder)
         self.tensors = self.manifest["tensors"]
         self.world_size = math.prod(self.manifest["layout"].values())
+
+    @cached_property
+    def state(self) -> RunState:
+        """The state of the run that wrote the checkpoint. Raises CheckpointError as RunState.from_json."""
+        return RunState.from_json(self.manifest["state"], self.folder)
 
     def fill(self, out: torch.Tensor, name: str, kind: str, tp_rank: int, tp_size: int, start: int = 0) -> None:
         """Fill a 1-D tensor (any type and device) from position `start` of slice `tp_rank` of `tp_size`; in blocks."""

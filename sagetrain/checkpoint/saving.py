@@ -32,6 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from sagetrain.checkpoint.on_disk import FORMAT, KINDS, file_name, folder_name, lacks_space, prune, remove, sha256
+from sagetrain.checkpoint.state import RunState
 from sagetrain.cluster.mailbox import Mailbox
 from sagetrain.config.errors import CheckpointError
 from sagetrain.parallel.topology import ParallelGroups
@@ -53,7 +54,10 @@ class Saved:
 class _Snapshot:
     """The state of this rank when the save began."""
 
+    step: int
+    tokens: int
     state: dict[str, Any]
+    """RunState.to_json: training goes on, and changes what it was made from."""
     config_text: str
     rng: dict[str, Any]
     tensors: dict[str, dict[str, torch.Tensor]]
@@ -129,8 +133,8 @@ class Saver:
         assert self._memory.numel() == size, "what a rank owns does not change in a run"
         return self._memory
 
-    def start(self, state: dict[str, Any], config_text: str, shards: Iterable, rng: dict[str, Any]) -> None:
-        """Save checkpoint `state["step"]`: returns as soon as the state is copied; collective.
+    def start(self, state: RunState, config_text: str, shards: Iterable, rng: dict[str, Any]) -> None:
+        """Save the checkpoint of `state.step`: returns as soon as the state is copied; collective.
 
         `shards` are Engine.shards() of this rank, or empty. Waits first for the checkpoint that is being written; what
         wait() raises is raised here. What was on disk before stays untouched until the new one is whole.
@@ -143,7 +147,7 @@ class Saver:
         shapes = {s.name: {"shape": list(s.global_shape), "tp_dim": s.tp_dim} for s in shards}
         written = {s.name: (s.start, s.stop) for s in owned}
         ranges = np.array([written.get(name, (0, 0)) for name in shapes], dtype=np.int64).reshape(-1, 2)
-        snapshot = _Snapshot(state, config_text, rng, tensors, shapes, ranges)
+        snapshot = _Snapshot(state.step, state.tokens, state.to_json(), config_text, rng, tensors, shapes, ranges)
         stall = time.perf_counter() - begin
         self._thread = threading.Thread(target=self._work, args=(snapshot, stall), name="saver", daemon=True)
         self._thread.start()
@@ -194,16 +198,16 @@ class Saver:
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _work(self, snapshot: _Snapshot, stall: float) -> None:
-        begin, state = time.perf_counter(), snapshot.state
+        begin = time.perf_counter()
         try:
             self._save(snapshot)
         except BaseException as failure:  # noqa: BLE001 - whatever it is, wait() raises it where it is seen
             self._failure = failure
         else:
-            self._saved.append(Saved(state["step"], state["tokens"], stall, time.perf_counter() - begin))
+            self._saved.append(Saved(snapshot.step, snapshot.tokens, stall, time.perf_counter() - begin))
 
     def _save(self, snapshot: _Snapshot) -> None:
-        final = self._root / folder_name(snapshot.state["step"])
+        final = self._root / folder_name(snapshot.step)
         try:
             temporary = self._told(lambda: _fresh_folder(final), f"cannot create a folder for {final}")
             place = self._groups.tp_rank, self._groups.replica_rank

@@ -60,7 +60,7 @@ def _checkpoint(root: Path, tokens: range) -> Path | None:
     """The first checkpoint that saw a number of tokens of that range."""
     for folder in on_disk.published(root):
         with suppress(CheckpointError):  # another one, which is being deleted
-            if on_disk.read_manifest(folder)["state"]["tokens"] in tokens:
+            if on_disk.read_state(folder).tokens in tokens:
                 return folder
     return None
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sagetrain.auto.attention_choice import kept
-from sagetrain.auto.linear_choice import kept as linear_kept
+from sagetrain.auto.kept import Kept, kept_attention, kept_linear
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.arithmetic import low_bit_linear, padded_vocab_size
@@ -27,7 +26,6 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import Topology
 from sagetrain.stability.precision import Ladder, rungs_of
-from sagetrain.train.init_from import chat_template, end_tokens, positions, text_prefix
 
 
 @dataclass
@@ -43,15 +41,15 @@ class TrainedRun:
     tokens: int
     device: torch.device
     text_prefix: Sequence[int] = ()
-    """Tokens that the model wants before a text (train/init_from.py)."""
+    """Tokens that the model wants before a text (checkpoint/state.py)."""
     end_tokens: Sequence[int] = ()
-    """Those that end one, beside the tokenizer's own (train/init_from.py)."""
+    """Those that end one, beside the tokenizer's own (checkpoint/state.py)."""
     chat_template: str | None = None
     """The template that its chats were made with, or else the tokenizer's own."""
     data_hashes: Mapping[str, str] = field(default_factory=dict)
     """Hashes of its data by name, as its checkpoint records them."""
     positions: int = 0
-    """The longest sequence that the weights were trained with, in whatever run (train/origin.py); 0: not recorded."""
+    """The longest sequence that the weights were trained with, in whatever run (checkpoint/state.py); 0: not known."""
 
     @property
     def context(self) -> int:
@@ -74,17 +72,17 @@ class OpenRun:
     @property
     def text_prefix(self) -> list[int]:
         """As of TrainedRun."""
-        return text_prefix(self.reader.manifest["state"])
+        return self.reader.state.texts.prefix
 
     @property
     def end_tokens(self) -> list[int]:
         """As of TrainedRun."""
-        return end_tokens(self.reader.manifest["state"])
+        return self.reader.state.texts.end_tokens
 
     @property
     def chat_templates(self) -> dict[str, str]:
         """The templates by name that its chats were made with, or else those of the tokenizer."""
-        recorded = kept_templates({CHAT_TEMPLATE: chat_template(self.reader.manifest["state"])})
+        recorded = kept_templates({CHAT_TEMPLATE: self.reader.state.texts.chat_template})
         return recorded or (self.tokenizer.chat_templates if self.tokenizer else {})
 
 
@@ -101,9 +99,9 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
     if folder is None:
         raise CheckpointError(_no_run(run_dir))
     reader = Reader(folder)
-    state = reader.manifest["state"]
+    state = reader.state
     cfg = load_config(folder / "config.yaml")
-    trained_with = state["identity"]["tokenizer (SHA-256)"]
+    trained_with = state.identity.tokenizer_sha256
     file = tokenizer_in(run_dir)  # kept there by training
     if trained_with and not file.is_file():
         file = find_tokenizer(cfg.data)
@@ -113,7 +111,7 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
             f"{folder} was trained with another tokenizer (SHA-256 {trained_with[:12]}) than {file} "
             f"({tokenizer.sha256[:12]}); put that file back"
         )
-    return OpenRun(cfg, reader, tokenizer, state["identity"]["vocab_size"], state["step"], state["tokens"])
+    return OpenRun(cfg, reader, tokenizer, state.identity.vocab_size, state.step, state.tokens)
 
 
 def _no_run(path: Path) -> str:
@@ -195,8 +193,9 @@ def load_run(
     run = open_run(run_dir, report, step)
     ranks = ranks or Ranks.alone()
     cfg, device, groups = run.cfg, ranks.device, ranks.groups
-    trained = kept(cfg.attention, run.reader.folder)
-    cfg = cfg.model_copy(update={"linear": linear_kept(cfg.linear, run.reader.folder)})
+    before = Kept.by(run.reader.folder)
+    trained = kept_attention(cfg.attention, before.attention)
+    cfg = cfg.model_copy(update={"linear": kept_linear(cfg.linear, before.linear)})
     dtype = torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32
     precision = cfg.stability.precision if attention is None else None
     rungs: dict[str, AttentionFunction] = {}
@@ -248,12 +247,12 @@ def load_run(
         report(f"linear layers, {trained_in} in training, are not in 8 bits here")
     if precision and rungs:
         ladder = Ladder(precision, rungs, model.attention_layers, cfg.training.total_tokens, run.tokens)
-        ladder.restore(run.reader.manifest["state"]["controllers"][ladder.name])
+        ladder.restore(run.reader.state.controllers[ladder.name])
         report(f"attention as at step {run.step}: {ladder.summary()}")
     about = run.tokenizer, run.vocab_size, run.step, run.tokens
     ends = run.text_prefix, run.end_tokens, run.chat_templates.get("default")
-    state = run.reader.manifest["state"]
-    return TrainedRun(cfg, model, *about, device, *ends, state.get("files") or {}, positions(state))
+    state = run.reader.state
+    return TrainedRun(cfg, model, *about, device, *ends, state.files, state.positions.length)
 
 
 def _multiply(trained: LinearConfig, precision: str) -> LinearConfig:

@@ -120,8 +120,8 @@ def _start(checkpoints: Path, content: dict[str, Any]) -> Path | None:
     for folder in reversed(on_disk.published(checkpoints)):
         step = on_disk.step_of(folder)
         if step <= content["checkpoint"] and not on_disk.problems(folder):
-            dropped = on_disk.read_manifest(folder)["state"]["ledger"].get("dropped", [])
-            if dropped == [each for each in content["ledger"]["dropped"] if each <= step]:
+            stored = on_disk.read_state(folder).ledger
+            if stored and stored.dropped == [each for each in content["ledger"]["dropped"] if each <= step]:
                 return folder
     raise CheckpointError(
         f"{checkpoints}: no checkpoint of step {content['checkpoint']} or before is left to replay step "

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch.distributed as dist
 
+from sagetrain.checkpoint.state import Texts
 from sagetrain.config.schema import DataConfig, EvaluationConfig
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.engines.deepspeed import Engine
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun
 from sagetrain.model.transformer import Transformer
-from sagetrain.train.init_from import end_tokens, text_prefix
 from sagetrain.train.inputs import check_prompts
 
 Trained = Callable[[Transformer, Tokenizer], TrainedRun]
@@ -25,7 +25,7 @@ Alive = Callable[[], None]
 
 def samples_while_training(
     evaluation: EvaluationConfig, data: DataConfig, trained: Trained
-) -> Callable[[Engine, Mapping[str, Any], Alive], list[tuple[str, str]]]:
+) -> Callable[[Engine, Texts, Alive], list[tuple[str, str]]]:
     """Give what writes samples (Samples of train/trainer.py), for all ranks together.
 
     Raises:
@@ -35,17 +35,17 @@ def samples_while_training(
     check_prompts(prompts, tokenizer, data.seq_length)
     sampling = Sampling(evaluation.samples_tokens)
 
-    def write(engine: Engine, began: Mapping[str, Any], alive: Alive) -> list[tuple[str, str]]:
-        run = while_training(engine, began, tokenizer, trained)
+    def write(engine: Engine, texts: Texts, alive: Alive) -> list[tuple[str, str]]:
+        run = while_training(engine, texts, tokenizer, trained)
         return [*zip(prompts, completed(run, alive, prompts, sampling), strict=True)]
 
     return write
 
 
-def while_training(engine: Engine, began: Mapping[str, Any], tokenizer: Tokenizer, trained: Trained) -> TrainedRun:
-    """The model that trains as one that generates, with what a checkpoint records of its texts (`began`)."""
+def while_training(engine: Engine, texts: Texts, tokenizer: Tokenizer, trained: Trained) -> TrainedRun:
+    """The model that trains as one that generates, with what its weights had learned of texts."""
     run = trained(cast(Transformer, engine.module), tokenizer)
-    return replace(run, text_prefix=text_prefix(began), end_tokens=end_tokens(began))
+    return replace(run, text_prefix=texts.prefix, end_tokens=texts.end_tokens)
 
 
 def completed(run: TrainedRun, alive: Alive, prompts: Sequence[str], sampling: Sampling) -> list[str]:

@@ -25,7 +25,6 @@ from sagetrain.inference.generate import ending_tokens
 from sagetrain.inference.load import OpenRun, open_run
 from sagetrain.interop.huggingface import INDEX, WEIGHTS, Weight, config_json, weights
 from sagetrain.interop.tokenizer_files import tokenizer_files
-from sagetrain.train.init_from import generation_settings, positions
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that config.json and generation_config.json share."""
@@ -70,8 +69,8 @@ def export(
     """
     run = open_run(run_dir, report, step)
     reader, cfg = run.reader, run.cfg
-    state, own = reader.manifest["state"], cfg.data.seq_length
-    length = positions(state) or own
+    own = cfg.data.seq_length
+    length = reader.state.positions.length or own
     if length != own:
         report(
             f"max_position_embeddings {length}: the positions of the model that this run began with; its own sequences "
@@ -120,7 +119,7 @@ def export(
 def _generation(run: OpenRun) -> dict[str, Any]:
     """Content of generation_config.json: what was imported with the weights, and every token at which `sagetrain
     generate` ends a text or an answer."""
-    tokenizer, settings = run.tokenizer, generation_settings(run.reader.manifest["state"])
+    tokenizer, settings = run.tokenizer, dict(run.reader.state.generation)
     if tokenizer is None:
         return settings or {"bos_token_id": None, "eos_token_id": None}
     ends = ending_tokens(tokenizer, run.end_tokens, run.chat_templates.get("default"))

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from sagetrain.checkpoint.on_disk import FORMAT, folder_name, sha256
+from sagetrain.checkpoint.state import Identity, ImportRecord, RunState
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import dump_config
-from sagetrain.config.rules.data import TEXT_PREFIX
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, ModelConfig, RunConfig
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.interop.describe import Described, Report, describe
@@ -112,25 +112,25 @@ def import_folder(
             save_file(values, checkpoint / file)
             (checkpoint / file).chmod((checkpoint / "config.yaml").stat().st_mode & 0o777)
             del values
-        state = {
-            "step": 0,
-            "tokens": 0,
-            "sequences": 0,
-            "identity": {
-                "model": model.model_dump(),
-                "attention.qk_norm": described.attention.qk_norm,
-                "vocab_size": vocab_size,
-                "data.seq_length": described.seq_length,
-                "tokenizer (SHA-256)": tokenizer.sha256 if tokenizer else None,
-            },
-            "imported": {"architecture": described.architecture, "tokens": generation},
-            **({TEXT_PREFIX: tokenizer.prefix} if tokenizer else {}),
-        }
+        state = RunState(
+            step=0,
+            tokens=0,
+            sequences=0,
+            text_prefix=tokenizer.prefix if tokenizer else None,
+            identity=Identity(
+                model=model.model_dump(),
+                qk_norm=described.attention.qk_norm,
+                vocab_size=vocab_size,
+                seq_length=described.seq_length,
+                tokenizer_sha256=tokenizer.sha256 if tokenizer else None,
+            ),
+            imported=ImportRecord(described.architecture, generation),
+        )
         files = {
             path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(checkpoint.iterdir())
         }
         layout = {"tensor_parallel_size": 1, "context_parallel_size": 1, "data_parallel_size": 1}
-        manifest = {"format": FORMAT, "state": state, "layout": layout, "tensors": index, "files": files}
+        manifest = {"format": FORMAT, "state": state.to_json(), "layout": layout, "tensors": index, "files": files}
         (checkpoint / "manifest.json").write_text(json.dumps(manifest, indent=1))
         (checkpoint.parent / "latest").write_text(checkpoint.name + "\n")
     return Imported(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +19,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
+from sagetrain.checkpoint.state import Texts
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataConfig, EvaluationConfig
 from sagetrain.data.loader import Batch
@@ -28,7 +29,6 @@ from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.samples import Alive, Trained, completed, while_training
 from sagetrain.inference.score import Scorer
-from sagetrain.train.init_from import text_prefix
 
 Results = dict[str, dict[str, float]]
 """By task and metric: acc, acc_stderr; where the harness filters answers, with the filter's name: acc/strict."""
@@ -167,7 +167,7 @@ def _metrics(values: dict[str, Any]) -> dict[str, float]:
 
 def tasks_while_training(
     evaluation: EvaluationConfig, data: DataConfig, trained: Trained | None
-) -> Callable[[Engine, Mapping[str, Any], Alive], dict[str, float]]:
+) -> Callable[[Engine, Texts, Alive], dict[str, float]]:
     """Load evaluation.tasks, and give what asks them (Tasks of train/trainer.py) of a model that all ranks hold
     together: numbers by task/metric. Collective.
 
@@ -186,22 +186,20 @@ def tasks_while_training(
         )
     tokenizer = Tokenizer.load(find_tokenizer(data))
 
-    def ask(engine: Engine, began: Mapping[str, Any], alive: Alive) -> dict[str, float]:
-        prefix = text_prefix(began)
-
+    def ask(engine: Engine, texts: Texts, alive: Alive) -> dict[str, float]:
         def forward(batch: Batch) -> Tensor:
             alive()
             return engine.logits(batch)
 
         def complete(prompts: Sequence[str], sampling: Sampling) -> list[str]:
             assert trained is not None
-            return completed(while_training(engine, began, tokenizer, trained), alive, prompts, sampling)
+            return completed(while_training(engine, texts, tokenizer, trained), alive, prompts, sampling)
 
         groups = engine.groups
         score = Scorer(forward, groups, engine.device, data.seq_length, data.micro_batch_size, tokenizer.vocab_size)
         # The harness has a progress bar for each task; one process shows it.
         with redirect_stderr(io.StringIO()) if groups.rank else nullcontext():
-            results = tasks.measure(Harness(tokenizer, score, complete, prefix))
+            results = tasks.measure(Harness(tokenizer, score, complete, texts.prefix))
         return {f"{task}/{name}": value for task, values in results.items() for name, value in values.items()}
 
     return ask

@@ -8,36 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sagetrain.config.errors import ConfigError, Finding
-from sagetrain.config.rules.data import ORDER
 from sagetrain.config.rules.findings import error, warning
 from sagetrain.config.schema import DataSource, RunConfig
 from sagetrain.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from sagetrain.checkpoint.state import Identity
     from sagetrain.data.loader import SampleStream
 
-"""Key of the loader's fingerprint in what a run is known by."""
 _READ_TOKENS = 1 << 24
 """Sources with up to so many tokens are read through: a tenth of a second. Of larger ones each file's ends are."""
 
 
-def identity(cfg: RunConfig, vocab_size: int | None, tokenizer_sha256: str | None, order: str | None) -> dict[str, Any]:
-    """Return what a checkpoint must share with the run that continues it, by setting; what is not known is left out."""
-    known: dict[str, Any] = {
-        "model": cfg.model.model_dump(),
-        "attention.qk_norm": cfg.attention.qk_norm,
-        "vocab_size": vocab_size,
-        "training.init_from": cfg.training.init_from,
-        "training.seed": cfg.training.seed,
-        "data.seq_length": cfg.data.seq_length,
-        "tokenizer (SHA-256)": tokenizer_sha256,
-        ORDER: order,
-    }
-    unknown = [key for key, value in (("vocab_size", vocab_size), (ORDER, order)) if value is None]
-    return {key: value for key, value in known.items() if key not in unknown}
+def identity(cfg: RunConfig, vocab_size: int | None, tokenizer_sha256: str | None, order: str | None) -> Identity:
+    """Return what a checkpoint must share with the run that continues it. None: not known yet."""
+    from sagetrain.checkpoint.state import Identity  # numpy
+
+    return Identity(
+        model=cfg.model.model_dump(),
+        qk_norm=cfg.attention.qk_norm,
+        vocab_size=vocab_size or 0,
+        init_from=cfg.training.init_from,
+        seed=cfg.training.seed,
+        seq_length=cfg.data.seq_length,
+        tokenizer_sha256=tokenizer_sha256,
+        order=order,
+    )
 
 
 def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
@@ -136,7 +135,7 @@ def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whol
         else:
             looked = {"contents": False, "moments": cfg.training.init_moments}
             reader = reading.Reader(on_disk.whole(Path(str(start)), lambda said: None, **looked))
-            reading.check_shapes(reader, _shapes(cfg, reader.manifest["state"]["identity"]["vocab_size"]))
+            reading.check_shapes(reader, _shapes(cfg, reader.state.identity.vocab_size))
     except (CheckpointError, ValueError) as said:  # of a model section that cannot be, too
         yield error("refused_by_train", key, value, str(said), "")
 
@@ -162,12 +161,12 @@ def _resume(
 
     ours = identity(cfg, vocab_size, sha256, stream.fingerprint if stream else None)
     reader = resume.check(folder, cfg, ours, files)
-    state = reader.manifest["state"]
-    reading.check_shapes(reader, _shapes(cfg, state["identity"]["vocab_size"]))
+    state = reader.state
+    reading.check_shapes(reader, _shapes(cfg, state.identity.vocab_size))
     if stream:
-        Ledger.verified(state.get("ledger"), stream.fingerprint, state["step"], state["sequences"], folder)
+        Ledger.verified(state.ledger, stream.fingerprint, state.step, state.sequences, folder)
     changed = resume.changed(cfg, folder)
-    tokens, total = state["tokens"], cfg.training.total_tokens
+    tokens, total = state.tokens, cfg.training.total_tokens
     more = f"; changed since: {'; '.join(changed)}" if changed else ""
     where = "is finished there" if tokens >= total else f"goes on there, at {tokens:,} of {total:,} tokens"
     yield Finding(

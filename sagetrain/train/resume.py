@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import yaml
 from sagetrain.checkpoint import reading
 from sagetrain.checkpoint.ledger import Ledger, TrainState
 from sagetrain.checkpoint.reading import Reader
+from sagetrain.checkpoint.state import Identity, RunState
 from sagetrain.cluster.run_folder import changed_settings
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import dump_config, flat
@@ -29,13 +30,13 @@ from sagetrain.train.lr_schedule import learning_rate
 def check(
     folder: Path,
     cfg: RunConfig,
-    identity: Mapping[str, Any],
+    identity: Identity,
     files: dict[str, str],
 ) -> Reader:
     """See that a run may go on from a checkpoint; on all ranks, which have the same arguments.
 
     Args:
-        identity: what a checkpoint must share with the run that continues it, by setting (train/inputs.py).
+        identity: what a checkpoint must share with the run that continues it.
         files: hashes of this host's data, by name.
 
     Raises:
@@ -47,10 +48,10 @@ def check(
             "set it to auto to continue, or choose another training.run_dir"
         )
     reader, train = Reader(folder), cfg.data.train
-    state = reader.manifest["state"]
-    theirs, ours = flat(state["identity"]), flat(identity)
+    state = reader.state
+    theirs, ours = flat(state.identity.to_json()), flat(identity.to_json())
     changed = {k: f"{k}: checkpoint {theirs.get(k)!r}, this run {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]}
-    order, data = changed.pop(ORDER, ""), verify.changed(state.get("files", {}), files)
+    order, data = changed.pop(ORDER, ""), verify.changed(state.files, files)
     if data or (order and not changed.keys() & {"data.seq_length", "training.seed"}):
         saved = yaml.safe_load((reader.folder / "config.yaml").read_text())["data"]["train"]
         before, now = (_shown(DataSource.model_validate(each) for each in sources) for sources in (saved, train))
@@ -59,7 +60,7 @@ def check(
             why = f"{now} has changed since: {', '.join(data or [order])}"
         changed["data.train"] = f"data.train: {why}"
     if changed:
-        fits = not differences(state["identity"], identity)
+        fits = not differences(state.identity, identity)
         weights = f" (training.init_from={reader.folder} begins with these weights)" if fits else ""
         raise ConfigError(
             f"{reader.folder} was written by another run: {'; '.join(changed.values())}. "
@@ -73,10 +74,10 @@ def changed(cfg: RunConfig, folder: Path) -> list[str]:
     return changed_settings((folder / "config.yaml").read_text(), dump_config(cfg))
 
 
-def last_step(state: dict[str, Any], cfg: RunConfig) -> int:
+def last_step(state: RunState, cfg: RunConfig) -> int:
     """Tokens of the last step that a checkpoint has taken; 0: it has taken none."""
-    segments = (state.get("ledger") or {}).get("segments")
-    return int(segments[-1][1]) * cfg.data.seq_length if segments else 0
+    segments = state.ledger.segments if state.ledger else []
+    return segments[-1][1] * cfg.data.seq_length if segments else 0
 
 
 def learning_rate_jump(cfg: RunConfig, folder: Path, tokens: int, last: int) -> tuple[str, str] | None:
@@ -124,10 +125,10 @@ def restore(reader: Reader, engine: Engine, order: str) -> TrainState:
     Raises:
         CheckpointError: its ledger is not that of a run.
     """
-    state, folder = reader.manifest["state"], reader.folder
-    ledger = Ledger.verified(state.get("ledger"), order, state["step"], state["sequences"], folder)
-    reading.load_engine(reader, engine, state["optimizer_steps"])
+    state = reader.state
+    ledger = Ledger.verified(state.ledger, order, state.step, state.sequences, reader.folder)
+    reading.load_engine(reader, engine, state.optimizer_steps)
     rng = reader.rng(dist.get_rank())
     if rng is not None:
         set_rng_state(rng)
-    return TrainState(state["step"], state["tokens"], state["sequences"], ledger, state.get("controllers", {}))
+    return TrainState(state.step, state.tokens, state.sequences, ledger, state.controllers)

@@ -11,12 +11,10 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +22,13 @@ import yaml
 
 from sagetrain import __version__
 from sagetrain.auto import attention_choice, linear_choice, overlap_choice
+from sagetrain.auto.kept import Kept
 from sagetrain.auto.timing import Timing
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import Ledger, TrainState, check_consumed
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.saving import Saver
+from sagetrain.checkpoint.state import Identity, RunState, SettledAttention, SettledLinear, Texts
 from sagetrain.cluster import preflight
 from sagetrain.cluster.guard import StopSignal, Watchdog
 from sagetrain.cluster.join import init_distributed
@@ -37,7 +37,7 @@ from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import CheckpointError, ConfigError, Finding, TrainingError
 from sagetrain.config.load import dump_config
-from sagetrain.config.rules.data import CHAT_TEMPLATE, TEXT_PREFIX, chat_templates, prepared, text_prefixes
+from sagetrain.config.rules.data import TEXT_PREFIX, chat_templates, prepared, text_prefixes
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import change_at_resume, stages, tokens_per_step
 from sagetrain.data import verify
@@ -67,10 +67,10 @@ from sagetrain.train.writers import names_at
 _VALID, _TASKS, _SAMPLES = "valid/", "eval/", "samples/"
 
 
-Tasks = Callable[[Engine, Mapping[str, Any], Callable[[], None]], dict[str, float]]
-"""Given the engine, what a checkpoint records of the run's texts (train/init_from.py), and what to call as a sign of
-life, numbers by name; collective, and they matter on the first rank."""
-Samples = Callable[[Engine, Mapping[str, Any], Callable[[], None]], list[tuple[str, str]]]
+Tasks = Callable[[Engine, Texts, Callable[[], None]], dict[str, float]]
+"""Given the engine, what its weights had learned of texts, and what to call as a sign of life, numbers by name;
+collective, and they matter on the first rank."""
+Samples = Callable[[Engine, Texts, Callable[[], None]], list[tuple[str, str]]]
 """Given the same: the prompts of evaluation.samples_prompts, each with what the model has written after it."""
 
 
@@ -141,24 +141,24 @@ class Trainer:
         self.attention, self.linear, self.halves = cfg.attention, cfg.linear, cfg.parallel.tensor_parallel_overlap
         with self._memory_explained():
             timing = Timing(cfg, self.groups, self.stream, self.folder, compiled=self.compiled, **how)
-            chosen = attention_choice.settle(cfg.attention, cfg.model, found, choose=timing.attention, **how)
+            kept = Kept.by(found) if found else None
+            before = kept and kept.attention
+            chosen = attention_choice.settle(cfg.attention, cfg.model, before, choose=timing.attention, **how)
             self.attention, self.attention_reason = chosen
             place["tensor_parallel_size"] = layers_of_tp or self.groups.tp_size
             say = self._say
-            self.linear, why = linear_choice.settle(
-                cfg.linear, cfg.model, found, choose=timing.linear, say=say, **place
-            )
+            self.linear, why = linear_choice.settle(cfg.linear, cfg.model, kept, choose=timing.linear, say=say, **place)
             self.matmuls, self.linear_reason = matmuls_of(self.linear, cfg.model, here=self.groups.tp_size, **place)
             self.linear_reason += f"; {why}" if why else ""
             both_ways = partial(timing.overlap, self._settled(), self.matmuls)
             self.halves, self.halves_reason = overlap_choice.settle(
-                self._settled(), found, device=self.device, choose=both_ways
+                self._settled(), kept and kept.overlap, device=self.device, choose=both_ways
             )
             self.micro_step = token_multiple(cfg, self.groups.dp_size)
             self.state = TrainState(ledger=Ledger(self.stream.fingerprint))
             self.engine = self._build_engine()
             self._resume(found, damaged)
-        self.text_prefix = self.text_prefix or init_from.text_prefix({"init_from": self.origin})
+        self.text_prefix = self.text_prefix or (self.origin and self.origin.text_prefix) or []
         if self.main and tokenizer:  # `sagetrain generate` needs nothing but the run folder
             write_atomic(self.folder.path / tokenizer.file_name, tokenizer.model)
         self.saver = Saver(
@@ -239,7 +239,7 @@ class Trainer:
 
     # -- resume and save -----------------------------------------------------------------------------------------
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> Identity:
         """What a checkpoint must share with the run that continues it."""
         return inputs.identity(self.cfg, self.vocab_size, self.tokenizer_hash, self.stream.fingerprint)
 
@@ -250,7 +250,7 @@ class Trainer:
             return
         reader = Reader(folder)
         self.state = self._restore(reader)
-        self.origin = reader.manifest["state"].get("init_from")
+        self.origin = reader.state.init_from
         if self.main:
             for bad in damaged:
                 on_disk.set_aside(bad)
@@ -258,14 +258,13 @@ class Trainer:
             if reader.world_size != dist.get_world_size():
                 self._say(f"ranks: {reader.world_size} wrote that checkpoint, {dist.get_world_size()} go on with it"
                           " (parallel.world_size makes a number that you do not mean an error)")  # fmt: skip
-            kept = [
-                name for name in linear_choice.NAMES[1:] if getattr(self.linear, name) != getattr(self.cfg.linear, name)
-            ]
+            now, asked = self.linear, self.cfg.linear
+            kept = [name for name in ("recipe", "keep_layers_below") if getattr(now, name) != getattr(asked, name)]
             for line in resume.changed(self.cfg, folder):
                 if not line.startswith(tuple(f"linear.{name}:" for name in kept)):  # those are as `auto` had them
                     self._say(f"changed since that checkpoint: {line}")
                     self._changed.append(line)
-            if last := resume.last_step(reader.manifest["state"], self.cfg):
+            if last := resume.last_step(reader.state, self.cfg):
                 if said := change_at_resume(self.cfg.tokens_per_step, self.state.tokens, last):
                     self._say(said)
                 if jump := resume.learning_rate_jump(self.cfg, folder, self.state.tokens, last):
@@ -304,20 +303,24 @@ class Trainer:
             self._say(f"step {self.state.step}: training waits for the checkpoint before this one (said once): the disk"
                       " takes longer than checkpoint.every_tokens")  # fmt: skip
         self.state.controllers = self.controllers.state()
-        state = {
-            **asdict(self.state),
-            "optimizer_steps": self.state.optimizer_steps + (self.origin or {}).get("optimizer_steps", 0),
-            "init_from": self.origin,
-            TEXT_PREFIX: self.text_prefix,
-            CHAT_TEMPLATE: self.chat_template,
-            "identity": self._identity(),
-            "attention": {"backend": self.attention.backend, "recipe": self.attention.recipe},
-            "linear": self.linear.model_dump(include={*linear_choice.NAMES}),
-            "overlap": overlap_choice.record(self._settled()),
-            "files": self.files,
-            "guidance_overrides": list(self.cfg.guidance.override),
-            "versions": {"sagetrain": __version__, "torch": torch.__version__},
-        }
+        state = RunState(
+            step=self.state.step,
+            tokens=self.state.tokens,
+            sequences=self.state.sequences,
+            ledger=self.state.ledger,
+            controllers=self.state.controllers,
+            optimizer_steps=self.state.optimizer_steps + (self.origin.optimizer_steps if self.origin else 0),
+            init_from=self.origin,
+            text_prefix=self.text_prefix,
+            chat_template=self.chat_template,
+            identity=self._identity(),
+            attention=SettledAttention(self.attention.backend, self.attention.recipe),
+            linear=SettledLinear(self.linear.precision, self.linear.recipe, self.linear.keep_layers_below),
+            overlap=overlap_choice.record(self._settled()),
+            files=self.files,
+            guidance_overrides=list(self.cfg.guidance.override),
+            versions={"sagetrain": __version__, "torch": torch.__version__},
+        )
         self.controllers.forget(self._saved_step)  # which is published by then
         self.saver.start(state, dump_config(self.cfg), self._shards(), rng_state())
         self._saved_step = self.state.step
@@ -519,21 +522,22 @@ class Trainer:
         self._say(f"step {self.state.step}: validation loss {loss:.4f}" + (f" ({parts})" if parts else ""))
 
     def _ask_tasks(self) -> None:
-        found = self.tasks(self.engine, self._began(), lambda: self.watchdog.begin("downstream tasks"))
+        found = self.tasks(self.engine, self._texts(), lambda: self.watchdog.begin("downstream tasks"))
         self.reporter.write(self.state, {f"{_TASKS}{name}": value for name, value in found.items()})
         said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
         self._say(f"step {self.state.step}: {said}")
 
     def _write_samples(self) -> None:
         begin = time.perf_counter()
-        texts = self.samples(self.engine, self._began(), lambda: self.watchdog.begin("samples"))
+        texts = self.samples(self.engine, self._texts(), lambda: self.watchdog.begin("samples"))
         seconds = time.perf_counter() - begin
         self.reporter.samples(self.state, texts)
         self.reporter.write(self.state, {f"{_SAMPLES}seconds": seconds})
 
-    def _began(self) -> dict[str, Any]:
-        """What a checkpoint records of the run's texts."""
-        return {"init_from": self.origin, TEXT_PREFIX: self.text_prefix}
+    def _texts(self) -> Texts:
+        """What the weights had learned of texts when the run began, and its own text prefix."""
+        generation = self.origin.generation if self.origin else {}
+        return Texts.learned(self.text_prefix, self.chat_template, generation, self.origin)
 
     def _announce(self) -> None:
         """Say where whole steps and the data at hand give something else than the settings ask for."""

@@ -32,7 +32,7 @@ def test_what_is_saved_is_the_moment_of_the_call(tmp_path) -> None:
         torch.cuda._sleep(100_000_000)  # the update of the step is still to come when the save is called
         for value, tensor in enumerate(tensors.values()):
             tensor.fill_(step + 10 * value)
-        saver.start({"step": step, "tokens": step}, "{}", [shard], {})
+        saver.start(tiny.run_state(step, step), "{}", [shard], {})
         for tensor in tensors.values():
             tensor.fill_(-1.0)
         saver.wait()

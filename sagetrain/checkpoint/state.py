@@ -1,0 +1,245 @@
+"""Where a run stood when a checkpoint was written, and what it was: "state" in manifest.json.
+
+The manifest keeps the names that checkpoints have always had, so that older checkpoints are read here and newer ones
+there. `sagetrain import` writes a state as well, of a model that no run has trained yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from sagetrain.checkpoint.ledger import Ledger
+from sagetrain.config.errors import CheckpointError
+from sagetrain.config.rules.data import ORDER
+
+T = TypeVar("T")
+VERSION = 1
+"""The version of the state that this code writes. Checkpoints without a version are read as version 1."""
+_OF_RUNS = (
+    *("ledger", "controllers", "optimizer_steps", "init_from", "chat_template", "attention", "linear", "overlap"),
+    *("files", "guidance_overrides", "versions"),
+)
+"""The keys that an imported model does not have, because no run has trained it."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a checkpoint must share with the run that continues it."""
+
+    model: dict[str, Any]
+    """The section `model` of the configuration."""
+    qk_norm: Annotated[str, Field(alias="attention.qk_norm")]
+    vocab_size: int
+    """0: not known yet, in a plan without a tokenizer."""
+    init_from: Annotated[str | None, Field(alias="training.init_from")] = None
+    seed: Annotated[int | None, Field(alias="training.seed")] = None
+    """None: no run has trained the model; it was imported."""
+    seq_length: Annotated[int, Field(alias="data.seq_length")] = 0
+    tokenizer_sha256: Annotated[str | None, Field(alias="tokenizer (SHA-256)")] = None
+    order: Annotated[str | None, Field(alias=ORDER)] = None
+    """The fingerprint of the order of samples; None: not known."""
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """How positions turn q and k."""
+        return {key: self.model.get(key) for key in ("rope_theta", "rope_scaling")}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings by their names in the manifest, without those that are not known."""
+        tree: dict[str, Any] = _IDENTITY.dump_python(self, by_alias=True)
+        unknown = [key for key, value in (("vocab_size", self.vocab_size), (ORDER, self.order)) if not value]
+        unknown += ["training.init_from", "training.seed"] if self.seed is None else []
+        return {key: value for key, value in tree.items() if key not in unknown}
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The sequence length that a model was made for, and the RoPE that it had then."""
+
+    length: int
+    rope: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class InitFromRecord:
+    """The checkpoint that a run began with (training.init_from), and what its weights had learned of texts."""
+
+    checkpoint: str = ""
+    """The path of the checkpoint when the run began."""
+    manifest_sha256: Annotated[str, Field(alias="manifest (SHA-256)")] = ""
+    step: int = 0
+    tokens: int = 0
+    optimizer_steps: int = 0
+    """The updates that the Adam moments have seen; 0 without training.init_moments."""
+    generation: Annotated[dict[str, Any], Field(alias="imported tokens")] = field(default_factory=dict)
+    """The generation settings, special token ids among them, of the folder that the weights were imported from."""
+    text_prefix: list[int] | None = None
+    chat_template: Any = None
+    positions: Positions | None = None
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any], where: Path) -> InitFromRecord:
+        """Read a record of the file `where`. Raises CheckpointError if values are missing or of the wrong type."""
+        return _validated(_RECORD, tree, f"{where}: ")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record by its names in init_from.json."""
+        tree: dict[str, Any] = _RECORD.dump_python(self, by_alias=True)
+        return tree
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What weights have learned of texts."""
+
+    prefix: list[int]
+    """The tokens before a text that is scored or continued."""
+    end_tokens: list[int]
+    """The tokens that end a text, beside the tokenizer's own."""
+    chat_template: Any = None
+    """The template of the chats that were learned last, or templates by name; None if there were no chats."""
+
+    @classmethod
+    def learned(
+        cls, prefix: list[int] | None, template: Any, generation: Mapping[str, Any], before: InitFromRecord | None
+    ) -> Texts:
+        """Put together what a run's data teaches, the generation settings of imported weights, and `before`: what the
+        weights had learned when the run began."""
+        ends = generation.get("eos_token_id")
+        if prefix is None:
+            prefix = (before.text_prefix if before else None) or []
+        return cls(
+            prefix,
+            [] if ends is None else [ends] if isinstance(ends, int) else [*ends],
+            template or (before.chat_template if before else None),
+        )
+
+
+@dataclass(frozen=True)
+class ImportRecord:
+    """The Hugging Face folder that weights were imported from."""
+
+    architecture: str = ""
+    generation: Annotated[dict[str, Any], Field(alias="tokens")] = field(default_factory=dict)
+    """The generation settings, special token ids among them."""
+
+
+@dataclass(frozen=True)
+class SettledAttention:
+    """The attention that a run had, where its settings may have said `auto`."""
+
+    backend: str
+    recipe: str
+
+
+@dataclass(frozen=True)
+class SettledLinear:
+    """How the linear layers of a run multiplied, where its settings may have said `auto`."""
+
+    precision: Literal["bf16", "fp8", "int8", "auto"]
+    recipe: Literal["tensorwise", "rowwise", "rowwise_bf16_wgrad"]
+    keep_layers_below: int = 0
+
+
+@dataclass(frozen=True)
+class SettledOverlap:
+    """Whether a run took its micro-batches in two halves, and the layout that this was chosen for."""
+
+    choice: Literal["auto", "on", "off"]
+    layout: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """The state of a run in a checkpoint, in the order in which the manifest has it."""
+
+    version: int = VERSION
+    step: int
+    tokens: int
+    sequences: int
+    ledger: Ledger | None = None
+    """The samples consumed; None: of an imported model."""
+    controllers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What each stability controller remembers, keyed by its name."""
+    optimizer_steps: int = 0
+    """Updates that the Adam moments have seen, those of the run before included."""
+    init_from: InitFromRecord | None = None
+    text_prefix: list[int] | None = None
+    """The tokens that every text of the training data began with."""
+    chat_template: Any = None
+    """The template of the chats in the training data, or templates by name as in tokenizer_config.json."""
+    identity: Identity
+    imported: ImportRecord | None = None
+    attention: SettledAttention | None = None
+    linear: SettledLinear | None = None
+    overlap: SettledOverlap | None = None
+    files: dict[str, str] = field(default_factory=dict)
+    """The first digits of the hashes of the data's files, by name."""
+    guidance_overrides: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any], folder: Path) -> RunState:
+        """Read the state of the checkpoint in `folder`.
+
+        Raises:
+            CheckpointError: a newer SageTrain wrote the state, or values are missing or of the wrong type.
+        """
+        version = tree.get("version", VERSION)
+        if not isinstance(version, int) or version > VERSION:
+            raise CheckpointError(
+                f"{folder}: the training state in manifest.json has version {version}, this SageTrain reads versions "
+                f"up to {VERSION}: continue with the SageTrain that wrote it"
+            )
+        known = {key: value for key, value in tree.items() if value is not None}
+        state = _validated(_STATE, known, f"{folder}: manifest.json: state.")
+        if state.imported is None and "optimizer_steps" not in known:
+            raise CheckpointError(f"{folder}: manifest.json: state.optimizer_steps: missing; restore that checkpoint")
+        return state
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as the manifest has it: new containers, which training does not change."""
+        tree: dict[str, Any] = {**_STATE.dump_python(self, by_alias=True), "identity": self.identity.to_json()}
+        if self.imported is None:
+            del tree["imported"]
+            return tree
+        return {key: value for key, value in tree.items() if key not in _OF_RUNS and value is not None}
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The generation_config.json of the folder that the weights were imported from; empty for others."""
+        before = self.init_from.generation if self.init_from else {}
+        return (self.imported.generation if self.imported else {}) or before
+
+    @property
+    def texts(self) -> Texts:
+        """What the weights have learned of texts, in whatever run."""
+        return Texts.learned(self.text_prefix, self.chat_template, self.generation, self.init_from)
+
+    @property
+    def positions(self) -> Positions:
+        """The longest sequence that the model is made for. A run on shorter sequences than those of the run that it
+        began with takes nothing away, as long as it keeps the RoPE."""
+        length, rope = self.identity.seq_length, self.identity.rope
+        before = self.init_from.positions if self.init_from else None
+        return Positions(max(length, before.length) if before and before.rope == rope else length, rope)
+
+
+def _validated(adapter: TypeAdapter[T], tree: Mapping[str, Any], where: str) -> T:
+    """Read JSON as a dataclass, or say every key that is wrong."""
+    try:
+        return adapter.validate_python(tree)
+    except ValidationError as error:
+        wrong = [
+            f"{'.'.join(map(str, each['loc']))}: {'missing' if each['type'] == 'missing' else each['msg']}"
+            for each in error.errors()
+        ]
+        raise CheckpointError(f"{where}{'; '.join(wrong)}; restore that checkpoint, or use another one") from error
+
+
+_IDENTITY, _RECORD, _STATE = TypeAdapter(Identity), TypeAdapter(InitFromRecord), TypeAdapter(RunState)
