@@ -69,7 +69,7 @@ def test_a_spike_is_reported_and_what_policy_stop_trains_on(tmp_path, bad) -> No
     assert [event["step"] for event in events_of(tmp_path / "run")] == [15, 18]
     assert "step 15: attention of layers 0, 1 from paper to sdpa: a spike" in log_of(run)
     assert "step 15: gradient norm" in log_of(run)
-    assert state_of(tmp_path / "run")["ledger"]["dropped"] == []
+    assert state_of(tmp_path / "run").ledger.dropped == []
     assert sorted(rows_of(tmp_path / "run")) == list(range(1, 41))
 
 
@@ -78,8 +78,8 @@ def test_a_skipped_step_is_a_dropped_one_after_kill_9_and_on_another_layout(tmp_
     finish("sagetrain", config(tmp_path, bad, "stop", "dropped", drop_steps=[15, 18]))
     undisturbed, dropped = tmp_path / "undisturbed", tmp_path / "dropped"
     state = state_of(undisturbed)
-    assert (state["ledger"]["dropped"], state["optimizer_steps"]) == ([15, 18], 38)
-    assert state_of(dropped)["ledger"] == state["ledger"]
+    assert (state.ledger.dropped, state.optimizer_steps) == ([15, 18], 38)
+    assert state_of(dropped).ledger == state.ledger
     assert rows_of(undisturbed) == rows_of(dropped)
     events = events_of(undisturbed)
     assert [(event["step"], event["action"]) for event in events] == [(15, "skip"), (18, "skip")]
@@ -91,7 +91,7 @@ def test_a_skipped_step_is_a_dropped_one_after_kill_9_and_on_another_layout(tmp_
     newest = on_disk.newest(tmp_path / "run/checkpoints")
     finish("sagetrain", run)
     assert f"resumed from {newest.name}" in log_of(run) and "2 wrote that checkpoint, 1 go on" in log_of(run)
-    assert state_of(tmp_path / "run")["ledger"] == state["ledger"]
+    assert state_of(tmp_path / "run").ledger == state.ledger
     assert [event["step"] for event in events_of(tmp_path / "run")] == [15, 18]
     ours, theirs = rows_of(tmp_path / "run"), rows_of(undisturbed)
     assert ours.keys() == theirs.keys() and ours == pytest.approx(theirs, abs=1e-3)
@@ -108,8 +108,8 @@ def test_a_rewind_gives_up_the_steps_since_a_checkpoint_and_a_second_one_more(tm
     ]
     assert "saved step-00000018" in log_of(tmp_path / "undisturbed.yaml")  # at once, though none was due
     state = state_of(undisturbed)
-    assert (state["ledger"]["dropped"], state["optimizer_steps"]) == (list(range(6, 19)), 27)
-    assert state_of(tmp_path / "dropped")["ledger"] == state["ledger"]
+    assert (state.ledger.dropped, state.optimizer_steps) == (list(range(6, 19)), 27)
+    assert state_of(tmp_path / "dropped").ledger == state.ledger
     ours, theirs = rows_of(undisturbed), rows_of(tmp_path / "dropped")
     assert {step: ours[step] for step in theirs} == theirs  # as if the steps had never been
 
@@ -117,8 +117,8 @@ def test_a_rewind_gives_up_the_steps_since_a_checkpoint_and_a_second_one_more(tm
     assert at_step("ranks", run, 16, kill_all) != 0  # while what the rewind has made is on its way to the disk, maybe
     finish("ranks", run)
     assert "resumed from step-" in log_of(run)
-    assert state_of(tmp_path / "run")["ledger"] == state["ledger"]
-    given_up = {step: loss for step, loss in ours.items() if step not in state["ledger"]["dropped"]}
+    assert state_of(tmp_path / "run").ledger == state.ledger
+    given_up = {step: loss for step, loss in ours.items() if step not in state.ledger.dropped}
     assert {step: rows_of(tmp_path / "run")[step] for step in given_up} == given_up
 
 
@@ -128,7 +128,7 @@ def test_a_run_that_goes_back_has_the_controllers_of_then_and_they_know_why(tmp_
     with_ladder(run)
     finish("sagetrain", run)
     then, now = (
-        on_disk.read_manifest(tmp_path / "run/checkpoints" / on_disk.folder_name(step))["state"]["controllers"]
+        on_disk.read_state(tmp_path / "run/checkpoints" / on_disk.folder_name(step)).controllers
         for step in (10, 15)
     )
     assert (then["spikes"].pop("acted"), now["spikes"].pop("acted")) == ([], [[15, 10]])
