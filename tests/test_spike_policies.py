@@ -128,8 +128,7 @@ def test_a_run_that_goes_back_has_the_controllers_of_then_and_they_know_why(tmp_
     with_ladder(run)
     finish("sagetrain", run)
     then, now = (
-        on_disk.read_state(tmp_path / "run/checkpoints" / on_disk.folder_name(step)).controllers
-        for step in (10, 15)
+        on_disk.read_state(tmp_path / "run/checkpoints" / on_disk.folder_name(step)).controllers for step in (10, 15)
     )
     assert (then["spikes"].pop("acted"), now["spikes"].pop("acted")) == ([], [[15, 10]])
     assert "stability.precision, back at" not in log_of(run)  # but for the spike nothing has moved since
