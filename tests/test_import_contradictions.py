@@ -205,6 +205,9 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"factor": 8.0}}, "RoPE default with {'factor': 8.0}: .* or name its rope_type"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "RoPE default with {'full_attention'"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3 without low_freq_factor and high_freq"),
+    ({"rope_parameters": {**LLAMA3, "low_freq_factor": 8.0}}, "low_freq_factor 8.0 is not below high_freq_factor 4.0"),
+    ({"rope_parameters": {**YARN, "beta_slow": 64}}, "beta_slow 64.0 is not below beta_fast 32.0"),
+    ({"rope_theta": 0, "rope_parameters": None}, "rope_theta 0: Input should be greater than 1"),
     ({"rope_parameters": [1]}, r"rope_parameters \[1\] holds no keys"),
     ({"model_type": "qwen3"}, "architectures LlamaForCausalLM contradicts model_type 'qwen3'"),
     ({"architectures": ["LlamaForCausalLM", "Qwen3ForCausalLM"]}, "architectures .*'Qwen3ForCausalLM'.: not one of"),
@@ -370,6 +373,26 @@ def test_a_pointer_in_place_of_a_file(copy: Callable[..., Folder]) -> None:
     folder = copy()
     (folder.path / WHOLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
     folder.refused(r"model.safetensors is a pointer of Git LFS, not the file: run `git lfs pull`")
+    (folder.path / WHOLE).rename(folder.path / "config.json")
+    folder.refused(r"config.json is a pointer of Git LFS, not the file: run `git lfs pull`")
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "language_model."])
+def test_tensors_of_a_model_inside_of_another(copy: Callable[..., Folder], prefix: str) -> None:
+    def wrap(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[prefix + name] = tensors.pop(name)
+
+    copy().tensors(wrap).refused(f"21 of them are missing .* which has them with '{prefix}' before their names")
+
+
+def test_tensors_that_are_there_in_place_of_others(copy: Callable[..., Folder]) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    def other(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name.replace("q_proj", "qkv_proj")] = tensors.pop(name)
+
+    copy().tensors(other).refused(rf"first: {name}; 1 that it does not have are there, first: .*\.qkv_proj\.weight")
 
 
 def test_weights_under_a_name_of_their_own(copy: Callable[..., Folder]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.rules.model import rope_scaling
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.interop.huggingface import OF_SCALING
 
@@ -60,7 +61,6 @@ _WITHOUT = {
     "mlp_bias": False,
     "use_sliding_window": False,
     "partial_rotary_factor": 1.0,
-    "quantization_config": None,
 }
 
 
@@ -84,6 +84,11 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
     """
     name = _architecture(config, where)
     architecture = ARCHITECTURES[name]
+    if config.get("quantization_config"):
+        raise ConfigError(
+            f"{where}: quantization_config: weights that are quantized are not read; take the folder in which the "
+            "model is published in 16 bits"
+        )
     for key, value in _WITHOUT.items():
         if config.get(key) not in (value, None):
             raise ConfigError(f"{where}: {key} {config[key]}: SageTrain computes these models with {value} alone")
@@ -113,6 +118,9 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
             f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {model.num_key_value_heads}; "
             "copy the folder again"
         )
+    for finding in rope_scaling(model):
+        if finding.level == "error":
+            raise ConfigError(f"{where}: {finding.key.removeprefix('model.')} {finding.value} {finding.message}")
     if model.head_dim % 2:
         raise ConfigError(f"{where}: head_dim {model.head_dim} is odd: RoPE turns pairs of numbers")
     _check_layer_types(said, where)
@@ -196,7 +204,8 @@ def _rotary(said: Mapping[str, Any], where: str, report: Report) -> tuple[float,
         )
     if all(place.get("rope_theta") is None for place in (said, *(said[key] for key in found))):
         report(f"{where}: has no rope_theta: {_THETA} is taken, which is the default of transformers")
-    return next(iter(found.values()), (said.get("rope_theta") or _THETA, None))
+    theta = said.get("rope_theta")
+    return next(iter(found.values()), (_THETA if theta is None else theta, None))
 
 
 def _rope(said: Mapping[str, Any], key: str, where: str) -> tuple[float, dict[str, Any] | None]:
@@ -241,4 +250,4 @@ def _rope(said: Mapping[str, Any], key: str, where: str) -> tuple[float, dict[st
             f"{where}: RoPE {kind} with {given}: SageTrain does not compute that; delete what is not the model's, or "
             "name its rope_type"
         )
-    return theta or _THETA, scaling
+    return _THETA if theta is None else theta, scaling

@@ -159,12 +159,20 @@ def _matched(
         f"{where} says num_hidden_layers {model.num_layers}, the files of weights hold {max(layers, default=0)} layers"
     )
     cause = f"{says}: set it to what the model has, or " if max(layers, default=0) != model.num_layers else ""
+    others = sorted(there - set(wanted))
     if missing := [name for name in wanted if name not in there]:
+        lacks = f"{described.architecture} has {len(wanted)} tensors; {len(missing)} of them are missing in the folder"
+        wrapped = next((each for each in others if each.endswith(f".{missing[0]}")), None)
+        if wrapped and len(missing) == len(wanted):
+            raise ConfigError(
+                f"{lacks}, which has them with {wrapped.removesuffix(missing[0])!r} before their names, as of a model "
+                "inside of another or of a wrapper (torch.compile, DataParallel): save that model by itself"
+            )
+        instead = f"; {len(others)} that it does not have are there, first: {others[0]}" if others else ""
         raise ConfigError(
-            f"{described.architecture} has {len(wanted)} tensors; {len(missing)} of them are missing in the folder, "
-            f"first: {missing[0]}{tensors.elsewhere(missing[0])}; {cause}copy the folder again"
+            f"{lacks}, first: {missing[0]}{tensors.elsewhere(missing[0])}{instead}; {cause}copy the folder again"
         )
-    if others := sorted(there - set(wanted)):
+    if others:
         biased = f" ({where} says attention_bias and mlp_bias false)" if others[0].endswith(".bias") else ""
         raise ConfigError(
             f"{len(others)} tensors in the folder are none of {described.architecture}'s, first: {others[0]}{biased}; "

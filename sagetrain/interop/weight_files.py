@@ -117,11 +117,7 @@ class WeightFiles:
         try:
             return safe_open(self._folder / file, framework="pt")
         except (OSError, SafetensorError) as error:
-            with suppress(OSError), (self._folder / file).open("rb") as opened:
-                if opened.read(len(_POINTER)) == _POINTER:
-                    raise ConfigError(
-                        f"{self._folder / file} is a pointer of Git LFS, not the file: run `git lfs pull` in the folder"
-                    ) from error
+            _refuse_pointer(self._folder / file)
             raise ConfigError(f"{self._folder / file} cannot be read ({error}); copy it again") from error
 
     def elsewhere(self, name: str) -> str:
@@ -151,7 +147,10 @@ class WeightFiles:
         """Return a tensor's dtype as stored. ConfigError for a dtype that is not read."""
         kind = self._header(name)[1]
         if kind not in _DTYPES:
-            raise ConfigError(f"{self._folder}: {name} is {kind}: weights are read in {', '.join(_DTYPES)} alone")
+            raise ConfigError(
+                f"{self._folder}: {name} is {kind}: weights are read in {', '.join(_DTYPES)} alone; save the model in "
+                "one of these, or take the folder in which it is published without quantization"
+            )
         return _DTYPES[kind]
 
     def _header(self, name: str) -> tuple[tuple[int, ...], str]:
@@ -196,6 +195,12 @@ def _inside(file: Any, where: str) -> str:
     return str(path)
 
 
+def _refuse_pointer(path: Path) -> None:
+    with suppress(OSError), path.open("rb") as opened:
+        if opened.read(len(_POINTER)) == _POINTER:
+            raise ConfigError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` in the folder")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The keys of a JSON file; ConfigError if it is missing or holds none."""
     try:
@@ -203,6 +208,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name a Hugging Face folder that has it") from error
     except ValueError as error:
+        _refuse_pointer(path)
         raise ConfigError(f"{path} is not valid JSON ({error}); copy it again") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no keys; copy it again")

@@ -39,7 +39,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "is odd: the rotary embedding turns pairs",
             "use an even head_dim; by default it is hidden_size / num_attention_heads",
         )
-    yield from _rope_scaling(model)
+    yield from rope_scaling(model)
     if cfg.training.perturb > model.hidden_size:
         yield error(
             "perturb_channel",
@@ -78,8 +78,8 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
         yield no_effect("attention.smooth_q", True, f"backend {cfg.attention.backend}, which does not quantize")
 
 
-def _rope_scaling(model: ModelConfig) -> Iterator[Finding]:
-    """Bounds that are the wrong way round, and keys of the other type."""
+def rope_scaling(model: ModelConfig) -> Iterator[Finding]:
+    """Find bounds that are the wrong way round, and keys of the other type."""
     if (scaling := model.rope_scaling) is None:
         return
     bounds = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
