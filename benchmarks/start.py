@@ -49,9 +49,9 @@ from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import CheckpointError
 from sagetrain.config.load import dump_config, load_config
-from sagetrain.config.schema import AttentionConfig, RunConfig
+from sagetrain.config.schema import RunConfig
 from sagetrain.engines.deepspeed import partitioner
-from sagetrain.model.transformer import Transformer
+from sagetrain.model.tensors import tensors
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
@@ -155,10 +155,8 @@ class Piece:
 
 def every_parameter(cfg: RunConfig) -> list[Piece]:
     """A piece of each, as every rank has one at ZeRO 3."""
-    groups, vocabulary = ParallelGroups.single(), padded_vocab_size(cfg.model.vocab_size or 32_768)
-    how = {"vocab_size": vocabulary, "groups": groups, "seed": None, "device": torch.device("meta")}
-    model = Transformer(cfg.model, AttentionConfig(backend="sdpa"), **how)
-    return [Piece(name, tuple(p.global_shape), p.tp_dim) for name, p in model.named_parameters()]
+    rows = padded_vocab_size(cfg.model.vocab_size or 32_768)
+    return [Piece(spec.name, spec.shape, spec.dim) for spec in tensors(cfg.model, cfg.attention, rows)]
 
 
 def start(

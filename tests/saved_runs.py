@@ -35,9 +35,10 @@ def randomize(model: Transformer) -> None:
     """Weights and gains that no two tensors share, whatever the layout: initial gains, all 1, would hide mistakes."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            full = torch.randn(parameter.global_shape, generator=named_generator(7, name))
-            full = 1 + full / 4 if name.endswith(".gain") else full / 8
-            parameter.copy_(shard(full, parameter.tp_dim, model.groups))
+            spec = model.specs[name]
+            full = torch.randn(spec.shape, generator=named_generator(7, name))
+            full = 1 + full / 4 if spec.is_gain else full / 8
+            parameter.copy_(shard(full, spec.dim, model.groups))
 
 
 def save_runs(runs: list[tuple[str, RunConfig, int]], tokenizer: Path) -> None:
@@ -57,7 +58,7 @@ def save_runs(runs: list[tuple[str, RunConfig, int]], tokenizer: Path) -> None:
             start, stop = (size * rank // groups.dp_size for rank in (groups.dp_rank, groups.dp_rank + 1))
             values = parameter.detach().flatten()[start:stop]
             tensors = {kind: values if kind == "weight" else torch.zeros_like(values) for kind in KINDS}
-            shards.append(ParameterShard(name, parameter, start, stop, tensors))
+            shards.append(ParameterShard(model.specs[name], parameter, start, stop, tensors))
         writer = tiny.saver(Path(folder) / "checkpoints", groups)
         identity = Identity(
             model=cfg.model.model_dump(),

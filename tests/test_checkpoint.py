@@ -318,8 +318,7 @@ def write_plain(root: Path, step: int, tokens: int) -> None:
 def flat_shard(size: int) -> ParameterShard:
     """A parameter that one rank has all of."""
     weight = torch.nn.Parameter(torch.rand(size))
-    weight.tp_dim, weight.global_shape = None, (size,)
-    return ParameterShard("weight", weight, 0, size, {kind: torch.rand(size) for kind in KINDS})
+    return ParameterShard(tiny.spec(size), weight, 0, size, {kind: torch.rand(size) for kind in KINDS})
 
 
 def save_shards(root: Path, shards: list[ParameterShard]) -> None:

@@ -54,10 +54,10 @@ def model(groups: ParallelGroups, backend: str, **arguments: object) -> Transfor
     """Larger weights, and gains that are not 1: the same in every layout."""
     network = Transformer(SHAPE, AttentionConfig(backend=backend), vocab_size=VOCAB, groups=groups, **arguments)
     with torch.no_grad():
-        for i, parameter in enumerate(network.parameters()):
-            noise = random(i, *parameter.global_shape)
+        for i, (spec, parameter) in enumerate(zip(network.specs.values(), network.parameters(), strict=True)):
+            noise = random(i, *spec.shape)
             full = 1 + 0.3 * noise if noise.ndim == 1 else 0.1 * noise
-            parameter.copy_(shard(full, parameter.tp_dim, groups))
+            parameter.copy_(shard(full, spec.dim, groups))
     return network
 
 
@@ -89,7 +89,7 @@ def check_model(groups: ParallelGroups, backend: str, documents: bool, **argumen
     limit = 1e-2 if backend == "sage" else 1e-6 if groups.tp_size == 1 else 1e-5
     for (name, whole), part in zip(dense.named_parameters(), sliced.parameters(), strict=True):
         dist.all_reduce(part.grad, group=groups.replica_group)
-        error = part.grad / groups.num_replicas - shard(whole.grad, part.tp_dim, groups)
+        error = part.grad / groups.num_replicas - shard(whole.grad, dense.specs[name].dim, groups)
         assert error.norm() / whole.grad.norm() < limit, f"{case}: gradient of {name}"
 
 

@@ -36,7 +36,7 @@ class Linear(nn.Module):
     def __init__(self, dtype: torch.dtype):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4, dtype=dtype))
-        self.weight.tensor_model_parallel, self.weight.tp_dim, self.weight.global_shape = False, None, (4,)
+        self.specs = {"weight": tiny.spec(4)}
 
     def forward(self, tokens, labels, positions, cu_seqlens, max_seqlen, by_token=False):
         losses = -(self.weight * tokens.to(self.weight.dtype))

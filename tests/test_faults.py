@@ -294,8 +294,7 @@ def train_and_save(root: Path, first: int, steps: int) -> None:
     """A checkpoint after every step, in which every value is the number of the step; training does not wait for it."""
     torch.set_num_threads(1)
     parameter = torch.nn.Parameter(torch.empty(20_000))
-    parameter.tp_dim, parameter.global_shape = None, (20_000,)
-    shard = ParameterShard("w", parameter, 0, 20_000, {kind: torch.empty(20_000) for kind in KINDS})
+    shard = ParameterShard(tiny.spec(20_000, "w"), parameter, 0, 20_000, {kind: torch.empty(20_000) for kind in KINDS})
     saver = tiny.saver(root, ParallelGroups.single(), keep_last=2)
     for step in range(first, first + steps):
         for tensor in shard.tensors.values():

@@ -14,7 +14,6 @@ from sagetrain.data.loader import Batch
 from sagetrain.engines.deepspeed import Engine
 from sagetrain.engines.protocol import Observers
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.stability.noise_scale import layer_of
 
 Layout = tuple[int, int, int, str, str, str]
 """Sizes of tensor and context parallelism, ZeRO stage, what is recomputed, compile backend, overlap."""
@@ -31,7 +30,7 @@ def by_hand() -> dict[str, float]:
     model.watch_blocks = lambda block, x: found.update({f"norms/{block}/activation": x.square().mean().sqrt().item()})
     model(tokens()[:, :-1], tokens()[:, 1:]).backward()
     for name, parameter in model.named_parameters():
-        layer = layer_of(name)
+        layer = model.specs[name].layer
         squares[layer] = squares.get(layer, 0.0) + parameter.grad.double().square().sum().item()
     return found | {f"norms/{layer}/gradient": math.sqrt(square) for layer, square in squares.items()}
 

@@ -53,10 +53,10 @@ def model(
     attention = AttentionConfig(backend="sdpa")
     network = Transformer(shape, attention, vocab_size=VOCAB, groups=groups, matmuls=matmuls, **arguments)
     with torch.no_grad():
-        for i, parameter in enumerate(network.parameters()):
-            noise = torch.randn(parameter.global_shape, generator=torch.Generator().manual_seed(i))
+        for i, (spec, parameter) in enumerate(zip(network.specs.values(), network.parameters(), strict=True)):
+            noise = torch.randn(spec.shape, generator=torch.Generator().manual_seed(i))
             full = 1 + 0.3 * noise if noise.ndim == 1 else 0.1 * noise
-            parameter.copy_(shard(full, parameter.tp_dim, groups))
+            parameter.copy_(shard(full, spec.dim, groups))
     return network
 
 
@@ -222,7 +222,7 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
                 spread.compile_blocks(backend="aot_eager")  # without the C++ compiler
             spread.keep_weights()
             found = results(spread, groups)
-            dims = [None, *(p.tp_dim for p in spread.parameters())]
+            dims = [None, *(spec.dim for spec in spread.specs.values())]
             rounding = _norm([shard(x - y, dim, groups) for x, y, dim in zip(dense, exact, dims, strict=True)][1:])
             away = [x - shard(y, dim, groups) for x, y, dim in zip(found, dense, dims, strict=True)]
             case = (

@@ -8,6 +8,7 @@ from torch import Tensor
 from distributed import run_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.transformer import Transformer
+from sagetrain.optim.build import parameter_groups
 from sagetrain.parallel.layers import shard
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
@@ -36,10 +37,10 @@ def _batch(step: int = 0) -> tuple[Tensor, Tensor]:
 def _perturb(model: Transformer, groups: ParallelGroups) -> None:
     """Larger weights and gains that are not 1, the same in every layout."""
     with torch.no_grad():
-        for i, parameter in enumerate(model.parameters()):
-            noise = torch.randn(parameter.global_shape, generator=torch.Generator().manual_seed(i))
+        for i, (spec, parameter) in enumerate(zip(model.specs.values(), model.parameters(), strict=True)):
+            noise = torch.randn(spec.shape, generator=torch.Generator().manual_seed(i))
             full = 1 + 0.3 * noise if noise.ndim == 1 else 0.2 * noise
-            parameter.copy_(shard(full, parameter.tp_dim, groups))
+            parameter.copy_(shard(full, spec.dim, groups))
 
 
 def _equal_on_all_ranks(x: Tensor, groups: ParallelGroups) -> bool:
@@ -53,8 +54,9 @@ def _check_model(groups: ParallelGroups, packing: dict, **arguments: object) -> 
     sharded = _model(groups, **arguments)
     pairs = list(zip(dense.named_parameters(), sharded.parameters(), strict=True))
     for (name, whole), part in pairs:
-        assert torch.equal(shard(whole, part.tp_dim, groups), part), f"{name} starts otherwise than the dense one"
-        assert part.global_shape == tuple(whole.shape)
+        spec = sharded.specs[name]
+        assert torch.equal(shard(whole, spec.dim, groups), part), f"{name} starts otherwise than the dense one"
+        assert spec.shape == tuple(whole.shape)
 
     single = ParallelGroups.single()
     _perturb(dense, single)
@@ -67,10 +69,10 @@ def _check_model(groups: ParallelGroups, packing: dict, **arguments: object) -> 
     assert torch._C._distributed_c10d._get_work_registry_size() == 0  # what was started was finished
     assert _equal_on_all_ranks(loss.detach(), groups)
     for (name, whole), part in pairs:
-        expected = shard(whole.grad, part.tp_dim, groups)
+        expected = shard(whole.grad, sharded.specs[name].dim, groups)
         error = (part.grad - expected).norm() / whole.grad.norm()
         assert error < 1e-5, f"gradient of {name} off by {error:.1e} with {arguments}"
-        if part.tp_dim is None:
+        if sharded.specs[name].cut is None:
             assert _equal_on_all_ranks(part.grad, groups), f"gradient of {name} differs between the ranks"
     with torch.no_grad():
         torch.testing.assert_close(sharded(tokens, **packing), dense(tokens, **packing), rtol=1e-5, atol=1e-5)
@@ -123,9 +125,11 @@ def test_tensor_parallel_model_equals_dense(tp_size: int) -> None:
 
 
 def _clip_norm(model: Transformer, groups: ParallelGroups) -> Tensor:
-    """Global gradient norm by the annotations, as DeepSpeed takes it: sharded ones everywhere, replicated ones once."""
+    """Global gradient norm by the specs, as DeepSpeed takes it: sharded ones everywhere, replicated ones once."""
     squares = [
-        p.grad.double().square().sum() for p in model.parameters() if p.tensor_model_parallel or groups.tp_rank == 0
+        parameter.grad.double().square().sum()
+        for name, parameter in model.named_parameters()
+        if model.specs[name].cut or groups.tp_rank == 0
     ]
     total = torch.stack([torch.zeros((), dtype=torch.float64), *squares]).sum()
     if groups.tp_size > 1:
@@ -136,11 +140,7 @@ def _clip_norm(model: Transformer, groups: ParallelGroups) -> Tensor:
 def _train(groups: ParallelGroups, sequence_parallel: bool) -> list[float]:
     """AdamW with clipping; every step sees the same four sequences in any layout. Returns losses, then norms."""
     model = _model(groups, tied=True, sequence_parallel=sequence_parallel)
-    decay = [p for p in model.parameters() if not p.no_weight_decay]
-    plain = [p for p in model.parameters() if p.no_weight_decay]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=3e-3, betas=(0.9, 0.95)
-    )
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=3e-3, betas=(0.9, 0.95))
     losses, norms = [], []
     for step in range(STEPS):
         tokens, labels = (x.chunk(groups.dp_size)[groups.dp_rank] for x in _batch(step))
@@ -159,7 +159,9 @@ def _train(groups: ParallelGroups, sequence_parallel: bool) -> list[float]:
         losses.append(mean.item())
         norms.append(norm.item())
     if groups.tp_size > 1:
-        assert all(_equal_on_all_ranks(p.detach(), groups) for p in model.parameters() if p.tp_dim is None)
+        assert all(
+            _equal_on_all_ranks(p.detach(), groups) for name, p in model.named_parameters() if not model.specs[name].cut
+        )
     return losses + norms
 
 

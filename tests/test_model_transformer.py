@@ -353,19 +353,6 @@ def test_weights_of_a_layer_do_not_depend_on_the_number_of_layers() -> None:
     assert torch.equal(three.blocks[1].attention.qkv.q, two.blocks[1].attention.qkv.q)
 
 
-@pytest.mark.parametrize("shape", list(SHAPES))
-def test_parameter_annotations(shape: str) -> None:
-    model = _model(shape)
-    names = [name for name, _ in model.named_parameters()]
-    assert ("head.weight" in names) == (not SHAPES[shape].tie_embeddings)
-    for name, parameter in model.named_parameters():
-        assert parameter.no_weight_decay == name.endswith(".gain")
-        assert parameter.global_shape == tuple(parameter.shape)
-        assert parameter.tensor_model_parallel == (not name.endswith(".gain"))
-        expected_dim = 1 if name.endswith(("out.weight", "down.weight")) else None if parameter.ndim == 1 else 0
-        assert parameter.tp_dim == expected_dim, name
-
-
 def test_rotary_is_exact_far_out_and_relative() -> None:
     positions = torch.tensor([0, 1_000_003, 1_000_005])
     cos, sin = rotary_tables(positions, 4, 10000.0, None)

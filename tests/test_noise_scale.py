@@ -20,7 +20,7 @@ from sagetrain.engines.protocol import Observers
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Taken
-from sagetrain.stability.noise_scale import GradientNoise, NoiseScale, layer_of
+from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
 
 MICRO_BATCHES = 4
 
@@ -36,10 +36,11 @@ def global_batch() -> torch.Tensor:
     return torch.randint(0, tiny.VOCAB, (MICRO_BATCHES, tiny.SEQ + 1), generator=draw)
 
 
-def squares_of(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
+def squares_of(gradients: dict[str, torch.Tensor], model: Transformer) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, gradient in gradients.items():
-        found[layer_of(name)] = found.get(layer_of(name), 0.0) + gradient.double().square().sum().item()
+        layer = str(model.specs[name].layer)
+        found[layer] = found.get(layer, 0.0) + gradient.double().square().sum().item()
     return found
 
 
@@ -52,9 +53,9 @@ def by_hand() -> dict[str, float]:
         model(row[None, :-1], row[None, 1:]).backward()
         each.append({name: p.grad.clone() for name, p in model.named_parameters()})
     mean = {name: torch.stack([gradients[name] for gradients in each]).mean(0) for name in each[0]}
-    small = [squares_of(gradients) for gradients in each]
+    small = [squares_of(gradients, model) for gradients in each]
     found = {f"noise/{layer}/small": sum(s[layer] for s in small) / len(small) for layer in small[0]}
-    return found | {f"noise/{layer}/mean": square for layer, square in squares_of(mean).items()}
+    return found | {f"noise/{layer}/mean": square for layer, square in squares_of(mean, model).items()}
 
 
 def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[tuple, dict[str, float], float]]:
@@ -125,7 +126,7 @@ class Known(torch.nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(width))
-        self.weight.tensor_model_parallel = False
+        self.specs = {"weight": tiny.spec(width)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight @ x

@@ -19,7 +19,6 @@ from sagetrain.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    annotate,
     shard,
 )
 from sagetrain.parallel.topology import ParallelGroups, Topology
@@ -43,9 +42,9 @@ def _groups() -> ParallelGroups:
     return ParallelGroups.create(Topology(dist.get_world_size(), dist.get_world_size()))
 
 
-def _fill(weight: Tensor, full: Tensor, groups: ParallelGroups) -> None:
+def _fill(weight: Tensor, full: Tensor, dim: int, groups: ParallelGroups) -> None:
     with torch.no_grad():
-        weight.copy_(shard(full, weight.tp_dim, groups))
+        weight.copy_(shard(full, dim, groups))
 
 
 def _check_collectives() -> None:
@@ -112,9 +111,9 @@ def _check_mlp(sequence_parallel: bool) -> None:
     place = {"sequence_parallel": sequence_parallel, "dtype": torch.float64, "device": torch.device("cpu")}
     column = ColumnParallelLinear(HIDDEN, {"a": INNER, "c": INNER}, groups, **place)
     row = RowParallelLinear(INNER, HIDDEN, groups, **place)
-    _fill(column.a, a, groups)
-    _fill(column.c, c, groups)
-    _fill(row.weight, b, groups)
+    _fill(column.a, a, 0, groups)
+    _fill(column.c, c, 0, groups)
+    _fill(row.weight, b, 1, groups)
     tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
     x = _leaf(x_full[tokens])
     left, right = column(start_enter(x, groups, sequence_parallel))
@@ -137,7 +136,7 @@ def _check_embedding(sequence_parallel: bool) -> None:
     y_dense.backward(g_full)
 
     layer = VocabParallelEmbedding(VOCAB, HIDDEN, groups, sequence_parallel=sequence_parallel, dtype=torch.float64)
-    _fill(layer.weight, table, groups)
+    _fill(layer.weight, table, 0, groups)
     tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
     y = finish_leave(layer(ids), groups, sequence_parallel)
     y.backward(g_full[tokens])
@@ -169,18 +168,8 @@ def test_group_of_one_leaves_tensors_alone() -> None:
         assert function(x, groups, True) is x and function(x, groups, False) is x
 
 
-def test_annotations_describe_the_whole_tensor() -> None:
+def test_a_shard_is_a_slice_along_the_dim_that_is_cut() -> None:
     groups = ParallelGroups(Topology(4, 4), rank=1)
-    parameter = annotate(torch.nn.Parameter(torch.zeros(3, 5)), groups, tp_dim=1)
-    assert (parameter.tensor_model_parallel, parameter.tp_dim, parameter.global_shape) == (True, 1, (3, 20))
-    assert parameter.no_weight_decay is False
-    gain = annotate(torch.nn.Parameter(torch.zeros(5)), groups, tp_dim=None, no_weight_decay=True)
-    assert (gain.tensor_model_parallel, gain.tp_dim, gain.global_shape, gain.no_weight_decay) == (
-        False,
-        None,
-        (5,),
-        True,
-    )
     full = torch.arange(8).view(2, 4)
     assert shard(full, 1, groups).tolist() == [[1], [5]]
     assert shard(full, None, groups) is full

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from distributed import run_distributed
 from sagetrain.model.transformer import Head
 from sagetrain.parallel.collectives import finish_leave, start_enter
-from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, annotate, shard
+from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, shard
 from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
@@ -86,12 +86,13 @@ def _layers(groups: ParallelGroups, sequence_parallel: bool, joined: bool) -> nn
     place = {"sequence_parallel": sequence_parallel, "dtype": torch.float64}
     column = ColumnParallelLinear(HIDDEN, {"a": INNER, "c": INNER}, groups, matmul=Rounding(joined), **place)
     row = RowParallelLinear(INNER, HIDDEN, groups, matmul=Rounding(joined), **place)
-    weight = annotate(nn.Parameter(torch.empty(VOCAB // groups.tp_size, HIDDEN).double()), groups, tp_dim=0)
+    weight = nn.Parameter(torch.empty(VOCAB // groups.tp_size, HIDDEN).double())
     head = Head(weight, groups, sequence_parallel=sequence_parallel, matmul=Rounding(joined))
     layers = nn.ModuleDict({"column": column, "row": row, "head": head})
     with torch.no_grad():
-        for seed, parameter in enumerate(layers.parameters()):
-            parameter.copy_(shard(_random(seed, *parameter.global_shape), parameter.tp_dim, groups))
+        for seed, (name, parameter) in enumerate(layers.named_parameters()):
+            shape = {"column": (INNER, HIDDEN), "row": (HIDDEN, INNER), "head": (VOCAB, HIDDEN)}[name.split(".")[0]]
+            parameter.copy_(shard(_random(seed, *shape), int(name.startswith("row.")), groups))
     return layers
 
 
@@ -111,8 +112,9 @@ def _check_layers(groups: ParallelGroups, sequence_parallel: bool, joined: bool)
     truth.backward(g)
     _close(y, truth[tokens])
     _close(own.grad, x.grad[tokens])
-    for dense, parameter in zip(weights, [*layers["column"].parameters(), layers["row"].weight], strict=True):
-        _close(parameter.grad, shard(dense.grad, parameter.tp_dim, groups))
+    parameters = [*layers["column"].parameters(), layers["row"].weight]
+    for dim, dense, parameter in zip((0, 0, 1), weights, parameters, strict=True):
+        _close(parameter.grad, shard(dense.grad, dim, groups))
 
 
 def _check_head(groups: ParallelGroups, sequence_parallel: bool, labels: Tensor | None) -> None:

@@ -15,7 +15,7 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import RunConfig
 from sagetrain.engines.deepspeed import Engine
 from sagetrain.engines.protocol import Observers, StepResult
-from sagetrain.model.norm import is_qk_gain
+from sagetrain.model.tensors import TensorSpec
 from sagetrain.parallel.rng import rng_state
 from sagetrain.train.controllers import updates_of
 
@@ -32,13 +32,17 @@ def step_of(engine: Engine, cfg: RunConfig, step: int, sequences: int = 4) -> St
     return tiny.global_step(engine, step, sequences, Observers(updates=updates_of(cfg, engine)))
 
 
+def is_qk_gain(spec: TensorSpec) -> bool:
+    return spec.kind == "qk_gain"
+
+
 def masters_of(engine: Engine) -> list[torch.Tensor]:
     return [shard.tensors["weight"].clone() for shard in engine.shards(is_qk_gain) if shard.tensors]
 
 
 def copies_of(engine: Engine) -> list[torch.Tensor]:
     """Whole gains as the model computes with them; at ZeRO 3 they stay gathered, being small."""
-    return [p.data.clone() for name, p in engine.module.named_parameters() if is_qk_gain(name)]
+    return [p.data.clone() for name, p in engine.module.named_parameters() if is_qk_gain(engine.module.specs[name])]
 
 
 def steps_of(tp_size: int, stage: int, dtype: str, qk_gain: dict) -> dict[str, Any]:
@@ -104,7 +108,7 @@ def test_gains_alone_decay() -> None:
     engine = tiny.engine(capped(0, "fp32", decay=0.5), tiny.join(1))
     names = {id(p): name for name, p in engine.module.named_parameters()}
     groups = [({names[id(p)] for p in group["params"]}, group["weight_decay"]) for group in engine._base.param_groups]
-    gains = {name for name in names.values() if is_qk_gain(name)}
+    gains = {name for name in names.values() if is_qk_gain(engine.module.specs[name])}
     assert groups[-1] == (gains, 0.5) and len(gains) == 4
     assert sum(len(held) for held, _ in groups) == len(names)
     assert {name for held, decay in groups if decay == 0 for name in held} == {

@@ -38,7 +38,7 @@ class Numbers(torch.nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(width, dtype=torch.float64))
-        self.weight.tensor_model_parallel = False
+        self.specs = {"weight": tiny.spec(width)}
         self.quantized = True
 
     @contextmanager

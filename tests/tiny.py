@@ -16,6 +16,7 @@ from sagetrain.engines.deepspeed import Engine, partitioner
 from sagetrain.engines.protocol import Observers, StepResult
 from sagetrain.model.accounting import overlaps
 from sagetrain.model.selection import matmuls_of
+from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
@@ -71,6 +72,11 @@ def global_step(engine: Engine, step: int, sequences: int = 4, observers: Observ
         for row in tokens[dp_rank::dp_size]
     ]
     return engine.step(batches, sequences // dp_size, 1e-2, observers or Observers())
+
+
+def spec(size: int, name: str = "weight") -> TensorSpec:
+    """One of a vector that every rank holds."""
+    return TensorSpec(name, name, (size,), None, None, "matrix", "head")
 
 
 def evaluation(engine: Engine, sources: list[str]) -> dict[str, float]:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from sagetrain.checkpoint.on_disk import KINDS, file_name, read_manifest
 from sagetrain.checkpoint.state import RunState
 from sagetrain.config.errors import CheckpointError
+from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import materialize
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -157,9 +157,9 @@ def load_engine(reader: Reader, engine, optimizer_steps: int, *, moments: bool =
 
 
 @torch.no_grad()
-def load_weights(reader: Reader, model: nn.Module, groups: ParallelGroups, device: torch.device) -> None:
+def load_weights(reader: Reader, model: Transformer, groups: ParallelGroups, device: torch.device) -> None:
     """Give a model whose parameters are on the meta device those of a checkpoint, for evaluation and generation."""
-    check_shapes(reader, {name: tuple(p.global_shape) for name, p in model.named_parameters()})
+    check_shapes(reader, {name: spec.shape for name, spec in model.specs.items()})
     for name, parameter in model.named_parameters():
         values = torch.empty_like(parameter, device=device)
         reader.fill(values.view(-1), name, "weight", groups.tp_rank, groups.tp_size)

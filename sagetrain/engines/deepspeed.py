@@ -33,6 +33,7 @@ from sagetrain.engines.masters import Masters
 from sagetrain.engines.protocol import Observers, StepResult
 from sagetrain.engines.reduction import Reduction
 from sagetrain.model.accounting import reduce_bucket_size
+from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
 from sagetrain.parallel.metrics import Metrics, ratio
 from sagetrain.parallel.topology import Mpu, ParallelGroups
@@ -140,7 +141,7 @@ def _reduce_nothing(pipeline_parallel: bool = False) -> None:
 class Engine(Masters):
     """One optimizer step at a time over a Transformer, with any accumulation, at any ZeRO stage."""
 
-    def __init__(self, cfg: RunConfig, model: nn.Module, groups: ParallelGroups, accumulation: int):
+    def __init__(self, cfg: RunConfig, model: Transformer, groups: ParallelGroups, accumulation: int):
         import deepspeed
 
         self.groups, self.stage = groups, resolved_zero_stage(cfg)
@@ -149,6 +150,9 @@ class Engine(Masters):
         self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
         parameters = sum(torch.Size(shape).numel() for shape in self._shapes.values())
         self.config = deepspeed_config(cfg, groups.num_replicas, accumulation, parameters)
+        for name, parameter in model.named_parameters():
+            # DeepSpeed reads this mark: a tensor that is cut counts in the gradient norm on every rank of its group.
+            parameter.tensor_model_parallel = model.specs[name].cut is not None
         self._base = build_optimizer(model, cfg.optimizer, cfg.stability.qk_gain.decay)
         if self.stage == 3 and getattr(model, "whole_blocks", False):
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])  # hooks before and behind a block alone

@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.noise_scale import GradientNoise, LayerSquares
 
@@ -29,7 +30,7 @@ class StepGradients:
         self,
         optimizer: torch.optim.Optimizer,
         weights: Iterable[tuple[str, Tensor]],
-        model: nn.Module,
+        model: Transformer,
         groups: ParallelGroups,
         device: torch.device,
         clip: float,
@@ -37,7 +38,7 @@ class StepGradients:
     ) -> None:
         self._optimizer, self._weights, self._groups, self._device = optimizer, list(weights), groups, device
         self._clip, self._copies = clip, copies
-        self._layers = LayerSquares(model, groups, device)
+        self._layers = LayerSquares(model.specs.values(), groups, device)
         self.begin(None)
 
     def begin(self, noise: GradientNoise | None) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.model.tensors import TensorSpec
 from sagetrain.parallel.topology import ParallelGroups
 
 _BLOCK = 2**22  # weights that all ranks together gather at a time
@@ -32,21 +33,24 @@ class ParameterShard:
     changes the optimizer. Empty range: this rank owns nothing of it (and writes nothing to a checkpoint).
     """
 
-    name: str
+    spec: TensorSpec
     parameter: Any
-    """The nn.Parameter, with what parallel layers and DeepSpeed note on it."""
+    """The nn.Parameter, with what DeepSpeed notes on it."""
     start: int
     stop: int
     tensors: dict[str, torch.Tensor]
 
     @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
     def tp_dim(self) -> int | None:
-        dim: int | None = self.parameter.tp_dim
-        return dim
+        return self.spec.dim
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        return tuple(self.parameter.global_shape)
+        return self.spec.shape
 
 
 class Masters:
@@ -97,15 +101,16 @@ class Masters:
         for master in self._flat_masters():
             self._ensure_state(master)["step"].fill_(steps)
 
-    def shards(self, chosen: Callable[[str], bool] = lambda name: True) -> Iterator[ParameterShard]:
-        """This rank's share of every parameter, in the order of the model, or of those whose names are chosen."""
+    def shards(self, chosen: Callable[[TensorSpec], bool] = lambda spec: True) -> Iterator[ParameterShard]:
+        """This rank's share of every parameter, in the order of the model, or of those that are chosen."""
         for name, parameter in self.module.named_parameters():
-            if not chosen(name):
+            spec = self.module.specs[name]
+            if not chosen(spec):
                 continue
             shape = self._shapes[name]
             start, stop, views = self._owned(parameter, shape)
             tensors = views if stop > start else {}
-            yield ParameterShard(name, parameter, start, stop, tensors)
+            yield ParameterShard(spec, parameter, start, stop, tensors)
 
     def _owned(self, parameter: Any, shape: tuple[int, ...]) -> tuple[int, int, dict[str, torch.Tensor]]:
         numel = torch.Size(shape).numel()

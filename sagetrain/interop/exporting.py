@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +22,9 @@ from sagetrain.config.errors import CheckpointError, ConfigError
 from sagetrain.data.token_file import check_writable
 from sagetrain.inference.generate import ending_tokens
 from sagetrain.inference.load import OpenRun, open_run
-from sagetrain.interop.huggingface import INDEX, WEIGHTS, Weight, config_json, weights
+from sagetrain.interop.huggingface import INDEX, WEIGHTS, config_json
 from sagetrain.interop.tokenizer_files import tokenizer_files
+from sagetrain.model.tensors import TensorSpec, tensors
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that config.json and generation_config.json share."""
@@ -77,13 +77,13 @@ def export(
             f"have {own} tokens (data.seq_length)"
         )
     config = config_json(cfg.model, cfg.attention, run.vocab_size, length)
-    tensors = {
-        weight: _dtype(reader, weight, dtype, cfg.training.dtype)
-        for weight in weights(cfg.model, cfg.attention, run.vocab_size)
+    dtypes = {
+        spec: _dtype(reader, spec, dtype, cfg.training.dtype)
+        for spec in tensors(cfg.model, cfg.attention, run.vocab_size)
     }
     generation = _generation(run)
     special = {key: generation[key] for key in SPECIAL_IDS if key in generation}
-    computed_in = str(next(iter(tensors.values()))).removeprefix("torch.")
+    computed_in = str(next(iter(dtypes.values()))).removeprefix("torch.")
     files = {
         "config.json": _json(config | special | {"torch_dtype": computed_in}),
         "generation_config.json": _json(generation),
@@ -98,22 +98,22 @@ def export(
             files[run.tokenizer.file_name] = run.tokenizer.model
             if template := run.chat_templates.get("default"):
                 files["chat_template.jinja"] = template.encode()
-    shards = _shards(tensors, shard_bytes)
-    total = sum(prod(weight.shape) * kind.itemsize for weight, kind in tensors.items())
+    shards = _shards(dtypes, shard_bytes)
+    total = sum(spec.size * kept.itemsize for spec, kept in dtypes.items())
     if len(shards) > 1:
-        where = {weight.theirs: file for file, part in shards.items() for weight in part}
+        where = {spec.theirs: file for file, part in shards.items() for spec in part}
         files[INDEX] = _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
     with published(folder) as temporary:
         for name, content in files.items():
             (temporary / name).write_bytes(content)
         for file, part in shards.items():
-            values = {weight.theirs: _values(reader, weight, tensors[weight]) for weight in part}
+            values = {spec.theirs: _values(reader, spec, dtypes[spec]) for spec in part}
             save_file(values, temporary / file, metadata={"format": "pt"})
             # safetensors lets its user alone read the file: who else may is for the umask to say.
             (temporary / file).chmod((temporary / "config.json").stat().st_mode & 0o777)
             del values
     ends = generation["eos_token_id"]
-    return Exported(config["architectures"][0], run.step, len(tensors), total, len(shards), length, ends)
+    return Exported(config["architectures"][0], run.step, len(dtypes), total, len(shards), length, ends)
 
 
 def _generation(run: OpenRun) -> dict[str, Any]:
@@ -128,39 +128,39 @@ def _generation(run: OpenRun) -> dict[str, Any]:
     return {"bos_token_id": bos, **settings, "eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 
-def _dtype(reader: Reader, weight: Weight, asked: Dtype | None, computed_in: str) -> torch.dtype:
-    """Of a weight in the folder: as asked, or as it was imported, or what the run computed in."""
-    kept = reader.tensors.get(weight.ours, {}).get("dtype")
+def _dtype(reader: Reader, spec: TensorSpec, asked: Dtype | None, computed_in: str) -> torch.dtype:
+    """Return the dtype of a tensor in the folder: as asked, or as it was imported, or what the run computed in."""
+    kept = reader.tensors.get(spec.name, {}).get("dtype")
     found: torch.dtype = getattr(torch, asked or kept or {"bf16": "bfloat16", "fp32": "float32"}[computed_in])
     return found
 
 
-def _values(reader: Reader, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.empty(weight.shape, dtype=dtype)
+def _values(reader: Reader, spec: TensorSpec, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(spec.shape, dtype=dtype)
     # Without the rows that pad the vocabulary: the first rows are the first values of the flattened tensor.
-    reader.fill(out.view(-1), weight.ours, "weight", 0, 1)
+    reader.fill(out.view(-1), spec.name, "weight", 0, 1)
     return out
 
 
-def _shards(tensors: Mapping[Weight, torch.dtype], most: int) -> dict[str, list[Weight]]:
-    """The weights of each file."""
-    parts = [*cut(tensors, most)]
+def _shards(dtypes: Mapping[TensorSpec, torch.dtype], most: int) -> dict[str, list[TensorSpec]]:
+    """Return the tensors of each file."""
+    parts = [*cut(dtypes, most)]
     if len(parts) == 1:
         return {WEIGHTS: parts[0]}
     stem = WEIGHTS.removesuffix(".safetensors")
     return {f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, 1)}
 
 
-def cut(tensors: Mapping[Weight, torch.dtype], most: int) -> Iterator[list[Weight]]:
-    """The weights in their order, in parts of up to `most` bytes; a larger one is a part of its own."""
-    part: list[Weight] = []
+def cut(dtypes: Mapping[TensorSpec, torch.dtype], most: int) -> Iterator[list[TensorSpec]]:
+    """Yield the tensors in their order, in parts of up to `most` bytes; a larger one is a part of its own."""
+    part: list[TensorSpec] = []
     used = 0
-    for weight, dtype in tensors.items():
-        size = prod(weight.shape) * dtype.itemsize
+    for spec, dtype in dtypes.items():
+        size = spec.size * dtype.itemsize
         if part and used + size > most:
             yield part
             part, used = [], 0
-        part.append(weight)
+        part.append(spec)
         used += size
     yield part
 

@@ -1,4 +1,5 @@
-"""What Hugging Face calls the parts of the models that are trained here: architectures, config.json, tensors.
+"""What Hugging Face calls the models that are trained here: architectures and config.json. model/tensors.py has its
+names of their tensors.
 
 Both sides rotate dim i together with dim i + head_dim / 2, keep weights as [out, in] and normalize alike, so tensors
 go over as they are.
@@ -6,8 +7,6 @@ go over as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from sagetrain.config.errors import ConfigError
@@ -20,43 +19,6 @@ OF_SCALING = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_slow", "beta_fast", "attention_factor"),
 }
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One tensor of a model."""
-
-    ours: str
-    """Its name in a checkpoint."""
-    theirs: str
-    shape: tuple[int, ...]
-    """Without rows that pad the vocabulary."""
-    tp_dim: int | None
-    """The dim that tensor parallelism splits."""
-
-
-def weights(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> Iterator[Weight]:
-    """All tensors of a model, in the order of its layers."""
-    hidden, inner = model.hidden_size, model.ffn_hidden_size
-    queries, keys = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
-    yield Weight("embedding.weight", "model.embed_tokens.weight", (vocab_size, hidden), 0)
-    for layer in range(model.num_layers):
-        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-        yield Weight(f"{ours}.attention_norm.gain", f"{theirs}.input_layernorm.weight", (hidden,), None)
-        for name, size in (("q", queries), ("k", keys), ("v", keys)):
-            yield Weight(f"{ours}.attention.qkv.{name}", f"{theirs}.self_attn.{name}_proj.weight", (size, hidden), 0)
-        if attention.qk_norm != "none":
-            for name in ("q_norm", "k_norm"):
-                gain = f"{ours}.attention.{name}.gain", f"{theirs}.self_attn.{name}.weight"
-                yield Weight(*gain, (model.head_dim,), None)
-        yield Weight(f"{ours}.attention.out.weight", f"{theirs}.self_attn.o_proj.weight", (hidden, queries), 1)
-        yield Weight(f"{ours}.mlp_norm.gain", f"{theirs}.post_attention_layernorm.weight", (hidden,), None)
-        for name in ("gate", "up"):
-            yield Weight(f"{ours}.mlp.gate_up.{name}", f"{theirs}.mlp.{name}_proj.weight", (inner, hidden), 0)
-        yield Weight(f"{ours}.mlp.down.weight", f"{theirs}.mlp.down_proj.weight", (hidden, inner), 1)
-    yield Weight("final_norm.gain", "model.norm.weight", (hidden,), None)
-    if not model.tie_embeddings:
-        yield Weight("head.weight", "lm_head.weight", (vocab_size, hidden), 0)
 
 
 def config_json(model: ModelConfig, attention: AttentionConfig, vocab_size: int, seq_length: int) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, Mod
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.interop.describe import Described, Report, describe
 from sagetrain.interop.exporting import SPECIAL_IDS, cut, published
-from sagetrain.interop.huggingface import Weight, weights
 from sagetrain.interop.weight_files import WeightFiles, read_json
+from sagetrain.model.tensors import TensorSpec, tensors
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NO_SETTINGS = ("transformers_version", "_from_model_config")  # of a generation_config.json: who wrote it
@@ -82,9 +82,9 @@ def import_folder(
     where = str(folder / "config.json")
     config = read_json(Path(where))
     described = describe(config, where, report)
-    tensors, vocab_size = WeightFiles(folder, config.get("transformers_weights"), report), described.vocab_size
+    files, vocab_size = WeightFiles(folder, config.get("transformers_weights"), report), described.vocab_size
     tokenizer = _tokenizer(folder, report)
-    model, dtypes = _matched(tensors, described, where, tokenizer, report)
+    model, dtypes = _matched(files, described, where, tokenizer, report)
     if tokenizer:
         _check_vocabulary(folder, tokenizer, vocab_size)
     _say_dtype(config, dtypes, where, report)
@@ -101,13 +101,13 @@ def import_folder(
         for number, part in enumerate(cut(dtypes, shard_bytes), 1):
             file = f"weights-{number:05d}.safetensors"
             values = {}
-            for weight in part:
-                padded = _padded(weight)
-                values[f"{weight.ours}|weight"] = tensors.read(weight.theirs, padded)
+            for spec in part:
+                padded = _padded(spec)
+                values[f"{spec.name}|weight"] = files.read(spec.theirs, padded)
                 piece = {"file": file, "tp_rank": 0, "start": 0, "stop": prod(padded)}
-                kept = str(dtypes[weight]).removeprefix("torch.")
-                index[weight.ours] = {
-                    "shape": list(padded), "tp_dim": weight.tp_dim, "dtype": kept, "pieces": [piece]
+                kept = str(dtypes[spec]).removeprefix("torch.")
+                index[spec.name] = {
+                    "shape": list(padded), "tp_dim": spec.dim, "dtype": kept, "pieces": [piece]
                 }  # fmt: skip
             save_file(values, checkpoint / file)
             (checkpoint / file).chmod((checkpoint / "config.yaml").stat().st_mode & 0o777)
@@ -126,33 +126,33 @@ def import_folder(
             ),
             imported=ImportRecord(described.architecture, generation),
         )
-        files = {
+        sums = {
             path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(checkpoint.iterdir())
         }
         layout = {"tensor_parallel_size": 1, "context_parallel_size": 1, "data_parallel_size": 1}
-        manifest = {"format": FORMAT, "state": state.to_json(), "layout": layout, "tensors": index, "files": files}
+        manifest = {"format": FORMAT, "state": state.to_json(), "layout": layout, "tensors": index, "files": sums}
         (checkpoint / "manifest.json").write_text(json.dumps(manifest, indent=1))
         (checkpoint.parent / "latest").write_text(checkpoint.name + "\n")
     return Imported(
         described.architecture,
         len(dtypes),
-        sum(prod(weight.shape) for weight in dtypes),
+        sum(spec.size for spec in dtypes),
         described.seq_length,
         tokenizer.file_name if tokenizer else None,
     )
 
 
 def _matched(
-    tensors: WeightFiles, described: Described, where: str, tokenizer: Tokenizer | None, report: Report
-) -> tuple[ModelConfig, dict[Weight, torch.dtype]]:
+    files: WeightFiles, described: Described, where: str, tokenizer: Tokenizer | None, report: Report
+) -> tuple[ModelConfig, dict[TensorSpec, torch.dtype]]:
     """Return the model that the folder holds, with its weights and their dtypes. It is the one that config.json
     describes, but for a head of its own that config.json denies.
 
     Raises ConfigError unless the folder holds these weights, in their shapes, and no others.
     """
-    model = _with_its_head(tensors, described.model, where, report)
-    wanted = {each.theirs: each for each in weights(model, described.attention, described.vocab_size)}
-    there = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+    model = _with_its_head(files, described.model, where, report)
+    wanted = {each.theirs: each for each in tensors(model, described.attention, described.vocab_size)}
+    there = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
     there -= {_HEAD} if model.tie_embeddings else set()
     layers = {int(match[1]) + 1 for name in there if (match := re.match(r"model\.layers\.(\d+)\.", name))}
     says = (
@@ -170,7 +170,7 @@ def _matched(
             )
         instead = f"; {len(others)} that it does not have are there, first: {others[0]}" if others else ""
         raise ConfigError(
-            f"{lacks}, first: {missing[0]}{tensors.elsewhere(missing[0])}{instead}; {cause}copy the folder again"
+            f"{lacks}, first: {missing[0]}{files.elsewhere(missing[0])}{instead}; {cause}copy the folder again"
         )
     if others:
         biased = f" ({where} says attention_bias and mlp_bias false)" if others[0].endswith(".bias") else ""
@@ -178,38 +178,38 @@ def _matched(
             f"{len(others)} tensors in the folder are none of {described.architecture}'s, first: {others[0]}{biased}; "
             f"what they do would be lost, so this model cannot be read{f' ({says})' if cause else ''}"
         )
-    for name, weight in wanted.items():
-        if tensors.shape(name) != weight.shape:
-            raise ConfigError(_other_shape(name, tensors.shape(name), weight.shape, where, tokenizer))
-    return model, {weight: tensors.dtype(name) for name, weight in wanted.items()}
+    for name, spec in wanted.items():
+        if files.shape(name) != spec.shape:
+            raise ConfigError(_other_shape(name, files.shape(name), spec.shape, where, tokenizer))
+    return model, {spec: files.dtype(name) for name, spec in wanted.items()}
 
 
-def _with_its_head(tensors: WeightFiles, model: ModelConfig, where: str, report: Report) -> ModelConfig:
+def _with_its_head(files: WeightFiles, model: ModelConfig, where: str, report: Report) -> ModelConfig:
     """Give the tensors of a bare model and of a tied one the names that the whole model has for them. What transformers
     makes of an embedding and a head that are both stored decides on whether they are tied."""
-    bare = [name for name in tensors if not name.startswith(("model.", "lm_head.")) and f"model.{name}" not in tensors]
+    bare = [name for name in files if not name.startswith(("model.", "lm_head.")) and f"model.{name}" not in files]
     if bare and "embed_tokens.weight" in bare:
         report(f"{where}: its tensors have no model. before their names ({bare[0]}): read as transformers does")
         for name in bare:
-            tensors.rename(f"model.{name}", name)
-    if _HEAD in tensors and _EMBEDDING in tensors:
-        if model.tie_embeddings and not tensors.equal(_HEAD, _EMBEDDING):
+            files.rename(f"model.{name}", name)
+    if _HEAD in files and _EMBEDDING in files:
+        if model.tie_embeddings and not files.equal(_HEAD, _EMBEDDING):
             report(
                 f"{where} says tie_word_embeddings true, but {_HEAD} is stored beside {_EMBEDDING} with other values: "
                 "the model is read with this head of its own, tie_embeddings: false, as transformers does"
             )
             return model.model_copy(update={"tie_embeddings": False})
-    elif _HEAD in tensors or _EMBEDDING in tensors:
-        stored, lacking = (_HEAD, _EMBEDDING) if _HEAD in tensors else (_EMBEDDING, _HEAD)
+    elif _HEAD in files or _EMBEDDING in files:
+        stored, lacking = (_HEAD, _EMBEDDING) if _HEAD in files else (_EMBEDDING, _HEAD)
         if not model.tie_embeddings:
             raise ConfigError(
                 f"{where} says tie_word_embeddings false, and of the two matrices that the model then has {lacking} is "
-                f"missing{tensors.elsewhere(lacking)}: set it to true if {stored} is both, or copy "
+                f"missing{files.elsewhere(lacking)}: set it to true if {stored} is both, or copy "
                 "the folder again"
             )
         if stored == _HEAD:
             report(f"{where}: {_EMBEDDING} is stored as {_HEAD} alone, and tied: read as transformers does")
-            tensors.rename(_EMBEDDING, _HEAD)
+            files.rename(_EMBEDDING, _HEAD)
     return model
 
 
@@ -243,7 +243,7 @@ def _check_vocabulary(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> No
     )
 
 
-def _say_dtype(config: Mapping[str, Any], dtypes: Mapping[Weight, torch.dtype], where: str, report: Report) -> None:
+def _say_dtype(config: Mapping[str, Any], dtypes: Mapping[TensorSpec, torch.dtype], where: str, report: Report) -> None:
     """Say where weights are stored in another dtype than config.json names, in which transformers would compute."""
     said = config.get("dtype") or config.get("torch_dtype")
     others = [dtype for dtype in dtypes.values() if f"{dtype}" not in (f"torch.{said}", f"{said}")]
@@ -255,10 +255,10 @@ def _say_dtype(config: Mapping[str, Any], dtypes: Mapping[Weight, torch.dtype], 
         )
 
 
-def _padded(weight: Weight) -> tuple[int, ...]:
-    """Its shape in a checkpoint."""
-    rows, *rest = weight.shape
-    return (padded_vocab_size(rows) if weight.ours in ("embedding.weight", "head.weight") else rows, *rest)
+def _padded(spec: TensorSpec) -> tuple[int, ...]:
+    """Return the shape of a tensor in a checkpoint, where the vocabulary is padded."""
+    rows, *rest = spec.shape
+    return (padded_vocab_size(rows) if spec.kind == "embedding" else rows, *rest)
 
 
 def _tokenizer(folder: Path, report: Report) -> Tokenizer | None:

@@ -1,8 +1,9 @@
-"""Parameters, FLOPs and memory of a model as plain integers, counted of the list in model/operations.py: no torch, so
-that planning runs anywhere."""
+"""Parameters, FLOPs and memory of a model as plain integers, counted from the lists in model/tensors.py and
+model/operations.py. No torch, so that planning runs anywhere."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,12 +15,12 @@ from sagetrain.model.operations import (
     Ends,
     Matmul,
     Operation,
-    Pass,
     Rank,
     block_operations,
     end_operations,
     of_kind,
 )
+from sagetrain.model.tensors import tensors
 
 # DeepSpeed's defaults for deepspeed.zero_optimization, in elements; the first also bounds what stage 1 flattens.
 _REDUCE_BUCKET = 500_000_000
@@ -62,12 +63,13 @@ def rank_of(cfg: RunConfig, copies: bool = False, span: float | None = None) -> 
 
 def num_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> int:
     """Exact number of parameters of Transformer with `vocab_size` (padded) rows in the embedding."""
-    return _matrices(model, vocab_size) + _gains(model, attention)
+    return sum(_counts(model, attention, vocab_size))
 
 
 def parameters_per_rank(model: ModelConfig, attention: AttentionConfig, vocab_size: int, tensor_parallel: int) -> int:
-    """Parameters that one tensor-parallel rank holds: matrices are split, gains are on every rank."""
-    return _matrices(model, vocab_size) // tensor_parallel + _gains(model, attention)
+    """Parameters that one tensor-parallel rank holds: matrices are cut, gains are on every rank."""
+    cut, whole = _counts(model, attention, vocab_size)
+    return cut // tensor_parallel + whole
 
 
 def flops_per_token(model: ModelConfig, vocab_size: int, span: float) -> int:
@@ -92,17 +94,11 @@ def _matmul_flops(operations: Iterable[Operation]) -> int:
     return sum(matmul.flops for matmul in of_kind(Matmul, operations))
 
 
-def _matrices(model: ModelConfig, vocab_size: int) -> int:
-    """Parameters of embedding, head and all linear layers."""
-    block = of_kind(Matmul, block_operations(model, AttentionConfig(), Rank()))
-    embeddings = (1 if model.tie_embeddings else 2) * end_operations(model, vocab_size, Rank()).head.weights
-    return embeddings + model.num_layers * sum(matmul.weights for matmul in block)
-
-
-def _gains(model: ModelConfig, attention: AttentionConfig) -> int:
-    """Parameters of all norms."""
-    block = of_kind(Pass, block_operations(model, attention, Rank()))
-    return model.num_layers * sum(part.gains for part in block) + end_operations(model, 0, Rank()).norm.gains
+@functools.lru_cache(maxsize=256)  # layouts are proposed for one model, and each of them asks
+def _counts(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> tuple[int, int]:
+    """Count the parameters that tensor parallelism cuts, and those that every rank holds."""
+    listed = list(tensors(model, attention, vocab_size))
+    return sum(spec.size for spec in listed if spec.cut), sum(spec.size for spec in listed if not spec.cut)
 
 
 def save_host_bytes(cfg: RunConfig, world_size: int, vocab_size: int) -> int:

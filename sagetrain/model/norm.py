@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, start_enter
-from sagetrain.parallel.layers import annotate
 from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -34,8 +33,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.groups = groups
         self.split_input = split_input
-        gain = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
-        self.gain = annotate(gain, groups, tp_dim=None, no_weight_decay=True)
+        self.gain = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """[..., size] -> same. gain: what enter_gains gave for this norm, if it was called."""
@@ -48,11 +46,6 @@ class RMSNorm(nn.Module):
         if gain is None:
             gain = enter_gains(self)[0].get(self)
         return self.gain if gain is None else gain
-
-
-def is_qk_gain(name: str) -> bool:
-    """Whether a parameter of the Transformer is a gain of QK-norm, by its name."""
-    return name.endswith((".attention.q_norm.gain", ".attention.k_norm.gain"))
 
 
 def enter_gains(*norms: RMSNorm | None, parts: int = 1) -> list[dict[RMSNorm, Tensor]]:

@@ -1,6 +1,6 @@
 """What the model computes, listed once: matmuls, attention, passes that only move data, and collectives. No torch.
 
-model/accounting.py counts parameters, FLOPs and memory of this list, planning/performance.py its time; neither knows
+model/accounting.py counts FLOPs and memory of this list, planning/performance.py its time; neither knows
 the model. Sizes are those of one rank. A new pass over the activations is one entry of `block_operations`; a linear
 layer in other arithmetic is another `Precision`.
 """
@@ -133,8 +133,6 @@ class Pass(Operation):
     """Bytes per token of the rank, read and written, forward and backward together."""
     live: int = 0
     """Bytes per token that exist while it runs, beside what it saves."""
-    gains: int = 0
-    """Parameters, whole on every rank."""
 
 
 @dataclass(frozen=True)
@@ -275,10 +273,10 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
 
     def norm(name: str) -> Pass:
         saved, moved = rank.saved_by_norm(hidden), rank.moved(_NORM, stream)
-        return Pass(name=name, moved=moved, saved=saved, shards=rank.shards, gains=hidden, recomputed=again)
+        return Pass(name=name, moved=moved, saved=saved, shards=rank.shards, recomputed=again)
 
-    def moving(name: str, moved: float, saved: int = 0, gains: int = 0) -> Pass:
-        return Pass(name=name, moved=moved, saved=saved, gains=gains, recomputed=again)
+    def moving(name: str, moved: float, saved: int = 0) -> Pass:
+        return Pass(name=name, moved=moved, saved=saved, recomputed=again)
 
     normed, one_pass = attention.qk_norm != "none", attention.qk_norm == _IN_ONE_PASS
     qk_saved = normed * (rank.saved_by_norm(query, heads) + rank.saved_by_norm(key, kv_heads))
@@ -305,7 +303,7 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         column("q", query, "qkv", saved=inputs["qkv"]),  # as the layer reads it: gathered
         column("k", key, "qkv"),
         column("v", key, "qkv"),
-        moving("QK-norm and rotary embedding", qk_moved, qk_saved, 2 * model.head_dim * normed),
+        moving("QK-norm and rotary embedding", qk_moved, qk_saved),
         moving("around all-to-alls", element * _ALL_TO_ALL * (query + key) * (rank.context > 1)),
         Attention(
             name="attention",
@@ -385,7 +383,6 @@ def end_operations(model: ModelConfig, vocab_size: int, rank: Rank) -> Ends:
             moved=rank.moved(_NORM, hidden),
             saved=rank.saved_by_norm(hidden) + element * hidden,
             shards=rank.shards,
-            gains=hidden,
         ),
         head=rank.matmul("head", columns, hidden, column_parallel=True, recomputed=False),
         loss=Pass(name="loss", moved=rank.moved(_LOGIT, columns), live=per_logit * columns),

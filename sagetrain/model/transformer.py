@@ -25,6 +25,7 @@ from sagetrain.model.norm import RMSNorm, enter_gains, normalize
 from sagetrain.model.rotary import rotary_tables
 from sagetrain.model.schedule import Half, Part, Stage, Stretch, idle
 from sagetrain.model.selection import resolve_backend
+from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, gather_from_region
 from sagetrain.parallel.cross_entropy import linear_cross_entropy, linear_token_losses
@@ -33,7 +34,6 @@ from sagetrain.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    annotate,
     keep_weights,
     materialize,
     shard,
@@ -324,8 +324,12 @@ class Transformer(nn.Module):
         self.final_norm = RMSNorm(model.hidden_size, model.norm_eps, groups, split_input=sequence_parallel, **place)
         head_weight = self.embedding.weight
         if not model.tie_embeddings:
-            head_weight = annotate(nn.Parameter(torch.empty_like(head_weight)), groups, tp_dim=0)
+            head_weight = nn.Parameter(torch.empty_like(head_weight))
         self.head = Head(head_weight, groups, sequence_parallel=sequence_parallel, known=known)
+        listed = {spec.name: spec for spec in tensors(model, attention, vocab_size)}
+        self.specs: dict[str, TensorSpec] = {name: listed.pop(name) for name, _ in self.named_parameters()}
+        """The entry of every parameter in the list of tensors, in the order of the parameters."""
+        assert not listed, f"tensors without a parameter: {[*listed]}"
         self.whole_blocks = partition is not None and activation_checkpointing == "selective"
         """Whether a block computes with its own parameters alone: under ZeRO-3 a compiled one has to, and one
         that is in part computed again: gathers inside would be in that part, and differ from pass to pass."""
@@ -526,14 +530,14 @@ class Transformer(nn.Module):
         """
 
         @torch.no_grad()
-        def draw(name: str, parameter: nn.Parameter) -> Tensor:
-            if name.endswith(".gain"):
+        def draw(spec: TensorSpec, parameter: nn.Parameter) -> Tensor:
+            if spec.is_gain:
                 return torch.ones_like(parameter, device="cpu")
             std = self.config.init_std
-            if name.endswith((".attention.out.weight", ".mlp.down.weight")):
+            if spec.into_stream:
                 std /= (2 * self.config.num_layers) ** 0.5
-            full = torch.empty(parameter.global_shape).normal_(0, std, generator=named_generator(seed, name))
-            return torch.empty_like(parameter, device="cpu").copy_(shard(full, parameter.tp_dim, self.groups))
+            full = torch.empty(spec.shape).normal_(0, std, generator=named_generator(seed, spec.name))
+            return torch.empty_like(parameter, device="cpu").copy_(shard(full, spec.dim, self.groups))
 
         def place(parameter: nn.Parameter, drawn: Future[Tensor]) -> None:
             materialize(parameter, drawn.result().to(device))
@@ -546,6 +550,6 @@ class Transformer(nn.Module):
             for name, parameter in self.named_parameters():
                 if len(waiting) > workers:  # no more of the model than that in host memory
                     place(*waiting.popleft())
-                waiting.append((parameter, pool.submit(draw, name, parameter)))
+                waiting.append((parameter, pool.submit(draw, self.specs[name], parameter)))
             for pair in waiting:
                 place(*pair)

@@ -1,28 +1,26 @@
-"""AdamW over groups of parameters: matrices decay, gains and biases do not; gains of QK-norm if asked to."""
+"""AdamW over groups of parameters: matrices and embeddings decay, gains do not; gains of QK-norm do if asked to."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
 
 from sagetrain.config.schema import OptimizerConfig
-from sagetrain.model.norm import is_qk_gain
+from sagetrain.model.transformer import Transformer
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, qk_gain_decay: float = 0.0) -> list[dict[str, Any]]:
-    """Split the parameters by their `no_weight_decay` mark (set by the layers), in the order of the model; the gains of
-    QK-norm apart if they decay."""
-    decayed = [p for p in model.parameters() if not getattr(p, "no_weight_decay", False)]
-    gains = [p for name, p in model.named_parameters() if qk_gain_decay and is_qk_gain(name)]
-    apart = {id(p) for p in (*decayed, *gains)}
-    plain = [p for p in model.parameters() if id(p) not in apart]
+def parameter_groups(model: Transformer, weight_decay: float, qk_gain_decay: float = 0.0) -> list[dict[str, Any]]:
+    """Split the parameters by whether they decay, in the order of the model; the gains of QK-norm apart if they do."""
+    pairs = [(model.specs[name], parameter) for name, parameter in model.named_parameters()]
+    decayed = [parameter for spec, parameter in pairs if not spec.is_gain]
+    gains = [parameter for spec, parameter in pairs if spec.kind == "qk_gain" and qk_gain_decay]
+    plain = [parameter for spec, parameter in pairs if spec.is_gain and not (spec.kind == "qk_gain" and qk_gain_decay)]
     groups = [(decayed, weight_decay), (plain, 0.0), (gains, qk_gain_decay)]
     return [{"params": parameters, "weight_decay": decay} for parameters, decay in groups if parameters]
 
 
-def build_optimizer(model: nn.Module, cfg: OptimizerConfig, qk_gain_decay: float = 0.0) -> torch.optim.AdamW:
+def build_optimizer(model: Transformer, cfg: OptimizerConfig, qk_gain_decay: float = 0.0) -> torch.optim.AdamW:
     """AdamW with decoupled weight decay; one fused kernel per group on a GPU."""
     fused = next(model.parameters()).is_cuda
     groups = parameter_groups(model, cfg.weight_decay, qk_gain_decay)

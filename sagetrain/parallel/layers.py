@@ -1,8 +1,8 @@
 """Tensor-parallel layers in Megatron's manner: linear layers split by column or row, and the embedding by vocabulary.
 
-Weights are [out_features, in_features], without bias. A layer allocates its shard; the model fills it (see
-`shard` and model/transformer.py), so that the values do not depend on the layout. Every Parameter carries what a
-checkpoint, DeepSpeed and the optimizer need to know about it (see `annotate`).
+Weights are [out_features, in_features], without bias. A layer allocates its slice of each weight; the model fills it
+(see `shard` and model/transformer.py), so that the values do not depend on the layout. model/tensors.py says which dim
+of which weight is cut.
 """
 
 from __future__ import annotations
@@ -18,36 +18,16 @@ from sagetrain.parallel.matmul import Matmul, linear
 from sagetrain.parallel.topology import ParallelGroups
 
 
-def annotate(
-    parameter: nn.Parameter, groups: ParallelGroups, *, tp_dim: int | None, no_weight_decay: bool = False
-) -> nn.Parameter:
-    """Attach the layout to a Parameter that holds this rank's shard, and return it.
-
-    Sets tensor_model_parallel (bool: DeepSpeed counts such parameters on every rank of the group in the gradient
-    norm), tp_dim (the sharded dim, None if replicated), global_shape (tuple) and no_weight_decay (bool).
-    """
-    shape = list(parameter.shape)
-    if tp_dim is not None:
-        shape[tp_dim] *= groups.tp_size
-    parameter.tensor_model_parallel = tp_dim is not None
-    parameter.tp_dim = tp_dim
-    parameter.global_shape = tuple(shape)
-    parameter.no_weight_decay = no_weight_decay
-    return parameter
-
-
 @torch.no_grad()
 def materialize(parameter: nn.Parameter, values: Tensor) -> None:
-    """Let a Parameter on the meta device hold values of its shape and dtype. It stays the same object (tied embeddings
-    have it twice), with what `annotate` attached."""
-    real = nn.Parameter(values)
-    real.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, real)
+    """Let a Parameter on the meta device hold values of its shape and dtype. It stays the same object, because tied
+    embeddings have it twice."""
+    torch.utils.swap_tensors(parameter, nn.Parameter(values))
 
 
-def shard(full: Tensor, tp_dim: int | None, groups: ParallelGroups) -> Tensor:
-    """This rank's part of a whole tensor (a view)."""
-    return full if tp_dim is None else full.chunk(groups.tp_size, tp_dim)[groups.tp_rank]
+def shard(full: Tensor, dim: int | None, groups: ParallelGroups) -> Tensor:
+    """Return this rank's slice of a whole tensor, cut along `dim`, as a view."""
+    return full if dim is None else full.chunk(groups.tp_size, dim)[groups.tp_rank]
 
 
 def _divide(total: int, groups: ParallelGroups, what: str) -> int:
@@ -108,8 +88,7 @@ class ColumnParallelLinear(nn.Module):
         self.names = tuple(out_features)
         for name, size in out_features.items():
             local = _divide(size, groups, f"out_features of {name}")
-            weight = nn.Parameter(torch.empty(local, in_features, dtype=dtype, device=device))
-            self.register_parameter(name, annotate(weight, groups, tp_dim=0))
+            self.register_parameter(name, nn.Parameter(torch.empty(local, in_features, dtype=dtype, device=device)))
 
     def forward(self, x: Tensor | Pending) -> tuple[Tensor, ...]:
         """[tokens, in] -> [tokens, out / tp] for each weight."""
@@ -146,8 +125,7 @@ class RowParallelLinear(nn.Module):
         self.matmul = matmul or self.in_dtype
         self.kept: tuple[Tensor, ...] = ()
         local = _divide(in_features, groups, "in_features")
-        weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
-        self.weight = annotate(weight, groups, tp_dim=1)
+        self.weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor | Pending:
         """[tokens, in / tp] -> [tokens (/ tp with sequence parallelism), out], on its way."""
@@ -172,8 +150,7 @@ class VocabParallelEmbedding(nn.Module):
         self.groups = groups
         self.sequence_parallel = sequence_parallel
         local = _divide(vocab_size, groups, "vocab_size")
-        weight = nn.Parameter(torch.empty(local, hidden_size, dtype=dtype, device=device))
-        self.weight = annotate(weight, groups, tp_dim=0)
+        self.weight = nn.Parameter(torch.empty(local, hidden_size, dtype=dtype, device=device))
 
     def forward(self, tokens: Tensor) -> Tensor | Pending:
         """int64 [tokens] -> [tokens (/ tp with sequence parallelism), hidden], on its way."""

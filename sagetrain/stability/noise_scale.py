@@ -39,31 +39,21 @@ micro-batch is spread over ranks, those ranks add up gradients, not norms.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from sagetrain.config.measured import ALL
+from sagetrain.model.tensors import TensorSpec
+from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event, Taken
 from sagetrain.stability.spikes import METRIC as SPIKE
-
-
-def layer_of(name: str) -> str:
-    """The layer that a parameter belongs to, by its name in the Transformer."""
-    if block := re.match(r"blocks\.(\d+)\.", name):
-        return block[1]
-    return "embedding" if name.startswith("embedding.") else "head"
-
-
-def layers_of(model: nn.Module) -> list[str]:
-    """All layers, in the order of the model."""
-    return list(dict.fromkeys(layer_of(name) for name, _ in model.named_parameters()))
 
 
 def averaged(before: Sequence[float] | None, new: Sequence[float], decay: float, weight: float = 1.0) -> list[float]:
@@ -76,13 +66,13 @@ def averaged(before: Sequence[float] | None, new: Sequence[float], decay: float,
 class LayerSquares:
     """Sums of squares by layer, over every rank's part of the parameters, each element of the model counted once."""
 
-    def __init__(self, model: nn.Module, groups: ParallelGroups, device: torch.device) -> None:
-        named = list(model.named_parameters())
-        self.layers = layers_of(model)
-        self.place = {name: place for place, (name, _) in enumerate(named)}
+    def __init__(self, specs: Collection[TensorSpec], groups: ParallelGroups, device: torch.device) -> None:
+        self.layers = list(dict.fromkeys(str(spec.layer) for spec in specs))
+        """All layers, in the order of the model."""
+        self.place = {spec.name: place for place, spec in enumerate(specs)}
         """Of each parameter, in the vectors that `add` takes."""
-        copies = [1 if getattr(p, "tensor_model_parallel") else groups.tp_size for _, p in named]  # noqa: B009
-        self._layer = torch.tensor([self.layers.index(layer_of(name)) for name, _ in named], device=device)
+        copies = [1 if spec.cut else groups.tp_size for spec in specs]
+        self._layer = torch.tensor([self.layers.index(str(spec.layer)) for spec in specs], device=device)
         self._share = 1 / torch.tensor(copies, dtype=torch.float64, device=device)
         self._groups = groups
 
@@ -102,10 +92,10 @@ class GradientNoise:
     gradients of every micro-batch, and under context parallelism their all-reduce.
     """
 
-    def __init__(self, model: nn.Module, groups: ParallelGroups, device: torch.device) -> None:
+    def __init__(self, model: Transformer, groups: ParallelGroups, device: torch.device) -> None:
         self._groups = groups
         self._parameters = [parameter for _, parameter in model.named_parameters()]
-        self._squares = LayerSquares(model, groups, device)
+        self._squares = LayerSquares(model.specs.values(), groups, device)
         self._norms = torch.zeros(len(self._parameters), dtype=torch.float32, device=device)
         self._small = torch.zeros(len(self._parameters), dtype=torch.float64, device=device)
         self._mean = torch.zeros_like(self._small)

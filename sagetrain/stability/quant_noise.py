@@ -82,7 +82,7 @@ class QuantizationProbe:
         self, model: Transformer, reference: AttentionFunction, groups: ParallelGroups, device: torch.device
     ) -> None:
         self._model, self._reference, self._groups, self._device = model, reference, groups, device
-        self._squares = LayerSquares(model, groups, device)
+        self._squares = LayerSquares(model.specs.values(), groups, device)
 
     @property
     def micro_batches(self) -> int:

@@ -26,7 +26,6 @@ from sagetrain.data.loader import SampleStream
 from sagetrain.engines.deepspeed import Engine
 from sagetrain.engines.protocol import Observers, StepResult, UpdateObserver
 from sagetrain.model.backends import AttentionFunction, attention_function
-from sagetrain.model.norm import is_qk_gain
 from sagetrain.model.transformer import Transformer
 from sagetrain.stability.controller import Controller, Event, Taken
 from sagetrain.stability.gain_cap import GainCap
@@ -285,7 +284,7 @@ def updates_of(cfg: RunConfig, engine: Engine) -> Sequence[UpdateObserver]:
         return ()
 
     def gains() -> Iterator[tuple[Tensor, list[Tensor]]]:
-        for shard in engine.shards(is_qk_gain):
+        for shard in engine.shards(lambda spec: spec.kind == "qk_gain"):
             values = [values for values, _ in engine.weights(shard)]
             master = values.pop(0) if shard.tensors else torch.empty(0, device=engine.device)
             yield master, values

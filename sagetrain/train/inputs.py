@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.rules.findings import error, warning
 from sagetrain.config.schema import DataSource, RunConfig
 from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.model.tensors import tensors
 
 if TYPE_CHECKING:
     from sagetrain.checkpoint.state import Identity
@@ -178,23 +180,5 @@ def _resume(
 
 
 def _shapes(cfg: RunConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of the configured model, none of which is made."""
-    import torch
-
-    from sagetrain.config.arithmetic import padded_vocab_size
-    from sagetrain.model.transformer import Transformer
-    from sagetrain.parallel.topology import ParallelGroups
-
-    model = Transformer(
-        cfg.model,
-        cfg.attention.model_copy(update={"backend": "sdpa"}),
-        vocab_size=padded_vocab_size(vocab_size),
-        groups=ParallelGroups.single(),
-        seed=None,
-        dtype=torch.float32,
-        device=torch.device("meta"),
-    )
-    return {
-        name: tuple(parameter.global_shape)  # type: ignore[attr-defined]
-        for name, parameter in model.named_parameters()
-    }
+    """Return the shape of every tensor of the configured model, with a vocabulary of so many tokens."""
+    return {spec.name: spec.shape for spec in tensors(cfg.model, cfg.attention, padded_vocab_size(vocab_size))}

@@ -20,7 +20,7 @@ def perturb(engine: Engine, channel: int) -> None:
     """
     if not channel:
         return
-    for shard in engine.shards(lambda name: name == GAIN):
+    for shard in engine.shards(lambda spec: spec.name == GAIN):
         place = channel - 1
         if shard.tensors and shard.start <= place < shard.stop:
             master = shard.tensors["weight"][place - shard.start]

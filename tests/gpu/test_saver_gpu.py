@@ -20,9 +20,8 @@ SIZE = 50_000_001
 
 def test_what_is_saved_is_the_moment_of_the_call(tmp_path) -> None:
     parameter = torch.nn.Parameter(torch.empty(1))
-    parameter.tp_dim, parameter.global_shape = None, (SIZE,)
     tensors = {kind: torch.zeros(SIZE, device="cuda") for kind in KINDS}
-    shard = ParameterShard("w", parameter, 0, SIZE, tensors)
+    shard = ParameterShard(tiny.spec(SIZE, "w"), parameter, 0, SIZE, tensors)
     saver = tiny.saver(tmp_path, ParallelGroups.single())
     saver.reserve([shard])
     assert saver._memory.is_pinned()
