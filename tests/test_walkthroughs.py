@@ -1,0 +1,37 @@
+"""The diffs of docs/extending.md apply to the source as it is, and a run trains, saves and exports with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from runs import ROOT, write_config
+
+
+def test_the_walkthroughs_apply_and_a_run_trains_and_exports_with_them(corpus: Path, tmp_path: Path) -> None:
+    """A change of the lines around them needs a change of the page: make the diffs again with git diff -U2."""
+    for folder in ("sagetrain", "kernels/sagekernels"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    diffs = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/extending.md").read_text(), re.M | re.S)
+    assert len(diffs) == 3
+    for diff in diffs:
+        subprocess.run(["git", "apply", "-C1"], input=diff, text=True, cwd=tmp_path, check=True)
+    sections = {
+        "model": {"activation": "relu2"},
+        "optimizer": {"name": "radam"},
+        "training": {"total_tokens": 768},
+        "lr_schedule": {"warmup_tokens": 256},
+    }
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", **sections)
+    path = os.pathsep.join((str(tmp_path), str(tmp_path / "kernels")))
+    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    for words in (["train", str(config)], ["export", str(tmp_path / "run"), str(tmp_path / "hf")]):
+        subprocess.run([sys.executable, "-m", "sagetrain", *words], cwd=tmp_path, env=env, check=True)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert any(row.get("train/documents", 0) > 0 for row in rows)
+    assert json.loads((tmp_path / "hf/config.json").read_text())["hidden_act"] == "relu2"
