@@ -110,6 +110,29 @@ def test_tokens_are_those_of_transformers(plain: str, name: str, tmp_path: Path)
     assert (exported.eos_token_id, exported.bos_token_id) == (theirs.eos_token_id, theirs.bos_token_id)
 
 
+@pytest.mark.parametrize("of_class", ["GPT2TokenizerFast", "PreTrainedTokenizerFast"])
+def test_a_space_before_texts_is_put_where_transformers_puts_it(plain: str, of_class: str, tmp_path: Path) -> None:
+    config = {"add_prefix_space": True, "tokenizer_class": of_class, "bos_token": "<|end|>", "unk_token": "<|end|>"}
+    file = write(tmp_path / "theirs", plain, config=config)
+    theirs, ours = AutoTokenizer.from_pretrained(file.parent), Tokenizer.load(file)
+    assert ours.encode("Hi there") == theirs.encode("Hi there", add_special_tokens=False)
+    assert bool(ours.notes) == (of_class == "GPT2TokenizerFast") == (ours.decode(ours.encode("Hi"))[0] == " ")
+    for name, content in tokenizer_files(ours, 128).items():
+        (file.parent / name).write_bytes(content)
+    exported = AutoTokenizer.from_pretrained(file.parent)
+    assert exported.encode("Hi there") == ours.encode("Hi there") == Tokenizer.load(file).encode("Hi there")
+
+
+def test_a_space_that_the_pipeline_alone_puts_before_texts_is_said(tmp_path: Path) -> None:
+    tree = json.loads(tokenizer_files(published_tokenizer(), 128)["tokenizer.json"])
+    tree["normalizer"] = {"type": "Prepend", "prepend": "\u2581"}
+    config = {"add_prefix_space": False, "tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    (said,) = Tokenizer.load(tmp_path / "tokenizer.json").notes
+    assert "add_prefix_space false, tokenizer.json puts a space before a text: the latter is taken" in said
+
+
 def test_what_is_added_and_what_is_left_out_is_said(plain: str, tmp_path: Path) -> None:
     said = Tokenizer.load(write(tmp_path / "a", plain, **CASES["decoder"])).notes
     assert (

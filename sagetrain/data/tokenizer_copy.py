@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.tokenizer_config import Beside, Stated, read_beside
+from sagetrain.data.tokenizer_config import CONFIG, Beside, Stated, read_beside
 
 TOKENIZER_CONFIG = "tokenizer_config"
 """Key of our copies of tokenizer.json that holds what lay beside it: its special tokens, its chat templates."""
@@ -27,6 +27,7 @@ _ADD_BOS = _FIELD + b"\x0dadd_bos_token"
 """Copies by earlier versions end so if they put a bos before a text; later ones say so in JSON."""
 _BEGIN = b'{"beside_sentencepiece": '
 _LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")  # by their documentation, which transformers 5 does not keep to
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # with which transformers keeps to tokenizer.json
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # SentencePiece's types of pieces
 
 
@@ -69,7 +70,7 @@ def completed(model: bytes, file: Path) -> tuple[bytes, list[str]]:
 
 def _with_json(tree: dict[str, Any], file: Path) -> tuple[bytes, list[str]]:
     beside = read_beside(file.parent)
-    notes = list(beside.notes)
+    notes = [*beside.notes, *_prefix_space(tree, beside, file)]
     try:
         added = {entry["id"]: _added(entry) for entry in tree.get("added_tokens") or []}
         vocabulary = tree["model"]["vocab"]
@@ -92,6 +93,26 @@ def _with_json(tree: dict[str, Any], file: Path) -> tuple[bytes, list[str]]:
     notes += _left_out(beside, numbers)
     tree[TOKENIZER_CONFIG] = _config(beside, ("bos_token", "eos_token", "unk_token", "pad_token"))
     return json.dumps(tree, ensure_ascii=False).encode(), notes
+
+
+def _prefix_space(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]:
+    """Let the pipeline put a space before a text where tokenizer_config.json says so and transformers does it, which is
+    with tokenizers of bytes; say it. Say also where transformers leaves out a space that the pipeline puts there."""
+    asked, of_class = beside.config.get("add_prefix_space"), beside.config.get("tokenizer_class")
+    if not isinstance(asked, bool) or of_class in (None, *_GENERIC):
+        return []
+    parts = [tree.get("pre_tokenizer") or {}, tree.get("normalizer") or {}]
+    parts += [each for part in parts for key in ("pretokenizers", "normalizers") for each in part.get(key) or []]
+    says = f"{file.parent / CONFIG} says add_prefix_space {str(asked).lower()}"
+    other = [part for part in parts if part.get("type") == "ByteLevel" and part.get("add_prefix_space", True) != asked]
+    for part in other:
+        part["add_prefix_space"] = asked
+    if other:
+        return [f"{says}, {file.name} the contrary: the former is taken, as transformers does"]
+    puts = any(part.get("type") == "Prepend" or part.get("prepend_scheme") in ("first", "always") for part in parts)
+    if puts and not asked:
+        return [f"{says}, {file.name} puts a space before a text: the latter is taken; transformers does the former"]
+    return []
 
 
 def _added(entry: Mapping[str, Any]) -> AddedToken:
