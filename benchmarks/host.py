@@ -33,7 +33,8 @@ from sagetrain.config.load import load_config
 from sagetrain.data.loader import Batch
 from sagetrain.engines.deepspeed import Engine
 from sagetrain.model.backends import AttentionFunction, TokenLayout
-from sagetrain.model.selection import matmuls_of
+from sagetrain.model.compile import compile_blocks
+from sagetrain.model.selection import attention_functions, matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
 from sagetrain.parallel.topology import ParallelGroups, Topology
@@ -129,11 +130,11 @@ def main(words: Sequence[str] | None = None) -> None:
         groups=groups,
         sequence_parallel=True,
         overlap=not arguments.whole,
-        functions=[Added()] * cfg.model.num_layers if tiny else None,
+        functions=[Added()] * cfg.model.num_layers if tiny else attention_functions(cfg.attention, cfg.model, **place),
         matmuls=matmuls,
         **place,
     )
-    model.compile_blocks(arguments.compile)
+    compile_blocks(model, arguments.compile)
     engine = Engine(cfg, model, groups, 2)  # never at the end of a step: no micro-step reduces gradients
     engine._ds.train()
 

@@ -32,6 +32,7 @@ from sagetrain.config.load import dump_config, load_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.engines.deepspeed import Engine, partitioner
+from sagetrain.model.selection import attention_functions
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
@@ -49,15 +50,17 @@ def build(cfg: RunConfig) -> Engine:
     attention = cfg.attention
     if attention.backend == "auto":
         attention = attention.model_copy(update={"backend": "sdpa"})
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
     model = Transformer(
         cfg.model,
         attention,
+        functions=attention_functions(attention, cfg.model, device=device, dtype=dtype),
         vocab_size=padded_vocab_size(cfg.model.vocab_size or VOCAB),
         groups=groups,
         sequence_parallel=parallel.sequence_parallel,
         activation_checkpointing=cfg.training.activation_checkpointing,
         seed=cfg.training.seed,
-        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype],
+        dtype=dtype,
         device=device,
         partition=partitioner(cfg, groups),
     )

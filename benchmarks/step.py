@@ -33,7 +33,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.accounting import flops_per_token
-from sagetrain.model.selection import matmuls_of
+from sagetrain.model.compile import compile_blocks
+from sagetrain.model.selection import attention_functions, matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.topology import ParallelGroups
@@ -203,7 +204,7 @@ class Case:
         model.keep_weights()
 
         def compiled() -> Callable[..., Tensor]:
-            model.compile_blocks()
+            compile_blocks(model)
             return model
 
         return Contender(model, compiled, model.keep_weights)
@@ -220,7 +221,10 @@ class Case:
     def _transformer(self, attention: AttentionConfig, linear: LinearConfig) -> Transformer:
         groups, place = ParallelGroups.single(), {"dtype": torch.bfloat16, "device": self.device}
         matmuls, _ = matmuls_of(linear, self.shape, tensor_parallel_size=1, **place)
-        return Transformer(self.shape, attention, vocab_size=VOCAB, groups=groups, matmuls=matmuls, **place)
+        functions = attention_functions(attention, self.shape, **place)
+        return Transformer(
+            self.shape, attention, vocab_size=VOCAB, groups=groups, functions=functions, matmuls=matmuls, **place
+        )
 
 
 class MasterAdamW:

@@ -48,7 +48,7 @@ def save_runs(runs: list[tuple[str, RunConfig, int]], tokenizer: Path) -> None:
         groups = ParallelGroups.single()
         if dist.is_initialized():
             groups = ParallelGroups.create(Topology(dist.get_world_size(), tp_size, 1))
-        model = Transformer(
+        model = tiny.transformer(
             cfg.model, cfg.attention, vocab_size=padded_vocab_size(loaded.vocab_size), groups=groups, seed=0
         )
         randomize(model)

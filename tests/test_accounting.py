@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import TensorWeakRef
 
+import tiny
 from distributed import run_distributed
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
@@ -29,9 +30,10 @@ from sagetrain.model.accounting import (
     reduce_bucket_size,
 )
 from sagetrain.model.backends import AttentionFunction
+from sagetrain.model.block import Block
 from sagetrain.model.operations import Attention, Matmul, block_operations, end_operations, of_kind
 from sagetrain.model.selection import matmuls_of
-from sagetrain.model.transformer import Block, Transformer
+from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import lowbit
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
@@ -66,7 +68,7 @@ def run_config(**sections: dict) -> RunConfig:
 
 def transformer(model: ModelConfig, attention: AttentionConfig, **kwargs) -> Transformer:
     kwargs = {"groups": ParallelGroups.single(), "device": torch.device("cpu"), **kwargs}
-    return Transformer(model, attention, vocab_size=VOCAB, **kwargs)
+    return tiny.transformer(model, attention, vocab_size=VOCAB, **kwargs)
 
 
 @pytest.mark.parametrize("qk_norm", QK_NORMS)

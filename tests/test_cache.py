@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import tiny
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RopeScaling
 from sagetrain.inference import cache
 from sagetrain.inference.cache import CachedModel
@@ -22,7 +23,7 @@ YARN = RopeScaling(type="yarn", factor=4.0, original_seq_length=8)
 def model(qk_norm: str = "before_rope", **shape: object) -> Transformer:
     config = ModelConfig.model_validate({**SHAPE, "init_std": 0.1, **shape})
     attention = AttentionConfig(backend="sdpa", qk_norm=qk_norm)
-    return Transformer(config, attention, vocab_size=64, groups=ParallelGroups.single(), seed=3).eval()
+    return tiny.transformer(config, attention, vocab_size=64, groups=ParallelGroups.single(), seed=3).eval()
 
 
 def texts(*lengths: int) -> list[list[int]]:

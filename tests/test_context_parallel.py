@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import tiny
 from distributed import run_distributed
 from sagekernels import sage_attention
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.accounting import block_activation_bytes
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.collectives import gather_heads, scatter_heads
 from sagetrain.parallel.layers import shard
@@ -52,7 +54,7 @@ def random(seed: int, *shape: int) -> Tensor:
 
 def model(groups: ParallelGroups, backend: str, **arguments: object) -> Transformer:
     """Larger weights, and gains that are not 1: the same in every layout."""
-    network = Transformer(SHAPE, AttentionConfig(backend=backend), vocab_size=VOCAB, groups=groups, **arguments)
+    network = tiny.transformer(SHAPE, AttentionConfig(backend=backend), vocab_size=VOCAB, groups=groups, **arguments)
     with torch.no_grad():
         for i, (spec, parameter) in enumerate(zip(network.specs.values(), network.parameters(), strict=True)):
             noise = random(i, *spec.shape)
@@ -128,7 +130,7 @@ def check_compiled(groups: ParallelGroups) -> None:
     for compiled in (False, True):
         network = model(groups, "sage")
         if compiled:
-            network.compile_blocks(backend="aot_eager")  # without the C++ compiler
+            compile_blocks(network, backend="aot_eager")  # without the C++ compiler
         loss = network(**batch(True).inputs("cpu", groups.cp_rank, groups.cp_size))
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in network.parameters())])

@@ -20,7 +20,7 @@ from sagetrain.config.rules import fit
 from sagetrain.config.rules.engine import PROVEN
 from sagetrain.data.loader import Batch
 from sagetrain.engines import deepspeed as engine_module
-from sagetrain.model.transformer import Transformer
+from sagetrain.model.compile import compile_blocks
 
 ACCUMULATIONS = [1, 4, 3, 4, 8, 4, 1, 2]
 
@@ -293,7 +293,7 @@ def compiled_losses(
     cfg = tiny.config(
         stage, optimizer={"eps": 1e-6}, training={"activation_checkpointing": again}, model=layers
     ).model_copy(update={"deepspeed": {"zero_optimization": zero}})
-    model = Transformer(
+    model = tiny.transformer(
         cfg.model,
         cfg.attention,
         vocab_size=tiny.VOCAB,
@@ -304,7 +304,7 @@ def compiled_losses(
         partition=engine_module.partitioner(cfg, groups),
     )
     if backend:
-        model.compile_blocks(backend, whole=stage == 3)
+        compile_blocks(model, backend, whole=stage == 3)
     engine = engine_module.Engine(cfg, model, groups, 1)
     results = [tiny.global_step(engine, step, sequences=4 // tp_size) for step in range(3)]
     # What was gathered is given back: on a real model that is the point of ZeRO 3.

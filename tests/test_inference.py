@@ -17,7 +17,7 @@ from sagetrain.data.token_file import TokenFile
 from sagetrain.inference import load
 from sagetrain.inference.evaluate import evaluate
 from sagetrain.inference.load import load_run
-from sagetrain.model.transformer import Transformer
+from sagetrain.model import transformer
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_no_weight_is_drawn_that_the_checkpoint_overwrites(run: Path, monkeypatc
     def draw(*_: object) -> None:
         raise AssertionError("weights are drawn")
 
-    monkeypatch.setattr(Transformer, "_initialize", draw)
+    monkeypatch.setattr(transformer, "initialize", draw)
     loaded, reader = load_run(run, print), load.open_run(run, print).reader
     for name, parameter in loaded.model.named_parameters():
         assert parameter.device.type == "cpu" and parameter.requires_grad

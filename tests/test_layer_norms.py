@@ -13,6 +13,7 @@ from distributed import run_distributed
 from sagetrain.data.loader import Batch
 from sagetrain.engines.deepspeed import Engine
 from sagetrain.engines.protocol import Observers
+from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
 
 Layout = tuple[int, int, int, str, str, str]
@@ -48,7 +49,7 @@ def measured(layouts: list[Layout]) -> list[tuple[dict[str, float], list[float],
             model = tiny.model(cfg, groups)
             model.activation_checkpointing, model.overlap = again, overlap == "on"
             if backend:
-                model.compile_blocks(backend, whole=stage == 3)
+                compile_blocks(model, backend, whole=stage == 3)
             engine = Engine(cfg, model, groups, 1)
             batches = [
                 Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])

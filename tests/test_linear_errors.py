@@ -20,7 +20,9 @@ from sagetrain.data.loader import Batch
 from sagetrain.engines.deepspeed import Engine
 from sagetrain.engines.protocol import Observers
 from sagetrain.model.accounting import memory_per_rank
-from sagetrain.model.transformer import Block, Transformer
+from sagetrain.model.block import Block
+from sagetrain.model.compile import compile_blocks
+from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability import linear_errors, monitor
@@ -55,7 +57,7 @@ def batch(groups: ParallelGroups) -> Batch:
 def built(cfg: RunConfig, groups: ParallelGroups, compiled: bool = False) -> Engine:
     model = tiny.model(cfg, groups)
     if compiled:
-        model.compile_blocks("aot_eager")
+        compile_blocks(model, "aot_eager")
     return Engine(cfg, model, groups, 1)
 
 

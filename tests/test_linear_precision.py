@@ -22,6 +22,7 @@ from sagetrain.data.loader import Batch
 from sagetrain.engines.deepspeed import Engine
 from sagetrain.inference.evaluate import evaluate, together
 from sagetrain.inference.load import load_run
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import layers
@@ -51,7 +52,7 @@ def model(
     place = {"tensor_parallel_size": groups.tp_size, "device": torch.device("cpu"), "dtype": torch.float32}
     matmuls, _ = matmuls_of(linear, shape, **place)
     attention = AttentionConfig(backend="sdpa")
-    network = Transformer(shape, attention, vocab_size=VOCAB, groups=groups, matmuls=matmuls, **arguments)
+    network = tiny.transformer(shape, attention, vocab_size=VOCAB, groups=groups, matmuls=matmuls, **arguments)
     with torch.no_grad():
         for i, (spec, parameter) in enumerate(zip(network.specs.values(), network.parameters(), strict=True)):
             noise = torch.randn(spec.shape, generator=torch.Generator().manual_seed(i))
@@ -219,7 +220,7 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
         for number, how in enumerate(ways if tp_size > 1 else [{}]):
             spread = model(linear_of(name), groups, **how)
             if number == 0 and cp_size == 1 and name == ("fp8", "rowwise"):
-                spread.compile_blocks(backend="aot_eager")  # without the C++ compiler
+                compile_blocks(spread, backend="aot_eager")  # without the C++ compiler
             spread.keep_weights()
             found = results(spread, groups)
             dims = [None, *(spec.dim for spec in spread.specs.values())]
@@ -299,7 +300,7 @@ def test_blocks_of_one_precision_share_a_graph() -> None:
     network.keep_weights()
     eager = results(network)
     network.zero_grad()
-    network.compile_blocks(backend="aot_eager")
+    compile_blocks(network, backend="aot_eager")
     compiled = results(network)
     torch.testing.assert_close(compiled, eager)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3  # of blocks in 16 bits, in 8, of the first norm

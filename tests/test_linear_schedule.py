@@ -18,6 +18,7 @@ from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig
 from sagetrain.inference.load import load_run
 from sagetrain.inference.ranks import Ranks
 from sagetrain.model.backends import Sage, Sdpa
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.topology import ParallelGroups, Topology
@@ -58,7 +59,7 @@ def moving_steps(
     cfg = tiny.config(stage, model=shape, parallel=parallel, linear={"precision": "fp8", **linear})
     model = tiny.model(cfg, groups)
     if backend:
-        model.compile_blocks(backend, whole=stage == 3)
+        compile_blocks(model, backend, whole=stage == 3)
     engine = tiny.Engine(cfg, model, groups, 1)
     first, last = cfg.linear.keep_first_fraction or 0, cfg.linear.keep_last_fraction or 0
     now = lambda tokens: LinearSchedule(cfg.linear, model, engine.weights_changed, 500, tokens)  # noqa: E731
@@ -137,7 +138,7 @@ def graphs_of_rungs() -> list[int]:
     model = tiny.model(cfg, groups)
     model.functions = LADDER[:1] * 4
     torch._dynamo.reset()
-    model.compile_blocks("eager", later=LADDER)
+    compile_blocks(model, "eager", later=LADDER)
     tokens, graphs = torch.arange(2 * tiny.SEQ).view(2, tiny.SEQ) % tiny.VOCAB, []
     for _ in range(2):
         for function in LADDER:

@@ -5,8 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import tiny
 from distributed import run_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import parameter_groups
 from sagetrain.parallel.layers import shard
@@ -25,7 +27,7 @@ PACKED = {
 def _model(groups: ParallelGroups, *, tied: bool, qk_norm: str = "before_rope", **arguments: object) -> Transformer:
     shape = SHAPE.model_copy(update={"tie_embeddings": tied})
     attention = AttentionConfig(backend="sdpa", qk_norm=qk_norm)
-    return Transformer(shape, attention, vocab_size=VOCAB, groups=groups, seed=11, **arguments)
+    return tiny.transformer(shape, attention, vocab_size=VOCAB, groups=groups, seed=11, **arguments)
 
 
 def _batch(step: int = 0) -> tuple[Tensor, Tensor]:
@@ -90,7 +92,7 @@ def _check_compiled(groups: ParallelGroups, sequence_parallel: bool, overlap: bo
             place = {"sequence_parallel": sequence_parallel, "overlap": overlap, "activation_checkpointing": how}
             model = _model(groups, tied=True, **place)
             if compiled:
-                model.compile_blocks(backend="aot_eager")  # without the C++ compiler
+                compile_blocks(model, backend="aot_eager")  # without the C++ compiler
             loss = model(*_batch(), **PACKED)
             loss.backward()
             results[how] = [loss.detach(), *(p.grad for p in model.parameters())]
@@ -116,7 +118,7 @@ def _check_tensor_parallel(tp_size: int) -> None:
         _check_compiled(groups, False, True, ("none", "selective"))
         _check_compiled(groups, True, False, ("none",))
     with pytest.raises(ValueError, match="not a multiple of tensor_parallel_size"):
-        Transformer(SHAPE, AttentionConfig(backend="sdpa"), vocab_size=VOCAB + 1, groups=groups)
+        tiny.transformer(SHAPE, AttentionConfig(backend="sdpa"), vocab_size=VOCAB + 1, groups=groups)
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])

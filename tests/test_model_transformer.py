@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+import tiny
 from llama_reference import reference_loss
 from sagekernels import attention_reference
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.model import schedule
+from sagetrain.model import walks
 from sagetrain.model.backends import AttentionFunction, Flash, Sage, Sdpa, TokenLayout, find_varlen_attn, token_layout
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.rotary import apply_rotary, rotary_tables
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
@@ -42,7 +44,7 @@ def _model(
     shape: str = "grouped_tied", qk_norm: str = "before_rope", backend: str = "sdpa", **arguments: object
 ) -> Transformer:
     attention = AttentionConfig(backend=backend, qk_norm=qk_norm)
-    return Transformer(SHAPES[shape], attention, vocab_size=VOCAB, groups=SINGLE, **arguments)
+    return tiny.transformer(SHAPES[shape], attention, vocab_size=VOCAB, groups=SINGLE, **arguments)
 
 
 def _shake(model: Transformer) -> Transformer:
@@ -152,7 +154,7 @@ def test_activation_checkpointing_changes_nothing(how: str, backend: str, compil
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         if compiled:
-            model.compile_blocks(backend="aot_eager")
+            compile_blocks(model, backend="aot_eager")
         found.append([_gradients(model, *_batch(), **packing) for packing in ({}, PACKED)])
         assert not torch._dynamo.utils.counters["graph_break"]
     for plain, recomputed in zip(*found, strict=True):
@@ -198,8 +200,8 @@ def test_attention_and_matmuls_of_a_gpu_are_dear() -> None:
         getattr(aten, f"_scaled_dot_product_{kernel}_attention") for kernel in ("cudnn", "flash", "efficient")
     ]
     for operator in operators:
-        assert schedule._policy(None, operator.default) == CheckpointPolicy.MUST_SAVE, operator
-    assert schedule._policy(None, aten.silu.default) == CheckpointPolicy.PREFER_RECOMPUTE
+        assert walks._policy(None, operator.default) == CheckpointPolicy.MUST_SAVE, operator
+    assert walks._policy(None, aten.silu.default) == CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_activation_checkpointing_keeps_block_inputs_only() -> None:
@@ -220,7 +222,7 @@ def test_blocks_compile_to_one_graph(backend: str, packing: dict) -> None:
     eager = _gradients(model, *_batch(), **packing)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model.compile_blocks(backend="aot_eager")  # which needs no C++ compiler
+    compile_blocks(model, backend="aot_eager")  # which needs no C++ compiler
     _assert_same(_gradients(model, *_batch(), **packing), eager, 1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the blocks, the first norm
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -236,7 +238,7 @@ def test_compiled_blocks_check_no_buffers_but_under_zero_3(monkeypatch: pytest.M
     monkeypatch.setattr(torch, "compile", compiled)
     asserts = {"size_asserts": False, "alignment_asserts": False}
     for whole, expected in ((False, asserts), (True, {})):
-        _model(backend="sdpa").compile_blocks(whole=whole)
+        compile_blocks(_model(backend="sdpa"), whole=whole)
         assert found
         assert all(options == expected for options in found)
         found.clear()
@@ -289,11 +291,12 @@ def test_a_layer_that_gets_another_attention_costs_one_graph(packing: dict, whol
     """And only the first time that any layer has it. More layers than torch compiles graphs for one function."""
     shape = SHAPES["grouped_tied"].model_copy(update={"num_layers": 10})
     model, eager = (
-        _shake(Transformer(shape, AttentionConfig(backend="sdpa"), vocab_size=VOCAB, groups=SINGLE)) for _ in range(2)
+        _shake(tiny.transformer(shape, AttentionConfig(backend="sdpa"), vocab_size=VOCAB, groups=SINGLE))
+        for _ in range(2)
     )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model.compile_blocks(backend="aot_eager", whole=whole)
+    compile_blocks(model, backend="aot_eager", whole=whole)
     counts = []
     for changes in ({}, {3: Sage()}, {3: Sdpa()}, {0: Sage("paper"), 9: Sage()}, {9: Sdpa(), 5: Sage()}):
         for layer, function in changes.items():
@@ -312,7 +315,7 @@ def test_a_function_that_cannot_be_traced_is_compiled_around() -> None:
     model = _with_functions(Flash(package), Sdpa())
     eager = _gradients(model, *_batch())
     torch._dynamo.reset()
-    model.compile_blocks(backend="aot_eager")
+    compile_blocks(model, backend="aot_eager")
     _assert_same(_gradients(model, *_batch()), eager, 1e-5)
 
 
@@ -348,7 +351,7 @@ def test_initialization() -> None:
 
 def test_weights_of_a_layer_do_not_depend_on_the_number_of_layers() -> None:
     deeper = SHAPES["plain"].model_copy(update={"num_layers": 3})
-    three = Transformer(deeper, AttentionConfig(backend="sdpa"), vocab_size=VOCAB, groups=SINGLE)
+    three = tiny.transformer(deeper, AttentionConfig(backend="sdpa"), vocab_size=VOCAB, groups=SINGLE)
     two = _model("plain")
     assert torch.equal(three.blocks[1].attention.qkv.q, two.blocks[1].attention.qkv.q)
 

@@ -21,7 +21,7 @@ def _model(
     groups: ParallelGroups, tied: bool, activation_checkpointing: str = "none", overlap: bool = True
 ) -> Transformer:
     shape = SHAPE.model_copy(update={"tie_embeddings": tied})
-    return Transformer(
+    return tiny.transformer(
         shape,
         AttentionConfig(backend="sdpa"),
         vocab_size=VOCAB,

@@ -19,6 +19,7 @@ from sagetrain.data.loader import Batch
 from sagetrain.engines.deepspeed import Engine
 from sagetrain.engines.protocol import Observers
 from sagetrain.model.backends import Sage, Sdpa
+from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.monitor import Monitor
 from sagetrain.train.trainer import Trainer
@@ -50,7 +51,7 @@ def built(cfg: RunConfig, groups: ParallelGroups, compiled: bool = False) -> tup
             if parameter.numel():  # at ZeRO 3 they stay as they are
                 parameter.copy_(torch.linspace(1, 2 + i, parameter.numel()))
     if compiled:
-        model.compile_blocks("aot_eager", whole=cfg.parallel.zero_stage == 3)
+        compile_blocks(model, "aot_eager", whole=cfg.parallel.zero_stage == 3)
     engine = Engine(cfg, model, groups, 1)
     return engine, monitor_of(cfg, engine)
 
@@ -141,7 +142,7 @@ def zero_3(compiled: bool) -> tuple[dict[str, float], dict[str, float]]:
         cfg = config(stage)
         model = tiny.model(cfg, groups)
         if compiled:
-            model.compile_blocks("aot_eager", whole=stage == 3)
+            compile_blocks(model, "aot_eager", whole=stage == 3)
         engine = Engine(cfg, model, groups, 1)
         found.append(step(engine, batch(groups, False), monitor_of(cfg, engine)))
     return found[0], found[1]

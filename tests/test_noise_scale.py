@@ -17,6 +17,7 @@ from distributed import run_distributed
 from sagetrain.data.loader import MASKED, Batch
 from sagetrain.engines import deepspeed as engine_module
 from sagetrain.engines.protocol import Observers
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Taken
@@ -66,7 +67,7 @@ def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[
         tp_size, cp_size, stage, dtype, backend, sequence = layout
         torch._dynamo.reset()
         cfg, groups = config(stage, dtype), tiny.join(tp_size, cp_size)
-        model = Transformer(
+        model = tiny.transformer(
             cfg.model,
             cfg.attention,
             vocab_size=tiny.VOCAB,
@@ -78,7 +79,7 @@ def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[
             partition=engine_module.partitioner(cfg, groups),
         )
         if backend:
-            model.compile_blocks(backend, whole=stage == 3)
+            compile_blocks(model, backend, whole=stage == 3)
         engine = engine_module.Engine(cfg, model, groups, 1)
         noise = GradientNoise(engine.module, groups, engine.device)
         batches = [

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed import run_distributed
-from sagetrain.model.transformer import Head
+from sagetrain.model.head import Head
 from sagetrain.parallel.collectives import finish_leave, start_enter
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, shard
 from sagetrain.parallel.matmul import Matmul

@@ -19,7 +19,6 @@ from sagetrain.model import operations
 from sagetrain.model.accounting import flops_per_token, overlaps, parameters_per_rank
 from sagetrain.model.operations import Precision, Rank, document_share
 from sagetrain.model.selection import matmuls_of
-from sagetrain.model.transformer import Transformer
 from sagetrain.planning.performance import OVERLAP, StepPrediction, calibrate, predict
 from sagetrain.train.writers import peak_flops
 
@@ -485,7 +484,7 @@ def real_collectives() -> list[tuple[dict, dict]]:
         place["overlap"] = overlaps(cfg)
         how = {"tensor_parallel_size": tensor, "device": torch.device("cpu"), "dtype": torch.bfloat16}
         place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **how)
-        engine = Engine(cfg, Transformer(cfg.model, cfg.attention, **place), groups, 2)
+        engine = Engine(cfg, tiny.transformer(cfg.model, cfg.attention, **place), groups, 2)
         # DeepSpeed reduces gradients over a group of one as well; activations alone travel in bf16, or 8 bits.
         dtypes = (torch.bfloat16, torch.uint8) if tensor > 1 else (torch.bfloat16, torch.float32)
         for _ in range(2):  # ZeRO-3 learns the order of its modules in the first step

@@ -17,7 +17,7 @@ from sagetrain.config import RunConfig
 from sagetrain.config.schema import PrecisionConfig
 from sagetrain.engines import deepspeed as engine_module
 from sagetrain.model.backends import Sage, Sdpa
-from sagetrain.model.transformer import Transformer
+from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.precision import Ladder
@@ -36,7 +36,7 @@ def moving_losses(
     cfg = tiny.config(
         stage, optimizer={"eps": 1e-6}, training={"activation_checkpointing": again}, model={"num_layers": 4}
     )
-    model = Transformer(
+    model = tiny.transformer(
         cfg.model,
         cfg.attention,
         vocab_size=tiny.VOCAB,
@@ -48,7 +48,7 @@ def moving_losses(
         functions=[FUNCTIONS["paper"]] * 4,
     )
     if backend:
-        model.compile_blocks(backend, whole=stage == 3, later=FUNCTIONS.values())
+        compile_blocks(model, backend, whole=stage == 3, later=FUNCTIONS.values())
     engine = engine_module.Engine(cfg, model, groups, 1)
     precision = PrecisionConfig(
         rungs=["fine", "gradients", "sdpa"], threshold={"metric": "quant/*/dS/rel_l2", "above": 0.5}
@@ -80,9 +80,9 @@ def test_evaluation_between_steps_fits_four_rungs() -> None:
     """torch compiles 8 graphs for one function at most: four rungs, each with gradients and without."""
     cfg = tiny.config(1)
     place = {"vocab_size": tiny.VOCAB, "groups": ParallelGroups.single()}
-    model = Transformer(cfg.model, cfg.attention, functions=[FUNCTIONS["paper"]] * 2, **place)
+    model = tiny.transformer(cfg.model, cfg.attention, functions=[FUNCTIONS["paper"]] * 2, **place)
     torch._dynamo.reset()
-    model.compile_blocks("aot_eager", later=FUNCTIONS.values())
+    compile_blocks(model, "aot_eager", later=FUNCTIONS.values())
     tokens = torch.arange(2 * tiny.SEQ).view(2, tiny.SEQ) % tiny.VOCAB
     for function in FUNCTIONS.values():
         for block in model.blocks:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tiny
 from backward_graph import backward_calls
 from sagekernels.qk_norm_rope import (
     QK_NORM_ROPE,
@@ -17,10 +18,10 @@ from sagekernels.qk_norm_rope import (
 from sagekernels.testing import qk_norm_rope_errors, random_qk
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model import attention
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary, rotary_tables
 from sagetrain.model.selection import matmuls_of
-from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
@@ -151,14 +152,14 @@ def gradients(dtype: torch.dtype = torch.float32, compiled: bool = False, **argu
     place = {"device": torch.device("cpu"), "dtype": dtype}
     matmuls, _ = matmuls_of(LinearConfig(precision="fp8"), SHAPE, tensor_parallel_size=1, **place)
     backend = AttentionConfig(backend="sdpa")
-    model = Transformer(SHAPE, backend, vocab_size=128, groups=SINGLE, matmuls=matmuls, dtype=dtype, **arguments)
+    model = tiny.transformer(SHAPE, backend, vocab_size=128, groups=SINGLE, matmuls=matmuls, dtype=dtype, **arguments)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1 + torch.linspace(-0.5, 0.5, weight.numel()).view_as(weight))
     model.keep_weights()
     if compiled:
         torch._dynamo.reset()
-        model.compile_blocks(backend="aot_eager")
+        compile_blocks(model, backend="aot_eager")
     text = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(5))
     positions = torch.tensor([[*range(5), *range(11)]]).expand(4, -1)
     loss = model(text[:, :-1].contiguous(), text[:, 1:].contiguous(), positions=positions)

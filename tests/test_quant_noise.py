@@ -22,6 +22,7 @@ from sagetrain.engines import deepspeed as engine_module
 from sagetrain.engines.protocol import Observers
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.backends import AttentionFunction, Reference, Sage, attention_function
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Taken
@@ -59,7 +60,7 @@ def test_the_memory_of_a_probe_is_as_planned(micro_batches: int, ranks: int) -> 
     cfg = tiny.config(1, "bf16", model=wide, data=data, attention={"backend": "sage"}, stability=stability)
     groups = ParallelGroups.single()
     place = {"vocab_size": tiny.VOCAB, "groups": groups, "dtype": torch.bfloat16, "device": CPU}
-    model, tokens = Transformer(cfg.model, cfg.attention, **place), torch.zeros(1, 16, dtype=torch.long)
+    model, tokens = tiny.transformer(cfg.model, cfg.attention, **place), torch.zeros(1, 16, dtype=torch.long)
     probe = QuantizationProbe(model, attention_function("sdpa", cfg.attention, CPU), groups, CPU)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
         probe.measure([partial(model, tokens, tokens)] * micro_batches)
@@ -164,7 +165,7 @@ def test_where_one_micro_batch_counts_there_is_no_bias_and_where_none_does_nothi
 def network(layers: int) -> Transformer:
     shape = {"num_layers": layers, "hidden_size": 64, "num_attention_heads": 4}
     cfg = tiny.config(0, model=shape)
-    return Transformer(cfg.model, cfg.attention, vocab_size=tiny.VOCAB, groups=ParallelGroups.single())
+    return tiny.transformer(cfg.model, cfg.attention, vocab_size=tiny.VOCAB, groups=ParallelGroups.single())
 
 
 def runs_of(model: Transformer, count: int) -> list[Callable[[], Tensor]]:
@@ -349,7 +350,7 @@ def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[l
     """Losses and norms of four steps of (tp, cp, stage, dtype, compile backend, recompute), and the weights after."""
     tp_size, cp_size, stage, dtype, backend, recompute = layout
     groups, cfg = tiny.join(tp_size, cp_size), config(stage, dtype)
-    model = Transformer(
+    model = tiny.transformer(
         cfg.model,
         cfg.attention,
         vocab_size=tiny.VOCAB,
@@ -359,7 +360,7 @@ def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[l
         dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
     )
     if backend:
-        model.compile_blocks(backend)
+        compile_blocks(model, backend)
     engine = engine_module.Engine(cfg, model, groups, 1)
     numbers = []
     for step in range(4):

@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import tiny
 from backward_graph import backward_calls
 from sagekernels.swiglu import SWIGLU_GRADIENTS, swiglu, swiglu_gradients_twin
 from sagekernels.testing import random_swiglu, swiglu_gradients_error
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model import mlp
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
-from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
@@ -104,11 +105,11 @@ def gradients(dtype: torch.dtype = torch.float32, compiled: bool = False, **argu
     place = {"device": torch.device("cpu"), "dtype": dtype}
     matmuls, _ = matmuls_of(LinearConfig(precision="fp8"), SHAPE, tensor_parallel_size=1, **place)
     attention = AttentionConfig(backend="sdpa")
-    model = Transformer(SHAPE, attention, vocab_size=128, groups=SINGLE, matmuls=matmuls, dtype=dtype, **arguments)
+    model = tiny.transformer(SHAPE, attention, vocab_size=128, groups=SINGLE, matmuls=matmuls, dtype=dtype, **arguments)
     model.keep_weights()
     if compiled:
         torch._dynamo.reset()
-        model.compile_blocks(backend="aot_eager")
+        compile_blocks(model, backend="aot_eager")
     text = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(5))
     loss = model(text[:, :-1].contiguous(), text[:, 1:].contiguous())
     loss.backward()

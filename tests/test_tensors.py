@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import tiny
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.interop.huggingface import config_json
 from sagetrain.model.tensors import tensors
-from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import shard
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
@@ -33,7 +33,7 @@ def test_the_list_is_the_modules(model: str, qk_norm: str) -> None:
     attention = AttentionConfig(backend="sdpa", qk_norm=qk_norm)
     for tp_size in (1, 2, 4):
         groups = ParallelGroups(Topology(tp_size, tp_size), rank=tp_size - 1)
-        network = Transformer(shape_of(model), attention, vocab_size=VOCAB, groups=groups, seed=None)
+        network = tiny.transformer(shape_of(model), attention, vocab_size=VOCAB, groups=groups, seed=None)
         listed = {spec.name: spec for spec in tensors(shape_of(model), attention, VOCAB)}
         assert listed == network.specs and [*network.specs] == [name for name, _ in network.named_parameters()]
         for name, parameter in network.named_parameters():

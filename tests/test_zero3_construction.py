@@ -9,7 +9,6 @@ import tiny
 from distributed import run_distributed
 from process_memory import peak_of, return_what_is_freed
 from sagetrain.model.accounting import memory_per_rank, num_parameters
-from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import shard
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -46,7 +45,7 @@ def values(tp_size: int) -> bool:
         cfg = tiny.config(3, dtype, model={"tie_embeddings": tie})
         engine = tiny.engine(cfg, groups)
         single, kind = ParallelGroups.single(), torch.bfloat16 if dtype == "bf16" else torch.float32
-        whole = Transformer(cfg.model, cfg.attention, vocab_size=tiny.VOCAB, groups=single, seed=3, dtype=kind)
+        whole = tiny.transformer(cfg.model, cfg.attention, vocab_size=tiny.VOCAB, groups=single, seed=3, dtype=kind)
         for part, (name, parameter) in zip(engine.shards(), whole.named_parameters(), strict=True):
             assert (part.name, part.global_shape) == (name, tuple(parameter.shape))
             own = shard(parameter.detach(), part.tp_dim, groups).flatten()[part.start : part.stop].float()

@@ -12,8 +12,8 @@ from distributed import run_distributed
 from process_memory import resident, return_what_is_freed
 from sagetrain.data.loader import Batch
 from sagetrain.engines.deepspeed import Engine, partitioner
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
-from sagetrain.model.transformer import Transformer
 
 MODEL = {"num_layers": 4, "hidden_size": 192, "ffn_hidden_size": 768, "num_attention_heads": 3}  # 5 MB in bf16
 # No weight but the norms' gains stays gathered from one use to the next.
@@ -42,7 +42,7 @@ def between_passes(cases: list[tuple[str, str, str | None, str]]) -> list[tuple[
         place = {"vocab_size": tiny.VOCAB, "groups": groups, "dtype": torch.bfloat16}
         how = {"tensor_parallel_size": 1, "device": torch.device("cpu"), "dtype": torch.bfloat16}
         place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **how)
-        model = Transformer(
+        model = tiny.transformer(
             cfg.model,
             cfg.attention,
             seed=3,
@@ -51,7 +51,7 @@ def between_passes(cases: list[tuple[str, str, str | None, str]]) -> list[tuple[
             **place,
         )
         if backend:
-            model.compile_blocks(backend, whole=True)
+            compile_blocks(model, backend, whole=True)
         engine = Engine(cfg, model, groups, 1)
         for step in range(2):  # DeepSpeed learns the order of its modules, torch compiles
             tiny.global_step(engine, step)

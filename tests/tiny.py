@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,11 +13,13 @@ from sagetrain.checkpoint.saving import Saver
 from sagetrain.checkpoint.state import Identity, RunState
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
+from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.loader import Batch
 from sagetrain.engines.deepspeed import Engine, partitioner
 from sagetrain.engines.protocol import Observers, StepResult
 from sagetrain.model.accounting import overlaps
-from sagetrain.model.selection import matmuls_of
+from sagetrain.model.backends import AttentionFunction
+from sagetrain.model.selection import attention_functions, matmuls_of
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups, Topology
@@ -46,6 +50,21 @@ def join(tp_size: int, cp_size: int = 1) -> ParallelGroups:
     return ParallelGroups.create(Topology(torch.distributed.get_world_size(), tp_size, cp_size))
 
 
+def transformer(
+    model: ModelConfig,
+    attention: AttentionConfig,
+    *,
+    functions: Sequence[AttentionFunction] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **how: Any,
+) -> Transformer:
+    """A Transformer whose layers have, unless told otherwise, the attention that its section names."""
+    place = {"dtype": dtype, "device": torch.device(device)}
+    functions = functions or attention_functions(attention, model, **place)
+    return Transformer(model, attention, functions=functions, **place, **how)
+
+
 def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Transformer:
     """A fresh one, at ZeRO 3 partitioned."""
     dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
@@ -54,7 +73,7 @@ def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Transformer:
     place["activation_checkpointing"] = cfg.training.activation_checkpointing
     how = {"tensor_parallel_size": groups.tp_size, "device": torch.device("cpu"), "dtype": dtype}
     place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **how)
-    return Transformer(cfg.model, cfg.attention, seed=seed, **place)
+    return transformer(cfg.model, cfg.attention, seed=seed, **place)
 
 
 def engine(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Engine:

@@ -23,6 +23,8 @@ import torch.distributed as dist
 from sagetrain.checkpoint.state import SettledOverlap
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
 from sagetrain.model.accounting import overlaps, parts_of
+from sagetrain.model.compile import compile_blocks
+from sagetrain.model.selection import attention_functions
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import materialize
 from sagetrain.parallel.matmul import Matmul
@@ -109,12 +111,14 @@ def time_overlap(
     first = (model.num_layers - count) // 2
     sizes = (FEW, count) if count == MANY else (count,)
     inputs = {**batch, "tokens": batch["tokens"] % rows, "labels": batch["labels"].clamp(min=0) % rows}
+    few = model.model_copy(update={"num_layers": count})
     both = {
         name: Transformer(
-            model.model_copy(update={"num_layers": count}),
+            few,
             attention,
             vocab_size=rows,
             groups=groups,
+            functions=attention_functions(attention, few, device=device, dtype=dtype),
             matmuls=matmuls[first : first + count],
             sequence_parallel=sequence_parallel,
             overlap=name == "on",
@@ -131,7 +135,7 @@ def time_overlap(
         if keeps_weights:
             one.keep_weights()
         if compiled:
-            one.compile_blocks()
+            compile_blocks(one)
     with _no_garbage_collection():  # training looks at nothing that was made before its first step, either
         for one in both.values():
             _seconds(one, count, inputs, _WARM_UP, device)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sagetrain.model.attention import Attention
 from sagetrain.model.backends import AttentionFunction, TokenLayout
-from sagetrain.model.transformer import Block, Transformer
+from sagetrain.model.block import Block
+from sagetrain.model.transformer import Transformer
 
 _STRETCH = 128
 """Rows are kept, and read by their new tokens, in multiples of so many places: a step has one shape for a while."""

@@ -21,7 +21,7 @@ from sagetrain.data.tokenizer_copy import kept_templates
 from sagetrain.inference.located import located
 from sagetrain.inference.ranks import Ranks
 from sagetrain.model.backends import AttentionFunction
-from sagetrain.model.selection import matmuls_of, resolve_backend
+from sagetrain.model.selection import attention_functions, matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import Topology
@@ -225,9 +225,11 @@ def load_run(
     except ValueError as error:
         raise ConfigError(f"--linear {linear}: {error}") from error
     try:
+        attending = trained.model_copy(update={"backend": backend})
         model = Transformer(
             cfg.model,
-            trained.model_copy(update={"backend": backend}),
+            attending,
+            functions=attention_functions(attending, cfg.model, device=device, dtype=dtype),
             matmuls=matmuls,
             vocab_size=padded_vocab_size(run.vocab_size),
             known=run.vocab_size,

@@ -26,7 +26,7 @@ class Attention(nn.Module):
     """Causal self-attention with grouped-query heads, spread over the tensor-parallel group, and over the
     context-parallel group while the sequences are whole: K-smoothing, masks and backends see nothing of it.
 
-    Called, it is attention proper; the block calls `project` before and `out` after it: see transformer.Block.
+    Called, it is attention proper; the block calls `project` before and `out` after it: see block.Block.
     """
 
     def __init__(

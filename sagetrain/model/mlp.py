@@ -18,7 +18,7 @@ from sagetrain.parallel.topology import ParallelGroups
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), its inner width spread over the tensor-parallel group.
 
-    Called, it does all but `down`, which the block calls: see transformer.Block.
+    Called, it does all but `down`, which the block calls: see block.Block.
     """
 
     def __init__(

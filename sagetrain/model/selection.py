@@ -12,6 +12,8 @@ from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.backends import (
     FIXED_RECIPE,
+    AttentionFunction,
+    attention_function,
     find_flash,
     find_varlen_attn,
 )
@@ -78,6 +80,18 @@ def resolve_backend(
             return "auto", "the fastest that was admitted"
         case "auto":
             return "sdpa", "auto: nothing to choose from without a GPU and bf16"
+
+
+def attention_functions(
+    attention: AttentionConfig, model: ModelConfig, *, device: torch.device, dtype: torch.dtype
+) -> list[AttentionFunction]:
+    """Return what attention.backend names here, once for every layer.
+
+    Raises:
+        ValueError: as resolve_backend.
+    """
+    backend, _ = resolve_backend(attention, model, device=device, dtype=dtype)
+    return [attention_function(backend, attention, device)] * model.num_layers
 
 
 def matmuls_of(

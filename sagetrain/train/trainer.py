@@ -47,7 +47,8 @@ from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.engines.deepspeed import Engine, partitioner
 from sagetrain.model.accounting import flops_per_token, memory_per_rank, overlaps, total_bytes
 from sagetrain.model.backends import AttentionFunction
-from sagetrain.model.selection import matmuls_of, resolve_backend
+from sagetrain.model.compile import compile_blocks
+from sagetrain.model.selection import attention_functions, matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import total_over_ranks
 from sagetrain.parallel.rng import rng_state, seed_everything
@@ -218,6 +219,7 @@ class Trainer:
             vocab_size=padded_vocab_size(self.vocab_size),
             known=self.vocab_size,
             groups=self.groups,
+            functions=attention_functions(cfg.attention, cfg.model, device=self.device, dtype=self.dtype),
             sequence_parallel=cfg.parallel.sequence_parallel,
             overlap=overlaps(cfg),
             activation_checkpointing=cfg.training.activation_checkpointing,
@@ -229,7 +231,7 @@ class Trainer:
         )
         if self.compiled:
             later = self._rungs(self.device).values()
-            model.compile_blocks(whole=resolved_zero_stage(cfg) == 3, later=later)
+            compile_blocks(model, whole=resolved_zero_stage(cfg) == 3, later=later)
         engine = Engine(cfg, model, self.groups, tokens_per_step(cfg.tokens_per_step, 0) // self.micro_step)
         words = f"{self.attention.backend} ({self.attention_reason})", self.linear_reason, self.halves_reason
         self._say(start_line(cfg, engine, padded_vocab_size(self.vocab_size), self.compiled, words))

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import tiny
 from distributed import run_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.model.transformer import Transformer
+from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import finish, start_all_gather, start_reduce_scatter
 from sagetrain.parallel.copies import SLOTS
@@ -97,7 +98,7 @@ SHAPE = ModelConfig(
 def _gradients(groups: ParallelGroups, compiled: bool, checkpointing: str) -> list[Tensor]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = Transformer(
+    model = tiny.transformer(
         SHAPE,
         AttentionConfig(backend="sdpa"),
         vocab_size=1024,
@@ -108,7 +109,7 @@ def _gradients(groups: ParallelGroups, compiled: bool, checkpointing: str) -> li
         device=torch.device("cuda"),
     )
     if compiled:
-        model.compile_blocks()
+        compile_blocks(model)
     for step in range(3):
         tokens = torch.randint(0, 1024, (2, 513), generator=torch.Generator().manual_seed(step)).cuda()
         _busy(random.Random(10 * step + groups.tp_rank).uniform(0, 2e-3))

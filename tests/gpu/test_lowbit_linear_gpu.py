@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import tiny
 from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both, quantize_both_twin
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
@@ -178,7 +180,7 @@ def _model(linear: LinearConfig) -> Transformer:
     place = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
     matmuls, _ = matmuls_of(linear, SHAPE, tensor_parallel_size=1, **place)
     attention = AttentionConfig(backend="sdpa")
-    return Transformer(SHAPE, attention, vocab_size=1024, groups=SINGLE, matmuls=matmuls, **place)
+    return tiny.transformer(SHAPE, attention, vocab_size=1024, groups=SINGLE, matmuls=matmuls, **place)
 
 
 @every_recipe
@@ -194,7 +196,7 @@ def test_a_compiled_model_in_8_bits_stays_beside_16_and_its_errors_are_measured(
         precision, recipe = name
         model = _model(SIXTEEN_BITS if kind == "16 bits" else LinearConfig(precision=precision, recipe=recipe))
         if kind == "compiled":
-            model.compile_blocks()
+            compile_blocks(model)
         model.keep_weights()
         loss = model(inputs, labels)
         loss.backward()

@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tiny
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.backends import attention_function, token_layout
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import resolve_backend
-from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -62,7 +63,7 @@ def test_compiled_model_equals_eager(backend: str, packed: bool) -> None:
         packing = {"cu_seqlens": torch.tensor(CU_SEQLENS, dtype=torch.int32, device="cuda"), "max_seqlen": 312}
     results = []
     for compiled in (False, True):
-        model = Transformer(
+        model = tiny.transformer(
             SHAPE,
             AttentionConfig(backend=backend),
             vocab_size=1024,
@@ -71,7 +72,7 @@ def test_compiled_model_equals_eager(backend: str, packed: bool) -> None:
             device=torch.device("cuda"),
         )
         if compiled:
-            model.compile_blocks()
+            compile_blocks(model)
         loss = model(tokens, tokens, **packing)
         loss.backward()
         results.append((loss.item(), {name: p.grad.double() for name, p in model.named_parameters()}))
@@ -87,7 +88,7 @@ def test_a_micro_batch_never_waits_for_the_gpu(backend: str) -> None:
     tokens, cu_seqlens = torch.zeros(2, 512, dtype=torch.long), torch.tensor(CU_SEQLENS, dtype=torch.int32)
     batch = Batch(tokens, tokens, positions=None, cu_seqlens=cu_seqlens, max_seqlen=312, sample_ids=[0, 1])
     place = {"groups": SINGLE, "dtype": torch.bfloat16, "device": torch.device("cuda")}
-    model = Transformer(SHAPE, AttentionConfig(backend=backend), vocab_size=1024, **place)
+    model = tiny.transformer(SHAPE, AttentionConfig(backend=backend), vocab_size=1024, **place)
     for mode in ("default", "error"):  # the first pass compiles kernels
         torch.cuda.set_sync_debug_mode(mode)
         try:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tiny
 from sagekernels.qk_norm_rope import (
     qk_norm_rope,
     qk_norm_rope_gradients_triton,
@@ -16,8 +17,8 @@ from sagekernels.qk_norm_rope import (
 from sagekernels.testing import qk_norm_rope_errors, random_qk
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model import attention
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.rotary import apply_rotary
-from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -124,9 +125,9 @@ def test_a_model_is_that_of_two_steps(backend: str, compiled: bool, monkeypatch:
         torch._dynamo.reset()
         monkeypatch.setattr(attention, "qk_norm_rope", way)
         place = {"groups": SINGLE, "dtype": torch.bfloat16, "device": torch.device("cuda")}
-        model = Transformer(SHAPE, AttentionConfig(backend=backend), vocab_size=1024, **place)
+        model = tiny.transformer(SHAPE, AttentionConfig(backend=backend), vocab_size=1024, **place)
         if compiled:
-            model.compile_blocks()  # in one graph or not at all
+            compile_blocks(model)  # in one graph or not at all
         inputs = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         model(*inputs).backward()
         model.zero_grad()

@@ -1,6 +1,6 @@
 """In which order the tokens of a micro-batch go through the stages of the blocks.
 
-What a block computes is written in transformer.Block. The stages of all blocks form one string,
+What a block computes is written in block.Block. The stages of all blocks form one string,
 
     normalize  project  attend  out  normalize  gate_up  down  normalize  project  ...
 
@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,16 +46,28 @@ from torch.utils.checkpoint import (
 from sagetrain.model.backends import TokenLayout
 from sagetrain.model.norm import RMSNorm
 
-Half = tuple[Tensor, Any]
-"""Half of a micro-batch's tokens, or all of them, on their way through the blocks: the residual stream
-[tokens (/ tp with sequence parallelism), hidden], and what the last stage made: to be added to it, made of it, or
-nothing."""
+
+class Half(NamedTuple):
+    """Half of a micro-batch's tokens, or all of them, on their way through the blocks."""
+
+    stream: Tensor
+    """The residual stream, [tokens (/ tp with sequence parallelism), hidden]."""
+    made: Any
+    """What the last stage made: to be added to the stream, made of the stream, or None."""
 
 
-# Plain tuples, not classes: torch.compile would guard the constructors anew at every call of a block.
-Part = tuple[TokenLayout, Tensor, Tensor, dict[RMSNorm, Tensor]]
-"""What stages want to know of the tokens that come, beside the tokens: the layout of all that go through attention
-together with these; cosines and sines, fp32 [tokens, 1, head_dim / 2]; gains (norm.enter_gains)."""
+class Part(NamedTuple):
+    """What stages want to know of the tokens that come, beside the tokens."""
+
+    layout: TokenLayout
+    """The layout of all tokens that go through attention together with these."""
+    cos: Tensor
+    """fp32 [tokens, 1, head_dim / 2]."""
+    sin: Tensor
+    """fp32 [tokens, 1, head_dim / 2]."""
+    gains: dict[RMSNorm, Tensor]
+    """The gains of the block's norms, as norm.enter_gains returns them."""
+
 
 Stage = Callable[[Tensor, Any, Part], Half]
 
@@ -66,18 +78,18 @@ after it. The first half has done the first of them in the stretch before."""
 
 def idle(x: Tensor, y: Any, part: Part) -> Half:
     """A stage that does nothing, where a stretch begins or ends apart from others."""
-    return x, y
+    return Half(x, y)
 
 
 def split(layouts: Sequence[TokenLayout], gains: Sequence[dict[RMSNorm, Tensor]]) -> list[Part]:
-    """As many parts as there are gains. Two parts of one layout go through attention together."""
+    """Return as many parts as there are gains. Two parts of one layout go through attention together."""
     count = len(gains) // len(layouts)
     tables = [(x, *pair) for x in layouts for pair in zip(x.cos.chunk(count), x.sin.chunk(count), strict=True)]
-    return [(*table, own) for table, own in zip(tables, gains, strict=True)]
+    return [Part(*table, own) for table, own in zip(tables, gains, strict=True)]
 
 
 def whole(stretch: Stretch, tokens: Half, part: Part) -> Half:
-    """All tokens together."""
+    """Take all tokens together through a stretch."""
     before, attend, after = stretch
     for stage in (*before[1:], attend, *after):
         tokens = stage(*tokens, part)
@@ -87,16 +99,16 @@ def whole(stretch: Stretch, tokens: Half, part: Part) -> Half:
 def staggered(
     stretch: Stretch, halves: Sequence[Half], parts: Sequence[Part], *, attend_together: bool
 ) -> tuple[Half, Half]:
-    """The first half through all stages but the first, the second one step behind it, so without the last."""
+    """Take the first half through all stages but the first, the second one step behind it, so without the last."""
     before, attend, (out, *after) = stretch
     (first, second), (one, two) = halves, parts
     if attend_together:
         second = before[0](*second, two)
         for stage in before[1:]:
             first, second = stage(*first, one), stage(*second, two)
-        qkv = [torch.cat(pair) for pair in zip(first[1], second[1], strict=True)]
-        o = attend(first[0], qkv, one)[1].chunk(2)
-        first, second = (first[0], o[0]), (second[0], o[1])
+        qkv = [torch.cat(pair) for pair in zip(first.made, second.made, strict=True)]
+        o = attend(first.stream, qkv, one).made.chunk(2)
+        first, second = Half(first.stream, o[0]), Half(second.stream, o[1])
         steps = (idle, out, *after)
     else:  # out starts the sum: attention before it would only hold up the other half
         steps = (*before, lambda x, y, part: out(*attend(x, y, part), part), *after)
@@ -133,7 +145,7 @@ def selective(block: Callable[..., tuple[Tensor, ...]], *inputs: Any) -> tuple[T
 
 
 def recomputed(
-    blocks: Iterable[nn.Module],
+    blocks: Iterable[tuple[int, nn.Module]],
     layouts: Sequence[TokenLayout],
     streams: tuple[Tensor, ...],
     *,
@@ -141,15 +153,18 @@ def recomputed(
     stop_early: bool,
     seen: Callable[[int, Tensor], None],
 ) -> tuple[Tensor, ...]:
-    """Residual streams through every block by itself. Not `again`: only that, nothing but what blocks see to themselves
-    (`selective`) is computed twice.
+    """Take residual streams through every block by itself.
 
-    stop_early: end the second pass with the last tensor that the backward pass needs.
-    seen: given each block's number and the first of the streams behind it.
+    Args:
+        blocks: each with its number.
+        again: compute the blocks once more in the backward pass. Otherwise nothing but what blocks see to themselves
+            (`selective`) is computed twice.
+        stop_early: end the second pass with the last tensor that the backward pass needs.
+        seen: given each block's number and the first of the streams behind it.
     """
     run = partial(checkpoint, use_reentrant=False) if again else nn.Module.__call__
     with set_checkpoint_early_stop(stop_early):
-        for number, block in enumerate(blocks):
+        for number, block in blocks:
             streams = run(block, layouts, None, *streams)
             seen(number, streams[0])
     return streams

@@ -1,0 +1,160 @@
+"""One block of the decoder: what it computes. In which order tokens go through it is for walks.py to say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sagetrain.config.schema import ModelConfig
+from sagetrain.model import walks
+from sagetrain.model.attention import Attention
+from sagetrain.model.backends import AttentionFunction, TokenLayout
+from sagetrain.model.mlp import MLP
+from sagetrain.model.norm import RMSNorm, enter_gains, normalize
+from sagetrain.model.walks import Half, Part, Stage, Stretch
+from sagetrain.parallel.collectives import Pending, finish_leave
+from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from sagetrain.parallel.matmul import Matmul
+from sagetrain.parallel.topology import ParallelGroups
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), as stages for walks.py to walk.
+
+    A stage takes the residual stream x and y, which the stage before made, and returns them for the next one.
+
+        normalize   x + y, normalized       finishes the sum of y over the ranks, starts to gather
+        project     q, k, v
+        attend      softmax(q k^T) v
+        out         added to x next         starts the sum
+        normalize   x + y, normalized
+        gate_up     silu(gate) * up
+        down        added to x next         starts the sum
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        qk_norm: str,
+        function: AttentionFunction,
+        groups: ParallelGroups,
+        *,
+        matmuls: Mapping[str, Matmul],
+        sequence_parallel: bool,
+        selective: bool = False,
+        dtype: torch.dtype,
+        device: torch.device | None,
+    ) -> None:
+        super().__init__()
+        self.groups = groups
+        self.sequence_parallel = sequence_parallel
+        self.selective = selective
+        """Whether the block, walked alone, keeps the results of matmuls and attention for its backward pass, and
+        recomputes the rest."""
+
+        def norm() -> RMSNorm:
+            return RMSNorm(
+                model.hidden_size, model.norm_eps, groups, split_input=sequence_parallel, dtype=dtype, device=device
+            )
+
+        self.attention_norm = norm()
+        self.attention = Attention(
+            model,
+            qk_norm,
+            function,
+            groups,
+            matmuls=matmuls,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+        self.mlp_norm = norm()
+        self.mlp = MLP(model, groups, matmuls=matmuls, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        self._read_by(matmuls)
+
+    def _read_by(self, matmuls: Mapping[str, Matmul]) -> None:
+        if self.sequence_parallel and self.groups.tp_size > 1:
+            # Of layers in fewer bits alone: another reader is another graph, for the last block's next norm as well.
+            self.attention_norm.reader, self.mlp_norm.reader = matmuls.get("qkv"), matmuls.get("gate_up")
+
+    @property
+    def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
+        """The block's four linear layers, keyed by name: qkv, out, gate_up, down."""
+        attention, mlp = self.attention, self.mlp
+        return {"qkv": attention.qkv, "out": attention.out, "gate_up": mlp.gate_up, "down": mlp.down}
+
+    @property
+    def matmuls(self) -> dict[str, Matmul]:
+        """How those of the linear layers multiply that do not in the dtype of their operands, keyed by name. It may be
+        set."""
+        return {name: layer.matmul for name, layer in self.linear_layers.items() if type(layer.matmul) is not Matmul}
+
+    @matmuls.setter
+    def matmuls(self, matmuls: Mapping[str, Matmul]) -> None:
+        for name, layer in self.linear_layers.items():
+            layer.matmul, layer.kept = matmuls.get(name) or layer.in_dtype, ()
+        self._read_by(matmuls)
+
+    def stages(self) -> Stretch:
+        """Return all stages, in their order."""
+        before = self.normalize(self.attention_norm), self.project
+        after = self.out, self.normalize(self.mlp_norm), self.gate_up, self.down
+        return before, self.attend, after
+
+    def normalize(self, norm: RMSNorm) -> Stage:
+        """Return the stage that adds y to x and normalizes the sum, with a norm of this block or of the next one."""
+
+        def stage(x: Tensor, y: Tensor | Pending | None, part: Part) -> Half:
+            return Half(*normalize(x, y, norm, part.gains.get(norm), self.groups, self.sequence_parallel))
+
+        return stage
+
+    def project(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
+        return Half(x, self.attention.project(y, part.cos, part.sin, part.gains))
+
+    def attend(self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], part: Part) -> Half:
+        return Half(x, self.attention(*qkv, part.layout))
+
+    def out(self, x: Tensor, o: Tensor, part: Part) -> Half:
+        return Half(x, self.attention.out(o))
+
+    def gate_up(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
+        return Half(x, self.mlp(y))
+
+    def down(self, x: Tensor, y: Tensor, part: Part) -> Half:
+        return Half(x, self.mlp.down(y))
+
+    def forward(self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | None, *halves: Any) -> tuple[Any, ...]:
+        """Take two halves, or the whole as one, through the stretch of stages that ends with next_norm.
+
+        Without next_norm they go through this block alone, and only residual streams come in and go out, all summed
+        up: what activation checkpointing keeps should be little, and not be on its way, and ZeRO-3's hooks see when
+        backward comes and goes by arguments and results that are tensors.
+
+        Args:
+            layouts: the layout of each half, or of all tokens.
+            halves: `Half` each; residual streams without next_norm. The results are as many of the same.
+        """
+        if self.selective and next_norm is None and torch.is_grad_enabled():
+            return walks.selective(self._walk, layouts, None, *halves)
+        return self._walk(layouts, next_norm, *halves)
+
+    def _walk(self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | None, *halves: Any) -> tuple[Any, ...]:
+        norms = self.attention_norm, self.attention.q_norm, self.attention.k_norm, self.mlp_norm, next_norm
+        parts = walks.split(layouts, enter_gains(*norms, parts=len(halves)))
+        before, attend, after = self.stages()
+        if next_norm is None:
+            stretch: Stretch = (walks.idle, *before), attend, (*after, walks.idle)
+            halves = tuple(Half(x, None) for x in halves)
+        else:
+            stretch = before, attend, (*after, self.normalize(next_norm))
+        if len(halves) == 1:
+            halves = (walks.whole(stretch, *halves, *parts),)
+        else:
+            halves = walks.staggered(stretch, halves, parts, attend_together=len(layouts) == 1)
+        if next_norm is not None:
+            return halves
+        return tuple(x + finish_leave(y, self.groups, self.sequence_parallel) for x, y in halves)

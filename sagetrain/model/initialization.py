@@ -1,0 +1,62 @@
+"""The initial weights, which depend on the seed and on nothing else: no layout, no device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from sagetrain.config.schema import ModelConfig
+from sagetrain.model.tensors import TensorSpec
+from sagetrain.parallel.host import cores_of_rank
+from sagetrain.parallel.layers import materialize, shard
+from sagetrain.parallel.rng import named_generator
+from sagetrain.parallel.topology import ParallelGroups
+
+
+@torch.no_grad()
+def initialize(
+    parameters: Iterable[tuple[TensorSpec, nn.Parameter]],
+    model: ModelConfig,
+    groups: ParallelGroups,
+    seed: int,
+    device: torch.device,
+    partition: Callable[[nn.Parameter], None] | None,
+) -> None:
+    """Give parameters on the meta device their initial values: gains are 1; weights are normal with init_std, over
+    sqrt(2 num_layers) into the residual stream.
+
+    Every weight is drawn in full from a generator named after it, then sliced; several at a time, since one generator
+    keeps one core busy. One after the other they go to the device.
+
+    Args:
+        partition: given every parameter as soon as it has its values, before the next one takes memory.
+    """
+
+    @torch.no_grad()
+    def draw(spec: TensorSpec, parameter: nn.Parameter) -> Tensor:
+        if spec.is_gain:
+            return torch.ones_like(parameter, device="cpu")
+        std = model.init_std
+        if spec.into_stream:
+            std /= (2 * model.num_layers) ** 0.5
+        full = torch.empty(spec.shape).normal_(0, std, generator=named_generator(seed, spec.name))
+        return torch.empty_like(parameter, device="cpu").copy_(shard(full, spec.dim, groups))
+
+    def place(parameter: nn.Parameter, drawn: Future[Tensor]) -> None:
+        materialize(parameter, drawn.result().to(device))
+        if partition is not None:
+            partition(parameter)
+
+    workers = min(8, cores_of_rank())
+    waiting: deque[tuple[nn.Parameter, Future[Tensor]]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for spec, parameter in parameters:
+            if len(waiting) > workers:  # no more of the model than that in host memory
+                place(*waiting.popleft())
+            waiting.append((parameter, pool.submit(draw, spec, parameter)))
+        for pair in waiting:
+            place(*pair)
