@@ -220,6 +220,37 @@ def test_public_functions_are_typed_and_classes_documented():
     assert found == []
 
 
+# Rooms whose documentation is plain English: a docstring begins with a verb or with the noun that it describes.
+PLAIN = ("sagetrain/config",)
+FRAGMENTS = (
+    *("And ", "As ", "At ", "But ", "By ", "Else ", "From ", "How ", "In the ", "Its ", "Likewise", "Of ", "Or "),
+    *("That ", "The other", "The same", "Their ", "Those ", "To ", "What ", "When ", "Where ", "Which ", "Who "),
+    *("With ", "Without "),
+)
+
+
+def documented(tree: ast.Module):
+    """Yield each docstring, also of attributes, with the node that it documents."""
+    for parent in ast.walk(tree):
+        if isinstance(parent, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for before, node in zip([parent, *parent.body], parent.body, strict=False):
+                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.value.value is not ...:
+                    yield before, node
+
+
+@pytest.mark.parametrize("room", PLAIN)
+def test_docstrings_are_no_fragments(room):
+    """ "Whether ..." stands only where the answer is a bool."""
+    found = []
+    for path in [ROOT / room] if room.endswith(".py") else below(room):
+        for owner, node in documented(tree_of(path)):
+            kind = getattr(owner, "returns", None) or getattr(owner, "annotation", None)
+            no_bool = node.value.value.startswith("Whether ") and ast.unparse(kind or node) != "bool"
+            if no_bool or node.value.value.startswith(FRAGMENTS):
+                found.append(f"{name_of(path)}:{node.lineno} {node.value.value[:60]}")
+    assert found == []
+
+
 def test_modules_do_nothing_when_imported():
     """At module level: definitions, imports, constants, docstrings; an `if` only for typing or __main__."""
     allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.Try, ast.For)

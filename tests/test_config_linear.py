@@ -17,7 +17,7 @@ CASES = [
     ),
     (
         {"linear": {"precision": "int8"}}, 1,
-        "linear_int8_costs_loss", "info", "linear.precision", ".0003 +- .0002 nats per token above 16 bits", "sagetrain compare",
+        "linear_int8_costs_loss", "info", "linear.precision", "0.0003 ± 0.0002 nats per token above 16 bits", "sagetrain compare",
     ),
     (
         {"linear": {"precision": "int8", "keep_last_fraction": 1e-9}}, 1,
@@ -25,7 +25,7 @@ CASES = [
     ),
     (
         {"linear": {"precision": "fp8"}}, 1,
-        "linear_fp8_costs_loss", "info", "linear.precision", "ended .007 +- .006 nats per token (.27 %) above 16 bits", "sagetrain compare",
+        "linear_fp8_costs_loss", "info", "linear.precision", "ended 0.007 ± 0.006 nats per token (0.27 %) above 16 bits", "sagetrain compare",
     ),
     (
         {"linear": {"precision": "auto", "recipe": "tensorwise"}}, 1,

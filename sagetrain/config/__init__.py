@@ -1,4 +1,4 @@
-"""Configuration: schema, loading, checks. No torch in here."""
+"""Configuration: the schema, loading and checks. This package imports no torch."""
 
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.load import dump_config, load_config

@@ -1,4 +1,4 @@
-"""All checks of a loaded configuration together, with the place of every key."""
+"""All checks of a loaded configuration together. Each finding gets the place where its key was given."""
 
 from __future__ import annotations
 
@@ -27,12 +27,18 @@ def check(
     measured: MeasuredRun | None = None,
     others: Iterable[Finding] = (),
 ) -> list[Finding]:
-    """Everything there is to say about a run before it starts, errors first.
+    """Return everything there is to say about a run before it starts, errors first.
 
-    vocab_size: of the tokenizer, when known. path, overrides: what `cfg` was loaded from; findings then name file and
-    line. files: whether missing data files are errors (to train) or warnings (to plan on another machine), and missing
-    packages errors or nothing. measured: an earlier run whose measurements the guidance takes. others: findings to
-    name the place of, too (train/inputs.py).
+    Args:
+        cfg: the configuration.
+        world_size: number of ranks of the launch.
+        vocab_size: vocabulary size of the tokenizer, when it is known.
+        path: file that `cfg` was loaded from. Findings then name file and line.
+        overrides: overrides that were applied to the file.
+        files: True to train here, where missing data files and packages are errors. False to plan for another machine,
+            where missing files are warnings and missing packages are not mentioned.
+        measured: measurements of an earlier run, for the guidance.
+        others: further findings that also need their place (train/inputs.py).
     """
     findings = [
         *layout.launch(cfg, world_size),
@@ -50,7 +56,7 @@ def check(
 
 
 def _place(key: str, places: dict[str, str], path: str | Path) -> str:
-    """Where a key, or else its nearest parent, was given; the file for a default."""
+    """Return the place where a key, or else its nearest parent, was given. For a default this is the file."""
     while key and key not in places:
         key = key.rpartition(".")[0]
     return places.get(key, str(path))

@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 TRAINING_EXIT_CODE = 4
-"""Exit code of a run whose training cannot go on: a step that went wrong, or no more memory."""
+"""Exit code of a run that cannot go on training: a step went wrong, or memory ran out."""
 
 
 class ConfigError(ValueError):
-    """A mistake in the user's configuration; the message names file, key, value, rule and fix."""
+    """A mistake in the user's configuration. The message names file, key, value, rule and fix."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, read or used; the message names the folder and the way out."""
+    """A checkpoint that cannot be written, read or used. The message names the folder and the way out."""
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on (non-finite loss, say); the newest checkpoint is untouched."""
+    """Training cannot go on, for instance because the loss is not finite. The newest checkpoint is untouched."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check has to say about a configuration."""
+    """One message of a check about a configuration."""
 
     rule: str
     """Name of the rule; guidance.override takes the names of the guidance rules."""
@@ -32,15 +32,15 @@ class Finding:
     key: str
     """Dotted key that the finding is about."""
     value: Any
-    """Its value in this run."""
+    """The key's value in this run."""
     message: str
-    """What is wrong, with the numbers."""
+    """The mistake, with the numbers."""
     fix: str = ""
-    """What to do about it."""
+    """The way to correct it."""
     source: str = ""
-    """Where the rule comes from: a paper and section."""
+    """The source of the rule: a paper and section."""
     where: str = ""
-    """`file:line` or the override that gave the key, when known."""
+    """The place where the key was given, when known: `file:line`, or the override."""
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
@@ -50,6 +50,6 @@ class Finding:
 
 
 def shown(value: Any) -> str:
-    """A value as it would stand in YAML, shortened."""
+    """Return a value as it would stand in YAML, shortened to 80 characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,8 +1,8 @@
-"""The stability rules of the SageBwd papers, and of runs of our own, as findings on a RunConfig. Every number has a
-source: a paper, a folder of results/, or the run that `sagetrain plan --measured` names.
+"""The stability rules of the SageBwd papers and of our own runs, as findings on a RunConfig. Every number has a source:
+a paper, a folder of results/, or the run that `sagetrain plan --measured` names.
 
-Every rule applies to every stage of the tokens-per-step schedule. `guidance.override` accepts a rule's finding by its
-name; it then stays on record as information.
+Every rule applies to every stage of the tokens-per-step schedule. `guidance.override` accepts the finding of a rule by
+the rule's name. The finding is then recorded as information.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from sagetrain.config.measured import ALL, MeasuredRun, critical_in_words, criti
 from sagetrain.config.schema import RunConfig
 
 _SAGEBWD = "SageBwd (arXiv 2603.02170)"
-_SAGE3 = "SageAttention3 (arXiv 2505.11594)"  # has the first form of the method
+_SAGE3 = "SageAttention3 (arXiv 2505.11594)"  # This paper has the first form of the method.
 _RECIPE_GAP = "our runs: results/recipe-gap"
 _TOKENS_PER_STEP = "our runs: results/tokens-per-step"
 _BIAS = "our runs: results/bias"
 _QK_NORM = "our runs: results/qk-norm-large"
 _SMOOTHING = "our runs: results/smoothing"
 
-# Largest tokens per step at which INT8 attention without QK-norm trained on par in the paper: 64 sequences of 4096.
+# The largest number of tokens per step at which INT8 attention without QK-norm trained on par in the paper: 64
+# sequences of 4096 tokens.
 SAFE_WITHOUT_QK_NORM = 64 * 4096
 LARGE_STEP = 2_000_000
 
@@ -42,10 +43,16 @@ RULES = {
 
 
 def guidance(cfg: RunConfig, measured: MeasuredRun | None = None) -> list[Finding]:
-    """What the papers, and an earlier run that measured it, would say about this run; overridden findings come back as
-    information.
+    """Return the findings of the papers' rules, and of an earlier run's measurements, about this run.
 
-    Unknown names in guidance.override are errors. Tokens per step are global, so the number of ranks changes nothing.
+    Tokens per step are global, so the number of ranks changes nothing.
+
+    Args:
+        cfg: the configuration.
+        measured: an earlier run that measured its stability, if there is one.
+
+    Returns:
+        The findings. Overridden ones come back as information; unknown names in guidance.override are errors.
     """
     findings = [*(_findings(cfg) if cfg.attention.may_be_int8 else []), *(_measured(cfg, measured) if measured else [])]
     accepted = set(cfg.guidance.override)
@@ -62,9 +69,10 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             tokens,
             f"INT8 attention without QK-norm diverges at large tokens per step: the paper's run was on par "
             f"with full precision at 260K ({SAFE_WITHOUT_QK_NORM}) and diverged at 2.1M, where gradient noise no "
-            "longer hides the error of the quantized dS. (Ours, 43M parameters, was stable behind a half in 16 "
-            "bits, .0005 +- .0004 higher at 524,288 and .0002 +- .0002 at 2,097,152, three seeds; from the first token "
-            "on at 524,288 it did not diverge either, and chance was larger than any difference)",
+            "longer hides the error of the quantized dS. (Our runs, 43M parameters and three seeds, were stable: after "
+            "a first half in 16 bits their loss was 0.0005 ± 0.0004 higher at 524,288 and 0.0002 ± 0.0002 higher at "
+            "2,097,152. In INT8 from the first token on, at 524,288, they did not diverge either; chance was larger "
+            "than any difference)",
             "set attention.qk_norm to before_rope or after_rope; or use at most "
             f"{SAFE_WITHOUT_QK_NORM} tokens per step in every stage; or a 16-bit attention.backend (sdpa, flash); or "
             "accept the risk with guidance.override: [qk_norm_for_large_steps]",
@@ -77,9 +85,10 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             key,
             tokens,
             "INT8 attention lost to full precision at 2.1M tokens per step even with QK-norm: 2.640 against "
-            "2.586 after 78B tokens; at 260K it did not: 2.561 against 2.563. (Ours, 43M parameters, 18 steps of "
-            "2,097,152 behind a common half, lost .0004 +- .0002 in recipe paper, six pairs; in steps of 16,384 for as "
-            "many tokens .0038 +- .0010: fewer tokens per step did not help, recipe scores did, -.0000 +- .0001)",
+            "2.586 after 78B tokens; at 260K it did not: 2.561 against 2.563. (Our runs, 43M parameters and six pairs "
+            "with a common first half, lost 0.0004 ± 0.0002 with recipe paper in 18 steps of 2,097,152 tokens, and "
+            "0.0038 ± 0.0010 in steps of 16,384 for as many tokens. Fewer tokens per step did not help; recipe scores "
+            "did: -0.0000 ± 0.0001)",
             "attention.recipe: scores or fine, a 16-bit attention.backend, or, by the paper, fewer tokens per step; "
             "sagetrain compare tells which",
             f"{_SAGEBWD}, section 5: 325M model, context 4096; {_TOKENS_PER_STEP}",
@@ -90,9 +99,10 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             "warning",
             "attention.recipe",
             "paper",
-            "it puts a bias into the gradients that recipe scores does not have: behind a common half in 16 bits ours, "
-            "43M parameters, ended .0038 +- .0010 higher with it in steps of 16,384 tokens and .0026 +- .0009 in steps "
-            "of 65,536 (six pairs each), with scores -.0000 +- .0001, with fine +.0004 +- .0011 and .0000 +- .0002",
+            "it puts a bias into the gradients that recipe scores does not have. Our runs, 43M parameters and six "
+            "pairs with a common first half in 16 bits, ended 0.0038 ± 0.0010 higher with it in steps of 16,384 tokens "
+            "and 0.0026 ± 0.0009 higher in steps of 65,536; with scores it was -0.0000 ± 0.0001, with fine 0.0004 ± "
+            "0.0011 and 0.0000 ± 0.0002",
             "attention.recipe: scores, or auto; sagetrain compare shows what it costs your model",
             f"{_SAGEBWD}, section 3: the recipe; {_TOKENS_PER_STEP}; {_BIAS}",
         )
@@ -102,8 +112,9 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             "warning",
             "attention.smooth_k",
             False,
-            "K-smoothing was needed for stable INT8 pretraining even at 260K tokens per step. (Ours, with QK-norm, was "
-            "stable without and ended .0007 +- .0008 higher: 43M parameters, 524,288 tokens per step, six seeds)",
+            "K-smoothing was needed for stable INT8 pretraining even at 260K tokens per step. (Our runs with QK-norm "
+            "were stable without it and ended 0.0007 ± 0.0008 higher: 43M parameters, 524,288 tokens per step, six "
+            "seeds)",
             "set attention.smooth_k: true",
             f"{_SAGEBWD}, sections 3 and 5; {_SMOOTHING}",
         )
@@ -134,15 +145,15 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             "optimizer.lr",
             cfg.optimizer.lr,
             "higher than in any published INT8 pretraining: 3e-5, and 1e-3 where INT8 converged visibly slower. "
-            "(At 1e-3 ours did not: 43M parameters, 131K tokens per step, four seeds, a gap above .008 excluded)",
+            "(At 1e-3 our runs did not: 43M parameters, 131K tokens per step, four seeds, a gap above 0.008 excluded)",
             "compare it with a 16-bit attention.backend first: sagetrain compare",
             f"{_SAGEBWD}, section 5; {_SAGE3}; {_RECIPE_GAP}",
         )
 
 
 def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
-    """What the ratio of an earlier run would be at the largest tokens per step of this one; of a run with 16-bit
-    attention the noise alone."""
+    """Report the ratio that an earlier run measured, computed for the largest tokens per step of this run. For a run
+    with 16-bit attention, report the gradient noise alone."""
     key, tokens = max(cfg.tokens_per_step.named_tokens.items(), key=lambda item: item[1])
     said, source, int8 = [], f"{run.path}, measured", cfg.attention.may_be_int8
     level: Literal["warning", "info"] = "info"

@@ -1,30 +1,31 @@
-"""Sizes of linear layers on a rank, and those that can be multiplied in 8 bits."""
+"""The sizes of linear layers on a rank, and the rule that says which of them can be multiplied in 8 bits."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 LOW_BIT_MULTIPLE = 16
-"""Of every side of a matrix in 8 bits, on a rank: torch's FP8 kernels read 16 bytes at a time."""
+"""Every side of a matrix in 8 bits has to be a multiple of this on a rank, because torch's FP8 kernels read 16 bytes at
+a time."""
 
 AUTO_PRECISION = "int8"
-"""What linear.precision auto takes where that gains. Never fp8, which is a few percent faster and costs several times
-as much in loss (results/linear-layers)."""
+"""The precision that linear.precision auto takes where 8 bits gain. It is never fp8, which is a few percent faster and
+costs several times as much in loss (results/linear-layers)."""
 
 
 class LinearSizes(NamedTuple):
-    """Of a linear layer on a rank: of all weights that read one x."""
+    """The sizes of a linear layer on a rank. All weights that read the same input count as one layer."""
 
     inputs: int
     outputs: dict[str, int]
-    """Output features by weight."""
+    """The output features of each weight, by name."""
 
     @property
     def weights(self) -> int:
-        """How many it has."""
+        """The number of weights of the layer."""
         return self.inputs * sum(self.outputs.values())
 
     @property
     def odd(self) -> list[int]:
-        """Its sides that no 8-bit matmul takes."""
+        """The sides of the layer that no 8-bit matmul takes."""
         return [side for side in sorted({self.inputs, *self.outputs.values()}) if side % LOW_BIT_MULTIPLE]

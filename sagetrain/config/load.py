@@ -1,4 +1,4 @@
-"""One YAML file and `a.b=c` overrides -> RunConfig. Every mistake is reported, and all of them at once."""
+"""Load a RunConfig from one YAML file and `a.b=c` overrides. All mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ from sagetrain.config.yaml_nodes import KeyPath
 
 _ABSENT = object()
 _SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}
-"""Booleans of older YAML."""
+"""Boolean words of older YAML, and the words to write instead."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's configuration: of a file, or shipped and named (`325m`).
+    """Read a run's configuration.
 
-    `overrides` are `dotted.key=value` texts; values are read as YAML, list items are named by index
-    (`data.train.0.path=corpus`), and a whole section may be given at once
-    (`tokens_per_step={schedule: constant, tokens: 262144}`).
-    Raises ConfigError listing every problem with place, key, value, rule and fix.
+    Args:
+        path: a file, or the name of a shipped configuration (`325m`).
+        overrides: `dotted.key=value` texts. Values are read as YAML. Items of lists are named by index
+            (`data.train.0.path=corpus`). A whole section may be given at once (`tokens_per_step={schedule: constant,
+            tokens: 262144}`).
+
+    Raises:
+        ConfigError: lists every problem with place, key, value, rule and fix.
     """
     source = _Source(path, overrides)
     try:
@@ -42,10 +46,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def config_path(name: str | Path) -> Path:
-    """An existing file, or else the shipped configuration of this name: configs/<name>.yaml.
+    """Return the path of an existing file, or else of the shipped configuration with this name: configs/<name>.yaml.
 
     Raises:
-        ConfigError: it is neither; lists the names there are.
+        ConfigError: the name is neither; the message lists the names there are.
     """
     path = Path(name)
     if path.is_file() or path.suffix or len(path.parts) != 1:
@@ -59,26 +63,28 @@ def config_path(name: str | Path) -> Path:
 
 
 def shipped() -> dict[str, Path]:
-    """The configurations and the templates for launchers that come with the package, by name."""
-    package = Path(__file__).parents[1]  # installed, or beside configs/ of a checkout
+    """Return the configurations and the templates for launchers that come with the package, by name."""
+    # The folder is in the package when installed, or beside sagetrain/ in a checkout.
+    package = Path(__file__).parents[1]
     folder = next(f for f in (package / "configs", package.parent / "configs") if f.is_dir())
     files = (file for suffix in (".yaml", ".sbatch", ".example") for file in sorted(folder.glob(f"*{suffix}")))
     return {file.stem: file for file in files}
 
 
 def dump_config(config: RunConfig) -> str:
-    """The complete configuration as YAML text; loading it gives an equal object."""
+    """Return the complete configuration as YAML text. Loading the text gives an equal object."""
     return yaml_nodes.dump(config.model_dump(mode="json"))
 
 
 def locations(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Where each dotted key was given, `file:line` or the override: for findings made after loading."""
+    """Return the place where each dotted key was given: `file:line`, or the override. Findings that are made after
+    loading need it."""
     source = _Source(path, overrides)
     return {_dotted(key): source.where(key) for key in [*source.lines, *source.origins] if key}
 
 
 class _Source:
-    """The values of a file with overrides applied, where each came from, and what is wrong with them."""
+    """The values of a file with overrides applied, the place where each was given, and the problems found in them."""
 
     def __init__(self, path: str | Path, overrides: Sequence[str]):
         path = config_path(path)
@@ -101,7 +107,7 @@ class _Source:
             self._override(override)
 
     def where(self, path: KeyPath) -> str:
-        """The override or `file:line` that gave a key or, if it is absent, its nearest parent."""
+        """Return the override or `file:line` that gave a key. If the key is absent, its nearest parent counts."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.origins:
                 return f"override {self.origins[path[:end]]}"
@@ -110,11 +116,11 @@ class _Source:
         return self.file
 
     def explain(self, detail: ErrorDetails) -> None:
-        """Report one validation error of pydantic in the words of the schema."""
+        """Report one of pydantic's validation errors in the words of the schema."""
         kind, value = detail["type"], detail["input"]
         path, section, slot = locate(detail["loc"])
         if kind == "default_factory_not_called" or (value is None and path in self.unusable):
-            return  # follows from a problem that is reported itself
+            return  # This follows from a problem that is reported itself.
         if kind == "extra_forbidden" and section is not None:
             self._report(path, f"unknown key{_hint_for_unknown(path, section)}", value)
         elif kind == "missing" and section is not None:
@@ -128,18 +134,18 @@ class _Source:
             else:
                 self._report((*path, "schedule"), f"missing; it takes {takes}")
         else:
-            if kind == "missing":  # an item of a list of fixed length
+            if kind == "missing":  # An item is missing in a list of fixed length.
                 path, _, slot = locate(detail["loc"][:-1])
             self._report(path, _must_be(describe(slot), value, slot.choices), value)
 
     def raise_problems(self) -> None:
-        """ConfigError with all problems found so far, if there are any."""
+        """Raise ConfigError with all problems found so far, if there are any."""
         if self.problems:
             count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
             raise ConfigError("\n  ".join([f"{count} in the configuration {self.file}:", *self.problems]))
 
     def _override(self, text: str) -> None:
-        """Apply one `dotted.key=value`."""
+        """Apply one `dotted.key=value` override."""
         name, equals, value_text = text.partition("=")
         parts = name.strip().split(".")
         if not equals or "" in parts:
@@ -157,20 +163,21 @@ class _Source:
             if key is None:
                 return
             path = (*path, key)
-            if target[key] is None:  # the first item of a list, or a section
+            if target[key] is None:  # This is a section, or the first item of a list.
                 target[key], self.origins[path] = [None] if within == "0" else {}, text
             target = target[key]
         key = self._child(target, parts[-1], path, text)
         if key is not None:
             target[key], path = value, (*path, key)
-            for known in (self.lines, self.origins):  # what the new value replaces has no place any more
+            for known in (self.lines, self.origins):  # Keys that the new value replaces no longer have a place.
                 for below in [other for other in known if other[: len(path)] == path]:
                     del known[below]
             self.origins[path] = text
             self.unusable |= {(*path, *problem.path) for problem in problems}
 
     def _child(self, target: Any, part: str, path: KeyPath, text: str) -> str | int | None:
-        """Key of `part` inside `target`, made to exist; None (and a problem) where there can be no such key."""
+        """Return the key of `part` inside `target`, and create it where needed. Return None, and report a problem,
+        where there can be no such key."""
         if isinstance(target, dict):
             target.setdefault(part, None)
             return part
@@ -186,12 +193,12 @@ class _Source:
     def _report(self, path: KeyPath, rule: str, value: Any = _ABSENT, where: str = "") -> None:
         key = _dotted(path) + ("" if value is _ABSENT else f" = {shown(value)}")
         problem = ": ".join(part for part in (where or self.where(path), key, rule) if part)
-        if problem not in self.problems:  # of a union, each member complains
+        if problem not in self.problems:  # Each member of a union reports the same problem.
             self.problems.append(problem)
 
 
 def _must_be(slot_text: str, value: Any, choices: Sequence[Any]) -> str:
-    """`must be ...`, with a hint where the mistake is a common one."""
+    """Return `must be ...`, with a hint where the mistake is a common one."""
     hint = ""
     if value == "fp4":
         hint = "; FP4 attention is for inference alone: sagetrain eval --attention fp4, generate --attention fp4"
@@ -209,13 +216,14 @@ def _must_be(slot_text: str, value: Any, choices: Sequence[Any]) -> str:
 
 
 def _hint_for_unknown(path: KeyPath, section: type[Section]) -> str:
-    """Where an unknown key was probably meant to go: in the same section first, then anywhere. Names that have only a
-    word in common (max_steps, drop_steps) are 0.7 alike, misspelt ones more than 0.8."""
+    """Return a hint about where an unknown key was probably meant to go. The same section is searched first, then all
+    others. The cutoffs keep names apart that share only a word: max_steps and drop_steps are 0.7 alike, misspelt names
+    more than 0.8."""
     name = str(path[-1])
     if "." in name:
         return "; dots are for overrides: in the file, each section is a line of its own"
     known = {key.name: key for key in keys()}
-    if _dotted(path) in known:  # known, but of another member of the union
+    if _dotted(path) in known:  # The key is known, but belongs to another member of the union.
         return f" for schedule: {tag_of(section)}; it belongs to {known[_dotted(path)].doc.partition(')')[0][1:]}"
     near = difflib.get_close_matches(name, section.model_fields, 1, cutoff=0.75)
     if near:
@@ -232,12 +240,13 @@ def _dotted(path: KeyPath) -> str:
 
 
 def is_assignment(word: str) -> bool:
-    """Whether a word of a command line is NAME=VALUE, and no file or folder of that name."""
-    return "=" in word and not os.path.exists(word)  # which, unlike Path's, takes words that are too long for a name
+    """Whether a word of a command line is NAME=VALUE, and not an existing file or folder."""
+    # Unlike Path.exists, os.path.exists accepts words that are too long for a file name.
+    return "=" in word and not os.path.exists(word)
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, by dotted key."""
+    """Return nested dicts as one dict, keyed by dotted names."""
     if isinstance(tree, dict):
         return {k: v for key, sub in tree.items() for k, v in flat(sub, f"{prefix}{key}.").items()}
     return {prefix[:-1]: tree}

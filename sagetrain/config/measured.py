@@ -1,17 +1,19 @@
-"""What an earlier run measured about its stability, read from its folder: what quantization adds to the gradients of
-weights, against the noise that they have anyway.
+"""The stability measurements of an earlier run, read from its folder: how much quantization adds to the noise of the
+weights' gradients.
 
-sagetrain/stability/quant_noise.py defines the ratio and its parts. At n' micro-batches a step instead of n, it says,
+sagetrain/stability/quant_noise.py defines the ratio and its parts. With n' micro-batches a step instead of n, the ratio
+is
 
     ratio' = ratio - bias_ratio + bias_ratio n' / n
 
-since the noise left in a step falls like 1 / n, the independent part of the error with it, and the bias stays. Micro-
-batches are as large as those of the run that measured: n' / n is the quotient of the tokens per step T' and T. So the
-ratio reaches a margin at
+The noise left in a step falls like 1 / n, and the independent part of the error falls with it; the bias stays.
+Micro-batches are as large as in the run that measured, so n' / n is the quotient of the tokens per step T' and T. The
+ratio therefore reaches a margin at
 
     T_x = T (margin - (ratio - bias_ratio)) / bias_ratio
 
-tokens per step: at none where nothing of it is bias, and at any where what is no bias is above the margin by itself.
+tokens per step. There is no such T_x if no part of the ratio is bias. T_x is 0 if the part without bias alone is above
+the margin.
 """
 
 from __future__ import annotations
@@ -28,43 +30,50 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 
 STABILITY_NAME = "stability.json"
-"""In the run folder; cluster/run_folder.py writes it."""
+"""The file in the run folder that holds the measurements; cluster/run_folder.py writes it."""
 CRITICAL = "critical_tokens_per_step"
-"""In it, what critical_tokens gives."""
+"""The key of that file that holds the result of critical_tokens."""
 ALL = "all"
-"""What the whole model is called among the layers."""
+"""The name of the whole model among the layers."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Squared error of the quantized weight gradients over the gradient noise that is left in a step."""
+    """The squared error of the quantized weight gradients, divided by the gradient noise that is left in a step."""
 
     ratio: float
     bias_ratio: float
-    """The part of it that micro-batches have in common: bias, which more tokens per step do not average."""
+    """The part of the ratio that micro-batches have in common. This is bias, which more tokens per step do not average
+    out."""
     tokens_per_step: int
-    """At which it was measured."""
+    """The tokens per step at which the ratio was measured."""
     bias_to_gradient: float | None = None
-    """That bias beside the gradient itself, both squared: mean of the run's probes."""
+    """The bias divided by the gradient itself, both squared: the mean of the run's probes."""
 
     def at(self, tokens_per_step: int) -> float:
-        """What it would be, by the formula above."""
+        """Return the ratio at other tokens per step, by the module's formula."""
         return self.ratio + self._bias * (tokens_per_step / self.tokens_per_step - 1)
 
     def critical(self, margin: float) -> float:
-        """T_x: tokens per step at which it would be `margin`; inf: no number is large enough, 0: none small enough."""
+        """Return T_x, the tokens per step at which the ratio is `margin`. Infinity: it never gets there. 0: it is
+        always above."""
         if self._bias == 0:
             return math.inf if self.ratio <= margin else 0.0
         return max(0.0, self.tokens_per_step * (margin - self.ratio + self._bias) / self._bias)
 
     @property
     def _bias(self) -> float:
-        """An estimate, which may be below 0 where there is hardly any."""
+        """The bias part of the ratio. The measured value is an estimate, and may be below 0 where there is hardly any
+        bias."""
         return max(self.bias_ratio, 0.0)
 
 
 def ratios_of(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Ratio]:
-    """By layer, from the metrics of stability.json; ALL: of the whole model. Raises KeyError of other metrics."""
+    """Return the ratio of each layer, and of the whole model (key ALL), from the metrics of stability.json.
+
+    Raises:
+        KeyError: the metrics have a ratio without its parts.
+    """
     return {
         layer: Ratio(
             entry["last"],
@@ -79,7 +88,7 @@ def ratios_of(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Ratio]:
 
 
 def margin_of(cfg: RunConfig) -> float:
-    """Of tokens_per_step, noise_aware's default under other schedules."""
+    """Return the margin of the noise_aware schedule. Other schedules get its default."""
     if isinstance(cfg.tokens_per_step, NoiseAwareTokens):
         return cfg.tokens_per_step.margin
     margin: float = NoiseAwareTokens.model_fields["margin"].default
@@ -87,8 +96,12 @@ def margin_of(cfg: RunConfig) -> float:
 
 
 def critical_tokens(ratios: Mapping[str, Ratio], margin: float) -> dict[str, Any] | None:
-    """T_x as stability.json has it: {"margin", "all": of the whole model, "layer": the worst one, "worst": T_x of it},
-    in whole tokens per step. None in the place of a number: it is never reached. None instead: nothing was measured."""
+    """Return T_x as stability.json has it, in whole tokens per step.
+
+    Returns:
+        {"margin": the margin, "all": T_x of the whole model, "layer": the worst layer, "worst": T_x of that layer}. A
+        T_x of None means that the margin is never reached. None in place of the dict means that nothing was measured.
+    """
     layers = {layer: ratio.critical(margin) for layer, ratio in ratios.items() if layer != ALL}
     if not layers or ALL not in ratios:
         return None
@@ -99,7 +112,7 @@ def critical_tokens(ratios: Mapping[str, Ratio], margin: float) -> dict[str, Any
 
 
 def critical_in_words(critical: Mapping[str, Any]) -> str:
-    """The same: "T_x 1,024 (layer 3: 512) tokens per step, where it is 0.1"."""
+    """Return the result of critical_tokens as text: "T_x 1,024 (layer 3: 512) tokens per step, where it is 0.1"."""
     said = [f"{critical[name]:,}" if critical[name] is not None else "infinite" for name in ("all", "worst")]
     return f"T_x {said[0]} (layer {critical['layer']}: {said[1]}) tokens per step, where it is {critical['margin']:g}"
 
@@ -110,18 +123,18 @@ class MeasuredRun:
 
     path: str
     ratios: dict[str, Ratio]
-    """By layer; ALL: of the whole model."""
+    """The ratio of each layer, and of the whole model under the key ALL."""
     noise_scale: float | None
-    """Gradient noise scale of the whole model, in tokens."""
+    """The gradient noise scale of the whole model, in tokens."""
     errors: dict[str, float]
-    """Relative L2 error of what INT8 attention computes, by `layer/tensor`."""
+    """The relative L2 error of each tensor of INT8 attention, by `layer/tensor`."""
     linear_errors: dict[str, float]
-    """And of linear layers in 8 bits, by `layer/name.tensor`."""
+    """The relative L2 error of each tensor of 8-bit linear layers, by `layer/name.tensor`."""
     settings: dict[str, dict[str, Any]]
-    """Of the run, by section."""
+    """The run's configuration, by section."""
 
     def differing(self, cfg: RunConfig) -> list[str]:
-        """`key: theirs, here ours`, for what the measurement depends on."""
+        """Return `key theirs there, ours here` for each setting that the measurement depends on and that differs."""
         ours = cfg.model_dump(mode="json")
         return [
             f"{section}.{key} {value} there, {ours[section][key]} here"
@@ -132,10 +145,10 @@ class MeasuredRun:
 
 
 def read_measured(path: str | Path) -> MeasuredRun:
-    """What the run in a folder has measured.
+    """Read the measurements of the run in a folder.
 
     Raises:
-        ConfigError: no run folder, or nothing was measured there.
+        ConfigError: the folder is not a run folder, or nothing was measured there.
     """
     folder = Path(path)
     try:

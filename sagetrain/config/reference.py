@@ -1,4 +1,4 @@
-"""Walks the schema: what every key takes, in words. Feeds the error messages and the key reference."""
+"""The key reference: walks the schema and says in words what every key takes. The error messages use it too."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Key:
     """One line of the key reference."""
 
     name: str
-    """Dotted key; the first item of a list stands for all: `data.train.0.path`."""
+    """Dotted key. The first item of a list stands for all items: `data.train.0.path`."""
     takes: str
     default: str
     doc: str
 
     @property
     def when_left_out(self) -> str:
-        """What it is without a value: required, or its default."""
+        """The key's value where it is left out: required, or its default."""
         return self.default if self.default == "required" else f"default {self.default}"
 
 
 class Slot(NamedTuple):
-    """The place of a value in the schema: its type and constraints."""
+    """The type and the constraints of one value of the schema."""
 
     annotation: Any
     metadata: tuple[Any, ...] = ()
 
     @property
     def sections(self) -> list[type[Section]]:
-        """Section classes that a value here can be: one, several (a union told apart by `schedule`), or none."""
+        """Section classes that a value here can have: one, several (a union told apart by `schedule`), or none."""
         if isinstance(self.annotation, type) and issubclass(self.annotation, Section):
             return [self.annotation]
         args = get_args(self.annotation) if get_origin(self.annotation) in (Union, types.UnionType, Annotated) else ()
@@ -50,17 +50,17 @@ class Slot(NamedTuple):
 
     @property
     def optional(self) -> bool:
-        """Whether null stands for no value here."""
+        """Whether null is allowed here."""
         return type(None) in get_args(self.annotation)
 
     @property
     def item(self) -> Slot | None:
-        """Slot of a list's or tuple's items; None for anything else."""
+        """The slot of the items of a list or tuple. None for anything else."""
         return Slot(get_args(self.annotation)[0]) if get_origin(self.annotation) in (list, tuple) else None
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The allowed values that are listed one by one."""
+        """The allowed values, where they are listed one by one."""
         args = get_args(self.annotation)
         if get_origin(self.annotation) in (Union, types.UnionType):
             return tuple(choice for arg in args for choice in Slot(arg).choices)
@@ -68,25 +68,27 @@ class Slot(NamedTuple):
 
 
 def slot_of(field: FieldInfo) -> Slot:
-    """Slot of a pydantic field."""
+    """Return the slot of a pydantic field."""
     return Slot(field.annotation, tuple(field.metadata))
 
 
 def tag_of(section: type[Section]) -> str | None:
-    """The value of `schedule` that selects this member of a union of sections."""
+    """Return the value of `schedule` that selects this member of a union of sections."""
     field = section.model_fields.get("schedule")
     return get_args(field.annotation)[0] if field else None
 
 
 def tags_of(sections: list[type[Section]]) -> list[str]:
-    """The values of `schedule` that tell the members of a union apart."""
+    """Return the values of `schedule` that tell the members of a union apart."""
     return [tag for section in sections if (tag := tag_of(section))]
 
 
 def locate(location: KeyPath) -> tuple[KeyPath, type[Section] | None, Slot]:
-    """A pydantic error location -> (path without union tags, section that holds the last key, slot of the last key).
+    """Find the place in the schema that a pydantic error location names.
 
-    Items of lists have no section (None), and the slot of an unknown key takes anything.
+    Returns:
+        The path without union tags, the section that holds the last key, and the slot of the last key. Items of lists
+        have no section (None), and the slot of an unknown key takes anything.
     """
     path: KeyPath = ()
     section: type[Section] | None = None
@@ -99,7 +101,7 @@ def locate(location: KeyPath) -> tuple[KeyPath, type[Section] | None, Slot]:
             slot = Slot(members[part])
             continue
         if not members and slot.item is None and get_origin(slot.annotation) in (Union, types.UnionType):
-            break  # what follows names a member of a union of plain values
+            break  # The rest of the location names a member of a union of plain values.
         path = (*path, part)
         section = next(iter(members.values()), None)
         if section is None:
@@ -110,7 +112,7 @@ def locate(location: KeyPath) -> tuple[KeyPath, type[Section] | None, Slot]:
 
 
 def describe(slot: Slot) -> str:
-    """What a key takes, in words: `a whole number above 0`, `one of a, b`, `a list of ...`."""
+    """Return what a key takes, in words: `a whole number above 0`, `one of a, b`, `a list of ...`."""
     annotation, metadata = slot
     origin, args = get_origin(annotation), get_args(annotation)
     if slot.sections:
@@ -141,7 +143,7 @@ def describe(slot: Slot) -> str:
 
 
 def keys(section: type[Section] = RunConfig, prefix: str = "") -> list[Key]:
-    """Every key of the schema in order, with what it takes, its default and its documentation."""
+    """Return every key of the schema in order, with what it takes, its default and its documentation."""
     result: list[Key] = []
     for name, field in section.model_fields.items():
         slot = slot_of(field)
@@ -169,7 +171,7 @@ def keys(section: type[Section] = RunConfig, prefix: str = "") -> list[Key]:
 
 
 def markdown() -> str:
-    """Every key as a page: a heading for each, so that a search finds it alone."""
+    """Return the key reference as a Markdown page. Each key has a heading of its own, so that a search finds it."""
     lines = [
         "# Every key of the YAML",
         "",
@@ -188,7 +190,7 @@ def markdown() -> str:
 
 
 def outline(section: type[Section]) -> str:
-    """The keys of a section, in braces."""
+    """Return the keys of a section, in braces."""
     tag = tag_of(section)
     return (
         "{"
@@ -198,12 +200,12 @@ def outline(section: type[Section]) -> str:
 
 
 def _constraints(metadata: tuple[Any, ...]) -> list[Any]:
-    """Constraints one by one: pydantic keeps those of one Field together."""
+    """Return the constraints one by one. pydantic keeps the constraints of one Field together."""
     return [part for m in metadata for part in (m.metadata if isinstance(m, FieldInfo) else [m])]
 
 
 def _literal(text: str) -> str:
-    """Markdown of a text that is to be read as it is: braces and brackets of sections."""
+    """Return Markdown that shows a text literally, with the braces and brackets of sections escaped."""
     return re.sub(r"([<>*_|\[\]{}])", r"\\\1", text)
 
 

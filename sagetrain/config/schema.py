@@ -1,7 +1,8 @@
-"""The whole configuration of a run: one typed section per YAML section, all of them to be had from here.
+"""The whole configuration of a run: one typed section per section of the YAML. All section classes can be imported from
+here.
 
-Every field carries its documentation right below it; `sagetrain plan`, the error messages and the key reference are
-generated from these. Unknown keys are errors. This module imports no torch: it must load on a laptop in no time.
+Every field has its documentation right below it. `sagetrain plan`, the error messages and the key reference are
+generated from it. Unknown keys are errors. This module imports no torch, so that it loads quickly on a laptop.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ __all__ = [
 
 
 class RunConfig(Section):
-    """One run: what the YAML file holds."""
+    """One run: the contents of the YAML file."""
 
     model: ModelConfig
     attention: AttentionConfig = AttentionConfig()
@@ -101,7 +102,8 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     tokens_per_step: TokensPerStepConfig
-    """Tokens per optimizer step: as a function of the tokens seen (constant, ramp, stages), or noise_aware."""
+    """Tokens per optimizer step: a function of the tokens seen (constant, ramp, stages), or decided while training
+    (noise_aware)."""
     optimizer: OptimizerConfig
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     training: TrainingConfig
@@ -113,4 +115,4 @@ class RunConfig(Section):
     stability: StabilityConfig = StabilityConfig()
     guidance: GuidanceConfig = GuidanceConfig()
     deepspeed: dict[str, Any] = {}
-    """Extra DeepSpeed keys: those of docs/gradients.md, which were tried. Any other one is an error."""
+    """Further keys of DeepSpeed. Only the keys of docs/gradients.md, which were tested, are allowed."""

@@ -1,9 +1,9 @@
 """Tokens per optimizer step as a pure function of the tokens seen: constant, linear ramp or stages, up and down.
 
-Progress is counted in tokens: a step taken at `tokens_seen` moves the run to `tokens_seen + tokens_per_step`, and the
-run ends with the first step that reaches total_tokens. Nothing here depends on a step counter or on the layout, so a
-resumed run, or one on another number of ranks, finds its place from the tokens alone, and one YAML always takes the
-same steps. That every one of them is a whole number of micro-steps is for config/rules to check.
+Progress is counted in tokens. A step taken at `tokens_seen` moves the run to `tokens_seen + tokens_per_step`, and the
+run ends with the first step that reaches total_tokens. Nothing here depends on a step counter or on the layout. A run
+that is resumed, or that moves to another number of ranks, finds its place from the tokens alone, and one YAML always
+takes the same steps. config/rules checks that every step is a whole number of micro-steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Schedule = ConstantTokens | RampTokens | StagedTokens | NoiseAwareTokens
 
 
 class ScheduleStage(NamedTuple):
-    """A run of equal optimizer steps."""
+    """A sequence of equal optimizer steps."""
 
     from_tokens: int
     tokens_per_step: int
@@ -25,10 +25,11 @@ class ScheduleStage(NamedTuple):
 
 
 def tokens_per_step(schedule: Schedule, tokens_seen: int) -> int:
-    """Tokens of the optimizer step that starts at `tokens_seen`; those of a ramp are rounded down to its multiple.
+    """Return the tokens of the optimizer step that starts at `tokens_seen`. On a ramp they are rounded down to its
+    multiple.
 
-    Of noise_aware, which stability/noise_aware.py decides while training, it is the start, as if nothing were decided.
-    Integers throughout, so that every rank and every machine agrees.
+    For noise_aware, which stability/noise_aware.py decides while training, this is the start value, as if nothing were
+    decided. All arithmetic is in integers, so that every rank and every machine agrees.
     """
     if isinstance(schedule, ConstantTokens):
         return schedule.tokens
@@ -39,14 +40,21 @@ def tokens_per_step(schedule: Schedule, tokens_seen: int) -> int:
         on_the_line = schedule.start + (schedule.end - schedule.start) * progress // schedule.ramp_tokens
         return max(1, on_the_line // schedule.rounding) * schedule.rounding
     begun = [stage for stage in schedule.stages if stage.from_tokens <= tokens_seen]
-    return (begun or schedule.stages)[-1].tokens  # that one begins at 0 is for config/rules to check
+    return (begun or schedule.stages)[-1].tokens  # config/rules checks that one stage begins at 0.
 
 
 def change_at_resume(schedule: Schedule, tokens_seen: int, last: int) -> str | None:
-    """What to say where a run of `tokens_seen` tokens, whose last step had `last`, is continued with another schedule.
+    """Return a message if a run is continued with a schedule that differs from its last step.
 
-    None if that step would be taken alike again, or the schedule is noise_aware, which goes on with what it decided.
-    The steps taken are facts; those to come follow the tokens seen.
+    The steps taken are facts. The steps to come follow from the tokens seen.
+
+    Args:
+        schedule: the schedule of the configuration that continues the run.
+        tokens_seen: tokens seen up to the checkpoint.
+        last: tokens of the last step before the checkpoint.
+
+    Returns:
+        None if the schedule gives that step the same tokens, or is noise_aware, which continues with its last decision.
     """
     now = tokens_per_step(schedule, tokens_seen - last)
     if now == last or isinstance(schedule, NoiseAwareTokens):
@@ -58,10 +66,15 @@ def change_at_resume(schedule: Schedule, tokens_seen: int, last: int) -> str | N
 
 
 def stages(schedule: Schedule, total_tokens: int, micro_step: int) -> list[ScheduleStage]:
-    """The whole run as runs of equal steps, ending with the first step that reaches `total_tokens`.
+    """Return the whole run as sequences of equal steps, up to the first step that reaches `total_tokens`.
 
-    micro_step: tokens of one micro-step over all ranks (config/arithmetic.py, `token_multiple`), for the accumulation.
-    Costs what the changes of the tokens per step are, not the steps.
+    The time this takes grows with the number of changes, not of steps.
+
+    Args:
+        schedule: the tokens-per-step schedule.
+        total_tokens: tokens of the run.
+        micro_step: tokens of one micro-step over all ranks (config/arithmetic.py, `token_multiple`), for the
+            accumulation.
     """
     result: list[ScheduleStage] = []
     seen = 0
@@ -75,7 +88,8 @@ def stages(schedule: Schedule, total_tokens: int, micro_step: int) -> list[Sched
 
 
 def may_begin(schedule: Schedule, tokens: int, total_tokens: int) -> bool:
-    """Whether a step may begin at `tokens` or later; of noise_aware, whatever it decides between floor and ceiling."""
+    """Whether a step may begin at `tokens` or later. For noise_aware, any decision between floor and ceiling is
+    considered."""
     if isinstance(schedule, NoiseAwareTokens):
         return -(-tokens // schedule.ceiling) * schedule.floor < total_tokens
     last = stages(schedule, total_tokens, 1)[-1]
@@ -83,7 +97,8 @@ def may_begin(schedule: Schedule, tokens: int, total_tokens: int) -> bool:
 
 
 def _next_change(schedule: Schedule, tokens_seen: int, end: int) -> int:
-    """Smallest count of tokens after `tokens_seen` at which the tokens per step may differ; `end` if there is none."""
+    """Return the smallest number of tokens after `tokens_seen` at which tokens per step may change, or `end` if there
+    is none."""
     if isinstance(schedule, StagedTokens):
         return min((s.from_tokens for s in schedule.stages if s.from_tokens > tokens_seen), default=end)
     if not isinstance(schedule, RampTokens) or tokens_seen >= schedule.ramp_tokens:
@@ -92,6 +107,7 @@ def _next_change(schedule: Schedule, tokens_seen: int, end: int) -> int:
     if tokens_per_step(schedule, schedule.ramp_tokens) == now:
         return end
     change = schedule.end - schedule.start
-    if change > 0:  # up to the next multiple
+    if change > 0:  # A rising ramp changes when it reaches the next multiple.
         return -(-(now + schedule.rounding - schedule.start) * schedule.ramp_tokens // change)
-    return (schedule.start - now) * schedule.ramp_tokens // -change + 1  # below this one
+    # A falling ramp changes right below the present multiple.
+    return (schedule.start - now) * schedule.ramp_tokens // -change + 1

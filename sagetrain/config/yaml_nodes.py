@@ -1,8 +1,8 @@
-"""YAML to plain values with a line number for every key, and back.
+"""Read YAML as plain values with a line number for every key, and write it.
 
-Scalars follow YAML 1.2: only true/false are booleans (`compile: on` is the word "on"), 010 is ten, dates and 1:30 are
-text; beyond it 3e-4 and 1_000_000 are numbers, and a whole number may be written 2.1e6. Nothing but plain values is
-ever constructed: no tags, no merge keys, no code.
+Scalars follow YAML 1.2: only true and false are booleans (`compile: on` is the word "on"), 010 is ten, dates and 1:30
+are text. Beyond YAML 1.2, 3e-4 and 1_000_000 are numbers, and a whole number may be written 2.1e6. Nothing but plain
+values is ever constructed: no tags, no merge keys, no code.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import yaml
 from sagetrain.config.errors import shown
 
 KeyPath = tuple[str | int, ...]
-"""Keys, and indices of lists: where a value stands."""
+"""The place of a value: keys, and indices of lists."""
 
-_LARGEST_WHOLE, _LARGEST = 10**18, 3e38  # the latter is about what float32 holds
+_LARGEST_WHOLE, _LARGEST = 10**18, 3e38  # The latter is about the largest float32.
 _WAYS_OUT = {
     r"'\t'": "indent with spaces, not tabs",
     "mapping values are not": "a key ends with a colon and a space; this line or the one above it lacks one, or is "
@@ -28,8 +28,8 @@ _WAYS_OUT = {
     "expected <block end>": "indent it like the keys above it of the same section",
     "another document": "a file is one run: no --- inside of it",
 }
-"""What PyYAML says -> what to do about it."""
-_DIGITS = "[0-9](?:_?[0-9])*"  # as Python's int takes them: 2024_ and 1__0 are text
+"""Fixes for common syntax errors, by a part of PyYAML's message."""
+_DIGITS = "[0-9](?:_?[0-9])*"  # Digits as Python's int takes them: 2024_ and 1__0 are text.
 _RESOLVERS = [
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN"),
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -48,14 +48,14 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a text that this loader or an ordinary YAML 1.1 reader would take for something else."""
+    """A dumper that quotes each text that this loader or an ordinary YAML 1.1 reader would take for something else."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        """Indents the items of a list below its key."""
+        """Indent the items of a list below its key."""
         return super().increase_indent(flow, False)
 
     def represent_float(self, data: float) -> yaml.ScalarNode:
-        """1e16 as 10000000000000000.0: written 1.0e+16 it would come back as a whole number."""
+        """Write 1e16 as 10000000000000000.0. Written as 1.0e+16, it would be read as a whole number."""
         if data.is_integer() and abs(data) < _LARGEST_WHOLE:
             return self.represent_scalar("tag:yaml.org,2002:float", f"{data:.1f}")
         return super().represent_float(data)
@@ -72,16 +72,21 @@ for _tag, _pattern, _first in _RESOLVERS:
 
 
 class YamlProblem(NamedTuple):
-    """Something in the text that is not acceptable YAML here."""
+    """A part of the text that is not acceptable YAML here."""
 
     message: str
     line: int | None
-    """Counted from 1."""
+    """Line number, counted from 1."""
     path: KeyPath = ()
 
 
 def parse(text: str) -> tuple[Any, dict[KeyPath, int], list[YamlProblem]]:
-    """Values, the line of every path, and the problems found (duplicate keys, syntax, constructs we do not take)."""
+    """Parse YAML text.
+
+    Returns:
+        The values, the line of every path, and the problems found: duplicate keys, syntax errors, and constructs that
+            are not allowed here. With a syntax error the values are None.
+    """
     lines: dict[KeyPath, int] = {}
     problems: list[YamlProblem] = []
     try:
@@ -91,21 +96,21 @@ def parse(text: str) -> tuple[Any, dict[KeyPath, int], list[YamlProblem]]:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         way_out = "".join(f"; {fix}" for said, fix in _WAYS_OUT.items() if said in reason)
-        # A character that no YAML has comes with its position alone.
+        # For a character that YAML does not allow, the error has a position but no line.
         line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
         return None, {}, [YamlProblem(f"not valid YAML: {reason}{way_out}", line)]
     return value, lines, problems
 
 
 def dump(value: Any) -> str:
-    """Plain values as block-style YAML, keys in the given order."""
+    """Return plain values as block-style YAML, with the keys in the given order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120, default_flow_style=False)
 
 
 def _value(
     node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], problems: list[YamlProblem], parents: frozenset[int]
 ) -> Any:
-    """Plain value of a node; notes the line of every path inside it."""
+    """Return the plain value of a node, and record the line of every path inside it."""
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
     kind = node.tag.removeprefix("tag:yaml.org,2002:")
@@ -133,7 +138,8 @@ def _value(
     if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
         try:
             value = _SCALARS[kind](node.value)
-        except (ArithmeticError, ValueError):  # an exponent or a number of digits beyond Python's, or !!int in front
+        # The exponent or the number of digits is beyond Python's limits, or !!int is in front of another text.
+        except (ArithmeticError, ValueError):
             rule = "cannot be read as a number; numbers are written 262144, 262_144, 2.1e6 or 3e-4"
             problems.append(YamlProblem(f"{shown(node.value)} {rule}", line, path))
             return None
@@ -148,7 +154,7 @@ def _value(
 
 
 def _float(text: str) -> int | float:
-    """2.1e6 is the whole number 2100000, exactly; 1.0 stays a float."""
+    """Read a number. 2.1e6 is exactly the whole number 2100000; 1.0 stays a float."""
     if re.search("[eE]", text):
         number = Decimal(text)
         if number == number.to_integral_value() and abs(number) < _LARGEST_WHOLE:

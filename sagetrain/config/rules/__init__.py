@@ -1,4 +1,4 @@
-"""Which configurations run on how many ranks: the rules, room by room, each a generator of findings."""
+"""The rules that say which configurations run on how many ranks. Each module is a generator of findings."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from sagetrain.config.schema import RunConfig
 
 
 def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[Finding]:
-    """What cannot run on `world_size` ranks (errors), and settings without effect (warnings).
+    """Return what cannot run on `world_size` ranks (errors), and settings without effect (warnings).
 
-    vocab_size: of the tokenizer, when it is known.
+    Args:
+        cfg: the configuration.
+        world_size: number of ranks of the launch.
+        vocab_size: vocabulary size of the tokenizer, when it is known.
     """
     return [
         *model.findings(cfg),

@@ -1,4 +1,5 @@
-"""The token files, the tokenizer and the run that a run starts from, and how documents share a sequence."""
+"""Rules for the files that a run reads (token files, tokenizer, the run to start from), for its folder, and for
+documents that share a sequence."""
 
 from __future__ import annotations
 
@@ -14,24 +15,24 @@ from sagetrain.config.rules.findings import error, no_effect, warning
 from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, DataConfig, EvaluationConfig, RunConfig
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
-"""Names of what `sagetrain prepare --shard` writes."""
+"""The names of the files that `sagetrain prepare --shard` writes."""
 _WRITTEN = (
     *("config.yaml", "deepspeed.json", "findings.json", "metrics.jsonl", "events.jsonl", "stability.json"),
     *("attention.json", "linear.json", TOKENIZER_NAME, TOKENIZER_JSON),
 )
-"""What a run writes beside its folders (docs/run-folder.md)."""
+"""The files that a run writes beside its folders (docs/run-folder.md)."""
 TEXT_PREFIX = "text_prefix"
-"""Key of a checkpoint's state: the tokens before a text that its model learned."""
+"""The key of a checkpoint's state for the tokens that the model learned before every text."""
 ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
-"""Under what name a run's identity has the order of its samples."""
+"""The name that the order of samples has in a run's identity."""
 CHAT_TEMPLATE = "chat_template"
-"""Key of the record of a token file, and of a checkpoint's state: the template of the chats in the data, or templates
-by name, as tokenizer_config.json has them."""
+"""The key for the chat template of the data, in the record of a token file and in a checkpoint's state. The value is
+one template, or templates by name, as in tokenizer_config.json."""
 
 
 def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
-    """Files that are not there (errors if they are `required`, else warnings), read more than once, or held out of
-    nothing; documents that attend to each other from positions of their own."""
+    """Find files that do not exist (errors if they are `required`, else warnings), data that is read more than once or
+    that is both held out and trained on, and document positions that contradict the attention."""
     yield from _files(cfg, required)
     yield from _start(cfg, required)
     yield from _run_dir(cfg, required)
@@ -69,7 +70,7 @@ def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
 
 
 def _samples(cfg: RunConfig) -> Iterator[Finding]:
-    """Samples that cannot be written, or that nobody asked for."""
+    """Find samples of text that cannot be written, or whose settings have no effect."""
     asked, default = cfg.evaluation, EvaluationConfig()
     if asked.samples_every_tokens is None:
         for key in ("samples_prompts", "samples_tokens"):
@@ -95,7 +96,7 @@ def _samples(cfg: RunConfig) -> Iterator[Finding]:
 
 
 def _files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
-    """Token files and tokenizer that do not exist; errors if they are required, else warnings."""
+    """Find token files and tokenizers that do not exist. They are errors if they are required, else warnings."""
     sources = []
     for name in ("train", "valid"):
         for i, source in enumerate(getattr(cfg.data, name)):
@@ -106,7 +107,7 @@ def _files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
                 yield _missing(required, key, source.path, "no token file of this pattern", fix)
             yield from _parts(key, source.path, files)
     has_tokenizer = Path(cfg.data.tokenizer_path).is_file()
-    # Token files from elsewhere: what training needs to know of their tokenizer is the size of its vocabulary.
+    # Of the tokenizer of token files from elsewhere, training needs to know the vocabulary size alone.
     elsewhere = not has_tokenizer and cfg.data.tokenizer is None and cfg.model.vocab_size is not None
     elsewhere = elsewhere and not any(Path(f"{prefix}.json").is_file() for _, prefix in sources)
     for key, prefix in sources:
@@ -151,7 +152,7 @@ def _files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
 
 
 def _meant(path: Path) -> str:
-    """What to do about a path that is none of a token file."""
+    """Return the fix for a path that is not the path of a token file."""
     if path.suffix in (".bin", ".idx") and path.is_file():
         return f"leave {path.suffix} out: {path.with_suffix('')}"
     if path.is_dir() and (there := sorted(str(index.with_suffix("")) for index in path.glob("*.idx"))):
@@ -162,11 +163,13 @@ def _meant(path: Path) -> str:
 
 
 def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
-    """A folder that cannot be made or written, or that no run had before, with files in it that a run would replace."""
+    """Find a run folder that cannot be made or written to, and one that holds files of something else that the run
+    would replace."""
     folder = Path(cfg.training.run_dir)
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    if not usable and (required or there != Path(there.anchor)):  # else: a plan for another machine
+    # If the file system has no part of the path, the plan is for another machine.
+    if not usable and (required or there != Path(there.anchor)):
         yield Finding(
             "run_dir",
             "error" if required or not there.is_dir() else "warning",
@@ -188,7 +191,8 @@ def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
 
 
 def _parts(key: str, path: str, files: list[str]) -> Iterator[Finding]:
-    """Parts of `sagetrain prepare --shard` that a pattern does not meet: not done yet, or not copied."""
+    """Find parts of `sagetrain prepare --shard` that a pattern does not match because they are not prepared or not
+    copied yet."""
     parts = [match.groups() for file in files if (match := _PART.fullmatch(Path(file).name))]
     for name, count in sorted({(name, count) for name, _, count in parts}):
         there = {int(number) for other, number, of in parts if (other, of) == (name, count)}
@@ -204,7 +208,7 @@ def _parts(key: str, path: str, files: list[str]) -> Iterator[Finding]:
 
 
 def _weights(cfg: RunConfig) -> Iterator[Finding]:
-    """Weights of which some are numbers and some are not: a share of the text and a share of what?"""
+    """Find lists of weights in which some are numbers and some are proportional. The two have no common measure."""
     for name in ("train", "valid"):
         weights = [source.weight for source in getattr(cfg.data, name)]
         if "proportional" in weights and set(weights) != {"proportional"}:
@@ -220,7 +224,7 @@ def _weights(cfg: RunConfig) -> Iterator[Finding]:
 
 
 def _start(cfg: RunConfig, required: bool) -> Iterator[Finding]:
-    """A run to start from that is this one, or is not there although it will be read."""
+    """Find a run to start from that is this run itself, or that does not exist although it will be read."""
     start, run_dir = cfg.training.init_from, Path(cfg.training.run_dir)
     if start is None:
         if cfg.training.init_moments:
@@ -239,12 +243,14 @@ def _start(cfg: RunConfig, required: bool) -> Iterator[Finding]:
 
 
 def _manifests(start: str) -> list[Path]:
-    """Of the checkpoints that training.init_from can mean: a run's, the newest last, or itself."""
+    """Return the manifests of the checkpoints that training.init_from can mean: those of a run, the newest last, or the
+    checkpoint itself."""
     return sorted(Path(start).glob("checkpoints/step-*/manifest.json")) + [*Path(start).glob("manifest.json")]
 
 
 def prepared(data: DataConfig) -> dict[str, dict[str, Any]]:
-    """The records that `sagetrain prepare` wrote of the training files, by path; empty for files from elsewhere."""
+    """Return the records that `sagetrain prepare` wrote beside the training files, by path. Files from elsewhere have
+    an empty record."""
     return {path: _read(Path(f"{path}.json")) for source in data.train for path in source.files}
 
 
@@ -253,8 +259,8 @@ def _of_chats(record: Mapping[str, Any]) -> bool:
 
 
 def text_prefixes(records: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]:
-    """What `sagetrain prepare` put before each document of the `prepared` files, by path. Files from elsewhere are left
-    out, and chats, whose template writes it."""
+    """Return the tokens that `sagetrain prepare` put before each document, by path of the token file. Files from
+    elsewhere are left out, and so are chats, because their template writes those tokens."""
     return {
         path: record.get("request", {}).get("prefix", [])
         for path, record in records.items()
@@ -263,13 +269,14 @@ def text_prefixes(records: Mapping[str, Mapping[str, Any]]) -> dict[str, list[in
 
 
 def chat_templates(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The chat templates of the `prepared` files that hold chats, by path; empty for those that an earlier version
-    prepared, which kept none."""
+    """Return the chat templates of the `prepared` files that hold chats, by path. A template is empty for files that an
+    earlier version prepared, because it kept none."""
     return {path: record.get(CHAT_TEMPLATE, "") for path, record in records.items() if _of_chats(record)}
 
 
 def _templates(cfg: RunConfig, records: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Training files of chats that do not know their template, or whose template is not that of the first ones."""
+    """Find training files of chats that do not know their template, or whose template differs from that of the first
+    file."""
     templates = chat_templates(records)
     first = next((path for path, template in templates.items() if template), "")
     for i, source in enumerate(cfg.data.train):
@@ -294,8 +301,8 @@ def _templates(cfg: RunConfig, records: Mapping[str, Mapping[str, Any]]) -> Iter
 
 
 def _prefixes(cfg: RunConfig, records: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Training files whose documents lack the tokens that others' begin with, or those that the model learned which the
-    run starts from."""
+    """Find training files whose documents lack the first tokens that other files have, or that the model to start from
+    learned."""
     begins, start = text_prefixes(records), cfg.training.init_from
     there = _manifests(start) if start else []
     learned = _read(there[-1]).get("state", {}).get(TEXT_PREFIX) if there else None
@@ -317,8 +324,8 @@ def _prefixes(cfg: RunConfig, records: Mapping[str, Mapping[str, Any]]) -> Itera
 
 
 def repeats(cfg: RunConfig) -> Iterator[Finding]:
-    """Training sources that the run reads more than once; a warning past four passes, up to which repeated text is
-    nearly as good as new (arXiv 2305.16264)."""
+    """Find training sources that the run reads more than once. The finding is a warning past four passes: up to there,
+    repeated text is nearly as good as new text (arXiv 2305.16264)."""
     sizes = [sum(map(_tokens, source.files)) for source in cfg.data.train]
     weights = [
         size if source.weight == "proportional" else source.weight
@@ -326,7 +333,7 @@ def repeats(cfg: RunConfig) -> Iterator[Finding]:
     ]
     for i, (source, held) in enumerate(zip(cfg.data.train, sizes, strict=True)):
         read = cfg.training.total_tokens * weights[i] / (sum(weights) or 1)
-        if held and read > 1.05 * held:  # less is told as 1.0 times
+        if held and read > 1.05 * held:  # A smaller ratio would be printed as 1.0 times.
             yield Finding(
                 "data_repeats",
                 "info" if read <= 4 * held else "warning",
@@ -338,8 +345,9 @@ def repeats(cfg: RunConfig) -> Iterator[Finding]:
 
 
 def _tokens(prefix: str) -> int:
-    """Tokens of a token file by its size and its index's type code, 0 if that cannot be read: data.token_file.TokenFile
-    opens it before training and says why. (That needs numpy, which `sagetrain plan` does without.)"""
+    """Return the number of tokens of a token file, from the file size and the type code of the index. Return 0 if the
+    file cannot be read; data.token_file.TokenFile opens it before training and says why. TokenFile is not used here
+    because it needs numpy, which `sagetrain plan` does without."""
     try:
         with Path(f"{prefix}.idx").open("rb") as index:
             code = index.read(18)[17]
@@ -349,7 +357,7 @@ def _tokens(prefix: str) -> int:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing where it cannot be read, which is found elsewhere."""
+    """Return the contents of a JSON file. Return an empty dict if it cannot be read, which is reported elsewhere."""
     try:
         tree = json.loads(file.read_bytes())
     except (OSError, ValueError):

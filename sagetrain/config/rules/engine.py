@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: by SageTrain, and by the `deepspeed` section of the YAML."""
+"""Rules for the settings of DeepSpeed, which SageTrain and the `deepspeed` section of the YAML share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error, warning
 from sagetrain.config.schema import RunConfig
 
-# DeepSpeed keys that SageTrain writes itself -> the key that says it here.
+# DeepSpeed keys that SageTrain writes itself, and the key of SageTrain to use instead.
 _GENERATED = {
     "train_batch_size": "tokens_per_step",
     "train_micro_batch_size_per_gpu": "data.micro_batch_size",
@@ -44,7 +44,7 @@ _GENERATED = {
     "wandb": "logging.wandb",
     "steps_per_print": "logging.every_steps",
 }
-# Keys of DeepSpeed that are known to do harm, or nothing -> what they do, what helps instead.
+# DeepSpeed keys that are known to do harm or nothing: the harm, and what helps instead.
 _OFFLOAD = "moves the optimizer state to where checkpoints do not find it"
 _SAVE_MEMORY = "remove it; raise parallel.zero_stage or tensor_parallel_size to save memory"
 _QUANTIZED = "rounds what the losses of a run depend on, and no run of ours has tried how much"
@@ -92,7 +92,8 @@ _HARMFUL = {
 
 @dataclass(frozen=True)
 class _Values:
-    """The values that a key takes: the rule and the fix in words, and whether a value is one of them."""
+    """The values that a key takes: the rule and the fix in words, and a function that says whether a value is
+    allowed."""
 
     rule: str
     fix: str
@@ -146,13 +147,13 @@ PROVEN = {
     "wall_clock_breakdown": _BOOL,
 }
 """The keys of the `deepspeed` section that may be given, with the values that they take. Each of them was seen to leave
-losses as they are and resumes exact, at ZeRO 1, 2 and 3, in fp32 and bf16 (tests/test_engine.py). Every other key that
-DeepSpeed has is refused until somebody has tried it like that."""
+losses as they are and resumes exact, at ZeRO 1, 2 and 3, in fp32 and bf16 (tests/test_engine.py). Every other key of
+DeepSpeed is refused until it has been tested in the same way."""
 _SECTIONS = {key[: place.start()] for key in PROVEN for place in re.finditer(r"\.", key)}
 
 
 def _reduction(cfg: RunConfig, zero: dict[str, Any]) -> Iterator[Finding]:
-    """How gradients are summed over ranks (docs/gradients.md)."""
+    """Check how gradients are summed over ranks (docs/gradients.md)."""
     if cfg.parallel.gradient_reduction == "bf16" and cfg.training.dtype != "bf16":
         yield error(
             "gradient_reduction_in_fp32",
@@ -181,12 +182,13 @@ def _reduction(cfg: RunConfig, zero: dict[str, Any]) -> Iterator[Finding]:
 
 
 _MOST_BUCKETS = 1 << 14
-"""Collectives of a step, each of which a host launches in 20 to 60 us: up to a second. By gloo each takes 1 to 7 ms."""
+"""The largest number of collectives in a step. A host launches each in 20 to 60 us, so that together they take up to a
+second. With gloo each takes 1 to 7 ms."""
 
 
 def _buckets(cfg: RunConfig, size: Any) -> Iterator[Finding]:
     """Find buckets that are so small that a step would seem to hang. The engine's own reduction at ZeRO 1 cuts weights
-    anywhere; DeepSpeed's, at 2 and 3, sends a weight that is larger than a bucket as a whole."""
+    anywhere. DeepSpeed's reduction at ZeRO 2 and 3 sends a weight that is larger than a bucket as a whole."""
     if size is None or not PROVEN["zero_optimization.reduce_bucket_size"].allow(size) or not own_reduction(cfg):
         return
     layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size)
@@ -203,7 +205,8 @@ def _buckets(cfg: RunConfig, size: Any) -> Iterator[Finding]:
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
-    """Find what of the `deepspeed` section contradicts our keys, was never tried, or has a wrong value."""
+    """Find keys of the `deepspeed` section that contradict SageTrain's keys, were never tested, or have a wrong
+    value."""
     if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0:
         yield Finding(
             "zero_0_in_bf16",
@@ -226,8 +229,8 @@ def _names(above: str) -> list[str]:
 
 
 def _keys(above: str, section: Mapping[str, Any]) -> Iterator[Finding]:
-    """Find the keys of a section that may not be given, or not with this value. `above` is the path of the section with
-    a dot behind it."""
+    """Find the keys of a section that may not be given, or not with this value. `above` is the path of the section,
+    with a dot at its end."""
     for name, value in section.items():
         path = f"{above}{name}"
         key = f"deepspeed.{path}"

@@ -1,4 +1,4 @@
-"""How the rules say what they have found."""
+"""Constructors for findings, and texts for their fixes."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from sagetrain.config.errors import Finding
 
 
 def error(rule: str, key: str, value: object, message: str, fix: str) -> Finding:
-    """A setting that cannot run."""
+    """Build the finding for a setting that cannot run."""
     return Finding(rule, "error", key, value, message, fix)
 
 
 def warning(rule: str, key: str, value: object, message: str, fix: str) -> Finding:
-    """A setting that runs, but hardly as meant."""
+    """Build the finding for a setting that runs, but hardly as intended."""
     return Finding(rule, "warning", key, value, message, fix)
 
 
 def no_effect(key: str, value: object, why: str) -> Finding:
-    """A setting that does nothing in this combination."""
+    """Build the finding for a setting that does nothing in this combination."""
     return warning("no_effect", key, value, f"has no effect with {why}", "remove it, or change what it goes with")
 
 
 def divisors(number: int) -> str:
-    """The sizes that divide it, for a fix."""
+    """Return the divisors of a number as text, for a fix."""
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
 def neighbours(value: int, multiple: int) -> str:
-    """The nearest allowed values, for a fix: `512 or 768`."""
+    """Return the nearest allowed values as text, for a fix: `512 or 768`."""
     below = value // multiple * multiple
     return f"{below} or {below + multiple}" if below else f"{multiple}"

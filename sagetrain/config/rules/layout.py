@@ -1,4 +1,4 @@
-"""How a model spreads over ranks: equal shares, or not at all."""
+"""Rules for the layout of a model over ranks. Every rank has to get an equal share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sagetrain.config.schema import RunConfig
 
 
 def launch(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
-    """Whether as many ranks were started as the configuration says."""
+    """Check that as many ranks were started as the configuration says."""
     wanted = cfg.parallel.world_size
     if wanted not in (None, world_size):
         yield error(
@@ -26,7 +26,8 @@ def launch(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
 
 
 def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterator[Finding]:
-    """What the tensor- and context-parallel sizes have to divide. vocab_size: of the tokenizer, when it is known."""
+    """Check the sizes that the tensor- and context-parallel sizes have to divide. `vocab_size` is that of the
+    tokenizer, when it is known."""
     tensor, context = cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size
     both = f"parallel.tensor_parallel_size {tensor}" + (f" x context_parallel_size {context}" if context > 1 else "")
     if world_size % tensor:

@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits: recipes that there are, and sizes that their kernels take."""
+"""Rules for linear layers in 8 bits: the recipes that exist, and the sizes that their kernels take."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import may_begin
 
 _COSTS = {
-    "fp8": "fp8 (rowwise) with INT8 attention ended .007 +- .006 nats per token (.27 %) above 16 bits on held-out "
-    "text: 43M parameters, 262,144 tokens per step, six seeds; .003 +- .002 where runs share their first half",
-    "int8": "int8 (rowwise) ended .0003 +- .0002 nats per token above 16 bits on held-out text: 43M parameters, "
+    "fp8": "fp8 (rowwise) with INT8 attention ended 0.007 ± 0.006 nats per token (0.27 %) above 16 bits on held-out "
+    "text: 43M parameters, 262,144 tokens per step, six seeds; 0.003 ± 0.002 where runs share their first half",
+    "int8": "int8 (rowwise) ended 0.0003 ± 0.0002 nats per token above 16 bits on held-out text: 43M parameters, "
     "524,288 tokens per step, four pairs of runs that share their first half; from the first token on, with INT8 "
-    "attention, .003 +- .004 at 131,072, twelve pairs",
+    "attention, 0.003 ± 0.004 at 131,072, twelve pairs",
 }
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
-    """What cannot be multiplied in 8 bits, and settings that leave nothing to."""
+    """Find layers that cannot be multiplied in 8 bits, and settings that leave no layer in 8 bits."""
     linear, model, tensor = cfg.linear, cfg.model, cfg.parallel.tensor_parallel_size
     kept = {name: getattr(linear, name) for name in ("keep_first_blocks", "keep_last_blocks")}
     below = linear.keep_layers_below
@@ -31,7 +31,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             yield no_effect(f"linear.{name}", value, why)
         return
     asked = linear.precision
-    if asked == "auto":  # where that gains
+    if asked == "auto":  # `auto` takes this precision where it gains.
         linear = linear.model_copy(update={"precision": AUTO_PRECISION})
     if linear.precision == "int8" and linear.recipe == "tensorwise":
         yield error(
@@ -93,7 +93,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
         value = getattr(model, name)
         size, rest = divmod(value * width, ranks)
         odd = [layer for layer, each in layers.items() if size in each.odd and each.weights >= below]
-        if rest or not odd:  # what does not divide is layout.py's
+        if rest or not odd:  # Sizes that the ranks do not divide are a finding of layout.py.
             continue
         made_of = (f" x head_dim {width}" if width > 1 else "") + (
             f" / tensor_parallel_size {ranks}" if ranks > 1 else ""
@@ -122,7 +122,8 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
 
 
 def unreached(cfg: RunConfig) -> Iterator[Finding]:
-    """Parts in which no step begins. No layout changes it, and it takes a walk over the run."""
+    """Find parts of the run in which no step begins. This is a check of its own because it does not depend on the
+    layout and has to walk over the whole schedule."""
     linear, total = cfg.linear, cfg.training.total_tokens
     if not may_be_low_bit(cfg):
         return

@@ -1,4 +1,4 @@
-"""The packages that a run is watched and asked with."""
+"""Rules for the optional packages that track and evaluate a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from sagetrain.config.schema import RunConfig
 
 
 def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
-    """A package that is not installed. required: to train, here; a plan may be made where it is not."""
+    """Find packages that are not installed. `required` is true to train here; a plan may be made without the
+    packages."""
     if required and cfg.logging.wandb and find_spec("wandb") is None:
         yield error(
             "wandb_installed",

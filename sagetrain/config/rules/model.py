@@ -1,4 +1,4 @@
-"""Shapes that no model can have, and attention that cannot run on them."""
+"""Rules for the shape of the model, and for the shapes that attention backends take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sagetrain.config.schema import ModelConfig, RunConfig
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
-    """Head arithmetic, and what each attention backend takes."""
+    """Check the arithmetic of heads, and the limits of each attention backend."""
     model, head_dim = cfg.model, cfg.model.head_dim
     if model.num_attention_heads % model.num_key_value_heads:
         yield error(
@@ -79,7 +79,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
 
 
 def rope_scaling(model: ModelConfig) -> Iterator[Finding]:
-    """Find bounds that are the wrong way round, and keys of the other type."""
+    """Find bounds that are the wrong way round, and keys of the other type of scaling."""
     if (scaling := model.rope_scaling) is None:
         return
     bounds = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}

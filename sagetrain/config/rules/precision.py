@@ -1,4 +1,4 @@
-"""The precision ladder: rungs in their order, and something that moves layers between them."""
+"""Rules for the precision ladder: rungs in their order, and something that moves layers between them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error, no_effect, warning
 from sagetrain.config.schema import PrecisionConfig, RunConfig
 
-# What is less in INT8 than another has the greater number; of equal ones neither is.
+# A rung with less in INT8 has the greater number. Rungs with the same number cannot be on one ladder.
 _ORDER = {"paper": 0, "fine": 1, "scores": 2, "gradients": 2, "sdpa": 3, "flash": 3, "reference": 3}
 _16_BIT = 3
 _KEY = "stability.precision"
-# Numbers of single layers that are larger where INT8 does more harm.
+# These numbers of single layers are larger where INT8 does more harm.
 _METRICS = (
     r"quant/\*/(O|delta|P|dP|dS|dQ|dK|dV)/rel_l2|quant/\*/dS/zero_share_d[QK]|quant/\*/S/largest|"
     r"quant/\*/[QK]/gain_(mean|max)|quant_noise/\*/((bias_)?ratio|bias_to_gradient)"
@@ -23,7 +23,7 @@ _METRICS = (
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
-    """Ladders that stand on nothing, end in INT8, or that no layer goes up."""
+    """Find ladders without a lowest rung, ladders that end in INT8, and ladders that no layer climbs."""
     precision = cfg.stability.precision
     if precision is None:
         return
@@ -167,7 +167,7 @@ def _threshold(cfg: RunConfig, precision: PrecisionConfig) -> Iterator[Finding]:
 
 
 def _observed(cfg: RunConfig, rungs: Sequence[str], metric: str) -> Iterator[Finding]:
-    """What the monitor measures of some runs and layers alone."""
+    """Find thresholds on metrics that the monitor does not measure in this run, or measures in some layers alone."""
     why, fix = "", ""
     if "/gain_" in metric and cfg.attention.qk_norm == "none":
         why, fix = (

@@ -1,4 +1,4 @@
-"""What changes while a run goes on: tokens per step and learning rate."""
+"""Rules for the settings that change during a run: tokens per step and learning rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sagetrain.config.schema import RampTokens, RunConfig, StagedTokens
 
 
 def findings(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
-    """Steps of whole micro-steps, stages in order, a warm-up that ends."""
+    """Check that steps are whole micro-steps, that stages are in order, and that the warm-up ends."""
     yield from _tokens_per_step(cfg, world_size)
     yield from _lr_schedule(cfg)
     yield from _batch_rule(cfg)
@@ -172,7 +172,8 @@ def _batch_rule(cfg: RunConfig) -> Iterator[Finding]:
 
 
 def _step_size(cfg: RunConfig) -> Iterator[Finding]:
-    """Learning rates of an exponent without its minus, and weight decay that takes whole weights away."""
+    """Find learning rates whose exponent lacks its minus sign, and weight decay that removes whole weights in one
+    step."""
     lr, std = cfg.optimizer.lr, cfg.model.init_std
     if lr >= std:
         yield warning(

@@ -1,4 +1,4 @@
-"""What is measured of a run's stability while it trains, and what follows from it."""
+"""Rules for the measurements of a run's stability, and for the reactions to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
-    """Measurements that there is nothing to take of, policies that cannot work."""
+    """Find measurements of something that does not exist, and policies that cannot work."""
     yield from _monitor(cfg)
     yield from _noise_scale(cfg)
     if cfg.stability.quant_noise.every_steps:

@@ -1,4 +1,4 @@
-"""What all sections have in common."""
+"""The base class and the field types that all sections have in common."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, no silent conversions ("1" or true is no number); field
-    docstrings become the reference."""
+    """The base of all sections. Sections are immutable, refuse unknown keys and convert nothing in silence: "1" and
+    true are no numbers. The docstrings of their fields become the key reference."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -19,5 +19,5 @@ class Section(BaseModel):
 
 Name = Annotated[str, Field(min_length=1)]
 LocalPath = Annotated[Name, AfterValidator(os.path.expanduser)]
-"""A file or folder. ~ is the home folder here too, which no shell has put in its place."""
+"""The path of a file or folder. "~" is replaced by the home folder here, because no shell has done so."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]

@@ -11,38 +11,39 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from sagetrain.config.sections.base import LocalPath, Section
 
 TOKENIZER_NAME, TOKENIZER_JSON = "tokenizer.model", "tokenizer.json"
-"""What `sagetrain prepare` calls the tokenizer that it leaves beside a token file: a SentencePiece model, or one of
-Hugging Face's tokenizers."""
+"""The name of the tokenizer that `sagetrain prepare` leaves beside a token file. The first is a SentencePiece model,
+the second a file of Hugging Face's tokenizers."""
 NO_DATA = "none"
-"""The path of data.train in the configuration of a model that was imported."""
+"""The path of data.train in the configuration of an imported model, which has no data."""
 
 
 def tokenizer_in(folder: Path) -> Path:
-    """The tokenizer of a folder of token files, or of a run; a file that does not exist if there is none."""
+    """Return the path of the tokenizer in a folder of token files or of a run. The file does not exist if there is
+    none."""
     other = folder / TOKENIZER_JSON
     return other if other.is_file() and not (folder / TOKENIZER_NAME).is_file() else folder / TOKENIZER_NAME
 
 
 class DataSource(Section):
-    """One token file and its share of the mix."""
+    """One token file, or a pattern of several, and its share of the mix."""
 
     path: LocalPath
-    """Path of a token file written by `sagetrain prepare`, without .bin/.idx; or a pattern such as data/train-* of
-    many, which are read as one."""
+    """Path of a token file written by `sagetrain prepare`, without .bin/.idx; or a pattern such as data/train-* for
+    many files, which are read as one."""
     weight: PositiveFloat | Literal["proportional"] = 1.0
-    """Relative share of the sequences drawn from this source; the weights of a list need not sum to 1. proportional, at
-    all of them: its share of the text, so that all text is passed over equally often."""
+    """Relative share of the sequences drawn from this source; the weights of a list need not sum to 1. proportional
+    (all sources of the list must have it): the source's share of the text, so that all text is read equally often."""
 
     @property
     def files(self) -> list[str]:
-        """Paths of its token files, sorted; of a pattern, those that are there."""
+        """The paths of the source's token files, sorted. For a pattern, these are the files that exist."""
         if not any(sign in self.path for sign in "*?[") or Path(f"{self.path}.idx").is_file():
             return [self.path]
         return sorted(file.removesuffix(".idx") for file in glob.glob(f"{self.path}.idx"))
 
 
 class DataConfig(Section):
-    """Token files, and how sequences are cut from them."""
+    """The token files, and how training sequences are cut from them."""
 
     train: Annotated[list[DataSource], Field(min_length=1)]
     """Training sources, blended by weight."""
@@ -64,11 +65,11 @@ class DataConfig(Section):
 
     @property
     def missing(self) -> bool:
-        """Whether there is none: the configuration is that of an imported model."""
+        """Whether there is no data, because this is the configuration of an imported model."""
         return self.train[0].path == NO_DATA
 
     @property
     def tokenizer_path(self) -> str:
-        """The tokenizer file: as configured, else beside the first training source."""
+        """The path of the tokenizer file: the configured one, or else the one beside the first training source."""
         first = next(iter(self.train[0].files), self.train[0].path)
         return self.tokenizer or str(tokenizer_in(Path(first).parent))

@@ -1,4 +1,4 @@
-"""What is computed, and in how many bits: model, attention, linear layers."""
+"""The sections of the YAML that say what is computed and in how many bits: model, attention, linear layers."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from sagetrain.config.sections.base import Section
 
 
 class RopeScaling(Section):
-    """Rotary frequencies of a model that was stretched to sequences longer than those it was first trained on: fast
-    ones stay as they are, slow ones are divided by `factor`, those between get a share of both."""
+    """Rotary frequencies of a model that was extended to longer sequences than it was first trained on. Fast
+    frequencies stay as they are, slow ones are divided by `factor`, and those between are interpolated."""
 
     type: Literal["llama3", "yarn"]
-    """Where fast ends and slow begins: llama3 by wavelengths, yarn (arXiv 2309.00071) by turns."""
+    """The rule that says where fast ends and slow begins: llama3 goes by wavelengths, yarn (arXiv 2309.00071) by turns.
+    """
     factor: PositiveFloat
-    """How much longer the sequences are."""
+    """Factor by which the sequences are longer now."""
     original_seq_length: PositiveInt
-    """Context length before."""
+    """Context length before the extension."""
     low_freq_factor: PositiveFloat = 1.0
-    """llama3: frequencies that turn less often than so in original_seq_length tokens are slow."""
+    """llama3: frequencies that turn fewer times than this in original_seq_length tokens are slow."""
     high_freq_factor: PositiveFloat = 4.0
-    """llama3: frequencies that turn more often than so are fast."""
+    """llama3: frequencies that turn more times than this in original_seq_length tokens are fast."""
     beta_slow: PositiveFloat = 1.0
-    """yarn: frequencies that turn less often than so in original_seq_length tokens are slow."""
+    """yarn: frequencies that turn fewer times than this in original_seq_length tokens are slow."""
     beta_fast: PositiveFloat = 32.0
-    """yarn: frequencies that turn more often than so are fast."""
+    """yarn: frequencies that turn more times than this in original_seq_length tokens are fast."""
     attention_factor: PositiveFloat | None = None
-    """yarn: q and k are multiplied by it. Default: 0.1 ln(factor) + 1."""
+    """yarn: factor that q and k are multiplied by. Default: 0.1 ln(factor) + 1."""
 
 
 class ModelConfig(Section):
-    """Shape of the Llama-style decoder."""
+    """The shape of the Llama-style decoder."""
 
     num_layers: PositiveInt
     """Transformer blocks."""
@@ -53,20 +54,21 @@ class ModelConfig(Section):
     )
     """Width of one head. Default: hidden_size / num_attention_heads."""
     vocab_size: PositiveInt | None = None
-    """Tokens of the vocabulary. Default: that of data.tokenizer. Padded up to a multiple of 128 inside the model."""
+    """Number of tokens in the vocabulary. Default: the vocabulary size of data.tokenizer. Padded up to a multiple of
+    128 inside the model."""
     tie_embeddings: bool = False
     """Use one matrix as input embedding and output projection."""
     rope_theta: Annotated[float, Field(gt=1)] = 10000.0
     """Base of the rotary position embedding."""
     rope_scaling: RopeScaling | None = None
-    """Of models that were stretched to longer sequences."""
+    """Extension of the rotary frequencies to longer sequences. Default: none."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     """Epsilon of every RMSNorm, QK-norm included."""
     init_std: Annotated[float, Field(gt=0, le=1)] = 0.02
     """Standard deviation of the initial weights; projections into the residual stream get it / sqrt(2 num_layers)."""
 
     def linear_layers(self, tensor_parallel_size: int) -> dict[str, LinearSizes]:
-        """Those of a block."""
+        """Return the sizes of a block's four linear layers on one rank, keyed by name: qkv, out, gate_up, down."""
         query, key = (heads * self.head_dim for heads in (self.num_attention_heads, self.num_key_value_heads))
         hidden = self.hidden_size
         query, key, inner = (size // tensor_parallel_size for size in (query, key, self.ffn_hidden_size))
@@ -79,65 +81,69 @@ class ModelConfig(Section):
 
 
 class AttentionConfig(Section):
-    """Which attention runs, and the SageBwd settings."""
+    """The attention backend, and the SageBwd settings."""
 
     backend: Literal["sage", "sdpa", "flash", "reference", "auto"] = "sage"
     """sage: trainable INT8 attention (its torch twin on a machine without a GPU). sdpa: torch's 16-bit attention.
     flash: an installed flash-attn 2, 3 or 4. reference: plain matmuls. auto: the fastest of sage, flash and sdpa that
-    passes the admission test on this GPU, timed once, when the run begins, with documents as long as the data's; a run
-    that continues keeps it. Without a GPU: sdpa."""
+    passes the admission test on this GPU. It is timed once, when the run begins, with documents as long as those of the
+    data, and is kept when the run continues. Without a GPU: sdpa."""
     recipe: Literal["auto", "fine", "paper", "scores", "gradients"] = "auto"
-    """What sage quantizes and how: paper (six of the seven products, one scale per tile), fine (all but P V and
-    dO V^T, the finest scales that each product allows), scores (Q K^T alone, forward and backward), gradients (dV, dK
+    """The products that sage quantizes: paper (six of the seven products, one scale per tile), fine (all but P V and dO
+    V^T, with the finest scales that each product allows), scores (Q K^T alone, forward and backward), gradients (dV, dK
     and dQ alone, as in fine). auto: the faster of fine and scores, chosen as backend auto is; without a GPU: fine."""
     qk_norm: Literal["none", "before_rope", "after_rope"] = "before_rope"
     """RMS normalization of each head's q and k with learned gain, before or after the rotary embedding."""
     smooth_k: bool = True
     """Subtract the mean key before quantizing (SageBwd section 3). Turning it off triggers a guidance finding."""
     smooth_q: bool = False
-    """Subtract the mean query of each block before quantizing. No consistent gain in the paper: a guidance finding."""
+    """Subtract the mean query of each block before quantizing. The paper found no consistent gain; turning it on
+    triggers a guidance finding."""
 
     @property
     def may_be_int8(self) -> bool:
-        """Whether anything may be quantized. With backend `auto` that is decided when the run begins."""
+        """Whether anything may be quantized. With backend `auto` this is decided when the run begins."""
         return self.backend in ("sage", "auto")
 
 
 class LinearConfig(Section):
-    """In how many bits the blocks' linear layers multiply. Embedding, output projection and norms stay in 16."""
+    """The precision in which the blocks' linear layers multiply. Embedding, output projection and norms stay in 16
+    bits."""
 
     precision: Literal["bf16", "fp8", "int8", "auto"] = "auto"
     """bf16: as training.dtype says. fp8 (Ada, Hopper and newer GPUs) and int8: operands are rounded to 8 bits before
-    each product, scaled by their present magnitudes; results, weights and optimizer keep their precision. auto: int8
-    for the layers that are large enough to gain 5 % or more, timed on this GPU, once, when the run begins, at the sizes
-    of a rank; bf16 where none is, for layers with a side of no multiple of 16 (an error with fp8 and int8), and without
-    a GPU that has it. A run that continues keeps it. What int8 costs in loss: docs/low-bit-linear.md."""
+    each product and scaled by their current magnitudes; results, weights and optimizer keep their precision. auto: int8
+    for the layers that are large enough to gain 5 % or more, timed on this GPU once, when the run begins, at the sizes
+    that a rank holds. auto stays with bf16 where no layer gains, for layers with a side that is not a multiple of 16
+    (an error with fp8 and int8), and where no GPU has INT8. A run that continues keeps the choice. The cost of int8 in
+    loss: docs/low-bit-linear.md."""
     recipe: Literal["tensorwise", "rowwise", "rowwise_bf16_wgrad"] = "rowwise"
-    """What shares a scale: tensorwise (fp8 only) a whole matrix, with gradients in e5m2; rowwise each token and each
-    feature, in e4m3 or INT8; rowwise_bf16_wgrad the same with the gradients of the weights multiplied in 16 bits."""
+    """The part of a matrix that shares a scale. tensorwise (fp8 only): the whole matrix, with gradients in e5m2.
+    rowwise: each token and each feature, in e4m3 or INT8. rowwise_bf16_wgrad: like rowwise, but the gradients of the
+    weights are multiplied in 16 bits."""
     keep_first_blocks: NonNegativeInt = 0
     """Blocks at the input whose linear layers stay in 16 bits."""
     keep_last_blocks: NonNegativeInt = 0
     """Blocks at the output whose linear layers stay in 16 bits."""
     keep_layers_below: NonNegativeInt = 0
-    """Linear layers of fewer weights than this on a rank stay in 16 bits (q, k and v are one layer, gate and up too):
-    rounding takes longer than small matmuls save, by themselves on an H200 below some 8 million, less where a whole
-    model keeps the GPU busy (results/log/step.md)."""
+    """Linear layers with fewer weights than this on a rank stay in 16 bits (q, k and v count as one layer, gate and up
+    too). Rounding takes longer than small matmuls save. On an H200 the limit is about 8 million weights for a layer
+    alone, and lower where a whole model keeps the GPU busy (results/log/step.md)."""
     keep_first_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """In this first part of training.total_tokens all linear layers are in 16 bits: what int8 costs from the first
-    token on is likely lost while the learning rate warms up (results/int8-warm-up). Default: 8 bits at once."""
+    """In this first part of training.total_tokens all linear layers are in 16 bits. The loss that int8 costs from the
+    first token on is probably lost while the learning rate warms up (results/int8-warm-up). Default: 8 bits at once."""
     keep_last_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """In this last part of training.total_tokens all linear layers are in 16 bits: the model is finished as it will be
-    evaluated and exported. Default: 8 bits to the end."""
+    """In this last part of training.total_tokens all linear layers are in 16 bits, so that the model is finished in the
+    precision in which it will be evaluated and exported. Default: 8 bits to the end."""
 
     @property
     def low_bit(self) -> bool:
-        """Whether layers multiply in 8 bits. With precision `auto` none does until it is decided."""
+        """Whether layers multiply in 8 bits. With precision `auto` no layer does until the choice is made."""
         return self.precision in ("fp8", "int8")
 
     @property
     def phases(self) -> list[LinearConfig]:
-        """What a run goes through, one after the other, as settings that hold throughout."""
+        """The settings that a run goes through, in order. Each of them holds for a whole phase."""
         first, last = self.keep_first_fraction, self.keep_last_fraction
         if not (self.low_bit and (first or last)):
             return [self]
@@ -145,22 +151,29 @@ class LinearConfig(Section):
         return [*[SIXTEEN_BITS] * bool(first), low, *[SIXTEEN_BITS] * bool(last)]
 
     def choices(self, layers: Iterable[LinearSizes]) -> list[LinearConfig]:
-        """What `auto` may stand for with these layers on a rank: 16 bits, then 8 for those from a size on, rising."""
+        """Return the settings that `auto` may choose from, given the layers on a rank.
+
+        Args:
+            layers: sizes of the linear layers on a rank.
+
+        Returns:
+            First all layers in 16 bits, then 8 bits for the layers of at least a given size, with the size rising.
+        """
         least = self.keep_layers_below
         sizes = {least, *(max(least, layer.weights) for layer in layers if not layer.odd)}
         wide, low = (self.model_copy(update={"precision": precision}) for precision in ("bf16", AUTO_PRECISION))
         return [wide, *(low.model_copy(update={"keep_layers_below": below}) for below in sorted(sizes))]
 
     def takes(self, layer: LinearSizes) -> bool:
-        """Whether a layer multiplies in 8 bits, in a block that does."""
+        """Whether this layer multiplies in 8 bits, in a block that multiplies in 8 bits."""
         return self.low_bit and layer.weights >= self.keep_layers_below and not layer.odd
 
     def low_bit_blocks(self, num_layers: int) -> range:
-        """Which of the blocks multiply in 8 bits."""
+        """Return the indices of the blocks that multiply in 8 bits."""
         if not self.low_bit:
             return range(0)
         return range(self.keep_first_blocks, max(self.keep_first_blocks, num_layers - self.keep_last_blocks))
 
 
 SIXTEEN_BITS = LinearConfig(precision="bf16")
-"""Linear layers all in training.dtype."""
+"""All linear layers in training.dtype."""

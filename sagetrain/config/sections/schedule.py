@@ -1,4 +1,4 @@
-"""What changes over the tokens seen: tokens per step, learning rate; and the optimizer."""
+"""The sections of the YAML that change with the tokens seen (tokens per step, learning rate), and the optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sagetrain.config.sections.base import Fraction, Section
 
 
 class ConstantTokens(Section):
-    """The same tokens per step throughout."""
+    """A constant number of tokens per step."""
 
     schedule: Literal["constant"]
     tokens: PositiveInt
@@ -19,12 +19,14 @@ class ConstantTokens(Section):
 
     @property
     def named_tokens(self) -> dict[str, int]:
-        """Dotted key -> every tokens-per-step value that the schedule names, and `multiple`; so in all schedules."""
+        """Every tokens-per-step value that the schedule names, and `multiple`, by dotted key. All schedules have this
+        property."""
         return {"tokens_per_step.tokens": self.tokens}
 
 
 class RampTokens(Section):
-    """Linear in the tokens seen, from start to end (up or down), then constant."""
+    """Tokens per step that change linearly with the tokens seen, from start to end (up or down), and stay constant
+    afterwards."""
 
     schedule: Literal["ramp"]
     start: PositiveInt
@@ -34,8 +36,8 @@ class RampTokens(Section):
     ramp_tokens: PositiveInt
     """Tokens seen when the ramp ends."""
     multiple: PositiveInt | None = None
-    """The ramp's tokens per step are rounded down to multiples of this many tokens, the same on any number of ranks;
-    a whole number of micro-steps in every layout used. Default: the largest that divides both ends."""
+    """The ramp's tokens per step are rounded down to multiples of this many tokens, on any number of ranks alike. Must
+    be a whole number of micro-steps in every layout used. Default: the largest number that divides both ends."""
 
     @property
     def named_tokens(self) -> dict[str, int]:
@@ -44,12 +46,12 @@ class RampTokens(Section):
 
     @property
     def rounding(self) -> int:
-        """`multiple`, or its default."""
+        """The value of `multiple`, or its default."""
         return self.multiple or math.gcd(self.start, self.end)
 
 
 class Stage(Section):
-    """One piece of a staged schedule."""
+    """One stage of a staged schedule."""
 
     from_tokens: NonNegativeInt
     """Tokens seen at which this stage begins; the first stage begins at 0."""
@@ -58,7 +60,7 @@ class Stage(Section):
 
 
 class StagedTokens(Section):
-    """Piecewise constant, up or down."""
+    """Tokens per step that are piecewise constant, going up or down."""
 
     schedule: Literal["stages"]
     stages: Annotated[list[Stage], Field(min_length=1)]
@@ -70,8 +72,8 @@ class StagedTokens(Section):
 
 
 class NoiseAwareTokens(Section):
-    """Decided while training: as many as leave enough gradient noise to hide the error of quantization in. Needs
-    stability.noise_scale and stability.quant_noise."""
+    """Tokens per step that are decided while training: as many as leave enough gradient noise to hide the quantization
+    error. Needs stability.noise_scale and stability.quant_noise."""
 
     schedule: Literal["noise_aware"]
     start: PositiveInt
@@ -81,16 +83,18 @@ class NoiseAwareTokens(Section):
     ceiling: PositiveInt
     """Most tokens per step."""
     hold_tokens: PositiveInt
-    """Tokens between two changes, at least."""
+    """Least number of tokens between two changes."""
     margin: PositiveFloat = 0.1
-    """Largest quant_noise/<layer>/ratio, of any layer in the median of three probes, that does not lower them."""
+    """Largest quant_noise/<layer>/ratio that does not lower the tokens per step. The median of three probes is taken
+    for each layer, and the largest layer counts."""
     headroom: Fraction = 0.5
-    """They are raised where the ratio would be at most this part of the margin. What lies between changes nothing."""
+    """Tokens per step are raised where the ratio would afterwards be at most this part of the margin. A ratio between
+    the two changes nothing."""
     max_factor: Annotated[float, Field(gt=1)] = 1.5
-    """Largest change at a time, up or down."""
+    """Largest factor of one change, up or down."""
     multiple: PositiveInt | None = None
-    """Tokens per step are multiples of this many tokens, the same on any number of ranks; a whole number of micro-steps
-    in every layout used. Default: the largest that divides start, floor and ceiling."""
+    """Tokens per step are multiples of this many tokens, on any number of ranks alike. Must be a whole number of
+    micro-steps in every layout used. Default: the largest number that divides start, floor and ceiling."""
 
     @property
     def named_tokens(self) -> dict[str, int]:
@@ -99,7 +103,7 @@ class NoiseAwareTokens(Section):
 
     @property
     def rounding(self) -> int:
-        """`multiple`, or its default."""
+        """The value of `multiple`, or its default."""
         return self.multiple or math.gcd(self.start, self.floor, self.ceiling)
 
 
@@ -138,6 +142,7 @@ class LrScheduleConfig(Section):
     decay_tokens: PositiveInt | None = None
     """Only for wsd: tokens of the final decay. Default: a tenth of training.total_tokens."""
     batch_rule: Literal["none", "sqrt", "linear"] = "none"
-    """What a change of tokens per step does to the learning rate: none, or times (tokens / reference)^0.5 or ^1."""
+    """Scaling of the learning rate when tokens per step change: none, sqrt (by (tokens / reference)^0.5), or linear (by
+    tokens / reference)."""
     reference_tokens_per_step: PositiveInt | None = None
     """Tokens per step at which optimizer.lr holds unscaled. Required unless batch_rule is none."""

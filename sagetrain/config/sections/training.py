@@ -1,4 +1,4 @@
-"""The run: its ranks, its folder, its checkpoints, its logs."""
+"""The sections of the YAML about the run itself: its ranks, its folder, its checkpoints, its logs."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from sagetrain.config.sections.base import LocalPath, Name, Section
 
 
 class ParallelConfig(Section):
-    """How the model and the optimizer state spread over the ranks."""
+    """The layout: the spread of the model and the optimizer state over the ranks."""
 
     world_size: PositiveInt | None = None
-    """Ranks (GPUs) of the run: a launch with more or fewer is an error, as where a host did not start. Default: any."""
+    """Number of ranks (GPUs) of the run. A launch with more or fewer is an error, for instance when a host did not
+    start. Default: any number."""
     tensor_parallel_size: PositiveInt = 1
     """Ranks that share one copy of the model (Megatron tensor parallelism); ranks of one group are neighbours."""
     context_parallel_size: PositiveInt = 1
-    """Ranks that share every sequence (Ulysses context parallelism), for long ones: each holds a slice of its tokens,
-    and in attention whole sequences with a share of the heads."""
+    """Ranks that share every sequence (Ulysses context parallelism), for long sequences. Each rank holds a slice of the
+    tokens; in attention each rank holds whole sequences for a share of the heads."""
     sequence_parallel: bool = False
     """Shard norms and residual stream along the sequence inside a tensor-parallel group."""
     tensor_parallel_overlap: Literal["auto", "on", "off"] = "auto"
-    """Take the tokens of a micro-batch in two halves, so that the tensor-parallel collectives of each run beside the
-    matmuls of the other. That launches twice as many kernels, each over half of the tokens. auto: whichever is faster
-    for a few blocks of this model on these GPUs, timed when the run begins and kept when it continues in its layout."""
+    """Split a micro-batch into two halves, so that the tensor-parallel collectives of each half run beside the matmuls
+    of the other. This launches twice as many kernels, each over half of the tokens. auto: the faster way for a few
+    blocks of this model on these GPUs, timed when the run begins and kept when the run continues in the same layout."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """DeepSpeed ZeRO stage over data- and context-parallel ranks. bf16 runs 0 as 1: DeepSpeed's bf16 stage 0 is wrong.
     """
     gradient_reduction: Literal["fp32", "bf16"] = "fp32"
-    """In what gradients travel between data- and context-parallel ranks and are summed over them. bf16 is half the
-    bytes; every sum over ranks is rounded to 8 bits of mantissa, so losses differ. Sums over the micro-batches of a
-    rank are in fp32 either way. Needs training.dtype bf16."""
+    """Precision in which gradients travel between data- and context-parallel ranks and are summed over them. bf16 takes
+    half the bytes; every sum over ranks is rounded to 8 bits of mantissa, so losses differ. Sums over the micro-batches
+    of a rank are in fp32 either way. bf16 needs training.dtype bf16."""
 
 
 class TrainingConfig(Section):
@@ -42,31 +43,35 @@ class TrainingConfig(Section):
     total_tokens: PositiveInt
     """Tokens to train on."""
     init_from: LocalPath | None = None
-    """Start with the weights of another run, or of one of its checkpoints, and all else new: data, seq_length,
-    rope_theta, schedules. Model and tokenizer must be the same. Once this run has a checkpoint it goes on from that."""
+    """Start with the weights of another run, or of one of its checkpoints. Everything else is new: data, seq_length,
+    rope_theta, schedules. Model and tokenizer must be the same. Once this run has a checkpoint, it continues from that.
+    """
     init_moments: bool = False
-    """Take over the moments of AdamW too, with init_from."""
+    """Take over AdamW's moments as well as the weights. Needs init_from."""
     seed: NonNegativeInt = 0
     """Seed of initialization and sample order."""
     perturb: NonNegativeInt = 0
-    """Begin with weights that differ in one rounding: the gain of this channel (the first is 1) of the first block's
-    norm becomes the next number above. 0: none does. Changed at a resume, it is done there. Runs that differ in it
-    alone show how far apart rounding takes equal runs, on deterministic machines too (`sagetrain compare --band`)."""
+    """Begin with weights that differ in one rounding: the norm gain of this channel (the first is 1) in the first block
+    becomes the next larger number. 0: no gain does. If the key is changed at a resume, the change is made there. Runs
+    that differ in this key alone show how far rounding drives equal runs apart, on deterministic machines too
+    (`sagetrain compare --band`)."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Arithmetic of the model; master weights and optimizer state are fp32 in either case."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again instead of keeping it: all of every block (full), or what is cheap
-    (selective: norms, rotary embedding, SwiGLU, collectives; the results of matmuls and of attention are kept)."""
+    """Activations that the backward pass recomputes instead of keeping them. full: every block as a whole.
+    selective: norms, rotary embedding, SwiGLU and collectives, which are cheap; the outputs of matmuls and of
+    attention are kept."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile of the blocks; auto: on with a GPU. At ZeRO 3 a compiled block's weights are gathered together."""
+    """Compile the blocks with torch.compile; auto: on with a GPU. At ZeRO 3 the weights of a compiled block are
+    gathered together."""
     drop_steps: list[PositiveInt] = []
-    """Steps (the first is 1) whose samples are passed over without an update, where a run cannot get past one: a loss
-    that is not finite, say. The ledger of every later checkpoint records them."""
+    """Steps (the first is 1) whose samples are skipped without an update, where a run cannot get past a step, because
+    of a loss that is not finite for instance. The sample ledger of every later checkpoint records them."""
     timeout_minutes: Annotated[float, Field(ge=0.1, le=43_200)] = 30.0
-    """How long a step, evaluation or save may be without progress before the run is ended as hung."""
+    """Longest time that a step, evaluation or save may be without progress before the run is ended as hung."""
     network_interface: Name | None = None
-    """Interface (eth0, ib0) that traffic between ranks binds to: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME are set to
-    it. May differ between hosts. Default: the libraries' own choice."""
+    """Network interface (eth0, ib0) for traffic between ranks. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME are set to it.
+    May differ between hosts. Default: the libraries' own choice."""
 
 
 class EvaluationConfig(Section):
@@ -77,32 +82,32 @@ class EvaluationConfig(Section):
     num_sequences: PositiveInt = 64
     """Sequences of one evaluation, the same ones each time."""
     tasks: list[str] = []
-    """Tasks of the lm-evaluation-harness (extra lm-eval), by its names or as YAML files: eval/<task>/<metric> in the
-    metrics. Those that want generated text not at zero_stage 3."""
+    """Tasks of the lm-evaluation-harness (extra lm-eval), by name or as YAML files. The metrics are
+    eval/<task>/<metric>. Tasks that want generated text do not run at zero_stage 3."""
     tasks_every_tokens: PositiveInt | None = None
-    """Tokens from one time that the tasks are asked to the next. Default: a tenth of training.total_tokens."""
+    """Tokens between two evaluations of the tasks. Default: a tenth of training.total_tokens."""
     tasks_limit: PositiveInt | None = None
     """Documents of each task. Default: all."""
     samples_every_tokens: PositiveInt | None = None
-    """Tokens between samples, texts that the model writes while it trains: in samples.jsonl of the run folder,
-    TensorBoard and `sagetrain report`. Not at zero_stage 3. Default: none."""
+    """Tokens between two samples, which are texts that the model writes while it trains. They go to samples.jsonl of
+    the run folder, TensorBoard and `sagetrain report`. Not at zero_stage 3. Default: none."""
     samples_prompts: Annotated[list[str], Field(min_length=1)] = [""]
     """Texts that samples continue; an empty one is the beginning of a document."""
     samples_tokens: PositiveInt = 64
-    """Tokens of each sample, at most."""
+    """Largest number of tokens of each sample."""
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written and which are kept (under training.run_dir/checkpoints).
+    """The times at which checkpoints are written, and the number that is kept (under training.run_dir/checkpoints).
 
-    Training stands still only while its state is copied to host memory, which takes 12 bytes per parameter of a rank's
-    share; it goes on while that is written, and a checkpoint counts once it is wholly on disk.
+    Training stands still only while its state is copied to host memory, which takes 12 bytes for each parameter of a
+    rank's share. Training goes on while the copy is written. A checkpoint counts once it is wholly on disk.
     """
 
     every_tokens: PositiveInt | None = None
     """Tokens between checkpoints. Default: a tenth of training.total_tokens. One is always written at the end."""
     keep_last: PositiveInt = 2
-    """How many of the newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     keep_every_tokens: PositiveInt | None = None
     """Also keep for good the first checkpoint at or past each multiple of this many tokens."""
     resume: Literal["auto", "never"] = "auto"
@@ -110,46 +115,49 @@ class CheckpointConfig(Section):
 
 
 class WandbConfig(Section):
-    """Weights & Biases: the numbers of metrics.jsonl, in one run there for each run folder, resumes included."""
+    """Weights & Biases gets the numbers of metrics.jsonl. Each run folder is one run there, resumes included."""
 
     project: Annotated[str, Field(min_length=1)]
-    """Project there."""
+    """Name of the project at Weights & Biases."""
     entity: str | None = None
-    """Team or user. Default: that of the login."""
+    """Team or user. Default: the one of the login."""
     name: str | None = None
-    """Name shown there. Default: the last folder of training.run_dir."""
+    """Name that is shown there. Default: the last folder of training.run_dir."""
     mode: Literal["online", "offline"] = "online"
     """offline: write into run_dir/wandb alone, without a network; `wandb sync` uploads it later."""
 
 
 class LoggingConfig(Section):
-    """Where metrics go."""
+    """The places that metrics are written to, and how often."""
 
     every_steps: PositiveInt = 1
-    """Optimizer steps between two lines of metrics.jsonl and the progress bar; the step of a checkpoint has one too."""
+    """Optimizer steps between two lines of metrics.jsonl and between two updates of the progress bar. The step of a
+    checkpoint has a line too."""
     tensorboard: bool = True
     """Write TensorBoard events into run_dir/tensorboard."""
     layer_norms_every_steps: PositiveInt | None = None
-    """Steps between two measurements of norms/<block>/gradient, the norm of the step's gradient of each block (also of
-    embedding and head), and norms/<block>/activation, the root mean square of what each block puts out. Default: none.
-    """
+    """Steps between two measurements of norms/<block>/gradient, the norm of each block's gradient (also of the
+    embedding and the head), and of norms/<block>/activation, the root mean square of each block's output. Default:
+    none."""
     wandb: WandbConfig | None = None
-    """Track the run with Weights & Biases as well (pip install 'sagetrain[wandb]'). Default: not."""
+    """Track the run with Weights & Biases as well (pip install 'sagetrain[wandb]'). Default: no."""
 
 
 class ProfileConfig(Section):
-    """Steps that torch's profiler watches: where the time goes. They take longer than others."""
+    """A window of steps that torch's profiler traces, to show where the time goes. Traced steps take longer than
+    others."""
 
     from_step: PositiveInt
-    """First of them (the run's first is 1). A resume that begins after it takes what is left of the window."""
+    """First traced step (the run's first is 1). A resume that begins after it traces what is left of the window."""
     steps: PositiveInt = 3
-    """How many. A trace of one takes some MB to some hundred."""
+    """Number of traced steps. The trace of one step takes from a few MB to a few hundred."""
     all_ranks: bool = False
-    """Trace every rank, not rank 0 alone."""
+    """Trace every rank instead of rank 0 alone."""
 
 
 class GuidanceConfig(Section):
     """The stability rules of the SageBwd papers."""
 
     override: list[str] = []
-    """Names of rules whose finding is accepted for this run; recorded in the run folder and in every checkpoint."""
+    """Names of rules whose finding is accepted for this run. They are recorded in the run folder and in every
+    checkpoint."""
