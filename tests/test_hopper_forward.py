@@ -193,7 +193,7 @@ def test_tensor_maps_of_odd_strides_are_refused():
             nvrtc.tensor_map(odd, (8, 8))
 
 
-def test_a_launch_passes_every_type_of_argument_and_keeps_tensor_maps(monkeypatch):
+def test_a_launch_passes_every_type_of_argument(monkeypatch):
     launched, encoded = [], []
 
     def call(function, *arguments):

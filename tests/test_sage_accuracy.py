@@ -57,7 +57,7 @@ def test_fine_has_less_bias():
 
 
 @pytest.mark.parametrize(("logit", "two_level", "direct"), [(6, 0.998, 1.0), (8, 0.997, 0.96), (10, 0.993, 0.75)])
-def test_a_sink_costs_direct_fp4_probabilities_the_rest_of_the_row(logit, two_level, direct):
+def test_a_sink_costs_direct_fp4_probabilities_a_row(logit, two_level, direct):
     inputs = accuracy.sink_inputs(logit, seed=SEED)
     nvfp4, mxfp4, lost = (accuracy.fp4_errors(*inputs, name)[0] for name in ("NVFP4", "MXFP4", "direct P"))
     assert nvfp4 > two_level and mxfp4 > 0.99 and lost < min(direct, nvfp4), (SEED, nvfp4, mxfp4, lost)

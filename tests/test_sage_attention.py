@@ -114,7 +114,7 @@ def test_backward_reads_the_scores_of_the_forward():
         torch.testing.assert_close(p.sum(-1), torch.ones(1, 4, 300), rtol=1e-4, atol=0)
 
 
-def test_recipe_without_int8_scores_smooths_keys_and_not_queries():
+def test_without_int8_scores_keys_alone_are_smoothed():
     inputs = random_inputs(Shape(1, 256, 256, 2, 2, 64), k_mean=20.0)
     exact, how = exact_results(*inputs), {"recipe": "gradients"}
     smooth, raw = (errors(results_of(sage_attention, *inputs, smooth_k=s, **how), exact) for s in (True, False))
@@ -196,7 +196,7 @@ def test_any_strides():
 
 
 @pytest.mark.parametrize(("capability", "recipe"), [((0, 0), "fine"), ((9, 0), "scores"), ((8, 9), "fine")])
-def test_the_recipe_that_is_not_named_is_the_fast_one_of_the_device(monkeypatch, capability, recipe) -> None:
+def test_the_default_recipe_is_the_fast_one_of_the_device(monkeypatch, capability, recipe) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("sagekernels.backends.capability", lambda _: capability)
         assert default_recipe(torch.device("cpu")) == recipe

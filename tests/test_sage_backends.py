@@ -65,7 +65,7 @@ def test_a_call_goes_to_the_first_backend_that_takes_it(monkeypatch, runs, capab
     ids=["head_dim 80", "smooth_q", "gradients"],
 )
 @pytest.mark.parametrize("name", [None, "hopper", "mma"])
-def test_calls_without_a_cuda_kernel_are_computed_by_the_portable_one(monkeypatch, runs, shape, dtype, options, name):
+def test_calls_without_a_cuda_kernel_are_portable(monkeypatch, runs, shape, dtype, options, name):
     run(monkeypatch, (9, 0), shape, dtype, backend=name, **options)
     assert runs == ["triton forward", "triton backward"]
 
@@ -80,7 +80,7 @@ def test_both_passes_ask_the_same_backend(monkeypatch, runs, shape, options):
     assert runs == ["hopper forward", "hopper backward"] * 2
 
 
-def test_a_backend_by_name_leaves_other_gpus_to_the_portable_kernels(monkeypatch, runs):
+def test_a_backend_by_name_serves_its_own_gpus_alone(monkeypatch, runs):
     for capability, name in (((8, 0), "hopper"), ((0, 0), "mma"), ((10, 0), "mma"), ((0, 0), "triton")):
         run(monkeypatch, capability, recipe="fine", backend=name)
     run(monkeypatch, (9, 0), recipe="fine", backend="twin")
@@ -150,7 +150,7 @@ def test_without_nvrtc_the_list_goes_on_after_one_warning(monkeypatch, runs):
         run(monkeypatch, (9, 0), backend="hopper")
 
 
-def test_other_errors_than_those_of_the_compiler_are_errors(monkeypatch, runs):
+def test_an_error_of_a_kernel_is_an_error(monkeypatch, runs):
     broken = backends.BACKENDS[0]._replace(forward=lambda call: 1 / 0)
     monkeypatch.setattr(backends, "BACKENDS", (broken, *backends.BACKENDS[1:]))
     with pytest.raises(ZeroDivisionError):

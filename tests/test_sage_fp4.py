@@ -52,7 +52,7 @@ def test_e4m3_agrees_with_the_cast_of_torch_on_a_million_numbers():
     assert torch.equal(round_e4m3(x), x.to(torch.float8_e4m3fn).float())
 
 
-def test_every_float16_becomes_the_nearest_e2m1_under_every_scale():
+def test_every_float16_becomes_the_nearest_e2m1():
     """All positive float16 against all e4m3 scales, with the quotient in float64, which orders them correctly."""
     x = torch.arange(0x7C00, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1)], dtype=torch.float64)

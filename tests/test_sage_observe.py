@@ -124,7 +124,7 @@ def test_zeros_and_scales_by_hand() -> None:
     assert listener.found[0].scales.keys() == {"Q", "K", "dO", "dS"}
 
 
-def test_without_int8_gradients_nothing_is_said_of_their_rounding() -> None:
+def test_without_int8_gradients_their_rounding_is_unsaid() -> None:
     listener, inputs = Listener(), random_inputs(Shape(n_q=64, n_k=64))
     with observed(listener):
         results_of(sage_attention, *inputs, recipe="scores")

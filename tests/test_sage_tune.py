@@ -79,7 +79,7 @@ def test_a_gain_within_noise_is_none(monkeypatch):
     assert compared(monkeypatch)[0] == FIRST
 
 
-def test_a_choice_is_found_by_the_next_process_on_the_same_card_alone(card, monkeypatch):
+def test_a_choice_is_kept_for_the_same_card_alone(card, monkeypatch):
     ours = TABLE["dq"]["portable"][128]
     assert launch_tiles("dq", CARD, 128) == ours
     chosen = Tiles(64, 64, 4, 2)

@@ -44,7 +44,7 @@ def test_the_twin_is_the_derivative() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_result_is_plain_torchs_and_gradients_are_halves_of_one(dtype: torch.dtype) -> None:
+def test_gradients_are_halves_of_one_matrix(dtype: torch.dtype) -> None:
     grad, gate, up = random_swiglu(37, 20, 1.0, dtype)
     gate, up = gate.requires_grad_(), up.requires_grad_()
     y = swiglu(gate, up)

@@ -1,4 +1,4 @@
-"""Whether an attention function may be trusted on this device, and which of those that may is the fastest.
+"""Decide whether an attention function may be trusted on this device, and which of those that may is the fastest.
 
 A fast kernel that is silently wrong (a gradient that stays zero, a shape it was never run on) costs a training run. So
 nothing is chosen before it has computed the output and all gradients of the same kind of problem, on the same device,
@@ -37,7 +37,7 @@ LIMITS = {
 
 
 class Admission(NamedTuple):
-    """Verdict on one attention function."""
+    """The verdict on one attention function."""
 
     passed: bool
     reason: str
@@ -80,7 +80,7 @@ def admit(
 
 
 def seconds_per_step(attend: Attend, shape: Shape, *, dtype: torch.dtype, device: torch.device | str) -> float:
-    """Median time of forward and backward together at `shape`."""
+    """Return the median time of forward and backward together at `shape`."""
     q, k, v, do = random_inputs(shape, dtype=dtype, device=device)
     cu_seqlens = shape.cu_seqlens(device)
     return median_seconds(lambda: results_of(lambda *x: attend(*x, cu_seqlens), q, k, v, do), device)
@@ -91,7 +91,7 @@ _CYCLES = 2e9
 
 
 def median_seconds(action: Callable[[], object], device: torch.device | str) -> float:
-    """Of several calls; the first ones compile and warm up.
+    """Return the median time of several calls; the first ones compile and warm up.
 
     On a GPU: from its first kernel to its last. The GPU sleeps until the host has launched a call, as in a run whose
     host is ahead; else small calls would be told apart by how many kernels they launch.
@@ -129,9 +129,9 @@ def decided_once(
     cache: Path | None,
     say: Callable[[str], None],
 ) -> str:
-    """The name that `decide` gives, with the lines of a table that says why. Both go to `say` and to the file `cache`:
-    who asks again with the same key, on the same kind of device, with the same torch, Triton and files in the folders
-    `sources`, gets the name that is there."""
+    """Return the name that `decide` gives, with the lines of a table that says why. Both go to `say` and to the file
+    `cache`: who asks again with the same key, on the same kind of device, with the same torch, Triton and files in the
+    folders `sources`, gets the name that is there."""
     place = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
     paths = (path for folder in sources for path in sorted(folder.glob("*.*")))
     files = b"".join(path.read_bytes() for path in paths if path.is_file())
@@ -163,7 +163,7 @@ def choose(
     options: str = "",
     say: Callable[[str], None] = print,
 ) -> str:
-    """Name of the fastest candidate that is admitted; prints a table, and keeps it with the choice in the file `cache`.
+    """Return the name of the fastest candidate that is admitted, print a table, and keep both in the file `cache`.
 
     The choice is made once per device, software (this package's sources included), shape, documents, dtype, limits, set
     of candidates and `options`: what else makes a candidate another one, such as its recipe. `limits` are those of

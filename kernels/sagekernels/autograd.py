@@ -71,7 +71,7 @@ def sage_attention(
 
 
 def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
-    """First token and one past the last token of each token's document, as sage_attention takes them: int32
+    """Return the first token and one past the last token of each token's document, as sage_attention takes them: int32
     [2, length] from int32 [documents + 1], which rises from 0 to length. On a GPU the host does not wait."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype != torch.int32:
         raise ValueError(
@@ -175,7 +175,7 @@ def _forward(
     recipe: str,
     backend: str | None,
 ) -> Eight:
-    """(o, lse, q codes, q scale, k codes, k scale, q mean, k mean), shapes as in reference.Saved."""
+    """Return (o, lse, q codes, q scale, k codes, k scale, q mean, k mean), with the shapes of call.Saved."""
     call = Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend)
     if q.numel() == 0:
         return _forward_fake(*call)
@@ -226,7 +226,7 @@ def _backward(
     recipe: str,
     backend: str | None,
 ) -> Three:
-    """dq, dk, dv, contiguous. `k` is read (and kept for it) when Q was smoothed, otherwise None."""
+    """Return dq, dk and dv, contiguous. `k` is read (and kept for it) when Q was smoothed, otherwise it is None."""
     if do.numel() == 0:  # no query: keys and values, if there are any, get nothing
         return tuple(grad.zero_() for grad in _backward_fake(do, k, v))
     saved = Saved(
@@ -262,7 +262,7 @@ BACKWARD = operator(_backward, _backward_fake)
 
 
 class _Attention(torch.autograd.Function):
-    """FORWARD with its derivative."""
+    """The operator FORWARD with its derivative."""
 
     @staticmethod
     def forward(ctx, *inputs):

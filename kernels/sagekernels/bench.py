@@ -27,14 +27,15 @@ LONGEST_MS = 500  # of timing one function at one shape, where three runs take n
 
 
 class Times(NamedTuple):
-    """Median milliseconds."""
+    """Median milliseconds of one function at one shape."""
 
     forward: float
     both: float
 
 
 def shapes(lengths: Iterable[int], head_dims: Iterable[int]) -> list[Shape]:
-    """Hidden size 2048 and about 32K tokens: causal and full, grouped heads (4:1), and packed documents."""
+    """List problems of hidden size 2048 and about 32K tokens: causal and full, grouped heads (4:1), and packed
+    documents."""
     found = []
     for head_dim in head_dims:
         heads = 2048 // head_dim
@@ -47,7 +48,7 @@ def shapes(lengths: Iterable[int], head_dims: Iterable[int]) -> list[Shape]:
 
 
 def flops(shape: Shape) -> float:
-    """Operations of the forward pass."""
+    """Count the operations of the forward pass."""
     pairs = sum(n * n for n in shape.documents) or shape.batch * shape.n_q * shape.n_k
     return 4 * shape.heads * shape.head_dim * pairs * (0.5 if shape.causal else 1.0)
 
@@ -79,7 +80,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: 
 
 
 def candidates(causal: bool) -> dict[str, tuple[Attend, Mapping[str, float], bool]]:
-    """Name -> function, error limits, whether it is one of ours."""
+    """Return, by name, each function with its error limits, and whether it is one of ours."""
 
     def sage(recipe: str, backend: str | None, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return sage_attention(q, k, v, causal=causal, cu_seqlens=cu_seqlens, recipe=recipe, backend=backend)
@@ -98,8 +99,8 @@ def candidates(causal: bool) -> dict[str, tuple[Attend, Mapping[str, float], boo
 
 
 def time_attention(attend: Attend, shape: Shape, dtype: torch.dtype, repeats: int) -> Times:
-    """Forward alone, and forward and backward, by CUDA events after a warm-up; launches run ahead, as in training.
-    At most `repeats` runs of each, fewer where they are long."""
+    """Time the forward alone, and forward and backward, by CUDA events after a warm-up; launches run ahead, as in
+    training. Each is run `repeats` times at most, fewer times where it is long."""
     device = torch.device("cuda")
     q, k, v, do = random_inputs(shape, dtype=dtype, device=device)
     cu_seqlens = shape.cu_seqlens(device)
@@ -136,7 +137,8 @@ def measure(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[str]:
-    """Table rows for one shape. A function is timed only if it is admitted; ours carry the ratio to the best peer."""
+    """Return the table rows for one shape. A function is timed only if it is admitted; ours carry the ratio to the best
+    peer."""
     times, refused = {}, []
     for name, (attend, limits, _) in functions.items():
         verdict = admit(attend, shape, dtype=dtype, device=device, limits=limits)

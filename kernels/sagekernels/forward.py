@@ -40,7 +40,7 @@ def _documents_kernel(CU_SEQLENS, STARTS, ENDS, documents, tokens, halvings, BLO
 
 
 def document_bounds_triton(cu_seqlens: Tensor, length: int) -> Tensor:
-    """reference.document_bounds in one launch: each token finds its document on the device."""
+    """Compute reference.document_bounds in one launch: each token finds its document on the device."""
     bounds = torch.empty((2, length), dtype=torch.int32, device=cu_seqlens.device)
     documents = cu_seqlens.numel() - 1
     halvings = documents.bit_length() + 1

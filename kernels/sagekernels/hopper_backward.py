@@ -34,7 +34,7 @@ L2_BYTES_IN_ORDER = 200 << 20
 
 @triton.jit
 def _in_column_order(TILE: tl.constexpr):
-    """Token that stands at each position of a column vector of a tile (module docstring)."""
+    """Return the token that stands at each position of a column vector of a tile (module docstring)."""
     position = tl.arange(0, TILE)
     return (position // 16) * 16 + (position // 2 % 2) * 8 + (position // 4 % 4) * 2 + position % 2
 
@@ -45,7 +45,8 @@ def _prepare_queries_kernel(
     stride_b, stride_n, stride_h, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, LOG2E: tl.constexpr,
     FLOATS: tl.constexpr,
 ):  # fmt: skip
-    """Q in 16 bits as its codes say; of each query s_Q, lse (in log 2) and -delta = -rowsum(dO o O); empty sums."""
+    """Write Q in 16 bits as its codes say, for each query s_Q, lse (in log 2) and -delta = -rowsum(dO o O), and empty
+    sums of dQ."""
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = bh // heads, bh % heads
@@ -94,14 +95,14 @@ def _finish_dq_kernel(SUM, DQ, scale, heads, tokens, tiles, HEAD_DIM: tl.constex
 
 
 def _map(x: Tensor, rows: int) -> nvrtc.TensorMap:
-    """For copies of so many tokens and 128 bytes of x [B, heads, N, D]; outside of it they are zeros."""
+    """Describe x [B, heads, N, D] for copies of so many tokens and 128 bytes; outside of x the copies hold zeros."""
     columns = min(x.shape[3], 128 // x.element_size())
     return nvrtc.tensor_map(x, (1, 1, rows, columns), columns * x.element_size())
 
 
 @functools.cache
 def _shared_bytes(head_dim: int) -> int:
-    """Of struct Shared in hopper_backward.cu."""
+    """Return the size of struct Shared in hopper_backward.cu."""
     keys, stages = KEYS[head_dim], 2 if head_dim == 128 else 3
     stage = TILE * (head_dim * 5 + FLOATS[head_dim] * 4)
     tiles = keys * head_dim * 5 + 2 * keys * TILE * 2 + keys * TILE * 4 + stages * stage
@@ -109,7 +110,8 @@ def _shared_bytes(head_dim: int) -> int:
 
 
 def _equal_groups(items: int, largest: int) -> int:
-    """Size of the fewest equal groups: a small last one would leave multiprocessors idle behind its long blocks."""
+    """Return the size of the fewest equal groups: a small last group would leave multiprocessors idle behind its long
+    blocks."""
     groups = -(-items // largest)
     return -(-items // groups)
 

@@ -23,7 +23,7 @@ PER_HEAD_CACHE = 24 << 20  # bytes of K and V of the heads that are worked on to
 
 
 def defines_of(head_dim: int, causal: bool, packed: bool, half: bool) -> dict[str, int]:
-    """Macros of hopper_forward.cu."""
+    """Return the macros of hopper_forward.cu."""
     block_n, consumers, stages = SCHEDULES[head_dim]
     queries = 64 * (head_dim * (2 if head_dim == 128 else 3) + 4) + 2 * 32 + 3 * 8  # Part, barriers
     keys = block_n * (head_dim * 3 + 4) + 3 * 8

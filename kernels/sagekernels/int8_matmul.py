@@ -42,7 +42,7 @@ GROUP = 8
 
 
 def product_twin(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b^T, [rows of a, rows of b], of codes in any format: exact in float64, and rounded once."""
+    """Multiply a b^T, [rows of a, rows of b], of codes in any format: exact in float64, and rounded once."""
     return (a.double() @ b.double().t() * a_scale.double() * b_scale.double().t()).to(dtype)
 
 
@@ -89,7 +89,8 @@ def _int8_product_kernel(
 def int8_product_triton(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, tile: ProductTile | None = None
 ) -> Tensor:
-    """product_twin on a GPU, within the roundings of fp32 and the one to dtype. tile: default: by architecture."""
+    """Compute product_twin on a GPU, within the roundings of fp32 and the one to dtype. Without `tile` the architecture
+    decides it."""
     a, b = (_aligned(x) for x in (a, b))
     a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
     out = _int8_product_fake(a, a_scale, b, b_scale, dtype)
@@ -120,7 +121,8 @@ def int8_product_triton(
 
 
 def _aligned(codes: Tensor) -> Tensor:
-    """As it is or a copy, contiguous, from a multiple of 16 bytes on, so that all rows begin at one."""
+    """Return the codes, copied where needed: contiguous, from a multiple of 16 bytes on, so that all rows begin at
+    one."""
     codes = codes.contiguous()
     return codes.clone() if codes.data_ptr() % MULTIPLE else codes
 
@@ -137,7 +139,7 @@ INT8_PRODUCT = operator(_int8_product, _int8_product_fake)
 
 
 def int8_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b^T of codes and scales, [rows of a, rows of b], by one operator that torch.compile takes as one node.
+    """Multiply a b^T of codes and scales, [rows of a, rows of b], by one operator that torch.compile takes as one node.
 
     Args:
         a: int8 [M, K], -127 .. 127. No gradient goes through.

@@ -116,7 +116,7 @@ def family(capability: tuple[int, int]) -> str:
 def launch_tiles(
     kernel: str, device: torch.device, held_head_dim: int, *, exact: bool = False, wide: bool = False
 ) -> Tiles:
-    """Tiles for this device: those that `python -m sagekernels.tune` found, or TABLE's.
+    """Return the tiles for this device: those that `python -m sagekernels.tune` found, or TABLE's.
 
     Args:
         exact: TILE x TILE, where a scale or a mean spans exactly one tile.

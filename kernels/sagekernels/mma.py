@@ -28,7 +28,7 @@ KEYS = {64: 64, 128: 128}  # head dimension -> keys of a block of the backward, 
 
 
 def forward_defines(head_dim: int, causal: bool, packed: bool, half: bool, half_sums: bool = False) -> dict[str, int]:
-    """Macros of mma_forward.cu."""
+    """Return the macros of mma_forward.cu."""
     return {
         "HEAD_DIM": head_dim, "CAUSAL": int(causal), "PACKED": int(packed), "FP16": int(half),
         "HALF_SUMS": int(half_sums), "SHARED_BYTES": 2 * TILE * (3 * head_dim + 8),
@@ -36,7 +36,7 @@ def forward_defines(head_dim: int, causal: bool, packed: bool, half: bool, half_
 
 
 def backward_defines(head_dim: int, half: bool, half_sums: bool, stages: int) -> dict[str, int]:
-    """Macros of mma_backward.cu. A GPU with 99 KiB of shared memory a block holds one stage."""
+    """Return the macros of mma_backward.cu. A GPU with 99 KiB of shared memory a block holds one stage."""
     keys = KEYS[head_dim]
     shared = 3 * keys * head_dim + TILE * keys + stages * TILE * (5 * head_dim + 16) + 8 * keys
     return {
@@ -47,18 +47,19 @@ def backward_defines(head_dim: int, half: bool, half_sums: bool, stages: int) ->
 
 @functools.cache
 def architecture_of(device: torch.device) -> str:
-    """NVRTC's name of a GPU's architecture."""
+    """Return NVRTC's name of a GPU's architecture."""
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
 @functools.cache
 def stages_of(device: torch.device) -> int:
-    """Tiles of queries that the backward keeps in shared memory."""
+    """Return how many tiles of queries the backward keeps in shared memory."""
     return 2 if torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 150 << 10 else 1
 
 
 def _values(v: Tensor, tiles: int, architecture: str) -> tuple[Tensor, Tensor]:
-    """v [B, N, heads, D] in float16, each tile of a head in units of a power of two, and the units of so many tiles."""
+    """Return v [B, N, heads, D] in float16, each tile of a head in units of a power of two, and the units of so many
+    tiles."""
     batch, n, heads, head_dim = v.shape
     rows = torch.empty(v.shape, dtype=torch.float16, device=v.device)
     units = torch.empty(batch * heads * tiles, dtype=torch.float32, device=v.device)

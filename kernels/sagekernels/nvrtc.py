@@ -34,7 +34,7 @@ class CompilationError(RuntimeError):
 
 
 def _libraries() -> list[str]:
-    """Where libnvrtc may lie, torch's own major version of CUDA first."""
+    """List where libnvrtc may lie, torch's own major version of CUDA first."""
     majors = sorted({"12", "13"}, key=lambda major: not (torch.version.cuda or "").startswith(major))
     nvidia = importlib.util.find_spec("nvidia")
     roots = [Path(root) for root in (nvidia.submodule_search_locations or [] if nvidia else [])]
@@ -73,7 +73,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def available() -> bool:
-    """Whether kernels can be compiled here; running them needs a GPU as well."""
+    """Return whether kernels can be compiled here; running them needs a GPU as well."""
     try:
         _nvrtc()
     except CompilationError:
@@ -82,7 +82,7 @@ def available() -> bool:
 
 
 def _call(function: str, *arguments) -> None:
-    """A driver function that returns a CUresult."""
+    """Call a function of the driver that returns a CUresult, and raise RuntimeError unless it succeeds."""
     code = getattr(_driver(), function)(*arguments)
     if code:
         text = ctypes.c_char_p()
@@ -97,7 +97,7 @@ def _version() -> tuple[int, int]:
 
 
 def _text(what: str, program: ctypes.c_void_p) -> bytes:
-    """The log or the binary of a program: both are read as a size, then the bytes."""
+    """Read the log or the binary of a program: first its size, then its bytes."""
     size = ctypes.c_size_t()
     getattr(_nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
@@ -106,7 +106,7 @@ def _text(what: str, program: ctypes.c_void_p) -> bytes:
 
 
 def compiled(source_file: str, defines: Mapping[str, int | str], architecture: str) -> bytes:
-    """The cubin of a source file of this package, from the disk or from NVRTC."""
+    """Return the cubin of a source file of this package, from the disk or from NVRTC."""
     source = (HERE / source_file).read_bytes()
     options = [f"--gpu-architecture={architecture}", "--std=c++17"]
     options += [f"--define-macro={name}={value}" for name, value in sorted(defines.items())]
@@ -142,7 +142,7 @@ def compiled(source_file: str, defines: Mapping[str, int | str], architecture: s
 
 
 class TensorMap:
-    """A CUtensorMap: 128 bytes, aligned to 64."""
+    """A CUtensorMap has 128 bytes, aligned to 64."""
 
     def __init__(self) -> None:
         self._buffer = ctypes.create_string_buffer(192)
@@ -150,7 +150,7 @@ class TensorMap:
 
 
 def tensor_map(x: Tensor, box: Sequence[int], swizzle: int = 128) -> TensorMap:
-    """Descriptor of x for copies of `box` elements (one extent per dimension of x, order of x) by the TMA unit.
+    """Describe x for copies of `box` elements (one extent per dimension of x, order of x) by the TMA unit.
 
     The last dimension of x is contiguous, the other strides are multiples of 16 bytes, and so is the address. In the
     kernel coordinates are given last dimension first; outside of x zeros are read and nothing is written.
@@ -180,14 +180,14 @@ def _tensor_map(
 
 
 def mappable(x: Tensor) -> Tensor:
-    """x [B, N, H, D] in 16 bits, copied if tensor_map cannot describe its strides."""
+    """Return x [B, N, H, D] in 16 bits, copied if tensor_map cannot describe its strides."""
     strides = [x.stride(i) for i in range(3) if x.shape[i] > 1]
     odd = x.stride(3) != 1 or x.data_ptr() % 16 or any(s % 8 or s == 0 for s in strides)
     return x.clone(memory_format=torch.contiguous_format) if odd else x
 
 
 class Kernel:
-    """One kernel of one compiled source; it is loaded on each GPU at its first launch there."""
+    """One kernel of one compiled source is loaded on each GPU at its first launch there."""
 
     def __init__(self, source_file: str, name: str, defines: Mapping[str, int | str], architecture: str) -> None:
         self.cubin, self.name = compiled(source_file, defines, architecture), name
@@ -208,7 +208,8 @@ class Kernel:
         return self.functions[device]
 
     def launch(self, grid: Sequence[int], block: Sequence[int], shared_bytes: int, *arguments) -> None:
-        """Launch on torch's current stream and device. shared_bytes of dynamic memory: the same at every launch."""
+        """Launch on torch's current stream and device. Every launch of a kernel asks for the same shared_bytes of
+        dynamic memory."""
         values = (ctypes.c_uint64 * len(arguments))()
         first = ctypes.addressof(values)
         pointers = (ctypes.c_void_p * len(arguments))(*range(first, first + ctypes.sizeof(values), 8))

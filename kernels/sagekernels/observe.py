@@ -1,4 +1,4 @@
-"""What INT8 attention loses while it runs: calls of sage_attention beside float32, on a bounded sample of each.
+"""Measure what INT8 attention loses while it runs: calls of sage_attention beside float32, on a bounded sample of each.
 
 The operators (autograd.py) tell the observer of every call when it runs, in the order of the calls, under torch.compile
 too: that changes no graph and no result. The exact attention is computed from the same q, k, v and dO in float32, from
@@ -34,7 +34,7 @@ _CHUNK_SCORES = 1 << 22
 
 
 class Observer(Protocol):
-    """Hears of calls. An observer that wants to keep a tensor has to copy it."""
+    """An observer hears of calls. It has to copy a tensor that it wants to keep."""
 
     def forward(self, call: Call, saved: Saved) -> None:
         """A forward pass has run."""
@@ -71,7 +71,7 @@ def backward(call: BackwardCall, grads: Gradients) -> None:
 
 
 class Sample(NamedTuple):
-    """What is looked at of a call of causal attention."""
+    """The part of a call of causal attention that is looked at."""
 
     pairs: list[tuple[int, int, int]]
     """Row of the batch, sequence within the row, key/value head."""
@@ -83,8 +83,8 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, sequences: int, scores: int, turn: int) -> Sample:
-        """Of q [B, N, H, D] and k [B, N, H_kv, D], rows of so many sequences that no document spans: `scores` at most,
-        unless a tile of queries has more."""
+        """Choose the sample of a call with q [B, N, H, D] and k [B, N, H_kv, D], rows of so many sequences that no
+        document spans. It has `scores` at most, unless a tile of queries has more."""
         (batch, tokens, heads, _), kv_heads = q.shape, k.shape[2]
         if tokens % (sequences * TILE):  # tiles are counted along the row: one would lie in two sequences
             sequences = 1
@@ -96,7 +96,8 @@ class Sample(NamedTuple):
         return cls([pairs[(turn * count + i) % len(pairs)] for i in range(count)], kv_heads, length, first)
 
     def take(self, x: Tensor, first: int = 0, per: int = 1) -> Tensor:
-        """[B, N, heads, ...] -> [pairs, heads / H_kv, tokens from `first` on, ...]. x has an entry for `per` tokens."""
+        """Cut the sample out of x: [B, N, heads, ...] -> [pairs, heads / H_kv, tokens from `first` on, ...]. x has an
+        entry for `per` tokens."""
         group = x.shape[2] // self.kv_heads
 
         def of(b: int, s: int, m: int) -> Tensor:
@@ -106,7 +107,8 @@ class Sample(NamedTuple):
         return torch.stack([of(*pair) for pair in self.pairs]).transpose(1, 2)
 
     def take_saved(self, saved: Saved) -> Saved:
-        """The queries that are looked at and the keys that they see, as a batch of pairs with one key/value head."""
+        """Cut out the queries that are looked at and the keys that they see, as a batch of pairs with one key/value
+        head."""
 
         def codes(whole: Codes, first: int) -> Codes:
             return Codes(*(self.take(x.transpose(1, 2), first) for x in whole))
@@ -118,7 +120,7 @@ class Sample(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What has to be kept of a forward pass until its backward pass: copies of the sample's q and k, in their dtype."""
+    """Copies of the sample's q and k, in their dtype, kept from a forward pass until its backward pass."""
 
     sample: Sample
     q: Tensor
@@ -229,11 +231,12 @@ def _add_rounding(found: Measured, name: str, ds: Tensor, axes: tuple[int, ...])
 
 
 def pooled_rel_l2(error: float, square: float, exact: float) -> float:
-    """||x - exact|| / ||exact|| from sums of Measured.squares; 0 where both vanish."""
+    """Return ||x - exact|| / ||exact|| from sums of Measured.squares; 0 where both vanish."""
     return math.sqrt(error / exact) if exact else (math.inf if error else 0.0)
 
 
 def pooled_cosine(error: float, square: float, exact: float) -> float:
-    """<x, exact> / (||x|| ||exact||) from the same: 2 <x, exact> = ||x||^2 + ||exact||^2 - ||x - exact||^2."""
+    """Return <x, exact> / (||x|| ||exact||) from the same sums: 2 <x, exact> = ||x||^2 + ||exact||^2 - ||x -
+    exact||^2."""
     size = math.sqrt(square * exact)
     return (square + exact - error) / (2 * size) if size else float(not error)

@@ -1,4 +1,4 @@
-"""How operators of torch are made of functions here.
+"""Make operators of torch out of functions.
 
 They are registered by hand and have no list of tensors in their schemas: torch.library.custom_op and such lists cost
 the host more per call than all launches.

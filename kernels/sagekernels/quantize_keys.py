@@ -9,7 +9,7 @@ from .quantize import Codes
 
 
 def chunks_of(tokens: int, head_dim: int, processors: int) -> tuple[int, int]:
-    """How many chunks quantize_keys.cu makes of so many tokens of a head, and tokens per chunk.
+    """Return how many chunks quantize_keys.cu makes of so many tokens of a head, and the tokens of a chunk.
 
     A chunk waits for the others of its head, which must fit the GPU, two to a multiprocessor. They take a quarter of
     that, so that calls on four streams never wait for each other.

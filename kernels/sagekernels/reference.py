@@ -19,7 +19,8 @@ CHUNK_SCORES = 1 << 23
 
 
 def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
-    """First token and one past the last token of each token's document: int32 [2, length], without a host sync.
+    """Return the first token and one past the last token of each token's document: int32 [2, length], without a host
+    sync.
 
     Zero-length documents (repeated values in cu_seqlens) own no token, wherever they stand.
     """
@@ -31,7 +32,8 @@ def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
 def visible(
     rows: range, columns: int, offset: int, causal: bool, bounds: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """Boolean [len(rows), columns]: which keys each query sees; None when it sees them all. offset = N_k - N_q."""
+    """Return which keys each query sees, boolean [len(rows), columns], or None when it sees them all. offset = N_k -
+    N_q."""
     i = torch.arange(rows.start, rows.stop, device=device)[:, None]
     j = torch.arange(columns, device=device)[None, :]
     mask = (j <= i + offset) if causal else None
@@ -43,13 +45,13 @@ def visible(
 
 
 def _chunks(length: int, columns: int, batch_heads: int, scores: int | None = None) -> list[range]:
-    """Query ranges of whole tiles such that one range's scores stay within `scores` (None: CHUNK_SCORES)."""
+    """Return query ranges of whole tiles such that one range's scores stay within `scores` (None: CHUNK_SCORES)."""
     step = max(1, (scores or CHUNK_SCORES) // max(1, columns * batch_heads * TILE)) * TILE
     return [range(a, min(a + step, length)) for a in range(0, length, step)]
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """[B, H, ...] -> [B, H_kv, H / H_kv, ...]: query heads beside the key head they share."""
+    """Lay query heads beside the key head that they share: [B, H, ...] -> [B, H_kv, H / H_kv, ...]."""
     return x.unflatten(1, (kv_heads, -1))
 
 
@@ -96,7 +98,7 @@ def attention_reference(
 
 
 def rounded_tiles(x: Tensor, axes: tuple[int, ...], steps: int = 1) -> Tensor:
-    """psi(x) dequantized, for x [..., M, N] with M and N multiples of TILE: one scale per tile along `axes`.
+    """Return psi(x) dequantized, for x [..., M, N] with M and N multiples of TILE: one scale per tile along `axes`.
 
     The axes are those of [..., M / TILE, TILE, N / TILE, TILE]: (-3,) is one scale per column of a tile, (-1,) per row.
     Twice the `steps` are for what is never negative: its codes 0 .. 254 are stored shifted, as -127 .. 127.
@@ -106,7 +108,8 @@ def rounded_tiles(x: Tensor, axes: tuple[int, ...], steps: int = 1) -> Tensor:
 
 
 def tile_codes(x: Tensor, axes: tuple[int, ...], steps: int = 1) -> tuple[Tensor, Tensor]:
-    """Codes (whole float32 numbers) and scales of rounded_tiles, as tiles: [..., M / TILE, TILE, N / TILE, TILE]."""
+    """Return the codes (whole float32 numbers) and scales of rounded_tiles, as tiles: [..., M / TILE, TILE, N / TILE,
+    TILE]."""
     tiles = x.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE))
     scale, inverse = scale_and_inverse(tiles.abs().amax(axes, keepdim=True))
     return torch.round(tiles * (steps * inverse)), scale
@@ -119,7 +122,7 @@ def pad_to_tile(x: Tensor, dim: int, value: float = 0.0) -> Tensor:
 
 
 class ScoresOfCodes:
-    """Scores of a chunk of queries against the keys it can see, from the codes, in both directions alike."""
+    """The scores of a chunk of queries against the keys it can see, from the codes, in both directions alike."""
 
     def __init__(self, call: Call | BackwardCall, saved: Saved) -> None:
         self.n_q, (self.h_kv, self.n_k) = saved.q.scale.shape[2], saved.k.scale.shape[1:]
@@ -136,7 +139,8 @@ class ScoresOfCodes:
         return min(self.n_k, rows.stop + self.n_k - self.n_q) if self.causal else self.n_k
 
     def __call__(self, rows: range) -> Tensor:
-        """Float32 [B, H_kv, G, rows, seen], -inf where masked. Integer products are exact in float32 (D <= 256)."""
+        """Return float32 [B, H_kv, G, rows, seen], -inf where masked. Integer products are exact in float32 (D <=
+        256)."""
         seen = self.seen(rows)
         part = slice(rows.start, rows.stop)
         s = self.q8[..., part, :].float() @ self.k8[..., :seen, :].float().mT
@@ -149,7 +153,8 @@ class ScoresOfCodes:
 
 
 def twin_forward(call: Call) -> tuple[Tensor, Saved]:
-    """INT8 attention forward (A, Algorithm 1). Returns o [B, N_q, H, D] in q's dtype and what the backward needs."""
+    """Compute the INT8 attention forward (A, Algorithm 1). Returns o [B, N_q, H, D] in q's dtype and what the backward
+    needs."""
     q, k, v, smooth_q, rules = call.q, call.k, call.v, call.smooth_q, RECIPES[call.recipe]
     k_mean = token_mean(k) if call.smooth_k else None
     q_mean = tile_means(q) if smooth_q else None
@@ -187,7 +192,7 @@ def twin_forward(call: Call) -> tuple[Tensor, Saved]:
 
 
 def twin_backward(call: BackwardCall) -> Gradients:
-    """INT8 attention backward (A, Algorithm 2). Returns dq, dk, dv in the dtype of v.
+    """Compute the INT8 attention backward (A, Algorithm 2). Returns dq, dk, dv in the dtype of v.
 
     Scales must be constant along the contracted dimension (the scope law), so per-token scales of Q, K and dO are
     folded into the other operand before that is rounded:

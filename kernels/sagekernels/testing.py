@@ -10,7 +10,8 @@ from .reference import attention_reference, document_bounds
 
 
 class Shape(NamedTuple):
-    """One attention problem. `documents` are the lengths of the documents packed in a row (batch 1), empty for none."""
+    """The sizes of one attention problem. `documents` are the lengths of the documents packed in a row (batch 1), empty
+    for none."""
 
     batch: int = 1
     n_q: int = 256
@@ -28,13 +29,13 @@ class Shape(NamedTuple):
         return f"B{self.batch} N{n} H{self.heads}/{self.kv_heads} D{self.head_dim} {kind}{packed}"
 
     def cu_seqlens(self, device: torch.device | str = "cpu") -> Tensor | None:
-        """int32 [documents + 1], or None."""
+        """Return int32 [documents + 1], or None."""
         if not self.documents:
             return None
         return torch.tensor([0, *self.documents], device=device).cumsum(0).to(torch.int32)
 
     def bounds(self, device: torch.device | str = "cpu") -> Tensor | None:
-        """document_bounds of cu_seqlens."""
+        """Return document_bounds of cu_seqlens."""
         return document_bounds(self.cu_seqlens(device), self.n_q) if self.documents else None
 
 
@@ -153,7 +154,7 @@ def qk_norm_rope_errors(results: tuple[Tensor, Tensor], gradients: tuple[Tensor,
 
 
 class Results(NamedTuple):
-    """Output and gradients of one attention call."""
+    """The output and gradients of one attention call."""
 
     o: Tensor
     dq: Tensor
@@ -171,7 +172,7 @@ def random_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k (std sigma; k shifted per channel by normal numbers of std k_mean), v (std 1), do (std do_scale)."""
+    """Draw q, k (std sigma; k shifted per channel by normal numbers of std k_mean), v (std 1), do (std do_scale)."""
     g = torch.Generator(device).manual_seed(seed)
     b, d = shape.batch, shape.head_dim
 
@@ -202,31 +203,31 @@ def call_of(
 
 
 def exact_results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options) -> Results:
-    """attention_reference and its gradients in float64."""
+    """Compute attention_reference and its gradients in float64."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     o = attention_reference(*leaves, **options)
     return Results(o.detach(), *torch.autograd.grad(o, leaves, do.double()))
 
 
 def results_of(attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options) -> Results:
-    """Output and gradients of `attention(q, k, v, **options)`."""
+    """Compute the output and gradients of `attention(q, k, v, **options)`."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     o = attention(*leaves, **options)
     return Results(o.detach(), *torch.autograd.grad(o, leaves, do))
 
 
 def rel_l2(value: Tensor, exact: Tensor) -> float:
-    """||value - exact|| / ||exact||; NaN where value is, 0 where both vanish."""
+    """Return ||value - exact|| / ||exact||; NaN where value is, 0 where both vanish."""
     value, exact = value.double(), exact.double()
     error, size = (value - exact).norm().item(), exact.norm().item()
     return error if error == 0.0 or error != error else error / size if size > 0 else float("inf")
 
 
 def cosine(value: Tensor, exact: Tensor) -> float:
-    """Cosine similarity of two tensors taken as vectors."""
+    """Return the cosine similarity of two tensors taken as vectors."""
     return torch.nn.functional.cosine_similarity(value.double().flatten(), exact.double().flatten(), dim=0).item()
 
 
 def errors(value: Results, exact: Results) -> dict[str, float]:
-    """rel_l2 of o, dq, dk and dv by name."""
+    """Return rel_l2 of o, dq, dk and dv by name."""
     return {name: rel_l2(a, b) for name, a, b in zip(Results._fields, value, exact, strict=True)}

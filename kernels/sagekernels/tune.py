@@ -55,7 +55,7 @@ class Trial(NamedTuple):
 
 
 def candidates(kernel: str, head_dim: int) -> list[Tiles]:
-    """Tiles to be timed."""
+    """List the tiles to be timed."""
     return [
         Tiles(64, owned, warps, stages) if kernel == "dkdv" else Tiles(owned, 64, warps, stages)
         for owned, warps, stages in OWNED[kernel][head_dim]
@@ -121,7 +121,7 @@ def compare(
     checked: Sequence[Trial],
     seconds: Callable[[Callable[[], object]], float],
 ) -> tuple[Tiles, dict[Tiles, float], dict[Tiles, str]]:
-    """The fastest of `tiles`, seconds of those that run, in alternation, and why others are not taken.
+    """Return the fastest of `tiles`, the seconds of those that run, in alternation, and why others are not taken.
 
     The first is what there is, and stays if no other is faster by GAIN and gives the same bits.
     """
@@ -157,7 +157,7 @@ def tune(
     device: torch.device,
     say: Callable[[str], None],
 ) -> dict[tuple[str, int], Tiles]:
-    """The choice for each kernel and head dimension; the table of each is said when it is known."""
+    """Return the choice for each kernel and head dimension; the table of each is said when it is known."""
     chosen = {}
     for head_dim in head_dims:
         timed, checked = trial_of(shape(head_dim), "fine", device), checks(head_dim, device)

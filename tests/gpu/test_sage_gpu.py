@@ -173,7 +173,7 @@ def test_a_host_that_launches_slowly_is_not_timed():
 
 
 @pytest.mark.skipif("hopper" not in BACKENDS, reason="needs an H100 or H200")
-def test_a_failure_to_compile_is_an_error_only_for_a_backend_by_name(monkeypatch):
+def test_only_a_backend_by_name_fails_to_compile(monkeypatch):
     def fails(*_):
         raise nvrtc.CompilationError("does not compile")
 

@@ -140,8 +140,9 @@ def _quantize_fp4_kernel(
 
 
 def quantize_fp4_triton(x: Tensor, unit: Tensor, padded: int, *, format: str = "nvfp4") -> tuple[Tensor, Tensor]:
-    """quantize_fp4 of float32 x [..., M, N] in groups along its last axis, with zeros up to `padded`, a multiple of
-    TILE: packed codes, uint8 [..., M, padded / 2], and codes of the scales, uint8 [..., M, padded / group].
+    """Quantize float32 x [..., M, N] as quantize_fp4 does, in groups along its last axis, with zeros up to `padded`, a
+    multiple of TILE. Returns packed codes, uint8 [..., M, padded / 2], and codes of the scales, uint8 [..., M, padded /
+    group].
 
     unit: float32 [..., 1, 1], a power of two for each matrix; for e8m0 1.
     """
@@ -160,7 +161,7 @@ def quantize_fp4_triton(x: Tensor, unit: Tensor, padded: int, *, format: str = "
 
 
 def decoded(codes: Tensor, scale: Tensor, length: int, *, format: str = "nvfp4", unit: Tensor | float = 1.0) -> Fp4:
-    """What quantize_fp4_triton made of rows of `length` numbers, as quantize_fp4 returns it."""
+    """Decode the results of quantize_fp4_triton for rows of `length` numbers: what quantize_fp4 returns for them."""
     rules = FORMATS[format]
     values = scale.view(torch.float8_e8m0fnu if rules.e8m0 else torch.float8_e4m3fn).float() * unit
     split = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
@@ -292,9 +293,9 @@ def _fp4_forward_kernel(
 
 @functools.cache
 def products(device: torch.device) -> tuple[bool, int]:
-    """Whether products are tl.dot_scaled's, and the queries of a program: where the tensor cores take FP4 and this
-    Triton knows how. Data center Blackwell (10.x), as of Triton 3.4, has scaled products of 128 queries alone, others
-    (12.x), as of 3.6, of fewer too. No other GPU has any."""
+    """Return whether products are tl.dot_scaled's, and the queries of a program. They are where the tensor cores take
+    FP4 and this Triton knows how. Data center Blackwell (10.x), as of Triton 3.4, has scaled products of 128 queries
+    alone, others (12.x), as of 3.6, of fewer too. No other GPU has any."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     if major == 10 and version >= (3, 4):

@@ -21,7 +21,7 @@ E4M3_MAX = 448.0
 
 
 class Format(NamedTuple):
-    """How a group of numbers shares a scale."""
+    """The way in which a group of numbers shares a scale."""
 
     group: int
     """Numbers to a scale, consecutive along the contracted axis. Divides TILE."""
@@ -46,14 +46,14 @@ class Fp4(NamedTuple):
     group: int
 
     def dequantized(self) -> Tensor:
-        """Float32 [..., N]: s times e2m1, exactly."""
+        """Return float32 [..., N]: s times e2m1, exactly."""
         table = torch.tensor((*E2M1, *(-x for x in E2M1)), device=self.codes.device)
         scale = self.scale.repeat_interleave(self.group, -1)[..., : self.codes.shape[-1]]
         return table[self.codes.int()] * scale
 
 
 def round_e4m3(x: Tensor) -> Tensor:
-    """Nearest e4m3 number of float32 x >= 0, ties to even, at most 448, NaN for NaN.
+    """Return the nearest e4m3 number of float32 x >= 0, ties to even, at most 448, NaN for NaN.
 
     By arithmetic, as casts differ between devices and versions in what they round and what they make of overflow.
     """
@@ -65,13 +65,13 @@ def round_e4m3(x: Tensor) -> Tensor:
 
 
 def e8m0_scale(largest: Tensor) -> Tensor:
-    """The power of two 2^(floor(log2 max|X|) - 2), not below 2^-127 (OCP MX, version 1.0, section 6.3)."""
+    """Return the power of two 2^(floor(log2 max|X|) - 2), not below 2^-127 (OCP MX, version 1.0, section 6.3)."""
     code = ((largest.view(torch.int32) >> 23) - 2).clamp(min=0)
     return torch.where(code > 0, code << 23, 1 << 22).view(torch.float32)
 
 
 def e2m1_codes(x: Tensor, scale: Tensor) -> Tensor:
-    """Codes, uint8, of the e2m1 values nearest to x / scale: float32 of shapes that broadcast, scale >= 0.
+    """Return the codes, uint8, of the e2m1 values nearest to x / scale: float32 of shapes that broadcast, scale >= 0.
 
     Counts the midpoints that |x| passes; their products with a scale are exact, so no quotient is rounded. Ties go to
     the even code, what is beyond 6 becomes 6, a scale of 0 gives zeros. The sign of zero is kept out: code 0.
@@ -86,8 +86,8 @@ def e2m1_codes(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def head_unit(x: Tensor) -> Tensor:
-    """Power of two, float32 [..., 1, 1], that brings max|X| of x [..., M, N] to 2^10 .. 2^11: the unit of its scales.
-    What is not finite does not count: the rest of the head would vanish beside it.
+    """Return the power of two, float32 [..., 1, 1], that brings max|X| of x [..., M, N] to 2^10 .. 2^11: the unit of
+    its scales. What is not finite does not count: the rest of the head would vanish beside it.
 
     The scales of NVFP4 reach from 2^-9 to 448; without a unit groups below 6 * 2^-10 vanish and numbers above 2688 are
     cut off. A power of two changes no code of a group whose scale was a normal e4m3 number.
@@ -98,7 +98,7 @@ def head_unit(x: Tensor) -> Tensor:
 
 
 def quantize_fp4(x: Tensor, *, format: str = "nvfp4", unit: Tensor | float = 1.0) -> Fp4:
-    """phi of float32 x [..., N] in groups along its last axis; the last group may be shorter.
+    """Compute phi of float32 x [..., N] in groups along its last axis; the last group may be shorter.
 
     unit: power of two (float32, broadcast to the groups) that e4m3 scales are multiples of; see head_unit. Not read for
     e8m0. A group with a NaN or an infinity has the scale NaN, so that everything computed from it is NaN.
@@ -117,7 +117,7 @@ def quantize_fp4(x: Tensor, *, format: str = "nvfp4", unit: Tensor | float = 1.0
 
 
 def quantize_probabilities(p: Tensor, *, format: str = "nvfp4", two_level: bool = True) -> Tensor:
-    """phi of P [..., N], N a multiple of TILE, 0 to 1, dequantized: float32 [..., N].
+    """Compute phi of P [..., N], N a multiple of TILE, 0 to 1, dequantized: float32 [..., N].
 
     two_level: each row of a tile is first multiplied until its largest number is the largest of the format, and
     divided again at the end. Direct P uses 35 of the 127 scales of e4m3 and loses what is below e^-5; two-level P
