@@ -90,7 +90,7 @@ class Masters:
         state: dict[str, torch.Tensor] = self._base.state[master]
         if not state:
             # The type and device that torch's AdamW itself would choose on its first step.
-            step_device = master.device if self._base.defaults["fused"] else "cpu"
+            step_device = master.device if self._base.defaults.get("fused") else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
             state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)
             state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)

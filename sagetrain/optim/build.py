@@ -20,7 +20,7 @@ def parameter_groups(model: Transformer, weight_decay: float, qk_gain_decay: flo
     return [{"params": parameters, "weight_decay": decay} for parameters, decay in groups if parameters]
 
 
-def build_optimizer(model: Transformer, cfg: OptimizerConfig, qk_gain_decay: float = 0.0) -> torch.optim.AdamW:
+def build_optimizer(model: Transformer, cfg: OptimizerConfig, qk_gain_decay: float = 0.0) -> torch.optim.Optimizer:
     """AdamW with decoupled weight decay; one fused kernel per group on a GPU."""
     fused = next(model.parameters()).is_cuda
     groups = parameter_groups(model, cfg.weight_decay, qk_gain_decay)
