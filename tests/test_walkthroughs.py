@@ -14,7 +14,7 @@ from runs import ROOT, write_config
 
 
 def test_the_walkthroughs_apply_and_a_run_trains_and_exports_with_them(corpus: Path, tmp_path: Path) -> None:
-    """A change of the lines around them needs a change of the page: make the diffs again with git diff -U2."""
+    """A change of the lines around them needs a change of the page: make the diffs again with git diff -U1."""
     for folder in ("sagetrain", "kernels/sagekernels"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     diffs = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/extending.md").read_text(), re.M | re.S)
