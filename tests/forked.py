@@ -146,13 +146,12 @@ def _run(words: list[str], env: dict[str, str], log: str, errors: str, cwd: str,
                 raise OSError(ctypes.get_errno(), f"setns: {kind} namespace of process {host}")
     os.chdir(cwd)
     enter(env, log, errors)
-    sys.argv = words
-    call(words[0])
+    _command(words)
 
 
 def call(name: str) -> None:
     """Do what the console script does."""
-    if name == "deepspeed":
+    if name in ("deepspeed", "python"):
         subprocess.Popen = Launched
     elif name == "torchrun":
         Launched.spares = [Spare() for _ in range(int(sys.argv[sys.argv.index("--nproc-per-node") + 1]))]
@@ -171,12 +170,26 @@ class Launched(subprocess.Popen):
     spares: list[Spare] = []
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *how) -> None:
-        if list(args[:2]) != [sys.executable, "-u"]:
+        files, env, new_session = how[3:9], os.environ if env is None else env, how[14]
+        if args[:2] == [sys.executable, "-u"] or args[:2] == (sys.executable, "-u"):
+            words, run = list(args[2:]), _program
+        elif args[0] == str(Path(sys.executable).with_name("deepspeed")):
+            words, run = ["deepspeed", *args[1:]], _command
+        else:
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *how)
             return
-        words = list(args[2:])
-        self.pid = self.spares.pop().become(words, env) if self.spares else _fork(lambda: _program(words), env)
+
+        def child() -> None:
+            if new_session:
+                os.setsid()
+            for number, file in enumerate((files[0], files[3], files[5])):
+                if file != -1:
+                    os.dup2(file, number)
+            run(words)
+
+        self.pid = self.spares.pop().become(words, env) if self.spares else _fork(child, env)
         self._child_created = True
+        self._close_pipe_fds(*files)
 
 
 class Spare:
@@ -200,6 +213,12 @@ class Spare:
             return
         _take(env)
         _program(words)
+
+
+def _command(words: list[str]) -> None:
+    """Run a console script."""
+    sys.argv = words
+    call(words[0])
 
 
 def _program(words: list[str]) -> None:
@@ -252,6 +271,8 @@ def _fork(act: Callable[[], None], env: Mapping[str, str]) -> int:
         return pid
     code: object = 1
     try:
+        for number in (signal.SIGINT, signal.SIGTERM):  # as where a program begins
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         _take(env)
         act()
         code = 0

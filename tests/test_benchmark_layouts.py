@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import runpy
-import signal
-import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from forked import PATIENCE
+from forked import PATIENCE, Command
 from runs import BIN, ROOT, write_config
 from sagetrain.config.load import load_config
 
@@ -26,11 +25,10 @@ def words(config: Path, layouts: str, steps: int, *overrides: str) -> list[str]:
     return [*program, "--layouts", layouts, *overrides, "--steps", str(steps), "--output", str(config.parent / "out")]
 
 
-def start(*what: object) -> subprocess.Popen:
+def start(folder: Path, *words: str) -> Command:
+    """The benchmark with these words, in this folder; its output goes to output.txt there."""
     env = {**os.environ, **ENVIRONMENT, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    return subprocess.Popen(
-        [sys.executable, *words(*what)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return Command(["python", *words], env, folder / "output.txt", folder)
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *what: object) -> str:
@@ -43,18 +41,20 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 def runs_left(folder: Path) -> list[psutil.Process]:
+    """The processes that write to the log of a run."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if any(str(folder) in word for word in process.info["cmdline"] or []):
-            found.append(process)
+    for process in psutil.process_iter():
+        with suppress(OSError):  # it has ended
+            if Path(os.readlink(f"/proc/{process.pid}/fd/1")).is_relative_to(folder / "out"):
+                found.append(process)
     return found
 
 
 def test_table_of_two_layouts(corpus: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused", checkpoint={"every_tokens": 10**9})
-    process = start(config, "tp1,tp2-sp", 1, "training.total_tokens=1000000000")
-    text, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, text
+    process = start(tmp_path, *words(config, "tp1,tp2-sp", 1, "training.total_tokens=1000000000"))
+    code, text = process.wait(PATIENCE), (tmp_path / "output.txt").read_text()
+    assert code == 0, text
     rows = {line.split("│")[1].strip(): line.split("│") for line in text.splitlines() if line.startswith("│")}
     assert rows["tp1"][2].strip() == "1" and rows["tp1"][6].strip() == "1.000"
     assert rows["tp1"][4].strip() == "-"  # speed is not predicted for a CPU
@@ -70,13 +70,9 @@ def test_table_of_two_layouts(corpus: Path, tmp_path: Path, monkeypatch, capsys)
 def test_relative_config_fresh_folder_and_exit_code_of_a_failure(corpus: Path, tmp_path: Path) -> None:
     """From another folder, where paths are as the caller means them; the run reads its configuration, then fails."""
     write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused")
-    program = [sys.executable, str(ROOT / "benchmarks/layouts.py"), "--config", "run.yaml", "--layouts", "tp1"]
-    env = {**os.environ, **ENVIRONMENT, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    program = [str(ROOT / "benchmarks/layouts.py"), "--config", "run.yaml", "--layouts", "tp1"]
     overrides = ["--steps", "100", "training.total_tokens=2048"]  # too few tokens for the steps
-    done = subprocess.run(
-        [*program, *overrides], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert start(tmp_path, *program, *overrides).wait(PATIENCE) == 1, (tmp_path / "output.txt").read_text()
     (log,) = (tmp_path / "runs/layouts").glob("????????-??????/tp1/log.txt")
     assert "cannot be read" not in log.read_text()
     assert (log.parent / "metrics.jsonl").exists()
@@ -114,14 +110,15 @@ def test_flags_of_a_layout_are_settings_of_its_run(corpus: Path, tmp_path: Path)
 
 def test_sigterm_ends_the_runs_too(corpus: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused", checkpoint={"every_tokens": 10**9})
-    process = start(config, "tp1", 10**6, "training.total_tokens=1000000000")
+    process = start(tmp_path, *words(config, "tp1", 10**6, "training.total_tokens=1000000000"))
     log = tmp_path / "out/tp1/log.txt"
     deadline = time.monotonic() + PATIENCE
     while not (log.exists() and "parameters" in log.read_text()):
         if process.poll() is not None or time.monotonic() > deadline:
-            pytest.fail(process.communicate()[0])
-        time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)
+            pytest.fail((tmp_path / "output.txt").read_text())
+        time.sleep(0.05)
+    assert runs_left(tmp_path)
+    process.terminate()
     assert process.wait(PATIENCE)
     assert not runs_left(tmp_path)
 
