@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -133,22 +133,36 @@ class Chunk:
     def _text_of(self, line: str, number: int, text_key: str) -> Any:
         value = self._object(line, number)
         if text_key not in value:
-            raise self.error(number, no_such_key(text_key, value))
+            raise self.error(number, no_such_key(text_key, value) + _lists_in(value))
         return value[text_key]
 
     def _object(self, line: str, number: int) -> dict[str, Any]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            hint = ""
-            if number == 1 and self.unit == "line":
-                several = " (one object over several lines? write each on one line: jq -c . FILE)"
-                hint = {"[": _ARRAY, "{": several}.get(line[:1], "")
+            hint = _hint(line, error) if number == 1 and self.unit == "line" else ""
             raise self.error(number, f"not valid JSON: {error}{hint}") from error
         if not isinstance(value, dict):
             array = isinstance(value, list) and self.unit == "line" and number == 1
             raise self.error(number, f"holds {type(value).__name__}, not a JSON object{_ARRAY if array else ''}")
         return value
+
+
+def _hint(line: str, error: ValueError | RecursionError) -> str:
+    """Say what the first line of a file may be that is no JSON object."""
+    if line[:1] != "{":
+        return _ARRAY if line[:1] == "[" else ""
+    if str(error).startswith("Extra data"):
+        return " (several objects on one line? write each on a line of its own: jq -c . FILE)"
+    if getattr(error, "pos", 0) >= len(line.rstrip()):
+        return " (one object over several lines? write each on one line: jq -c . FILE)"
+    return " (written by Python's print? quotation marks of JSON are double: use json.dumps)" if "'" in line[:2] else ""
+
+
+def _lists_in(value: Mapping[str, Any]) -> str:
+    """Say where a file's one object has its records, if it seems to have them."""
+    lists = (key for key, each in value.items() if isinstance(each, list) and each and isinstance(each[0], dict))
+    return next((f". If its records are those under {key!r}: jq -c '.[\"{key}\"][]' FILE" for key in lists), "")
 
 
 def no_such_key(key: str, keys: Iterable[str], option: str = "--text-key") -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.blocks import Content, blocks, lines
 from sagetrain.data.chunk import Broken, Chunk, Place, no_such_key
-from sagetrain.data.kinds import HEAD, Kind, check_head, compression, kind_of
+from sagetrain.data.kinds import DELIMITERS, HEAD, Kind, check_head, compression, kind_of
 
 CHUNK_BYTES = 1 << 19
 CHUNK_RECORDS = 4096
@@ -236,7 +236,7 @@ class _Array:
 def _read_table(content: Content, wanted: Wanted) -> Iterator[Chunk]:
     """Rows of a .csv or .tsv, whose first line names the columns: the texts of one of them, or dicts of fields."""
     csv.field_size_limit(sys.maxsize)
-    delimiter = "\t" if content.name.lower().removesuffix(compression(content.name)).endswith(".tsv") else ","
+    delimiter = DELIMITERS[Path(content.name.lower().removesuffix(compression(content.name))).suffix]
     progress = [0]
     reader = csv.reader(_table_lines(content, progress), delimiter=delimiter, strict=True)
     rows = _rows_of(content.name, reader)
@@ -273,7 +273,10 @@ def _table_lines(content: Content, progress: list[int]) -> Iterator[str]:
         try:
             yield line.decode() + "\n"
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{content.name}, line {number:,}: not UTF-8 (byte {line[error.start]:#04x})") from error
+            raise ConfigError(
+                f"{content.name}, line {number:,}: not UTF-8 (byte {line[error.start]:#04x}); convert the file: iconv "
+                "-f WINDOWS-1252 -t UTF-8, or from what it is written in"
+            ) from error
 
 
 def _rows_of(name: str, reader: Any) -> Iterator[list[str]]:
@@ -281,10 +284,10 @@ def _rows_of(name: str, reader: Any) -> Iterator[list[str]]:
     try:
         yield from (row for row in reader if row)
     except csv.Error as error:
-        raise ConfigError(
-            f"{name}, line {reader.line_num:,}: {error}; a cell that holds quotation marks is put into quotation "
-            "marks, and has them twice"
-        ) from error
+        fix = "a cell that holds quotation marks is put into quotation marks, and has them twice"
+        if "new-line character" in str(error):
+            fix = "write the ends of lines as \\n: tr '\\r' '\\n'"
+        raise ConfigError(f"{name}, line {reader.line_num:,}: {error}; {fix}") from error
 
 
 def read_parquet(path: Path, wanted: Wanted) -> Iterator[Chunk]:

@@ -27,11 +27,13 @@ class Kind(Enum):
     TEXT = "plain text"
 
 
+DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t", ".psv": "|"}
+"""What stands between the cells of a table, by the suffix of its name."""
 _BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".ndjson"), Kind.LINES),
     ".json": Kind.JSON,
     ".parquet": Kind.PARQUET,
-    **dict.fromkeys((".csv", ".tsv"), Kind.TABLE),
+    **dict.fromkeys(DELIMITERS, Kind.TABLE),
     **dict.fromkeys((".tar", ".zip"), Kind.ARCHIVE),
 }
 _UNPACK = "convert it to text or .jsonl, or leave it out with --glob"
@@ -63,7 +65,11 @@ _BINARY = {
     rb"OggS|fLaC|ID3|RIFF....WAVE|....ftyp|\x1a\x45\xdf\xa3": ("sound or video", _UNPACK),
     rb"\xd0\xcf\x11\xe0": ("an Office document", _UNPACK),
     rb"\x7fELF|MZ|\xca\xfe\xba\xbe|\0asm": ("a program", _UNPACK),
+    rb"\x5d\0\0[\0-\xff]{2}\xff{8}": ("compressed with LZMA", "unpack it (unlzma), or compress it with xz"),
+    rb"\xff\xfe\0\0|\0\0\xfe\xff": ("UTF-32, not UTF-8", "convert it: iconv -f UTF-32 -t UTF-8"),
     rb"\xff\xfe|\xfe\xff": ("UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8"),
+    rb"([^\0]\0){8}": ("UTF-16, not UTF-8", "convert it: iconv -f UTF-16LE -t UTF-8"),
+    rb"(\0[^\0]){8}": ("UTF-16, not UTF-8", "convert it: iconv -f UTF-16BE -t UTF-8"),
 }
 # The same of files whose text is not the text that they hold.
 _MARKED_UP = {
