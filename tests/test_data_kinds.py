@@ -286,6 +286,14 @@ def encrypted() -> bytes:
 
 LINES, OFFICE = lines(["x"]), zipped({"word/document.xml": b"<w:document/>"})
 PDF = b"%PDF-1.4\n%\xe2\xe3\xcf\xd3\n1 0 obj"
+
+
+def latin_parquet() -> bytes:
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([b"caf\xe9"]).view(pyarrow.string())}), out)
+    return out.getvalue()
+
+
 REFUSED = {
     "a.txt": (gzip.compress(LINES), "is compressed with gzip; rename it so that it ends in .gz"),
     "a.jsonl": (zstandard.compress(LINES), "is compressed with Zstandard; rename"),
@@ -346,6 +354,9 @@ REFUSED = {
     "f.tar": (tar({"a.txt": b"x" * 9000})[:4000], r"cannot read .*f\.tar: unexpected end of data"),
     "g.tar": (tar({"a.txt": PDF}), r"g\.tar/a\.txt: is a PDF document"),
     "h.zip": (zipped({}), "no files in it"),
+    "i.tar": (tar({"a.txt": b"x"})[:1024] + tar({"a.txt": b"y"}), r"i\.tar: a\.txt is in it twice, .* unpack it"),
+    "j.parquet.gz": (gzip.compress(parquet()), r"Parquet is not read out of \.gz; unpack it"),
+    "k.parquet": (latin_parquet(), "rows 1 to 1: not UTF-8: "),
     "x.txt.bz2": (bz2.compress(b"text" * 99)[:-9], r"cannot read .*x\.txt\.bz2: Compressed file ended"),
     "x.txt.xz": (b"no", r"cannot read .*x\.txt\.xz: "),
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -20,13 +20,25 @@ def names_in(path: Path) -> dict[str, int]:
     of a compressed .tar. ConfigError if it cannot be read."""
     with _readable(path):
         if not path.name.lower().endswith(".zip"):
-            return {member.name: member.size for member in _tar(path) if _is_meant(member.name)}
+            return _once(path, ((member.name, member.size) for member in _tar(path) if _is_meant(member.name)))
         with zipfile.ZipFile(path) as file:
             members = [each for each in file.infolist() if not each.is_dir() and _is_meant(each.filename)]
     locked = next((each.filename for each in members if each.flag_bits & 1), None)
     if locked:
         raise ConfigError(f"{path}: {locked} is encrypted: unpack the archive")
-    return {each.filename: each.file_size for each in members}
+    return _once(path, ((each.filename, each.file_size) for each in members))
+
+
+def _once(path: Path, members: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The sizes of members by name. ConfigError if a name is there twice, as when an archive was appended to."""
+    sizes: dict[str, int] = {}
+    for name, size in members:
+        if name in sizes:
+            raise ConfigError(
+                f"{path}: {name} is in it twice, and unpacking it leaves the last one: unpack it, and name the folder"
+            )
+        sizes[name] = size
+    return sizes
 
 
 def members(path: Path, chosen: set[str]) -> Iterator[Content]:

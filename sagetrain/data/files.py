@@ -319,10 +319,8 @@ def rows_of(
     try:
         records = records_in(table, columns) if fields else values_in(table, columns[0])
     except ValueError as error:
-        last = number + len(table) - 1
-        raise ConfigError(
-            f"{origin}, rows {number:,} to {last:,}: a column of JSON holds what is none: {error}"
-        ) from error
+        what = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "a column of JSON holds what is none"
+        raise ConfigError(f"{origin}, rows {number:,} to {number + len(table) - 1:,}: {what}: {error}") from error
     unread = tuple(name for name in names if name not in columns)
     return Chunk(origin, "row", number, records, consumed, unread=unread)
 

@@ -223,6 +223,8 @@ class Corpus:
             raise self._no_fields(path)
         stat = path.stat()
         identity = [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
+        if kind is Kind.PARQUET and (packed := compression(path)):
+            raise ConfigError(f"{path}: Parquet is not read out of {packed}; unpack it (it is compressed by itself)")
         if kind is Kind.PARQUET:
             return Input(str(path), lambda place: read_parquet(path, wanted), stat.st_size, identity)
         begin = b""
