@@ -14,13 +14,13 @@ from runs import ROOT, write_config
 
 
 def test_the_walkthroughs_apply_and_a_run_trains_and_exports_with_them(corpus: Path, tmp_path: Path) -> None:
-    """A change of the lines around them needs a change of the page: make the diffs again with git diff -U1."""
+    """A change of the lines around them needs a change of the page; only code is their context, no docstring."""
     for folder in ("sagetrain", "kernels/sagekernels"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     diffs = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/extending.md").read_text(), re.M | re.S)
     assert len(diffs) == 3
     for diff in diffs:
-        subprocess.run(["git", "apply", "-C1"], input=diff, text=True, cwd=tmp_path, check=True)
+        subprocess.run(["git", "apply", "--unidiff-zero"], input=diff, text=True, cwd=tmp_path, check=True)
     sections = {
         "model": {"activation": "relu2"},
         "optimizer": {"name": "radam"},
