@@ -44,6 +44,7 @@ COMMANDS = {
     "torchrun": ("torch.distributed.run", "main"),
     "ranks": ("forked", "main"),
     "python": ("forked", "script"),
+    "interpreter": ("stand_in", "serve"),
 }
 
 
@@ -118,8 +119,6 @@ def enter(env: Mapping[str, str], log: str, errors: str) -> None:
     """Take over environment and output files in a process that is forked, whose parent knows neither."""
     gc.freeze()  # what was imported stays: no collection need look at it again, which takes half a second each
     _take(env)
-    if threads := env.get("OMP_NUM_THREADS"):  # torch has read it already, before the fork
-        torch.set_num_threads(int(threads))
     for number, stream, path in ((1, sys.stdout, log), (2, sys.stderr, errors)):
         stream.flush()
         output = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -134,16 +133,27 @@ def _take(env: Mapping[str, str]) -> None:
     """
     os.environ.clear()
     os.environ.update(env)
+    sys.executable = env.get("STAND_IN", sys.executable)
+    if threads := env.get("OMP_NUM_THREADS"):  # torch has read it already, before the fork
+        torch.set_num_threads(int(threads))
     if "RANK" in env:
         Path("/proc/self/comm").write_text(f"rank {env['RANK']}")
 
 
+def join_host(process: int) -> None:
+    """See the network, the host name and the files that another process sees."""
+    for kind in ("net", "uts", "mnt"):
+        if os.readlink(f"/proc/{process}/ns/{kind}") == os.readlink(f"/proc/self/ns/{kind}"):
+            continue  # which needs no root
+        with open(f"/proc/{process}/ns/{kind}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns: {kind} namespace of process {process}")
+
+
 def _run(words: list[str], env: dict[str, str], log: str, errors: str, cwd: str, host: int | None) -> None:
     os.setsid()
-    for kind in ("net", "uts", "mnt") if host else ():
-        with open(f"/proc/{host}/ns/{kind}") as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
-                raise OSError(ctypes.get_errno(), f"setns: {kind} namespace of process {host}")
+    if host:
+        join_host(host)
     os.chdir(cwd)
     enter(env, log, errors)
     _command(words)
@@ -172,7 +182,7 @@ class Launched(subprocess.Popen):
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *how) -> None:
         files, env, new_session = how[3:9], os.environ if env is None else env, how[14]
         if args[:2] == [sys.executable, "-u"] or args[:2] == (sys.executable, "-u"):
-            words, run = list(args[2:]), _program
+            words, run = list(args[2:]), program
         elif args[0] == str(Path(sys.executable).with_name("deepspeed")):
             words, run = ["deepspeed", *args[1:]], _command
         else:
@@ -187,7 +197,7 @@ class Launched(subprocess.Popen):
                     os.dup2(file, number)
             run(words)
 
-        self.pid = self.spares.pop().become(words, env) if self.spares else _fork(child, env)
+        self.pid = self.spares.pop().become(words, env) if self.spares else fork(child, env)
         self._child_created = True
         self._close_pipe_fds(*files)
 
@@ -197,7 +207,7 @@ class Spare:
 
     def __init__(self) -> None:
         receiver, self._sender = multiprocessing.Pipe(duplex=False)
-        self.pid = _fork(lambda: self._wait(receiver), os.environ)
+        self.pid = fork(lambda: self._wait(receiver), os.environ)
 
     def become(self, words: list[str], env: dict[str, str]) -> int:
         """Let the child run `python WORDS` in this environment, and return its process id."""
@@ -212,7 +222,7 @@ class Spare:
         except EOFError:  # the launcher has ended without a use for it
             return
         _take(env)
-        _program(words)
+        program(words)
 
 
 def _command(words: list[str]) -> None:
@@ -221,7 +231,7 @@ def _command(words: list[str]) -> None:
     call(words[0])
 
 
-def _program(words: list[str]) -> None:
+def program(words: list[str]) -> None:
     """Run `python WORDS`, where WORDS begins with a file or with -m and a module."""
     run, sys.argv = (runpy.run_module, words[1:]) if words[0] == "-m" else (runpy.run_path, words)
     run(sys.argv[0], run_name="__main__")
@@ -242,7 +252,7 @@ def main() -> None:
         "MASTER_PORT": port,
     }
     ranks = {
-        _fork(lambda: call("sagetrain"), {**here, "RANK": rank, "LOCAL_RANK": rank})
+        fork(lambda: call("sagetrain"), {**here, "RANK": rank, "LOCAL_RANK": rank})
         for rank in map(str, range(int(count)))
     }
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -263,7 +273,7 @@ def script() -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _fork(act: Callable[[], None], env: Mapping[str, str]) -> int:
+def fork(act: Callable[[], None], env: Mapping[str, str]) -> int:
     """Call `act` in a child with this environment; the child ends as an interpreter would end after it."""
     sys.stdout.flush()
     sys.stderr.flush()

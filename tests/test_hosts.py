@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from forked import PATIENCE, Command
 from prepare_inputs import prepare
 from runs import BIN, ROOT, free_port, training_rows, write_config
+from stand_in import stand_in
 
 STEPS, STEP_TOKENS = 6, 256
 SCRIPT = str(ROOT / "launch/train.py")
@@ -152,7 +153,7 @@ class Cluster:
     def deepspeed(self, config: Path, *options: str) -> Command:
         """`deepspeed --hostfile` on the first host, which reaches both through pdsh and ssh."""
         where = [f"--hostfile={self.folder}/hostfile", "--no_ssh_check", "--master_addr=node0", *options]
-        ssh = {"PDSH_SSH_ARGS_APPEND": f"-F {self.folder}/ssh_config"}
+        ssh = {"PDSH_SSH_ARGS_APPEND": f"-F {self.folder}/ssh_config", "STAND_IN": str(stand_in(config.parent))}
         return self.hosts[0].start(["deepspeed", *where, SCRIPT], config, **ssh)
 
     def torchrun(self, config: Path, ranks: int) -> list[Command]:

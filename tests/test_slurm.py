@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch with stand-ins for srun and scontrol: the ranks, the signals and the requeueing are real."""
+"""launch/slurm.sbatch, with stand-ins for srun, scontrol and python; ranks, signals and requeueing are real."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 from forked import PATIENCE
-from runs import BIN, ROOT, free_port, training_rows, write_config
+from runs import ROOT, free_port, training_rows, write_config
+from stand_in import stand_in
 
 SRUN = f"""#!{sys.executable}
 # Starts the tasks, passes signals on, ends with the worst exit code: what srun promises.
@@ -44,7 +45,7 @@ def submit(folder: Path, config: Path) -> subprocess.Popen:
         (folder / name).chmod(0o755)
     job = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "here"}
     job |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
-    path = os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])
+    path = os.pathsep.join([str(folder), os.environ["PATH"]])
     return subprocess.Popen(
         ["bash", str(ROOT / "launch/slurm.sbatch"), str(config)],
         env={**os.environ, **job, "PATH": path, "CUDA_VISIBLE_DEVICES": ""},
@@ -57,6 +58,7 @@ def submit(folder: Path, config: Path) -> subprocess.Popen:
 def test_a_signal_saves_and_requeues_and_the_job_finishes(tmp_path, corpus) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, data={"valid": []})
     log, metrics = config.with_suffix(".log"), tmp_path / "run" / "metrics.jsonl"
+    stand_in(tmp_path)
     job, deadline = submit(tmp_path, config), time.monotonic() + PATIENCE
     while not (metrics.exists() and '"step": 13,' in metrics.read_text()):
         assert job.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
