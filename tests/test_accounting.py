@@ -31,7 +31,7 @@ from sagetrain.model.accounting import (
 )
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.block import Block
-from sagetrain.model.operations import Attention, Matmul, block_operations, end_operations, of_kind
+from sagetrain.model.operations import AttentionCost, MatmulCost, block_operations, end_operations, of_kind
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import lowbit
@@ -96,7 +96,7 @@ def test_the_listed_matmuls_are_those_of_the_model(tensor_parallel):
     network = transformer(cfg.model, cfg.attention, groups=groups)
     real = {name.removesuffix(".weight").rpartition(".")[2]: p for name, p in network.blocks[0].named_parameters()}
     block = block_operations(cfg.model, cfg.attention, rank_of(cfg))
-    listed = {matmul.name: (matmul.outputs, matmul.inputs) for matmul in of_kind(Matmul, block)}
+    listed = {matmul.name: (matmul.outputs, matmul.inputs) for matmul in of_kind(MatmulCost, block)}
     assert listed == {name: tuple(p.shape) for name, p in real.items() if p.ndim == 2}
     ends = end_operations(cfg.model, VOCAB, rank_of(cfg))
     assert (ends.head.outputs, ends.head.inputs) == network.head.weight.shape
@@ -313,7 +313,7 @@ def test_flash_attention_runs_again_under_selective_checkpointing():
     for backend in ("sdpa", "flash"):
         cfg = run_config(attention={"backend": backend}, training={"activation_checkpointing": "selective"})
         kept[backend] = block_activation_bytes(cfg)
-        (attention,) = of_kind(Attention, block_operations(cfg.model, cfg.attention, rank_of(cfg)))
+        (attention,) = of_kind(AttentionCost, block_operations(cfg.model, cfg.attention, rank_of(cfg)))
         again[backend] = attention.recomputed
     assert kept["sdpa"] - kept["flash"] == 2 * 256 + 4 * 4
     assert again == {"sdpa": False, "flash": True}

@@ -2,6 +2,7 @@
 
 import ast
 import types
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from typing import get_args
@@ -172,7 +173,7 @@ def test_few_see_the_whole_configuration():
         "sagetrain/cluster/preflight.py",
         "sagetrain/cluster/run_folder.py",
         "sagetrain/model/accounting.py",
-        "sagetrain/inference/load.py",
+        "sagetrain/inference/trained_run.py",
         "sagetrain/interop/importing.py",
         "sagetrain/compare/question.py",
         "sagetrain/planning/evidence.py",
@@ -184,6 +185,32 @@ def test_few_see_the_whole_configuration():
         "benchmarks/save.py",
         "benchmarks/start.py",
     }
+
+
+def public_types(path: Path) -> list[str]:
+    """Classes, and what is assigned to a name in their spelling: aliases of types, enumerations."""
+    classes = [node.name for node in tree_of(path).body if isinstance(node, ast.ClassDef)]
+    assigned = [node.targets[0] for node in tree_of(path).body if isinstance(node, ast.Assign)]
+    names = [target.id for target in assigned if isinstance(target, ast.Name)]
+    return [name for name in [*classes, *names] if name[0].isupper() and name != name.upper()]
+
+
+def test_a_public_type_has_one_meaning():
+    found = defaultdict(list)
+    for path in below("sagetrain"):
+        for name in public_types(path):
+            found[name].append(name_of(path))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
+def test_a_module_is_known_by_its_name():
+    """Rules mirror the sections of the configuration, and the command line has a file for each verb."""
+    mirrors = {"sagetrain/config/rules", "sagetrain/config/sections", "sagetrain/cli"}
+    found = defaultdict(list)
+    for path in below("sagetrain"):
+        if name_of(path.parent) not in mirrors and path.name != "__init__.py":
+            found[path.name].append(name_of(path))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
 
 
 # -- size, signatures, side effects ------------------------------------------------------------------------------

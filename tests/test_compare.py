@@ -19,14 +19,14 @@ from forked import Command
 from runs import sagetrain, write_config
 from sagetrain.__main__ import main
 from sagetrain.cluster.run_folder import lock
-from sagetrain.compare import records, results, runner
+from sagetrain.compare import results, run_records, runner
 from sagetrain.compare.analysis import curves, tables
 from sagetrain.compare.command import Places, compare, read_folders, report
-from sagetrain.compare.page import page
+from sagetrain.compare.comparison_page import page
 from sagetrain.compare.plot import plot_gaps
 from sagetrain.compare.question import Job, Question, asked
-from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, STOPPED, Record
 from sagetrain.compare.results import Call, Results
+from sagetrain.compare.run_records import DIVERGED, FAILED, FINISHED, STOPPED, Record
 from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
 
@@ -310,7 +310,7 @@ def made(question: Question, gap: float, seeds: Sequence[int], row: str = "", se
     call = Call(f"2026-11-22 10:0{seeds[0]} UTC", f"call {row} {seeds[0]}", "2 x NVIDIA H200", "torch 2.13", 600.0, 2)
     rows = tuple(replace(each, name=row) for each in question.rows)
     asking = replace(question, rows=rows, seeds=len(seeds), first_seed=seeds[0])
-    return Results(asking, known, 43_000_000, 10_000, [call], records.merged(runs))
+    return Results(asking, known, 43_000_000, 10_000, [call], run_records.merged(runs))
 
 
 def test_several_calls_become_one_page(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,18 +456,18 @@ def test_a_run_is_finished_behind_its_last_evaluation(tmp_path: Path) -> None:
         lines = [*rows, {"step": tokens // 10, "tokens": tokens, "valid/loss": 3.5}]
         lines.sort(key=lambda row: row["tokens"])
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        run = records.read_run(Job("", "base", 0), tmp_path, 100, evaluated=True)
+        run = run_records.read_run(Job("", "base", 0), tmp_path, 100, evaluated=True)
         assert (run.status, run.valid_end, run.noise_scale) == (status, 3.5, 750)
-        assert records.read_run(Job("", "base", 0), tmp_path, 100, evaluated=False).status == FINISHED
+        assert run_records.read_run(Job("", "base", 0), tmp_path, 100, evaluated=False).status == FINISHED
 
 
 def test_of_two_records_of_a_run_the_finished_one_counts() -> None:
     stopped = Record("", "paper", 0, False, STOPPED, tokens=900)
     diverged, finished = replace(stopped, status=DIVERGED, tokens=100), replace(stopped, status=FINISHED, tokens=1000)
     for order in ([stopped, diverged, finished], [finished, diverged, stopped]):
-        assert records.merged(order) == {finished.job: finished}
+        assert run_records.merged(order) == {finished.job: finished}
     further = replace(stopped, tokens=950)
-    assert records.merged([further, stopped]) == {stopped.job: further}
+    assert run_records.merged([further, stopped]) == {stopped.job: further}
 
 
 def test_a_long_name_of_the_baseline_is_whole_in_the_plot(base: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from runs import write_config
 from sagetrain.compare import command, runner
 from sagetrain.compare.command import Places, compare
 from sagetrain.compare.question import Job, Question, asked
-from sagetrain.compare.records import FAILED, FINISHED
+from sagetrain.compare.run_records import FAILED, FINISHED
 from sagetrain.config.load import load_config
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sagetrain.compare import records
-from sagetrain.compare.analysis import LOSSES, Line, Table
-from sagetrain.compare.page import _section
+from sagetrain.compare import run_records
+from sagetrain.compare.analysis import LOSSES, Comparison, Line
+from sagetrain.compare.comparison_page import _section
 from sagetrain.compare.question import Job
 from sagetrain.compare.statistics import end_of, gap_curve, judge, rounding_band, spread, t, thinned
 
@@ -109,7 +109,7 @@ def test_where_a_run_was_stopped_changes_no_loss_of_it(tmp_path: Path) -> None:
             for step, loss in sorted((losses | more).items())
         ]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        found.append(records.read_run(Job("", "base", 0), tmp_path / name, 2050, False, every_steps=10))
+        found.append(run_records.read_run(Job("", "base", 0), tmp_path / name, 2050, False, every_steps=10))
     whole, stopped = found
     assert stopped == whole
     assert whole.train_end == pytest.approx((losses[200] + losses[205]) / 2)
@@ -123,14 +123,16 @@ def test_the_bias_that_probes_have_measured_is_kept_and_shown(tmp_path: Path) ->
         for n in range(1, 6)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = records.read_run(Job("", "paper", 0), tmp_path, 50, False)
+    run = run_records.read_run(Job("", "paper", 0), tmp_path, 50, False)
     assert run.bias_to_gradient == 0.002
-    records.save(tmp_path / "losses.jsonl", [run])
-    assert records.load(tmp_path / "losses.jsonl") == [run]
+    run_records.save(tmp_path / "losses.jsonl", [run])
+    assert run_records.load(tmp_path / "losses.jsonl") == [run]
     base = Line("sdpa", {"training": 3.0, "validation": None}, {}, 1, (), (), 9.0, {}, dict.fromkeys(LOSSES), None)
     paper = replace(base, variant="paper", verdicts={"training": judge([0.1], 0.01, None)}, bias_to_gradient=0.002)
     bands = dict.fromkeys(LOSSES)
-    shown = "\n".join(_section(Table("", 10, None, base, bands, 0, (paper,)), ""))
+    shown = "\n".join(_section(Comparison("", 10, None, base, bands, 0, (paper,)), ""))
     assert "| could see | squared bias | tokens/s |" in shown and "| 0.002 | 9 |" in shown
-    without = "\n".join(_section(Table("", 10, None, base, bands, 0, (replace(paper, bias_to_gradient=None),)), ""))
+    without = "\n".join(
+        _section(Comparison("", 10, None, base, bands, 0, (replace(paper, bias_to_gradient=None),)), "")
+    )
     assert "squared bias" not in without

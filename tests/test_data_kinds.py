@@ -28,7 +28,7 @@ from process_memory import peak_of, return_what_is_freed
 from sagetrain.config import ConfigError
 from sagetrain.data import files, long_texts
 from sagetrain.data.records import Pairs
-from sagetrain.data.request import Texts
+from sagetrain.data.request import TextRequest
 from sagetrain.data.sources import Corpus
 from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
 
@@ -124,7 +124,7 @@ def test_every_kind_of_file_gives_the_same_tokens_from_any_place_on(tmp_path, mo
     result = quiet([path], tmp_path / "x", tokenizer=model, split_on=split_on(name))
     assert documents(tmp_path / "x") == expected
     assert result.counts["train"].bytes == sum(len(text.encode()) for text in TEXTS)
-    corpus = Corpus(Texts([path], split_on=split_on(name)))
+    corpus = Corpus(TextRequest([path], split_on=split_on(name)))
     chunks = list(corpus.chunks())
     assert len(chunks) > 3 and 0 < chunks[0].consumed <= chunks[-1].consumed <= corpus.size
     if not any(end in name for end in ("zip", "tar")) and corpus.inputs[0].part:
@@ -133,7 +133,7 @@ def test_every_kind_of_file_gives_the_same_tokens_from_any_place_on(tmp_path, mo
     for number in (0, 1, len(chunks) // 2, len(chunks) - 1):
         rest = [
             list(chunk.texts("text"))
-            for chunk in Corpus(Texts([path], split_on=split_on(name))).chunks(chunks[number].after)
+            for chunk in Corpus(TextRequest([path], split_on=split_on(name))).chunks(chunks[number].after)
         ]
         assert [*chain(*rest)] == [*chain(*texts[number + 1 :])]
 
@@ -206,7 +206,7 @@ def test_text_is_split_wherever_blocks_end(tmp_path, model, monkeypatch, size):
     monkeypatch.setattr("sagetrain.data.blocks._BLOCK", 1000)
     texts = ["".join(make_texts(size // 40, seed=n))[: size - n] for n in range(12)]
     path = write(tmp_path, "a.txt", "--\n".join(["", *texts[:6], " ", *texts[6:]]).encode())
-    corpus = partial(Corpus, Texts([path], split_on="--\\n"))
+    corpus = partial(Corpus, TextRequest([path], split_on="--\\n"))
     assert joined(corpus()) == texts
     for count in (2, 5, 13, 40):
         parts = [corpus((number, count)) for number in range(1, count + 1)]
@@ -233,9 +233,9 @@ def joined(corpus: Corpus) -> list[str]:
 
 def test_a_separator_that_can_begin_inside_of_another_divides_no_file(tmp_path):
     path = write(tmp_path, "a.txt", b"one\n\n\ntwo\n\n\n\nthree" * 40)
-    assert Corpus(Texts([path], split_on="\\n\\n")).inputs[0].part is None
-    assert joined(Corpus(Texts([path], split_on="\\n\\n")))[:3] == ["one", "\ntwo", "threeone"]
-    assert Corpus(Texts([path], split_on="\\nt")).inputs[0].part is not None
+    assert Corpus(TextRequest([path], split_on="\\n\\n")).inputs[0].part is None
+    assert joined(Corpus(TextRequest([path], split_on="\\n\\n")))[:3] == ["one", "\ntwo", "threeone"]
+    assert Corpus(TextRequest([path], split_on="\\nt")).inputs[0].part is not None
 
 
 @pytest.mark.parametrize(

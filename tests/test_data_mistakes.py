@@ -17,7 +17,7 @@ from prepare_inputs import documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.data.files import CHUNK_BYTES
 from sagetrain.data.kinds import check_once
-from sagetrain.data.request import Texts
+from sagetrain.data.request import TextRequest
 from sagetrain.data.sources import Corpus
 
 
@@ -76,9 +76,9 @@ def test_a_file_beside_its_packed_copy_is_not_read_twice(tmp_path, one, other):
             tar.add(tmp_path, "")
         for sources in ([tmp_path], [tmp_path / one, tmp_path / other], [tmp_path.with_suffix(".tar")]):
             with pytest.raises(ConfigError, match=r"a\.jsonl and .*a\.jsonl\.gz hold the same texts"):
-                Corpus(Texts([*map(str, sources)]))
+                Corpus(TextRequest([*map(str, sources)]))
         with pytest.raises(ConfigError, match="is named twice"):
-            Corpus(Texts([str(tmp_path), str(tmp_path / one)], glob="*.jsonl"))
+            Corpus(TextRequest([str(tmp_path), str(tmp_path / one)], glob="*.jsonl"))
 
 
 def test_files_of_other_names_are_all_read():

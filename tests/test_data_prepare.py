@@ -16,7 +16,7 @@ from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_j
 from sagetrain.config import ConfigError
 from sagetrain.data import token_file
 from sagetrain.data.files import CHUNK_BYTES
-from sagetrain.data.request import Texts
+from sagetrain.data.request import TextRequest
 from sagetrain.data.sources import Corpus
 from sagetrain.data.tokenizer import train_tokenizer
 
@@ -157,7 +157,7 @@ def test_a_call_cut_short_after_its_tokenizer_starts_over(tmp_path):
 def test_tokenizer_sample_takes_from_every_file(tmp_path):
     for number in range(4):
         write_jsonl(tmp_path / f"{number}.jsonl", [f"{'abcd'[number]} " * 300_000])
-    corpus = Corpus(Texts([str(tmp_path)]))
+    corpus = Corpus(TextRequest([str(tmp_path)]))
     sample = list(corpus.sample(4 * CHUNK_BYTES))
     assert {text[0] for text in sample} == set("abcd")
     assert sum(map(len, sample)) == 4 * CHUNK_BYTES

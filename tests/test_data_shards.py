@@ -18,7 +18,7 @@ from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data import files, journal
 from sagetrain.data.loader import SampleStream
-from sagetrain.data.request import Texts
+from sagetrain.data.request import TextRequest
 from sagetrain.data.sources import Corpus
 from sagetrain.data.token_file import TokenFileWriter
 
@@ -113,7 +113,7 @@ def test_every_line_is_in_one_part_wherever_it_is_cut(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines) + "\n")
     for count in (1, 2, 5, 11, 39):
-        parts = [Corpus(Texts([str(path)]), (number, count)) for number in range(1, count + 1)]
+        parts = [Corpus(TextRequest([str(path)]), (number, count)) for number in range(1, count + 1)]
         read = [record.decode() for part in parts for chunk in part.chunks() for record in chunk.records]
         assert read == lines
         assert sum(part.size for part in parts) == path.stat().st_size

@@ -18,7 +18,7 @@ import zstandard
 from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.data.files import CHUNK_BYTES
-from sagetrain.data.request import Texts
+from sagetrain.data.request import TextRequest
 from sagetrain.data.sources import Corpus
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -258,7 +258,7 @@ def test_standard_library(tmp_path):
 
 def test_docstrings_hold_no_values_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("SAGETRAIN_SECRET", "hunter2hunter2")
-    text = "".join(text for chunk in Corpus(Texts(["python-stdlib"])).chunks() for text in chunk.records)
+    text = "".join(text for chunk in Corpus(TextRequest(["python-stdlib"])).chunks() for text in chunk.records)
     assert "hunter2" not in text
     assert str(Path.home()) not in text
 

@@ -20,9 +20,9 @@ from sagetrain.config import ConfigError, RunConfig
 from sagetrain.config.load import load_config
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.inference import diagnose as diagnosis
-from sagetrain.inference import load
+from sagetrain.inference import trained_run
 from sagetrain.inference.diagnose import diagnose
-from sagetrain.inference.load import load_run
+from sagetrain.inference.trained_run import load_run
 from sagetrain.model.backends import Sage
 from sagetrain.parallel.lowbit import RECIPES, LowBit
 from sagetrain.parallel.matmul import linear as linear_of
@@ -134,7 +134,7 @@ def test_linear_layers_that_the_run_has_in_8_bits_are_measured(run: Path, monkey
     text = load_config(folder / "config.yaml")
     keys = {"keep_first_blocks": 1, "keep_layers_below": 64 * 64 + 1}
     auto = text.model_copy(update={"linear": text.linear.model_copy(update={"precision": "auto", **keys})})
-    monkeypatch.setattr(load, "load_config", lambda path: auto)
+    monkeypatch.setattr(trained_run, "load_config", lambda path: auto)
     fp8 = replace(Kept.by(folder), linear=SettledLinear("fp8", "rowwise"))
     monkeypatch.setattr(Kept, "by", lambda folder: fp8)
     said: list[str] = []

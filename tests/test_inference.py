@@ -14,9 +14,9 @@ from prepare_inputs import prepare
 from runs import finish, sagetrain, write_config
 from sagetrain.config.errors import CheckpointError
 from sagetrain.data.token_file import TokenFile
-from sagetrain.inference import load
+from sagetrain.inference import trained_run
 from sagetrain.inference.evaluate import evaluate
-from sagetrain.inference.load import load_run
+from sagetrain.inference.trained_run import load_run
 from sagetrain.model import transformer
 
 
@@ -65,7 +65,7 @@ def test_no_weight_is_drawn_that_the_checkpoint_overwrites(run: Path, monkeypatc
         raise AssertionError("weights are drawn")
 
     monkeypatch.setattr(transformer, "initialize", draw)
-    loaded, reader = load_run(run, print), load.open_run(run, print).reader
+    loaded, reader = load_run(run, print), trained_run.open_run(run, print).reader
     for name, parameter in loaded.model.named_parameters():
         assert parameter.device.type == "cpu" and parameter.requires_grad
         assert torch.equal(parameter.detach().flatten(), reader.local(name, "weight", 0, 1)), name
@@ -121,7 +121,7 @@ def test_what_was_trained_elsewhere_runs_on_sdpa(run: Path, monkeypatch: pytest.
     def elsewhere(*_: object, **__: object) -> None:
         raise ValueError("attention.backend flash needs a GPU")
 
-    monkeypatch.setattr(load, "resolve_backend", elsewhere)
+    monkeypatch.setattr(trained_run, "resolve_backend", elsewhere)
     said: list[str] = []
     loaded = load_run(run, said.append)
     assert said == ["attention.backend flash needs a GPU; sdpa is used here"]

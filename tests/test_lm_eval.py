@@ -20,11 +20,11 @@ from sagetrain.cli import evaluate as cli_evaluate
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import EvaluationConfig
 from sagetrain.inference.generate import Sampling, generate
-from sagetrain.inference.load import TrainedRun, in_training, load_run
 from sagetrain.inference.samples import completed
 from sagetrain.inference.score import Scorer
+from sagetrain.inference.trained_run import TrainedRun, in_training, load_run
 from sagetrain.interop import lm_eval
-from sagetrain.interop.lm_eval import Tasks, harness_of
+from sagetrain.interop.lm_eval import HarnessTasks, harness_of
 from sagetrain.parallel.topology import ParallelGroups
 
 QUESTIONS = [
@@ -133,7 +133,7 @@ def test_tasks_run_in_the_harness(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where git has nothing to say
     harness = harness_of(loaded)
-    found = Tasks([str(path) for path in tasks.values()]).measure(harness, errors=True)
+    found = HarnessTasks([str(path) for path in tasks.values()]).measure(harness, errors=True)
     right = 0
     for each in QUESTIONS:
         scores = harness.loglikelihood([asked(each["context"], choice) for choice in each["choices"]])
@@ -142,7 +142,7 @@ def test_tasks_run_in_the_harness(
     nats = -sum(harness.loglikelihood_rolling([asked(TEXT), asked("x")]))
     assert found["read"]["bits_per_byte"] == pytest.approx(nats / math.log(2) / (len(TEXT) + 1))
     assert found["write"]["exact_match"] == 0.5
-    (one,) = Tasks([str(tasks["write"])], limit=1).measure(harness).values()
+    (one,) = HarnessTasks([str(tasks["write"])], limit=1).measure(harness).values()
     assert one["exact_match"] == 1.0
     assert "git" not in capfd.readouterr().err
 
@@ -157,7 +157,7 @@ def test_a_group_has_its_own_score(loaded: TrainedRun, tasks: dict[str, Path], m
     (folder / "again.yaml").write_text(json.dumps(again))
     monkeypatch.setattr(lm_eval, "TaskManager", lambda include_defaults: TaskManager(None, folder, False))
     for asks in (["both"], ["all"], ["both", "read"]):
-        found = Tasks(asks).measure(harness_of(loaded))
+        found = HarnessTasks(asks).measure(harness_of(loaded))
         assert found["both"]["acc"] == found["choose"]["acc"] == found["again"]["acc"]
         assert set(found) == {"choose", "again", "both", *asks}
 
@@ -219,13 +219,13 @@ def test_what_cannot_be_asked_is_said(
     broken = tmp_path / "broken.yaml"
     broken.write_text(tasks["read"].read_text().replace("read.jsonl", "none.jsonl"))
     with pytest.raises(ConfigError, match=r"tasks .*broken\.yaml cannot be loaded: .*none\.jsonl"):
-        Tasks([str(broken)])
+        HarnessTasks([str(broken)])
     # Its own tasks are 14,000, which takes seconds to know.
     monkeypatch.setattr(lm_eval, "TaskManager", lambda include_defaults: TaskManager(None, tasks["read"].parent, False))
     with pytest.raises(
         ConfigError, match=r"task chose: lm_eval has none of this name.* did you mean choose\? `lm-eval"
     ):
-        Tasks(["read", "chose"])
+        HarnessTasks(["read", "chose"])
 
 
 def test_the_command_prints_a_table_or_json(pair: Path, tasks: dict[str, Path]) -> None:
@@ -350,7 +350,7 @@ def test_tasks_are_asked_while_training(tasks: dict[str, Path], corpus: Path, tm
     assert losses == same
     last = next(row for row in reversed(asked) if "eval/choose/acc" in row)
     trained = load_run(tmp_path / "with", print)
-    found = Tasks(names, limit=3).measure(harness_of(trained))
+    found = HarnessTasks(names, limit=3).measure(harness_of(trained))
     assert last["eval/choose/acc"] == found["choose"]["acc"]
     assert last["eval/write/exact_match"] == found["write"]["exact_match"]
     assert last["eval/read/bits_per_byte"] == pytest.approx(found["read"]["bits_per_byte"], rel=1e-6)

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from runs import write_config
 from sagetrain.config import ConfigError, load_config
+from sagetrain.config.earlier_run import Ratio, critical_in_words, critical_tokens, read_measured
 from sagetrain.config.guidance import guidance
-from sagetrain.config.measured import Ratio, critical_in_words, critical_tokens, read_measured
 from sagetrain.config.schema import LinearConfig
 from sagetrain.planning.show import show_plan
 from sagetrain.stability.controller import Taken

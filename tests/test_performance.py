@@ -284,7 +284,7 @@ def test_a_linear_layer_in_other_arithmetic_is_one_change(monkeypatch, other_ope
     card = dataclasses.replace(SIMPLE, precisions={**SIMPLE.precisions, "int8": 2.0})
     before, listed = predict(config(), 1, VOCAB, card), Rank.matmul
 
-    def low_bit(self: Rank, name: str, *sizes: int, **options) -> operations.Matmul:
+    def low_bit(self: Rank, name: str, *sizes: int, **options) -> operations.MatmulCost:
         matmul = listed(self, name, *sizes, **options)
         return matmul if name == "head" else dataclasses.replace(matmul, precision=Precision("int8", "int8", "bf16"))
 

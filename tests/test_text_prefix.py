@@ -29,10 +29,10 @@ from sagetrain.inference import windows
 from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.evaluate import evaluate_texts
 from sagetrain.inference.generate import Completion, Sampling, generate
-from sagetrain.inference.load import TrainedRun, at_context, load_run
+from sagetrain.inference.trained_run import TrainedRun, at_context, load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
-from sagetrain.interop.lm_eval import Tasks, harness_of
+from sagetrain.interop.lm_eval import HarnessTasks, harness_of
 
 SAMPLE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
 BOS, EOS = 0, 1
@@ -252,7 +252,7 @@ def test_a_run_has_the_prefix_that_its_model_learned(folder: Path, imported: Pat
         "metric_list": [{"metric": "bits_per_byte"}],
     }
     (tmp_path / "read.yaml").write_text(json.dumps(task))
-    tasks = Tasks([str(tmp_path / "read.yaml")])
+    tasks = HarnessTasks([str(tmp_path / "read.yaml")])
     model = yaml.safe_load((imported / "config.yaml").read_text())["model"]
     kinds = ("begun", "data", str(imported)), ("own", "data", None), ("learned", "new", None)
     for name, data, init_from in (*kinds, ("goes on", "data", str(tmp_path / "learned"))):

@@ -16,8 +16,8 @@ from sagetrain.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from sagetrain.inference.evaluate import Evaluation
-    from sagetrain.inference.load import TrainedRun
-    from sagetrain.interop.lm_eval import Tasks
+    from sagetrain.inference.trained_run import TrainedRun
+    from sagetrain.interop.lm_eval import HarnessTasks
     from sagetrain.planning.tables import Table
 
 
@@ -90,9 +90,9 @@ def evaluate(
 
         use_cores()
         asked = (
-            load_harness("--tasks").Tasks(tasks.split(","), limit) if tasks else None
+            load_harness("--tasks").HarnessTasks(tasks.split(","), limit) if tasks else None
         )  # before the model: they may not be there
-        from sagetrain.inference.load import at_context, load_run, with_data
+        from sagetrain.inference.trained_run import at_context, load_run, with_data
 
         names = {"attention": attention and attention.value, "linear": linear and linear.value}
         run = load_run(run_dir, _warn, checkpoint, **names)
@@ -129,7 +129,7 @@ def load_harness(wanted: str) -> ModuleType:
         ) from error
 
 
-def _show_tasks(run: TrainedRun, tasks: Tasks, as_json: bool) -> None:
+def _show_tasks(run: TrainedRun, tasks: HarnessTasks, as_json: bool) -> None:
     from sagetrain.interop.lm_eval import harness_of
     from sagetrain.planning.tables import Table, console, print_table
 

@@ -13,7 +13,7 @@ from sagetrain.cli.exits import warn as _warn
 from sagetrain.cli.options import Checkpoint, RunDir
 
 
-class Dtype(enum.Enum):
+class ExportDtype(enum.Enum):
     """Of exported weights."""
 
     float32, bfloat16, float16 = "float32", "bfloat16", "float16"
@@ -23,7 +23,7 @@ def export(
     run_dir: RunDir,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; it must not exist yet.")],
     dtype: Annotated[
-        Dtype | None, typer.Option(show_default=False, help="Of the weights. Default: what the run computed in.")
+        ExportDtype | None, typer.Option(show_default=False, help="Of the weights. Default: what the run computed in.")
     ] = None,
     shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest size of a file of weights, in GB.")] = 4.0,
     checkpoint: Checkpoint = None,

@@ -34,14 +34,14 @@ Checkpoint = Annotated[
     int | None,
     typer.Option("--checkpoint", metavar="STEP", min=1, show_default=False, help="Its checkpoint of this step."),
 ]
-Attention = enum.Enum("Attention", {name: name for name in ("sdpa", "sage", "flash", "reference", "fp4")})  # type: ignore[misc]
+AttentionName = enum.Enum("AttentionName", {name: name for name in ("sdpa", "sage", "flash", "reference", "fp4")})  # type: ignore[misc]
 InferenceAttention = Annotated[
-    Attention | None,
+    AttentionName | None,
     typer.Option("--attention", show_default=False, help="Compute with this attention. Default: the run's own."),
 ]
-Precision = enum.Enum("Precision", {name: name for name in ("bf16", "fp8", "int8")})  # type: ignore[misc]
+PrecisionName = enum.Enum("PrecisionName", {name: name for name in ("bf16", "fp8", "int8")})  # type: ignore[misc]
 InferencePrecision = Annotated[
-    Precision | None,
+    PrecisionName | None,
     typer.Option(
         "--linear",
         show_default=False,

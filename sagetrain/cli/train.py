@@ -84,7 +84,7 @@ def _while_training(cfg: Any) -> tuple[Any, Any]:
     evaluation, data = cfg.evaluation, cfg.data
     tasks = samples = None
     if evaluation.tasks or evaluation.samples_every_tokens:
-        from sagetrain.inference.load import in_training
+        from sagetrain.inference.trained_run import in_training
 
         trained = partial(in_training, cfg)
     if evaluation.tasks:

@@ -17,9 +17,9 @@ from typing import IO, Any
 
 import yaml
 
+from sagetrain.config.earlier_run import CRITICAL, STABILITY_NAME
 from sagetrain.config.errors import CheckpointError, Finding
 from sagetrain.config.load import dump_config, flat
-from sagetrain.config.measured import CRITICAL, STABILITY_NAME
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.token_file import write_atomic
 
@@ -130,7 +130,7 @@ class RunFolder:
     ) -> None:
         """Write what was measured so far about the run's stability, and its events by kind, to stability.json.
 
-        metrics: of stability.measured.Measured. critical: of config.measured.critical_tokens.
+        metrics: of stability.measured.Measured. critical: of config.earlier_run.critical_tokens.
         """
         events: dict[str, dict[str, Any]] = {}
         path = self.path / "events.jsonl"

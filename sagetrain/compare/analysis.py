@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, Record, curve
 from sagetrain.compare.results import Results
-from sagetrain.compare.statistics import Verdict, gap_curve, judge, rounding_band, spread
+from sagetrain.compare.run_records import DIVERGED, FAILED, FINISHED, Record, curve
+from sagetrain.compare.statistics import Difference, gap_curve, judge, rounding_band, spread
 
 LOSSES = {"training": "train_end", "validation": "valid_end"}
 """Kind of loss -> where a Record has it."""
@@ -21,7 +21,7 @@ class Line:
     variant: str
     losses: dict[str, float | None]
     """Means over the seeds that are finished, by kind of loss."""
-    verdicts: dict[str, Verdict]
+    verdicts: dict[str, Difference]
     """By kind of loss; of the baseline none."""
     finished: int
     """Seeds."""
@@ -48,7 +48,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Table:
+class Comparison:
     """A row of the question: the baseline, its bands, and every variant beside it."""
 
     row: str
@@ -63,17 +63,17 @@ class Table:
     lines: tuple[Line, ...]
 
 
-def tables(results: Results, margin: float) -> list[Table]:
+def tables(results: Results, margin: float) -> list[Comparison]:
     """One for each row."""
     return [_table(results, row.name, margin) for row in results.rows]
 
 
-def to_json(tables_: list[Table]) -> list[dict[str, Any]]:
+def to_json(tables_: list[Comparison]) -> list[dict[str, Any]]:
     """JSON types alone."""
     return [asdict(table) for table in tables_]
 
 
-def _table(results: Results, row: str, margin: float) -> Table:
+def _table(results: Results, row: str, margin: float) -> Comparison:
     base, again = results.of(row, results.baseline), results.of(row, results.baseline, again=True)
     bands = {kind: rounding_band(_pairs(again, base, key)) for kind, key in LOSSES.items()}
     scales = [run.noise_scale for run in base.values() if run.noise_scale is not None]
@@ -83,7 +83,7 @@ def _table(results: Results, row: str, margin: float) -> Table:
         runs = results.of(row, variant.name)
         verdicts = {kind: judge(_pairs(runs, base, key), margin, bands[kind]) for kind, key in LOSSES.items()}
         lines.append(_line(variant.name, runs, verdicts, seed_band))
-    return Table(
+    return Comparison(
         row,
         max((run.tokens_per_step for run in base.values()), default=0),
         sum(scales) / len(scales) if scales else None,
@@ -95,7 +95,7 @@ def _table(results: Results, row: str, margin: float) -> Table:
 
 
 def _line(
-    variant: str, runs: Mapping[int, Record], verdicts: dict[str, Verdict], seed_band: dict[str, float | None]
+    variant: str, runs: Mapping[int, Record], verdicts: dict[str, Difference], seed_band: dict[str, float | None]
 ) -> Line:
     rates = [run.tokens_per_second for run in runs.values() if run.tokens_per_second]
     biases = _values(runs, "bias_to_gradient")

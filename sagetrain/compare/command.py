@@ -19,14 +19,14 @@ import torch
 from sagetrain import __version__
 from sagetrain.checkpoint import on_disk
 from sagetrain.cluster.run_folder import is_taken, lock
-from sagetrain.compare import records, results, runner
-from sagetrain.compare.analysis import Table, curves, tables, to_json
+from sagetrain.compare import results, run_records, runner
+from sagetrain.compare.analysis import Comparison, curves, tables, to_json
 from sagetrain.compare.branch import Branches
-from sagetrain.compare.page import page
+from sagetrain.compare.comparison_page import page
 from sagetrain.compare.plot import plot_gaps
 from sagetrain.compare.question import BRANCH, OWN, Job, Question, differences, usable
-from sagetrain.compare.records import DIVERGED, FAILED, FINISHED, STOPPED, Record
 from sagetrain.compare.results import Call, Results
+from sagetrain.compare.run_records import DIVERGED, FAILED, FINISHED, STOPPED, Record
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError
 from sagetrain.config.load import flat, is_assignment, load_config
@@ -244,13 +244,13 @@ def _reread(found: Results, job: Job, run_dir: Path) -> None:
     """Take what a run folder of an earlier call says."""
     if (run_dir / "metrics.jsonl").exists():
         known = [found.runs[job]] if job in found.runs else []
-        found.runs |= records.merged([*known, _read(found, job, run_dir)])
+        found.runs |= run_records.merged([*known, _read(found, job, run_dir)])
 
 
 def _read(found: Results, job: Job, run_dir: Path) -> Record:
     settings = found.settings[f"{job.row}/{job.variant}"]
     total, every = settings["training.total_tokens"], settings["logging.every_steps"]
-    return records.read_run(job, run_dir, total, bool(settings["data.valid"]), every)
+    return run_records.read_run(job, run_dir, total, bool(settings["data.valid"]), every)
 
 
 def _ended(found: Results, job: Job, code: int | None, where: Places) -> Record:
@@ -259,7 +259,7 @@ def _ended(found: Results, job: Job, code: int | None, where: Places) -> Record:
     record = _read(found, job, run_dir)
     if not code or record.status == FINISHED:
         return record
-    status = DIVERGED if code == TRAINING_EXIT_CODE and records.went_wrong(run_dir) else FAILED
+    status = DIVERGED if code == TRAINING_EXIT_CODE and run_records.went_wrong(run_dir) else FAILED
     return replace(record, status=status, said=runner.end_of_log(where.log(job)))
 
 
@@ -297,7 +297,7 @@ class _Progress:
         return f"{job}: {rows[-1]['tokens'] / total:.0%}, {rows[-1]['train/loss']:.3f}" if rows else f"{job}: starting"
 
 
-def report(found: Results, output: Path, margin: float, title: str, say: Say) -> list[Table]:
+def report(found: Results, output: Path, margin: float, title: str, say: Say) -> list[Comparison]:
     """Write the page, the tables as json and the plot, and say every verdict."""
     if not found.runs:
         raise ConfigError(f"{output}: no run has begun: there is nothing to report")

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sagetrain.compare import records
+from sagetrain.compare import run_records
 from sagetrain.compare.question import Job, Question, Setting, differences
-from sagetrain.compare.records import Record
+from sagetrain.compare.run_records import Record
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.token_file import write_atomic
 
@@ -54,7 +54,7 @@ class Results:
 
     def failed(self, jobs: Container[Job]) -> list[Record]:
         """Those of these runs that ended for another reason than their losses."""
-        return [run for job, run in self.runs.items() if job in jobs and run.status == records.FAILED]
+        return [run for job, run in self.runs.items() if job in jobs and run.status == run_records.FAILED]
 
     def of(self, row: str, variant: str, again: bool = False) -> dict[int, Record]:
         """The runs of a variant in a row, by seed."""
@@ -78,7 +78,7 @@ class Results:
         write_atomic(folder / QUESTION, (json.dumps(tree, indent=1) + "\n").encode())
         order = list(self.question.jobs())
         known = [job for job in order if job in self.runs] + [job for job in self.runs if job not in order]
-        records.save(folder / LOSSES, (self.runs[job] for job in known))
+        run_records.save(folder / LOSSES, (self.runs[job] for job in known))
 
 
 def load(folder: Path) -> Results:
@@ -97,7 +97,7 @@ def load(folder: Path) -> Results:
         raise ConfigError(f"{folder}: holds no {QUESTION}: name folders that sagetrain compare has written") from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path}: not what sagetrain compare writes ({error!r}); restore or remove it") from error
-    result.runs = records.merged(records.load(folder / LOSSES))
+    result.runs = run_records.merged(run_records.load(folder / LOSSES))
     return result
 
 
@@ -110,7 +110,7 @@ def with_row(found: Results, name: str) -> Results:
         found,
         question=replace(found.question, rows=(replace(found.rows[0], name=name),)),
         settings={f"{name}/{key.partition('/')[2]}": tree for key, tree in found.settings.items()},
-        runs=records.merged(replace(run, row=name) for run in found.runs.values()),
+        runs=run_records.merged(replace(run, row=name) for run in found.runs.values()),
     )
 
 
@@ -147,5 +147,5 @@ def together(parts: Sequence[tuple[str, Results]]) -> Results:
         calls = [call for call in other.calls if call not in result.calls]
         result.calls = sorted([*result.calls, *calls], key=lambda call: call.date)
     result.question = replace(first.question, variants=tuple(variants.values()), rows=tuple(rows.values()))
-    result.runs = records.merged(run for _, part in parts for run in part.runs.values())
+    result.runs = run_records.merged(run for _, part in parts for run in part.runs.values())
     return result

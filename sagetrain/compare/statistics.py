@@ -51,7 +51,7 @@ def spread(values: Sequence[float]) -> float | None:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Difference:
     """What pairs say about a difference. All in nats per token; a positive gap is a higher loss than the baseline's."""
 
     differences: tuple[float, ...]
@@ -85,7 +85,7 @@ class Verdict:
         return f"{self.call} by {size}"
 
 
-def judge(differences: Sequence[float], margin: float, band: float | None = None) -> Verdict:
+def judge(differences: Sequence[float], margin: float, band: float | None = None) -> Difference:
     """The verdict on paired differences.
 
     level: the whole confidence interval lies within +-margin. worse, better: the interval does not reach 0 and the gap
@@ -100,7 +100,7 @@ def judge(differences: Sequence[float], margin: float, band: float | None = None
             call = "level"
         elif abs(gap) > max(uncertainty, band or 0.0):
             call = "worse" if gap > 0 else "better"
-    return Verdict(tuple(differences), gap, uncertainty, band, margin, call)
+    return Difference(tuple(differences), gap, uncertainty, band, margin, call)
 
 
 def end_of(points: Sequence[tuple[int, int, float]], share: float = 0.05) -> float | None:

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from sagetrain.config.earlier_run import MeasuredRun
 from sagetrain.config.errors import Finding
 from sagetrain.config.guidance import guidance
 from sagetrain.config.load import locations
-from sagetrain.config.measured import MeasuredRun
 from sagetrain.config.rules import data, fit, layout, linear, logging
 from sagetrain.config.schema import RunConfig
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from sagetrain.config.arithmetic import may_be_low_bit
+from sagetrain.config.earlier_run import ALL, MeasuredRun, critical_in_words, critical_tokens, margin_of
 from sagetrain.config.errors import Finding
-from sagetrain.config.measured import ALL, MeasuredRun, critical_in_words, critical_tokens, margin_of
 from sagetrain.config.schema import RunConfig
 
 _SAGEBWD = "SageBwd (arXiv 2603.02170)"
@@ -175,7 +175,7 @@ def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
                 "went what INT8 attention cost our runs in loss"
             )
         level = "warning" if here > 1 else "info"
-        source += "; ratio' = ratio + bias_ratio (tokens' / tokens - 1), sagetrain/config/measured.py"
+        source += "; ratio' = ratio + bias_ratio (tokens' / tokens - 1), sagetrain/config/earlier_run.py"
         source += f"; {_BIAS}" if biased else ""
     if run.noise_scale is not None:
         said.append(

@@ -20,7 +20,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
 
 _BEGIN, _END = "\0generation\0", "\0endgeneration\0"  # no record may hold a NUL
-Part = tuple[str, bool]
+CountedText = tuple[str, bool]
 """Text, and whether it counts in the loss."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which messages hold their reasoning. transformers gives a template the first two of them, whichever a
@@ -82,7 +82,7 @@ def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode_parts([("".join(piece for piece, _ in generated(text)), False)], control=True)[0]
 
 
-def generated(text: str) -> list[Part]:
+def generated(text: str) -> list[CountedText]:
     """The pieces of a rendered text, and whether each was inside of {% generation %}."""
     pieces = re.split(f"({_BEGIN}|{_END})", text)
     return [(piece, mark == _BEGIN) for mark, piece in zip(["", *pieces[1::2]], pieces[::2], strict=True)]

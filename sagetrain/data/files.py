@@ -314,7 +314,7 @@ def rows_of(
     origin: str, table: Any, number: int, columns: Sequence[str], fields: bool, names: Sequence[str], consumed: int = 0
 ) -> Chunk:
     """A chunk of an Arrow table's rows, from row `number` on; names: of all columns of the whole table."""
-    from sagetrain.data.tables import records_in, values_in
+    from sagetrain.data.arrow_tables import records_in, values_in
 
     try:
         records = records_in(table, columns) if fields else values_in(table, columns[0])

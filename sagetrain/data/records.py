@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.chat_template import (
+    CountedText,
     Message,
-    Part,
     generated,
     read_template,
     rendered,
@@ -76,7 +76,7 @@ class Pairs:
         """What decides on the result, for NAME.json."""
         return asdict(self)
 
-    def parts(self, record: Mapping[str, Any], special_tokens: Mapping[str, str], notes: Notes) -> list[Part]:
+    def parts(self, record: Mapping[str, Any], special_tokens: Mapping[str, str], notes: Notes) -> list[CountedText]:
         """The record's text. ValueError says what is wrong with it. `notes` hears what is left out of it."""
         _note_unread(record, self.fields, notes)
         prompt, completion = (_value(record, name) for name in self.fields)
@@ -127,7 +127,7 @@ class Chats:
         fields = {"field": self.field, "optional_fields": list(self.optional_fields)}
         return {**fields, **hashes, "seq_length": self.seq_length}
 
-    def parts(self, record: Mapping[str, Any], special_tokens: Mapping[str, str], notes: Notes) -> list[Part]:
+    def parts(self, record: Mapping[str, Any], special_tokens: Mapping[str, str], notes: Notes) -> list[CountedText]:
         """As of Pairs. special_tokens: what templates call bos_token, eos_token."""
         _note_unread(record, (*self.fields, *self.optional_fields), notes)
         messages = _messages(_value(record, self.field))
@@ -175,7 +175,7 @@ class Chats:
         return own | found
 
 
-def _by_blocks(parts: list[Part], counted: list[bool | None], render: Callable[..., str]) -> list[Part]:
+def _by_blocks(parts: list[CountedText], counted: list[bool | None], render: Callable[..., str]) -> list[CountedText]:
     """What counts of a text with {% generation %} blocks: the blocks of answers that count.
 
     Which block belongs to which answer is asked only where some answers do not count: a chat up to the next answer has
@@ -196,7 +196,7 @@ def _by_blocks(parts: list[Part], counted: list[bool | None], render: Callable[.
     return [(text, inside and bool(next(counts))) for text, inside in parts]
 
 
-def _by_prefixes(whole: str, counted: list[bool | None], render: Callable[..., str]) -> list[Part]:
+def _by_prefixes(whole: str, counted: list[bool | None], render: Callable[..., str]) -> list[CountedText]:
     """What counts of a text without blocks: what is new in the chat up to an answer beside the chat before it."""
     parts, done = [], ""
     for number, counts in enumerate(counted):

@@ -20,7 +20,7 @@ _MAX_VOCAB_SIZE, _MAX_WORKERS = 1_000_000, 1024
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextRequest:
     """Which text is read, and how."""
 
     sources: Sequence[str]
@@ -45,7 +45,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Request(Texts):
+class Request(TextRequest):
     """Which token file is made of which text, with which tokenizer."""
 
     output: str | os.PathLike[str]

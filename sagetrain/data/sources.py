@@ -28,7 +28,7 @@ from sagetrain.data.chunk import Chunk, Place
 from sagetrain.data.files import Wanted, check_columns, contains, is_array, read, read_parquet, rows_of
 from sagetrain.data.kinds import HEAD, Kind, check_head, check_once, compression, is_file_name, kind_of
 from sagetrain.data.records import Records
-from sagetrain.data.request import Texts
+from sagetrain.data.request import TextRequest
 
 STDLIB = "python-stdlib"
 _LOOKED_AT = 10_000
@@ -58,7 +58,7 @@ class Input:
 class Corpus:
     """Everything that one `prepare` reads, in order."""
 
-    def __init__(self, texts: Texts, division: tuple[int, int] | None = None, records: Records | None = None):
+    def __init__(self, texts: TextRequest, division: tuple[int, int] | None = None, records: Records | None = None):
         """Find the files, folders, archives and datasets that are asked for.
 
         Args:

@@ -48,7 +48,7 @@ CAUSES = {
 
 
 @dataclass(frozen=True)
-class Numbers:
+class StepNumbers:
     """Of one way to take the step."""
 
     loss: float
@@ -65,7 +65,7 @@ class Replay:
     event: str
     attention: dict[str, str]
     """Of `numbers`, by the same keys: "sage fine", or several of them."""
-    numbers: dict[str, Numbers]
+    numbers: dict[str, StepNumbers]
     """By "recorded", "again" and "asked"."""
     limits: dict[str, float]
     """Of loss and gradient norm ("grad_norm")."""
@@ -150,7 +150,7 @@ def _replay(
     compared = _take(trainer, folder, content, other)
     limits = {name: float(content["event"][f"{name}_limit"]) for name in ("loss", "grad_norm")}
     metrics = content["metrics"]
-    recorded = Numbers(
+    recorded = StepNumbers(
         float(metrics["train/loss"]),
         float(metrics["train/grad_norm"]),
         {name: float(value) for name, value in content["layer_grad_norms"].items()},
@@ -245,7 +245,7 @@ def _step(trainer: Trainer, tokens: int, judge: Callable[[Mapping[str, float]], 
     return trainer.engine.step(batches, tokens // trainer.micro_step, lr, observers, trainer.counted(tokens))
 
 
-def _take(trainer: Trainer, folder: Path, content: dict[str, Any], functions: list[AttentionFunction]) -> Numbers:
+def _take(trainer: Trainer, folder: Path, content: dict[str, Any], functions: list[AttentionFunction]) -> StepNumbers:
     """The step itself, with these attention functions in its layers and without an update."""
     cast(Transformer, trainer.engine.module).functions = functions
     rng = folder / f"rng-{trainer.groups.rank:05d}.pt"
@@ -253,10 +253,10 @@ def _take(trainer: Trainer, folder: Path, content: dict[str, Any], functions: li
         set_rng_state(torch.load(rng, weights_only=True))
     refused = Verdict(False, Event("spike", content["event"]["text"]))
     result = _step(trainer, content["tokens_per_step"], lambda metrics: refused)
-    return Numbers(result.loss, result.grad_norm, result.layer_norms)
+    return StepNumbers(result.loss, result.grad_norm, result.layer_norms)
 
 
-def _wrong(numbers: Numbers, limits: dict[str, float]) -> bool:
+def _wrong(numbers: StepNumbers, limits: dict[str, float]) -> bool:
     """Whether the step would be an event."""
     values = {"loss": numbers.loss, "grad_norm": numbers.grad_norm}
     return any(not math.isfinite(value) or value > limits[name] for name, value in values.items())

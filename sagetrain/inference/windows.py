@@ -18,7 +18,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data.encode import Encoder, encode
 from sagetrain.data.loader import Sample
-from sagetrain.data.request import Texts
+from sagetrain.data.request import TextRequest
 from sagetrain.data.sources import Corpus
 from sagetrain.data.token_file import TokenFile, token_path
 from sagetrain.data.token_files import check_tokenizers, check_vocabulary
@@ -30,7 +30,7 @@ Piece = tuple[Tokens, Tokens]
 _BLOCK = 1 << 20  # tokens
 
 
-class Prepared:
+class PreparedDocuments:
     """The documents of token files, to be read once, one file after the other. What `sagetrain prepare` put before each
     does not count."""
 
@@ -70,7 +70,7 @@ class Raw:
     def __init__(self, source: str, tokenizer: Tokenizer, text_key: str, prefix: Sequence[int]) -> None:
         """prefix: tokens before every document, which do not count. ConfigError if there is no such source."""
         self.name = source
-        self._corpus = Corpus(Texts([source], text_key=text_key))
+        self._corpus = Corpus(TextRequest([source], text_key=text_key))
         self._encoder = Encoder(tokenizer.model, text_key, 0.0, prefix=prefix)
         self.bytes: int | None = 0
 
@@ -94,7 +94,7 @@ def _leave_out(tokens: np.ndarray, begins: np.ndarray, size: int) -> None:
 
 def text_of(
     path: str, tokenizer: Tokenizer | None, vocab_size: int, text_key: str, prefix: Sequence[int]
-) -> Prepared | Raw:
+) -> PreparedDocuments | Raw:
     """Token files as a data source names them (a path without suffix, or a pattern), or text, whose documents each
     follow `prefix`.
 
@@ -103,7 +103,7 @@ def text_of(
     """
     files = DataSource(path=path).files
     if files and token_path(files[0], ".idx").exists():
-        return Prepared(path, files, tokenizer, vocab_size)
+        return PreparedDocuments(path, files, tokenizer, vocab_size)
     if tokenizer is None:
         raise ConfigError(
             f"--data {path}: no token file, and the run was trained without a tokenizer, so no tokens can be made of "

@@ -26,11 +26,11 @@ from sagetrain.data.loader import Batch
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.engines.deepspeed import Engine
 from sagetrain.inference.generate import Sampling, generate
-from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.samples import Alive, Trained, completed, while_training
 from sagetrain.inference.score import Scorer
+from sagetrain.inference.trained_run import TrainedRun
 
-Results = dict[str, dict[str, float]]
+TaskResults = dict[str, dict[str, float]]
 """By task and metric: acc, acc_stderr; where the harness filters answers, with the filter's name: acc/strict."""
 _BOOTSTRAP = 1000  # resamplings, where a standard error has no formula
 _MAX_TOKENS = 256  # the harness's own default
@@ -115,7 +115,7 @@ def _sampling(wanted: dict[str, Any]) -> Sampling:
     return Sampling(limit, temperature, wanted.get("top_k", 0), wanted.get("top_p", 1.0), stop)
 
 
-class Tasks:
+class HarnessTasks:
     """Tasks of the harness, by its names, or paths of YAML files that define others."""
 
     def __init__(self, names: Sequence[str], limit: int | None = None) -> None:
@@ -145,7 +145,7 @@ class Tasks:
         """Names of those that want generated text."""
         return [name for name, task in self._loaded["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]
 
-    def measure(self, model: Harness, errors: bool = False) -> Results:
+    def measure(self, model: Harness, errors: bool = False) -> TaskResults:
         """Their metrics, and those of groups, with `errors` also their standard errors. Generators of random numbers
         stay as they are."""
         for task in self._loaded["tasks"].values():
@@ -175,9 +175,9 @@ def tasks_while_training(
         trained: the model that trains as one that generates; None at ZeRO 3.
 
     Raises:
-        ConfigError: as of Tasks, a task wants generated text at ZeRO 3, or there is no tokenizer.
+        ConfigError: as of HarnessTasks, a task wants generated text at ZeRO 3, or there is no tokenizer.
     """
-    tasks = Tasks(evaluation.tasks, evaluation.tasks_limit)
+    tasks = HarnessTasks(evaluation.tasks, evaluation.tasks_limit)
     if tasks.generating and trained is None:
         raise ConfigError(
             f"evaluation.tasks: {', '.join(tasks.generating)}: generated text takes a pass over all weights for every "

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from sagetrain.config.arithmetic import own_reduction, resolved_zero_stage
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, ModelConfig, RunConfig
 from sagetrain.model.operations import (
-    Attention,
+    AttentionCost,
     Ends,
-    Matmul,
+    MatmulCost,
     Operation,
     Rank,
     block_operations,
@@ -85,13 +85,13 @@ def flops_per_token(model: ModelConfig, vocab_size: int, span: float) -> int:
     one = Rank(documents=True, document_span=span)
     block = block_operations(model, AttentionConfig(), one)
     matmuls = model.num_layers * _matmul_flops(block) + end_operations(model, vocab_size, one).head.flops
-    attention = model.num_layers * sum(2 * part.flops for part in of_kind(Attention, block))
+    attention = model.num_layers * sum(2 * part.flops for part in of_kind(AttentionCost, block))
     return 3 * (matmuls + int(attention))
 
 
 def _matmul_flops(operations: Iterable[Operation]) -> int:
     """Forward."""
-    return sum(matmul.flops for matmul in of_kind(Matmul, operations))
+    return sum(matmul.flops for matmul in of_kind(MatmulCost, operations))
 
 
 @functools.lru_cache(maxsize=256)  # layouts are proposed for one model, and each of them asks
@@ -210,7 +210,7 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list
     """Weights, gradients and optimizer state of a rank with `size` parameters, while it holds all activations."""
     zero, dtype, stage = cfg.deepspeed.get("zero_optimization", {}), cfg.training.dtype, resolved_zero_stage(cfg)
     share, element = -(-size // ranks), rank_of(cfg).element
-    layers = of_kind(Matmul, block_operations(cfg.model, cfg.attention, rank_of(cfg)))
+    layers = of_kind(MatmulCost, block_operations(cfg.model, cfg.attention, rank_of(cfg)))
     eight = sum(layer.weights for layer in layers if layer.precision.forward == cfg.linear.precision)
     low = 2 * eight * len(cfg.linear.low_bit_blocks(cfg.model.num_layers))
     codes = MemoryItem("8-bit weights", low, "codes of linear layers, as they are and transposed")
@@ -299,7 +299,7 @@ def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
         return []
     rank = replace(rank_of(cfg), fused=False, recompute="full", linear=SIXTEEN_BITS)
     kept, running = _activations(cfg, rank)
-    layers = of_kind(Matmul, block_operations(cfg.model, cfg.attention, rank))
+    layers = of_kind(MatmulCost, block_operations(cfg.model, cfg.attention, rank))
     largest = max(4 * max(layer.weights, layer.tokens * layer.inputs) for layer in layers)
     return [
         [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank))],

@@ -14,7 +14,7 @@ from sagetrain.model.attention import Attention
 from sagetrain.model.backends import AttentionFunction, TokenLayout
 from sagetrain.model.mlp import MLP
 from sagetrain.model.norm import RMSNorm, enter_gains, normalize
-from sagetrain.model.walks import Half, Part, Stage, Stretch
+from sagetrain.model.walks import BlockStage, Half, Part, Stretch
 from sagetrain.parallel.collectives import Pending, finish_leave
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.matmul import Matmul
@@ -104,7 +104,7 @@ class Block(nn.Module):
         after = self.out, self.normalize(self.mlp_norm), self.gate_up, self.down
         return before, self.attend, after
 
-    def normalize(self, norm: RMSNorm) -> Stage:
+    def normalize(self, norm: RMSNorm) -> BlockStage:
         """Return the stage that adds y to x and normalizes the sum, with a norm of this block or of the next one."""
 
         def stage(x: Tensor, y: Tensor | Pending | None, part: Part) -> Half:

@@ -83,7 +83,7 @@ class Operation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matmul(Operation):
+class MatmulCost(Operation):
     """A linear layer, [tokens, inputs] x [inputs, outputs]; backward, two matmuls of the same size."""
 
     tokens: int
@@ -105,7 +105,7 @@ class Matmul(Operation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention(Operation):
+class AttentionCost(Operation):
     """softmax(q k^T) v, causal: 2 matmuls forward, 5 backward (one of them a recomputation)."""
 
     tokens: int
@@ -126,7 +126,7 @@ class Attention(Operation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass(Operation):
+class PassCost(Operation):
     """Kernels that only move data: norms, rotary embedding, SwiGLU, residual stream, softmax of the loss."""
 
     moved: float
@@ -136,7 +136,7 @@ class Pass(Operation):
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveCost:
     """Calls of one kind around the layers, in one micro-step."""
 
     axis: Literal["tensor", "context"]
@@ -220,9 +220,9 @@ class Rank:
         precision: Precision | None = None,
         saved: int = 0,
         recomputed: bool,
-    ) -> Matmul:
+    ) -> MatmulCost:
         """A linear layer with its sizes on this rank. precision: dtype by default."""
-        return Matmul(
+        return MatmulCost(
             name=name,
             tokens=self.tokens,
             outputs=outputs,
@@ -259,24 +259,24 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     precisions = {name: rank.precision if rank.linear.takes(layer) else None for name, layer in layers.items()}
     inputs = {name: rank.kept_by_layer(layer) for name, layer in layers.items()}
 
-    def column(name: str, outputs: int, layer: str, saved: int = 0) -> Matmul:
+    def column(name: str, outputs: int, layer: str, saved: int = 0) -> MatmulCost:
         precision = precisions[layer]
         return rank.matmul(
             name, outputs, hidden, column_parallel=True, precision=precision, saved=saved, recomputed=again
         )
 
-    def row(name: str, width: int, saved: int) -> Matmul:
+    def row(name: str, width: int, saved: int) -> MatmulCost:
         precision = precisions[name]
         return rank.matmul(
             name, hidden, width, column_parallel=False, precision=precision, saved=saved, recomputed=again
         )
 
-    def norm(name: str) -> Pass:
+    def norm(name: str) -> PassCost:
         saved, moved = rank.saved_by_norm(hidden), rank.moved(_NORM, stream)
-        return Pass(name=name, moved=moved, saved=saved, shards=rank.shards, recomputed=again)
+        return PassCost(name=name, moved=moved, saved=saved, shards=rank.shards, recomputed=again)
 
-    def moving(name: str, moved: float, saved: int = 0) -> Pass:
-        return Pass(name=name, moved=moved, saved=saved, recomputed=again)
+    def moving(name: str, moved: float, saved: int = 0) -> PassCost:
+        return PassCost(name=name, moved=moved, saved=saved, recomputed=again)
 
     normed, one_pass = attention.qk_norm != "none", attention.qk_norm == _IN_ONE_PASS
     qk_saved = normed * (rank.saved_by_norm(query, heads) + rank.saved_by_norm(key, kv_heads))
@@ -305,7 +305,7 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         column("v", key, "qkv"),
         moving("QK-norm and rotary embedding", qk_moved, qk_saved),
         moving("around all-to-alls", element * _ALL_TO_ALL * (query + key) * (rank.context > 1)),
-        Attention(
+        AttentionCost(
             name="attention",
             tokens=rank.tokens,
             heads=heads,
@@ -340,7 +340,7 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
         replace(
             part,
             saved=dear[part.name],
-            recomputed=isinstance(part, Pass) or (isinstance(part, Attention) and not dear[part.name]),
+            recomputed=isinstance(part, PassCost) or (isinstance(part, AttentionCost) and not dear[part.name]),
         )
         for part in listed
     )
@@ -364,10 +364,10 @@ def _casts(rank: Rank, layers: dict[str, LinearSizes]) -> float:
 class Ends(NamedTuple):
     """What comes before and after the blocks."""
 
-    embedding: Pass
-    norm: Pass
-    head: Matmul
-    loss: Pass
+    embedding: PassCost
+    norm: PassCost
+    head: MatmulCost
+    loss: PassCost
 
 
 def end_operations(model: ModelConfig, vocab_size: int, rank: Rank) -> Ends:
@@ -376,20 +376,20 @@ def end_operations(model: ModelConfig, vocab_size: int, rank: Rank) -> Ends:
     # A chunk's logits and their gradient; eager, the latter is made of three fp32 tensors and a mask.
     per_logit = 2 * element if rank.fused else element + 13
     return Ends(
-        embedding=Pass(name="embedding", moved=element * _EMBEDDING * hidden),
+        embedding=PassCost(name="embedding", moved=element * _EMBEDDING * hidden),
         # Its time is taken as if it saw all tokens: little of a step.
-        norm=Pass(
+        norm=PassCost(
             name="final norm",
             moved=rank.moved(_NORM, hidden),
             saved=rank.saved_by_norm(hidden) + element * hidden,
             shards=rank.shards,
         ),
         head=rank.matmul("head", columns, hidden, column_parallel=True, recomputed=False),
-        loss=Pass(name="loss", moved=rank.moved(_LOGIT, columns), live=per_logit * columns),
+        loss=PassCost(name="loss", moved=rank.moved(_LOGIT, columns), live=per_logit * columns),
     )
 
 
-def collectives(model: ModelConfig, attention: AttentionConfig, rank: Rank, parts: int) -> list[Collective]:
+def collectives(model: ModelConfig, attention: AttentionConfig, rank: Rank, parts: int) -> list[CollectiveCost]:
     """What parallel/collectives.py and layers.py call in a micro-step whose tokens go through the blocks in `parts`.
 
     Halves run beside each other. A whole has company only for the sum of a column-parallel layer's input gradients.
@@ -397,7 +397,9 @@ def collectives(model: ModelConfig, attention: AttentionConfig, rank: Rank, part
     return [*_tensor_parallel(model, attention, rank, parts), *_context_parallel(model, rank)]
 
 
-def _tensor_parallel(model: ModelConfig, attention: AttentionConfig, rank: Rank, parts: int) -> Iterable[Collective]:
+def _tensor_parallel(
+    model: ModelConfig, attention: AttentionConfig, rank: Rank, parts: int
+) -> Iterable[CollectiveCost]:
     """Around the two halves of a block, the embedding and the head."""
     if rank.tensor == 1:
         return
@@ -430,20 +432,20 @@ def _tensor_parallel(model: ModelConfig, attention: AttentionConfig, rank: Rank,
             calls = [(2 * parts, at_ends * parts, payload)]
             if kind == "all-gather" and packed[moment, what] < payload:
                 calls = [(2 * parts, 0, packed[moment, what]), (0, at_ends * parts, payload)]
-            yield from (Collective("tensor", moment, what, kind, *call, beside) for call in calls)
-    yield Collective("tensor", "backward", "into the head", leaves, 0, parts, payload)
+            yield from (CollectiveCost("tensor", moment, what, kind, *call, beside) for call in calls)
+    yield CollectiveCost("tensor", "backward", "into the head", leaves, 0, parts, payload)
     # Gains are whole on every rank but see their rank's heads or tokens: of q and k, and of the residual stream, where
     # a block has the next one's too unless it is recomputed. Nothing runs beside their sum, at the end of a block.
     width = 2 * model.head_dim * (attention.qk_norm != "none")
     width += (2 if rank.recomputes else 3) * model.hidden_size * rank.sequence_parallel
     if rank.sequence_parallel:
         outside = model.hidden_size * rank.element
-        yield Collective("tensor", "backward", "gains outside of blocks", "all-reduce", 0, parts, outside)
+        yield CollectiveCost("tensor", "backward", "gains outside of blocks", "all-reduce", 0, parts, outside)
     if width:
-        yield Collective("tensor", "backward", "gains", "all-reduce", 1, 0, parts * width * rank.element)
+        yield CollectiveCost("tensor", "backward", "gains", "all-reduce", 1, 0, parts * width * rank.element)
 
 
-def _context_parallel(model: ModelConfig, rank: Rank) -> Iterable[Collective]:
+def _context_parallel(model: ModelConfig, rank: Rank) -> Iterable[CollectiveCost]:
     """One all-to-all of q, k and v together before attention and one of its output after, forward and backward."""
     if rank.context == 1:
         return
@@ -452,7 +454,7 @@ def _context_parallel(model: ModelConfig, rank: Rank) -> Iterable[Collective]:
     moments: tuple[_Moment, ...] = ("forward", "backward", "recomputed")
     for moment in moments[: 2 + rank.recomputes]:
         for what, heads in (("q, k, v", all_heads), ("output", queries)):
-            yield Collective("context", moment, what, "all-to-all", 1, 0, heads * head)
+            yield CollectiveCost("context", moment, what, "all-to-all", 1, 0, heads * head)
 
 
 _Operation = TypeVar("_Operation", bound=Operation)

@@ -69,9 +69,9 @@ class Part(NamedTuple):
     """The gains of the block's norms, as norm.enter_gains returns them."""
 
 
-Stage = Callable[[Tensor, Any, Part], Half]
+BlockStage = Callable[[Tensor, Any, Part], Half]
 
-Stretch = tuple[Sequence[Stage], Stage, Sequence[Stage]]
+Stretch = tuple[Sequence[BlockStage], BlockStage, Sequence[BlockStage]]
 """Stages in a row: those before attention, attention, the only one that sees more than one token at a time, and those
 after it. The first half has done the first of them in the stretch before."""
 

@@ -40,7 +40,7 @@ _ALIGNMENT = 512  # bytes, of a slot
 _TRIAL_SECONDS = 20.0
 
 
-Event = object
+SentEvent = object
 """The end of all that had been sent."""
 
 
@@ -53,11 +53,11 @@ class Memory(Protocol):
     def allocate(self, nbytes: int) -> list[Tensor]:
         """New buffers, uint8 [nbytes] of each rank, once the streams have ended all they were given. Collective."""
 
-    def send(self, steps: Sequence[tuple[int, int, int] | None]) -> Event:
+    def send(self, steps: Sequence[tuple[int, int, int] | None]) -> SentEvent:
         """Beside, after all that the caller's stream has: copies, and meetings (None), where a rank goes on once all
         are there."""
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: SentEvent) -> None:
         """Let the caller's stream wait for all that was sent until then. Once: it is used again."""
 
 
@@ -69,7 +69,7 @@ class _Work(dist.Work):
     def __init__(
         self,
         memory: Memory,
-        done: Event,
+        done: SentEvent,
         sent: Tensor,
         parts: tuple[Tensor, ...] = (),
         result: Tensor | None = None,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Key = TypeVar("Key", tuple[str, int], tuple[str, float])
+_Key = TypeVar("_Key", tuple[str, int], tuple[str, float])
 
 _PADDING = 64  # as many numbers are reduced, or a multiple: ranks that disagree by a few are told, and not mixed up
 
@@ -128,7 +128,7 @@ def _float64(value: Tensor | float) -> Tensor | float:
     return value.detach().reshape(()).double() if isinstance(value, Tensor) else float(value)
 
 
-def _numbers_first(values: dict[Key, Tensor | float]) -> dict[Key, Tensor | float]:
+def _numbers_first(values: dict[_Key, Tensor | float]) -> dict[_Key, Tensor | float]:
     """In an order that does not depend on that of the adding."""
     return dict(sorted(values.items(), key=lambda item: (isinstance(item[1], Tensor), item[0])))
 

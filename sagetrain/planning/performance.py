@@ -38,11 +38,11 @@ from sagetrain.model.accounting import (
 from sagetrain.model.operations import (
     INTO,
     OUT,
-    Attention,
-    Collective,
-    Matmul,
+    AttentionCost,
+    CollectiveCost,
+    MatmulCost,
     Operation,
-    Pass,
+    PassCost,
     block_operations,
     collectives,
     end_operations,
@@ -295,14 +295,14 @@ class _Step:
         )
 
     def communication(self, matmul: float, attention: float, elementwise: float) -> list[CollectiveTime]:
-        """Of the step, beside so many seconds of computation; see Collective.beside.
+        """Of the step, beside so many seconds of computation; see CollectiveCost.beside.
 
         Attention is no part of the other half where it sees both; a third of a half's computation is forward.
         """
         halves = matmul + elementwise + (attention if self.in_halves else 0.0)
         weights = 0.0
         for count, block in self.blocks:
-            columns = [layer for layer in of_kind(Matmul, block) if layer.column_parallel]
+            columns = [layer for layer in of_kind(MatmulCost, block) if layer.column_parallel]
             weights += count * sum(self._matmul(layer, layer.precision.weight_gradient) for layer in columns)
         weights *= self.accumulation / self.hardware.compute_scale
         company = {"forward": halves / 6, "backward": halves / 3, "weight gradients": weights}
@@ -349,31 +349,31 @@ class _Step:
         matmul = attention = moved = 0.0
         for operation in operations:
             match operation:
-                case Matmul():
+                case MatmulCost():
                     again = operation.precision[: operation.recomputed]
                     matmul += sum(self._matmul(operation, precision) for precision in (*operation.precision, *again))
-                case Attention():
+                case AttentionCost():
                     attention += self._attention(operation) * (1 + operation.recomputed * _ATTENTION_FORWARD)
-                case Pass():
+                case PassCost():
                     moved += operation.moved * (1 + operation.recomputed * _PASS_FORWARD)
         return matmul, attention, self.rank.tokens * moved / self.hardware.memory_bandwidth
 
     def attention_backend(self) -> str:
         """The fastest of those that the run decides between."""
-        (attention,) = of_kind(Attention, self.blocks[0][1])
+        (attention,) = of_kind(AttentionCost, self.blocks[0][1])
         speeds = self._attention_speeds(attention)
         return max(speeds, key=speeds.__getitem__)
 
-    def _matmul(self, matmul: Matmul, precision: str) -> float:
+    def _matmul(self, matmul: MatmulCost, precision: str) -> float:
         """One of its three."""
         return matmul.flops / self.hardware.matmul_rate(precision, matmul.tokens, matmul.outputs, matmul.inputs)
 
-    def _attention(self, attention: Attention) -> float:
+    def _attention(self, attention: AttentionCost) -> float:
         """Forward and backward."""
         speed = max(self._attention_speeds(attention).values()) * self.hardware.precisions[attention.precision]
         return 7 * attention.flops / speed
 
-    def _attention_speeds(self, attention: Attention) -> dict[str, float]:
+    def _attention_speeds(self, attention: AttentionCost) -> dict[str, float]:
         """FLOP/s by backend. Those without a rate (reference) go by sdpa's."""
         rates, speeds = self.hardware.attention, {}
         for name in attention.backends:
@@ -383,11 +383,11 @@ class _Step:
             speeds[name] = rate.at(attention.head_dim, attention.span)
         return speeds
 
-    def _around_layers(self, call: Collective) -> CollectiveTime:
+    def _around_layers(self, call: CollectiveCost) -> CollectiveTime:
         count = self.accumulation * self._calls(call)
         return self._collective(call.axis, f"{call.moment}: {call.what}", call.kind, count, call.payload)
 
-    def _calls(self, call: Collective) -> int:
+    def _calls(self, call: CollectiveCost) -> int:
         """Of a micro-step."""
         return self.cfg.model.num_layers * call.per_block + call.at_ends
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from sagetrain.config.arithmetic import data_parallel_size, may_be_low_bit, padded_vocab_size, token_multiple
 from sagetrain.config.check import check
+from sagetrain.config.earlier_run import MeasuredRun
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.linear_sizes import AUTO_PRECISION
 from sagetrain.config.load import load_config
-from sagetrain.config.measured import MeasuredRun
 from sagetrain.config.rules.findings import warning
 from sagetrain.config.schema import SIXTEEN_BITS, DataConfig, LinearConfig, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage, stages

@@ -16,8 +16,8 @@ from sagetrain.config.arithmetic import (
     scheduled_rung,
     token_multiple,
 )
+from sagetrain.config.earlier_run import read_measured
 from sagetrain.config.errors import ConfigError, Finding
-from sagetrain.config.measured import read_measured
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import NoiseAwareTokens, PrecisionConfig, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage

@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 
 from sagetrain.config.arithmetic import padded_vocab_size
+from sagetrain.config.earlier_run import CRITICAL, STABILITY_NAME, critical_in_words
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import flat, load_config
-from sagetrain.config.measured import CRITICAL, STABILITY_NAME, critical_in_words
 from sagetrain.config.schema import tokenizer_in
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.model.accounting import num_parameters

@@ -49,7 +49,7 @@ EVERY_STEPS = 100
 SAMPLE_SCORES = 1 << 26
 """Scores of one sample: four heads of a sequence of 4,096 tokens, or the last 512 queries of a head over 131,072."""
 
-Gains = Callable[[], Iterable[tuple[str, Tensor | None]]]
+OwnedGains = Callable[[], Iterable[tuple[str, Tensor | None]]]
 """Names of the model's parameters, and what this rank owns of each, or None; all ranks, every entry equally often."""
 
 
@@ -59,7 +59,9 @@ class Monitor:
     Layers that quantize nothing at the time are passed over, so they may change while training.
     """
 
-    def __init__(self, config: MonitorConfig, model: Transformer, gains: Gains, scores: int = SAMPLE_SCORES) -> None:
+    def __init__(
+        self, config: MonitorConfig, model: Transformer, gains: OwnedGains, scores: int = SAMPLE_SCORES
+    ) -> None:
         self.every = EVERY_STEPS if config.every_steps == "auto" else config.every_steps
         count = len(model.blocks)
         self.chosen = set(range(count)) if config.layers == "all" else {layer % count for layer in config.layers}

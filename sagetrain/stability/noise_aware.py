@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from sagetrain.config.measured import ALL
+from sagetrain.config.earlier_run import ALL
 from sagetrain.config.schema import NoiseAwareTokens
 from sagetrain.stability.controller import Event, Taken
 

@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sagetrain.config.measured import ALL
+from sagetrain.config.earlier_run import ALL
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups

@@ -59,7 +59,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sagetrain.config.measured import ALL
+from sagetrain.config.earlier_run import ALL
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups

@@ -17,9 +17,9 @@ from torch import Tensor
 from sagetrain.checkpoint.ledger import TrainState, left_out
 from sagetrain.checkpoint.saving import Saver
 from sagetrain.cluster.run_folder import RunFolder
+from sagetrain.config.earlier_run import critical_in_words, critical_tokens, margin_of, ratios_of
 from sagetrain.config.errors import TrainingError
 from sagetrain.config.load import dump_config
-from sagetrain.config.measured import critical_in_words, critical_tokens, margin_of, ratios_of
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data.loader import SampleStream

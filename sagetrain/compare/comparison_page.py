@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from sagetrain.compare.analysis import LOSSES, Line, Table
+from sagetrain.compare.analysis import LOSSES, Comparison, Line
 from sagetrain.compare.question import BRANCH, Setting, differences
-from sagetrain.compare.records import DIVERGED, FAILED, STOPPED
 from sagetrain.compare.results import Results
+from sagetrain.compare.run_records import DIVERGED, FAILED, STOPPED
 
 _SHOWN = (
     "model.num_layers",
@@ -28,7 +28,7 @@ _MANY_PASSES = 4
 """Beyond, validation losses tell of over-fitting, and training losses of pairs alone are compared."""
 
 
-def page(results: Results, tables: Sequence[Table], margin: float, title: str, plot: str) -> str:
+def page(results: Results, tables: Sequence[Comparison], margin: float, title: str, plot: str) -> str:
     """Markdown. plot: name of the picture."""
     return "\n".join([*_head(results, title), *_body(results, tables, margin, plot)]) + "\n"
 
@@ -102,7 +102,7 @@ def _passes(results: Results) -> str:
     return f"{results.data_tokens / 1e6:,.1f}M tokens of text; " + ", ".join(dict.fromkeys(rows))
 
 
-def _body(results: Results, tables: Sequence[Table], margin: float, plot: str) -> Iterator[str]:
+def _body(results: Results, tables: Sequence[Comparison], margin: float, plot: str) -> Iterator[str]:
     for table, row in zip(tables, results.rows, strict=True):
         yield from _section(table, _own(results, row))
     yield f"![gap over tokens]({plot})"
@@ -112,7 +112,7 @@ def _body(results: Results, tables: Sequence[Table], margin: float, plot: str) -
     yield from _not_shown(results, tables)
 
 
-def _section(table: Table, own: str) -> Iterator[str]:
+def _section(table: Comparison, own: str) -> Iterator[str]:
     scale = ""
     if table.noise_scale:
         share = table.tokens_per_step / table.noise_scale
@@ -156,7 +156,7 @@ def _cells(line: Line, kinds: Sequence[str], biased: bool) -> Iterator[str]:
     yield ", ".join(f"{count} {kind}" for kind, count in sorted(line.events.items()))
 
 
-def _bands(table: Table) -> str:
+def _bands(table: Comparison) -> str:
     """The spreads that a gap has to be seen against."""
     parts = []
     for kind in LOSSES:
@@ -184,7 +184,7 @@ def _reading(margin: float, biased: bool) -> Iterator[str]:
     )
 
 
-def _not_shown(results: Results, tables: Sequence[Table]) -> Iterator[str]:
+def _not_shown(results: Results, tables: Sequence[Comparison]) -> Iterator[str]:
     """What a reader must not take from the page, as far as the runs themselves tell."""
     yield "What it does not show:"
     yield ""
