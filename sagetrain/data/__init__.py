@@ -1,1 +1,1 @@
-"""From text to training batches: tokenizer, token files, preparation, loader."""
+"""The way from text to training batches: tokenizer, token files, preparation, loader."""

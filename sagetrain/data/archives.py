@@ -1,4 +1,4 @@
-"""Archives, .tar (compressed or not) and .zip, as folders of files that are read one after the other."""
+"""Read archives, .tar (compressed or not) and .zip, as folders of files, one file after the other."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from sagetrain.data.blocks import DAMAGED, Content, on_disk, opened
 
 
 def names_in(path: Path) -> dict[str, int]:
-    """The files of an archive with their sizes, in their order; hidden ones and what macOS adds are left out. Reads all
-    of a compressed .tar. ConfigError if it cannot be read."""
+    """Return the files of an archive with their sizes in bytes, in their order in the archive. Hidden files and those
+    that macOS adds are left out. A compressed .tar is read as a whole.
+
+    Raises:
+        ConfigError: the archive cannot be read, or holds an encrypted file.
+    """
     with _readable(path):
         if not path.name.lower().endswith(".zip"):
             return _once(path, ((member.name, member.size) for member in _tar(path) if _is_meant(member.name)))
@@ -42,7 +46,7 @@ def _once(path: Path, members: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def members(path: Path, chosen: set[str]) -> Iterator[Content]:
-    """The chosen files of an archive, in their order. Each is read before the next one is asked for."""
+    """Yield the chosen files of an archive, in their order. Each has to be read before the next one is asked for."""
     with _readable(path):
         if not path.name.lower().endswith(".zip"):
             yield from _tar_contents(path, chosen)
@@ -76,7 +80,8 @@ def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     while member := tar.next():
         if member.isfile():
             yield member
-        tar.members.clear()  # type: ignore[attr-defined]  # it would remember all
+        # tarfile would remember every member that it has seen.
+        tar.members.clear()  # type: ignore[attr-defined]
 
 
 def _is_meant(name: str) -> bool:
@@ -88,12 +93,13 @@ def _is_meant(name: str) -> bool:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except (NotImplementedError, *DAMAGED) as error:  # the former for a compression that zipfile does not know
+    # zipfile raises NotImplementedError for a compression that it does not know.
+    except (NotImplementedError, *DAMAGED) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 
 def matches(name: str, glob: str) -> bool:
-    """Whether the path of a file in an archive matches a pattern as Path.glob takes it: ** stands for any folders."""
+    """Whether the path of a file in an archive matches a pattern of Path.glob's form. ** stands for any folders."""
     pattern = re.sub(
         r"\*\*/|\*\*|\*|\?|\[!?[^]]+\]|.",
         lambda part: {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(part[0]) or _literal(part[0]),

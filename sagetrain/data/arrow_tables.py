@@ -1,7 +1,7 @@
-"""Rows of Arrow tables as records: what the table added to them is taken away, and JSON is read.
+"""Read rows of Arrow tables as records, without what the table added to them, and with their JSON parsed.
 
-A table has every key of a structure in every row, with null where the row had none. Columns of JSON, as the datasets
-library (5 and later) writes objects of many kinds, hold text.
+A table has every key of a structure in every row, with null where the row had none. The datasets library (5 and later)
+writes objects of many kinds as columns of JSON, which hold text.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import pyarrow as pa
 
 
 def records_in(table: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of a table with the columns that it has of these. ValueError if JSON in it cannot be read."""
+    """Return the rows of a table as dicts of those of the columns that it has. Raises ValueError if its JSON cannot be
+    read."""
     there = [name for name in columns if name in table.schema.names]
     values = [values_in(table, name) for name in there]
     return [dict(zip(there, row, strict=True)) for row in zip(*values, strict=True)]
 
 
 def values_in(table: pa.Table | pa.RecordBatch, column: str) -> list[Any]:
-    """The values of a column. ValueError as of records_in."""
+    """Return the values of a column. Raises ValueError if its JSON cannot be read."""
     kind = table.schema.field(column).type
     return [_plain(value, kind) for value in table.column(column).to_pylist()]
 
 
 def _plain(value: Any, kind: pa.DataType) -> Any:
-    """A value of to_pylist without what its type adds. Nulls in JSON and in maps were there before."""
+    """Return a value of to_pylist without what its Arrow type added. Nulls in JSON and in maps were in the data."""
     if value is None:
         return None
     if isinstance(kind, pa.BaseExtensionType):

@@ -1,4 +1,5 @@
-"""Bytes of files and of members of archives, decompressed by their names, as blocks and as lines."""
+"""Read the bytes of files and of members of archives, as blocks and as lines. The suffix of the name says how they are
+compressed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from sagetrain.data.kinds import compression
 
 _BLOCK = 1 << 18
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, OSError)
-"""What is raised for files that are damaged or cut short; gzip.BadGzipFile is an OSError."""
+"""The exceptions that damaged or truncated files raise. gzip.BadGzipFile is an OSError."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +29,28 @@ class Content:
     """The bytes of a file, or of a member of an archive."""
 
     name: str
-    """Its path, for messages; the suffix says how it is compressed."""
+    """The path, for messages. Its suffix says how the content is compressed."""
     raw: Callable[[], IO[bytes]]
-    """Open it. Who calls this closes what comes back."""
+    """Open the content. The caller closes the file that is returned."""
     read: Callable[[IO[bytes]], int] = lambda raw: raw.tell()
-    """How many bytes of the file on disk have been read, given what `raw` opened."""
+    """Return how many bytes of the file on disk have been read, given the file that `raw` opened."""
 
 
 def on_disk(path: Path) -> Content:
-    """The content of a file."""
+    """Build the content of a file on disk."""
     return Content(str(path), lambda: open(path, "rb"))
 
 
 @contextmanager
 def opened(content: Content, start: int = 0) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """Open a content at byte `start` (of an uncompressed file); gives its decompressed bytes, and how many bytes of the
-    file on disk have been read. ConfigError if it cannot be read."""
+    """Open a content at byte `start` (of an uncompressed file).
+
+    Yields:
+        A file of the decompressed bytes, and a function that returns how many bytes of the file on disk have been read.
+
+    Raises:
+        ConfigError: the content cannot be read.
+    """
     try:
         with content.raw() as raw:
             if start:
@@ -54,20 +61,28 @@ def opened(content: Content, start: int = 0) -> Iterator[tuple[IO[bytes], Callab
 
 
 def blocks(content: Content, start: int = 0) -> Iterator[tuple[bytes, int]]:
-    """Decompressed blocks, and how many bytes of the file had been read. ConfigError if it cannot be read.
+    """Yield decompressed blocks.
 
-    `start`: byte of an uncompressed file to begin at.
+    Args:
+        content: the file to read.
+        start: byte of an uncompressed file to begin at.
+
+    Yields:
+        A block, and how many bytes of the file on disk have been read so far.
+
+    Raises:
+        ConfigError: the content cannot be read.
     """
     with opened(content, start) as (file, read):
         first = start == 0
         while block := file.read(_BLOCK):
             if first:
-                block, first = block.removeprefix(b"\xef\xbb\xbf"), False  # a byte order mark is not text
+                block, first = block.removeprefix(b"\xef\xbb\xbf"), False  # A byte order mark is not text.
             yield block, read()
 
 
 def head(content: Content, size: int) -> bytes:
-    """Its first bytes, decompressed. ConfigError if it cannot be read."""
+    """Return the first `size` decompressed bytes of a content. Raises ConfigError if it cannot be read."""
     with opened(content) as (file, _):
         return file.read(size)
 
@@ -87,7 +102,7 @@ def _decompressed(name: str, raw: IO[bytes]) -> Any:
 
 
 class _Zstandard(io.RawIOBase):
-    """All frames of a file, one after the other; the last one has to be whole."""
+    """A file of all zstd frames of a file, one after the other. The last frame has to be complete."""
 
     def __init__(self, name: str, raw: IO[bytes]) -> None:
         self._blocks, self._rest = _zstd_blocks(name, raw), b""
@@ -125,7 +140,8 @@ def _zstd_blocks(name: str, raw: IO[bytes]) -> Iterator[bytes]:
 
 
 def lines(blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, int, int]]:
-    """Lines, how many bytes of the file had been read, and how many of the last block come after the line."""
+    """Yield each line, how many bytes of the file had been read, and how many bytes of the last block follow the
+    line."""
     parts: list[bytes] = []
     consumed = 0
     for block, consumed in blocks:

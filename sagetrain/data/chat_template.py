@@ -1,4 +1,5 @@
-"""Chat templates: Jinja templates, rendered in jinja2's sandbox with what transformers gives such templates."""
+"""Chat templates. They are Jinja templates, which are rendered in jinja2's sandbox with the functions that transformers
+offers them."""
 
 from __future__ import annotations
 
@@ -19,16 +20,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
 
-_BEGIN, _END = "\0generation\0", "\0endgeneration\0"  # no record may hold a NUL
+# No record may hold a NUL character, so these marks cannot occur in one.
+_BEGIN, _END = "\0generation\0", "\0endgeneration\0"
 CountedText = tuple[str, bool]
-"""Text, and whether it counts in the loss."""
+"""A piece of text, and whether it counts in the loss."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which messages hold their reasoning. transformers gives a template the first two of them, whichever a
-message has."""
+"""The keys under which messages hold their reasoning. transformers gives a template the first two of them, whichever
+the message has."""
 
 
 def read_template(file: Path | None) -> str:
-    """The text of --chat-template, "" without. ConfigError if it cannot be read."""
+    """Return the text of the --chat-template file, or "" without one. Raises ConfigError if the file cannot be read."""
     try:
         return file.read_text(encoding="utf-8") if file else ""
     except (OSError, UnicodeDecodeError) as error:
@@ -36,7 +38,11 @@ def read_template(file: Path | None) -> str:
 
 
 def settled_template(given: str, tokenizer: Tokenizer) -> str:
-    """A chat template, or the tokenizer's where none was given. ConfigError if there is none, or it is no template."""
+    """Return the chat template that was given, or else the tokenizer's.
+
+    Raises:
+        ConfigError: there is no template, or it is not a valid one.
+    """
     template = given or tokenizer.chat_template
     if not template and (names := [*tokenizer.chat_templates]):
         raise ConfigError(
@@ -58,8 +64,12 @@ def settled_template(given: str, tokenizer: Tokenizer) -> str:
 
 
 def chat_prompt(template: str, tokenizer: Tokenizer, message: str) -> list[int]:
-    """Token ids of a chat of one message, the user's, and of what begins the answer: all that the template writes, a
-    bos too. ConfigError if the template refuses the message."""
+    """Return the token ids of a chat with a single message of the user, up to the beginning of the answer. They include
+    everything that the template writes, such as bos.
+
+    Raises:
+        ConfigError: the template refuses the message.
+    """
     try:
         text = rendered(template, [{"role": "user", "content": message}], tokenizer.special_tokens, True)
         return _encoded(text, tokenizer)
@@ -68,12 +78,13 @@ def chat_prompt(template: str, tokenizer: Tokenizer, message: str) -> list[int]:
 
 
 def answer_ends(template: str, tokenizer: Tokenizer) -> list[int]:
-    """The control token that a chat template puts behind an answer, the first one; nothing if there is none."""
+    """Return the first control token that a chat template puts behind an answer, as a list. The list is empty if there
+    is none."""
     question, answer = "What is 6 times 7?", "It is 42, of course."
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     try:
         _, found, behind = rendered(template, messages, tokenizer.special_tokens, False).rpartition(answer)
-    except ValueError:  # it takes no answers
+    except ValueError:  # The template takes no answers.
         return []
     return [token for token in _encoded(behind, tokenizer) if found and tokenizer.is_control(token)][:1]
 
@@ -83,22 +94,22 @@ def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def generated(text: str) -> list[CountedText]:
-    """The pieces of a rendered text, and whether each was inside of {% generation %}."""
+    """Split a rendered text into pieces. Each comes with True if it was inside of {% generation %}."""
     pieces = re.split(f"({_BEGIN}|{_END})", text)
     return [(piece, mark == _BEGIN) for mark, piece in zip(["", *pieces[1::2]], pieces[::2], strict=True)]
 
 
 @functools.cache
 def variables(template: str) -> frozenset[str]:
-    """The variables that a template reads, such as messages and tools."""
+    """Return the names of the variables that a template reads, such as messages and tools."""
     return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
 
 
 class Message(dict[str, Any]):
-    """A message that knows which of its keys a template has read."""
+    """A message that remembers which of its keys a template has read."""
 
     def __init__(self, message: Mapping[str, Any]):
-        """Give the reasoning of a message the names that templates have for it, as transformers does."""
+        """Copy a message, and give its reasoning the names that templates have for it, as transformers does."""
         reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
         named = {} if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
         super().__init__(named or message)
@@ -106,7 +117,7 @@ class Message(dict[str, Any]):
 
     @property
     def unread(self) -> set[str]:
-        """Keys with something under them that no template has read."""
+        """The keys that hold something and that no template has read."""
         read = self._read | set(_REASONING if self._read.intersection(_REASONING) else ())
         return {key for key in self._own - read if super(Message, self).__getitem__(key)}
 
@@ -119,7 +130,7 @@ class Message(dict[str, Any]):
         return super().__contains__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As of dict."""
+        """Work like dict.get, and remember the key."""
         self._read.add(key)
         return super().get(key, default)
 
@@ -128,12 +139,12 @@ class Message(dict[str, Any]):
         return super().__iter__()
 
     def items(self) -> Any:
-        """As of dict."""
+        """Work like dict.items, and remember all keys."""
         self._read |= self._own
         return super().items()
 
     def values(self) -> Any:
-        """As of dict."""
+        """Work like dict.values, and remember all keys."""
         self._read |= self._own
         return super().values()
 
@@ -145,11 +156,17 @@ def rendered(
     prompt: bool,
     more: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of a chat. ValueError if the template refuses it.
+    """Render a chat as text.
 
     Args:
-        prompt: with what begins the assistant's next turn.
+        template: the Jinja template.
+        messages: the messages of the chat.
+        special_tokens: texts of control tokens by name, such as "eos_token".
+        prompt: also write the beginning of the assistant's next turn.
         more: tools, documents and whatever else the template knows, by name.
+
+    Raises:
+        ValueError: the template refuses the chat.
     """
     given = {"messages": messages, "add_generation_prompt": prompt}
     try:
@@ -184,12 +201,13 @@ def _environment() -> jinja2.Environment:
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: what is inside, between marks."""
+    """The block {% generation %} ... {% endgeneration %}. The text inside is rendered between two marks."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The nodes in place of the block. As in transformers, what is set inside is not known behind it."""
+        """Return the nodes in place of the block. As in transformers, variables that are set inside are unknown after
+        it."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
@@ -203,15 +221,15 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter of transformers: plain JSON, where jinja2's own spells <, > and & for web pages."""
+    """Write plain JSON, as the filter of transformers does. jinja2's own filter escapes <, > and & for web pages."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:
-    """A template calls this where it has no place for what a message holds."""
+    """Refuse a message. A template calls this where it has no place for something that a message holds."""
     raise jinja2.TemplateError(message)
 
 
 def _now(form: str) -> str:
-    """The date, for a template."""
+    """Return the current date, for a template."""
     return datetime.now().strftime(form)

@@ -1,4 +1,4 @@
-"""What a reader hands to a worker: consecutive records of one input, and where they come from."""
+"""The unit that a reader hands to a worker: consecutive records of one input, with their place in it."""
 
 from __future__ import annotations
 
@@ -15,66 +15,79 @@ _ARRAY = " (a JSON array? a file of this suffix has one object per line: rename 
 
 @dataclass(frozen=True)
 class Place:
-    """How far a corpus has been read."""
+    """A place in a corpus: how far it has been read."""
 
     input: int = 0
-    """The input in hand; those before it have been read."""
+    """Index of the input that is being read. Those before it have been read."""
     records: int = 0
-    """Its records that have been read."""
+    """Number of its records that have been read."""
     offset: int = 0
-    """The byte after them where reading can begin there; 0: reading begins at the input's beginning and leaves them
-    out, which costs far less than turning them into tokens."""
+    """The byte after those records, where reading can begin. 0: reading begins at the beginning of the input and skips
+    the records, which costs far less than turning them into tokens."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A record that cannot be one."""
+    """A record that cannot be read, with the reason."""
 
     why: str
 
 
 @dataclass
 class Chunk:
-    """Consecutive records of one input, as the reader hands them to a worker."""
+    """Consecutive records of one input."""
 
     origin: str
     """File or dataset, for messages."""
     unit: str
-    """What a record is: "line" or "element" (a JSON object), "row" (its text), "file" or "document" (its bytes, or
-    a part of them)."""
+    """The kind of the records: "line" or "element" (a JSON object), "row" (its text), "file" or "document" (its bytes,
+    or a part of them)."""
     first: int
-    """Number of the first record, from 1."""
+    """Number of the first record, counted from 1."""
     records: list[Any]
-    """bytes, but for rows str, None, Broken or something wrong, or a dict where Corpus was asked for fields."""
+    """The records, as bytes. Rows are str, None, Broken, a value of a wrong type, or a dict where Corpus was asked for
+    fields."""
     consumed: int = 0
     """Bytes of the input that had been read when the chunk was complete."""
     split_key: bytes | None = None
-    """Beginning of the file whose part this is; decides its side of a train/valid split."""
+    """The beginning of the file that this is a part of. It decides the side of a train/valid split."""
     continues: bool = False
-    """The first record is the rest of the document that the chunk before left unfinished."""
+    """Whether the first record continues the document that the chunk before left unfinished."""
     unfinished: bool = False
-    """The document of the last record goes on in the next chunk."""
+    """Whether the document of the last record continues in the next chunk."""
     offset: int = 0
-    """As in Place, where the chunk ends."""
+    """The byte after the chunk where reading can begin, as in Place."""
     after: Place | None = None
-    """What has been read with this chunk; None inside of a document."""
+    """The place up to which the corpus has been read with this chunk. None inside of a document."""
     unread: tuple[str, ...] = ()
-    """Columns of a table that the rows are without, because nobody asked for them."""
+    """Columns of the table that were not read, because nobody asked for them."""
     before: int = 0
-    """Records of the input before those of this file: the input is an archive."""
+    """For an archive: the number of records in the files before this one."""
     input: str = ""
     """The name of the input."""
 
     def texts(self, text_key: str, skip_bad: bool = False) -> Iterator[str | ConfigError | None]:
-        """The records' texts in order; None stands for an empty document.
+        """Yield the texts of the records in order. None stands for an empty document.
 
-        A line or row without text in it is a ConfigError that names file and record: raised, or with `skip_bad` given
-        in the text's place.
+        Args:
+            text_key: field that holds the text.
+            skip_bad: yield the errors of bad records in place of the texts, instead of raising them.
+
+        Raises:
+            ConfigError: a line or row has no text. The message names file and record.
         """
         return self._each(lambda record, number: self._text(record, number, text_key), skip_bad)
 
     def values(self, parse: Callable[[dict[str, Any]], T], skip_bad: bool = False) -> Iterator[T | ConfigError]:
-        """What `parse` makes of the fields of each record; errors as of `texts`, also for its ValueError."""
+        """Yield the result of `parse` for the fields of each record.
+
+        Args:
+            parse: function of a record's fields; may raise ValueError.
+            skip_bad: yield the errors of bad records in place of the results, instead of raising them.
+
+        Raises:
+            ConfigError: a record cannot be read, or `parse` raised ValueError.
+        """
         way_out = "" if skip_bad else "; mend the record, or leave such ones out with --skip-bad-lines"
 
         def value(record: Any, number: int) -> T:
@@ -92,7 +105,7 @@ class Chunk:
     def _each(self, parse: Callable[[Any, int], T], skip_bad: bool) -> Iterator[T | ConfigError]:
         for number, record in enumerate(self.records, self.first):
             if self.unit == "line" and not record.strip():
-                continue  # a blank line is no document
+                continue  # A blank line is not a document.
             try:
                 if isinstance(record, Broken):
                     raise self.error(number, record.why)
@@ -120,7 +133,7 @@ class Chunk:
         return None if blank and not (self.continues or self.unfinished) else record
 
     def error(self, number: int, what: str) -> ConfigError:
-        """A mistake in record `number`."""
+        """Return the error for a mistake in record `number`."""
         return ConfigError(f"{self.origin}{'' if self.unit == 'file' else f', {self.unit} {number:,}'}: {what}")
 
     def _decode(self, record: bytes, number: int) -> str:
@@ -166,5 +179,5 @@ def _lists_in(value: Mapping[str, Any]) -> str:
 
 
 def no_such_key(key: str, keys: Iterable[str], option: str = "--text-key") -> str:
-    """Message for a missing key, which `option` names."""
+    """Return the message for a missing key, which the command-line option `option` names."""
     return f"no key {key!r}; the keys are: {', '.join(keys) or 'none'}. Choose one with {option}"

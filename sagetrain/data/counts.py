@@ -1,4 +1,4 @@
-"""What went into token files, what was left out of them, and how that is said."""
+"""Counts of what went into token files and of what was left out, and the messages about them."""
 
 from __future__ import annotations
 
@@ -13,48 +13,49 @@ from sagetrain.data.records import Notes, Records
 
 @dataclass
 class Counts:
-    """What went into one token file."""
+    """The counts of one token file."""
 
     documents: int = 0
     tokens: int = 0
     bytes: int = 0
     """UTF-8 bytes of text."""
     empty_documents: int = 0
-    """Left out: no text, or nothing but white space. Not part of `documents`."""
+    """Documents that were left out because they had no text, or only white space. Not part of `documents`."""
     bad_lines: int = 0
-    """Left out with skip_bad_lines."""
+    """Lines that were left out with skip_bad_lines."""
     counted_tokens: int = 0
-    """Of records: those that count in the loss."""
+    """For records: tokens that count in the loss."""
     padding_tokens: int = 0
-    """Those between records."""
+    """For records: padding tokens between records."""
     cut_records: int = 0
-    """Longer than a sequence, and cut at its end."""
+    """Records that were longer than a sequence, and were cut at its end."""
     too_long_records: int = 0
-    """Left out: their completion begins behind the end of a sequence. Not part of `documents`."""
+    """Records that were left out because their completion begins after the end of a sequence. Not part of
+    `documents`."""
 
     @classmethod
     def recorded(cls, record: Mapping[str, Any]) -> Counts:
-        """Those of a token file's provenance."""
+        """Read the counts from the provenance record of a token file."""
         return cls(**{key: record.get(key, nothing) for key, nothing in asdict(cls()).items()})
 
 
 class Tally:
-    """The counts of a call's token files, by "train" and "valid"; what is left out counts in "train"."""
+    """The counts of all token files of a call, by "train" and "valid". What is left out counts in "train"."""
 
     def __init__(self, sides: Iterable[str]):
         self.counts = {side: Counts() for side in sides}
         self.first_bad: str | None = None
-        """What is wrong with the first bad line, and where."""
+        """The mistake in the first bad line, and its place."""
         self.notes = Notes()
-        """What else is to be said of the records."""
+        """Further notes about the records."""
 
     @property
     def tokens(self) -> int:
-        """Of all files."""
+        """The number of tokens in all files."""
         return sum(each.tokens for each in self.counts.values())
 
     def add(self, encoded: Encoded) -> None:
-        """Add a chunk."""
+        """Add the counts of an encoded chunk."""
         for side, part in encoded.parts.items():
             self.counts[side].tokens += len(part.tokens)
             self.counts[side].bytes += part.bytes
@@ -70,7 +71,7 @@ class Tally:
         self.notes += encoded.notes
 
     def sentences(self, outputs: Mapping[str, Path], records: Records | None) -> Iterator[str]:
-        """What was written, and what was left out."""
+        """Yield sentences about what was written and what was left out."""
         for side, path in outputs.items():
             found = self.counts[side]
             yield f"{path}: {found.tokens:,} tokens, {many(found.documents, 'document')}"
@@ -89,7 +90,8 @@ class Tally:
         yield from self._notes()
 
     def _notes(self) -> Iterator[str]:
-        """What is to be said of records: a line for each sentence, with its keys, the most frequent first."""
+        """Yield a line for each note about records. It lists the keys that the note is about, the most frequent
+        first."""
         about: dict[str, list[str]] = {}
         for (sentence, key), count in sorted(self.notes.items(), key=lambda item: (item[0][0], -item[1], item[0][1])):
             about.setdefault(sentence, []).append(f"{key} ({many(count, 'record')})".lstrip())
@@ -98,7 +100,7 @@ class Tally:
             yield f"{sentence} {', '.join(keys[:12])}{rest}"
 
     def why_nothing(self, side: str, records: Records | None, valid_fraction: float) -> str:
-        """Why a file may have got no document; empty where nothing is known."""
+        """Return the reason why a file may have got no document, for a message. Return "" where no reason is known."""
         why = f" ({self._bad_lines()})" if self.first_bad else ""
         if records and self.counts["train"].too_long_records:
             why += f" ({self._too_long(records)})"
@@ -116,5 +118,5 @@ class Tally:
 
 
 def many(number: int, what: str) -> str:
-    """1 token, 2 tokens."""
+    """Return a number with its noun: 1 token, 2 tokens."""
     return f"{number:,} {what}{'s' * (number != 1)}"

@@ -1,7 +1,8 @@
-"""Where `sagetrain prepare` writes, and what may stand there already.
+"""The files that `sagetrain prepare` writes, and the checks of what stands there already.
 
-A token file belongs to the tokenizer in its folder, a held-out file to the text that it was kept out of, and parts of a
-text to each other: nothing is written that would part them, and nothing of another request is replaced unasked.
+A token file belongs to the tokenizer in its folder. A held-out file belongs to the text that it was kept out of. The
+parts of a text belong to each other. Nothing is written that would part them, and nothing of another request is
+replaced unless the user asks for it.
 """
 
 from __future__ import annotations
@@ -22,38 +23,41 @@ from sagetrain.data.tokenizer_copy import sha256_of
 
 @dataclass(frozen=True)
 class Destination:
-    """The token files that a call writes, with the tokenizer in their folder."""
+    """The token files that a call writes, and the tokenizer in their folder."""
 
     named: Path
-    """The token file as the user named it, without suffix."""
+    """The path of the token file as the user named it, without suffix."""
     division: tuple[int, int] | None
-    """(K, N): it is the K-th of N parts that is written."""
+    """(K, N) if the K-th of N parts is written. None if the text is not divided."""
     split: bool
-    """Whether a held-out file is written, too."""
+    """Whether a held-out file is written as well."""
 
     @property
     def folder(self) -> Path:
-        """Of all of them."""
+        """The folder of all files."""
         return self.named.parent
 
     @cached_property
     def train(self) -> Path:
-        """The token file."""
+        """The path of the token file."""
         return self._part(self.named)
 
     @cached_property
     def valid(self) -> Path:
-        """The held-out one, or where it would be."""
+        """The path of the held-out token file, or where it would be."""
         return self._part(self.named.with_name("valid"))
 
     @cached_property
     def outputs(self) -> dict[str, Path]:
-        """By "train" and, where it is written, "valid"."""
+        """The paths of the token files that are written, by "train" and, if it is written, "valid"."""
         return {"train": self.train} | ({"valid": self.valid} if self.split else {})
 
     def holds(self, request: dict[str, Any], tokenizer: str) -> bool:
-        """Whether all files exist and come from this request, with a tokenizer of this name. ConfigError if files of
-        another request are in the way."""
+        """Whether all files exist and come from this request, with a tokenizer file of this name.
+
+        Raises:
+            ConfigError: files of another request are in the way, or a file is damaged.
+        """
         existing = [path for path in self.outputs.values() if token_path(path, ".idx").exists()]
         for path in existing:
             if read_provenance(path).get("request") != request:
@@ -61,17 +65,22 @@ class Destination:
                     f"token file {path} exists and was prepared from other inputs or settings: "
                     "choose another output (-o), delete it, or replace it with --overwrite"
                 )
-            TokenFile(path)  # raises if it is damaged
+            TokenFile(path)  # This raises an error if the file is damaged.
         return len(existing) == len(self.outputs) and (self.folder / tokenizer).is_file()
 
     def check_tokenizer(self, request: dict[str, Any]) -> None:
-        """ConfigError if the folder's tokenizer would be replaced by another one: checkpoints need the old one."""
+        """Check that the folder's tokenizer would not be replaced by another one, because checkpoints need it.
+
+        Raises:
+            ConfigError: it would be replaced.
+        """
         there = tokenizer_in(self.folder)
         if not there.is_file():
             return
         theirs = sha256_of(there.read_bytes())
         # An interrupted call with this request may have left the tokenizer that it trained, and one of two token files.
-        # Or another host finishes its part: its record goes when its token files say the same, so it is read first.
+        # Or another host finishes its part: its journal disappears when its token files are there, so the journal is
+        # read first.
         unfinished = recorded_tokenizers(self.folder, request)
         paths = {path.with_suffix("") for path in self.folder.glob("*-of-*.idx")} | set(self.outputs.values())
         records = [read_provenance(path) for path in paths]
@@ -84,7 +93,11 @@ class Destination:
             )
 
     def check_siblings(self, tokenizer: Tokenizer) -> None:
-        """ConfigError if other token files of the folder belong to another tokenizer, and would lose it."""
+        """Check that no other token files in the folder belong to another tokenizer, which they would lose.
+
+        Raises:
+            ConfigError: some do.
+        """
         for idx in sorted(self.folder.glob("*.idx")):
             path = idx.with_name(idx.name.removesuffix(".idx"))
             theirs = read_provenance(path).get("tokenizer_sha256")
@@ -94,13 +107,18 @@ class Destination:
                 )
 
     def check_held_out(self, sources: list[str], request: dict[str, Any]) -> None:
-        """ConfigError if a held-out file that is not written anew holds documents that would now be in both."""
+        """Check that a held-out file that is not written anew holds no documents that would now be in both files.
+
+        Raises:
+            ConfigError: it does.
+        """
         idx = token_path(self.valid, ".idx")
         if self.split or self.train == self.valid or not idx.exists():
             return
         record = read_provenance(self.valid)
         theirs = record.get("request", {})
-        # Its own train file replaced from a source that has changed since: most documents are the same.
+        # The train file of the same split is replaced, from a source that has changed since. Most documents are the
+        # same.
         same_split = read_provenance(self.train).get("request") == theirs and set(sources) & set(
             record.get("sources", ())
         )
@@ -112,8 +130,15 @@ class Destination:
             )
 
     def check_parts(self, request: dict[str, Any]) -> list[str]:
-        """ConfigError if NAME-* would hold parts of another whole: some documents would be there twice, others not.
-        What is to be said of parts that may be."""
+        """Check that NAME-* will not hold parts of different preparations, in which some documents are twice and others
+        missing.
+
+        Returns:
+            Notes about parts that may belong together.
+
+        Raises:
+            ConfigError: there are parts of another preparation.
+        """
         if not self.division:
             return []
         notes = []
@@ -122,8 +147,8 @@ class Destination:
             if path == self.train or not (found := part.fullmatch(path.name)):
                 continue
             if not (made_from := read_provenance(path).get("request")):
-                continue  # from elsewhere
-            # Tokenizers are compared by what they are (check_siblings): the first part may have trained it.
+                continue  # This file comes from elsewhere.
+            # Tokenizers are compared by their hash (check_siblings), because the first part may have trained it.
             differ = differences(made_from, request)
             differ = [key for key in differ if key not in ("shard", "tokenizer", "skip_bad_lines")]
             count = self.division[1]
@@ -134,7 +159,7 @@ class Destination:
                     "another output (-o), delete the token files of the other one, or replace it part by part with "
                     "--overwrite"
                 )
-            if differ:  # copies on several hosts have times of their own
+            if differ:  # Copies on several hosts have modification times of their own.
                 notes.append(
                     f"{path.name} was made from inputs of other names, sizes or times; are they the same text?"
                 )

@@ -1,4 +1,5 @@
-"""Text to tokens, in this process or in several: the same tokens in the same order whatever their number."""
+"""Turn text into tokens, in this process or in several. The tokens and their order do not depend on the number of
+processes."""
 
 from __future__ import annotations
 
@@ -30,15 +31,16 @@ _HASHED_BYTES = 1 << 16
 
 @dataclass
 class EncodedPart:
-    """Documents of one chunk that go to one file: `lengths` of consecutive pieces of `tokens`."""
+    """The documents of one chunk that go to one file. `lengths` are the lengths of consecutive documents in
+    `tokens`."""
 
     tokens: np.ndarray
     lengths: np.ndarray
     bytes: int
     counted: np.ndarray | None = None
-    """bool, of records: which tokens count in the loss."""
+    """For records: which tokens count in the loss, bool."""
     padding: int = 0
-    """Tokens between records."""
+    """For records: padding tokens between records."""
 
 
 @dataclass
@@ -49,18 +51,18 @@ class Encoded:
     empty_documents: int
     bad_lines: int
     first_bad: str | None
-    """What is wrong with the first of them, and where."""
+    """The mistake in the first bad line, and its place."""
     continues: bool
     input: str
     consumed: int
     after: Place | None
-    """As in Chunk."""
+    """The place up to which the corpus has been read, as in Chunk."""
     cut: int = 0
     """Records that were longer than a sequence, and were cut at its end."""
     too_long: int = 0
-    """Records of which nothing that counts was left, and which were left out."""
+    """Records that were left out because nothing was left that counts in the loss."""
     notes: Notes = field(default_factory=Counter)
-    """What else is to be said of the records (records.py)."""
+    """Further notes about the records (records.py)."""
 
 
 @dataclass
@@ -71,7 +73,7 @@ class _Record:
 
 
 class Encoder:
-    """Chunk -> Encoded; depends on nothing else, so that any process can do it."""
+    """A function from Chunk to Encoded. It depends on nothing else, so that any process can run it."""
 
     def __init__(
         self,
@@ -82,7 +84,16 @@ class Encoder:
         records: Records | None = None,
         prefix: Sequence[int] = (),
     ):
-        """prefix: tokens before each document, or each record that no template wrote."""
+        """Build the tokenizer.
+
+        Args:
+            model: content of the tokenizer file.
+            text_key: field that holds the text.
+            valid_fraction: share of the documents that goes to the held-out file.
+            skip_bad_lines: count bad lines instead of raising an error.
+            records: how records of fine-tuning are read; None for plain text.
+            prefix: tokens before each document, or before each record that no template wrote.
+        """
         self.model = model
         self.tokenizer = Tokenizer(model)
         self.text_key = text_key
@@ -127,7 +138,7 @@ class Encoder:
         return Encoded(parts, empty, len(bad), first_bad, chunk.continues, chunk.input, chunk.consumed, chunk.after)
 
     def _encode_records(self, chunk: Chunk, records: Records) -> Encoded:
-        """Each side's records in sequences of seq_length: whole, or cut where one alone is longer."""
+        """Pack the records of each side into sequences of seq_length. Records stay whole unless one alone is longer."""
         sides: dict[str, list[_Record]] = {"train": [], "valid": []}
         cut, bad, notes = 0, [], Notes({(UNREAD, name): len(chunk.records) for name in chunk.unread})
         found = list(chunk.values(partial(self._encode_record, records, notes), self.skip_bad_lines))
@@ -154,12 +165,12 @@ class Encoder:
             counted = [*(False for _ in self.prefix), *counted, True]
         elif not all(self._ends(ids[start:stop]) for start, stop in _runs(counted)):
             notes[ENDLESS, ""] += 1
-        counted[0] = False  # what comes before it is another record
+        counted[0] = False  # The token before it belongs to another record.
         text = "".join(text for text, _ in parts).encode()
         return _Record(np.array(ids, self._dtype), np.array(counted, bool), text)
 
     def _ends(self, answer: list[int]) -> bool:
-        """Whether an answer ends with a control token, or with one and white space."""
+        """Whether an answer ends with a control token, apart from white space behind it."""
         tokenizer = self.tokenizer
         for token in reversed(answer):
             if token == tokenizer.eos_id or tokenizer.is_control(token):
@@ -169,8 +180,8 @@ class Encoder:
         return False
 
     def _packed(self, rows: list[_Record], seq_length: int) -> EncodedPart:
-        """Each record, the longest first, where it finds room first; what is left behind the last one of a sequence
-        belongs to it, so that there are no more documents than records."""
+        """Put each record, the longest first, into the first sequence that has room for it. The room that is left at
+        the end of a sequence belongs to its last record, so that there are no more documents than records."""
         rows = sorted(rows, key=lambda row: -len(row.tokens))
         room = np.full(len(rows), seq_length)
         sequences: list[list[_Record]] = []
@@ -201,15 +212,16 @@ class Encoder:
 
 
 def _runs(counted: Sequence[bool]) -> list[tuple[int, int]]:
-    """Where tokens that count follow each other: the first of them, and the place behind the last."""
+    """Return the ranges of consecutive tokens that count: the first token, and the place behind the last."""
     edges = [place for place, (a, b) in enumerate(pairwise([False, *counted, False])) if a != b]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def encode(chunks: Iterable[Chunk], encoder: Encoder, num_workers: int) -> Iterator[Encoded]:
-    """Encoded chunks in their order. Chunk n goes to worker n mod num_workers, at most two ahead of what is taken.
+    """Yield the encoded chunks in their order. Chunk n goes to worker n mod num_workers, and each worker is at most two
+    chunks ahead.
 
-    Pipes rather than a ProcessPoolExecutor: an executor may wait for ever when one of its processes is killed.
+    The processes are connected by pipes. A ProcessPoolExecutor may wait for ever when one of its processes is killed.
     """
     if num_workers == 1:
         yield from map(encoder, chunks)
@@ -217,7 +229,7 @@ def encode(chunks: Iterable[Chunk], encoder: Encoder, num_workers: int) -> Itera
     workers: list[_Worker] = []
     try:
         workers += [_Worker() for _ in range(num_workers)]
-        for worker in workers:  # after all have been started: it waits until the worker is up
+        for worker in workers:  # All workers are started first, because `send` waits until its worker is up.
             worker.send(encoder)
         sent = taken = 0
         for chunk in chunks:
@@ -234,10 +246,11 @@ def encode(chunks: Iterable[Chunk], encoder: Encoder, num_workers: int) -> Itera
 
 
 class _Worker:
-    """A process that gets an encoder, then chunks, and gives back what the encoder makes of each."""
+    """A process that receives an encoder and then chunks, and sends back each encoded chunk."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+        # A fork would copy locks that other threads hold.
+        context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(theirs,), daemon=True)
         self._process.start()
@@ -259,7 +272,8 @@ class _Worker:
         return result
 
     def stop(self) -> None:
-        self._connection.close()  # the worker ends when it sees this, whatever it is doing
+        # The worker ends when it sees this, whatever it is doing.
+        self._connection.close()
         self._process.join()
 
     def _died(self) -> ConfigError:
@@ -272,15 +286,17 @@ class _Worker:
 
 
 def _work(connection: Connection) -> None:
-    """Life of a worker. A thread takes in what the parent sends, so that neither ever waits for the other to read."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    """Run a worker. A thread receives what the parent sends, so that neither process ever waits for the other to
+    read."""
+    # Ctrl-C reaches the whole process group, and the parent decides what follows.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def take_in() -> None:
         try:
             while True:
                 messages.put(connection.recv())
-        except (EOFError, OSError):  # the parent has finished, or is gone, however it ended
+        except (EOFError, OSError):  # The parent has finished, or has died.
             os._exit(0)
 
     threading.Thread(target=take_in, daemon=True).start()
@@ -292,5 +308,5 @@ def _work(connection: Connection) -> None:
             result = error
         try:
             connection.send(result)
-        except OSError:  # as above
+        except OSError:  # The parent has died.
             os._exit(0)

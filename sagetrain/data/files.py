@@ -1,4 +1,4 @@
-"""Readers of files: JSON lines, JSON arrays, tables, Parquet, plain text. Each gives chunks of consecutive records."""
+"""Readers of files: JSON lines, JSON arrays, tables, Parquet, plain text. Each yields chunks of consecutive records."""
 
 from __future__ import annotations
 
@@ -23,31 +23,37 @@ _HASHED_BYTES = 1 << 16
 _FIRST_LINE = 1 << 26
 _SPACE = re.compile(r"[ \t\n\r]*")
 _CUT = 16
-"""Characters before its end within which text that is cut may be no JSON: a literal, an escape."""
+"""A mistake this many characters before the end of a text may come from the text being cut inside of a literal or an
+escape."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of a file is read."""
+    """The parts of a file that are read."""
 
     columns: tuple[str, ...]
-    """The field that holds the text, or with `fields` those of a record."""
+    """The field that holds the text, or with `fields` the fields that every record has."""
     optional: tuple[str, ...] = ()
     """Fields of a record that may be missing."""
     fields: bool = False
-    """Records are dicts of fields, not texts."""
+    """Whether records are dicts of fields instead of texts."""
     separator: bytes = b""
-    """What stands between the documents of a plain text file; nothing: the file is one document."""
+    """The bytes between the documents of a plain text file. Empty: the file is one document."""
 
     @property
     def divisible(self) -> bool:
-        """Whether documents are found from any place of a text file on: no separator can begin inside of another."""
+        """Whether documents can be found from any place of a text file on, because no separator can begin inside of
+        another."""
         cut = self.separator
         return bool(cut) and not any(cut[:size] == cut[-size:] for size in range(1, len(cut)))
 
 
 def check_columns(origin: object, names: Sequence[str], wanted: Wanted) -> None:
-    """ConfigError if columns are not among the names of a table's, or several have the name of one that is read."""
+    """Check that the columns to read are among the names of a table's columns, each once.
+
+    Raises:
+        ConfigError: a column is missing, or several columns have the name of one that is read.
+    """
     option = "--prompt-field, --completion-field or --chat-field" if wanted.fields else "--text-key"
     for column in wanted.columns:
         if column not in names:
@@ -61,8 +67,18 @@ def check_columns(origin: object, names: Sequence[str], wanted: Wanted) -> None:
 
 
 def read(content: Content, wanted: Wanted, place: Place, start: int = 0, stop: int | None = None) -> Iterator[Chunk]:
-    """Chunks of a file that is no archive and no Parquet; of an uncompressed file of lines, or of divisible text, those
-    of the records that begin at bytes `start` to `stop` - 1. Records before `place` may come again."""
+    """Yield the chunks of a file that is neither an archive nor Parquet.
+
+    Records before `place` may come again.
+
+    Args:
+        content: the file.
+        wanted: the columns to read, or the separator of documents.
+        place: the place up to which the input has been read already.
+        start: first byte. Only for uncompressed files of lines or of divisible text; records that begin before are left
+            out.
+        stop: byte after the last one. Records that begin there or later are left out.
+    """
     match kind_of(content.name):
         case Kind.LINES:
             return _read_lines(content, place, start, stop)
@@ -77,7 +93,7 @@ def read(content: Content, wanted: Wanted, place: Place, start: int = 0, stop: i
 
 
 def _text_blocks(content: Content, start: int = 0) -> Iterator[tuple[bytes, int]]:
-    """Blocks of a file that is text by its first bytes; ConfigError if it is not."""
+    """Yield the blocks of a file whose first bytes are text. Raises ConfigError if they are not."""
     first = start == 0
     for block, consumed in blocks(content, start):
         if first:
@@ -92,13 +108,13 @@ def _text_blocks(content: Content, start: int = 0) -> Iterator[tuple[bytes, int]
 def _read_lines(
     content: Content, place: Place, start: int, stop: int | None, given: Iterator[tuple[bytes, int]] | None = None
 ) -> Iterator[Chunk]:
-    """Chunks of whole lines; of an uncompressed file, of those that begin at bytes `start` to `stop` - 1. given: the
-    blocks, where somebody has looked at them."""
+    """Yield chunks of whole lines. Of an uncompressed file these are the lines that begin at bytes `start` to `stop` -
+    1. `given` are the blocks, if somebody has looked at them already."""
     name = f"{content.name} from byte {start:,}" if start else content.name
     number = place.records + 1 if place.offset else 1
     size, consumed, offset, chunk = 0, 0, place.offset or start, []
     plain = not compression(content.name)
-    # A part begins at the first line that begins in it: after the end of the line that its first byte follows.
+    # A part begins at the first line that begins in it, after the end of the line that its first byte is in.
     cut = bool(start) and not place.offset
     for line, consumed, rest in lines(given or _text_blocks(content, offset - 1 if cut else offset)):
         if plain and stop is not None and offset >= stop:
@@ -118,12 +134,12 @@ def _read_lines(
 
 
 def is_array(head: bytes) -> bool:
-    """Whether JSON that begins so is an array."""
+    """Whether JSON with this beginning is an array."""
     return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _read_json(content: Content, place: Place, start: int, stop: int | None) -> Iterator[Chunk]:
-    """Chunks of an array's elements, or of lines."""
+    """Yield chunks of an array's elements, or of JSON lines."""
     if start or place.offset:
         yield from _read_lines(content, place, start, stop)
         return
@@ -144,7 +160,7 @@ def _chained(before: list[tuple[bytes, int]], given: Iterator[tuple[bytes, int]]
 
 
 def _read_array(content: Content, given: Iterator[tuple[bytes, int]]) -> Iterator[Chunk]:
-    """Elements of a JSON array as their own bytes, so that no more than one of them has to be in memory."""
+    """Yield the elements of a JSON array as bytes, so that only a chunk of them has to be in memory."""
     array, chunk, size = _Array(content.name, given), [], 0
     for element in array:
         chunk.append(element.encode())
@@ -157,7 +173,7 @@ def _read_array(content: Content, given: Iterator[tuple[bytes, int]]) -> Iterato
 
 
 class _Array:
-    """The elements of a JSON array as text, read block by block."""
+    """An iterator over the elements of a JSON array as text. The file is read block by block."""
 
     def __init__(self, name: str, given: Iterator[tuple[bytes, int]]) -> None:
         self.number = self.consumed = 0
@@ -182,7 +198,7 @@ class _Array:
             begin = self._place
             try:
                 _, end = self._decoder.raw_decode(self._text, begin)
-                if end < len(self._text) or self._ended:  # a number may go on
+                if end < len(self._text) or self._ended:  # The text may be cut inside of a number.
                     self.number, self._place = self.number + 1, end
                     return self._text[begin:end]
             except (ValueError, RecursionError) as error:
@@ -193,7 +209,7 @@ class _Array:
             self._more(2 * (len(self._text) - begin))
 
     def _next(self) -> str:
-        """The next character that is no white space, which is not taken; nothing at the end."""
+        """Return the next character that is not white space, without consuming it. Return "" at the end."""
         while True:
             place = _SPACE.match(self._text, self._place).end()  # type: ignore[union-attr]
             self._place = place
@@ -213,7 +229,7 @@ class _Array:
         return found
 
     def _more(self, size: int) -> None:
-        """Have at least so many characters from the present place on, or all that there are."""
+        """Read until `size` characters follow the current position, or until the end."""
         parts = [self._text[self._place :]]
         self._place, there = 0, len(parts[0])
         while there < size and not self._ended:
@@ -234,7 +250,8 @@ class _Array:
 
 
 def _read_table(content: Content, wanted: Wanted) -> Iterator[Chunk]:
-    """Rows of a .csv or .tsv, whose first line names the columns: the texts of one of them, or dicts of fields."""
+    """Yield the rows of a .csv or .tsv, whose first line names the columns. Rows are the texts of one column, or dicts
+    of fields."""
     csv.field_size_limit(sys.maxsize)
     delimiter = DELIMITERS[Path(content.name.lower().removesuffix(compression(content.name))).suffix]
     progress = [0]
@@ -280,7 +297,7 @@ def _table_lines(content: Content, progress: list[int]) -> Iterator[str]:
 
 
 def _rows_of(name: str, reader: Any) -> Iterator[list[str]]:
-    """Rows that are not empty lines; a csv.Error with its place."""
+    """Yield the rows that are not empty lines. A csv.Error becomes a ConfigError with its line."""
     try:
         yield from (row for row in reader if row)
     except csv.Error as error:
@@ -291,7 +308,12 @@ def _rows_of(name: str, reader: Any) -> Iterator[list[str]]:
 
 
 def read_parquet(path: Path, wanted: Wanted) -> Iterator[Chunk]:
-    """Rows are the texts of one column, or with `fields` dicts of these columns, and of optional ones."""
+    """Yield chunks of a Parquet file. Rows are the texts of one column, or with `fields` dicts of the wanted and the
+    optional columns.
+
+    Raises:
+        ConfigError: the file cannot be read, or lacks a column.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -313,7 +335,17 @@ def read_parquet(path: Path, wanted: Wanted) -> Iterator[Chunk]:
 def rows_of(
     origin: str, table: Any, number: int, columns: Sequence[str], fields: bool, names: Sequence[str], consumed: int = 0
 ) -> Chunk:
-    """A chunk of an Arrow table's rows, from row `number` on; names: of all columns of the whole table."""
+    """Build a chunk from the rows of an Arrow table.
+
+    Args:
+        origin: file or dataset, for messages.
+        table: an Arrow table or record batch.
+        number: number of its first row.
+        columns: the columns to read.
+        fields: whether rows become dicts of fields instead of texts.
+        names: all columns of the whole table.
+        consumed: bytes of the input that have been read.
+    """
     from sagetrain.data.arrow_tables import records_in, values_in
 
     try:
@@ -329,10 +361,10 @@ def rows_of(
 
 
 def _read_text(content: Content) -> Iterator[Chunk]:
-    """One document: the whole file, in parts that end with a newline where there is one.
+    """Yield one document, the whole file, in parts that end with a newline where there is one.
 
-    Newlines are tokens of their own in our tokenizers, so the parts give the tokens that the whole would give; others
-    may have a token that spans the cut.
+    In the tokenizers that `sagetrain prepare` trains, newlines are tokens of their own, so the parts have the same
+    tokens as the whole. Other tokenizers may have a token that spans the cut.
     """
     rest, consumed, split_key, pending, started = bytearray(), 0, None, None, False
     for block, consumed in _text_blocks(content):
@@ -362,14 +394,18 @@ def _read_text(content: Content) -> Iterator[Chunk]:
 
 
 def _may_be_cut_json(text: bytearray) -> bool:
-    """Whether a text that goes on may begin with a line of JSON that is not whole yet."""
+    """Whether a text that goes on may begin with a line of JSON that is not complete yet."""
     begin = text[:HEAD].lstrip()
     skipped = min(len(text), HEAD) - len(begin)
     return not begin or (begin.startswith(b"{") and text.find(b"\n", skipped) < 0 and len(text) < _FIRST_LINE)
 
 
 def _refuse_json(name: str, text: bytearray) -> None:
-    """ConfigError if plain text is JSON lines by its first line, or an array of JSON objects by the first of them."""
+    """Refuse plain text whose first line is a JSON object, and text that begins as an array of JSON objects.
+
+    Raises:
+        ConfigError: it is JSON.
+    """
     begin = bytes(text).lstrip()
     what, suffix = "", ""
     try:
@@ -390,14 +426,15 @@ def _refuse_json(name: str, text: bytearray) -> None:
 
 
 def _read_documents(content: Content, separator: bytes, place: Place, start: int, stop: int | None) -> Iterator[Chunk]:
-    """The documents of a text file that a separator stands between; of an uncompressed file, of those that begin at
-    bytes `start` to `stop` - 1. A long document comes in parts, each a chunk of its own."""
+    """Yield the documents of a text file that have a separator between them. Of an uncompressed file these are the
+    documents that begin at bytes `start` to `stop` - 1. A long document comes in parts, each a chunk of its own."""
     name = f"{content.name} from byte {start:,}" if start else content.name
     number = place.records + 1 if place.offset else 1
     cut = bool(start) and not place.offset
     at, plain = place.offset or start, not compression(content.name)
     rest, consumed, documents, size = bytearray(), 0, [], 0
-    split_key: bytes | None = None  # of a document of which a part was given
+    # This is set while a document is open of which a part was yielded.
+    split_key: bytes | None = None
 
     def chunk(records: list[bytes], continues: bool = False, unfinished: bool = False) -> Chunk:
         where = offset if plain and not unfinished else 0
@@ -412,7 +449,7 @@ def _read_documents(content: Content, separator: bytes, place: Place, start: int
         while (end := rest.find(separator, begin)) >= 0:
             document, begin = bytes(rest[begin:end]), end + len(separator)
             offset = consumed - (len(rest) - begin)
-            if cut:  # it began in the part before
+            if cut:  # This document began in the part before.
                 if offset >= start:
                     cut = False
             elif split_key is not None:
@@ -433,7 +470,7 @@ def _read_documents(content: Content, separator: bytes, place: Place, start: int
             if documents:
                 yield chunk(documents)
                 number, documents, size = number + len(documents), [], 0
-            limit = len(rest) - len(separator) + 1  # what follows may be the beginning of a separator
+            limit = len(rest) - len(separator) + 1  # The rest may be the beginning of a separator.
             part = rest.rfind(b"\n", 0, limit) + 1 or _character_boundary(rest[:limit])
             if not cut:
                 continues = split_key is not None
@@ -453,7 +490,7 @@ def _read_documents(content: Content, separator: bytes, place: Place, start: int
 
 
 def contains(content: Content, wanted: bytes) -> bool:
-    """Whether bytes are somewhere in a file."""
+    """Whether a file contains these bytes."""
     rest = b""
     for block, _ in blocks(content):
         if wanted in (rest := rest + block):
@@ -463,7 +500,7 @@ def contains(content: Content, wanted: bytes) -> bool:
 
 
 def _character_boundary(data: bytes | bytearray) -> int:
-    """The last position that does not cut a UTF-8 character."""
+    """Return the last position that does not cut a UTF-8 character."""
     for position in range(len(data) - 1, max(len(data) - 4, 0), -1):
         if data[position] & 0xC0 != 0x80:
             return position

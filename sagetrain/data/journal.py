@@ -1,7 +1,9 @@
-"""How far an unfinished `sagetrain prepare` has come, on the disk: the next call with the same request goes on there.
+"""The progress of an unfinished `sagetrain prepare`, on the disk. The next call with the same request continues from
+it.
 
-The token files grow at their ends alone, so a place in the text and the lengths of the files say everything. Nothing is
-copied when the work is done, and the files are the same bytes as of a call that was never interrupted.
+The token files only grow at their ends, so a place in the text and the lengths of the files are all that has to be
+recorded. Nothing is copied when the work is done. The files are the same bytes as those of a call that was never
+interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from sagetrain.data.chunk import Place
 from sagetrain.data.token_file import token_path, write_atomic, writing
 
 SECONDS = 10.0
-"""Between two records; at most this much work is done twice."""
+"""Seconds between two records. At most this much work is done twice."""
 _WORDS = {
     "inputs": "the number of input files",
     "inputs_sha256": "the inputs (a file was added, left out or changed since)",
@@ -31,44 +33,46 @@ _WORDS = {
 
 @dataclass
 class Unfinished:
-    """What had been done when a record was made."""
+    """The state of the work when a record was made."""
 
     request: dict[str, Any]
-    """What was asked for, as the finished token file names it."""
+    """The request, as the finished token file records it."""
     tokenizer_sha256: str
     place: Place
-    """Up to here the text is in the files."""
+    """The place up to which the text is in the files."""
     progress: int
-    """Where the progress bar stood."""
+    """The position of the progress bar."""
     counts: dict[str, dict[str, int]]
-    """By "train" and "valid"; fields of counts.Counts."""
+    """The fields of counts.Counts, by "train" and "valid"."""
     written: dict[str, dict[str, Any]]
-    """Likewise, what TokenFileWriter.written gave."""
+    """The results of TokenFileWriter.written, by "train" and "valid"."""
     first_bad: str | None
     notes: list[tuple[str, str, int]] = field(default_factory=list)
-    """What is to be said of records (records.py)."""
+    """Notes about records (records.py)."""
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Keys of two requests that are not the same."""
+    """Return the keys in which two requests differ."""
     return [key for key in theirs | ours if theirs.get(key) != ours.get(key)]
 
 
 def of_one_whole(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether two requests are the same, but for the part of the text."""
+    """Whether two requests are the same, apart from the part of the text."""
     return not {*differences(theirs, ours)} - {"shard"}
 
 
 def in_words(differ: list[str]) -> str:
-    """Those, as their options are called."""
+    """Return the keys as the command line calls them, for a message."""
     return " and ".join(_WORDS.get(key, f"--{key.replace('_', '-')}") for key in differ)
 
 
 def recorded_tokenizers(folder: Path, request: dict[str, Any]) -> list[str]:
-    """SHA-256 of the tokenizers that unfinished calls with this request, for any part of the text, have recorded."""
+    """Return the SHA-256 of the tokenizers that unfinished calls with this request have recorded, for any part of the
+    text."""
     found = []
     for path in folder.glob("*.json.partial"):
-        with suppress(FileNotFoundError, ValueError):  # another host has finished its part; damaged: its own matter
+        # Another host may have finished its part. A damaged record is reported where it is continued.
+        with suppress(FileNotFoundError, ValueError):
             content = json.loads(path.read_text())
             if of_one_whole(content["request"], request):
                 found.append(content["tokenizer_sha256"])
@@ -76,7 +80,7 @@ def recorded_tokenizers(folder: Path, request: dict[str, Any]) -> list[str]:
 
 
 class Journal:
-    """The record of an output: NAME.json.partial, and beside it the tokenizer if it was trained for this output."""
+    """The record of one output: NAME.json.partial, and beside it the tokenizer if it was trained for this output."""
 
     def __init__(self, output: Path):
         self._output = output
@@ -87,13 +91,18 @@ class Journal:
 
     @property
     def due(self) -> bool:
-        """Whether the last record, or the beginning of this call, is long enough ago."""
+        """Whether the last record, or the beginning of this call, is long enough ago for a new record."""
         return time.monotonic() >= self._due
 
     def read(self, request: dict[str, Any], overwrite: bool) -> Unfinished | None:
-        """What an earlier call for the same request has done; None if there was none.
+        """Return the state that an earlier call for the same request has recorded, or None if there was none.
 
-        ConfigError if one with another request did something; `overwrite` discards that.
+        Args:
+            request: the request of this call.
+            overwrite: discard the record of another request.
+
+        Raises:
+            ConfigError: a call with another request is unfinished, or the record is damaged.
         """
         try:
             content = json.loads(self._path.read_text())
@@ -105,7 +114,8 @@ class Journal:
         theirs = unfinished.request
         differ = differences(theirs, request)
         if not unfinished.counts["train"]["bad_lines"] and "skip_bad_lines" in differ:
-            differ.remove("skip_bad_lines")  # none has been met so far: what was done is right either way
+            # No bad line has been met so far, so the work is right with either setting.
+            differ.remove("skip_bad_lines")
         if not differ:
             return unfinished
         if not overwrite:
@@ -117,7 +127,7 @@ class Journal:
         return None
 
     def tokenizer(self, unfinished: Unfinished) -> bytes:
-        """The tokenizer that the unfinished call had trained."""
+        """Return the tokenizer that the unfinished call had trained. Raises ConfigError if it has changed."""
         with suppress(FileNotFoundError):
             model = self._tokenizer.read_bytes()
             if sha256(model).hexdigest() == unfinished.tokenizer_sha256:
@@ -125,7 +135,7 @@ class Journal:
         raise self.damaged(f"{self._tokenizer} is no longer what an unfinished call had written")
 
     def write(self, unfinished: Unfinished, trained: bytes | None) -> None:
-        """Record what is done, and the tokenizer if it was trained for this output."""
+        """Record the state of the work, and the tokenizer if it was trained for this output."""
         if trained and not self.exists:
             with writing(self._tokenizer):
                 write_atomic(self._tokenizer, trained)
@@ -135,11 +145,11 @@ class Journal:
         self._due = time.monotonic() + SECONDS
 
     def discard(self) -> None:
-        """Forget what was recorded: it is finished, or not wanted."""
+        """Delete the record, because the work is finished or not wanted."""
         for path in (self._path, self._tokenizer):
             path.unlink(missing_ok=True)
         self.exists = False
 
     def damaged(self, what: str) -> ConfigError:
-        """A record that cannot be gone on from."""
+        """Return the error for a record that cannot be continued."""
         return ConfigError(f"{what}: delete {self._output}.*.partial to start over")

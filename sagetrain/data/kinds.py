@@ -1,4 +1,4 @@
-"""What a file is: by its name, which says how it is read, and by its first bytes, which may contradict the name."""
+"""The kind of a file: its name says how it is read, and its first bytes may contradict the name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import PurePath
 from sagetrain.config.errors import ConfigError
 
 HEAD = 1 << 12
-"""Bytes that are looked at."""
+"""Number of bytes that are looked at."""
 _SHORT = {".tgz": ".tar.gz", ".tbz": ".tar.bz2", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 class Kind(Enum):
-    """How a file is read."""
+    """The way in which a file is read."""
 
     LINES = "JSON lines"
     JSON = "a JSON array or JSON lines"
@@ -28,7 +28,7 @@ class Kind(Enum):
 
 
 DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t", ".psv": "|"}
-"""What stands between the cells of a table, by the suffix of its name."""
+"""The character between the cells of a table, by the suffix of the file name."""
 _BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".ndjson"), Kind.LINES),
     ".json": Kind.JSON,
@@ -37,7 +37,7 @@ _BY_SUFFIX = {
     **dict.fromkeys((".tar", ".zip"), Kind.ARCHIVE),
 }
 _UNPACK = "convert it to text or .jsonl, or leave it out with --glob"
-# Of files that are no text: what they begin with -> what they are, and what to do.
+# The beginnings of files that are not text: what such a file is, and what to do with it.
 _BINARY = {
     rb"\x1f\x8b": ("compressed with gzip", "rename it so that it ends in .gz"),
     rb"BZh\d1AY&SY": ("compressed with bzip2", "rename it so that it ends in .bz2"),
@@ -71,7 +71,7 @@ _BINARY = {
     rb"([^\0]\0){8}": ("UTF-16, not UTF-8", "convert it: iconv -f UTF-16LE -t UTF-8"),
     rb"(\0[^\0]){8}": ("UTF-16, not UTF-8", "convert it: iconv -f UTF-16BE -t UTF-8"),
 }
-# The same of files whose text is not the text that they hold.
+# The beginnings of text files whose text is not the text that is wanted.
 _MARKED_UP = {
     rb"%PDF-": ("a PDF document", _UNPACK),
     rb"\{\\rtf": ("an RTF document", _UNPACK),
@@ -88,19 +88,19 @@ _MARKED_UP = {
 
 
 def compression(name: str | os.PathLike[str]) -> str:
-    """How a file is compressed by its name: .gz, .bz2, .xz, .zst, or nothing."""
+    """Return the compression of a file by its name: .gz, .bz2, .xz, .zst, or ""."""
     suffix = os.path.splitext(_in_full(name))[1]
     return suffix if suffix in _COMPRESSED else ""
 
 
 def kind_of(name: str | os.PathLike[str]) -> Kind:
-    """How a file is read by its name, which may be in capitals."""
+    """Return the kind of a file by its name, which may be in capitals."""
     path = _in_full(name).removesuffix(compression(name))
     return _BY_SUFFIX.get(os.path.splitext(path)[1], Kind.TEXT)
 
 
 def stem(name: str | os.PathLike[str]) -> str:
-    """Return the name of a file without what says how it is packed and, unless it is plain text, how it is written."""
+    """Return the name of a file without the suffix of its compression and, unless it is plain text, of its format."""
     path, suffix = os.path.splitext(os.fspath(name))
     if suffix.lower() in _SHORT:
         return path
@@ -110,15 +110,8 @@ def stem(name: str | os.PathLike[str]) -> str:
 
 
 def check_once(names: Iterable[str], where: str = "") -> None:
-    """Look for files that hold the same texts by their names: of one stem, or in the folder that an archive fills.
-
-    Args:
-        names: the paths of all files that are to be read.
-        where: what is put before names in the message.
-
-    Raises:
-        ConfigError: two of the files would be read as one text after the other.
-    """
+    """Check that no two files hold the same texts by their names: files of one stem, and files in a folder that an
+    archive fills."""
     found: dict[str, str] = {}
     archives: dict[str, str] = {}
     for name in names:
@@ -144,7 +137,7 @@ def _twice(one: str, other: str) -> ConfigError:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name has the suffix of a file that is read in some way, so that it is hardly that of a dataset."""
+    """Whether a name has the suffix of a file that can be read, so that it is hardly the name of a dataset."""
     return kind_of(name) is not Kind.TEXT or bool(compression(name)) or _in_full(name).endswith(".txt")
 
 
@@ -154,10 +147,14 @@ def _in_full(name: str | os.PathLike[str]) -> str:
 
 
 def check_head(name: str, head: bytes) -> None:
-    """Look at the first decompressed bytes of a file that is read as lines, JSON, a table or plain text.
+    """Check the first decompressed bytes of a file that is read as lines, JSON, a table or plain text.
+
+    Args:
+        name: path of the file, for messages.
+        head: its first bytes.
 
     Raises:
-        ConfigError: it is something else, by what it begins with; the message says what to do.
+        ConfigError: the bytes show that the file is something else. The message says what to do.
     """
     for begin, (what, fix) in _MARKED_UP.items():
         if re.match(begin, head):
@@ -167,12 +164,12 @@ def check_head(name: str, head: bytes) -> None:
     for begin, (what, fix) in _BINARY.items():
         if re.match(begin, head, re.DOTALL):
             raise ConfigError(f"{name}: is {what}; {fix}")
-    if b"\0" in head and kind_of(name) is not Kind.LINES:  # a line of zeros may be left out with --skip-bad-lines
+    if b"\0" in head and kind_of(name) is not Kind.LINES:  # A line of zeros may be left out with --skip-bad-lines.
         raise ConfigError(f"{name}: holds bytes of zero, as no text does; {_UNPACK}")
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether these are characters of UTF-8; the last one may be cut."""
+    """Whether these bytes are UTF-8 text. The last character may be cut."""
     try:
         head.decode()
     except UnicodeDecodeError as error:

@@ -1,14 +1,14 @@
-"""Training samples: one global order of sequences, dealt to any number of ranks.
+"""Training samples: one global order of sequences, which is distributed over any number of ranks.
 
-The order depends on the seed, the sequence length and the sources alone. Sequence `i` of the run is found in O(1) time
-and memory from `i`, so the position in the data is a single number, and changing the ranks, the micro-batch or the
-tokens per step changes nothing about which sequences come next.
+The order depends only on the seed, the sequence length and the sources. Sequence `i` of the run is found from `i` in
+O(1) time and memory, so the position in the data is a single number. Changing the number of ranks, the micro-batch or
+the tokens per step does not change which sequences come next.
 
-- A source is cut into windows of seq_length tokens (what is left at its end is not used). Each epoch of a source
-  visits all of its windows once, in an order given by a keyed permutation that is computed, not stored.
-- Sources are blended evenly: at any point each has had its share of the samples so far, to a sample or two.
+- A source is cut into windows of seq_length tokens; the rest at its end is not used. Each epoch of a source visits all
+  of its windows once, in the order of a keyed permutation that is computed, not stored.
+- Sources are blended evenly: at any point each has had its share of the samples so far, within a sample or two.
 - Windows run through the stream of documents without padding; document boundaries come from the token file's index.
-- What counts in the loss comes from the token files' masks; a label that does not count is MASKED.
+- The masks of the token files say which tokens count in the loss. A label that does not count is MASKED.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from sagetrain.data import order
 from sagetrain.data.token_files import check_vocabulary, content, open_sources, shares
 
 MASKED = -100
-"""Label of a token that does not count in the loss: the one that torch.nn.functional.cross_entropy leaves out."""
-_ORDER = 2  # version of the rules of order.py
-_EVALUATION_SEED = 0  # the same held-out sequences whatever the seed of the run
+"""The label of a token that does not count in the loss. torch.nn.functional.cross_entropy leaves out this label."""
+_ORDER = 2  # This is the version of the rules in order.py.
+_EVALUATION_SEED = 0  # With this seed, held-out sequences are the same whatever the seed of the run.
 
 
 @dataclass
@@ -42,9 +42,9 @@ class Sample:
     tokens: np.ndarray
     document_starts: list[int]
     source: int = 0
-    """Number of the source that it is from."""
+    """Index of the source that it is from."""
     counted: np.ndarray | None = None
-    """bool [seq_length]: whether tokens[1:] count in the loss; None: all do."""
+    """bool [seq_length]: whether tokens[1:] count in the loss. None: all do."""
 
 
 @dataclass
@@ -54,42 +54,52 @@ class Batch:
     tokens: torch.Tensor
     """int64 [B, S]."""
     labels: torch.Tensor
-    """int64 [B, S]: the token that follows each one, across document boundaries too; MASKED if it does not count."""
+    """int64 [B, S]: the token that follows each token, across document boundaries too. MASKED if it does not count."""
     positions: torch.Tensor | None
-    """int64 [B, S], from 0 in each document; None: 0..S-1."""
+    """int64 [B, S]: positions, counted from 0 in each document. None: 0..S-1."""
     cu_seqlens: torch.Tensor | None
-    """int32: where the documents of the flattened [B * S] tokens begin, and their end, the last value repeated to a
-    power of two (at least 16) so that compiled code meets few shapes. None: attention crosses document boundaries."""
+    """int32: the places in the flattened [B * S] tokens where documents begin, and their end. The last value is
+    repeated up to a power of two (at least 16) entries, so that compiled code meets few shapes. None: attention crosses
+    document boundaries."""
     max_seqlen: int | None
-    """At least the tokens of the longest document: a power of two, or S. None with cu_seqlens None."""
+    """An upper bound of the tokens in the longest document: a power of two, or S. None where cu_seqlens is None."""
     sample_ids: list[int]
     """Global indices of the sequences."""
     sources: list[int] = field(default_factory=list)
-    """Of each sequence, the number of the source that it is from."""
+    """For each sequence, the index of the source that it is from."""
     weight: int | None = None
-    """Sequences that count in an evaluation: the first ones, or all (None). Others keep this rank in step."""
+    """Number of sequences that count in an evaluation: the first ones, or all (None). The others keep this rank in step
+    with the other ranks."""
     divisor: float | None = None
-    """The loss is the sum over the labels that are not MASKED, divided by this: by their number, unless a step says
-    otherwise. None: none can be, and the loss is the mean."""
+    """The loss is the sum over the labels that are not MASKED, divided by this number. It is the number of those
+    labels, unless a step says otherwise. None: no label can be MASKED, and the loss is the mean."""
 
     @property
     def span(self) -> float:
-        """Sum of the squared lengths of the documents that attention stays within, over the tokens."""
+        """The sum of the squared lengths of the documents that attention stays within, divided by the number of
+        tokens."""
         if self.cu_seqlens is None:
             return float(self.tokens.shape[1])
         return self.cu_seqlens.diff().double().square().sum().item() / self.tokens.numel()
 
     def inputs(self, device: torch.device, cp_rank: int = 0, cp_size: int = 1) -> dict[str, Any]:
-        """Arguments of Transformer.forward on `device`: all tokens, or slice `cp_rank` of `cp_size` of each sequence.
+        """Return the arguments of Transformer.forward on `device`.
 
-        Attention sees whole sequences: cu_seqlens and max_seqlen are those of the batch in either case.
+        Args:
+            device: device of the tensors.
+            cp_rank: context-parallel rank; it gets this slice of each sequence.
+            cp_size: number of slices.
+
+        Returns:
+            The arguments by name. Attention sees whole sequences: cu_seqlens and max_seqlen are those of the whole
+                batch.
         """
         length = self.tokens.shape[1] // cp_size
 
         def there(x: torch.Tensor | None) -> torch.Tensor | None:
             if x is None or torch.device(device).type == "cpu":
                 return x
-            # Only from pinned memory does a copy not wait for all that the GPU still has to do.
+            # A copy waits for all pending work of the GPU unless it is from pinned memory.
             return x.pin_memory().to(device, non_blocking=True)
 
         def own(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -112,7 +122,15 @@ def batch_of(
     ids: Sequence[int] = (),
     weight: int | None = None,
 ) -> Batch:
-    """Samples of one length as a micro-batch."""
+    """Build a micro-batch from samples of one length.
+
+    Args:
+        samples: the sequences, equally long.
+        document_attention: whether attention stays within documents (cu_seqlens).
+        document_positions: whether positions restart at each document.
+        ids: global indices of the sequences.
+        weight: number of sequences that count in an evaluation.
+    """
     rows = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     seq_length = rows.shape[1] - 1
     starts = [row * seq_length + begin for row, sample in enumerate(samples) for begin in (0, *sample.document_starts)]
@@ -138,7 +156,7 @@ def batch_of(
 
 
 class SampleStream:
-    """The endless sequence of samples that a list of sources gives."""
+    """The endless sequence of samples from a list of sources."""
 
     def __init__(
         self,
@@ -152,9 +170,18 @@ class SampleStream:
     ):
         """Open the token files.
 
-        With `vocab_size`, tokens outside of it are errors; with `tokenizer_sha256`, files made with another tokenizer.
-        ConfigError for these, and as of open_sources. Weights are all numbers, or all "proportional"
-        (config.rules.data).
+        Args:
+            sources: the token files and their weights. Weights are all numbers, or all "proportional"
+                (config.rules.data).
+            seq_length: tokens of a sample.
+            seed: seed of the order of samples.
+            document_attention: whether attention stays within documents.
+            document_positions: whether positions restart at each document.
+            vocab_size: size of the vocabulary. Tokens outside of it are errors when they are read.
+            tokenizer_sha256: hash of the tokenizer. Files that were made with another one are errors.
+
+        Raises:
+            ConfigError: files contradict the last two, or open_sources refuses them.
         """
         self.seq_length = seq_length
         self.seed = seed
@@ -175,7 +202,7 @@ class SampleStream:
     def configured(
         cls, data: DataConfig, sources: list[DataSource], seed: int, vocab_size: int, tokenizer_sha256: str | None
     ) -> SampleStream:
-        """The stream of some of a run's sources, made with the run's tokenizer, if it has one."""
+        """Build the stream of some of a run's sources, with the run's tokenizer, if it has one."""
         return cls(
             sources,
             seq_length=data.seq_length,
@@ -188,19 +215,25 @@ class SampleStream:
 
     @property
     def num_windows(self) -> int:
-        """Different sequences of all sources together."""
+        """The number of different sequences in all sources together."""
         return sum(source.num_windows for source in self._sources)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sources together."""
+        """The number of tokens in all sources together."""
         return sum(source.num_tokens for source in self._sources)
 
     def validate(self, deep: bool, first: bool, progress: Callable[[int], None] = lambda tokens: None) -> None:
-        """Check blocks of every index, and with `deep` every token and checksum; ConfigError names the damaged file.
+        """Check blocks of every index, and with `deep` every token and checksum.
 
-        `first`: check all of the indexes of files that `sagetrain prepare` did not write. Its own are consistent by
-        construction. `progress` gets the tokens read since its last call.
+        Args:
+            deep: read all tokens.
+            first: also check the whole index of files that `sagetrain prepare` did not write. The indexes that it
+                writes are consistent by construction.
+            progress: gets the number of tokens read since its last call.
+
+        Raises:
+            ConfigError: names the damaged file.
         """
         for file, blocks in zip(self._files, shares(self._files), strict=True):
             whole = deep or (first and "sha256" not in file.provenance())
@@ -208,11 +241,11 @@ class SampleStream:
             progress(0)
 
     def content(self, progress: Callable[[int], None] = lambda tokens: None) -> dict[str, str]:
-        """Hashes of what the files hold (token_files.content). `progress` is called with 0 after each file."""
+        """Return hashes of the files' contents (token_files.content). `progress` is called with 0 after each file."""
         return content(self._files, progress)
 
     def locate(self, index: int, seed: int | None = None) -> tuple[int, int]:
-        """(source, window) of global sample `index`, in the order of `seed` (default: the stream's)."""
+        """Return (source, window) of global sample `index`, in the order of `seed` (default: the stream's)."""
         source, rank = self._blend.locate(index)
         windows = self._sources[source].num_windows
         epoch, position = divmod(rank, windows)
@@ -220,7 +253,7 @@ class SampleStream:
         return source, order.permute(position, windows, key)
 
     def sample(self, index: int, seed: int | None = None) -> Sample:
-        """Global sample `index` >= 0; what it takes does not grow with it."""
+        """Return global sample `index` >= 0. The time it takes does not grow with the index."""
         source, window = self.locate(index, seed)
         file, window = self._sources[source].window(window)
         start = window * self.seq_length
@@ -237,7 +270,8 @@ class SampleStream:
         return any(file.masked for file in self._files)
 
     def counted(self, first: int, count: int) -> int | None:
-        """Tokens of so many samples that count in the loss; None without masks. Reads those."""
+        """Return how many tokens of `count` samples count in the loss, by reading the masks. Return None if there are
+        none."""
         if not self.masked:
             return None
         total = 0
@@ -250,12 +284,12 @@ class SampleStream:
         return total
 
     def document_lengths(self, count: int) -> list[list[int]]:
-        """Of each of the first `count` samples, the tokens of its documents, cut at the sample's ends."""
+        """Return for each of the first `count` samples the lengths of its documents, cut at the ends of the sample."""
         edges = ([0, *self.sample(index).document_starts, self.seq_length] for index in range(count))
         return [[stop - start for start, stop in pairwise(row)] for row in edges]
 
     def _fingerprint(self) -> str:
-        """Return a hash of all that decides which samples come, and in which order."""
+        """Return a hash of everything that decides which samples come, and in which order."""
         content = {
             "order": _ORDER,
             "seq_length": self.seq_length,
@@ -267,16 +301,25 @@ class SampleStream:
 
 
 class Loader:
-    """This rank's micro-batches of any range of the stream.
+    """An iterator over the micro-batches of this rank, for any range of the stream.
 
     The caller holds the only cursor: the number of sequences that all ranks together have consumed. Threads prepare
-    batches ahead; they change neither the order nor the content, and an error in one is raised where its batch is due.
+    batches ahead of time. They change neither the order nor the content, and an error in one is raised where its batch
+    is due.
     """
 
     def __init__(
         self, stream: SampleStream, *, dp_rank: int, dp_size: int, micro_batch_size: int, num_workers: int = 0
     ):
-        """`num_workers` threads work ahead, by twice as many batches; 0 prepares a batch when it is asked for."""
+        """Start the threads.
+
+        Args:
+            stream: the samples.
+            dp_rank: data-parallel rank.
+            dp_size: number of data-parallel ranks.
+            micro_batch_size: sequences of a batch.
+            num_workers: threads, which prepare twice as many batches ahead. 0 prepares a batch when it is asked for.
+        """
         self.stream = stream
         self._first = dp_rank * micro_batch_size
         self._stride = dp_size * micro_batch_size
@@ -290,20 +333,26 @@ class Loader:
     def step_batches(
         self, cursor: int, tokens_per_step: int, next_tokens_per_step: int | None = None
     ) -> Iterator[Batch]:
-        """Micro-batches of this rank for one optimizer step.
+        """Yield the micro-batches of this rank for one optimizer step.
 
-        Over all ranks they are the samples cursor .. cursor + tokens_per_step / seq_length - 1, each once. With
-        `next_tokens_per_step` the threads go on into the step after this one.
+        The batches of all ranks together are the samples cursor .. cursor + tokens_per_step / seq_length - 1, each
+        once.
 
-        ValueError if tokens_per_step is no multiple of micro_batch_size x dp_size x seq_length.
+        Args:
+            cursor: sequences that all ranks together have consumed.
+            tokens_per_step: tokens of this step over all ranks.
+            next_tokens_per_step: tokens of the next step; with it, the threads go on into that step.
+
+        Raises:
+            ValueError: tokens_per_step is not a multiple of micro_batch_size x dp_size x seq_length.
         """
         return self._batches(*self._both_keys(cursor, tokens_per_step, next_tokens_per_step))
 
     def counted(self, cursor: int, tokens_per_step: int, next_tokens_per_step: int | None = None) -> int | None:
-        """Return how many tokens of this rank's micro-batches of one step count in the loss; None without masks.
+        """Return how many tokens of this rank's micro-batches of one step count in the loss, or None without masks.
 
-        Each rank reads its own masks, and the threads those of the step after this one ahead: what it takes does not
-        grow with the ranks.
+        Each rank reads its own masks, and the threads read those of the next step ahead, so the time does not grow with
+        the number of ranks.
         """
         if not self.stream.masked:
             return None
@@ -317,15 +366,16 @@ class Loader:
         return sum(part.result() for part in parts)
 
     def eval_size(self, num_sequences: int) -> int:
-        """Sequences that eval_batches evaluates on: as many as are asked for, or all that the sources hold."""
+        """Return the number of sequences that eval_batches evaluates: as many as are asked for, or all that the sources
+        hold."""
         return min(num_sequences, self.stream.num_windows)
 
     def eval_batches(self, num_sequences: int) -> Iterator[Batch]:
-        """Micro-batches of this rank over a fixed choice of sequences: the same ones each time and for every seed.
+        """Yield the micro-batches of this rank over a fixed choice of sequences, the same each time and for every seed.
 
-        Over all ranks they are exactly eval_size(num_sequences), equally many batches on each rank. What does not fill
-        the last ones is filled up with the first sequence, which does not count there (Batch.weight): no new shapes to
-        compile for.
+        The batches of all ranks together are exactly eval_size(num_sequences) sequences, and each rank has equally many
+        batches. Empty places in the last batches are filled with the first sequence, which does not count there
+        (Batch.weight), so that no new shapes have to be compiled.
         """
         count = self.eval_size(num_sequences)
         for key in range(self._first, self._first + -(-count // self._stride) * self._stride, self._stride):
@@ -333,13 +383,13 @@ class Loader:
             yield self._batch([*ids, *[0] * (self._micro_batch_size - len(ids))], _EVALUATION_SEED, weight=len(ids))
 
     def close(self) -> None:
-        """Stop the threads; the loader is of no use afterwards."""
+        """Stop the threads. The loader cannot be used afterwards."""
         self._discard(set())
         if self._pool:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _keys(self, cursor: int, tokens_per_step: int) -> range:
-        """First sample of each micro-batch of this rank: it determines the batch."""
+        """Return the index of the first sample of each micro-batch of this rank. It determines the batch."""
         multiple = self._stride * self.stream.seq_length
         if tokens_per_step < 1 or tokens_per_step % multiple:
             raise ValueError(
@@ -349,13 +399,13 @@ class Loader:
         return range(cursor + self._first, cursor + tokens_per_step // self.stream.seq_length, self._stride)
 
     def _both_keys(self, cursor: int, tokens_per_step: int, next_tokens_per_step: int | None) -> tuple[range, range]:
-        """Those of a step, and of the one after it if that is known."""
+        """Return the keys of a step's micro-batches, and those of the next step if its size is known."""
         after = cursor + tokens_per_step // self.stream.seq_length
         ahead = self._keys(after, next_tokens_per_step) if next_tokens_per_step else range(0)
         return self._keys(cursor, tokens_per_step), ahead
 
     def _count_ahead(self, pool: ThreadPoolExecutor, keys: range) -> list[Future[int]]:
-        """Let all threads count."""
+        """Count the tokens of these micro-batches in all threads."""
         return [pool.submit(self._count, keys[first :: self._workers]) for first in range(self._workers)]
 
     def _count(self, keys: range) -> int:
@@ -375,7 +425,7 @@ class Loader:
             yield self._pending.pop(key).result()
 
     def _discard(self, keep: set[int]) -> None:
-        """Forget batches that were prepared for a future that does not come."""
+        """Drop the prepared batches that will not be needed."""
         for key in self._pending.keys() - keep:
             self._pending.pop(key).cancel()
 
@@ -389,8 +439,8 @@ class Loader:
 
 
 def source_names(paths: Sequence[str]) -> list[str]:
-    """Short names of token files: their paths without the folders at their beginning, and the parts at their end, that
-    all of them share; of one its last part. data/web/valid and data/code/valid are web and code."""
+    """Return short names of token files: their paths without the leading folders and the trailing parts that all of
+    them share. data/web/valid and data/code/valid become web and code. A single path becomes its last part."""
     parts = [Path(path).parts for path in paths]
 
     def shared(rows: list[tuple[str, ...]]) -> int:

@@ -1,6 +1,6 @@
-"""Long texts become tokens piece by piece: a tokenizer takes 30 to 120 times the bytes that it encodes in one call.
+"""Encode long texts piece by piece, because a tokenizer needs 30 to 120 times the bytes that it encodes in one call.
 
-A text is cut where that changes no token: the tokens around each seam are those of the text around it as a whole.
+A text is cut only where the cut changes no token: the tokens around each seam are those of the uncut text around it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from collections.abc import Iterator
 from sagetrain.data.tokenizer import Tokenizer
 
 PIECE = 1 << 18
-"""Characters of a piece, about; a text of less than twice as many is encoded as a whole."""
+"""Approximate number of characters of a piece. A text of less than twice as many is encoded as a whole."""
 _AROUND = 1 << 9
-"""Characters on both sides of a seam that are compared. Merges do not reach across a white space or as far."""
+"""Number of characters on both sides of a seam that are compared. Merges do not reach across white space, or as far."""
 _TRIED = 64
 _SEAMS = re.compile(r"(?<=\S)[\n ](?=\S)|(?<=\w)(?=[^\w\s])")
-"""Single white space between words; where there is none, the end of a word."""
+"""Candidates for a seam: single white space between words, or else the end of a word."""
 
 
 def pieces(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
-    """Token ids of a text, as Tokenizer.encode gives them, in pieces one after the other. ValueError as of encode."""
+    """Yield the token ids of a text in pieces, together the same as those of Tokenizer.encode. Raises ValueError as
+    encode does."""
     begin = 0
     while len(text) - begin > 2 * PIECE and (seam := _seam(tokenizer, text, begin + PIECE)):
         stop, follows = seam
@@ -30,9 +31,9 @@ def pieces(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
 
 
 def _seam(tokenizer: Tokenizer, text: str, place: int) -> tuple[int, int] | None:
-    """Where a piece may end from `place` on, and where the next one begins; None: nowhere.
+    """Return where a piece may end from `place` on, and where the next one begins, or None if there is no such place.
 
-    Behind a space that a tokenizer puts before each text itself, the next piece begins without that space.
+    If the tokenizer puts a space before each text, the piece after a space begins without that space.
     """
     for target in range(place, len(text) - PIECE, PIECE):
         for tried, found in enumerate(_SEAMS.finditer(text, target, target + PIECE)):

@@ -1,4 +1,4 @@
-"""How many files a process may have open: token files, and the connections of rank 0."""
+"""The number of files that a process may have open: token files, and the connections of rank 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from sagetrain.config.errors import ConfigError
 _SPARE_FILES = 512
 """Files that a process opens besides: libraries, devices, NCCL's sockets to a rank's neighbours."""
 _CONNECTIONS = 3
-"""What rank 0 holds to each rank, at most: the store of the process group, that of the saver, and one of NCCL's."""
+"""Largest number of connections that rank 0 holds to each rank: the store of the process group, the store of the saver,
+and one of NCCL."""
 
 
 def files_of_rank_0(world_size: int) -> int:
@@ -24,20 +25,22 @@ def ranks_allowed(files: int) -> int:
 
 
 def allow_connections(world_size: int, process: int) -> None:
-    """Let rank 0 of so many ranks, or the process that has their store, be connected with all of them: as
-    allow_open_files."""
+    """Raise the limit of open files for rank 0, or for the process that has the ranks' store, so that all ranks can
+    connect to it. Raises ConfigError as allow_open_files does."""
     allow_open_files(_CONNECTIONS * world_size, f"the connections of {world_size:,} ranks", process)
 
 
 def allow_open_files(more: int, what: str, process: int = 0) -> None:
-    """Raise the soft limit of open files so that `more`, and some to spare, can be opened beside those that are open.
+    """Raise the soft limit of open files, so that `more` files, and some to spare, can be opened beside those that are
+    open.
 
     Args:
+        more: number of files.
         what: what they are for, in the message.
-        process: whose limit, by its process id; 0: this process's.
+        process: process id of the process whose limit is raised; 0: this process.
 
     Raises:
-        ConfigError: the hard limit is lower than that.
+        ConfigError: the hard limit is lower.
     """
     wanted = len(os.listdir(f"/proc/{process or 'self'}/fd")) + more + _SPARE_FILES
     soft, hard = resource.prlimit(process, resource.RLIMIT_NOFILE)

@@ -1,8 +1,8 @@
-"""`sagetrain prepare`: text in, token files and tokenizer out.
+"""The command `sagetrain prepare`: text in, token files and tokenizer out.
 
-One process reads, several turn text into tokens, and the results are written in the order of reading: the files are the
-same bytes whatever the number of workers. Memory does not grow with the corpus. A call that was interrupted is gone on
-with by the next one (journal.py).
+One process reads, several turn text into tokens, and the results are written in the order of reading. The files are the
+same bytes whatever the number of workers. Memory does not grow with the corpus. A call that was interrupted is
+continued by the next one (journal.py).
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from sagetrain.data.tokenizer_copy import says_more
 
 @dataclass(frozen=True)
 class Prepared:
-    """Result of `prepare`."""
+    """The result of `prepare`."""
 
     train: Path
-    """Path of the token file, as data.train[].path takes it."""
+    """The path of the token file, as data.train[].path takes it."""
     valid: Path | None
-    """Path of the held-out token file, if one was asked for."""
+    """The path of the held-out token file, if one was asked for."""
     tokenizer: Path
     counts: dict[str, Counts]
-    """By "train" and "valid"."""
+    """The counts of the token files, by "train" and "valid"."""
     vocab_size: int
     seconds: float
     already_there: bool
-    """An earlier call with the same inputs had written everything; nothing was done."""
+    """Whether an earlier call with the same inputs had written everything, so that nothing was done."""
 
 
 def prepare(
@@ -65,12 +65,16 @@ def prepare(
     """Turn text into a token file (.bin, .idx, .json), with its tokenizer in the same folder: tokenizer.model
     (SentencePiece) or tokenizer.json (Hugging Face).
 
-    An interrupted call leaves only *.partial files, and calling again with the same request goes on where it was
-    recorded last, every ten seconds or so; num_workers may change. A call whose result is already there, from the same
-    inputs, returns at once.
+    An interrupted call leaves only *.partial files. A call with the same request continues from the last record, which
+    is made every ten seconds or so; num_workers may change. A call whose result already exists, from the same inputs,
+    returns at once.
 
     Args:
+        request: the text, the output and the settings.
         say: gets messages for people.
+
+    Returns:
+        The paths and counts of what was written.
 
     Raises:
         ConfigError: for everything that the caller can put right.
@@ -137,14 +141,15 @@ def prepare(
         encoder = Encoder(model, request.text_key, valid_fraction, request.skip_bad_lines, records, prefix)
         there.check_siblings(encoder.tokenizer)
         if unfinished and not all(token_path(path, ".bin.partial").exists() for path in there.outputs.values()):
-            unfinished = None  # interrupted between the renames at its very end: written once more
+            # The call was interrupted between the renames at its very end, so the files are written once more.
+            unfinished = None
         call = _Call(made_from, corpus, encoder, writers, journal, None if given else model, unfinished)
         if unfinished:
             where = corpus.inputs[unfinished.place.input].name
             say(f"{there.train}: going on after {many(call.tally.tokens, 'token')}, in {where}")
         try:
             call.write(request.num_workers)
-            with alone_in(there.folder):  # by now other calls may have written, or are about to
+            with alone_in(there.folder):  # By now other calls may have written there, or are about to.
                 there.check_siblings(encoder.tokenizer)
                 for note in set() if overwrite else set(there.check_parts(made_from)) - set(notes):
                     say(note)
@@ -164,7 +169,8 @@ def prepare(
 
 
 class _Call:
-    """The text of a corpus into token files, from where an earlier call was interrupted, and recorded on the way."""
+    """The work of writing a corpus into token files. It continues where an earlier call was interrupted, and records
+    its progress."""
 
     def __init__(
         self,
@@ -176,7 +182,8 @@ class _Call:
         trained: bytes | None,
         unfinished: Unfinished | None,
     ):
-        """trained: the tokenizer, if it was trained for these files."""
+        """Open the writers, and restore the state of an unfinished call. `trained` is the tokenizer, if it was trained
+        for these files."""
         self.tally = Tally(writers)
         self._made_from, self._corpus, self._encoder, self._writers = made_from, corpus, encoder, writers
         self._journal, self._trained = journal, trained
@@ -192,9 +199,9 @@ class _Call:
         self._begun = self._so_far(place, done)
 
     def write(self, num_workers: int) -> None:
-        """All that is left of the text, into files that have no name yet."""
+        """Write the rest of the text into files that do not have their names yet."""
         place, journal = self._begun.place, self._journal
-        if journal.exists or journal.due:  # due: training the tokenizer took long
+        if journal.exists or journal.due:  # The journal may be due already if training the tokenizer took long.
             journal.write(self._begun, self._trained)
         with Progress(self._corpus, place, self._begun.progress) as progress:
             for encoded in encode(self._corpus.chunks(place), self._encoder, num_workers):
@@ -206,7 +213,7 @@ class _Call:
                     journal.write(self._so_far(encoded.after, progress.done), self._trained)
         records = self._encoder.records
         for side, writer in self._writers.items():
-            if records and writer.num_tokens:  # what follows the last sequence is read too
+            if records and writer.num_tokens:  # A sample reads the token after its sequence as well.
                 end = np.array([self._encoder.tokenizer.eos_id])
                 writer.add(end, np.array([1]), counted=np.zeros(1, bool))
             writer.finish()
@@ -217,13 +224,19 @@ class _Call:
                 raise ConfigError(f"{writer.path}: no document with text went into this file{why}; nothing is written")
 
     def publish(self, tokenizer: Path, sources: Sequence[str]) -> None:
-        """Give the files their names, the tokenizer's first: `tokenizer`."""
-        if self._trained and not self._journal.exists:  # says whose the tokenizer is until the token files do
+        """Give the files their names, the tokenizer first.
+
+        Args:
+            tokenizer: path of the tokenizer file.
+            sources: the sources of the text, for the record.
+        """
+        # The journal says whose the tokenizer is until the token files do.
+        if self._trained and not self._journal.exists:
             self._journal.write(self._begun, self._trained)
         with writing(tokenizer):
             if not (tokenizer.is_file() and says_more(tokenizer.read_bytes(), self._encoder.model)):
                 write_atomic(tokenizer, self._encoder.model)
-            for name in {TOKENIZER_NAME, TOKENIZER_JSON} - {tokenizer.name}:  # there is one in a folder
+            for name in {TOKENIZER_NAME, TOKENIZER_JSON} - {tokenizer.name}:  # A folder has one tokenizer.
                 tokenizer.with_name(name).unlink(missing_ok=True)
         for side in reversed(list(self._writers)):
             self._writers[side].publish(self._provenance(side, sources))
@@ -270,7 +283,8 @@ def _result(there: Destination, tokenizer: str, begin: float, already_there: boo
 
 @contextmanager
 def _claimed(outputs: Mapping[str, Path]) -> Iterator[dict[str, TokenFileWriter]]:
-    """Their writers: no other process may write there meanwhile, nor change what is recorded of an unfinished call."""
+    """Yield the writers of all outputs. Until the end no other process may write there, or change the record of an
+    unfinished call."""
     writers: dict[str, TokenFileWriter] = {}
     try:
         for side, path in outputs.items():
@@ -278,5 +292,5 @@ def _claimed(outputs: Mapping[str, Path]) -> Iterator[dict[str, TokenFileWriter]
         yield writers
     finally:
         kept = Journal(outputs["train"]).exists
-        for writer in reversed(list(writers.values())):  # the first may have made the folder
+        for writer in reversed(list(writers.values())):  # The first writer may have made the folder.
             writer.abort(keep=kept)

@@ -1,4 +1,4 @@
-"""How far `sagetrain prepare` has come: a bar on a terminal, a line every ten seconds elsewhere."""
+"""The progress of `sagetrain prepare`: a bar on a terminal, a line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from sagetrain.data.sources import Corpus
 
 
 class Progress:
-    """Bytes read of all, the time left and tokens a second; tokens alone if the size is not known."""
+    """A bar that shows the bytes read, the time left and tokens per second. If the size is unknown, it shows tokens
+    alone."""
 
     def __init__(self, corpus: Corpus, place: Place, done: int):
-        """`done`: what an earlier call's bar had come to at `place`."""
+        """Start the bar. `done` is the position of an earlier call's bar at `place`."""
         self._bar = tqdm(
             total=corpus.size,
             initial=done,
@@ -34,7 +35,7 @@ class Progress:
 
     @property
     def done(self) -> int:
-        """What the bar has come to."""
+        """The position of the bar."""
         return int(self._bar.n)
 
     def __enter__(self) -> Progress:
@@ -48,7 +49,7 @@ class Progress:
         self._bar.close()
 
     def update(self, encoded: Encoded) -> None:
-        """Advance to what has been read of the chunk's input."""
+        """Move the bar to the end of an encoded chunk."""
         tokens = sum(len(part.tokens) for part in encoded.parts.values())
         self._tokens += tokens
         if self._bar.total is None:

@@ -1,10 +1,12 @@
-"""Records of fine-tuning: prompts with their completions, and chats. Both become text of which a part counts.
+"""Records of fine-tuning: prompts with their completions, and chats. Both become text of which a part counts in the
+loss.
 
-A chat is what a tokenizer's chat template makes of its messages (chat_template.py), and of the tools and documents of
-its record. What the assistant says counts in the loss, up to and including what ends its turn, unless the message says
-otherwise ("weight": 0, "train": false). Where the template has {% generation %} blocks, these are what counts. Else the
-chat is rendered up to each turn of the assistant, before and after it; a template that writes the beginning of a chat
-otherwise when it goes on (as some do that drop earlier reasoning) is an error.
+A tokenizer's chat template (chat_template.py) turns the messages of a chat, and the tools and documents of its record,
+into text. What the assistant says counts in the loss, up to and including the end of its turn, unless the message says
+otherwise ("weight": 0, "train": false). If the template has {% generation %} blocks, the blocks are what counts. If it
+has none, the chat is rendered up to each turn of the assistant, before and after the turn. Some templates write the
+beginning of a chat differently when the chat goes on, for instance because they drop earlier reasoning. They are an
+error.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ from sagetrain.data.tokenizer_copy import named_templates
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOLS, _DOCUMENTS, _MORE = "tools", "documents", "chat_template_kwargs"
 _SWITCHES = ("weight", "train", "loss")
-"""Keys under which a message says whether it counts: OpenAI's and Mistral's, axolotl's, ms-swift's."""
+"""Keys under which a message says whether it counts: those of OpenAI and Mistral, of axolotl, and of ms-swift."""
 
 Notes = Counter[tuple[str, str]]
-"""How many records something is to be said of: a sentence, and the name of a key where it is about one."""
+"""The number of records that each note is about. A note is a sentence, and the name of a key if the note is about a
+key."""
 UNREAD = "not read of the records:"
 UNWRITTEN = "the chat template does not read these keys, so that what records hold there is left out:"
 NULLS = (
@@ -55,14 +58,15 @@ ENDLESS = (
 
 @dataclass(frozen=True)
 class Pairs:
-    """Records with a prompt and its completion, each a field of text. The end-of-text token follows and counts."""
+    """Records with a prompt and its completion, each a field of text. The end-of-text token follows and counts in the
+    loss."""
 
     prompt_field: str
     completion_field: str
     seq_length: int
-    """Tokens of the sequences that records are put into whole."""
+    """Length in tokens of the sequences that records are put into whole."""
     templated: ClassVar[bool] = False
-    """Whether a template wrote the text, with control tokens in it and all that ends it."""
+    """Whether a template wrote the text, with its control tokens and its end."""
     optional_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that are read where a record has them."""
 
@@ -73,11 +77,20 @@ class Pairs:
 
     @property
     def request(self) -> dict[str, Any]:
-        """What decides on the result, for NAME.json."""
+        """The settings that decide the result, for NAME.json."""
         return asdict(self)
 
     def parts(self, record: Mapping[str, Any], special_tokens: Mapping[str, str], notes: Notes) -> list[CountedText]:
-        """The record's text. ValueError says what is wrong with it. `notes` hears what is left out of it."""
+        """Return the text of a record in parts.
+
+        Args:
+            record: the fields.
+            special_tokens: texts of control tokens by name; not used here.
+            notes: gets notes about what is left out of the record.
+
+        Raises:
+            ValueError: says what is wrong with the record.
+        """
         _note_unread(record, self.fields, notes)
         prompt, completion = (_value(record, name) for name in self.fields)
         for name, text in ((self.prompt_field, prompt), (self.completion_field, completion)):
@@ -90,27 +103,27 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Chats:
-    """Records with a list of messages, {"role": ..., "content": ...}; what the template writes ends the record."""
+    """Records with a list of messages, {"role": ..., "content": ...}. The template writes the end of the record."""
 
     field: str
     seq_length: int
-    """As of Pairs."""
+    """Length in tokens of the sequences that records are put into whole."""
     template: str = ""
-    """A Jinja chat template; of `settled` records there is one."""
+    """A Jinja chat template. It is not empty once the records are `settled`."""
     tool_template: str = ""
-    """The template of records that have tools, where it is another."""
+    """The template for records with tools, if there is another one for them."""
     tools_field: str = TOOLS
-    """Field of the tools that a chat may call, a list of JSON schemas."""
+    """The field with the tools that a chat may call, a list of JSON schemas."""
     templated: ClassVar[bool] = True
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """As of Pairs."""
+        """The fields that every record has."""
         return (self.field,)
 
     @property
     def optional_fields(self) -> tuple[str, ...]:
-        """As of Pairs."""
+        """Fields that are read where a record has them."""
         return self.tools_field, _DOCUMENTS, _MORE
 
     @property
@@ -121,14 +134,23 @@ class Chats:
 
     @property
     def request(self) -> dict[str, Any]:
-        """As of Pairs."""
+        """The settings that decide the result, for NAME.json."""
         templates = {"template_sha256": self.template, "tool_template_sha256": self.tool_template}
         hashes = {key: sha256(text.encode()).hexdigest() for key, text in templates.items() if text}
         fields = {"field": self.field, "optional_fields": list(self.optional_fields)}
         return {**fields, **hashes, "seq_length": self.seq_length}
 
     def parts(self, record: Mapping[str, Any], special_tokens: Mapping[str, str], notes: Notes) -> list[CountedText]:
-        """As of Pairs. special_tokens: what templates call bos_token, eos_token."""
+        """Return the text of a record in parts.
+
+        Args:
+            record: the fields.
+            special_tokens: texts of control tokens, by the names that templates have for them: bos_token, eos_token.
+            notes: gets notes about what is left out of the record.
+
+        Raises:
+            ValueError: says what is wrong with the record.
+        """
         _note_unread(record, (*self.fields, *self.optional_fields), notes)
         messages = _messages(_value(record, self.field))
         more = self._more(record)
@@ -157,7 +179,7 @@ class Chats:
         return parts
 
     def _more(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """What a template is given beside messages: tools, documents, and variables of its own."""
+        """Return what a template is given beside the messages: tools, documents, and variables of its own."""
         found = {}
         for name, key in ((TOOLS, self.tools_field), (_DOCUMENTS, _DOCUMENTS)):
             value = _list(record.get(key))
@@ -176,10 +198,10 @@ class Chats:
 
 
 def _by_blocks(parts: list[CountedText], counted: list[bool | None], render: Callable[..., str]) -> list[CountedText]:
-    """What counts of a text with {% generation %} blocks: the blocks of answers that count.
+    """Mark what counts in a text with {% generation %} blocks: the blocks of answers that count.
 
-    Which block belongs to which answer is asked only where some answers do not count: a chat up to the next answer has
-    the blocks of all answers so far.
+    The blocks are matched to the answers only where some answers do not count. For that, the chat is rendered up to
+    each next answer; it then has the blocks of all answers so far.
     """
     if False not in counted:
         return parts
@@ -197,7 +219,8 @@ def _by_blocks(parts: list[CountedText], counted: list[bool | None], render: Cal
 
 
 def _by_prefixes(whole: str, counted: list[bool | None], render: Callable[..., str]) -> list[CountedText]:
-    """What counts of a text without blocks: what is new in the chat up to an answer beside the chat before it."""
+    """Mark what counts in a text without blocks. For each answer this is the difference between the chat up to the
+    answer and the chat before it."""
     parts, done = [], ""
     for number, counts in enumerate(counted):
         if not counts:
@@ -226,7 +249,11 @@ def records_of(
     tools_field: str | None,
     seq_length: int | None,
 ) -> Records | None:
-    """What the options of `sagetrain prepare` describe; None: plain text. ConfigError where they do not agree."""
+    """Return the records that the options of `sagetrain prepare` describe, or None for plain text.
+
+    Raises:
+        ConfigError: the options contradict each other, or the chat template cannot be read.
+    """
     if (prompt_field is None) != (completion_field is None):
         raise ConfigError("--prompt-field and --completion-field go together: a record has a prompt and its completion")
     if prompt_field and chat_field:
@@ -251,7 +278,8 @@ def records_of(
 
 
 def settled(records: Records, tokenizer: Tokenizer) -> Records:
-    """With the tokenizer's chat templates where none was given. ConfigError as of settled_template."""
+    """Return the records with the tokenizer's chat templates where none was given. Raises ConfigError as
+    settled_template does."""
     if isinstance(records, Pairs):
         return records
     tool_template = "" if records.template else tokenizer.chat_templates.get("tool_use", "")
@@ -270,7 +298,7 @@ def _value(record: Mapping[str, Any], name: str) -> Any:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """The messages of a chat, checked. A message, or the list of them, may be JSON text, as tables hold it. Keys
+    """Return the messages of a chat, checked. A message, or the list of them, may be JSON text, as tables hold it. Keys
     without a value are left out, as in transformers."""
     value = _list(value)
     if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
@@ -298,8 +326,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _counted(messages: list[dict[str, Any]], notes: Notes) -> list[bool | None]:
-    """Whether each message of the assistant counts: they do, unless a key of theirs says otherwise. None for messages
-    of others. Takes these keys out of the messages."""
+    """Return whether each message of the assistant counts, and None for messages of others. A message counts unless one
+    of its keys says otherwise. These keys are removed from the messages."""
     found: list[bool | None] = []
     others = False
     for number, message in enumerate(messages, 1):
@@ -331,13 +359,13 @@ def _note_unread(record: Mapping[str, Any], read: Iterable[str], notes: Notes) -
 
 
 def _list(value: Any) -> Any:
-    """A list, also from JSON text of it or of what is in it."""
+    """Return a list, parsed if it is JSON text, with each of its items parsed if that is JSON text."""
     value = _parsed(value)
     return [_parsed(each) for each in value] if isinstance(value, list) else value
 
 
 def _parsed(value: Any) -> Any:
-    """A list or an object, also from JSON text."""
+    """Return a list or an object, parsed if it is JSON text. Return anything else as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -348,7 +376,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _holds_nothing(value: Any) -> bool:
-    """Return whether a field is empty. Tables write nothing as null, as a list or text without content, or as JSON."""
+    """Return whether a field is empty. Tables write an empty field as null, as an empty list or text, or as JSON."""
     return value is None or value in ([], {}) or (isinstance(value, str) and value.strip() in ("", "null"))
 
 

@@ -1,4 +1,4 @@
-"""What `sagetrain prepare` is asked for: the command line makes one of these, prepare and its corpus read it."""
+"""The request of `sagetrain prepare`. The command line builds one, and prepare and its corpus read it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_VOCAB_SIZE, _MAX_WORKERS = 1_000_000, 1024
 
 @dataclass(frozen=True)
 class TextRequest:
-    """Which text is read, and how."""
+    """The text that is read, and how it is read."""
 
     sources: Sequence[str]
     """Files (.jsonl or .ndjson, .json, .csv, .tsv, .parquet, text; .gz, .bz2, .xz and .zst too), folders, archives
@@ -31,11 +31,11 @@ class TextRequest:
     text_key: str = "text"
     """Field or column that holds the text."""
     glob: str | None = None
-    """Which files of a folder or archive are read, e.g. "**/*.md". Default: its JSON and Parquet files, or else its
-    plain text, or its tables and archives if these are more."""
+    """Pattern of the files of a folder or archive that are read, e.g. "**/*.md". Default: its JSON and Parquet files;
+    if there are none, its plain text or its tables and archives, whichever are more bytes."""
     split_on: str | None = None
-    """What stands between the documents of a plain text file, as of "<|endoftext|>" or "\\n\\n". Default: a plain text
-    file is one document."""
+    """Text that stands between the documents of a plain text file, such as "<|endoftext|>" or "\\n\\n". Default: a
+    plain text file is one document."""
     dataset_config: str | None = None
     """Configuration of a Hugging Face dataset."""
     dataset_split: str = "train"
@@ -46,33 +46,37 @@ class TextRequest:
 
 @dataclass(frozen=True)
 class Request(TextRequest):
-    """Which token file is made of which text, with which tokenizer."""
+    """The token file that is made, its text and its tokenizer."""
 
     output: str | os.PathLike[str]
     """Path of the token file without suffix, e.g. data/train."""
     tokenizer: str | os.PathLike[str] | None = None
-    """An existing SentencePiece model, or a tokenizer.json with its tokenizer_config.json beside it. Default: the one
-    in the output's folder."""
+    """An existing SentencePiece model, or a tokenizer.json with its tokenizer_config.json beside it. Default: the
+    tokenizer in the output's folder."""
     vocab_size: int | None = None
     """Train a new tokenizer of this size first."""
     tokenizer_sample: int = 100_000_000
     """Characters of the corpus that a new tokenizer is trained on."""
     records: Records | None = None
-    """Prompts with completions, or chats, instead of text; a loss mask (.mask) says what of them counts."""
+    """Prompts with completions, or chats, instead of text. A loss mask (.mask) then says which tokens count."""
     valid_fraction: float = 0.0
     """Share of the documents, chosen by a hash of their text, that goes to the token file `valid` in the output's
     folder instead."""
     num_workers: int = 1
     """Processes that turn text into tokens; 1 does it in this process."""
     overwrite: bool = False
-    """Replace existing files that were made from something else, the folder's tokenizer too."""
+    """Replace existing files that were made from something else, also the folder's tokenizer."""
     shard: str | None = None
     """"K/N" prepares the K-th of N parts of the text, alike in bytes, as NAME-0000K-of-0000N: each of N hosts does one,
     and `path: NAME-*` trains on all. Lines are divided, other files are whole in one of the parts; a saved dataset is
     divided by rows, a streamed one by its files."""
 
     def check(self) -> None:
-        """See that the parts agree. Raises ConfigError, in the words of the command line."""
+        """Check that the settings agree.
+
+        Raises:
+            ConfigError: they do not; the message has the words of the command line.
+        """
         output, vocab_size = Path(self.output), self.vocab_size
         if os.fspath(self.output).endswith("/") or output.is_dir():
             raise ConfigError(
@@ -109,7 +113,8 @@ class Request(TextRequest):
 
     @property
     def division(self) -> tuple[int, int] | None:
-        """Part K of N that is made, and N. Raises ConfigError if `shard` is nothing like that."""
+        """The part K of N that is made, and N. None if the text is not divided. Raises ConfigError if `shard` is not
+        K/N."""
         if not self.shard:
             return None
         match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", self.shard)

@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders, Hugging Face datasets, the standard library. All read as a stream.
+"""The sources of text: files, folders, Hugging Face datasets, the standard library. All are read as a stream.
 
 A corpus yields chunks: a few hundred kilobytes of consecutive documents that a worker turns into tokens. Reading runs
 no code from the data: datasets are Arrow, Parquet, JSON or text.
@@ -32,27 +32,29 @@ from sagetrain.data.request import TextRequest
 
 STDLIB = "python-stdlib"
 _LOOKED_AT = 10_000
-"""Files whose first bytes are looked at before anything is prepared; of others when they are read."""
+"""Number of files whose first bytes are checked before anything is prepared. The others are checked when they are
+read."""
 _STDLIB_LEFT_OUT = {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests",
                     "turtledemo"}  # fmt: skip
 
 
 @dataclass
 class Input:
-    """One file or dataset: how to read it, how large it is, what makes it the same one next time."""
+    """One file or dataset: how to read it, its size, and what identifies it at the next call."""
 
     name: str
     read: Callable[[Place], Iterator[Chunk]]
-    """Chunks of the input; those of a place's records may be left out."""
+    """Return the chunks of the input. Chunks before the place may be left out."""
     size: int | None
-    """Bytes on disk, for the progress bar; None: unknown."""
+    """Bytes on disk, for the progress bar. None: unknown."""
     identity: list[Any]
     one_document: bool = False
-    """A plain text file that is not split."""
+    """Whether this is a plain text file that is not split."""
     part: Callable[[int, int], Input] | None = None
-    """The lines, or documents, that begin at bytes start to stop - 1 of it; None: it is read whole."""
+    """Return the lines or documents that begin at bytes start to stop - 1. None: the input is read as a whole."""
     share: Callable[[int, int], Input] | None = None
-    """The K-th of N parts of a dataset, whose bytes are not known. ConfigError if there are not so many."""
+    """Return the K-th of N parts of a dataset, whose size in bytes is not known. Raises ConfigError if there are not so
+    many."""
 
 
 class Corpus:
@@ -62,8 +64,9 @@ class Corpus:
         """Find the files, folders, archives and datasets that are asked for.
 
         Args:
-            division: (K, N): the inputs are the K-th of N parts, alike in bytes; of each dataset, in rows or files.
-            records: rows hold their fields, by name, instead of a text.
+            texts: the sources, and how they are read.
+            division: (K, N): read the K-th of N parts, which are equal in bytes; of each dataset, in rows or files.
+            records: read these fields of each record, by name, instead of a text.
 
         Raises:
             ConfigError: a source does not exist or is empty, is something else than its name says, or is plain text
@@ -90,7 +93,7 @@ class Corpus:
             self.inputs = _part(self.inputs, *division)
 
     def chunks(self, start: Place | None = None) -> Iterator[Chunk]:
-        """What comes after `start`."""
+        """Yield the chunks after `start`."""
         start = start or Place()
         for number, each in enumerate(self.inputs[start.input :], start.input):
             place = start if number == start.input else Place(number)
@@ -107,18 +110,20 @@ class Corpus:
 
     @property
     def size(self) -> int | None:
-        """Bytes on disk of all inputs, if known."""
+        """The bytes on disk of all inputs. None if some are unknown."""
         sizes = [each.size for each in self.inputs if each.size is not None]
         return sum(sizes) if len(sizes) == len(self.inputs) else None
 
     def identity(self) -> str:
-        """A hash of the names, sizes and modification times of all inputs, whatever the part."""
+        """Return a hash of the names, sizes and modification times of all inputs, whatever the part."""
         return sha256(json.dumps([each.identity for each in self.all_inputs]).encode()).hexdigest()
 
     def sample(self, max_characters: int) -> Iterator[str]:
-        """Texts from the beginnings of all inputs, about `max_characters` together; deterministic, whatever the part.
+        """Yield texts from the beginnings of all inputs, about `max_characters` together. The choice is deterministic
+        and does not depend on the part.
 
-        Each input gives an equal share. If there are too many for that, a pseudo-random choice of them gives more.
+        Each input gives an equal share. If there are too many inputs for that, a pseudo-random choice of them gives
+        more.
         """
         share = max(max_characters // len(self.all_inputs), files.CHUNK_BYTES)
         left = max_characters
@@ -155,7 +160,11 @@ class Corpus:
         raise ConfigError(f"{source}: no such file or folder, and not the name of a Hugging Face dataset")
 
     def _check_separator(self, given: str, separator: bytes) -> None:
-        """ConfigError if no source is plain text, or none has a separator in it; archives are not searched."""
+        """Check that there is plain text with the separator in it. Archives are not searched.
+
+        Raises:
+            ConfigError: there is none.
+        """
         if not self._texts:
             raise ConfigError(f"--split-on {given!r}: none of the sources is plain text, which it is for")
         files = self._text_files
@@ -198,8 +207,8 @@ class Corpus:
         return [path for path in found if str(path) in chosen]
 
     def _chosen(self, where: Path, sizes: dict[str, int]) -> set[str]:
-        """Which files of a folder or archive are read: JSON and Parquet if there are any. Else plain text, or tables
-        and archives, whatever are more bytes. `notes` says what is left out."""
+        """Choose the files of a folder or archive that are read: JSON and Parquet if there are any. If there are none,
+        plain text or tables and archives, whichever are more bytes. `notes` gets a sentence about what is left out."""
         kinds = {name: kind_of(name) for name in sizes}
         structured = {name for name, kind in kinds.items() if kind in (Kind.LINES, Kind.JSON, Kind.PARQUET)}
         texts = {name for name, kind in kinds.items() if kind is Kind.TEXT}
@@ -249,7 +258,7 @@ class Corpus:
         return whole
 
     def _archive(self, path: Path, glob: str | None = None) -> Input:
-        """All chosen files of an archive as one input."""
+        """Build one input from all chosen files of an archive."""
         self._paths.append(path)
         sizes = names_in(path)
         if glob:
@@ -296,7 +305,7 @@ class Corpus:
 
 
 def _separator(text: str) -> bytes:
-    """What --split-on gives, in which \\n, \\r and \\t stand for what cannot be typed."""
+    """Return the bytes of --split-on, in which \\n, \\r and \\t stand for characters that cannot be typed."""
     if not text:
         raise ConfigError("--split-on is empty: give what stands between documents, such as '<|endoftext|>'")
     meant = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
@@ -304,8 +313,9 @@ def _separator(text: str) -> bytes:
 
 
 def _part(inputs: list[Input], number: int, count: int) -> list[Input]:
-    """The inputs, or parts of them, that begin in the `number`-th of `count` equal stretches of all bytes; those that
-    are read whole belong where their middle is. Of every dataset that part of it."""
+    """Return the inputs, or parts of them, that begin in the `number`-th of `count` equal stretches of all bytes. An
+    input that is read as a whole belongs to the stretch that its middle is in. Of every dataset, return its `number`-th
+    part."""
     total = sum(each.size or 0 for each in inputs)
     low, high = total * (number - 1) // count, total * number // count
     found, begin = [], 0
@@ -332,14 +342,15 @@ def _part(inputs: list[Input], number: int, count: int) -> list[Input]:
 
 
 def _load_from_hub(name: str, config_name: str | None, split: str) -> Any:
-    """A dataset of the hub as a stream. The datasets library (4 and later) runs no code of a dataset."""
+    """Load a dataset of the hub as a stream. The datasets library (4 and later) runs no code of a dataset."""
     import datasets
     import huggingface_hub
 
-    if not datasets.config.HF_HUB_OFFLINE:  # asked once: datasets would retry for half a minute, aloud
+    # The hub is asked once. datasets would retry for half a minute and print each failure.
+    if not datasets.config.HF_HUB_OFFLINE:
         try:
             there = huggingface_hub.HfApi().repo_exists(name, repo_type="dataset")
-        except Exception as error:  # whatever its HTTP library raises
+        except Exception as error:  # The HTTP library of huggingface_hub may raise anything.
             raise ConfigError(
                 f"{name}: no such file or folder here, and the Hugging Face hub cannot be asked for a dataset of this "
                 f"name: {error}. Mend the path or the network; HF_HUB_OFFLINE=1 reads what was downloaded before"
@@ -351,14 +362,14 @@ def _load_from_hub(name: str, config_name: str | None, split: str) -> Any:
             )
     try:
         return datasets.load_dataset(name, config_name, split=split, streaming=True)
-    except (ValueError, RuntimeError, OSError) as error:  # DatasetNotFoundError and no network are OSErrors
+    except (ValueError, RuntimeError, OSError) as error:  # DatasetNotFoundError and a missing network are OSErrors.
         raise ConfigError(
             f"{name}: no such file or folder here, and the Hugging Face dataset cannot be read: {error}"
         ) from error
 
 
 def _load_saved(path: str, split: str) -> Any:
-    """A dataset that Dataset.save_to_disk or DatasetDict.save_to_disk wrote."""
+    """Load a dataset that Dataset.save_to_disk or DatasetDict.save_to_disk wrote."""
     import datasets
 
     try:
@@ -373,7 +384,7 @@ def _load_saved(path: str, split: str) -> Any:
 
 
 def _check_parts(name: str, dataset: Any, number: int, count: int) -> None:
-    """ConfigError if the dataset cannot be divided into so many parts."""
+    """Check that the dataset can be divided into so many parts. Raises ConfigError if it cannot."""
     import datasets
 
     if isinstance(dataset, datasets.Dataset):
@@ -386,12 +397,13 @@ def _check_parts(name: str, dataset: Any, number: int, count: int) -> None:
 
 
 def _read_dataset(name: str, dataset: Any, place: Place, wanted: Wanted) -> Iterator[Chunk]:
-    """As read_parquet."""
-    names = dataset.column_names  # None: a stream that does not know them yet
+    """Yield chunks of a dataset, as read_parquet does for a file."""
+    # None means that the stream does not know its columns yet.
+    names = dataset.column_names
     columns, optional = wanted.columns, wanted.optional
     known = [*columns, *(each for each in optional if each in (names or ()))]
     if names is not None and set(known) <= set(names):
-        dataset = dataset.select_columns(known)  # other columns may be costly to decode
+        dataset = dataset.select_columns(known)  # Other columns may be costly to decode.
     number = place.records + 1
     for table in dataset.with_format("arrow").skip(place.records).iter(batch_size=512):
         there = names or table.schema.names
@@ -405,7 +417,8 @@ def _read_dataset(name: str, dataset: Any, place: Place, wanted: Wanted) -> Iter
 
 
 def _stdlib() -> list[Input]:
-    """Sources of the running Python's standard library, tests left out, then docstrings of its built-in modules."""
+    """Return the source files of the running Python's standard library without its tests, followed by the docstrings of
+    its built-in modules."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(
         (
@@ -425,7 +438,7 @@ def _stdlib() -> list[Input]:
 def _read_stdlib(paths: list[Path]) -> Iterator[Chunk]:
     consumed, size, texts, number = 0, 0, [], 1
     for path in paths:
-        with tokenize.open(path) as file:  # honours the coding line
+        with tokenize.open(path) as file:  # tokenize.open honours the coding line.
             texts.append(file.read())
         size += len(texts[-1])
         consumed += path.stat().st_size
@@ -437,7 +450,7 @@ def _read_stdlib(paths: list[Path]) -> Iterator[Chunk]:
 
 
 def _docstrings(module_name: str) -> str:
-    """Documentation strings of a module without Python source, and of what it contains."""
+    """Return the documentation strings of a module without Python source, and of what it contains."""
     module = import_module(module_name)
     parts = [f"{module_name}\n\n{inspect.getdoc(module) or ''}"]
     for name, value in sorted(vars(module).items()):

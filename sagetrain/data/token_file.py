@@ -5,9 +5,9 @@ holds, little endian: the magic MMIDIDX\\0\\0 (9 bytes), version 1 (uint64), the
 of sequences (uint64), the length of the document index (uint64), the sequence lengths (int32), the byte offset of every
 sequence in the .bin (int64), and the document index (int64: first sequence of every document, then their count).
 Megatron-LM reads these files, and files that Megatron-LM's preprocessing wrote are read here. `sagetrain prepare` adds
-`NAME.json`: where the tokens come from, the tokenizer's hash, and a checksum.
+`NAME.json`: the sources of the tokens, the tokenizer's hash, and a checksum.
 
-Where not all tokens count in the loss (fine-tuning), `NAME.mask` says which do: one byte a token, 1 or 0.
+If not all tokens count in the loss (fine-tuning), `NAME.mask` says which do: one byte per token, 1 or 0.
 """
 
 from __future__ import annotations
@@ -31,54 +31,68 @@ import numpy as np
 from sagetrain.config.errors import ConfigError
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, id type, sequences, entries of the document index
+# The fields are magic, version, id type, sequences, and entries of the document index.
+_HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
-_BLOCK = 1 << 20  # elements handled at once where the whole would not fit in memory
-_SAMPLE, SAMPLES = 1 << 11, 1 << 14  # elements, blocks: of what is looked at of data at every start
-_SMALL_INDEX = 1 << 16  # bytes
-_SPAN_SEQUENCES = 1 << 10  # of TokenFile.document_span
+_BLOCK = 1 << 20  # Elements that are handled at once where the whole would not fit into memory.
+# Elements of a block, and number of blocks, of the samples of data that are checked at every start.
+_SAMPLE, SAMPLES = 1 << 11, 1 << 14
+_SMALL_INDEX = 1 << 16  # This is a size in bytes.
+_SPAN_SEQUENCES = 1 << 10  # TokenFile.document_span looks at this many sequences.
 _LONGEST = np.iinfo(np.int32).max
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Type of the stored ids, by Megatron-LM's rule."""
+    """Return the type of the stored ids, by Megatron-LM's rule."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
 def token_path(path: str | os.PathLike, suffix: str) -> Path:
-    """`path` plus `suffix` (.bin, .idx, .mask, .json); the name itself may hold dots."""
+    """Return `path` plus `suffix` (.bin, .idx, .mask, .json). The name itself may hold dots."""
     return Path(f"{os.fspath(path)}{suffix}")
 
 
 class TokenFileWriter:
-    """Writes a token file as a stream, after `begin`: memory does not grow with the file.
+    """A writer of a token file as a stream, after `begin`. Memory does not grow with the file.
 
     Everything goes to NAME.bin.partial, NAME.idx.partial and, if there is a mask, NAME.mask.partial. `finish` completes
-    them and `publish` renames them, the .idx last; whatever happens before, nothing looks like a finished file.
+    them and `publish` renames them, the .idx last. Whatever happens before, nothing looks like a finished file.
     """
 
     def __init__(self, path: str | os.PathLike):
-        """From here on no other process writes there. ConfigError if one does, or if nothing can be written (a full
-        disk, say), here and in what follows."""
+        """Lock the output, so that no other process writes there.
+
+        Raises:
+            ConfigError: another process does. This method and all others also raise it if nothing can be written, for
+                instance because the disk is full.
+        """
         self.path = Path(path)
         self.dtype: np.dtype
         self.num_tokens = 0
         self.num_documents = 0
-        self._open_length = 0  # tokens of the last document, which more may follow
+        self._open_length = 0  # This is the length of the last document so far; more of it may follow.
         self._hash, self._mask_hash = hashlib.sha256(), hashlib.sha256()
         self.sha256 = self.mask_sha256 = ""
         self._bin: BinaryIO
         self._mask: BinaryIO | None = None
-        # The lock is on the one that is renamed or removed last: until then nobody else opens either.
+        # The lock is on the file that is renamed or removed last. Until then nobody else opens either of them.
         folder = self.path.absolute().parent
         self._new_folders = [each for each in (folder, *folder.parents) if not each.exists()]
         self._idx = _open_locked(token_path(path, ".idx.partial"))
         self._files = [(self._idx, ".idx")]
 
     def begin(self, vocab_size: int, written: dict[str, Any] | None = None, masked: bool = False) -> TokenFileWriter:
-        """Open the files, empty or after what an earlier writer had `written`; ConfigError if they do not begin with
-        that. `masked`: with a mask."""
+        """Open the files, empty or after what an earlier writer had written.
+
+        Args:
+            vocab_size: size of the vocabulary; it decides the type of the ids.
+            written: the result of the earlier writer's `written`.
+            masked: write a mask as well.
+
+        Raises:
+            ConfigError: the files do not begin with what was written.
+        """
         self.dtype = token_dtype(vocab_size)
         with writing(token_path(self.path, ".bin.partial")):
             self._bin = _open(token_path(self.path, ".bin.partial"))
@@ -91,7 +105,8 @@ class TokenFileWriter:
         self._bin.truncate(self._bin.seek(self.num_tokens * self.dtype.itemsize))
         if self._mask:
             self._mask.truncate(self._mask.seek(self.num_tokens))
-        self._idx.write(bytes(_HEADER.size))  # the header comes last: no magic yet
+        # The header is written at the very end. Until then the file has no magic.
+        self._idx.write(bytes(_HEADER.size))
         self._idx.truncate(self._idx.seek(_HEADER.size + 4 * self.num_documents))
         return self
 
@@ -118,10 +133,16 @@ class TokenFileWriter:
     def add(
         self, tokens: np.ndarray, lengths: np.ndarray, continues: bool = False, counted: np.ndarray | None = None
     ) -> None:
-        """Append documents: `tokens` holds them end to end, `lengths` their lengths (all at least 1), and `counted`
-        (bool), if the file has a mask, which tokens count in the loss.
+        """Append documents.
 
-        With `continues` the first of them is the rest of the document added last.
+        Args:
+            tokens: the ids of the documents end to end.
+            lengths: their lengths, all at least 1.
+            continues: whether the first one is the rest of the document that was added last.
+            counted: bool: which tokens count in the loss, if the file has a mask.
+
+        Raises:
+            ConfigError: a document is too long, or nothing can be written.
         """
         if len(lengths) == 0:
             return
@@ -150,14 +171,14 @@ class TokenFileWriter:
         self._open_length = int(lengths[-1])
 
     def written(self) -> dict[str, Any]:
-        """Bring what was added, whole documents, to the disk; what another writer needs to go on after it."""
+        """Bring all whole documents that were added to the disk, and return what another writer needs to continue."""
         self._close_document()
         self._to_disk()
         mask = {"mask_sha256": self._mask_hash.hexdigest()} if self._mask else {}
         return {"tokens": self.num_tokens, "documents": self.num_documents, "sha256": self._hash.hexdigest(), **mask}
 
     def finish(self) -> None:
-        """Complete both partial files and bring them to the disk."""
+        """Complete the partial files and bring them to the disk."""
         self._close_document()
         with writing(token_path(self.path, ".idx")):
             self._write_index()
@@ -192,7 +213,7 @@ class TokenFileWriter:
         self._idx.write(_HEADER.pack(_MAGIC, 1, _CODES[self.dtype], self.num_documents, self.num_documents + 1))
 
     def publish(self, provenance: dict[str, Any]) -> None:
-        """Rename the finished files to their names and write `provenance` as NAME.json; replaces older files."""
+        """Rename the finished files to their names and write `provenance` as NAME.json. Older files are replaced."""
         for suffix in (".idx", ".mask"):
             with suppress(FileNotFoundError):
                 os.unlink(token_path(self.path, suffix))
@@ -205,14 +226,14 @@ class TokenFileWriter:
             file.close()
 
     def abort(self, keep: bool = False) -> None:
-        """Close the partial files. Unless they are to be kept and hold something, remove them, and the folders made for
-        them if nothing else is in there."""
+        """Close the partial files, and remove them unless they hold something and are to be kept. Folders that were
+        made for them are removed if they are empty."""
         for file, suffix in self._files:
             if not file.closed:
                 with suppress(FileNotFoundError):
                     if not (keep and os.fstat(file.fileno()).st_size):
                         os.unlink(token_path(self.path, f"{suffix}.partial"))
-                with suppress(OSError):  # a full disk does not take what is still buffered
+                with suppress(OSError):  # A full disk does not take what is still buffered.
                     file.close()
         for folder in self._new_folders:
             with suppress(OSError):
@@ -220,14 +241,19 @@ class TokenFileWriter:
 
 
 class TokenFile:
-    """Read access to a token file. Safe to share between threads; memory does not grow with what has been read.
+    """Read access to a token file. It can be shared between threads, and memory does not grow with what has been read.
 
-    The index is memory-mapped, unless it is small. Tokens are read with pread rather than through a map: pages of a map
-    would count as this process's memory, and a file cut short under a map ends the process without a message.
+    The index is memory-mapped, unless it is small. Tokens are read with pread instead of a map, for two reasons: pages
+    of a map would count as this process's memory, and a file that is truncated under a map ends the process without a
+    message.
     """
 
     def __init__(self, path: str | os.PathLike):
-        """Open NAME.bin and NAME.idx. ConfigError if one is missing, or if their sizes and headers do not agree."""
+        """Open NAME.bin and NAME.idx.
+
+        Raises:
+            ConfigError: one is missing, or their sizes and headers do not agree.
+        """
         self.path, self._provenance = os.fspath(path), None
         idx, bin_ = token_path(path, ".idx"), token_path(path, ".bin")
         for file in (idx, bin_):
@@ -251,7 +277,7 @@ class TokenFile:
             raise self._damaged("it holds no documents")
         self.dtype = np.dtype(_DTYPES[code])
         self._header = header
-        small = expected <= _SMALL_INDEX  # a map costs a page, a place among the system's maps and an open file
+        small = expected <= _SMALL_INDEX  # A map costs a page, a place among the system's maps and an open file.
         index = np.fromfile(idx, np.uint8) if small else np.memmap(idx, mode="r", dtype=np.uint8).view(np.ndarray)
         lengths_end, offsets_end = _HEADER.size + 4 * sequences, _HEADER.size + 12 * sequences
         self._lengths = index[_HEADER.size : lengths_end].view("<i4")
@@ -291,12 +317,13 @@ class TokenFile:
         return self._mask_fd is not None
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Ids `start` to `stop` of the stream, int64."""
+        """Return ids `start` to `stop` of the stream, int64 [stop - start]."""
         data = self._read(self._fd, ".bin", start, stop, self.dtype.itemsize)
         return np.frombuffer(data, self.dtype.newbyteorder("<")).astype(np.int64)
 
     def counted(self, start: int, stop: int) -> np.ndarray | None:
-        """Whether ids `start` to `stop` count in the loss, bool; None: all of the file do."""
+        """Return whether ids `start` to `stop` count in the loss, bool [stop - start]. Return None if all ids of the
+        file do."""
         if self._mask_fd is None:
             return None
         mask = np.frombuffer(self._read(self._mask_fd, ".mask", start, stop, 1), np.uint8)
@@ -308,7 +335,7 @@ class TokenFile:
     def _read(self, fd: int, suffix: str, start: int, stop: int, itemsize: int) -> bytes:
         size = (stop - start) * itemsize
         data = os.pread(fd, size, start * itemsize)
-        while 0 < len(data) < size:  # a read may be interrupted
+        while 0 < len(data) < size:  # A read may be interrupted.
             more = os.pread(fd, size - len(data), start * itemsize + len(data))
             if not more:
                 break
@@ -318,14 +345,14 @@ class TokenFile:
         return data
 
     def document_start(self, document: int) -> int:
-        """Position of a document's first token in the stream."""
+        """Return the position of a document's first token in the stream."""
         sequence = self._documents[document]
-        if sequence == len(self._offsets):  # empty documents at the end, which Megatron-LM may write
+        if sequence == len(self._offsets):  # Megatron-LM may write empty documents at the end.
             return self.num_tokens
         return int(self._offsets[sequence]) // self.dtype.itemsize
 
     def document_starts(self, start: int, stop: int) -> list[int]:
-        """Positions p with start < p < stop at which a document begins, found by binary search."""
+        """Return the positions p with start < p < stop at which a document begins, found by binary search."""
         documents = range(self.num_documents)
         first = bisect_right(documents, start, key=self.document_start)
         last = bisect_left(documents, stop, lo=first, key=self.document_start)
@@ -333,8 +360,9 @@ class TokenFile:
         return begins.tolist()
 
     def document_span(self, seq_length: int) -> float:
-        """Sum of the squared lengths of the documents inside sequences of so many tokens, over their tokens: twice the
-        mean number of keys that a token sees. Of 1,024 sequences at most, spread over the file."""
+        """Return the sum of the squared lengths of the documents inside sequences of `seq_length` tokens, divided by
+        the number of tokens. This is twice the mean number of keys that a token sees. At most 1,024 sequences are
+        looked at, spread over the file."""
         windows = max(1, (self.num_tokens - 1) // seq_length)
         starts = range(0, windows * seq_length, -(-windows // _SPAN_SEQUENCES) * seq_length)
         squares = 0
@@ -344,23 +372,30 @@ class TokenFile:
         return squares / (len(starts) * seq_length)
 
     def provenance(self) -> dict[str, Any]:
-        """What `sagetrain prepare` recorded beside the file; empty for files from elsewhere. Read once."""
+        """Return the record that `sagetrain prepare` made beside the file, or an empty dict for files from elsewhere.
+        The record is read once."""
         if self._provenance is None:
             self._provenance = read_provenance(self.path)
         return self._provenance
 
     def identity(self) -> str:
-        """Which file this is, cheap to take: a hash of header, first and last blocks of index, tokens and mask.
+        """Return a hash that identifies the file and is quick to compute: of the header, and of the first and last
+        blocks of index, tokens and mask.
 
-        Checkpoints name the order of their samples by it. What lies between the blocks, `content` knows.
+        Checkpoints name the order of their samples by it. `content` also reads what lies between the blocks.
         """
         return self.content(2)
 
     def content(self, blocks: int = SAMPLES, each: Callable[..., Iterable[bytes]] = map) -> str:
-        """A hash of the header and of so many blocks of 2^11 (at least two) of tokens, of the mask and of each part of
-        the index, spread evenly from their beginning to their end; of everything of what has no more.
+        """Return a hash of samples of the file.
 
-        Another file is noticed, and other tokens where a block lies. `each`: as `map`, in threads maybe.
+        It covers the header, and blocks of 2^11 elements of the tokens, of the mask and of each part of the index,
+        spread evenly from beginning to end. A part with no more than that is covered as a whole. Another file changes
+        the hash, and so do other tokens where a block lies.
+
+        Args:
+            blocks: number of blocks of each part, at least two.
+            each: a function like `map`, which may work in threads.
         """
         digest = hashlib.sha256(self._header + struct.pack("<Q", self.num_tokens))
         for part in each(lambda sample: hashlib.sha256(sample()).digest(), self._samples(blocks)):
@@ -383,11 +418,17 @@ class TokenFile:
         progress: Callable[[int], None] = lambda tokens: None,
         blocks: int | None = None,
     ) -> None:
-        """Check that the index is consistent; ConfigError if not.
+        """Check that the index is consistent.
 
-        With `deep` also read every token: ids must lie in the vocabulary (`vocab_size`, or the one that was recorded),
-        and the checksum must be the recorded one. `progress` gets the tokens read since its last call. `blocks`: look
-        at so many blocks of 2^11 (at least two) of each part of the index, as `content` does. Default: at all of it.
+        Args:
+            deep: also read every token. Ids must be in the vocabulary, and the checksum must be the recorded one.
+            vocab_size: size of the vocabulary; default: the recorded one.
+            progress: gets the number of tokens read since its last call.
+            blocks: check this many blocks of 2^11 (at least two) of each part of the index, as `content` does. Default:
+                all of it.
+
+        Raises:
+            ConfigError: the file is damaged.
         """
         itemsize, sequences = self.dtype.itemsize, len(self._lengths)
         for start, stop in _spread(sequences, blocks) if blocks else _ranges(sequences, _BLOCK):
@@ -434,8 +475,8 @@ class TokenFile:
 
 
 def _spread(size: int, count: int) -> list[tuple[int, int]]:
-    """Return `count` ranges of _SAMPLE, spread evenly over `size` from its beginning to its end; all of it if it has no
-    more."""
+    """Return `count` ranges of _SAMPLE elements, spread evenly over `size` from beginning to end, or ranges of all of
+    it if it has no more."""
     if size <= count * _SAMPLE:
         return [*_ranges(size, _SAMPLE)]
     starts = ((size - _SAMPLE) * i // (count - 1) for i in range(count))
@@ -443,12 +484,12 @@ def _spread(size: int, count: int) -> list[tuple[int, int]]:
 
 
 def _ranges(size: int, length: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of `length`, the last one shorter, that make up all of `size`."""
+    """Yield consecutive ranges of `length` elements that cover `size`. The last one may be shorter."""
     return ((start, min(start + length, size)) for start in range(0, size, length))
 
 
 def read_provenance(path: str | os.PathLike) -> dict[str, Any]:
-    """Content of NAME.json; empty if there is none. ConfigError if it is not JSON."""
+    """Return the content of NAME.json, or an empty dict if there is none. Raises ConfigError if it is not JSON."""
     file = token_path(path, ".json")
     try:
         return json.loads(file.read_text())
@@ -459,8 +500,9 @@ def read_provenance(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a small file so that it is either whole or as it was; an OSError names it, and leaves nothing behind."""
-    temporary = Path(f"{path}.{platform.node()}-{os.getpid()}.partial")  # another host may write the same
+    """Write a small file so that it is either complete or as it was before. An OSError names the file, and leaves
+    nothing behind."""
+    temporary = Path(f"{path}.{platform.node()}-{os.getpid()}.partial")  # Another host may write the same file.
     try:
         with open(temporary, "wb") as file:
             file.write(data)
@@ -475,7 +517,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """ConfigError if no file can be made there, or no folder for it: before what comes out has been computed."""
+    """Check, before the result has been computed, that a file can be made there. Raises ConfigError if it cannot."""
     there = next(folder for folder in path.absolute().parents if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"cannot write {path}: {there} is no folder that can be written to; choose another place")
@@ -483,7 +525,8 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in this for the folder. A filesystem without such locks lets everyone in."""
+    """Hold a lock on the folder, and wait for other processes that hold it. On a filesystem without such locks,
+    everyone enters."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -495,7 +538,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of what writes `path` into a ConfigError."""
+    """Turn an OSError while `path` is written into a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -505,18 +548,18 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open for writing, whatever is in it."""
+    """Open a file for reading and writing, and keep its content."""
     return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=_BLOCK)
 
 
 def _open_locked(path: Path):
-    """Open for writing, unless another process has it open this way."""
+    """Open a file for reading and writing, unless another process has opened it with this function."""
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=_BLOCK)  # noqa: SIM115
         except FileNotFoundError:
-            continue  # the folder that another writer had made was removed with it
+            continue  # The folder that another writer had made was removed with the file.
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         try:
@@ -527,4 +570,5 @@ def _open_locked(path: Path):
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 return file
-        file.close()  # between opening and locking its writer has published or removed it: not ours to write
+        # Between opening and locking, the file's writer has published or removed it. It is not ours to write.
+        file.close()

@@ -1,4 +1,5 @@
-"""The token files of one data source as one: its windows are those of its files, one file after the other."""
+"""The token files of one data source as one. The windows of the source are those of its files, one file after the
+other."""
 
 from __future__ import annotations
 
@@ -15,14 +16,18 @@ from sagetrain.config.schema import DataSource
 from sagetrain.data.open_files import allow_open_files
 from sagetrain.data.token_file import SAMPLES, TokenFile
 
-_FEWEST = 4  # blocks of a file, whatever its share
+_FEWEST = 4  # Every file has at least this many blocks, whatever its share.
 
 
 class TokenFiles:
-    """One or thousands of files; a window is found in O(log files)."""
+    """The files of a source, one or thousands. A window is found in O(log files)."""
 
     def __init__(self, source: DataSource, seq_length: int):
-        """Open the files. ConfigError if one is missing or damaged, or if they hold no sequence of `seq_length`."""
+        """Open the files.
+
+        Raises:
+            ConfigError: one is missing or damaged, or they hold no sequence of `seq_length` tokens.
+        """
         self.weight = source.weight
         if not source.files:
             raise ConfigError(f"token file {source.path}: no {source.path}.idx; `sagetrain prepare` makes them")
@@ -37,12 +42,12 @@ class TokenFiles:
             )
 
     def window(self, number: int) -> tuple[TokenFile, int]:
-        """(the file that holds window `number`, which of the file's windows it is)."""
+        """Return the file that holds window `number`, and the index of the window in that file."""
         file = bisect_right(self._ends, number)
         return self.files[file], number - (self._ends[file - 1] if file else 0)
 
     def identity(self) -> str:
-        """Which files these are (TokenFile.identity)."""
+        """Return a hash that identifies the files (TokenFile.identity)."""
         first, *others = [file.identity() for file in self.files]
         return hashlib.sha256("".join([first, *others]).encode()).hexdigest() if others else first
 
@@ -52,9 +57,16 @@ def open_sources(
 ) -> list[TokenFiles]:
     """Open the files of all sources, each for the life of the run.
 
+    Args:
+        sources: the token files.
+        seq_length: tokens of a sequence.
+        document_attention: whether attention stays within documents.
+        tokenizer_sha256: hash of the run's tokenizer, if it is known.
+
     Raises:
-        ConfigError: as of TokenFiles; records would be cut or see one another; files were made with different
-            tokenizers, or another one than `tokenizer_sha256`; or a process may not have so many files open.
+        ConfigError: a file is missing or damaged; records would be cut or would see one another; files were made with
+            different tokenizers, or with another one than `tokenizer_sha256`; or a process may not have so many files
+            open.
     """
     files = sum(len(source.files) for source in sources)
     # A mask is open beside the tokens, and a large index by its map.
@@ -67,7 +79,8 @@ def open_sources(
 
 
 def _check_records(files: Sequence[TokenFile], seq_length: int, document_attention: bool) -> None:
-    """Refuse files of fine-tuning records whose sequences would be cut elsewhere, or whose records would be mixed."""
+    """Check that the sequences of fine-tuning records would not be cut elsewhere, and that their records stay apart.
+    Raises ConfigError."""
     for file in files:
         packed = file.provenance().get("seq_length")
         if packed and seq_length % packed:
@@ -84,8 +97,12 @@ def _check_records(files: Sequence[TokenFile], seq_length: int, document_attenti
 
 
 def check_tokenizers(files: Sequence[TokenFile], expected: str | None) -> None:
-    """ConfigError if files record different tokenizers, or another one than expected. Those from elsewhere record none
-    and are taken on trust."""
+    """Check that no files record different tokenizers, or another one than expected. Files from elsewhere record none
+    and are trusted.
+
+    Raises:
+        ConfigError: the tokenizers differ.
+    """
     recorded = {file.path: file.provenance().get("tokenizer_sha256") for file in files}
     known = [(path, sha) for path, sha in recorded.items() if sha]
     for path, sha in known:
@@ -99,7 +116,7 @@ def check_tokenizers(files: Sequence[TokenFile], expected: str | None) -> None:
 
 
 def check_vocabulary(file: TokenFile, tokens: np.ndarray, vocab_size: int) -> None:
-    """ConfigError if tokens of a file are outside of the vocabulary."""
+    """Check that tokens of a file are inside of the vocabulary. Raises ConfigError if not."""
     if not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise ConfigError(
             f"token file {file.path} holds token {int(tokens.max()):,}, outside of the vocabulary of "
@@ -108,20 +125,25 @@ def check_vocabulary(file: TokenFile, tokens: np.ndarray, vocab_size: int) -> No
 
 
 def shares(files: Sequence[TokenFile]) -> list[int]:
-    """Return how many blocks of each file are looked at when a run starts: about 2^14 in all, by the files' tokens."""
+    """Return how many blocks of each file are looked at when a run starts: about 2^14 in all, in proportion to the
+    files' tokens."""
     tokens = sum(file.num_tokens for file in files)
     return [max(_FEWEST, -(-SAMPLES * file.num_tokens // tokens)) for file in files]
 
 
 def content(files: Sequence[TokenFile], progress: Callable[[int], None] = lambda tokens: None) -> dict[str, str]:
-    """Hashes of what files hold, by a name of how they were taken: of samples of it, and of the checksums that
-    `sagetrain prepare` recorded, where it made all of them. `progress` is called with 0 after each file.
+    """Return hashes of the contents of files, by the way in which each was taken.
 
-    What is read does not grow with the corpus: about 2^14 blocks in all, a file's share by its tokens, and at least
-    four of each file (TokenFile.content). Up to 33 million tokens that is everything.
+    One hash is of samples. Another is of the checksums that `sagetrain prepare` recorded, if it made all of the files.
+    What is read does not grow with the corpus: about 2^14 blocks in all, in proportion to the files' tokens, and at
+    least four of each file (TokenFile.content). Up to 33 million tokens everything is read.
+
+    Args:
+        files: the token files.
+        progress: called with 0 after each file.
     """
     digest = hashlib.sha256()
-    with ThreadPoolExecutor(8, "content") as pool:  # most of it is waiting for the disk or the network
+    with ThreadPoolExecutor(8, "content") as pool:  # Most of the time is spent waiting for the disk or the network.
         for file, blocks in zip(files, shares(files), strict=True):
             digest.update(file.content(blocks, pool.map).encode())
             progress(0)

@@ -1,7 +1,8 @@
-"""Tokenizers: SentencePiece models and Hugging Face's tokenizer.json, alike; and how to train one of the former.
+"""Tokenizers: SentencePiece models and Hugging Face's tokenizer.json behind one interface, and the training of
+SentencePiece models.
 
-Those that are trained here give back the very text that was encoded: no normalization, no added or removed spaces,
-newlines and tabs kept, characters outside the vocabulary spelled as UTF-8 byte tokens.
+Tokenizers that are trained here give back exactly the text that was encoded: no normalization, no added or removed
+spaces, newlines and tabs kept, and characters outside the vocabulary spelled as UTF-8 byte tokens.
 """
 
 from __future__ import annotations
@@ -25,31 +26,35 @@ from sagetrain.config.schema import TOKENIZER_JSON, DataConfig, tokenizer_in
 from sagetrain.config.schema import TOKENIZER_NAME as TOKENIZER_NAME
 from sagetrain.data.tokenizer_copy import TOKENIZER_CONFIG, completed, is_json, kept_templates, sha256_of, split
 
-# SentencePiece writes a space as this character inside its pieces, and so would decode the character as a space.
+# SentencePiece writes a space as this character inside its pieces, and would decode the character as a space.
 _SPACE_MARK = "\u2581"
 _MAX_SENTENCE_BYTES = 1 << 14
 _STAND_INS = range(0xE000, 0xF900)
-"""Characters for private use, of which one stands for the space mark. All have three bytes, as the mark has."""
+"""Characters for private use. One of them stands for the space mark. All have three bytes, as the mark has."""
 
 
 class Tokenizer:
-    """A tokenizer by the bytes of its file. Control tokens (bos, eos) never come out of text; `sagetrain prepare`
-    appends eos."""
+    """A tokenizer, built from the bytes of its file. Control tokens (bos, eos) never come out of text; `sagetrain
+    prepare` appends eos."""
 
     def __init__(self, model: bytes):
-        """From the bytes of a SentencePiece model, or of a tokenizer.json; ValueError if they are neither."""
+        """Build the tokenizer from the bytes of a SentencePiece model or of a tokenizer.json.
+
+        Raises:
+            ValueError: they are neither.
+        """
         self._codec: _Codec = _HuggingFace(model) if is_json(model) else _SentencePiece(model)
         self.model = model
         self.file_name = TOKENIZER_JSON if is_json(model) else TOKENIZER_NAME
         self.sha256 = sha256_of(model)
         self.vocab_size = self._codec.vocab_size
         self.bos_id, self.eos_id = self._codec.bos_id, self._codec.eos_id
-        """-1: it has none."""
+        """The ids of the control tokens. -1: the tokenizer has none."""
         self.prefix: list[int] = self._codec.prefix
-        """What transformers puts before a text, Llama's a bos; encode does not. The post-processor of a tokenizer.json
-        says so; of a SentencePiece model, tokenizer_config.json beside it."""
+        """The tokens that transformers puts before a text, such as Llama's bos; `encode` does not. The post-processor
+        of a tokenizer.json names them; for a SentencePiece model, the tokenizer_config.json beside it does."""
         self.special_tokens: dict[str, str] = self._codec.special_tokens
-        """Texts of control tokens by the names that chat templates have for them: "eos_token"."""
+        """Texts of control tokens, by the names that chat templates have for them: "eos_token"."""
         self.chat_templates: dict[str, str] = self._codec.chat_templates
         """Jinja templates of chats by name: "default", and "tool_use" for chats with tools."""
         self.notes: list[str] = []
@@ -57,15 +62,17 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja template of a chat, if it has one."""
+        """The default Jinja template of chats. None if there is none."""
         return self.chat_templates.get("default")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Read a tokenizer file, and the files beside it that say more of it: further tokens, its end-of-text token,
-        whether a bos comes before a text of a SentencePiece model, chat templates (tokenizer_config.py).
+        """Read a tokenizer file, and the files beside it that complete it. Those hold further tokens, the end-of-text
+        token, whether a SentencePiece model puts bos before a text, and chat templates (tokenizer_config.py).
 
-        ConfigError if it is missing, is something else, lacks an eos token, or is contradicted by a file beside it.
+        Raises:
+            ConfigError: the file is missing, is something else, lacks an eos token, or is contradicted by a file beside
+                it.
         """
         try:
             model, notes = completed(Path(path).read_bytes(), Path(path))
@@ -93,13 +100,22 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without bos or eos. ValueError if the text holds half of a surrogate pair."""
+        """Return the token ids of `text`, without bos or eos. Raises ValueError if the text holds half of a surrogate
+        pair."""
         return self._codec.encode(_valid(text))
 
     def encode_parts(self, parts: Sequence[tuple[str, bool]], control: bool = False) -> tuple[list[int], list[bool]]:
-        """Token ids of the parts' texts end to end, and of each whether a character of it is in a part that is True.
+        """Encode the texts of the parts end to end.
 
-        `control`: the text of a control token is that token, as a chat template means it. ValueError as of encode.
+        Args:
+            parts: texts, each with a mark.
+            control: whether the text of a control token is that token, as a chat template means it.
+
+        Returns:
+            The token ids, and for each token whether one of its characters is in a part whose mark is True.
+
+        Raises:
+            ValueError: a text holds half of a surrogate pair.
         """
         ids, spans = self._codec.spans(_valid("".join(text for text, _ in parts)), control)
         stops = list(accumulate(len(text) for text, _ in parts))
@@ -107,16 +123,17 @@ class Tokenizer:
         return ids, [any(begin < stop and start < end for start, stop in marked) for begin, end in spans]
 
     def is_control(self, token: int) -> bool:
-        """Whether it is a control token, as bos and eos are."""
+        """Whether a token is a control token, as bos and eos are."""
         return self._codec.is_control(token)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids. Control tokens give nothing; byte tokens that are no UTF-8 give U+FFFD."""
+        """Return the text of token ids. Control tokens become nothing, and byte tokens that are not UTF-8 become
+        U+FFFD."""
         return self._codec.decode(ids)
 
 
 Spans = list[tuple[int, int]]
-"""Of tokens in a text: the first character of each, and the one after its last."""
+"""For each token in a text, its first character and the one after its last."""
 
 
 class _Codec(Protocol):
@@ -160,8 +177,8 @@ class _SentencePiece:
 
     @cached_property
     def _stand_in(self) -> str | None:
-        """A character that the model spells in bytes, None without bytes. It stands for the space mark, which
-        SentencePiece would take for a space."""
+        """A character that the model spells in bytes, or None if the model has no bytes. It stands for the space mark,
+        which SentencePiece would take for a space."""
         if not all(map(self._processor.is_byte, self._byte_ids)):
             return None
         return next((each for each in map(chr, _STAND_INS) if self._is_spelled(each)), None)
@@ -174,12 +191,12 @@ class _SentencePiece:
         return [self._byte_ids[byte] for byte in text.encode()]
 
     def _without_marks(self, text: str) -> str:
-        """The text with the stand-in for space marks. It is encoded as a whole, because a model may put a space before
-        each text or behind it."""
+        """Replace space marks by the stand-in. The text is encoded as a whole, because a model may put a space before
+        or behind each text."""
         return text.replace(_SPACE_MARK, self._stand_in) if _SPACE_MARK in text and self._stand_in else text
 
     def _spelled(self, ids: Iterable[int], text: str) -> list[int]:
-        """Token ids of `_without_marks(text)` with the bytes of the space mark where the text has it."""
+        """Return the token ids of `_without_marks(text)`, with the bytes of the space mark where the text has it."""
         found = list(ids)
         if _SPACE_MARK not in text or not self._stand_in:
             return found
@@ -209,7 +226,7 @@ class _SentencePiece:
             else:
                 encoded = self._processor.encode(self._without_marks(part), out_type="serialized_proto")
                 pieces = SentencePieceText.FromString(encoded).pieces
-                # Its offsets count bytes: characters that begin before each.
+                # The offsets count bytes. This list has the number of characters that begin before each byte.
                 characters = [*accumulate((byte & 0xC0 != 0x80 for byte in part.encode()), initial=begin)]
                 found += self._spelled((piece.id for piece in pieces), part)
                 # Pieces without a length are bytes of the next character, or a space before the text.
@@ -234,10 +251,11 @@ class _HuggingFace:
             raise ValueError(f"a tokenizer.json of the tokenizers package ({error})") from error
         self._pipeline.no_truncation()
         self._pipeline.no_padding()
-        self._pipeline.encode_special_tokens = True  # in a text, </s> is four characters
+        self._pipeline.encode_special_tokens = True  # In a text, </s> is four characters.
         self.vocab_size: int = max(self._pipeline.get_vocab().values()) + 1
         self.bos_id, self.eos_id = (self._id(config.get(name)) for name in ("bos_token", "eos_token"))
-        text = self._pipeline.encode(string.printable)  # of an empty one nobody can tell what is before and what behind
+        # In the encoding of an empty text, tokens before and behind it cannot be told apart.
+        text = self._pipeline.encode(string.printable)
         self.prefix = text.ids[: [*text.special_tokens_mask, 0].index(0)]
         self.special_tokens = {name: token for name, token in config.items() if name.endswith("_token")}
         self.chat_templates = kept_templates(config)
@@ -277,13 +295,14 @@ def _valid(text: str) -> str:
 
 
 def find_tokenizer(data: DataConfig) -> Path:
-    """data.tokenizer, or else the one that `sagetrain prepare` left beside the first training source."""
+    """Return the path of data.tokenizer, or else of the tokenizer that `sagetrain prepare` left beside the first
+    training source."""
     return Path(data.tokenizer_path)
 
 
 def tokenizer_of(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
-    """The tokenizer of a run; None where there is none beside the token files, and the size of the vocabulary is
-    stated. ConfigError as of Tokenizer.load."""
+    """Load the tokenizer of a run. Return None if there is none beside the token files and the size of the vocabulary
+    is given. Raises ConfigError as Tokenizer.load does."""
     file = find_tokenizer(data)
     if vocab_size and data.tokenizer is None and not file.is_file():
         return None
@@ -291,21 +310,30 @@ def tokenizer_of(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
 
 
 def known_tokenizer(data: DataConfig) -> Tokenizer | None:
-    """Load the run's tokenizer; None if the file does not exist yet."""
+    """Load the run's tokenizer. Return None if the file does not exist yet."""
     file = find_tokenizer(data)
     return Tokenizer.load(file) if file.is_file() else None
 
 
 def known_vocab_size(data: DataConfig) -> int | None:
-    """Tokens of the run's tokenizer; None if the file does not exist yet."""
+    """Return the vocabulary size of the run's tokenizer. Return None if the file does not exist yet."""
     tokenizer = known_tokenizer(data)
     return tokenizer.vocab_size if tokenizer else None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Train a byte-pair encoding with byte fallback and single digits on `texts`; returns the model file's bytes.
+    """Train a byte-pair encoding with byte fallback and single digits on `texts`. The result depends on the texts
+    alone.
 
-    Deterministic in the texts. ConfigError if the texts are too few, or too diverse, for `vocab_size`.
+    Args:
+        texts: texts to train on.
+        vocab_size: number of tokens.
+
+    Returns:
+        The bytes of the model file.
+
+    Raises:
+        ConfigError: the texts are too few, or too diverse, for `vocab_size`.
     """
     counter = _Counter(texts)
     model = io.BytesIO()
@@ -323,7 +351,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             allow_whitespace_only_pieces=True,
             character_coverage=0.9998,
             max_sentence_length=_MAX_SENTENCE_BYTES,
-            num_threads=1,  # recorded in the file, and no faster with more
+            num_threads=1,  # The number of threads is recorded in the file, and more are not faster.
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -344,10 +372,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 class _Counter:
-    """The lines of the texts, cut to what SentencePiece accepts, and how many there were.
+    """An iterator over the lines of the texts, cut to what SentencePiece accepts. It counts the lines.
 
-    No line holds a newline, so no piece does: a newline is always a byte token, and a text may be encoded in parts
-    that end with one.
+    No line holds a newline, so no piece does: a newline is always a byte token, and a text may be encoded in parts that
+    end with one.
     """
 
     def __init__(self, texts: Iterable[str]):
@@ -355,7 +383,7 @@ class _Counter:
         self.lines = 0
         self.characters = 0
         self.error: BaseException | None = None
-        """What the texts raised (a bad line, Ctrl-C), of which SentencePiece makes a RuntimeError."""
+        """The exception that the texts raised (a bad line, Ctrl-C). SentencePiece turns it into a RuntimeError."""
 
     def __iter__(self) -> Iterator[str]:
         try:
@@ -365,7 +393,7 @@ class _Counter:
             raise
 
     def _lines(self) -> Iterator[str]:
-        width = _MAX_SENTENCE_BYTES // 4  # a character is at most 4 bytes
+        width = _MAX_SENTENCE_BYTES // 4  # A character is at most 4 bytes.
         for text in self._texts:
             for line in text.split("\n"):
                 for start in range(0, len(line), width):

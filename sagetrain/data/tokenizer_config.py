@@ -1,7 +1,7 @@
-"""The files beside a tokenizer: further tokens, names of special tokens and chat templates, as transformers finds them.
+"""The files beside a tokenizer, as transformers finds them: further tokens, names of special tokens and chat templates.
 
-transformers reads tokenizer_config.json. special_tokens_map.json and added_tokens.json count where that has no
-added_tokens_decoder. Templates in files of their own go before those of tokenizer_config.json.
+transformers reads tokenizer_config.json. special_tokens_map.json and added_tokens.json count if that has no
+added_tokens_decoder. Templates in files of their own have priority over those of tokenizer_config.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from sagetrain.config.errors import ConfigError
 
 CONFIG, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_EXTRA = ("extra_special_tokens", "additional_special_tokens")  # the latter until version 5 of transformers
+# The latter key was used until version 5 of transformers.
+_EXTRA = ("extra_special_tokens", "additional_special_tokens")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _DECODER, _TEMPLATE = "added_tokens_decoder", "chat_template"
 
@@ -29,35 +30,39 @@ class Stated:
 
     token: AddedToken
     source: str
-    """The file, and where in it."""
+    """The file, and the key in the file."""
     number: int | None = None
-    """Its id, where the file gives one."""
+    """The token's id, if the file gives one."""
 
 
 @dataclass
 class Beside:
-    """What the files beside a tokenizer say of it."""
+    """The contents of the files beside a tokenizer."""
 
     config: dict[str, Any] = field(default_factory=dict)
-    """tokenizer_config.json as it is."""
+    """The content of tokenizer_config.json."""
     numbered: list[Stated] = field(default_factory=list)
-    """Tokens with ids, in the order of these."""
+    """Tokens with ids, in the order of the ids."""
     legacy: bool = False
-    """The ids are from added_tokens.json, which does not say how tokens are found in a text."""
+    """Whether the ids are from added_tokens.json, which does not say how tokens are found in a text."""
     named: dict[str, Stated] = field(default_factory=dict)
     """Special tokens by name: "eos_token"."""
     more: list[Stated] = field(default_factory=list)
     """Special tokens without a name."""
     unread: list[Stated] = field(default_factory=list)
-    """Tokens in files that transformers does not read, because of added_tokens_decoder."""
+    """Tokens in files that transformers does not read, because there is an added_tokens_decoder."""
     templates: dict[str, str] = field(default_factory=dict)
     """Chat templates by name: "default", "tool_use"."""
     notes: list[str] = field(default_factory=list)
-    """Sentences about files that contradict each other, and what is taken."""
+    """Sentences about files that contradict each other, and which of them counts."""
 
 
 def read_beside(folder: Path) -> Beside:
-    """Read the files of a folder that say more of its tokenizer. ConfigError names file, key and rule."""
+    """Read the files of a folder that complete its tokenizer.
+
+    Raises:
+        ConfigError: a file is not valid; the message names file, key and rule.
+    """
     config, mapped, added = (_object(folder / name) for name in (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS))
     found = Beside(config)
     has_decoder = config.get(_DECODER) is not None
@@ -93,8 +98,8 @@ def read_beside(folder: Path) -> Beside:
 
 
 def _read_named(found: Beside, folder: Path, mapped: dict[str, Any], has_decoder: bool) -> None:
-    """Find the special tokens that have names. Where both files give a name, transformers takes
-    special_tokens_map.json, unless tokenizer_config.json has an added_tokens_decoder."""
+    """Find the special tokens that have names. If both files give a name, transformers takes special_tokens_map.json,
+    unless tokenizer_config.json has an added_tokens_decoder."""
     trees = [(folder / CONFIG, found.config), (folder / SPECIAL_TOKENS, mapped)]
     for file, tree in trees if has_decoder else reversed(trees):
         given = {key: value for key, value in tree.items() if key in _NAMES or _own_name(key, value)}
@@ -117,12 +122,13 @@ def _read_named(found: Beside, folder: Path, mapped: dict[str, Any], has_decoder
 
 
 def _own_name(key: str, value: Any) -> bool:
-    """Whether a model's own name stands for a token, as image_token does; add_bos_token is a switch."""
+    """Whether a key is a model's own name for a token, such as image_token. add_bos_token is a switch."""
     return key.endswith("_token") and (isinstance(value, str) or (isinstance(value, dict) and "content" in value))
 
 
 def _extra(file: Path, tree: dict[str, Any], keys: Sequence[str]) -> list[Stated]:
-    """Special tokens without a name, from the first of these keys that lists some; those of an object have names."""
+    """Return the special tokens without a name, from the first of these keys that lists some. Tokens in an object have
+    names."""
     for key in keys:
         values = tree.get(key)
         if values and not isinstance(values, dict):
@@ -133,8 +139,8 @@ def _extra(file: Path, tree: dict[str, Any], keys: Sequence[str]) -> list[Stated
 
 
 def _token(value: Any, where: str, special: bool) -> AddedToken:
-    """The token that a file writes as its text, or as an object with its text and how it is found in a text. special:
-    where the object does not say so."""
+    """Return the token that a file writes as its text, or as an object with its text and how it is found in a text.
+    `special` is the default if the object does not say it."""
     if isinstance(value, str) and special:
         return AddedToken(value, special=True)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
@@ -154,8 +160,8 @@ def _number(value: Any, where: str) -> int:
 
 
 def _templates(folder: Path, config: dict[str, Any], notes: list[str]) -> dict[str, str]:
-    """Chat templates from the first place that has some, in the order of transformers; chat_template.json, which only
-    its processors read, comes last."""
+    """Return the chat templates from the first place that has some, in the order of transformers. chat_template.json,
+    which only its processors read, comes last."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     in_files = {name: _text(file) for name, file in files.items() if file.is_file()}
@@ -188,7 +194,7 @@ def _named_templates(value: Any, file: Path) -> dict[str, str]:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """The keys of a JSON file; none where it does not exist."""
+    """Return the keys of a JSON file, or an empty dict if the file does not exist."""
     if not file.is_file():
         return {}
     try:

@@ -1,7 +1,8 @@
-"""A tokenizer in one file: what lay beside the published file is written into our copies of it.
+"""Tokenizer copies in one file: what lay beside the published file is written into the copy.
 
-A tokenizer.json gets the tokens that other files add, and the key `tokenizer_config` with special tokens and chat
-templates. A SentencePiece model gets such tokens as pieces, and a field of its own at its end with the rest.
+The copy of a tokenizer.json gets the tokens that other files add, and the key `tokenizer_config` with special tokens
+and chat templates. The copy of a SentencePiece model gets the tokens as pieces, and a field of its own at its end with
+the rest.
 """
 
 from __future__ import annotations
@@ -20,30 +21,32 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.data.tokenizer_config import CONFIG, Beside, Stated, read_beside
 
 TOKENIZER_CONFIG = "tokenizer_config"
-"""Key of our copies of tokenizer.json that holds what lay beside it: its special tokens, its chat templates."""
+"""The key of our copies of tokenizer.json that holds what lay beside it: special tokens and chat templates."""
 _FIELD = b"\xc2\x0c"
-"""SentencePiece's format leaves fields from 200 on to others. This begins field 200, of bytes."""
+"""The beginning of field 200, of bytes. SentencePiece's format leaves the fields from 200 on to others."""
 _ADD_BOS = _FIELD + b"\x0dadd_bos_token"
-"""Copies by earlier versions end so if they put a bos before a text; later ones say so in JSON."""
+"""The end of copies by earlier versions that put bos before a text. Later versions say so in JSON."""
 _BEGIN = b'{"beside_sentencepiece": '
-_LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")  # by their documentation, which transformers 5 does not keep to
-_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # with which transformers keeps to tokenizer.json
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # SentencePiece's types of pieces
+# These classes add bos by their documentation, although transformers 5 does not.
+_LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
+# With these classes, transformers leaves tokenizer.json as it is.
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # These are SentencePiece's types of pieces.
 
 
 def is_json(model: bytes) -> bool:
-    """Whether a file is a tokenizer.json, not a SentencePiece model."""
+    """Whether a file is a tokenizer.json, and not a SentencePiece model."""
     return model.lstrip()[:1] == b"{"
 
 
 def sha256_of(model: bytes) -> str:
-    """Which tokenizer a file holds. A SentencePiece model is the same one with a bos before texts and without, and with
-    any chat template, so that data fits both."""
+    """Return a hash that identifies the tokenizer in a file. For a SentencePiece model it does not depend on the bos
+    before texts or on chat templates, so that token files fit all such copies."""
     return hashlib.sha256(model if is_json(model) else split(model)[0]).hexdigest()
 
 
 def split(model: bytes) -> tuple[bytes, dict[str, Any]]:
-    """A SentencePiece model as it was, and what a copy of it holds beside."""
+    """Split a copy of a SentencePiece model into the original model and what the copy holds beside it."""
     if model.endswith(_ADD_BOS):
         return model.removesuffix(_ADD_BOS), {"add_bos_token": True}
     begin = model.rfind(_BEGIN)
@@ -55,13 +58,21 @@ def split(model: bytes) -> tuple[bytes, dict[str, Any]]:
 
 
 def says_more(copy: bytes, model: bytes) -> bool:
-    """Whether a copy is of the same SentencePiece model, and alone says something beside it, a chat template say."""
+    """Whether a copy is of the same SentencePiece model and, unlike the model, holds something beside it, such as a
+    chat template."""
     return not is_json(copy) and sha256_of(copy) == sha256_of(model) and not split(model)[1] and bool(split(copy)[1])
 
 
 def completed(model: bytes, file: Path) -> tuple[bytes, list[str]]:
-    """The content of a tokenizer file with what lies beside the file, unless it is one of our copies; and sentences
-    about what that adds. ConfigError if these files contradict the tokenizer."""
+    """Return the content of a tokenizer file together with what lies beside the file, unless the file is one of our
+    copies.
+
+    Returns:
+        The content, and sentences about what the other files add.
+
+    Raises:
+        ConfigError: the other files contradict the tokenizer.
+    """
     if is_json(model):
         tree: dict[str, Any] = json.loads(model)
         return (model, []) if TOKENIZER_CONFIG in tree else _with_json(tree, file)
@@ -74,7 +85,7 @@ def _with_json(tree: dict[str, Any], file: Path) -> tuple[bytes, list[str]]:
     try:
         added = {entry["id"]: _added(entry) for entry in tree.get("added_tokens") or []}
         vocabulary = tree["model"]["vocab"]
-        if isinstance(vocabulary, list):  # of pieces with scores, in the order of ids
+        if isinstance(vocabulary, list):  # This is a list of pieces with scores, in the order of ids.
             vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"a tokenizer.json of the tokenizers package ({error!r})") from error
@@ -96,8 +107,9 @@ def _with_json(tree: dict[str, Any], file: Path) -> tuple[bytes, list[str]]:
 
 
 def _prefix_space(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]:
-    """Let the pipeline put a space before a text where tokenizer_config.json says so and transformers does it, which is
-    with tokenizers of bytes; say it. Say also where transformers leaves out a space that the pipeline puts there."""
+    """Let the pipeline put a space before a text if tokenizer_config.json says so and transformers does it, which is
+    with tokenizers of bytes. Return sentences about this, and about a space that the pipeline adds and transformers
+    leaves out."""
     asked, of_class = beside.config.get("add_prefix_space"), beside.config.get("tokenizer_class")
     if not isinstance(asked, bool) or of_class in (None, *_GENERIC):
         return []
@@ -135,8 +147,8 @@ def _with_sentencepiece(model: bytes, file: Path) -> tuple[bytes, list[str]]:
 
 
 def _with_pieces(model: bytes, beside: Beside, stated: list[Stated], file: Path) -> tuple[bytes, list[str]]:
-    """A SentencePiece model whose pieces are also the tokens that other files state: special ones are control pieces,
-    others are found in any text. Its bos and eos are those that the files name."""
+    """Add the tokens that other files state to a SentencePiece model. Special tokens become control pieces, and others
+    are found in any text. The model's bos and eos become those that the files name."""
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
@@ -184,8 +196,8 @@ def _with_pieces(model: bytes, beside: Beside, stated: list[Stated], file: Path)
 
 
 def _additions(beside: Beside, there: Iterable[AddedToken]) -> list[Stated]:
-    """The tokens that transformers adds to those of a tokenizer file, in its order: tokens with ids that are not
-    there, or are found otherwise in a text; then special tokens that are not there."""
+    """Return the tokens that transformers adds to those of a tokenizer file, in its order. First come tokens with ids
+    that are missing there, or that are found differently in a text, then special tokens that are missing there."""
     same, texts = {repr(each) for each in there}, {each.content for each in there}
     missing = [
         each
@@ -195,7 +207,7 @@ def _additions(beside: Beside, there: Iterable[AddedToken]) -> list[Stated]:
     texts |= {each.token.content for each in missing}
     unread = {each.source for each in beside.unread}
     names = [each for each in beside.named.values() if each.source not in unread]
-    # A token that is stated several times is added as often: the last one says how it is found.
+    # A token that is stated several times is added as often. The last one says how it is found.
     missing += [each for each in [*names, *beside.more] if each.token.content not in texts]
     named = {each.token.content for each in names}
     return [_special(each) if each.token.content in named else each for each in missing]
@@ -210,7 +222,8 @@ def _special(stated: Stated) -> Stated:
 
 
 def _check_numbers(beside: Beside, numbers: Mapping[str, int], file: Path) -> None:
-    """ConfigError if a file gives a token another id than the tokenizer has, or would give it."""
+    """Check that no file gives a token another id than the tokenizer has or would give it. Raises ConfigError if one
+    does."""
     for each in [*beside.numbered, *beside.unread]:
         text, found = each.token.content, numbers.get(each.token.content)
         if each.number is not None and found is not None and found != each.number:
@@ -223,7 +236,7 @@ def _check_numbers(beside: Beside, numbers: Mapping[str, int], file: Path) -> No
 
 
 def _said(missing: Iterable[Stated], known: Container[str], numbers: Mapping[str, int], file: Path) -> list[str]:
-    """Sentences about tokens that were added, and about those that are found otherwise now."""
+    """Return sentences about tokens that were added, and about those that are now found differently."""
     by_source: dict[tuple[str, bool], list[str]] = {}
     for each in missing:
         text = each.token.content
@@ -237,7 +250,7 @@ def _said(missing: Iterable[Stated], known: Container[str], numbers: Mapping[str
 
 
 def _left_out(beside: Beside, numbers: Container[str]) -> list[str]:
-    """Drop tokens that are only in files that transformers does not read: sentences about them."""
+    """Drop tokens that stand only in files that transformers does not read. Return sentences about them."""
     lost: dict[str, list[str]] = {}
     for each in beside.unread:
         if each.token.content not in numbers:
@@ -254,7 +267,7 @@ def _some(texts: list[str], most: int = 8) -> str:
 
 
 def _config(beside: Beside, names: Iterable[str]) -> dict[str, Any]:
-    """What a copy keeps: special tokens of these names and of those that a chat template uses, and the templates."""
+    """Return what a copy keeps: the chat templates, and the special tokens with these names or that a template uses."""
     templates = beside.templates
     used = [name for name in beside.named if any(re.search(rf"\b{name}\b", each) for each in templates.values())]
     config: dict[str, Any] = {
@@ -264,14 +277,14 @@ def _config(beside: Beside, names: Iterable[str]) -> dict[str, Any]:
 
 
 def named_templates(templates: Mapping[str, str]) -> str | list[dict[str, str]]:
-    """Chat templates by name as tokenizer_config.json writes them: a single default one without its name."""
+    """Return chat templates as tokenizer_config.json writes them: a single default one without its name, or a list."""
     if [*templates] == ["default"]:
         return templates["default"]
     return [{"name": name, "template": text} for name, text in templates.items()]
 
 
 def kept_templates(config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name, as `_config` keeps them."""
+    """Return the chat templates that `_config` kept, by name."""
     kept = config.get("chat_template")
     if isinstance(kept, list):
         return {each["name"]: each["template"] for each in kept}
@@ -279,7 +292,7 @@ def kept_templates(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _varint(number: int) -> bytes:
-    """A number as protocol buffers write it: 7 bits a byte, the lowest first."""
+    """Return a number as protocol buffers write it: 7 bits per byte, the lowest first."""
     found = bytearray()
     while number > 127:
         found.append(number & 127 | 128)

@@ -1,4 +1,5 @@
-"""What a host's own copies of the token files hold, checked before training and compared between hosts and starts."""
+"""Checks of a host's own copies of the token files before training, and hashes to compare them between hosts and
+starts."""
 
 from __future__ import annotations
 
@@ -7,18 +8,25 @@ from collections.abc import Callable, Mapping
 
 from sagetrain.data.loader import SampleStream
 
-# Corpora up to this size are read through and compared with their checksum at the first start: a minute or less. Larger
-# ones are checked by samples of index and tokens, and each sequence when it is read.
+# Corpora up to this size are read completely and compared with their checksum at the first start, which takes a minute
+# or less. Of larger corpora, samples of index and tokens are checked, and each sequence is checked when it is read.
 DEEP_CHECK_TOKENS = 16_000_000_000
 _SECONDS = 10.0
 
 
 def verify(streams: Mapping[str, SampleStream], *, deep: bool, say: Callable[[str], None]) -> dict[str, str]:
-    """Check blocks of every file's index. With `deep`, check all tokens and checksums too, up to DEEP_CHECK_TOKENS of a
-    stream; of a larger stream, the whole indexes that are from elsewhere. Without `deep`, what is read does not grow
-    with the corpus.
+    """Check blocks of every file's index.
 
-    Returns what SampleStream.content says of each stream, by the stream's name. `say` gets a line every ten seconds.
+    Without `deep`, what is read does not grow with the corpus.
+
+    Args:
+        streams: the sample streams, by name.
+        deep: also check all tokens and checksums of streams up to DEEP_CHECK_TOKENS. Of a larger stream, check the
+            whole index of files from elsewhere.
+        say: gets a line every ten seconds.
+
+    Returns:
+        The hashes of SampleStream.content, by the name of the stream and of the hash.
 
     Raises:
         ConfigError: a file is damaged, or holds tokens outside of the vocabulary.
@@ -32,10 +40,10 @@ def verify(streams: Mapping[str, SampleStream], *, deep: bool, say: Callable[[st
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Lines for training data that a checkpoint was not trained on, by the hashes of `verify` then and now.
+    """Return lines about training data that a checkpoint was not trained on, by the hashes of `verify` then and now.
 
-    What one side does not know is not compared: checkpoints of older versions hold no hashes, files from elsewhere no
-    checksums. Held-out data may change.
+    Hashes that one side lacks are not compared: checkpoints of older versions hold no hashes, and files from elsewhere
+    no checksums. Held-out data may change.
     """
     return [
         f"{name}: checkpoint {before[name]}, this run {digest}"
@@ -45,7 +53,7 @@ def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 class _Progress:
-    """Says every ten seconds how far the check of a stream has come."""
+    """A progress report for the check of a stream, every ten seconds."""
 
     def __init__(self, name: str, total: int, say: Callable[[str], None]):
         self._name, self._total, self._say = name, total, say
