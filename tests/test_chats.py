@@ -191,6 +191,21 @@ def test_a_template_is_given_what_transformers_gives_it(name: str, theirs) -> No
     assert shown(record).replace("«", "").replace("»", "") == expected
 
 
+def test_a_text_may_be_written_as_a_part() -> None:
+    parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in (ASK, ANSWER)]
+    assert shown({"messages": parts}) == shown({"messages": [ASK, ANSWER]})
+
+
+def test_an_answer_before_every_question() -> None:
+    """The template of a published model looks at its first message, and there is none before the answer."""
+    template = "{% if messages[0].role == 'system' %}!{% endif %}" + TEMPLATE
+    record = {"messages": [ANSWER, ASK, ANSWER]}
+    with pytest.raises(ValueError, match=r"message 1 is the assistant's, and .*: give the message the weight 0"):
+        shown(record, template)
+    record["messages"][0] = {**ANSWER, "weight": 0}
+    assert shown(record, template) == "<|assistant|>Yes.<|eot|><|user|>go<|eot|><|assistant|>«Yes.<|eot|>»"
+
+
 def test_variables_of_a_template(theirs) -> None:
     template = TEMPLATE.replace("{% if tools %}", "{% if short %}<|sys|>short<|eot|>{% endif %}{% if tools %}")
     record = {"messages": [ASK, ANSWER], "chat_template_kwargs": {"short": True}}
@@ -223,6 +238,20 @@ def test_an_empty_cell_of_a_table_is_none(nothing: object) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (
+            {"messages": [{"from": "human", "value": "go"}]},
+            "role None, .*; its keys are ShareGPT's: .* gpt to assistant",
+        ),
+        (
+            {"messages": [ASK, {"role": "ipython", "content": "3"}, ANSWER]},
+            "the role 'ipython', which is .*; ipython is tool here",
+        ),
+        ({"messages": [{**ASK, "content": [{"type": "image_url"}]}, ANSWER]}, r"1: content .* no text \(image_url\)"),
+        (
+            {"messages": [{**ASK, "content": [{"type": "text", "text": "a"}] * 2}, ANSWER]},
+            "1: content holds list of 2 parts",
+        ),
+        ({"messages": [ASK, {"role": "tool", "content": {"t": 3}}, ANSWER]}, "2: content holds dict, .*JSON text"),
         ({"tools": "weather"}, "'tools' holds text that is no JSON; a chat's tools are a list of JSON objects"),
         ({"tools": {"weather": {}}}, "'tools' holds dict; a chat's tools are a list"),
         ({"tools": ["weather"]}, "'tools' holds list; a chat's tools are a list of JSON objects"),

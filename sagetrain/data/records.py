@@ -225,7 +225,17 @@ def _by_prefixes(whole: str, counted: list[bool | None], render: Callable[..., s
     for number, counts in enumerate(counted):
         if not counts:
             continue
-        before, after = render(number, True), render(number + 1)
+        try:
+            before = render(number, True)
+        except ValueError as error:
+            if number:
+                raise
+            raise ValueError(
+                f"message 1 is the assistant's, and the chat template writes no chat without messages ({error}): give "
+                "the message the weight 0, or put {% generation %} and {% endgeneration %} around what the "
+                "assistant says in a copy of the template, and name it with --chat-template"
+            ) from error
+        after = render(number + 1)
         if not (before.startswith(done) and after.startswith(before) and whole.startswith(after)):
             raise ValueError(
                 f"the chat template writes what comes before the end of message {number + 1} otherwise in the "
@@ -307,7 +317,11 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     for number, message in enumerate(messages, 1):
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
-            raise ValueError(f"message {number} has the role {role!r}, which is none of {', '.join(ROLES)}")
+            raise ValueError(
+                f"message {number} has the role {role!r}, which is none of {', '.join(ROLES)}{_meant(message)}"
+            )
+        if isinstance(content, list):
+            message["content"] = content = _only_text(content, number)
         if "tool_calls" in message:
             message["tool_calls"] = _list(message["tool_calls"])
             if _holds_nothing(message["tool_calls"]):
@@ -317,12 +331,36 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if content is None and role == "assistant" and message.get("tool_calls"):
             continue
         if not isinstance(content, str):
-            raise ValueError(f"message {number}: content holds {type(content).__name__}, not text")
+            fix = "; write it as JSON text (json.dumps)" if isinstance(content, dict) else ""
+            raise ValueError(f"message {number}: content holds {type(content).__name__}, not text{fix}")
         if role == "assistant" and not content.strip() and not message.get("tool_calls"):
             raise ValueError(f"message {number}, of the assistant, is empty: nothing of it would count in the loss")
     if all(message["role"] != "assistant" for message in messages):
         raise ValueError("no message of the assistant: nothing in this record would count in the loss")
     return messages
+
+
+def _meant(message: Mapping[str, Any]) -> str:
+    """Say how a message with another role, or with none, is written here."""
+    if {"from", "value"} <= message.keys():
+        return "; its keys are ShareGPT's: rename from and value to role and content, human to user, gpt to assistant"
+    own = {"human": "user", "gpt": "assistant", "model": "assistant", "ipython": "tool", "function": "tool"}
+    role = message.get("role")
+    return f"; {role} is {own[role]} here" if isinstance(role, str) and role in own else ""
+
+
+def _only_text(parts: list[Any], number: int) -> str:
+    """The text of a content that is written in parts. ValueError if it is not one text."""
+    kinds = {str(part.get("type", "text")) if isinstance(part, dict) else type(part).__name__ for part in parts}
+    if others := sorted(kinds - {"text", "str"}):
+        raise ValueError(f"message {number}: content holds list with parts that are no text ({', '.join(others)})")
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    if len(texts) != 1 or not isinstance(texts[0], str):
+        raise ValueError(
+            f"message {number}: content holds list of {len(texts)} parts, which templates put together in different "
+            "ways: make one text of them"
+        )
+    return texts[0]
 
 
 def _counted(messages: list[dict[str, Any]], notes: Notes) -> list[bool | None]:
