@@ -67,7 +67,7 @@ def test_a_guide_begins_with_what_to_do(guide: str) -> None:
     assert re.findall(r"^## (.*)", (ROOT / f"docs/{guide}.md").read_text(), re.M)[0] == "What to do"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDES], ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *GUIDES], ids=lambda path: path.stem)
 def test_a_page_is_written_in_short_sentences_and_whole_numbers(page: Path) -> None:
     """No sentence of more than 40 words, 0.0038 ± 0.0010 and not .0038 +- .0010."""
     text = re.sub(r"^(```.*?^```|(\||    )[^\n]*|[^\n]* · [^\n]*)", "", page.read_text(), flags=re.M | re.S)
