@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from sagetrain.cli.options import Attention
+from sagetrain.cli.options import AttentionName
 from sagetrain.config.errors import CheckpointError, ConfigError
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.trained_run import TrainedRun, load_run
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8], help="prompts (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of the longest (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="for each prompt (default: %(default)s)")
-    kinds = [kind.name for kind in Attention]
+    kinds = [kind.name for kind in AttentionName]
     parser.add_argument("--attention", default="sdpa", choices=kinds, help="ours (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures there as well")
     args = parser.parse_args()
