@@ -168,3 +168,17 @@ def test_a_folder_with_files_of_somebody_else_is_no_run_dir(tmp_path, parts, req
     (folder / ".lock").unlink()
     (folder / "checkpoints").mkdir()  # a run that was copied without it
     assert found() == []
+
+
+def test_variables_in_paths_are_named():
+    found = [each for each in findings(config({"path": "$DATA/x"}, {"path": "price$"}), required=False)
+             if each.rule == "path_not_expanded"]  # fmt: skip
+    assert [(each.level, each.key) for each in found] == [("error", "data.train.0.path")]
+    assert 'begin it with ~ for the home folder; the shell replaces "data.train.0.path=$HOME/..."' in found[0].fix
+
+
+def test_a_file_that_two_sources_name_is_said(parts):
+    cfg = config({"path": parts}, {"path": parts.replace("*", "00003-of-00003")})
+    found = [finding for finding in findings(cfg, required=False) if finding.rule == "source_twice"]
+    assert [(each.level, each.key) for each in found] == [("warning", "data.train.1.path")]
+    assert "web-00003-of-00003, as data.train.0 does" in found[0].message

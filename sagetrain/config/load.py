@@ -93,8 +93,10 @@ class _Source:
         self.problems: list[str] = []
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self.file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self.file}: cannot be read: {error}; save it as UTF-8") from error
+        except OSError as error:
+            raise ConfigError(f"{self.file}: cannot be read: {error.strerror or error}") from error
         self.tree, self.lines, problems = yaml_nodes.parse(text)
         self.unusable = {problem.path for problem in problems}
         for problem in problems:

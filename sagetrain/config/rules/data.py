@@ -33,6 +33,7 @@ one template, or templates by name, as in tokenizer_config.json."""
 def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     """Find files that do not exist (errors if they are `required`, else warnings), data that is read more than once or
     that is both held out and trained on, and document positions that contradict the attention."""
+    yield from _unexpanded(cfg)
     yield from _files(cfg, required)
     yield from _start(cfg, required)
     yield from _run_dir(cfg, required)
@@ -57,6 +58,7 @@ def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         if value is not None and not cfg.evaluation.tasks:
             yield no_effect(f"evaluation.{key}", value, "no evaluation.tasks")
     yield from _samples(cfg)
+    yield from _twice(cfg)
     held_out = {path for source in cfg.data.valid for path in source.files}
     shared = sorted(held_out.intersection(path for source in cfg.data.train for path in source.files))
     if shared:
@@ -67,6 +69,42 @@ def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
             "is also a training source: its loss will look better than on unseen text",
             "evaluate on data that is not trained on",
         )
+
+
+def _unexpanded(cfg: RunConfig) -> Iterator[Finding]:
+    """Find paths with variables, which a shell would have replaced and a YAML file does not."""
+    paths = {
+        "training.run_dir": cfg.training.run_dir,
+        "training.init_from": cfg.training.init_from,
+        "data.tokenizer": cfg.data.tokenizer,
+    }
+    for name in ("train", "valid"):
+        paths |= {f"data.{name}.{i}.path": source.path for i, source in enumerate(getattr(cfg.data, name))}
+    for key, path in paths.items():
+        if path and re.search(r"\$[\w{]", path):
+            yield error(
+                "path_not_expanded",
+                key,
+                path,
+                "is taken as it is written: variables are not replaced",
+                f'write the path in full, or begin it with ~ for the home folder; the shell replaces "{key}=$HOME/..."',
+            )
+
+
+def _twice(cfg: RunConfig) -> Iterator[Finding]:
+    """Find token files that several sources of data.train name, in full or by a pattern."""
+    first: dict[str, int] = {}
+    for i, source in enumerate(cfg.data.train):
+        for path in map(os.path.normpath, source.files):
+            if (other := first.setdefault(path, i)) != i:
+                yield warning(
+                    "source_twice",
+                    f"data.train.{i}.path",
+                    source.path,
+                    f"holds {path}, as data.train.{other} does: its texts are seen once for each of them",
+                    "name the files once, and give them a weight if they are to be seen more often",
+                )
+                break
 
 
 def _samples(cfg: RunConfig) -> Iterator[Finding]:
