@@ -176,7 +176,7 @@ else:
         """Rows and columns of their own magnitudes, some of zeros; more than one program each way; strides. (Numbers
         that are subnormal in bfloat16 the interpreter widens wrongly.)"""
         draw = torch.Generator().manual_seed(1)
-        for rows, columns, magnitude in ((1, 1, 1.0), (16, 48, 1e30), (300, 270, 1.0), (37, 129, 1e-30)):
+        for rows, columns, magnitude in ((1, 1, 1.0), (16, 48, 1e30), (260, 130, 1.0), (37, 129, 1e-30)):
             spread = torch.exp2(6 * torch.randn(rows, 1, generator=draw) + 3 * torch.randn(columns, generator=draw))
             x = (torch.randn(rows, columns, generator=draw) * spread * magnitude).to(dtype)
             x[x.abs() < 2.0**-126] = 0 if dtype == torch.bfloat16 else 1e-40
@@ -187,8 +187,9 @@ else:
         for strided in (wide[:, :columns], x.t().contiguous().t(), x[:1].expand(8, -1)):
             same_bits(quantize_both_triton(strided, number, per_row), quantize_both_twin(strided, number, per_row))
 
-    def test_offsets_reach_past_2_to_31():
-        """Of rows far apart, in memory that nobody touches and so takes no place."""
+    def test_offsets_reach_past_2_to_31(monkeypatch):
+        """Rows lie far apart, in memory that nobody touches and so takes no place."""
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
         memory, step = torch.empty(2**31 + 2**10, dtype=torch.float16), 2**30 + 2**8
 
         def far(x, place):
@@ -274,10 +275,10 @@ else:
         assert max(qk_norm_rope_errors(y, gradients, x._replace(of_q=everywhere))) <= 1
 
     def test_gains_are_summed_over_all_programs(monkeypatch):
-        """129 tokens, with few at a time: several tiles of partial sums, and a rest of one token, of one row."""
+        """17 tokens, with few at a time: several tiles of partial sums, and a rest of one token, of one row."""
         monkeypatch.setattr("sagekernels.qk_norm_rope.BACKWARD_TOKENS", 2)
-        monkeypatch.setattr("sagekernels.qk_norm_rope.SUM_ROWS", 32)
-        x = random_qk(129, (2, 1), 16, 1.0, torch.float32)
+        monkeypatch.setattr("sagekernels.qk_norm_rope.SUM_ROWS", 4)
+        x = random_qk(17, (2, 1), 16, 1.0, torch.float32)
         gradients = qk_norm_rope_gradients_triton(*x)
         assert max(qk_norm_rope_errors(qk_norm_rope_triton(*x[3:]), gradients, x)) <= 1
 

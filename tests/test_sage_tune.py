@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 import torch
 import triton
 
-from sagekernels import launch, report, tune
+from sagekernels import bench, launch, report, tune
 from sagekernels.launch import TABLE, Tiles, launch_tiles
 from sagekernels.testing import Shape, call_of
 
@@ -112,10 +111,13 @@ def test_cards_that_add_up_in_float16(monkeypatch, name, half):
     launch.half_sums.cache_clear()
 
 
-@pytest.mark.parametrize(("name", "what"), [("tune", "tuning"), ("report", "the report")])
-def test_without_a_gpu_it_says_so(name, what):
-    done = subprocess.run([sys.executable, "-m", f"sagekernels.{name}"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr == f"{what} needs an NVIDIA GPU\n"
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(("command", "what"), [(bench, "the benchmark"), (tune, "tuning"), (report, "the report")])
+def test_without_a_gpu_it_says_so(monkeypatch, capsys, command, what):
+    monkeypatch.setattr(sys, "argv", [command.__name__])
+    with pytest.raises(SystemExit) as done:
+        command.main()
+    assert done.value.code == 2 and capsys.readouterr().err.startswith(f"{what} needs an NVIDIA GPU")
 
 
 def test_rates_of_products_are_reported_or_why_not(monkeypatch):
