@@ -31,7 +31,7 @@ from torch import Tensor
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config.load import load_config
 from sagetrain.data.loader import Batch
-from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.build_engine import build_engine
 from sagetrain.model.backends import AttentionFunction, TokenLayout
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions, matmuls_of
@@ -135,8 +135,8 @@ def main(words: Sequence[str] | None = None) -> None:
         **place,
     )
     compile_blocks(model, arguments.compile)
-    engine = Engine(cfg, model, groups, 2)  # never at the end of a step: no micro-step reduces gradients
-    engine._ds.train()
+    engine = build_engine(cfg, model, groups, 2)  # never at the end of a step: no micro-step reduces gradients
+    engine.model.train()
 
     def synchronize() -> None:
         if device.type == "cuda":
@@ -147,7 +147,7 @@ def main(words: Sequence[str] | None = None) -> None:
         start = time.perf_counter()
         loss = engine.forward(inputs)
         middle = time.perf_counter()
-        engine._ds.backward(loss)
+        engine.backward(loss, last=False)
         return 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle), loss.detach()
 
     losses = [micro_step(number)[2].item() for number in range(WARM_UP)]

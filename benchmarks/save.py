@@ -31,7 +31,8 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import dump_config, load_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
-from sagetrain.engines.deepspeed import Engine, partitioner
+from sagetrain.engines.build_engine import build_engine, partitioner
+from sagetrain.engines.protocol import Engine
 from sagetrain.model.selection import attention_functions
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.rng import rng_state
@@ -64,7 +65,7 @@ def build(cfg: RunConfig) -> Engine:
         device=device,
         partition=partitioner(cfg, groups),
     )
-    return Engine(cfg, model, groups, 1)
+    return build_engine(cfg, model, groups, 1)
 
 
 def stepper(cfg: RunConfig, engine: Engine) -> Callable[[], float]:
@@ -95,7 +96,7 @@ def measure(saver: Saver, engine: Engine, text: str, step: Callable[[], float], 
         begin = time.perf_counter()
         identity = Identity(model={}, qk_norm="none", vocab_size=0)
         state = RunState(step=number, tokens=number, sequences=number, identity=identity)
-        saver.start(state, text, engine.shards() if engine.writes_shards else (), rng_state())
+        saver.start(state, text, engine.owned(), rng_state())
         if number % 2:
             saver.wait()
             waited.append(time.perf_counter() - begin)
@@ -122,9 +123,10 @@ def report(engine: Engine, alone: list[float], waited: list[float], background: 
     stall = statistics.median(saved.stall_seconds for saved in background)
     later = statistics.median(saved.publish_seconds for saved in background)
     wait = statistics.median(waited)
-    size = sum(12 * (shard.stop - shard.start) for shard in engine.shards()) / 2**30
+    size = sum(12 * (shard.stop - shard.start) for shard in engine.owned()) / 2**30
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"{name}, {dist.get_world_size()} ranks, ZeRO {engine.stage}; rank 0 writes {size:.2f} GiB")
+    stage = engine.settings["zero_optimization"]["stage"]
+    print(f"{name}, {dist.get_world_size()} ranks, ZeRO {stage}; rank 0 writes {size:.2f} GiB")
     print(f"saved and waited for   training stands still for {wait:8.3f} s")
     print(f"in the background      training stands still for {stall:8.3f} s, published {later:.1f} s later")
     print(f"ratio {stall / wait:.1%}")
@@ -151,7 +153,7 @@ def main() -> None:
         box = [tempfile.mkdtemp(prefix="benchmark-save-", dir=arguments.folder)]
     dist.broadcast_object_list(box, src=0, device=engine.device)
     saver = Saver(Path(box[0]), engine.groups, 1, None, timedelta(minutes=30))
-    saver.reserve(engine.shards() if engine.writes_shards else ())
+    saver.reserve(engine.owned())
     alone = [step() for _ in range(WARM_UP + 10)][WARM_UP:]
     try:
         figures = measure(saver, engine, dump_config(cfg), step, arguments.saves)

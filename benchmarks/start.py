@@ -50,7 +50,7 @@ from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import CheckpointError
 from sagetrain.config.load import dump_config, load_config
 from sagetrain.config.schema import RunConfig
-from sagetrain.engines.deepspeed import partitioner
+from sagetrain.engines.build_engine import partitioner
 from sagetrain.model.tensors import tensors
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology

@@ -16,7 +16,7 @@ from sagetrain.config import RunConfig
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.load import dump_config
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.engines.masters import ParameterShard
+from sagetrain.engines.protocol import Owned
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import shard
 from sagetrain.parallel.rng import named_generator, rng_state
@@ -57,8 +57,8 @@ def save_runs(runs: list[tuple[str, RunConfig, int]], tokenizer: Path) -> None:
             size = parameter.numel()
             start, stop = (size * rank // groups.dp_size for rank in (groups.dp_rank, groups.dp_rank + 1))
             values = parameter.detach().flatten()[start:stop]
-            tensors = {kind: values if kind == "weight" else torch.zeros_like(values) for kind in KINDS}
-            shards.append(ParameterShard(model.specs[name], parameter, start, stop, tensors))
+            moments = {kind: torch.zeros_like(values) for kind in KINDS[1:]}
+            shards.append(Owned(model.specs[name], start, stop, values, moments))
         writer = tiny.saver(Path(folder) / "checkpoints", groups)
         identity = Identity(
             model=cfg.model.model_dump(),

@@ -17,7 +17,7 @@ from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.loader import Batch
-from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.build_engine import build_engine
 from sagetrain.model.accounting import (
     block_activation_bytes,
     flops_per_token,
@@ -414,7 +414,7 @@ def measured_model_state() -> dict[tuple[str, int], tuple[int, int]]:
         before = live_tensors()
         kept.append(before)  # so that no address is used twice
         torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
-        engine = Engine(cfg, transformer(cfg.model, cfg.attention, groups=groups, dtype=torch_dtype), groups, 2)
+        engine = build_engine(cfg, transformer(cfg.model, cfg.attention, groups=groups, dtype=torch_dtype), groups, 2)
         tokens = torch.zeros(1, 16, dtype=torch.long)
         for _ in range(2):
             engine._ds.backward(engine._ds(tokens, tokens))
@@ -459,8 +459,9 @@ def measured_peak() -> dict[tuple[int, str, bool], tuple[int, int]]:
         told, few = {"zero_optimization": zero}, {"seq_length": 16, "micro_batch_size": 1}
         cfg = run_config(parallel=parallel, deepspeed=told, attention={"backend": "sdpa"}, data=few)
         before = live_tensors()
-        engine = Engine(cfg, transformer(cfg.model, cfg.attention, groups=groups, dtype=torch.bfloat16), groups, 2)
-        engine._base.param_groups[0]["fused"] = True  # as on a GPU: without temporary tensors
+        model = transformer(cfg.model, cfg.attention, groups=groups, dtype=torch.bfloat16)
+        engine = build_engine(cfg, model, groups, 2)
+        engine._optimizer.param_groups[0]["fused"] = True  # as on a GPU: without temporary tensors
         peaks = []
         for _ in range(5):
             held = sum(t.untyped_storage().nbytes() for address, t in live_tensors().items() if address not in before)

@@ -163,6 +163,7 @@ def test_few_see_the_whole_configuration():
     inside = {path for path in whole if not path.startswith("sagetrain/config/")}
     assert inside <= {
         "sagetrain/train/trainer.py",
+        "sagetrain/engines/build_engine.py",
         "sagetrain/engines/deepspeed.py",
         "sagetrain/train/controllers.py",
         "sagetrain/auto/timing.py",

@@ -111,7 +111,7 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
         run = trainer.Trainer(RunConfig.model_validate(cfg), [])
         run.run()
         run.folder._lock.close()  # as the end of its process does
-        used = run.engine.module.blocks[0].attention.function.recipe
+        used = run.engine.model.blocks[0].attention.function.recipe
         recorded = on_disk.read_state(on_disk.newest(Path(run_dir) / "checkpoints")).attention
         assert recorded == SettledAttention("sage", used) and used == ("fine" if steps == 3 else "scores")
     assert len(calls) == 1

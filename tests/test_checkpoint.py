@@ -23,7 +23,7 @@ from sagetrain.checkpoint import on_disk, reading, saving
 from sagetrain.checkpoint.on_disk import KINDS
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.errors import CheckpointError
-from sagetrain.engines.masters import ParameterShard
+from sagetrain.engines.protocol import Owned
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -38,7 +38,7 @@ LAYOUTS = {
 def save_engine(root: str, engine, step: int, tokens: int = 0) -> Path:
     state = tiny.run_state(step, tokens or step * 64)
     writer = tiny.saver(Path(root), engine.groups)
-    writer.start(state, "{}", tiny.shards(engine), rng_state())
+    writer.start(state, "{}", engine.owned(), rng_state())
     writer.wait()
     return Path(root) / on_disk.folder_name(step)
 
@@ -315,13 +315,12 @@ def write_plain(root: Path, step: int, tokens: int) -> None:
     writer.wait()
 
 
-def flat_shard(size: int) -> ParameterShard:
+def flat_shard(size: int) -> Owned:
     """A parameter that one rank has all of."""
-    weight = torch.nn.Parameter(torch.rand(size))
-    return ParameterShard(tiny.spec(size), weight, 0, size, {kind: torch.rand(size) for kind in KINDS})
+    return tiny.owned("weight", {kind: torch.rand(size) for kind in KINDS})
 
 
-def save_shards(root: Path, shards: list[ParameterShard]) -> None:
+def save_shards(root: Path, shards: list[Owned]) -> None:
     writer = tiny.saver(root, ParallelGroups.single())
     writer.start(tiny.run_state(1, 1), "{}", shards, {})
     writer.wait()

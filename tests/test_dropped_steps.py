@@ -129,7 +129,7 @@ def functions_of_steps(corpus: str, run_dir: str) -> dict[int, str]:
     step, found = trainer.engine.step, {}
 
     def watched(*arguments, **options):
-        found[trainer.state.step + 1] = trainer.engine.module.blocks[0].attention.function.name
+        found[trainer.state.step + 1] = trainer.engine.model.blocks[0].attention.function.name
         return step(*arguments, **options)
 
     trainer.engine.step = watched

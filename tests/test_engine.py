@@ -20,6 +20,7 @@ from sagetrain.config.rules import fit
 from sagetrain.config.rules.engine import PROVEN
 from sagetrain.data.loader import Batch
 from sagetrain.engines import deepspeed as engine_module
+from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.model.compile import compile_blocks
 
 ACCUMULATIONS = [1, 4, 3, 4, 8, 4, 1, 2]
@@ -48,9 +49,7 @@ def exact_sgd(stage: int, dtype_name: str) -> list[tuple[int, float, float]]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_name]
     groups = tiny.join(1)
     engine_module.build_optimizer = lambda model, *_: torch.optim.SGD(model.parameters(), lr=1.0)
-    engine = engine_module.Engine(
-        tiny.config(stage, dtype_name, optimizer={"clip_grad": 0.0}), Linear(dtype), groups, 1
-    )
+    engine = build_engine(tiny.config(stage, dtype_name, optimizer={"clip_grad": 0.0}), Linear(dtype), groups, 1)
     before, seen = 0.0, []
     for accumulation in ACCUMULATIONS:
         # One micro-batch of 64 on rank 0 and 1/8 everywhere else: lost if anything is added up in bf16.
@@ -60,9 +59,9 @@ def exact_sgd(stage: int, dtype_name: str) -> list[tuple[int, float, float]]:
         asked = sum(map(sum, values)) / 2
         assert result.applied
         assert result.grad_norm == pytest.approx(2 * asked, rel=2**-8)  # four equal components
-        for shard in engine.shards():
-            if shard.tensors:
-                weight = shard.tensors["weight"][0].item()
+        for shard in engine.owned():
+            if len(shard.weight):
+                weight = shard.weight[0].item()
                 seen.append((accumulation, weight - before, asked))
                 before = weight
     unit = engine.evaluate([plain_batch(1.0)])["valid/loss"]
@@ -187,7 +186,7 @@ def losses_when_told(root: str, cases: list[tuple[int, str]]) -> dict[tuple, tup
             first = [tiny.global_step(engine, step).loss for step in range(2)]
             folder = Path(root) / f"{stage}{dtype}{number}"
             saver = tiny.saver(folder, groups)
-            saver.start(tiny.run_state(2, 0), "", tiny.shards(engine), {})
+            saver.start(tiny.run_state(2, 0), "", engine.owned(), {})
             saver.wait()
             later = [tiny.global_step(engine, step).loss for step in (2, 3)]
             engine = tiny.engine(cfg, groups, seed=11)
@@ -234,16 +233,16 @@ def after_a_change(stages: list[tuple[int, str]]) -> list[str]:
     said, groups = [], tiny.join(1)
     for stage, dtype in stages:
         engine = tiny.engine(tiny.config(stage, dtype), groups)
-        owned = [shard for shard in engine.shards() if shard.tensors]
+        owned = [shard for shard in engine.owned() if len(shard.weight)]
         if groups.rank == 1:
-            owned[-1].tensors["weight"].data[-1] += 1
+            owned[-1].weight.data[-1] += 1
         try:
-            engine.check_masters()
+            engine._masters.check()
             said.append("")
         except ConfigError as error:
             said.append(str(error).partition(":")[0])
         engine.state_changed()
-        named = dict(engine.module.named_parameters())
+        named = dict(engine.model.named_parameters())
         if stage in (1, 2) and groups.rank == 1:
             assert named[owned[-1].name].data.view(-1)[owned[-1].stop - 1] > 0.5
     return said
@@ -301,14 +300,14 @@ def compiled_losses(
         seed=3,
         activation_checkpointing=again,
         sequence_parallel=sequence,
-        partition=engine_module.partitioner(cfg, groups),
+        partition=partitioner(cfg, groups),
     )
     if backend:
         compile_blocks(model, backend, whole=stage == 3)
-    engine = engine_module.Engine(cfg, model, groups, 1)
+    engine = build_engine(cfg, model, groups, 1)
     results = [tiny.global_step(engine, step, sequences=4 // tp_size) for step in range(3)]
     # What was gathered is given back: on a real model that is the point of ZeRO 3.
-    assert stage < 3 or all(p.numel() == 0 for p in engine.module.parameters() if p.ds_numel > 100)
+    assert stage < 3 or all(p.numel() == 0 for p in engine.model.parameters() if p.ds_numel > 100)
     return [(r.loss, r.grad_norm) for r in results], torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 

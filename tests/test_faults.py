@@ -45,7 +45,6 @@ from sagetrain.checkpoint.on_disk import KINDS
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.errors import CheckpointError, TrainingError
 from sagetrain.data.loader import Batch
-from sagetrain.engines.masters import ParameterShard
 from sagetrain.parallel.topology import ParallelGroups
 
 # -- the ledger ------------------------------------------------------------------------------------------------------
@@ -293,8 +292,7 @@ def test_a_hung_rank_ends_the_run_with_the_stacks_of_all(tmp_path, corpus) -> No
 def train_and_save(root: Path, first: int, steps: int) -> None:
     """A checkpoint after every step, in which every value is the number of the step; training does not wait for it."""
     torch.set_num_threads(1)
-    parameter = torch.nn.Parameter(torch.empty(20_000))
-    shard = ParameterShard(tiny.spec(20_000, "w"), parameter, 0, 20_000, {kind: torch.empty(20_000) for kind in KINDS})
+    shard = tiny.owned("w", {kind: torch.empty(20_000) for kind in KINDS})
     saver = tiny.saver(root, ParallelGroups.single(), keep_last=2)
     for step in range(first, first + steps):
         for tensor in shard.tensors.values():

@@ -38,7 +38,7 @@ def full(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 def save(root: Path, engine, step: int) -> Path:
     writer = tiny.saver(root, engine.groups)
     state = tiny.run_state(step, 64 * step, optimizer_steps=step)
-    writer.start(state, "{}", tiny.shards(engine), rng_state())
+    writer.start(state, "{}", engine.owned(), rng_state())
     writer.wait()
     return root / folder_name(step)
 

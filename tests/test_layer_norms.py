@@ -11,7 +11,7 @@ from torch import Tensor
 import tiny
 from distributed import run_distributed
 from sagetrain.data.loader import Batch
-from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Observers
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
@@ -50,7 +50,7 @@ def measured(layouts: list[Layout]) -> list[tuple[dict[str, float], list[float],
             model.activation_checkpointing, model.overlap = again, overlap == "on"
             if backend:
                 compile_blocks(model, backend, whole=stage == 3)
-            engine = Engine(cfg, model, groups, 1)
+            engine = build_engine(cfg, model, groups, 1)
             batches = [
                 Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
                 for row in tokens()[groups.dp_rank :: groups.dp_size]

@@ -394,7 +394,7 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
         run.run()
         run.folder._lock.close()  # as the end of its process does
         low = steps < 3
-        block = run.engine.module.blocks[1]
+        block = run.engine.model.blocks[1]
         assert bool(block.mlp.gate_up.kept) == low and block.attention.out.kept == ()  # 3,072 weights, 1,024
         recorded = on_disk.read_state(on_disk.newest(Path(run_dir) / "checkpoints")).linear
         wide = {"precision": "bf16", "recipe": "rowwise", "keep_layers_below": 0}

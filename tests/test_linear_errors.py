@@ -17,8 +17,8 @@ from sagekernels.testing import cosine, rel_l2
 from sagetrain.config import RunConfig
 from sagetrain.config.check import check
 from sagetrain.data.loader import Batch
-from sagetrain.engines.deepspeed import Engine
-from sagetrain.engines.protocol import Observers
+from sagetrain.engines.build_engine import build_engine
+from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.block import Block
 from sagetrain.model.compile import compile_blocks
@@ -58,11 +58,11 @@ def built(cfg: RunConfig, groups: ParallelGroups, compiled: bool = False) -> Eng
     model = tiny.model(cfg, groups)
     if compiled:
         compile_blocks(model, "aot_eager")
-    return Engine(cfg, model, groups, 1)
+    return build_engine(cfg, model, groups, 1)
 
 
 def step(engine: Engine, watched: bool = True, **observers: Any) -> dict[str, float]:
-    probes = [LinearErrors(engine.module, range(2))] if watched else []
+    probes = [LinearErrors(engine.model, range(2))] if watched else []
     return engine.step([batch(engine.groups)], 1, 1e-2, Observers(probes=probes, **observers)).metrics
 
 
@@ -119,9 +119,9 @@ def by_hand(recipe: tuple[str, str]) -> list[tuple[float, float]]:
     """Of the first layer, whose input is known: numbers of Y, and what float64 says."""
     groups = tiny.join(1)
     engine = built(config(0, *recipe), groups)
-    block, low = engine.module.blocks[0], RECIPES[recipe]
+    block, low = engine.model.blocks[0], RECIPES[recipe]
     with torch.no_grad():
-        x = block.attention_norm(engine.module.embedding(batch(groups).tokens.flatten()))
+        x = block.attention_norm(engine.model.embedding(batch(groups).tokens.flatten()))
         weights = list(block.attention.qkv.parameters())
         y, exact = torch.cat(low.forward(low.operand(x), weights), 1), x.double() @ torch.cat(weights).double().t()
     found = step(engine)
@@ -149,7 +149,7 @@ def with_and_without(stage: int, compiled: bool, checkpointing: str) -> tuple[li
             steps.append({name: x for name, x in found.items() if not name.startswith("quant/")})
         runs.append(steps)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        assert all(p.requires_grad for p in engine.module.parameters())
+        assert all(p.requires_grad for p in engine.model.parameters())
     return *runs, *graphs
 
 

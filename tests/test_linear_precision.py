@@ -19,7 +19,7 @@ from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.data.loader import Batch
-from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.protocol import Engine
 from sagetrain.inference.evaluate import evaluate, together
 from sagetrain.inference.trained_run import load_run
 from sagetrain.model.compile import compile_blocks
@@ -311,10 +311,10 @@ def test_blocks_of_one_precision_share_a_graph() -> None:
 
 def check_kept(engine: Engine, when: str) -> None:
     """What layers keep is what their weights say now."""
-    layers = [layer for layer in engine.module.modules() if isinstance(getattr(layer, "matmul", None), LowBit)]
+    layers = [layer for layer in engine.model.modules() if isinstance(getattr(layer, "matmul", None), LowBit)]
     assert len(layers) == 8
     for layer in layers:
-        fresh = layer.matmul.keep(list(layer.parameters())) if engine.stage < 3 else ()
+        fresh = layer.matmul.keep(list(layer.parameters())) if engine.takes_probes else ()
         assert len(layer.kept) == len(fresh)
         assert all(torch.equal(x.float(), y.float()) for x, y in zip(layer.kept, fresh, strict=True)), when
 
@@ -325,7 +325,7 @@ def keep_through_a_run(root: str, stage: int, dtype: str) -> None:
     tiny.global_step(engine, 0)
     check_kept(engine, "after a step")
     writer = tiny.saver(Path(root), engine.groups)
-    writer.start(tiny.run_state(1, 64), "{}", tiny.shards(engine), rng_state())
+    writer.start(tiny.run_state(1, 64), "{}", engine.owned(), rng_state())
     writer.wait()
     losses = [tiny.global_step(engine, step, sequences=8).loss for step in (1, 2)]
     tokens = torch.arange(tiny.SEQ + 1)[None] % tiny.VOCAB
@@ -341,8 +341,8 @@ def keep_through_a_run(root: str, stage: int, dtype: str) -> None:
     assert [tiny.global_step(engine, step, sequences=8).loss for step in (1, 2)] == losses
     assert engine.evaluate([batch]) == held_out
     with torch.no_grad():
-        for part in engine.shards():
-            for values, _ in engine.weights(part):
+        for part in engine.owned():
+            for values in (part.weight, *part.copies):
                 values.mul_(0.5)
     engine.weights_changed()
     check_kept(engine, "after weights were set")

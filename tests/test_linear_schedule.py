@@ -15,6 +15,7 @@ from distributed import run_distributed
 from runs import finish, write_config
 from sagetrain.config.arithmetic import low_bit_linear
 from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig
+from sagetrain.engines.build_engine import build_engine
 from sagetrain.inference.ranks import Ranks
 from sagetrain.inference.trained_run import load_run
 from sagetrain.model.backends import Sage, Sdpa
@@ -60,7 +61,7 @@ def moving_steps(
     model = tiny.model(cfg, groups)
     if backend:
         compile_blocks(model, backend, whole=stage == 3)
-    engine = tiny.Engine(cfg, model, groups, 1)
+    engine = build_engine(cfg, model, groups, 1)
     first, last = cfg.linear.keep_first_fraction or 0, cfg.linear.keep_last_fraction or 0
     now = lambda tokens: LinearSchedule(cfg.linear, model, engine.weights_changed, 500, tokens)  # noqa: E731
     schedules = [now(0)] if first or last else []

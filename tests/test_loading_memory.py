@@ -10,7 +10,7 @@ import tiny
 from distributed import run_distributed
 from process_memory import peak_of, return_what_is_freed
 from sagetrain.checkpoint import on_disk, reading
-from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.protocol import Engine
 from sagetrain.parallel.rng import rng_state
 
 MODEL = {"num_layers": 1, "hidden_size": 768, "ffn_hidden_size": 2048, "num_attention_heads": 12}
@@ -25,7 +25,7 @@ def write(root: str, tp_size: int, stage: int) -> None:
     """A checkpoint of step 1."""
     engine = engine_of(tp_size, stage, "fp32")
     saver = tiny.saver(Path(root), engine.groups)
-    saver.start(tiny.run_state(1, 1), "{}", tiny.shards(engine), rng_state())
+    saver.start(tiny.run_state(1, 1), "{}", engine.owned(), rng_state())
     saver.wait()
 
 
@@ -39,8 +39,8 @@ def load(root: str, layouts: list[tuple[int, int, str]]) -> dict[tuple, tuple[in
     sizes = {}
     for tp_size, stage, dtype in layouts:
         engine = engine_of(tp_size, stage, dtype)
-        tensors = [tensor for shard in engine.shards() for tensor in shard.tensors.values()]
-        model = [p.ds_tensor if stage == 3 else p for p in engine.module.parameters()]
+        tensors = [tensor for shard in engine.owned() for tensor in shard.tensors.values()]
+        model = [p.ds_tensor if stage == 3 else p for p in engine.model.parameters()]
         for tensor in tensors:  # all of it in memory before, so that what loading adds is loading's own
             tensor.data.fill_(1.0)
         state = sum(t.numel() * t.element_size() for t in (tensors if stage == 0 else [*tensors, *model]))

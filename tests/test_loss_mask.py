@@ -180,7 +180,7 @@ def steps(path: str, layouts: list[tuple[int, int, int]]) -> list[dict]:
         loader = Loader(stream, dp_rank=groups.dp_rank, dp_size=groups.dp_size, micro_batch_size=1)
 
         def weights(engine=engine) -> dict[str, torch.Tensor]:
-            return {s.name: s.tensors["weight"].double().clone() for s in engine.shards() if s.tensors}
+            return {s.name: s.weight.double().clone() for s in engine.owned() if len(s.weight)}
 
         def step(counted: int, batches, engine=engine, groups=groups):
             return engine.step(batches, STEP // groups.dp_size, 1.0, counted=counted)
@@ -190,9 +190,9 @@ def steps(path: str, layouts: list[tuple[int, int, int]]) -> list[dict]:
         result = step(counted, loader.step_batches(0, STEP * tiny.SEQ))
         after = weights()
         moved = {}
-        for s in engine.shards():
-            if s.tensors:
-                moved[s.name] = (s.tp_dim, s.start, s.stop, before[s.name] - after[s.name])
+        for s in engine.owned():
+            if len(s.weight):
+                moved[s.name] = (s.spec.dim, s.start, s.stop, before[s.name] - after[s.name])
         empty = list(loader.step_batches(0, STEP * tiny.SEQ))
         for batch in empty:
             batch.labels.fill_(MASKED)

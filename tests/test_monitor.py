@@ -16,8 +16,8 @@ from sagetrain.config import RunConfig
 from sagetrain.config.check import check
 from sagetrain.config.schema import MonitorConfig
 from sagetrain.data.loader import Batch
-from sagetrain.engines.deepspeed import Engine
-from sagetrain.engines.protocol import Observers
+from sagetrain.engines.build_engine import build_engine
+from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
@@ -52,15 +52,13 @@ def built(cfg: RunConfig, groups: ParallelGroups, compiled: bool = False) -> tup
                 parameter.copy_(torch.linspace(1, 2 + i, parameter.numel()))
     if compiled:
         compile_blocks(model, "aot_eager", whole=cfg.parallel.zero_stage == 3)
-    engine = Engine(cfg, model, groups, 1)
+    engine = build_engine(cfg, model, groups, 1)
     return engine, monitor_of(cfg, engine)
 
 
 def monitor_of(cfg: RunConfig, engine: Engine) -> Monitor:
     """As the trainer makes it."""
-    return Monitor(
-        cfg.stability.monitor, engine.module, lambda: ((x.name, x.tensors.get("weight")) for x in engine.shards())
-    )
+    return Monitor(cfg.stability.monitor, engine.model, lambda: ((x.name, x.weight) for x in engine.owned()))
 
 
 def step(engine: Engine, data: Batch, monitor: Monitor | None) -> dict[str, float]:
@@ -143,7 +141,7 @@ def zero_3(compiled: bool) -> tuple[dict[str, float], dict[str, float]]:
         model = tiny.model(cfg, groups)
         if compiled:
             compile_blocks(model, "aot_eager", whole=stage == 3)
-        engine = Engine(cfg, model, groups, 1)
+        engine = build_engine(cfg, model, groups, 1)
         found.append(step(engine, batch(groups, False), monitor_of(cfg, engine)))
     return found[0], found[1]
 
@@ -182,7 +180,7 @@ def by_hand() -> list[tuple[dict[str, float], dict[str, float]]]:
     groups = tiny.join(1)
     engine, monitor = built(config(recipe="fine"), groups)
     seen: dict[int, list[torch.Tensor]] = {}
-    for layer, block in enumerate(engine.module.blocks):
+    for layer, block in enumerate(engine.model.blocks):
 
         def tapped(q, k, v, layout, layer=layer, attention=block.attention):
             for x in (q, k, v):
@@ -220,10 +218,10 @@ def chosen_layers() -> list[set[str]]:
     cfg = config(model={"num_layers": 3}, stability={"monitor": {"layers": [0, -1]}})
     engine, monitor = built(cfg, groups)
     for function in (Sage("fine"), Sdpa()):
-        engine.module.blocks[2].attention.function = function
+        engine.model.blocks[2].attention.function = function
         metrics = step(engine, batch(groups, False), monitor)
         found.append({name.split("/")[1] for name in metrics if name.startswith("quant/")})
-    for block in engine.module.blocks:
+    for block in engine.model.blocks:
         block.attention.function = Sdpa()
     assert monitor.watch(100) is None
     return found

@@ -15,7 +15,7 @@ import torch
 import tiny
 from distributed import run_distributed
 from sagetrain.data.loader import MASKED, Batch
-from sagetrain.engines import deepspeed as engine_module
+from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.protocol import Observers
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer
@@ -76,12 +76,12 @@ def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[
             sequence_parallel=sequence,
             activation_checkpointing="full" if sequence else "none",
             dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
-            partition=engine_module.partitioner(cfg, groups),
+            partition=partitioner(cfg, groups),
         )
         if backend:
             compile_blocks(model, backend, whole=stage == 3)
-        engine = engine_module.Engine(cfg, model, groups, 1)
-        noise = GradientNoise(engine.module, groups, engine.device)
+        engine = build_engine(cfg, model, groups, 1)
+        noise = GradientNoise(engine.model, groups, engine.device)
         batches = [
             Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
             for row in global_batch()[groups.dp_rank :: groups.dp_size]
@@ -224,7 +224,7 @@ def masked(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, dict[str, f
             labels = tokens[:, 1:].clone()
             labels[counted:] = MASKED
             batches.append(Batch(tokens[:, :-1], labels, None, None, None, [], divisor=1.0))
-        observers = Observers(noise=GradientNoise(engine.module, groups, engine.device))
+        observers = Observers(noise=GradientNoise(engine.model, groups, engine.device))
         result = engine.step(batches, len(batches), 0.0, observers, sum(rows) * tiny.SEQ)
         NoiseScale(3 * tiny.SEQ, 0.9).after_step(Taken(1, 0, len(rows) * 3 * tiny.SEQ, result.metrics))
         results.append((layout, result.metrics, result.grad_norm))

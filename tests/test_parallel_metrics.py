@@ -116,7 +116,7 @@ def engine_with_a_monitor(stage: int, with_maximum: bool) -> tuple[list[dict], i
         if with_maximum:
             metrics.max("activations/largest", output.abs().max())
 
-    engine.module.blocks[1].mlp.register_forward_hook(watch)
+    engine.model.blocks[1].mlp.register_forward_hook(watch)
     batch = Batch(*torch.ones(2, 1, tiny.SEQ, dtype=torch.long), None, None, None, [])
     found = []
     for step in range(2):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from distributed import run_distributed
 from sagetrain.config import ConfigError, RunConfig, load_config
-from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.build_engine import build_engine
 from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware, of_device
 from sagetrain.model import operations
 from sagetrain.model.accounting import flops_per_token, overlaps, parameters_per_rank
@@ -484,7 +484,7 @@ def real_collectives() -> list[tuple[dict, dict]]:
         place["overlap"] = overlaps(cfg)
         how = {"tensor_parallel_size": tensor, "device": torch.device("cpu"), "dtype": torch.bfloat16}
         place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **how)
-        engine = Engine(cfg, tiny.transformer(cfg.model, cfg.attention, **place), groups, 2)
+        engine = build_engine(cfg, tiny.transformer(cfg.model, cfg.attention, **place), groups, 2)
         # DeepSpeed reduces gradients over a group of one as well; activations alone travel in bf16, or 8 bits.
         dtypes = (torch.bfloat16, torch.uint8) if tensor > 1 else (torch.bfloat16, torch.float32)
         for _ in range(2):  # ZeRO-3 learns the order of its modules in the first step

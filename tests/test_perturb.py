@@ -23,7 +23,7 @@ LAYOUTS = {"fp32": [(1, 1, 0), (1, 2, 1), (2, 1, 3)], "bf16": [(2, 1, 1), (1, 1,
 def saved(root: Path, engine, step: int) -> dict[str, dict[str, torch.Tensor]]:
     """Weights and moments by kind and name, as a checkpoint has them."""
     writer = tiny.saver(root, engine.groups)
-    writer.start(tiny.run_state(step, 0, optimizer_steps=step), "{}", tiny.shards(engine), rng_state())
+    writer.start(tiny.run_state(step, 0, optimizer_steps=step), "{}", engine.owned(), rng_state())
     writer.wait()
     torch.distributed.barrier()
     reader = Reader(root / folder_name(step))
@@ -43,7 +43,7 @@ def perturb_everywhere(root: str, dtype: str) -> dict:
         none = saved(place, engine, 2)
         perturb(engine, 3)
         after = saved(place, engine, 3)
-        computing = engine.module.blocks[0].attention_norm.gain.detach().clone()
+        computing = engine.model.blocks[0].attention_norm.gain.detach().clone()
         alike = all(torch.equal(none[kind][name], value) for kind in KINDS for name, value in before[kind].items())
         differing = [(k, name) for k in KINDS for name, value in before[k].items() if not after[k][name].equal(value)]
         gains = before["weight"][GAIN], after["weight"][GAIN]

@@ -15,7 +15,7 @@ from distributed import run_distributed
 from sagetrain.checkpoint.on_disk import newest, read_state
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import PrecisionConfig
-from sagetrain.engines import deepspeed as engine_module
+from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
@@ -44,12 +44,12 @@ def moving_losses(
         seed=3,
         activation_checkpointing=again,
         sequence_parallel=tp_size > 1,
-        partition=engine_module.partitioner(cfg, groups),
+        partition=partitioner(cfg, groups),
         functions=[FUNCTIONS["paper"]] * 4,
     )
     if backend:
         compile_blocks(model, backend, whole=stage == 3, later=FUNCTIONS.values())
-    engine = engine_module.Engine(cfg, model, groups, 1)
+    engine = build_engine(cfg, model, groups, 1)
     precision = PrecisionConfig(
         rungs=["fine", "gradients", "sdpa"], threshold={"metric": "quant/*/dS/rel_l2", "above": 0.5}
     )
@@ -121,7 +121,7 @@ def train(corpus: str, run_dir: str, tp_size: int, stop_after: int | None) -> tu
 
     trainer.engine.step = measured
     assert trainer.run() == (stop_after is None)
-    functions = [type(block.attention.function).__name__ for block in trainer.engine.module.blocks]
+    functions = [type(block.attention.function).__name__ for block in trainer.engine.model.blocks]
     (ladder,) = (controller for controller in trainer.controllers.controllers if isinstance(controller, Ladder))
     return functions, ladder.summary()
 
@@ -205,7 +205,7 @@ def train_on(corpus: str, run_dir: str, steps: int, precision: dict | None) -> l
     cfg["training"].update(run_dir=run_dir, total_tokens=steps * STEP)
     cfg["stability"].update(monitor={"every_steps": None}, precision=precision)
     trainer = Trainer(RunConfig.model_validate(cfg), [])
-    functions = [type(function).__name__ for function in trainer.engine.module.functions]
+    functions = [type(function).__name__ for function in trainer.engine.model.functions]
     assert trainer.run()
     return functions
 

@@ -221,7 +221,8 @@ ALONE = {"__init__", "_open_mask", "read_provenance", "_check_records", "check_t
 """The functions of data/ that a trainer calls before ranks meet. Later refusals are in test_resume.py."""
 EXCUSED = {
     ("trainer", "__init__"): "attention and linear layers that this host's GPU cannot do: rules know the rest",
-    ("masters", "check_masters"): "what DeepSpeed keeps in memory",
+    ("masters", "check"): "what DeepSpeed keeps in memory",
+    ("reduction", "check"): "another version of DeepSpeed",
     ("join", "init_distributed"): "the GPUs of a host",
     ("preflight", "use_interface"): "the network interfaces of a host",
     ("preflight", "share"): "hosts that share no folder",
@@ -311,7 +312,7 @@ def test_plan_finds_what_train_refuses(world: World, monkeypatch: pytest.MonkeyP
 def test_every_refusal_on_the_way_to_the_first_step_is_found_or_excused() -> None:
     names = {
         "train": "trainer weights_and_biases init_from resume inputs",
-        "engines": "deepspeed masters",
+        "engines": "deepspeed masters reduction",
         "cluster": "join preflight rendezvous run_folder",
         "checkpoint": "on_disk reading ledger",
     }

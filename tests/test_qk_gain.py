@@ -13,8 +13,7 @@ from distributed import run_distributed
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import RunConfig
-from sagetrain.engines.deepspeed import Engine
-from sagetrain.engines.protocol import Observers, StepResult
+from sagetrain.engines.protocol import Engine, Observers, StepResult
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.parallel.rng import rng_state
 from sagetrain.train.controllers import updates_of
@@ -37,12 +36,12 @@ def is_qk_gain(spec: TensorSpec) -> bool:
 
 
 def masters_of(engine: Engine) -> list[torch.Tensor]:
-    return [shard.tensors["weight"].clone() for shard in engine.shards(is_qk_gain) if shard.tensors]
+    return [kept.weight.clone() for kept in engine.owned(is_qk_gain) if len(kept.weight)]
 
 
 def copies_of(engine: Engine) -> list[torch.Tensor]:
     """Whole gains as the model computes with them; at ZeRO 3 they stay gathered, being small."""
-    return [p.data.clone() for name, p in engine.module.named_parameters() if is_qk_gain(engine.module.specs[name])]
+    return [p.data.clone() for name, p in engine.model.named_parameters() if is_qk_gain(engine.model.specs[name])]
 
 
 def steps_of(tp_size: int, stage: int, dtype: str, qk_gain: dict) -> dict[str, Any]:
@@ -55,10 +54,10 @@ def steps_of(tp_size: int, stage: int, dtype: str, qk_gain: dict) -> dict[str, A
         seen["losses"].append(result.loss)
         seen["masters"].append(masters_of(engine))
         seen["copies"].append(copies_of(engine))
-        for shard in engine.shards(is_qk_gain):  # the model's values are the masters', rounded
-            if shard.tensors:
-                master, copy = shard.tensors["weight"], shard.parameter.data.view(-1)[shard.start : shard.stop]
-                seen["rounded"] &= torch.equal(master.to(copy.dtype), copy)
+        parameters = dict(engine.model.named_parameters())
+        for shard in engine.owned(is_qk_gain):  # the model's values are the masters', rounded
+            copy = parameters[shard.name].data.view(-1)[shard.start : shard.stop]
+            seen["rounded"] &= torch.equal(shard.weight.to(copy.dtype), copy)
     return seen
 
 
@@ -91,8 +90,8 @@ def test_no_gain_is_above_the_cap_at_any_stage(world: int, tp_size: int, stage: 
 def test_the_cap_is_one_of_magnitude() -> None:
     cfg = capped(1, "fp32")
     engine = tiny.engine(cfg, tiny.join(1))
-    for shard in engine.shards(is_qk_gain):
-        for values, _ in engine.weights(shard):
+    for shard in engine.owned(is_qk_gain):
+        for values in (shard.weight, *shard.copies):
             values.fill_(-2 * CAP)
     shares = [step_of(engine, cfg, step).metrics["qk_gain/capped_share"] for step in range(2)]
     assert shares == [1.0, 1.0] and all((gain >= -torch.tensor(CAP)).all() for gain in masters_of(engine))
@@ -106,9 +105,11 @@ def test_gains_alone_decay() -> None:
     for before, after in zip(plain["copies"][0], decayed["copies"][0], strict=True):
         torch.testing.assert_close(before - after, torch.full_like(before, 1e-2 * 0.5), atol=2e-6, rtol=0)
     engine = tiny.engine(capped(0, "fp32", decay=0.5), tiny.join(1))
-    names = {id(p): name for name, p in engine.module.named_parameters()}
-    groups = [({names[id(p)] for p in group["params"]}, group["weight_decay"]) for group in engine._base.param_groups]
-    gains = {name for name in names.values() if is_qk_gain(engine.module.specs[name])}
+    names = {id(p): name for name, p in engine.model.named_parameters()}
+    groups = [
+        ({names[id(p)] for p in group["params"]}, group["weight_decay"]) for group in engine._optimizer.param_groups
+    ]
+    gains = {name for name in names.values() if is_qk_gain(engine.model.specs[name])}
     assert groups[-1] == (gains, 0.5) and len(gains) == 4
     assert sum(len(held) for held, _ in groups) == len(names)
     assert {name for held, decay in groups if decay == 0 for name in held} == {
@@ -122,7 +123,7 @@ def save_and_go_on(root: str, stage: int, dtype: str) -> list[torch.Tensor]:
     for step in range(3):
         step_of(engine, cfg, step)
     writer = tiny.saver(Path(root), engine.groups)
-    writer.start(tiny.run_state(3, 192), "{}", tiny.shards(engine), rng_state())
+    writer.start(tiny.run_state(3, 192), "{}", engine.owned(), rng_state())
     writer.wait()
     for step in range(3, STEPS):
         step_of(engine, cfg, step)

@@ -18,8 +18,8 @@ import tiny
 from distributed import run_distributed
 from sagetrain.config.schema import StabilityConfig
 from sagetrain.data.loader import MASKED, Batch
-from sagetrain.engines import deepspeed as engine_module
-from sagetrain.engines.protocol import Observers
+from sagetrain.engines.build_engine import build_engine
+from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.backends import AttentionFunction, Reference, Sage, attention_function
 from sagetrain.model.compile import compile_blocks
@@ -270,7 +270,7 @@ def with_8_bits(tp_size: int) -> list[tuple]:
     groups, found = tiny.join(tp_size), []
     for probes in (True, False):
         engine = tiny.engine(low_bit("sdpa", tp_size), groups)
-        probe = QuantizationProbe(engine.module, engine.module.functions[0], groups, engine.device)
+        probe = QuantizationProbe(engine.model, engine.model.functions[0], groups, engine.device)
         steps = []
         for step in range(4):
             own = batches(groups, step)
@@ -308,8 +308,8 @@ def batches(groups: ParallelGroups, step: int = 0, sequences: int = 4) -> list[B
     ]
 
 
-def probe_of(engine: engine_module.Engine) -> QuantizationProbe:
-    return QuantizationProbe(engine.module, Reference(), engine.groups, engine.device)
+def probe_of(engine: Engine) -> QuantizationProbe:
+    return QuantizationProbe(engine.model, Reference(), engine.groups, engine.device)
 
 
 def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, bool, dict[str, float]]]:
@@ -361,7 +361,7 @@ def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[l
     )
     if backend:
         compile_blocks(model, backend)
-    engine = engine_module.Engine(cfg, model, groups, 1)
+    engine = build_engine(cfg, model, groups, 1)
     numbers = []
     for step in range(4):
         own = batches(groups, step)
@@ -369,7 +369,7 @@ def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[l
         result = engine.step(own, len(own), 1e-2, Observers(probes=[probe] if probe else []))
         numbers.append((result.loss, result.grad_norm))
         assert ("quant_noise/0/error_square" in result.metrics) == bool(probe)
-    return numbers, [shard.tensors["weight"].clone() for shard in engine.shards() if shard.tensors]
+    return numbers, [kept.weight.clone() for kept in engine.owned()]
 
 
 def with_and_without(layouts: list[tuple]) -> list[tuple[tuple, bool]]:

@@ -25,8 +25,8 @@ from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import DataSource
 from sagetrain.data.loader import Batch, SampleStream
-from sagetrain.engines.deepspeed import Engine
 from sagetrain.engines.protocol import StepResult
+from sagetrain.engines.step import BaseEngine
 from sagetrain.inference.replay import _go_there, _start, replay
 from sagetrain.model import transformer
 from sagetrain.model.backends import Sage, TokenLayout
@@ -267,9 +267,9 @@ def test_a_fault_of_the_quantization_is_blamed_on_precision_and_one_that_has_gon
 
 def make_linear_faulty() -> None:
     """Gradients of weights made of 8 bits are 300 times too large in the step of these samples."""
-    where, step, gradient = SimpleNamespace(fault=False), Engine.step, LowBit._weight_gradient
+    where, step, gradient = SimpleNamespace(fault=False), BaseEngine.step, LowBit._weight_gradient
 
-    def watched(self: Engine, batches: Iterable[Batch], *rest: object, **how: object) -> StepResult:
+    def watched(self: BaseEngine, batches: Iterable[Batch], *rest: object, **how: object) -> StepResult:
         def each() -> Iterator[Batch]:
             for batch in batches:
                 where.fault = batch.sample_ids[0] in SAMPLES
@@ -277,7 +277,7 @@ def make_linear_faulty() -> None:
 
         return step(self, each(), *rest, **how)
 
-    Engine.step = watched
+    BaseEngine.step = watched
     LowBit._weight_gradient = lambda self, *what: gradient(self, *what) * (300 if where.fault else 1)
 
 

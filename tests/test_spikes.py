@@ -134,28 +134,27 @@ def test_settings_that_cannot_work_are_named(spikes, keep_last, level, words) ->
 def tensors(engine) -> dict[str, torch.Tensor]:
     """All that an update changes: masters, moments, the weights that the model computes with, also in 8 bits, Adam's
     step counts."""
-    found = {f"{s.name}|{k}": t.clone() for s in engine.shards() for k, t in s.tensors.items()}
-    found |= {f"{s.name}|{i}": t.clone() for s in engine.shards() for i, (t, _) in enumerate(engine.weights(s))}
-    found |= {f"step|{i}": engine._ensure_state(m)["step"].clone() for i, m in enumerate(engine._flat_masters())}
-    for name, layer in engine.module.named_modules():
+    found = {f"{s.name}|{k}": t.clone() for s in engine.owned() for k, t in s.tensors.items()}
+    found |= {f"{s.name}|{i}": t.clone() for s in engine.owned() for i, t in enumerate(s.copies) if len(t)}
+    found |= {f"step|{i}": count.clone() for i, count in enumerate(engine._masters.steps())}
+    for name, layer in engine.model.named_modules():
         found |= {f"{name}|kept {i}": t.view(torch.uint8).clone() for i, t in enumerate(getattr(layer, "kept", ()))}
     return found
 
 
-def take_step(engine, number: int) -> StepResult:
+def take_step(engine, number: int, observers: Observers | None = None) -> StepResult:
     """Of two micro-batches, whatever the layout of two ranks."""
-    return tiny.global_step(engine, number, sequences=2 * engine.groups.dp_size)
+    return tiny.global_step(engine, number, 2 * engine.groups.dp_size, observers)
 
 
 def step(engine, number: int, verdict: Verdict, factor: float = 1.0) -> StepResult:
     """A step whose loss is multiplied by `factor`, and whose verdict is fixed."""
-    take, forward = engine.step, engine.forward
-    engine.step = lambda *what, **how: take(*what, **how, observers=Observers(judge=lambda metrics: verdict))
+    forward = engine.forward
     engine.forward = lambda batch: forward(batch) * factor
     try:
-        return take_step(engine, number)
+        return take_step(engine, number, Observers(judge=lambda metrics: verdict))
     finally:
-        engine.step, engine.forward = take, forward
+        engine.forward = forward
 
 
 def left_out(layouts: list[tuple[int, int, str, str]]) -> list[list]:
@@ -173,7 +172,9 @@ def left_out(layouts: list[tuple[int, int, str, str]]) -> list[list]:
         refused = [step(ours, 2, Verdict(False, wrong), factor) for factor in (1.0, 1e3, math.nan, math.inf)]
         assert all(not result.applied and result.event is wrong for result in refused)
         after = tensors(ours)
-        changed = [name for name in before if not before[name].equal(after[name])]
+        # ZeRO 3 may have let go of small parameters, which it gathers in the next step.
+        changed = [name for name in before if not before[name].equal(after.get(name, before[name]))]
+        assert stage == 3 or before.keys() == after.keys()
         same = all(take_step(ours, n).metrics == take_step(theirs, n).metrics for n in (2, 3))
         applied = step(ours, 4, Verdict(True, wrong))
         assert applied.applied

@@ -46,9 +46,9 @@ def values(tp_size: int) -> bool:
         engine = tiny.engine(cfg, groups)
         single, kind = ParallelGroups.single(), torch.bfloat16 if dtype == "bf16" else torch.float32
         whole = tiny.transformer(cfg.model, cfg.attention, vocab_size=tiny.VOCAB, groups=single, seed=3, dtype=kind)
-        for part, (name, parameter) in zip(engine.shards(), whole.named_parameters(), strict=True):
-            assert (part.name, part.global_shape) == (name, tuple(parameter.shape))
-            own = shard(parameter.detach(), part.tp_dim, groups).flatten()[part.start : part.stop].float()
+        for part, (name, parameter) in zip(engine.owned(), whole.named_parameters(), strict=True):
+            assert (part.name, part.spec.shape) == (name, tuple(parameter.shape))
+            own = shard(parameter.detach(), part.spec.dim, groups).flatten()[part.start : part.stop].float()
             equal.append(torch.equal(part.tensors["weight"], own) if part.tensors else not own.numel())
     return len(equal) > 30 and all(equal)
 

@@ -11,7 +11,7 @@ import tiny
 from distributed import run_distributed
 from process_memory import resident, return_what_is_freed
 from sagetrain.data.loader import Batch
-from sagetrain.engines.deepspeed import Engine, partitioner
+from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
 
@@ -52,7 +52,7 @@ def between_passes(cases: list[tuple[str, str, str | None, str]]) -> list[tuple[
         )
         if backend:
             compile_blocks(model, backend, whole=True)
-        engine = Engine(cfg, model, groups, 1)
+        engine = build_engine(cfg, model, groups, 1)
         for step in range(2):  # DeepSpeed learns the order of its modules, torch compiles
             tiny.global_step(engine, step)
         gc.collect()
@@ -60,7 +60,7 @@ def between_passes(cases: list[tuple[str, str, str | None, str]]) -> list[tuple[
         loss = engine.forward(batch)
         gc.collect()
         held = resident() - before
-        engine._ds.backward(loss)
+        engine.backward(loss, last=False)
         found.append((held / 2 / sum(p.ds_numel for p in model.parameters()), loss.item()))
     return found
 

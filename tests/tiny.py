@@ -15,8 +15,8 @@ from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.loader import Batch
-from sagetrain.engines.deepspeed import Engine, partitioner
-from sagetrain.engines.protocol import Observers, StepResult
+from sagetrain.engines.build_engine import build_engine, partitioner
+from sagetrain.engines.protocol import Engine, Observers, Owned, StepResult
 from sagetrain.model.accounting import overlaps
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import attention_functions, matmuls_of
@@ -78,7 +78,7 @@ def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Transformer:
 
 def engine(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Engine:
     """An Engine over a fresh Transformer."""
-    return Engine(cfg, model(cfg, groups, seed), groups, 1)
+    return build_engine(cfg, model(cfg, groups, seed), groups, 1)
 
 
 def global_step(engine: Engine, step: int, sequences: int = 4, observers: Observers | None = None) -> StepResult:
@@ -109,6 +109,12 @@ def evaluation(engine: Engine, sources: list[str]) -> dict[str, float]:
     return engine.evaluate(batches, sources)
 
 
+def owned(name: str, tensors: dict[str, torch.Tensor]) -> Owned:
+    """A tensor that one rank has all of, with its moments."""
+    size = len(tensors["weight"])
+    return Owned(spec(size, name), 0, size, tensors["weight"], {k: t for k, t in tensors.items() if k != "weight"})
+
+
 def saver(root: Path, groups: ParallelGroups, keep_last: int = 100, seconds: float = 60.0) -> Saver:
     """A Saver that keeps everything and waits `seconds` for another rank."""
     return Saver(root, groups, keep_last, None, timedelta(seconds=seconds))
@@ -118,8 +124,3 @@ def run_state(step: int = 0, tokens: int = 0, **more) -> RunState:
     """The state of a run of the tiny model, as a checkpoint has it."""
     identity = Identity(model={}, qk_norm="before_rope", vocab_size=VOCAB, seed=0, seq_length=SEQ)
     return RunState(**{"step": step, "tokens": tokens, "sequences": tokens // SEQ, "identity": identity, **more})
-
-
-def shards(engine: Engine):
-    """What this rank writes to a checkpoint, as the trainer asks for it."""
-    return engine.shards() if engine.writes_shards else ()

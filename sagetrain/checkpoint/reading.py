@@ -146,14 +146,13 @@ def check_shapes(reader: Reader, shapes: dict[str, tuple[int, ...]]) -> None:
 def load_engine(reader: Reader, engine, optimizer_steps: int, *, moments: bool = True) -> None:
     """Restore weights and, unless told otherwise, Adam moments of an Engine, block by block; collective. A rank reads
     what it owns, so that all of them together read the checkpoint once, however many replicas there are."""
-    groups, shards = engine.groups, list(engine.shards())
-    where = (groups.tp_rank, groups.tp_size)
-    check_shapes(reader, {shard.name: shard.global_shape for shard in shards})
-    for shard in shards if engine.writes_shards else ():
-        for kind in (KINDS if moments else KINDS[:1]) if shard.tensors else ():
-            reader.fill(shard.tensors[kind], shard.name, kind, *where, shard.start)
-    engine.state_changed()
-    engine.set_optimizer_steps(optimizer_steps)
+    every = list(engine.owned())
+    where = (engine.groups.tp_rank, engine.groups.tp_size)
+    check_shapes(reader, {kept.name: kept.spec.shape for kept in every})
+    for kept in every:
+        for kind in (KINDS if moments else KINDS[:1]) if kept.tensors and not kept.twin else ():
+            reader.fill(kept.tensors[kind], kept.name, kind, *where, kept.start)
+    engine.state_changed(optimizer_steps)
 
 
 @torch.no_grad()

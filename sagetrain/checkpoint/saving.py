@@ -136,15 +136,15 @@ class Saver:
     def start(self, state: RunState, config_text: str, shards: Iterable, rng: dict[str, Any]) -> None:
         """Save the checkpoint of `state.step`: returns as soon as the state is copied; collective.
 
-        `shards` are Engine.shards() of this rank, or empty. Waits first for the checkpoint that is being written; what
+        `shards` are Engine.owned() of this rank. Waits first for the checkpoint that is being written; what
         wait() raises is raised here. What was on disk before stays untouched until the new one is whole.
         """
         begin = time.perf_counter()
         self.wait()
-        shards = list(shards)
+        shards = [s for s in shards if not s.twin]
         owned = self._owned(shards)
         tensors = self._copy(owned)
-        shapes = {s.name: {"shape": list(s.global_shape), "tp_dim": s.tp_dim} for s in shards}
+        shapes = {s.name: {"shape": list(s.spec.shape), "tp_dim": s.spec.dim} for s in shards}
         written = {s.name: (s.start, s.stop) for s in owned}
         ranges = np.array([written.get(name, (0, 0)) for name in shapes], dtype=np.int64).reshape(-1, 2)
         snapshot = _Snapshot(state.step, state.tokens, state.to_json(), config_text, rng, tensors, shapes, ranges)
@@ -171,8 +171,10 @@ class Saver:
     # -- the copy ------------------------------------------------------------------------------------------------
 
     def _owned(self, shards: Iterable) -> list:
-        """Without those of which this rank owns nothing, and replicas that tensor-parallel rank 0 writes."""
-        return [s for s in shards if s.stop > s.start and not (s.tp_dim is None and self._groups.tp_rank > 0)]
+        """Without those of which this rank owns nothing, and copies that another replica, or tensor-parallel rank 0,
+        writes."""
+        copied = self._groups.tp_rank > 0
+        return [s for s in shards if s.stop > s.start and not s.twin and not (s.spec.cut is None and copied)]
 
     def _copy(self, owned: list) -> dict[str, dict[str, torch.Tensor]]:
         """The state in host memory, by file and by name in it."""
@@ -312,7 +314,7 @@ class Saver:
 
 
 def _on_gpu(owned: list) -> bool:
-    return bool(owned) and owned[0].tensors["weight"].is_cuda
+    return bool(owned) and owned[0].weight.is_cuda
 
 
 def _fresh_folder(final: Path) -> Path:

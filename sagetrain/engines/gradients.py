@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +12,9 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.noise_scale import GradientNoise, LayerSquares
 
+Parts = Callable[[], Sequence[tuple[str, Tensor]]]
+"""Return what this rank owns of the gradients that are there, each with the name of its tensor."""
+
 _LAYER = "layer/"
 
 
@@ -20,24 +22,14 @@ class StepGradients:
     """What this rank owns of a step's gradients, summed over the micro-batches and clipped.
 
     Args:
-        optimizer: whose `grad` they are when DeepSpeed calls it.
-        weights: what this rank owns of each parameter, by name: views of the optimizer's.
         clip: largest global norm; 0: none.
         copies: so many replicas own the same.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        weights: Iterable[tuple[str, Tensor]],
-        model: Transformer,
-        groups: ParallelGroups,
-        device: torch.device,
-        clip: float,
-        copies: int,
+        self, model: Transformer, groups: ParallelGroups, device: torch.device, clip: float, copies: int
     ) -> None:
-        self._optimizer, self._weights, self._groups, self._device = optimizer, list(weights), groups, device
-        self._clip, self._copies = clip, copies
+        self._groups, self._device, self._clip, self._copies = groups, device, clip, copies
         self._layers = LayerSquares(model.specs.values(), groups, device)
         self.begin(None)
 
@@ -46,40 +38,32 @@ class StepGradients:
         self._noise, self._squares = noise, torch.empty(0)
 
     @torch.no_grad()
-    def show(self, by_layer: bool) -> None:
-        """Before the optimizer reads them. DeepSpeed steps one group of parameters after the other; those of others
-        are not there yet, or not there any more. by_layer: their norms are wanted, too."""
+    def show(self, parts: Parts, by_layer: bool) -> None:
+        """Look at gradients before the optimizer reads them. An engine may show them part by part, each once.
+        by_layer: their norms are wanted, too."""
         if not self._noise and not by_layer:
             return
-        masters = {
-            m.data_ptr(): m for group in self._optimizer.param_groups for m in group["params"] if m.grad is not None
-        }
-        starts, parts = sorted(masters), []
-        for name, weight in self._weights if masters else ():
-            master = masters[starts[max(0, bisect.bisect_right(starts, weight.data_ptr()) - 1)]]
-            first = (weight.data_ptr() - master.data_ptr()) // master.element_size()
-            if 0 <= first < master.numel():
-                parts.append((name, master.grad.view(-1).narrow(0, first, weight.numel())))
-        if parts and self._noise:
-            self._noise.of_step(parts)
+        found = parts()
+        if found and self._noise:
+            self._noise.of_step(found)
         if by_layer and not len(self._squares):  # on ranks that own nothing too
             self._squares = torch.zeros(len(self._layers.place), dtype=torch.float64, device=self._device)
-        for name, part in parts if by_layer else ():
+        for name, part in found if by_layer else ():
             self._squares[self._layers.place[name]] += torch.linalg.vector_norm(part).double().square()
 
-    def finish(self, accumulation: int, norm: float) -> tuple[dict[str, float], dict[str, float]]:
+    def finish(self, micro_batches: int, norm: float) -> tuple[dict[str, float], dict[str, float]]:
         """Once all of them were there: what `noise` has measured, and the norm of each layer, if they were wanted;
         collective, if there is anything.
 
         Args:
-            accumulation: micro-batches of the step on this rank.
+            micro_batches: of the step on this rank.
             norm: global, before clipping.
         """
         if not self._noise and not len(self._squares):
             return {}, {}
         clipped = self._clip / (norm + 1e-6) if self._clip and self._clip < norm < math.inf else 1.0
         if self._noise:
-            self._noise.finish(accumulation, clipped, self._copies)
+            self._noise.finish(micro_batches, clipped, self._copies)
         if len(self._squares):
             self._layers.add(f"{_LAYER}*", self._squares, clipped**-2, self._copies)
         found = self._groups.metrics.reduce(self._device)

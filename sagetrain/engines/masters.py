@@ -4,163 +4,168 @@ called.
 At ZeRO 0 a rank has all of them. At 1 and 2 it has one range of a flat tensor in which parameters lie one behind the
 other, and at 3 one range of each parameter. A checkpoint names what lies there
 (checkpoint/saving.py). A setting, or a version, that lays it out otherwise would give weights each other's names
-without a word, so `check_masters` compares.
+without a word, so `check` compares.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.engines.protocol import Owned, every
 from sagetrain.model.tensors import TensorSpec
+from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 
 _BLOCK = 2**22  # weights that all ranks together gather at a time
-
-
-@dataclass(frozen=True)
-class ParameterShard:
-    """What this rank owns of one parameter: a range of its flattened tensor-parallel slice.
-
-    `tensors` maps "weight", "exp_avg" and "exp_avg_sq" to 1-D fp32 views of DeepSpeed's own memory; writing to them
-    changes the optimizer. Empty range: this rank owns nothing of it (and writes nothing to a checkpoint).
-    """
-
-    spec: TensorSpec
-    parameter: Any
-    """The nn.Parameter, with what DeepSpeed notes on it."""
-    start: int
-    stop: int
-    tensors: dict[str, torch.Tensor]
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def tp_dim(self) -> int | None:
-        return self.spec.dim
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        return self.spec.shape
+_MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 class Masters:
-    """The part of an Engine that knows where its state lies."""
+    """The state of a DeepSpeed engine.
 
-    groups: ParallelGroups
-    stage: int
-    config: dict[str, Any]
-    """What DeepSpeed was given."""
-    _ds: Any
-    """DeepSpeed's engine."""
-    _base: torch.optim.Optimizer
-    """Steps the masters."""
-    _shapes: dict[str, tuple[int, ...]]
-    """Of every parameter's tensor-parallel slice."""
+    Args:
+        ds: DeepSpeed's engine.
+        optimizer: what was handed to DeepSpeed, and steps the masters.
+        shapes: of every parameter's tensor-parallel slice, by name.
+        settings: what DeepSpeed was told.
+    """
 
-    @property
-    def module(self) -> Any:
-        return self._ds.module
+    def __init__(
+        self,
+        ds: Any,
+        optimizer: torch.optim.Optimizer,
+        groups: ParallelGroups,
+        stage: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._ds, self._optimizer, self._groups, self._stage = ds, optimizer, groups, stage
+        self._shapes, self._settings = shapes, settings
+        self._device = torch.device(ds.device)
+        for master in self._flat():
+            self._state(master)
+        self.check()
+        self._weights = [(owned.name, owned.weight) for owned in self.owned() if len(owned.weight)]
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self._ds.device)
+    def _parameters(self) -> Iterator[tuple[TensorSpec, Any]]:
+        """Iterate over the nn.Parameters, with what DeepSpeed notes on them."""
+        model: Transformer = self._ds.module
+        return ((model.specs[name], parameter) for name, parameter in model.named_parameters())
 
-    def weights_changed(self) -> None:
-        """Call after weights were set, in all their copies."""
-        raise NotImplementedError
-
-    def _flat_masters(self) -> list[torch.Tensor]:
-        """The fp32 tensors that the base optimizer steps: flat partitions, or the parameters themselves at stage 0."""
-        if self.stage == 3:
+    def _flat(self) -> list[Tensor]:
+        """Return the fp32 tensors that the optimizer steps: flat partitions, or at stage 0 the parameters."""
+        if self._stage == 3:
             return list(self._ds.optimizer.fp32_partitioned_groups_flat)
-        return [p for group in self._base.param_groups for p in group["params"]]
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-    def _ensure_state(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Adam's state of one master tensor, made now instead of at the first step so that it can be loaded."""
-        state: dict[str, torch.Tensor] = self._base.state[master]
+    def _state(self, master: Tensor) -> dict[str, Tensor]:
+        """Return Adam's state of one master tensor, made now instead of at the first step so that it can be loaded."""
+        state: dict[str, Tensor] = self._optimizer.state[master]
         if not state:
             # The type and device that torch's AdamW itself would choose on its first step.
-            step_device = master.device if self._base.defaults.get("fused") else "cpu"
+            step_device = master.device if self._optimizer.defaults.get("fused") else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
-            state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)
+            for kind in _MOMENTS:
+                state[kind] = torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)
         return state
 
-    def set_optimizer_steps(self, steps: int) -> None:
-        """Set Adam's step count, which its bias correction reads."""
-        for master in self._flat_masters():
-            self._ensure_state(master)["step"].fill_(steps)
+    def steps(self) -> list[Tensor]:
+        """Return Adam's step counts, which its bias correction reads."""
+        return [self._state(master)["step"] for master in self._flat()]
 
-    def shards(self, chosen: Callable[[TensorSpec], bool] = lambda spec: True) -> Iterator[ParameterShard]:
-        """This rank's share of every parameter, in the order of the model, or of those that are chosen."""
-        for name, parameter in self.module.named_parameters():
-            spec = self.module.specs[name]
+    def owned(self, chosen: Callable[[TensorSpec], bool] = every) -> Iterator[Owned]:
+        """Iterate over what this rank keeps of the chosen tensors: see engines/protocol.Engine."""
+        nothing = torch.empty(0, device=self._device)
+        for spec, parameter in self._parameters():
             if not chosen(spec):
                 continue
-            shape = self._shapes[name]
-            start, stop, views = self._owned(parameter, shape)
-            tensors = views if stop > start else {}
-            yield ParameterShard(spec, parameter, start, stop, tensors)
+            numel = torch.Size(self._shapes[spec.name]).numel()
+            start, stop, views = self._range(parameter, numel)
+            yield Owned(
+                spec,
+                start,
+                stop,
+                weight=views.pop("weight", nothing) if stop > start else nothing,
+                state=views if stop > start else {},
+                copies=self._copies(parameter, stop - start),
+                twin=self._stage == 0 and self._groups.replica_rank > 0,
+            )
 
-    def _owned(self, parameter: Any, shape: tuple[int, ...]) -> tuple[int, int, dict[str, torch.Tensor]]:
-        numel = torch.Size(shape).numel()
-        if self.stage == 0:
-            state = self._ensure_state(parameter)
-            views = {"weight": parameter.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+    def _range(self, parameter: Any, numel: int) -> tuple[int, int, dict[str, Tensor]]:
+        if self._stage == 0:
+            state = self._state(parameter)
+            views = {"weight": parameter.data, **{kind: state[kind] for kind in _MOMENTS}}
             return 0, numel, {kind: tensor.view(-1) for kind, tensor in views.items()}
-        if self.stage == 3:
+        if self._stage == 3:
             kept = self._ds.optimizer.get_local_fp32_param
             partition = kept(parameter)
-            start = min(partition.numel() * self.groups.replica_rank, numel)
+            start = min(partition.numel() * self._groups.replica_rank, numel)
             stop = min(start + partition.numel(), numel)
-            views = {kind: kept(parameter, kind) for kind in ("exp_avg", "exp_avg_sq")}
-            return start, stop, {k: v[: stop - start] for k, v in {"weight": partition, **views}.items()}
+            views = {"weight": partition, **{kind: kept(parameter, kind) for kind in _MOMENTS}}
+            return start, stop, {kind: view[: stop - start] for kind, view in views.items()}
         fragment = parameter._hp_mapping
         if fragment is None:
             return 0, 0, {}
         inside, flat = fragment.lp_fragment_address, fragment.hp_fragment_address
-        master = self._base.param_groups[fragment.param_group_index]["params"][0]
-        state = self._ensure_state(master)
-        views = {"weight": master.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-        return (
-            inside.start,
-            inside.start + inside.numel,
-            {kind: tensor.narrow(0, flat.start, flat.numel) for kind, tensor in views.items()},
-        )
+        master = self._optimizer.param_groups[fragment.param_group_index]["params"][0]
+        state = self._state(master)
+        views = {"weight": master.data, **{kind: state[kind] for kind in _MOMENTS}}
+        ranges = {kind: tensor.narrow(0, flat.start, flat.numel) for kind, tensor in views.items()}
+        return inside.start, inside.start + inside.numel, ranges
+
+    def _copies(self, parameter: Any, length: int) -> tuple[Tensor, ...]:
+        """Return what the model computes with. `length`: of this rank's range at ZeRO 3."""
+        if self._stage == 0:  # the masters are the parameters
+            return ()
+        whole = parameter.data.view(-1)  # at ZeRO 3 small parameters stay gathered, and of others this is empty
+        return (parameter.ds_tensor.data.view(-1)[:length], whole) if self._stage == 3 else (whole,)
+
+    def gradients(self) -> list[tuple[str, Tensor]]:
+        """Return what this rank owns of the gradients that are there while the optimizer is called, with the names of
+        their tensors. DeepSpeed steps one group of parameters after the other: gradients of the others are not there
+        yet, or not there any more."""
+        masters = {
+            m.data_ptr(): m for group in self._optimizer.param_groups for m in group["params"] if m.grad is not None
+        }
+        starts, parts = sorted(masters), []
+        for name, weight in self._weights if masters else ():
+            master = masters[starts[max(0, bisect.bisect_right(starts, weight.data_ptr()) - 1)]]
+            first = (weight.data_ptr() - master.data_ptr()) // master.element_size()
+            if 0 <= first < master.numel():
+                parts.append((name, master.grad.view(-1).narrow(0, first, weight.numel())))
+        return parts
 
     @torch.no_grad()
-    def check_masters(self) -> None:
-        """See that each master shard is, in the model's dtype, the slice of the parameter that it is named after, as
-        the model computes with it; collective. Whatever reorders DeepSpeed's memory, or leaves a copy of the weights
+    def check(self) -> None:
+        """See that each master is, in the model's dtype, the range of the parameter that it is named after, as the
+        model computes with it; collective. Whatever reorders DeepSpeed's memory, or leaves a copy of the weights
         behind, ends here and not in a checkpoint of weights under each other's names.
 
         Raises:
             ConfigError: on every rank, one is not.
         """
-        if self.stage == 0:  # the masters are the parameters
+        if self._stage == 0:  # the masters are the parameters
             return
-        shards = list(self.shards())
-        wrong = torch.tensor(len(shards), device=self.device)
-        for place, shard in enumerate(shards):
-            master = shard.tensors.get("weight", torch.empty(0, device=self.device))
-            with self._whole(shard.parameter) as values:
-                differs = (values.view(-1)[shard.start : shard.stop] != master.to(values.dtype)).any()
-            if getattr(shard.parameter, "ds_secondary_tensor", None) is not None:
+        pairs = list(zip(self.owned(), (parameter for _, parameter in self._parameters()), strict=True))
+        wrong = torch.tensor(len(pairs), device=self._device)
+        for place, (owned, parameter) in enumerate(pairs):
+            with self._whole(parameter) as values:
+                differs = (values.view(-1)[owned.start : owned.stop] != owned.weight.to(values.dtype)).any()
+            if getattr(parameter, "ds_secondary_tensor", None) is not None:
                 differs = torch.ones_like(differs)
             wrong = torch.where(differs, wrong.clamp(max=place), wrong)
         dist.all_reduce(wrong, op=dist.ReduceOp.MIN)
-        if wrong < len(shards):
-            name, keys = shards[int(wrong)].name, ", ".join(self.config["zero_optimization"])
+        if wrong < len(pairs):
+            name, keys = pairs[int(wrong)][0].name, ", ".join(self._settings["zero_optimization"])
             raise ConfigError(
                 f"{name}: what the optimizer keeps of this parameter is not what the model computes with: DeepSpeed "
                 f"{version('deepspeed')} has weights in an order, or in copies, that checkpoints do not know. Its "
@@ -169,63 +174,39 @@ class Masters:
             )
 
     @contextlib.contextmanager
-    def _whole(self, parameter: Any) -> Iterator[torch.Tensor]:
+    def _whole(self, parameter: Any) -> Iterator[Tensor]:
         """Give the values of a parameter's tensor-parallel slice, gathered at ZeRO 3 while they are looked at."""
-        partitioned = self.stage == 3 and not parameter.numel()
+        partitioned = self._stage == 3 and not parameter.numel()
         if partitioned:
             parameter.all_gather([parameter])
         yield parameter.data
         if partitioned:
             parameter.partition([parameter])
 
-    def _gather_masters(self) -> None:
+    def spread(self) -> None:
+        """Make every other copy of the weights what the masters are; collective. At ZeRO 0 the state of the first
+        replica becomes that of all."""
+        if self._stage == 0:
+            for owned in self.owned() if self._groups.num_replicas > 1 else ():
+                for tensor in owned.tensors.values():
+                    dist.broadcast(tensor, group=self._groups.replica_group, group_src=0)
+        elif self._stage < 3:
+            self._gather()
+        else:
+            for owned in self.owned():
+                owned.copies[0].copy_(owned.weight)
+
+    def _gather(self) -> None:
         """Make the flat weights that the model computes with from the masters, as DeepSpeed does after a step, but in
         blocks: a collective may keep as much again as it gathers."""
-        optimizer, groups = self._ds.optimizer, self.groups
+        optimizer, groups = self._ds.optimizer, self._groups
         names = "bf16_partitioned_groups", "parallel_partitioned_bit16_groups"
         (flat,) = [getattr(optimizer, name) for name in names if hasattr(optimizer, name)]
         block = max(1, _BLOCK // groups.num_replicas)
-        for parts, group in zip(flat, self._base.param_groups, strict=True):
+        for parts, group in zip(flat, self._optimizer.param_groups, strict=True):
             own = parts[groups.replica_rank]
             own.copy_(group["params"][0])
             for low in range(0, len(own), block) if groups.num_replicas > 1 else ():
                 dist.all_gather(
                     [part[low : low + block] for part in parts], own[low : low + block], group=groups.replica_group
                 )
-
-    @property
-    def writes_shards(self) -> bool:
-        """Whether this replica holds state of its own (at stage 0 only the first one writes)."""
-        return self.stage > 0 or self.groups.replica_rank == 0
-
-    def weights(self, shard: ParameterShard) -> list[tuple[torch.Tensor, int]]:
-        """What this rank keeps of a parameter's values: 1-D views, each with the place in the flattened tensor-parallel
-        slice where it begins (the fp32 master, and beside it what the model computes with)."""
-        master = [(shard.tensors["weight"], shard.start)] if shard.tensors else []
-        if self.stage == 0:
-            return master
-        if self.stage == 3:
-            part = shard.parameter.ds_tensor.data.view(-1)[: shard.stop - shard.start]
-            # Small parameters stay gathered; of others this is empty.
-            return [*master, (part, shard.start), (shard.parameter.data.view(-1), 0)]
-        return [*master, (shard.parameter.data.view(-1), 0)]
-
-    @torch.no_grad()
-    def state_changed(self) -> None:
-        """Call after master weights or moments were set: every other copy of the weights becomes what the masters are;
-        collective. At ZeRO 0 the state of the first replica becomes that of all.
-
-        Raises:
-            ConfigError: as check_masters.
-        """
-        if self.stage == 0:
-            for shard in self.shards() if self.groups.num_replicas > 1 else ():
-                for tensor in shard.tensors.values():
-                    dist.broadcast(tensor, group=self.groups.replica_group, group_src=0)
-        elif self.stage < 3:
-            self._gather_masters()
-        else:
-            for shard in filter(lambda shard: shard.tensors, self.shards()):
-                shard.parameter.ds_tensor.data.view(-1)[: shard.stop - shard.start].copy_(shard.tensors["weight"])
-        self.weights_changed()
-        self.check_masters()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -27,7 +27,6 @@ from sagetrain.engines.protocol import Observers, StepResult
 from sagetrain.inference.located import located
 from sagetrain.model.backends import AttentionFunction, attention_function
 from sagetrain.model.selection import resolve_backend
-from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.stability.controller import Event
 from sagetrain.stability.spikes import METRIC, Verdict, plain
@@ -143,7 +142,7 @@ def _replay(
     drift = _go_there(trainer, content)
     before = _functions(trainer, content["attention"])
     other: list[AttentionFunction] = [attention_function(backend, asked, device)] * len(before)
-    again, model = _take(trainer, folder, content, before), cast(Transformer, trainer.engine.module)
+    again, model = _take(trainer, folder, content, before), trainer.engine.model
     low = any(model.matmuls)
     if linear_in_16_bits:
         model.use_16_bits()
@@ -206,7 +205,7 @@ def _trainer(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Tra
 
 def _functions(trainer: Trainer, words: list[str]) -> list[AttentionFunction]:
     """Of all layers, as a bundle names them."""
-    known = cast(Transformer, trainer.engine.module).functions
+    known = trainer.engine.model.functions
     return failed_step.functions(words, known, trainer.attention, trainer.device)
 
 
@@ -222,7 +221,7 @@ def _go_there(trainer: Trainer, content: dict[str, Any]) -> float:
             continue
         attention = rows.get(step, {}).get("attention", attention)
         if attention:
-            cast(Transformer, trainer.engine.module).functions = _functions(trainer, attention)
+            trainer.engine.model.functions = _functions(trainer, attention)
         result = _step(trainer, tokens, partial(trainer.controllers.spikes.judge, tokens=tokens))
         if not result.applied:
             raise TrainingError(
@@ -247,7 +246,7 @@ def _step(trainer: Trainer, tokens: int, judge: Callable[[Mapping[str, float]], 
 
 def _take(trainer: Trainer, folder: Path, content: dict[str, Any], functions: list[AttentionFunction]) -> StepNumbers:
     """The step itself, with these attention functions in its layers and without an update."""
-    cast(Transformer, trainer.engine.module).functions = functions
+    trainer.engine.model.functions = functions
     rng = folder / f"rng-{trainer.groups.rank:05d}.pt"
     if rng.is_file():
         set_rng_state(torch.load(rng, weights_only=True))

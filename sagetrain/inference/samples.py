@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
 
 import torch.distributed as dist
 
 from sagetrain.checkpoint.state import Texts
 from sagetrain.config.schema import DataConfig, EvaluationConfig
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
-from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.protocol import Engine
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.trained_run import TrainedRun
 from sagetrain.model.transformer import Transformer
@@ -44,7 +43,7 @@ def samples_while_training(
 
 def while_training(engine: Engine, texts: Texts, tokenizer: Tokenizer, trained: Trained) -> TrainedRun:
     """The model that trains as one that generates, with what its weights had learned of texts."""
-    run = trained(cast(Transformer, engine.module), tokenizer)
+    run = trained(engine.model, tokenizer)
     return replace(run, text_prefix=texts.prefix, end_tokens=texts.end_tokens)
 
 

@@ -24,7 +24,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataConfig, EvaluationConfig
 from sagetrain.data.loader import Batch
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
-from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.protocol import Engine
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.samples import Alive, Trained, completed, while_training
 from sagetrain.inference.score import Scorer

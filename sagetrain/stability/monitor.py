@@ -49,8 +49,9 @@ EVERY_STEPS = 100
 SAMPLE_SCORES = 1 << 26
 """Scores of one sample: four heads of a sequence of 4,096 tokens, or the last 512 queries of a head over 131,072."""
 
-OwnedGains = Callable[[], Iterable[tuple[str, Tensor | None]]]
-"""Names of the model's parameters, and what this rank owns of each, or None; all ranks, every entry equally often."""
+OwnedGains = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Return the names of the model's parameters, each with what this rank owns of it, which may be empty. All ranks give
+all names."""
 
 
 class Monitor:
@@ -110,7 +111,6 @@ class Monitor:
         }
         for name, gain in self._gains():
             if tag := tags.get(name):
-                gain = torch.empty(0) if gain is None else gain
                 metrics.derive(f"{tag}/gain_mean", share, gain.sum(), gain.numel())
                 metrics.max(f"{tag}/gain_max", torch.cat([gain.flatten(), gain.new_full((1,), -math.inf)]).max())
 

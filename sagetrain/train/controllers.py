@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from sagetrain.checkpoint.ledger import TrainState, left_out
@@ -23,10 +22,8 @@ from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data.loader import SampleStream
-from sagetrain.engines.deepspeed import Engine
-from sagetrain.engines.protocol import Observers, StepResult, UpdateObserver
+from sagetrain.engines.protocol import Engine, Observers, StepResult, UpdateObserver
 from sagetrain.model.backends import AttentionFunction, attention_function
-from sagetrain.model.transformer import Transformer
 from sagetrain.stability.controller import Controller, Event, Taken
 from sagetrain.stability.gain_cap import GainCap
 from sagetrain.stability.linear_errors import MICRO_BATCHES, LinearErrors, Vanishing
@@ -68,10 +65,9 @@ class Controllers:
     ) -> None:
         self._cfg, self._engine, self._stream = cfg, engine, stream
         self._folder, self._saver, self._reporter = folder, saver, reporter
-        model = cast(Transformer, engine.module)
+        model = engine.model
         groups, device, stability, schedule = engine.groups, engine.device, cfg.stability, cfg.tokens_per_step
-        owned = lambda: ((shard.name, shard.tensors.get("weight")) for shard in engine.shards())  # noqa: E731
-        self._monitor = Monitor(stability.monitor, model, owned)
+        self._monitor = Monitor(stability.monitor, model, lambda: ((kept.name, kept.weight) for kept in engine.owned()))
         self._linear = LinearErrors(model, self._monitor.chosen)
         self._noise = GradientNoise(model, groups, device)
         exact = attention_function("sdpa", cfg.attention, device)
@@ -101,7 +97,7 @@ class Controllers:
 
     def _say_unmeasured(self) -> None:
         settings, linear = self._cfg.stability.monitor, self._linear.layers
-        if self._monitor.every and linear and self._engine.stage == 3:
+        if self._monitor.every and linear and not self._engine.takes_probes:
             self._reporter.say("stability.monitor: what linear layers lose in 8 bits is not measured at ZeRO 3")
             linear = {}
         if isinstance(settings.every_steps, int) and not (self._monitor.layers or linear):  # `auto`, or a mover, chose
@@ -152,7 +148,7 @@ class Controllers:
     def observers(self, step: int, size: int) -> Observers:
         """Of a step of `size` tokens."""
         data, stability = self._cfg.data, self._cfg.stability
-        linear = self._monitor.every if self._engine.stage < 3 else None
+        linear = self._monitor.every if self._engine.takes_probes else None
         if linear and stability.monitor.every_steps == "auto":
             micro_batches = size // (data.micro_batch_size * data.seq_length * self._engine.groups.dp_size)
             linear = max(linear, MICRO_BATCHES // micro_batches)
@@ -210,7 +206,7 @@ class Controllers:
 
     def _attention(self) -> list[str]:
         """What each layer has."""
-        return [failed_step.describe(function) for function in cast(Transformer, self._engine.module).functions]
+        return [failed_step.describe(function) for function in self._engine.model.functions]
 
     def leave_out(self, state: TrainState, size: int, result: StepResult, go_back: GoBack) -> TrainState:
         """What the policy says of the step after `state`, whose update was not made: where the run stands then.
@@ -283,11 +279,8 @@ def updates_of(cfg: RunConfig, engine: Engine) -> Sequence[UpdateObserver]:
     if cfg.stability.qk_gain.cap is None:
         return ()
 
-    def gains() -> Iterator[tuple[Tensor, list[Tensor]]]:
-        for shard in engine.shards(lambda spec: spec.kind == "qk_gain"):
-            values = [values for values, _ in engine.weights(shard)]
-            master = values.pop(0) if shard.tensors else torch.empty(0, device=engine.device)
-            yield master, values
+    def gains() -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
+        return ((kept.weight, kept.copies) for kept in engine.owned(lambda spec: spec.kind == "qk_gain"))
 
     return [GainCap(cfg.stability.qk_gain.cap, gains, engine.groups, engine.device)]
 

@@ -16,7 +16,7 @@ from sagetrain.config.errors import CheckpointError, ConfigError
 from sagetrain.config.load import flat
 from sagetrain.config.schema import TrainingConfig
 from sagetrain.data.token_file import write_atomic
-from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.protocol import Engine
 
 RECORD = "init_from.json"
 """What a run folder calls the record of the checkpoint that its run began with."""

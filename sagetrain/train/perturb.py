@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from sagetrain.engines.deepspeed import Engine
+    from sagetrain.engines.protocol import Engine
 
 GAIN = "blocks.0.attention_norm.gain"
 
@@ -20,10 +20,10 @@ def perturb(engine: Engine, channel: int) -> None:
     """
     if not channel:
         return
-    for shard in engine.shards(lambda spec: spec.name == GAIN):
-        place = channel - 1
-        if shard.tensors and shard.start <= place < shard.stop:
-            master = shard.tensors["weight"][place - shard.start]
-            gain = master.to("cpu", shard.parameter.dtype)
+    dtype, place = engine.leaves()[GAIN].dtype, channel - 1
+    for kept in engine.owned(lambda spec: spec.name == GAIN):
+        if kept.start <= place < kept.stop:
+            master = kept.weight[place - kept.start]
+            gain = master.to("cpu", dtype)
             master.copy_(torch.nextafter(gain, torch.full_like(gain, torch.inf)))
     engine.state_changed()

@@ -21,7 +21,7 @@ from sagetrain.config.rules.data import ORDER
 from sagetrain.config.schema import DataSource, LrScheduleConfig, OptimizerConfig, RunConfig, Section
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data import verify
-from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.protocol import Engine
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.train.init_from import differences
 from sagetrain.train.lr_schedule import learning_rate

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch.distributed as dist
 
 from sagetrain import __version__
+from sagetrain.config.arithmetic import resolved_zero_stage
 from sagetrain.config.schema import RunConfig
-from sagetrain.engines.deepspeed import Engine
+from sagetrain.engines.protocol import Engine
 from sagetrain.model.accounting import num_parameters
-from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
 
 
@@ -22,7 +20,7 @@ def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, 
         reasons: in words, attention, linear layers, and why the micro-batch goes in halves or not (where `auto` chose).
     """
     attention, linear, halves = reasons
-    groups, model = engine.groups, cast(Transformer, engine.module)
+    groups, model = engine.groups, engine.model
     size, how = num_parameters(cfg.model, cfg.attention, vocab_size), ""
     if groups.tp_group is not None and groups.tp_size > 1:
         how = " by copies" if groups.tp_group.group_name in copies.connected else ""
@@ -30,8 +28,8 @@ def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, 
     context = f" x context parallel {groups.cp_size}" if groups.cp_size > 1 else ""
     lines = [
         f"sagetrain {__version__}: {size:,} parameters, {dist.get_world_size()} ranks (tensor parallel "
-        f"{groups.tp_size}{how}{context} x data parallel {groups.dp_size}), ZeRO {engine.stage}, {cfg.training.dtype}, "
-        f"torch.compile {'on' if compiled else 'off'}",
+        f"{groups.tp_size}{how}{context} x data parallel {groups.dp_size}), ZeRO {resolved_zero_stage(cfg)}, "
+        f"{cfg.training.dtype}, torch.compile {'on' if compiled else 'off'}",
         f"  attention {attention}",
         f"  linear layers {linear}",
     ]

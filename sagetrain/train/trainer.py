@@ -44,7 +44,8 @@ from sagetrain.data import verify
 from sagetrain.data.loader import Batch, Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
-from sagetrain.engines.deepspeed import Engine, partitioner
+from sagetrain.engines.build_engine import build_engine, partitioner
+from sagetrain.engines.protocol import Engine
 from sagetrain.model.accounting import flops_per_token, memory_per_rank, overlaps, total_bytes
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.compile import compile_blocks
@@ -171,7 +172,7 @@ class Trainer:
             alive=lambda: self.watchdog.begin("saving"),
             needed=partial(failed_step.needed, self.folder.spikes),
         )
-        self.saver.reserve(self._shards())
+        self.saver.reserve(self.engine.owned())
         parts = self._rungs(self.device), self.stream, self.folder, self.saver, self.reporter
         self.controllers = Controllers(self._settled(), self.engine, *parts, self.state)
         self.loader = self._loader(self.stream)
@@ -232,10 +233,10 @@ class Trainer:
         if self.compiled:
             later = self._rungs(self.device).values()
             compile_blocks(model, whole=resolved_zero_stage(cfg) == 3, later=later)
-        engine = Engine(cfg, model, self.groups, tokens_per_step(cfg.tokens_per_step, 0) // self.micro_step)
+        engine = build_engine(cfg, model, self.groups, tokens_per_step(cfg.tokens_per_step, 0) // self.micro_step)
         words = f"{self.attention.backend} ({self.attention_reason})", self.linear_reason, self.halves_reason
         self._say(start_line(cfg, engine, padded_vocab_size(self.vocab_size), self.compiled, words))
-        if engine.stage != cfg.parallel.zero_stage:
+        if resolved_zero_stage(cfg) != cfg.parallel.zero_stage:
             self._say("parallel.zero_stage 0 runs as 1: DeepSpeed's bf16 at stage 0 changes the weights at start-up")
         return engine
 
@@ -288,10 +289,6 @@ class Trainer:
         folder, _ = on_disk.newest_whole(self.folder.checkpoints, self._say, wanted)
         return self._restore(Reader(folder)) if folder else None
 
-    def _shards(self):
-        """What this rank writes of the model and the optimizer."""
-        return self.engine.shards() if self.engine.writes_shards else ()
-
     def save(self) -> None:
         """Take a checkpoint of the present state, which the saver writes in the background; collective.
 
@@ -324,7 +321,7 @@ class Trainer:
             versions={"sagetrain": __version__, "torch": torch.__version__},
         )
         self.controllers.forget(self._saved_step)  # which is published by then
-        self.saver.start(state, dump_config(self.cfg), self._shards(), rng_state())
+        self.saver.start(state, dump_config(self.cfg), self.engine.owned(), rng_state())
         self._saved_step = self.state.step
         self.controllers.tell(self.state)
 
@@ -369,7 +366,7 @@ class Trainer:
         every_save = checkpoint_tokens(cfg)
         self._saved_step, self._waited = self.state.step, False
         if self.main:
-            self.folder.describe(cfg, self.engine.config, self.findings)
+            self.folder.describe(cfg, self.engine.settings, self.findings)
         flops = partial(flops_per_token, cfg.model, padded_vocab_size(self.vocab_size))
         how = (cfg.logging, cfg.model_dump(mode="json"), flops, cfg.data.seq_length, self.device)
         self.reporter.open(self.folder.path, self.state, total, *how)

@@ -8,7 +8,6 @@ import torch
 import tiny
 from sagetrain.checkpoint.on_disk import KINDS, folder_name
 from sagetrain.checkpoint.reading import Reader
-from sagetrain.engines.masters import ParameterShard
 from sagetrain.parallel.topology import ParallelGroups
 
 pytestmark = [
@@ -19,9 +18,8 @@ SIZE = 50_000_001
 
 
 def test_what_is_saved_is_the_moment_of_the_call(tmp_path) -> None:
-    parameter = torch.nn.Parameter(torch.empty(1))
-    tensors = {kind: torch.zeros(SIZE, device="cuda") for kind in KINDS}
-    shard = ParameterShard(tiny.spec(SIZE, "w"), parameter, 0, SIZE, tensors)
+    shard = tiny.owned("w", {kind: torch.zeros(SIZE, device="cuda") for kind in KINDS})
+    tensors = shard.tensors
     saver = tiny.saver(tmp_path, ParallelGroups.single())
     saver.reserve([shard])
     assert saver._memory.is_pinned()

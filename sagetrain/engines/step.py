@@ -1,0 +1,242 @@
+"""What the steps of all engines have in common, from top to bottom: micro-batches; reduce; observe and judge once;
+update or leave. And an evaluation.
+
+An engine derives from BaseEngine and says how it runs the model, adds up gradients, and updates weights.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sagetrain.checkpoint.ledger import fold
+from sagetrain.data.loader import Batch
+from sagetrain.engines.gradients import Parts, StepGradients
+from sagetrain.engines.protocol import NOBODY, Observers, Probe, StepResult, never
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.metrics import Metrics, ratio
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.stability.spikes import Verdict
+
+
+def _counted(batch: Batch) -> int:
+    """Return how many tokens of a micro-batch count in the loss."""
+    return int((batch.labels >= 0).sum())
+
+
+class Decision:
+    """What becomes of one step. It is made once, on all ranks alike, as soon as an engine knows the gradient norm."""
+
+    def __init__(self, observers: Observers, metrics: Metrics, gradients: StepGradients, device: torch.device) -> None:
+        self._observers, self._metrics, self._gradients, self._device = observers, metrics, gradients, device
+        self.metrics: dict[str, float] = {}
+        """The step's numbers over all ranks, once the decision is made."""
+        self.verdict: Verdict | None = None
+
+    def allows(self, norm: Tensor | float) -> bool:
+        """Return whether the update is to be made. The first call reduces the step's metrics, which is collective, and
+        asks the judge; later calls return its answer.
+
+        Args:
+            norm: global gradient norm before clipping, the same on every rank.
+        """
+        if self.verdict is None:
+            self._metrics.mean("train/grad_norm", norm)
+            self.metrics = self._metrics.reduce(self._device)
+            self.verdict = self._observers.judge(self.metrics)
+        return self.verdict.apply
+
+    def show(self, parts: Parts) -> None:
+        """Show the step's gradients to what observes them. An engine that has them part by part shows each once, when
+        the decision is made."""
+        assert self.verdict is not None, "gradients are shown when the step is judged"
+        self._gradients.show(parts, by_layer=self.verdict.event is not None or self._observers.layer_norms)
+
+
+class BaseEngine(ABC):
+    """The part of an engine that takes a step in the order that all share (engines/protocol.Engine says what of).
+
+    Args:
+        model: what the engine trains.
+        clip: largest global gradient norm; 0: any.
+        copies: so many replicas own the same gradients.
+    """
+
+    def __init__(
+        self, model: Transformer, groups: ParallelGroups, device: torch.device, clip: float, copies: int
+    ) -> None:
+        self.model, self.groups, self.device, self._clip = model, groups, device, clip
+        self._gradients = StepGradients(model, groups, device, clip, copies)
+
+    # -- what each engine does its own way -----------------------------------------------------------------------
+
+    @abstractmethod
+    def _prepare(self, micro_batches: int, lr: float) -> None:
+        """Get ready for a step of so many micro-batches, whose update has this learning rate."""
+
+    @abstractmethod
+    def _prepare_evaluation(self) -> None:
+        """Get ready for forward passes alone."""
+
+    @abstractmethod
+    def _run(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Call the model."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of a micro-batch's loss to the step's, as a mean over micro-batches and replicas. `last`: it
+        is the step's last, beside which gradients may be reduced."""
+
+    @abstractmethod
+    def _update(self, decision: Decision) -> bool:
+        """Reduce the gradients; show them and ask the decision; update the weights, or leave all as it was. Return
+        whether they were updated."""
+
+    @abstractmethod
+    def _weights_written(self) -> None:
+        """Renew what is made from the weights that the model computes with, which were just written."""
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        batches: Iterable[Batch],
+        micro_batches: int,
+        lr: float,
+        observers: Observers = NOBODY,
+        counted: int | None = None,
+        stop: Callable[[], bool] = never,
+    ) -> StepResult:
+        """Take one optimizer step: see engines/protocol.Engine."""
+        metrics = self.groups.metrics
+        metrics.clear()
+        self._prepare(micro_batches, lr)
+        if observers.probes:
+            batches = self._probe(batches, observers.probes, masked=counted is not None)
+        if counted is not None:  # an engine takes the mean over micro-batches and replicas
+            divisor = max(counted, 1) / (micro_batches * self.groups.dp_size)
+            batches = (replace(batch, divisor=divisor) for batch in batches)
+        samples = self._accumulate(batches, micro_batches, observers, masked=counted is not None)
+        for observer in observers.updates:
+            observer.before_update()
+        metrics.sum("stop", stop())
+        metrics.sum("folds", fold(samples, self.groups.dp_rank))
+
+        self._gradients.begin(observers.noise)
+        decision = Decision(observers, metrics, self._gradients, self.device)
+        applied = self._update(decision)
+        for observer in observers.updates if applied else ():
+            observer.after_update()
+        self._weights_written()
+        return self._result(decision, applied, micro_batches, observers)
+
+    def _probe(self, batches: Iterable[Batch], probes: Sequence[Probe], masked: bool) -> Iterable[Batch]:
+        """Let probes run the first micro-batches; return all of them."""
+        batches = iter(batches)
+        first = list(itertools.islice(batches, max(probe.micro_batches for probe in probes)))
+        own = [_counted(batch) for batch in first] if masked else None
+        each = [replace(b, divisor=max(1, n)) for b, n in zip(first, own, strict=True)] if own else first
+        runs = [partial(self.model, **self._inputs(batch)) for batch in each]
+        for probe in probes:
+            probe.measure(runs[: probe.micro_batches], own and own[: probe.micro_batches])
+        return itertools.chain(first, batches)
+
+    def _accumulate(
+        self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool
+    ) -> list[int]:
+        """Run forward and backward over all micro-batches; return the samples that were in them."""
+        noise, watch, metrics = observers.noise, observers.watch, self.groups.metrics
+        self.model.watch_blocks = self._note_activation if observers.layer_norms else None
+        total, count, samples = torch.zeros((), device=self.device, dtype=torch.float64), 0, list[int]()
+        for batch in batches:
+            with watch(*batch.tokens.shape) if watch and not count else contextlib.nullcontext():
+                loss = self.forward(batch)
+                with noise.micro_batch(_counted(batch) if masked else None) if noise else contextlib.nullcontext():
+                    self.backward(loss, last=count == micro_batches - 1)
+            total += loss.detach()
+            count += 1
+            samples += batch.sample_ids
+            metrics.mean("span", batch.span)
+        self.model.watch_blocks = None
+        if count != micro_batches:
+            raise RuntimeError(f"the loader gave {count} micro-batches for a step of {micro_batches}")
+        # Over the world: tensor-parallel ranks hold the same loss, context-parallel ones that of equally many tokens.
+        metrics.mean("train/loss", total / micro_batches)
+        return samples
+
+    def _note_activation(self, block: int, stream: Tensor) -> None:
+        """Note the root mean square over all tokens of the step, on whichever ranks they are."""
+        square = torch.linalg.vector_norm(stream, dtype=torch.float32).double().square()
+        how = (f"norms/{block}/activation", lambda total, count: math.sqrt(total / count))
+        self.groups.metrics.derive(*how, square, stream.numel())
+
+    def _result(self, decision: Decision, applied: bool, micro_batches: int, observers: Observers) -> StepResult:
+        found, verdict = decision.metrics, decision.verdict
+        assert verdict is not None, "an update asks the decision"
+        shown, layer_norms = self._gradients.finish(micro_batches, found["train/grad_norm"])
+        found.update(shown)
+        if observers.layer_norms:
+            found.update((f"norms/{layer}/gradient", norm) for layer, norm in layer_norms.items())
+        return StepResult(
+            found,
+            applied=applied,
+            stop=found.pop("stop") > 0,
+            folds=int(found.pop("folds")),
+            span=found.pop("span"),
+            event=verdict.event,
+            layer_norms=layer_norms,
+        )
+
+    # -- forward passes ------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the loss of one micro-batch, under context parallelism of this rank's slice of it (fp32 scalar)."""
+        return self._run(self._inputs(batch))
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        return batch.inputs(self.device, self.groups.cp_rank, self.groups.cp_size)
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> Tensor:
+        """Return the logits of a micro-batch: see engines/protocol.Engine."""
+        self._prepare_evaluation()
+        return self._run({**self._inputs(batch), "labels": None})
+
+    @torch.no_grad()
+    def evaluate(
+        self, batches: Iterable[Batch], sources: Sequence[str] = (), stop: Callable[[], bool] = never
+    ) -> dict[str, float]:
+        """Return the losses of held-out batches: see engines/protocol.Engine."""
+        self._prepare_evaluation()
+        metrics = Metrics()  # its own: what the model adds meanwhile is of no step
+        totals = torch.zeros(1 + len(sources), 2, dtype=torch.float64, device=self.device)  # losses' sum, tokens
+        several, asked = dist.get_world_size() > 1, collections.deque[Tensor]()
+        for batch in batches:
+            asked.append(torch.tensor(stop(), dtype=torch.int32, device=self.device if several else "cpu"))
+            if several:
+                dist.all_reduce(asked[-1], op=dist.ReduceOp.MAX)
+            if len(asked) > several and asked.popleft():
+                raise InterruptedError
+            inputs = self._inputs(batch)
+            losses = self._run({**inputs, "by_token": True})[: batch.weight].double()
+            counted = (inputs["labels"][: batch.weight] >= 0).sum(1, dtype=torch.float64)
+            sums = torch.stack([losses.sum(1), counted], 1)
+            totals[0] += sums.sum(0)
+            if sources:
+                totals[1:].index_add_(
+                    0, torch.tensor(batch.sources[: len(sums)], dtype=torch.int64, device=self.device), sums
+                )
+        for name, parts in zip(["valid/loss", *(f"valid/{name}/loss" for name in sources)], totals, strict=True):
+            metrics.derive(name, ratio, *parts)
+        return metrics.reduce(self.device)
