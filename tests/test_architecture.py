@@ -249,7 +249,7 @@ def test_public_functions_are_typed_and_classes_documented():
 
 
 # Rooms whose documentation is plain English: a docstring begins with a verb or with the noun that it describes.
-PLAIN = ("sagetrain/config", "sagetrain/data")
+PLAIN = tuple(f"sagetrain/{room}" for room in ("compare", "config", "data", "report"))
 FRAGMENTS = (
     *("And ", "As ", "At ", "But ", "By ", "Else ", "From ", "How ", "In the ", "Its ", "Likewise", "Of ", "Or "),
     *("That ", "The other", "The same", "Their ", "Those ", "To ", "What ", "When ", "Where ", "Which ", "Who "),

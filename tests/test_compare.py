@@ -95,7 +95,7 @@ def test_the_page_has_what_a_reader_needs(done: Path) -> None:
         "What it does not show",
         "a claim that separates two settings needs three",
         " passes)",
-        "t(.975, n - 1) s / sqrt(n)",
+        "t(0.975, n - 1) s / sqrt(n)",
     ):
         assert part in page, part
     assert (done / "gap.png").read_bytes().startswith(b"\x89PNG")
@@ -326,7 +326,7 @@ def test_several_calls_become_one_page(base: Path, tmp_path: Path, monkeypatch: 
     assert small.noise_scale == 400.0 and small.again == 4
     assert large.lines[0].verdicts["training"].call == "undecided"
     (told,) = (text for text in said if text.startswith("16K paper, training loss: "))
-    assert told.startswith("16K paper, training loss: worse by 0.0200 +- ") and told.endswith(", inside the seed band")
+    assert told.startswith("16K paper, training loss: worse by 0.0200 ± ") and told.endswith(", inside the seed band")
     page = Path("page/README.md").read_text()
     for part in (
         "# What does it cost?",

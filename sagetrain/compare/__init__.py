@@ -1,1 +1,2 @@
-"""Runs against runs that share initialization and samples: what they differ by, and whether chance does as much."""
+"""Comparisons of runs that share initialization and samples: by how much they differ, and whether chance alone does as
+much."""

@@ -1,4 +1,4 @@
-"""From runs to verdicts: pairs of a seed, per row, variant and kind of loss."""
+"""The step from runs to verdicts: runs of one seed are paired, for each row, variant and kind of loss."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from sagetrain.compare.run_records import DIVERGED, FAILED, FINISHED, Record, cu
 from sagetrain.compare.statistics import Difference, gap_curve, judge, rounding_band, spread
 
 LOSSES = {"training": "train_end", "validation": "valid_end"}
-"""Kind of loss -> where a Record has it."""
+"""The field of a Record that holds each kind of loss."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A variant in a row."""
+    """The result of one variant in one row."""
 
     variant: str
     losses: dict[str, float | None]
-    """Means over the seeds that are finished, by kind of loss."""
+    """Mean loss over the finished seeds, by kind of loss. None where there is no value."""
     verdicts: dict[str, Difference]
-    """By kind of loss; of the baseline none."""
+    """The verdict against the baseline, by kind of loss. Empty for the baseline itself."""
     finished: int
-    """Seeds."""
+    """Number of seeds whose run is finished."""
     diverged: tuple[int, ...]
     """Seeds whose run diverged."""
     failed: tuple[int, ...]
     tokens_per_second: float | None
     events: dict[str, int]
-    """By kind, of all seeds together."""
+    """Number of events by kind, of all seeds together."""
     seed_band: dict[str, float | None]
     """Standard deviation of the baseline over seeds, by kind of loss."""
     bias_to_gradient: float | None
     """Mean over seeds, where it was measured."""
 
     def verdict(self, kind: str) -> str:
-        """In words; runs that diverged come first, as no mean has them."""
+        """Return the verdict in words. Runs that diverged come first, because they are in no mean."""
         verdict, band = self.verdicts[kind], self.seed_band[kind]
         runs = self.finished + len(self.diverged)
         said = [f"diverged in {len(self.diverged)} of {runs}"] if self.diverged else []
@@ -54,22 +54,22 @@ class Comparison:
     row: str
     tokens_per_step: int
     noise_scale: float | None
-    """Of the baseline, in tokens."""
+    """Gradient noise scale of the baseline, in tokens."""
     baseline: Line
     rounding_band: dict[str, float | None]
     """Root mean square difference of equal runs, by kind of loss."""
     again: int
-    """Pairs of equal runs."""
+    """Number of pairs of equal runs."""
     lines: tuple[Line, ...]
 
 
 def tables(results: Results, margin: float) -> list[Comparison]:
-    """One for each row."""
+    """Build a Comparison for each row. Differences within `margin` (nats per token) count as level."""
     return [_table(results, row.name, margin) for row in results.rows]
 
 
 def to_json(tables_: list[Comparison]) -> list[dict[str, Any]]:
-    """JSON types alone."""
+    """Convert the comparisons to JSON types."""
     return [asdict(table) for table in tables_]
 
 
@@ -124,7 +124,7 @@ def _values(runs: Mapping[int, Record], key: str) -> list[float]:
 
 
 def _pairs(runs: Mapping[int, Record], base: Mapping[int, Record], key: str) -> list[float]:
-    """Differences to the baseline of the same seed, where both are finished."""
+    """Return the differences to the baseline for each seed that is finished in both."""
     found = []
     for seed, run in runs.items():
         other = base.get(seed)
@@ -138,19 +138,20 @@ def _pairs(runs: Mapping[int, Record], base: Mapping[int, Record], key: str) -> 
 
 @dataclass(frozen=True)
 class Curves:
-    """Gaps of training losses to the baseline over tokens, for a plot: [(tokens seen, nats per token)]."""
+    """The gaps of training losses to the baseline over tokens, for a plot. Curves are lists of (tokens seen, nats per
+    token)."""
 
     row: str
     gaps: dict[str, list[list[tuple[int, float]]]]
-    """By variant, one for each seed; runs that ended early too, as far as they came."""
+    """The curves of each variant, one for each seed. A run that ended early has a curve as far as it came."""
     seed_band: list[tuple[int, float]]
-    """Standard deviation of the baseline over seeds; empty with fewer than two."""
+    """Standard deviation of the baseline over seeds. Empty with fewer than two seeds."""
     rounding_band: list[tuple[int, float]]
-    """Root mean square difference of equal runs; empty without any."""
+    """Root mean square difference of equal runs. Empty without any."""
 
 
 def curves(results: Results) -> list[Curves]:
-    """One for each row."""
+    """Build the Curves of each row."""
     return [_curves(results, row.name) for row in results.rows]
 
 
@@ -172,7 +173,7 @@ def _curves(results: Results, row: str) -> Curves:
 
 
 def _over(found: list[list[tuple[int, float]]], what: Any) -> list[tuple[int, float]]:
-    """A figure of several curves, where all of them are."""
+    """Apply `what` to the values of several curves, at each point that all of them have."""
     points = [dict(each) for each in found]
     shared = [tokens for tokens in points[0] if all(tokens in other for other in points)] if points else []
     values = [(tokens, what([other[tokens] for other in points])) for tokens in shared]

@@ -1,5 +1,8 @@
-"""Pairs that are one run up to a point: the others go on from a checkpoint of the baseline. Two runs that differ in one
-rounding part most where the loss falls fastest; branched off behind that, chance leaves less between them."""
+"""Pairs of runs that are one run up to a point, where the other runs continue from a checkpoint of the baseline.
+
+Two runs that differ in one rounding drift apart most where the loss falls fastest. If they branch off after that,
+chance leaves a smaller difference between them.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,18 @@ from sagetrain.config.errors import CheckpointError, ConfigError
 
 
 class Branches:
-    """Which run goes on from which, and the folders of all."""
+    """The run that each run continues from, and the folders of all runs."""
 
     def __init__(self, question: Question, run_dirs: Path):
         self._question, self._run_dirs = question, run_dirs
         self._parting = {row.name: question.parting(row.name) for row in question.rows}
 
     def check(self, missing: Iterable[Job], finished: Container[Job]) -> None:
-        """ConfigError if the baseline of a run is over and has kept no checkpoint for it."""
+        """Check that each missing run can get its checkpoint.
+
+        Raises:
+            ConfigError: the baseline of a run is finished, and has kept no checkpoint for it.
+        """
         for job in missing:
             source = self._source(job)
             if source and source in finished and not self.ready(job):
@@ -35,7 +42,7 @@ class Branches:
                 )
 
     def ready(self, job: Job) -> bool:
-        """Whether a run can start. One that can because its baseline has come so far gets the checkpoint here."""
+        """Whether a run can start. If its baseline has come far enough, the run gets the checkpoint here."""
         source, own = self._source(job), self._folder(job).checkpoints
         if source is None or own.exists():
             return True
@@ -44,11 +51,11 @@ class Branches:
         return found is not None
 
     def why_not(self, job: Job) -> str:
-        """Why a run was not started, of one that was not ready to the end."""
+        """Return the reason why a run that never became ready was not started."""
         return f"{job}: not started: {self._source(job)} has no checkpoint at {self._question.branch:,} tokens"
 
     def _source(self, job: Job) -> Job | None:
-        """The baseline's run that a job goes on from; None: it begins by itself."""
+        """Return the baseline's run that a job continues from, or None if the job begins by itself."""
         whole = Job(job.row, self._question.baseline, job.seed)
         return whole if self._question.branch and job != whole else None
 
@@ -57,16 +64,17 @@ class Branches:
 
 
 def _checkpoint(root: Path, tokens: range) -> Path | None:
-    """The first checkpoint that saw a number of tokens of that range."""
+    """Return the first checkpoint whose number of tokens seen is in the range, or None."""
     for folder in on_disk.published(root):
-        with suppress(CheckpointError):  # another one, which is being deleted
+        with suppress(CheckpointError):  # This is another checkpoint, which is being deleted.
             if on_disk.read_state(folder).tokens in tokens:
                 return folder
     return None
 
 
 def _link_checkpoint(folder: Path, root: Path) -> None:
-    """Make `root`, the checkpoints of another run, with this one in it: hard links, copies where there are none."""
+    """Make `root`, the folder of another run's checkpoints, with this checkpoint in it. Files are hard links, or copies
+    where links are impossible."""
     part = root.with_name(".branching")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(folder, part / folder.name, copy_function=_link)

@@ -1,4 +1,4 @@
-"""What `sagetrain compare` does: run what is missing, keep what came out, write the page."""
+"""The command `sagetrain compare`: run what is missing, record the results, write the page."""
 
 from __future__ import annotations
 
@@ -40,31 +40,32 @@ from sagetrain.train.out_of_memory import OUT_OF_MEMORY
 PAGE, PLOT, TABLES = "README.md", "gap.png", "results.json"
 _SAY_SECONDS = 30.0
 _BESIDE = 3 * 2**29
-"""Bytes of a GPU that a run takes beside what is planned: CUDA's context and fragmentation, and no NCCL, as it is one
-rank (planning reserves 3 GiB, with it). 1.0 to 1.6 GiB of 43M parameters on an H100, 2026-11-26."""
+"""Bytes of a GPU that a run takes beside the planned memory: CUDA's context and fragmentation. There is no NCCL,
+because a run is one rank; planning reserves 3 GiB with it. Runs with 43M parameters took 1.0 to 1.6 GiB on an H100,
+2026-11-26."""
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where and how runs go."""
+    """The folders and the devices of the runs."""
 
     output: Path
     run_dirs: Path
     gpus: tuple[str, ...]
-    """Their numbers or names, as in CUDA_VISIBLE_DEVICES."""
+    """Numbers or names of the GPUs, as in CUDA_VISIBLE_DEVICES."""
     per_gpu: int
     devices: str
     memory: int = 0
-    """Bytes of a GPU; 0: not known."""
+    """Bytes of a GPU. 0: not known."""
 
     def log(self, job: Job) -> Path:
-        """Of a run, beside its folder."""
+        """Return the path of a run's log, beside the run's folder."""
         return self.run_dirs / f"{job.folder}.log"
 
 
 def places(output: Path, run_dirs: Path | None, per_gpu: int) -> Places:
-    """The GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, or its cores."""
+    """Find the GPUs of this machine that CUDA_VISIBLE_DEVICES allows, or else its cores."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     gpus = tuple(named or map(str, range(count))) if count else ()
@@ -75,7 +76,8 @@ def places(output: Path, run_dirs: Path | None, per_gpu: int) -> Places:
 
 
 def _gpu() -> tuple[str, int]:
-    """Name and bytes of the first GPU, by nvidia-smi: torch would take half a GB of the GPU for the answer."""
+    """Return the name and the bytes of the first GPU, by nvidia-smi. torch would use half a GB of the GPU for the
+    answer."""
     program = shutil.which("nvidia-smi")
     words = [program or "", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     done = subprocess.run(words, capture_output=True, text=True, check=False) if program else None
@@ -92,9 +94,18 @@ def compare(
     time_limit: float | None = None,
     start: runner.Start = runner.start_process,
 ) -> Results:
-    """Run every job that has not ended, as far as signals and time allow; what is in the folder then.
+    """Run every job that has not ended, as far as signals and time allow.
 
-    command: as it was typed, for the page. start: see runner.
+    Args:
+        question: the runs to compare.
+        where: folders and devices.
+        say: gets messages for people.
+        command: the command as it was typed, for the page.
+        time_limit: seconds after which the runs save and stop.
+        start: function that starts the process of a run (see runner).
+
+    Returns:
+        Everything that is in the folder afterwards.
 
     Raises:
         ConfigError: the question cannot be asked, or the folder holds another one.
@@ -112,7 +123,7 @@ def compare(
 
 @contextmanager
 def _alone(output: Path) -> Iterator[None]:
-    """Lock the folder. ConfigError: another comparison writes there."""
+    """Lock the folder. Raises ConfigError if another comparison writes there."""
     file, error = lock(output)
     with file:
         if is_taken(error):
@@ -181,7 +192,7 @@ def _compared(
 
 
 def _results(question: Question, call: Call) -> Results:
-    """Nothing but the question."""
+    """Build results with the question and no runs."""
     cfg = question.config(Job(question.rows[0].name, question.baseline, 0))
     vocab = _vocab_size(cfg.model, cfg.data)
     tokens = sum(TokenFile(path).num_tokens for source in cfg.data.train for path in source.files)
@@ -190,12 +201,12 @@ def _results(question: Question, call: Call) -> Results:
 
 
 def _vocab_size(model: ModelConfig, data: DataConfig) -> int:
-    """Padded, as the model has it."""
+    """Return the vocabulary size of the model, padded."""
     return padded_vocab_size(model.vocab_size or Tokenizer.load(find_tokenizer(data)).vocab_size)
 
 
 def _too_large(question: Question, missing: Sequence[Job], where: Places) -> Iterator[str]:
-    """Of which settings fewer runs than asked for fit into a GPU at a time."""
+    """Yield a message for each setting of which fewer runs fit into a GPU at a time than were asked for."""
     for job in {f"{job.row}/{job.variant}": job for job in missing}.values() if where.memory else ():
         cfg = question.config(job)
         needed = total_bytes(memory_per_rank(cfg, 1, _vocab_size(cfg.model, cfg.data))) + _BESIDE
@@ -208,7 +219,7 @@ def _too_large(question: Question, missing: Sequence[Job], where: Places) -> Ite
 
 
 def _refuse_others(found: Results, job: Job, run_dir: Path) -> None:
-    """ConfigError if a run folder holds a run of something else."""
+    """Check that a run folder holds no run with other settings. Raises ConfigError if it does."""
     if not (run_dir / "config.yaml").exists():
         return
     tree = flat(load_config(run_dir / "config.yaml").model_dump(mode="json"))
@@ -221,8 +232,12 @@ def _refuse_others(found: Results, job: Job, run_dir: Path) -> None:
 
 
 def _refuse_other_start(found: Results, job: Job, run_dirs: Path) -> None:
-    """ConfigError if a run would begin with other weights than the others of its row, which training.init_from named
-    then: a run that has gone on since."""
+    """Check that a run would begin with the same weights as the other runs of its row. training.init_from may name a
+    run that has gone on since they began.
+
+    Raises:
+        ConfigError: the weights differ.
+    """
     init_from = found.settings[f"{job.row}/{job.variant}"]["training.init_from"]
     if not init_from or on_disk.newest(run_dirs / job.folder / "checkpoints"):
         return
@@ -241,7 +256,7 @@ def _refuse_other_start(found: Results, job: Job, run_dirs: Path) -> None:
 
 
 def _reread(found: Results, job: Job, run_dir: Path) -> None:
-    """Take what a run folder of an earlier call says."""
+    """Read the records of a run folder that an earlier call wrote."""
     if (run_dir / "metrics.jsonl").exists():
         known = [found.runs[job]] if job in found.runs else []
         found.runs |= run_records.merged([*known, _read(found, job, run_dir)])
@@ -254,7 +269,8 @@ def _read(found: Results, job: Job, run_dir: Path) -> Record:
 
 
 def _ended(found: Results, job: Job, code: int | None, where: Places) -> Record:
-    """What a run left behind that ended with an exit code; None: it was asked to stop."""
+    """Return the record of a run that ended with an exit code. None as the code means that the run was asked to
+    stop."""
     run_dir = where.run_dirs / job.folder
     record = _read(found, job, run_dir)
     if not code or record.status == FINISHED:
@@ -274,7 +290,7 @@ def _sentence(record: Record, log: Path) -> str:
 
 
 class _Progress:
-    """Says now and then how far the runs are, in one line, and once that they are stopped."""
+    """A progress report: one line now and then, and a message when the runs are stopped."""
 
     def __init__(self, found: Results, jobs: Sequence[Job], run_dirs: Path, stop: runner.Stop, say: Say):
         self._found, self._jobs, self._run_dirs, self._say = found, jobs, run_dirs, say
@@ -298,7 +314,11 @@ class _Progress:
 
 
 def report(found: Results, output: Path, margin: float, title: str, say: Say) -> list[Comparison]:
-    """Write the page, the tables as json and the plot, and say every verdict."""
+    """Write the page, the tables as JSON and the plot, and say every verdict.
+
+    Raises:
+        ConfigError: no run has begun.
+    """
     if not found.runs:
         raise ConfigError(f"{output}: no run has begun: there is nothing to report")
     found.save(output)
@@ -317,15 +337,19 @@ def report(found: Results, output: Path, margin: float, title: str, say: Say) ->
 
 
 def read_folders(words: Sequence[str]) -> Results:
-    """The results of folders of earlier calls as one, their runs read again where they are.
+    """Read the results of earlier calls' folders as one. Run folders are read again where they exist.
 
-    words: FOLDER, or NAME=FOLDER to call its only row so.
+    Args:
+        words: FOLDER, or NAME=FOLDER to give its only row that name.
+
+    Raises:
+        ConfigError: a folder holds no results, or the results do not fit together.
     """
     parts = []
     for word in words:
         row, _, name = word.partition("=") if is_assignment(word) else ("", "", word)
         found = results.load(Path(name))
-        for job in dict.fromkeys([*found.question.jobs(), *found.runs]):  # of earlier commands too
+        for job in dict.fromkeys([*found.question.jobs(), *found.runs]):  # This includes the runs of earlier commands.
             if f"{job.row}/{job.variant}" in found.settings:
                 _reread(found, job, Path(name) / "runs" / job.folder)
         parts.append((name, results.with_row(found, usable(row, word)) if row else found))

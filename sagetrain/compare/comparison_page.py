@@ -1,4 +1,4 @@
-"""One page about a comparison: question, settings, tables, plot, what it does not show."""
+"""The page of a comparison: question, settings, tables, plot, and what it does not show."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ _SHOWN = (
 """Settings of the baseline that the page names."""
 _BIAS = "squared bias"
 _MANY_PASSES = 4
-"""Beyond, validation losses tell of over-fitting, and training losses of pairs alone are compared."""
+"""Number of passes over the data beyond which validation losses show over-fitting, so that only training losses of
+pairs are compared."""
 
 
 def page(results: Results, tables: Sequence[Comparison], margin: float, title: str, plot: str) -> str:
-    """Markdown. plot: name of the picture."""
+    """Return the page as Markdown. `plot` is the name of the picture."""
     return "\n".join([*_head(results, title), *_body(results, tables, margin, plot)]) + "\n"
 
 
@@ -66,7 +67,7 @@ def _question(results: Results) -> str:
 
 def _meant(results: Results, variant: Setting) -> str:
     rows = [row.name for row in results.rows if f"{row.name}/{variant.name}" in results.settings]
-    said: dict[str, list[str]] = {}  # in folders that were made one, a name may mean something else in another row
+    said: dict[str, list[str]] = {}  # In folders that were merged, a name may mean something else in another row.
     for row in rows:
         ours, theirs = (results.settings[f"{row}/{name}"] for name in (results.baseline, variant.name))
         changed = [f"{key} = {value}" for key, (_, value) in differences(ours, theirs).items()]
@@ -77,7 +78,8 @@ def _meant(results: Results, variant: Setting) -> str:
 
 
 def _own(results: Results, row: Setting) -> str:
-    """What a row sets; of one that was a folder by itself, what its baseline has otherwise than that of the first."""
+    """Return the settings of a row. If the row was a folder by itself, return what its baseline has otherwise than the
+    baseline of the first row."""
     first, here = (results.settings[f"{each.name}/{results.baseline}"] for each in (results.rows[0], row))
     changed = [f"{key}={value}" for key, (_, value) in differences(first, here).items()]
     return " ".join(row.overrides or changed)
@@ -157,7 +159,7 @@ def _cells(line: Line, kinds: Sequence[str], biased: bool) -> Iterator[str]:
 
 
 def _bands(table: Comparison) -> str:
-    """The spreads that a gap has to be seen against."""
+    """Return the spreads that a gap has to be compared with, as text."""
     parts = []
     for kind in LOSSES:
         seeds, rounding = table.baseline.seed_band[kind], table.rounding_band[kind]
@@ -176,7 +178,7 @@ def _reading(margin: float, biased: bool) -> Iterator[str]:
     yield (
         "How to read it: losses in nats per token; the training loss is the mean over the last 5 % of the tokens. A "
         "gap is the mean difference to the baseline of the same seed (same initialization and samples), "
-        "+- t(.975, n - 1) s / sqrt(n) of the n differences with standard deviation s. That is also the power: a "
+        "± t(0.975, n - 1) s / sqrt(n) of the n differences with standard deviation s. That is also the power: a "
         "smaller gap would not have been called. The seed band is the standard deviation of the baseline over seeds, "
         "the rounding band the root mean square difference of two runs that differ in one rounding where they part: no "
         f"claim is made below it. Level: the whole interval lies within {margin:g}."
@@ -185,7 +187,7 @@ def _reading(margin: float, biased: bool) -> Iterator[str]:
 
 
 def _not_shown(results: Results, tables: Sequence[Comparison]) -> Iterator[str]:
-    """What a reader must not take from the page, as far as the runs themselves tell."""
+    """Yield what a reader must not conclude from the page, as far as the runs themselves show it."""
     yield "What it does not show:"
     yield ""
     yield "- Other models, data, lengths of training or tokens per step than those above."

@@ -1,4 +1,4 @@
-"""The gap of every variant over tokens, against the bands of seed and rounding noise, as a picture."""
+"""The plot of every variant's gap over tokens, with the bands of seed and rounding noise."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sagetrain.compare.analysis import Curves
 
 
 def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
-    """One panel a row: thin lines are seeds, thick ones their mean. They set the scale: a band that is wider leaves the
-    panel, with its width at the end in the legend."""
+    """Draw one panel per row. Thin lines are seeds, thick lines are their means. The lines set the scale; a wider band
+    leaves the panel, and the legend says its width at the end."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 0.6 + 3.2 * len(rows)), layout="constrained")
@@ -21,7 +21,7 @@ def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
         parted = min((points[0][0] for seeds in row.gaps.values() for points in seeds if points), default=0)
         bands = ((row.seed_band, "0.88", "seeds"), (row.rounding_band, "0.7", "rounding"))
         for whole, grey, name in bands:
-            band = [point for point in whole if point[0] >= parted]  # before --branch there is nothing to compare
+            band = [point for point in whole if point[0] >= parted]  # Before --branch there is nothing to compare.
             if band:
                 tokens, half = zip(*band, strict=True)
                 below = [-value for value in half]
@@ -42,7 +42,8 @@ def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
             room = 0.15 * (high - low) or 1e-4
             panel.set_ylim(low - room, high + room)
         panel.set_title(row.row, fontsize=10)
-        panel.set_ylabel(textwrap.fill(f"training loss - {baseline}", 36))  # what the height of a panel holds
+        # The height of a panel holds this many characters.
+        panel.set_ylabel(textwrap.fill(f"training loss - {baseline}", 36))
         if panel.get_legend_handles_labels()[0]:
             panel.legend(fontsize=8, loc="best")
     panels[-1].set_xlabel("tokens seen, millions")
@@ -50,7 +51,7 @@ def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
 
 
 def _mean(seeds: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """Of the seeds that are there, at every point that all of them have."""
+    """Return the mean of the curves at every point that all of them have."""
     points = [dict(each) for each in seeds]
     shared = [tokens for tokens in points[0] if all(tokens in other for other in points)] if points else []
     return [(tokens, sum(other[tokens] for other in points) / len(points)) for tokens in shared]

@@ -1,5 +1,5 @@
-"""What is compared with what: variants against a baseline, at every setting of a row, over seeds. Checked here, before
-anything starts."""
+"""The question of a comparison: variants against a baseline, for every row of settings, over seeds. It is checked here,
+before anything starts."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ SHARED = (
     "training.init_from",
     "training.init_moments",
     "evaluation",
-    "logging.every_steps",  # a training loss is the mean of the steps that are reported
+    "logging.every_steps",  # A training loss is the mean of the steps that are reported.
 )
-"""What runs of a pair have alike: initialization, samples, when weights change and what is measured. Keys, sections."""
+"""Keys and sections that the runs of a pair have in common: initialization, samples, the steps at which weights change,
+and what is measured."""
 _FREE = ("data.num_workers", "data.micro_batch_size", "evaluation.every_tokens")
-"""Inside of these, what changes none of that."""
+"""Keys inside of SHARED that may differ, because they change none of that."""
 OWN = ("training.seed", "training.run_dir", "training.perturb", "checkpoint.keep_every_tokens")
-"""What each run gets from here, or may."""
+"""Keys that are set for each run here, or may be."""
 BRANCH = "--branch"
-"""Where Question.settings has the tokens at which pairs part."""
+"""The key of Question.settings for the tokens at which pairs part."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A variant or a row: a name, and what it sets."""
+    """A variant or a row: a name, and the keys that it sets."""
 
     name: str
     overrides: tuple[str, ...] = ()
     config: str = ""
-    """Of a variant: its file."""
+    """The configuration file of a variant."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: the first variant is the baseline; `again`: a second time, with another rounding."""
+    """One run. The first variant is the baseline. `again` marks a second run with another rounding."""
 
     row: str
     variant: str
@@ -62,7 +63,7 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """Of the run, below that of all runs."""
+        """The folder of the run, below the folder of all runs."""
         parts = [self.row, self.variant, f"seed-{self.seed}" + ("-again" if self.again else "")]
         return "/".join(part for part in parts if part)
 
@@ -73,32 +74,33 @@ class Job:
 
 @dataclass(frozen=True)
 class Question:
-    """Everything that says which runs there are."""
+    """Everything that determines which runs there are."""
 
     variants: tuple[Setting, ...]
     rows: tuple[Setting, ...] = (Setting(""),)
     overrides: tuple[str, ...] = ()
-    """Of all runs."""
+    """Overrides of all runs."""
     seeds: int = 1
     band: int = 0
-    """For so many seeds the baseline is run a second time."""
+    """Number of seeds for which the baseline is run a second time."""
     allow: tuple[str, ...] = ()
     """Keys or sections of SHARED that may differ nonetheless."""
     first_seed: int = 0
     branch: int = 0
-    """If not 0: the others go on from the baseline's first checkpoint of so many tokens or more, which it keeps."""
+    """If not 0, the other runs continue from the baseline's first checkpoint of at least this many tokens, which the
+    baseline keeps."""
 
     @property
     def baseline(self) -> str:
         return self.variants[0].name
 
     def default_output(self) -> Path:
-        """The baseline's run_dir with -compare."""
+        """Return the baseline's run_dir with -compare at its end."""
         run_dir = self.config(Job(self.rows[0].name, self.baseline, 0)).training.run_dir
         return Path(f"{run_dir}-compare")
 
     def jobs(self) -> Iterator[Job]:
-        """All runs, seed after seed: what is stopped early has whole pairs."""
+        """Yield all runs, seed after seed, so that a comparison that is stopped early has complete pairs."""
         for seed in range(self.first_seed, self.first_seed + self.seeds):
             for row in self.rows:
                 for variant in self.variants:
@@ -107,48 +109,56 @@ class Question:
                         yield Job(row.name, variant.name, seed, again=True)
 
     def command(self, job: Job, run_dir: Path | str) -> list[str]:
-        """CONFIG [KEY=VALUE]... of a run."""
+        """Return the arguments of a run's command: CONFIG [KEY=VALUE]..."""
         # Overrides are YAML, where " #" begins a comment.
         where = yaml.safe_dump(str(run_dir), default_style='"', width=math.inf).rstrip("\n")
         own = [f"training.seed={job.seed}", f"training.run_dir={where}", f"training.perturb={int(job.again)}"]
         if self.branch and job.variant == self.baseline:
-            # Else it may delete the checkpoint that the others wait for before anybody looks.
+            # Otherwise the baseline may delete the checkpoint that the others wait for before it is seen.
             kept = self.config(job).checkpoint.keep_every_tokens or self.branch
-            own.append(f"checkpoint.keep_every_tokens={min(kept, self.branch)}")  # one divides the other (_no_branch)
+            # One of the two divides the other (_no_branch).
+            own.append(f"checkpoint.keep_every_tokens={min(kept, self.branch)}")
         return [*self._given(job), *own]
 
     def _given(self, job: Job) -> list[str]:
-        """The same as it was asked for, before the run's own seed, folder and rounding."""
+        """Return the configuration file and the overrides that were asked for, without the run's own seed, folder and
+        rounding."""
         variant = next(variant for variant in self.variants if variant.name == job.variant)
         row = next(row for row in self.rows if row.name == job.row)
         return [variant.config, *self.overrides, *row.overrides, *variant.overrides]
 
     def config(self, job: Job) -> RunConfig:
-        """The whole configuration of a run, as it was asked for."""
+        """Return the whole configuration of a run, as it was asked for."""
         path, *overrides = self._given(job)
         return load_config(path, overrides)
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """By `row/variant`: every key by its dotted name, less those that are a run's own, and where pairs part."""
+        """Return every key of each `row/variant` by its dotted name, without the keys that are a run's own, and with
+        the tokens at which pairs part."""
         jobs = [Job(row.name, variant.name, 0) for row in self.rows for variant in self.variants]
         trees = {f"{job.row}/{job.variant}": flat(self.config(job).model_dump(mode="json")) for job in jobs}
         more = {BRANCH: self.branch} if self.branch else {}
         return {name: {key: tree[key] for key in tree if key not in OWN} | more for name, tree in trees.items()}
 
     def parting(self, row: str) -> range:
-        """Tokens that the checkpoint of the baseline has seen where pairs part: it is saved by the step that comes to
-        the next multiple of checkpoint.every_tokens, or past it, and is not the last one."""
+        """Return the range of tokens that the baseline has seen at the checkpoint where pairs part. The checkpoint
+        is saved by the step that reaches or passes the next multiple of checkpoint.every_tokens, and is not the last
+        one."""
         total, every, step = self._saving(row)
         return range(self.branch, min(-(-self.branch // every) * every + step, total))
 
     def _saving(self, row: str) -> tuple[int, int, int]:
-        """Of the baseline: tokens in all, between two checkpoints, and of its largest step, which may pass such a
-        multiple by nearly as many."""
+        """Return three numbers of the baseline: its total tokens, the tokens between two checkpoints, and the tokens of
+        its largest step, which may pass such a multiple by nearly that much."""
         cfg = self.config(Job(row, self.baseline, 0))
         return cfg.training.total_tokens, checkpoint_tokens(cfg), max(cfg.tokens_per_step.named_tokens.values())
 
     def check(self) -> None:
-        """ConfigError naming everything for which these runs could not be compared, or one of them not start."""
+        """Check that the runs can be compared and can start.
+
+        Raises:
+            ConfigError: names everything that prevents it.
+        """
         problems = [*self._unknown_allowed(), *self._no_branch()]
         for row in self.rows:
             baseline = flat(self.config(Job(row.name, self.baseline, 0)).model_dump(mode="json"))
@@ -181,7 +191,7 @@ class Question:
                 yield f"--allow {key}: what may not differ is {', '.join(SHARED)}; everything else may"
 
     def _no_branch(self) -> Iterator[str]:
-        """Why pairs could not part where they should."""
+        """Yield the reasons why pairs cannot part where they should."""
         for row in self.rows if self.branch else ():
             total, every, step = self._saving(row.name)
             if self.branch > (last := (total - step) // every * every):
@@ -197,12 +207,12 @@ class Question:
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """JSON types alone."""
+        """Convert the question to JSON types."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Question:
-        """What to_json gave."""
+        """Build a question from the result of to_json."""
 
         def setting(value: Mapping[str, Any]) -> Setting:
             return Setting(value["name"], tuple(value["overrides"]), value["config"])
@@ -231,13 +241,21 @@ def asked(
     allow: Sequence[str],
     branch: int = 0,
 ) -> Question:
-    """The question that a command line asks.
+    """Build the question that a command line asks.
 
-    configs: files, the first is the baseline. variants: texts `NAME: KEY=VALUE ...`, of the first file with these
-    overrides. rows: the same for all variants alike. baseline: what to call the first; default: as its file.
+    Args:
+        configs: configuration files; the first is the baseline.
+        variants: texts `NAME: KEY=VALUE ...`, for the first file with these overrides.
+        rows: texts of the same form, for settings that all variants get.
+        overrides: overrides of all runs.
+        baseline: name of the first variant. Default: the name of its file.
+        seeds: number of seeds.
+        band: number of seeds for which the baseline is run a second time.
+        allow: keys or sections that may differ nonetheless.
+        branch: tokens at which the other runs leave the baseline; 0: they begin by themselves.
 
     Raises:
-        ConfigError: a name or a text that cannot be used, or nothing to compare.
+        ConfigError: a name or a text cannot be used, or there is nothing to compare.
     """
     if not configs:
         raise ConfigError("name a configuration: sagetrain compare A.yaml B.yaml")
@@ -267,7 +285,7 @@ def asked(
 
 
 def named_overrides(text: str, option: str, config: str = "") -> Setting:
-    """`NAME: KEY=VALUE KEY=VALUE`, as on a command line; a value may hold spaces."""
+    """Parse `NAME: KEY=VALUE KEY=VALUE`, as written on a command line. A value may hold spaces."""
     name, colon, rest = text.partition(":")
     words = re.split(r"\s+(?=[\w.]+=)", rest.strip())
     if not (colon and name and all(re.match(r"[\w.]+=", word) for word in words)):
@@ -277,14 +295,14 @@ def named_overrides(text: str, option: str, config: str = "") -> Setting:
 
 
 def usable(name: str, where: str) -> str:
-    """The name of a variant or row; ConfigError if it cannot be that of a folder."""
+    """Return the name of a variant or row. Raises ConfigError if it cannot be the name of a folder."""
     if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
         raise ConfigError(f"{where}: the name {name!r} becomes that of a folder: use letters, digits and . _ - + =")
     return name
 
 
 def _timed(cfg: RunConfig) -> Iterator[str]:
-    """What each run would decide for itself, by the clock."""
+    """Yield a message for each setting that every run would decide for itself, by timing."""
     for key, value, name in (
         ("attention.backend", cfg.attention.backend, "sdpa"),
         ("attention.recipe", cfg.attention.recipe if cfg.attention.backend == "sage" else "", "fine"),
@@ -298,7 +316,7 @@ def _timed(cfg: RunConfig) -> Iterator[str]:
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs between two flat configurations, by key."""
+    """Return the differences of two flat configurations, by key."""
     keys = [*ours, *(key for key in theirs if key not in ours)]
     return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
 

@@ -1,4 +1,4 @@
-"""The folders of comparisons: what was asked, in compare.json, and a line for each run, in losses.jsonl."""
+"""The folders of comparisons: compare.json holds the question, and losses.jsonl a line for each run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ QUESTION, LOSSES = "compare.json", "losses.jsonl"
 
 @dataclass(frozen=True)
 class Call:
-    """One start of the command."""
+    """One call of the command."""
 
     date: str
-    """When it began, YYYY-MM-DD HH:MM UTC."""
+    """The time when it began, YYYY-MM-DD HH:MM UTC."""
     command: str
     devices: str
-    """`2 x NVIDIA H200`."""
+    """The devices as text, such as `2 x NVIDIA H200`."""
     versions: str
     seconds: float = 0.0
     gpus: int = 0
@@ -33,14 +33,14 @@ class Call:
 
 @dataclass
 class Results:
-    """What was asked and what came out, of one folder or of several."""
+    """The question and the results of one folder, or of several."""
 
     question: Question
     settings: dict[str, dict[str, Any]]
-    """Question.settings."""
+    """The result of Question.settings."""
     parameters: int
     data_tokens: int
-    """In data.train of the baseline."""
+    """Number of tokens in data.train of the baseline."""
     calls: list[Call]
     runs: dict[Job, Record] = field(default_factory=dict)
 
@@ -53,11 +53,11 @@ class Results:
         return self.question.baseline
 
     def failed(self, jobs: Container[Job]) -> list[Record]:
-        """Those of these runs that ended for another reason than their losses."""
+        """Return those of these runs that ended for another reason than their losses."""
         return [run for job, run in self.runs.items() if job in jobs and run.status == run_records.FAILED]
 
     def of(self, row: str, variant: str, again: bool = False) -> dict[int, Record]:
-        """The runs of a variant in a row, by seed."""
+        """Return the runs of a variant in a row, by seed."""
         found = {
             job.seed: run
             for job, run in self.runs.items()
@@ -82,10 +82,10 @@ class Results:
 
 
 def load(folder: Path) -> Results:
-    """What a folder holds.
+    """Read the results in a folder.
 
     Raises:
-        ConfigError: nothing that `save` wrote.
+        ConfigError: the folder holds nothing that `save` wrote.
     """
     path = folder / QUESTION
     try:
@@ -102,7 +102,7 @@ def load(folder: Path) -> Results:
 
 
 def with_row(found: Results, name: str) -> Results:
-    """The same with another name for its only row. ConfigError: it has several."""
+    """Return the results with another name for their only row. Raises ConfigError if there are several rows."""
     if len(found.rows) > 1:
         names = ", ".join(row.name for row in found.rows)
         raise ConfigError(f"{name}=FOLDER: it has the rows {names}: one row gets a name; give the folder alone")
@@ -115,13 +115,14 @@ def with_row(found: Results, name: str) -> Results:
 
 
 def together(parts: Sequence[tuple[str, Results]]) -> Results:
-    """Several as one: rows, variants, seeds and calls of all, and of a run that is in several the one that came
-    furthest. They may have different rows, variants and seeds.
+    """Merge several results into one, with the rows, variants, seeds and calls of all. If a run is in several, the one
+    that came furthest is kept. The results may have different rows, variants and seeds.
 
-    parts: (where from, results).
+    Args:
+        parts: pairs of the place that results come from, and the results.
 
     Raises:
-        ConfigError: baselines of different names, or a variant or row of one name with different settings.
+        ConfigError: baselines have different names, or a variant or row of one name has different settings.
     """
     (where, first), *others = parts
     result = replace(first, settings=dict(first.settings), calls=list(first.calls))

@@ -1,4 +1,4 @@
-"""What is kept of a run: a line of losses.jsonl, small enough to be carried from machine to machine."""
+"""The record of a run: a line of losses.jsonl, small enough to be carried from machine to machine."""
 
 from __future__ import annotations
 
@@ -24,36 +24,37 @@ _NOISE_SCALE, _BIAS = "noise/all/scale_tokens", "quant_noise/all/bias_to_gradien
 
 @dataclass(frozen=True)
 class Record:
-    """A run as far as it came. Losses in nats per token."""
+    """A run as far as it came. Losses are in nats per token."""
 
     row: str
     variant: str
     seed: int
     again: bool
     status: str
-    """finished; diverged: a step that went wrong ended it; failed: something else did; stopped: not ended yet."""
+    """finished; diverged (a step that went wrong ended it); failed (something else did); stopped (not ended yet)."""
     tokens: int = 0
     total_tokens: int = 0
     tokens_per_step: int = 0
-    """At the end."""
+    """Tokens per step at the end."""
     train_end: float | None = None
     """Mean training loss over the last 5 % of the tokens."""
     valid_end: float | None = None
     """Last validation loss."""
     tokens_per_second: float | None = None
-    """Median."""
+    """Median of the throughput."""
     noise_scale: float | None = None
-    """Gradient noise scale in tokens: median over the second half of the run, where it is measured."""
+    """Gradient noise scale in tokens: the median over the second half of the run, where it is measured."""
     events: dict[str, int] = field(default_factory=dict)
-    """Events of the run by kind (spikes, say)."""
+    """Number of events of the run by kind, such as spikes."""
     train: list[list[float]] = field(default_factory=list)
     """[tokens seen, mean loss] of every 10 reported steps."""
     valid: list[list[float]] = field(default_factory=list)
-    """[tokens seen, validation loss]."""
+    """[tokens seen, validation loss] of every evaluation."""
     said: str = ""
     """The end of the log of a run that failed or diverged."""
     bias_to_gradient: float | None = None
-    """Bias that quantization puts into the gradient over the gradient, both squared: mean over its probes."""
+    """Bias that quantization puts into the gradient, divided by the gradient, both squared: the mean over the run's
+    probes."""
 
     @property
     def job(self) -> Job:
@@ -66,9 +67,16 @@ class Record:
 
 
 def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool, every_steps: int = 1) -> Record:
-    """What a run folder says by now: finished or stopped. evaluated: the run has held-out data. every_steps: between
-    reported steps. Those at which one run of a pair was saved or stopped are reported besides, and would be in its mean
-    alone."""
+    """Read the present state of a run from its folder. The record's status is finished or stopped.
+
+    Args:
+        job: the run.
+        run_dir: its folder.
+        total_tokens: tokens of the whole run.
+        evaluated: whether the run has held-out data.
+        every_steps: steps between two reported steps. Other steps are reported when a run is saved or stopped; they are
+            left out, because they would be in the mean of one run of a pair alone.
+    """
     rows, tokens = read_rows(run_dir / "metrics.jsonl"), 0
     points, steps, valid, rates, scales, biases = [], [], [], [], [], []
     for row in rows:
@@ -105,7 +113,8 @@ def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool, every_
 
 
 def went_wrong(run_dir: Path) -> bool:
-    """Whether a run's last step was one that went wrong: there is a bundle of a step behind all that it reported."""
+    """Whether the last step of a run went wrong, in which case there is a bundle of a step behind all steps that it
+    reported."""
     reported = max((row["step"] for row in read_rows(run_dir / "metrics.jsonl") if "train/loss" in row), default=0)
     bundles = RunFolder(run_dir).spikes.glob("step-*")
     return max(map(step_of, bundles), default=0) > reported
@@ -116,10 +125,10 @@ def _rounded(value: float | None) -> float | None:
 
 
 def load(path: Path) -> list[Record]:
-    """The lines of a losses.jsonl; none where there is no file.
+    """Read the lines of a losses.jsonl. Return none if the file does not exist.
 
     Raises:
-        ConfigError: a line is not of ours.
+        ConfigError: a line was not written by `save`.
     """
     try:
         lines = path.read_text().splitlines() if path.exists() else []
@@ -129,12 +138,13 @@ def load(path: Path) -> list[Record]:
 
 
 def save(path: Path, records: Iterable[Record]) -> None:
-    """One line a run."""
+    """Write one line per run."""
     write_atomic(path, "".join(json.dumps(asdict(record)) + "\n" for record in records).encode())
 
 
 def merged(records: Iterable[Record]) -> dict[Job, Record]:
-    """One for each run: of several, the one that has ended best, then the one that came further."""
+    """Return one record for each run. If there are several, the one that ended best is kept, then the one that came
+    furthest."""
     best: dict[Job, Record] = {}
     for record in records:
         known = best.get(record.job)
@@ -148,5 +158,5 @@ def _standing(record: Record) -> tuple[int, int]:
 
 
 def curve(record: Record) -> Sequence[tuple[int, float]]:
-    """Its training losses over tokens seen."""
+    """Return the training losses of a run over the tokens seen."""
     return [(int(tokens), loss) for tokens, loss in record.train]

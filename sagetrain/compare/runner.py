@@ -1,4 +1,5 @@
-"""Runs side by side on the GPUs there are, each an ordinary `sagetrain train`; stopped and continued like one."""
+"""Run jobs side by side on the GPUs of this machine. Each is an ordinary `sagetrain train`, and is stopped and
+continued like one."""
 
 from __future__ import annotations
 
@@ -20,24 +21,24 @@ _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 class Process(Protocol):
-    """What subprocess.Popen is to us."""
+    """The part of subprocess.Popen that the runner needs."""
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs."""
+        """Return the exit code, or None while the process runs."""
         ...
 
     def send_signal(self, number: int) -> None:
-        """Send a signal."""
+        """Send a signal to the process."""
         ...
 
 
 Start = Callable[[Sequence[str], Mapping[str, str], Path], Process]
-"""(words after `sagetrain train`, environment, log) -> the run's process."""
+"""A function that starts the process of a run, given the words after `sagetrain train`, the environment and the log."""
 
 
 def start_process(words: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
-    """`sagetrain train WORDS` with its output at the end of `log`; signals of a terminal do not reach it, and it stops
-    where this process is gone."""
+    """Start `sagetrain train WORDS`, with its output appended to `log`. Signals of a terminal do not reach the process,
+    and it stops if this process is gone."""
     command = [sys.executable, "-m", "sagetrain", "train", *words]
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -46,9 +47,13 @@ def start_process(words: Sequence[str], env: Mapping[str, str], log: Path) -> Pr
 
 
 def slots(gpus: Sequence[str], per_gpu: int, cores: int) -> list[dict[str, str]]:
-    """Environments of the runs that go side by side: `per_gpu` on each GPU, in all where there is none.
+    """Return the environments of runs that go side by side: `per_gpu` on each GPU, or `per_gpu` in all where there is
+    no GPU.
 
-    cores: of this host, which runs without a GPU share.
+    Args:
+        gpus: numbers or names of the GPUs.
+        per_gpu: runs at a time.
+        cores: cores of this host, which runs without a GPU share.
     """
     if gpus:
         return [{"CUDA_VISIBLE_DEVICES": gpu} for _ in range(per_gpu) for gpu in gpus]
@@ -57,9 +62,10 @@ def slots(gpus: Sequence[str], per_gpu: int, cores: int) -> list[dict[str, str]]
 
 
 class Stop:
-    """Whether to stop: a signal came (SIGTERM, SIGUSR1, Ctrl-C), or the time is up. The second signal ends all at once.
+    """A flag that says whether to stop, because a signal came (SIGTERM, SIGUSR1, Ctrl-C) or the time is up. The second
+    signal ends everything at once.
 
-    Context manager: inside, the signals are its own.
+    It is a context manager; inside, it handles the signals.
     """
 
     def __init__(self, seconds: float | None = None):
@@ -77,7 +83,8 @@ class Stop:
             signal.signal(number, handler)
 
     def _ask(self, number: int, _frame: object) -> None:
-        self.at_once, self._asked = self._asked, True  # the time limit is no signal
+        # The time limit does not count as a first signal.
+        self.at_once, self._asked = self._asked, True
         self.why = self.why or signal.Signals(number).name
 
     def __bool__(self) -> bool:
@@ -87,16 +94,19 @@ class Stop:
 
 
 class Runner:
-    """Starts jobs in slots and says how they ended.
+    """Start jobs in slots, and report how they ended.
 
     Args:
-        command: of a job: CONFIG [KEY=VALUE]...
-        log: file of a job's output.
-        ended: called with (job, exit code) for each run that is over; the code is None if it was asked to stop and did.
-        tick: called every now and then, with the jobs that run.
+        places: environments of the slots.
+        command: returns the arguments of a job: CONFIG [KEY=VALUE]...
+        log: returns the file for a job's output.
+        ended: called with (job, exit code) for each run that is over. The code is None if the run was asked to stop and
+            did.
+        tick: called every now and then with the jobs that run.
+        start: starts the process of a run.
         ready: whether a job can start by now.
-        crowded: whether a job that failed did so because of the others on its GPU, as many as are given. It is begun
-            again then, behind those that wait, and its GPU takes one run fewer from there on.
+        crowded: whether a job failed because of the other jobs on its GPU, whose number is given. Such a job is started
+            again after those that wait, and its GPU takes one run fewer from then on.
     """
 
     def __init__(
@@ -115,8 +125,9 @@ class Runner:
         self._crowded = crowded
 
     def run(self, jobs: Sequence[Job], stop: Stop) -> None:
-        """All of them, until `stop`: then those that run are asked to save, and waited for. What is not ready when no
-        other runs is left out. An error of ours asks those that run too, and waits for none."""
+        """Run all jobs, until `stop` is set. Then the running jobs are asked to save, and are waited for. A job that is
+        not ready when no other job runs is left out. An exception in this process also asks the running jobs to save,
+        and waits for none."""
         running: dict[int, tuple[Job, Process]] = {}
         try:
             self._run(deque(jobs), running, stop)
@@ -155,7 +166,7 @@ class Runner:
             time.sleep(_TICK)
 
     def _beside(self, place: int, running: Mapping[int, tuple[Job, Process]]) -> int:
-        """Runs on the GPU of a place."""
+        """Return the number of runs on the GPU of a slot."""
         gpu = self._places[place].get("CUDA_VISIBLE_DEVICES")
         return sum(self._places[other].get("CUDA_VISIBLE_DEVICES") == gpu for other in running) if gpu else 0
 
@@ -172,6 +183,6 @@ def _tell(running: Mapping[int, tuple[Job, Process]], number: int) -> None:
 
 
 def end_of_log(path: Path, lines: int = 8) -> str:
-    """What a run said last; a folder of the log is enough to find the rest."""
+    """Return the last lines of a run's log. The log's folder is enough to find the rest."""
     text = path.read_text(errors="replace") if path.exists() else ""
     return "\n".join(text.splitlines()[-lines:])

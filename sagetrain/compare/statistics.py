@@ -1,4 +1,5 @@
-"""Paired differences of losses: how large, how sure, and what they could have shown. Pure functions."""
+"""Statistics of paired differences of losses: their size, their uncertainty, and the smallest gap they could have
+shown. All functions are pure."""
 
 from __future__ import annotations
 
@@ -10,13 +11,18 @@ from dataclasses import dataclass
 from itertools import groupby
 
 CONFIDENCE = 0.975
-"""Two-sided 95 %: what t() is asked for everywhere."""
+"""The probability of the quantile for two-sided 95 % intervals."""
 
 
 def t(probability: float, freedom: int) -> float:
-    """Quantile of Student's t distribution, at a probability in (.5, 1) and a whole number of degrees of freedom."""
+    """Return the quantile of Student's t distribution, at a probability in (0.5, 1) and a whole number of degrees of
+    freedom.
+
+    Raises:
+        ValueError: the arguments are outside of that.
+    """
     if not (0.5 < probability < 1 and freedom >= 1):
-        raise ValueError(f"t({probability}, {freedom}): takes .5 < probability < 1 and freedom >= 1")
+        raise ValueError(f"t({probability}, {freedom}): takes 0.5 < probability < 1 and freedom >= 1")
     low, high = 0.0, 1.0
     while _t_distribution(high, freedom) < probability:
         high *= 2
@@ -27,7 +33,8 @@ def t(probability: float, freedom: int) -> float:
 
 
 def _t_distribution(value: float, freedom: int) -> float:
-    """P(T < value), value >= 0: the finite sums for whole degrees of freedom (Abramowitz and Stegun, 26.7.3-4)."""
+    """Return P(T < value) for value >= 0, by the finite sums for whole degrees of freedom (Abramowitz and Stegun,
+    26.7.3-4)."""
     angle = math.atan(value / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     if freedom == 1:
@@ -41,31 +48,31 @@ def _t_distribution(value: float, freedom: int) -> float:
 
 
 def rounding_band(differences: Sequence[float]) -> float | None:
-    """Root mean square of the differences of pairs that should be equal; None without pairs."""
+    """Return the root mean square of the differences of pairs that should be equal. Return None without pairs."""
     return math.sqrt(statistics.fmean(d * d for d in differences)) if differences else None
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Standard deviation over seeds; None of fewer than two."""
+    """Return the standard deviation over seeds, or None with fewer than two."""
     return statistics.stdev(values) if len(values) > 1 else None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What pairs say about a difference. All in nats per token; a positive gap is a higher loss than the baseline's."""
+    """The result of paired differences, in nats per token. A positive gap is a higher loss than the baseline's."""
 
     differences: tuple[float, ...]
-    """One a seed."""
+    """One difference per seed."""
     gap: float | None
-    """Their mean; None without pairs."""
+    """The mean of the differences. None without pairs."""
     uncertainty: float | None
-    """Half of the 95 % confidence interval of the gap, t(.975, n - 1) s / sqrt(n): also the power, the smallest gap
-    that would have been called. None with fewer than two pairs."""
+    """Half of the 95 % confidence interval of the gap, t(0.975, n - 1) s / sqrt(n). This is also the power: the
+    smallest gap that would have been called. None with fewer than two pairs."""
     band: float | None
-    """Rounding band, of one pair: no claim below it."""
+    """The rounding band of one pair. No claim is made below it."""
     margin: float
     call: str
-    """worse | better | level | undecided."""
+    """The verdict: worse, better, level or undecided."""
 
     @property
     def seen(self) -> float | None:
@@ -77,19 +84,25 @@ class Difference:
             return "no pair"
         if self.uncertainty is None:
             return f"not decided: one pair ({self.gap:+.4f}) has no uncertainty"
-        size = f"{abs(self.gap):.4f} +- {self.uncertainty:.4f}"
+        size = f"{abs(self.gap):.4f} ± {self.uncertainty:.4f}"
         if self.call == "level":
-            return f"level within {self.margin:g} ({self.gap:+.4f} +- {self.uncertainty:.4f})"
+            return f"level within {self.margin:g} ({self.gap:+.4f} ± {self.uncertainty:.4f})"
         if self.call == "undecided":
             return f"not decided ({self.gap:+.4f}): could have seen no less than {self.seen:.4f}"
         return f"{self.call} by {size}"
 
 
 def judge(differences: Sequence[float], margin: float, band: float | None = None) -> Difference:
-    """The verdict on paired differences.
+    """Judge paired differences.
 
-    level: the whole confidence interval lies within +-margin. worse, better: the interval does not reach 0 and the gap
-    is above the rounding band. Else undecided.
+    Args:
+        differences: one difference per seed.
+        margin: half-width of the interval that counts as level, in nats per token.
+        band: rounding band, if it was measured.
+
+    Returns:
+        The verdict. level: the whole confidence interval lies within ±margin. worse or better: the interval does not
+            reach 0, and the gap is above the rounding band. undecided: neither.
     """
     gap = statistics.fmean(differences) if differences else None
     deviation, uncertainty, call = spread(differences), None, "undecided"
@@ -104,9 +117,11 @@ def judge(differences: Sequence[float], margin: float, band: float | None = None
 
 
 def end_of(points: Sequence[tuple[int, int, float]], share: float = 0.05) -> float | None:
-    """Mean loss over the last `share` of the tokens; the last step at least.
+    """Return the mean loss over the last `share` of the tokens, and at least over the last step.
 
-    points: (tokens seen, tokens of the step, its loss), one for each reported step.
+    Args:
+        points: (tokens seen, tokens of the step, its loss), one for each reported step.
+        share: share of the tokens, in (0, 1].
     """
     if not points:
         return None
@@ -116,19 +131,23 @@ def end_of(points: Sequence[tuple[int, int, float]], share: float = 0.05) -> flo
 
 
 def thinned(points: Sequence[tuple[int, int, float]], steps: int = 10) -> list[tuple[int, float]]:
-    """(tokens seen, mean loss) of every `steps` steps of a training, the same ones in both runs of a pair; fewer in the
-    last one. A run that begins in the middle of them (--branch) has none of those.
+    """Return (tokens seen, mean loss) of every `steps` steps of a run. The groups are the same in both runs of a pair;
+    the last one may be smaller. A run that begins inside of a group (--branch) leaves that group out.
 
-    points: (step, tokens seen, loss), one for each reported step.
+    Args:
+        points: (step, tokens seen, loss), one for each reported step.
+        steps: size of a group.
     """
     groups = [list(group) for _, group in groupby(points, lambda point: (point[0] - 1) // steps)]
-    if len(points) > 1 and (points[0][0] - (points[1][0] - points[0][0])) % steps:  # the step it goes on from
+    # This is the step that the run continues from.
+    if len(points) > 1 and (points[0][0] - (points[1][0] - points[0][0])) % steps:
         groups = groups[1:]
     return [(group[-1][1], statistics.fmean(loss for _, _, loss in group)) for group in groups]
 
 
 def at(curve: Sequence[tuple[int, float]], tokens: float) -> float | None:
-    """The value of a curve at a number of tokens, linear between its points; None outside of it."""
+    """Return the value of a curve at a number of tokens, interpolated linearly between its points. Return None outside
+    of the curve."""
     after = bisect_left(curve, (tokens, -math.inf))
     if after < len(curve) and curve[after][0] == tokens:
         return curve[after][1]
@@ -141,7 +160,8 @@ def at(curve: Sequence[tuple[int, float]], tokens: float) -> float | None:
 def gap_curve(
     curve: Sequence[tuple[int, float]], baseline: Sequence[tuple[int, float]], points: int = 60
 ) -> list[tuple[int, float]]:
-    """Difference of two curves over tokens, in the means of at most `points` equal pieces of the baseline's."""
+    """Return the difference of two curves over tokens, as means over at most `points` equal pieces of the baseline's
+    curve."""
     differences = [(tokens, value - loss) for tokens, loss in baseline if (value := at(curve, tokens)) is not None]
     size = -(-len(differences) // points) or 1
     pieces = [differences[start : start + size] for start in range(0, len(differences), size)]

@@ -1,1 +1,1 @@
-"""One HTML page about runs: what `sagetrain report` writes."""
+"""The HTML page about runs that `sagetrain report` writes."""

@@ -1,4 +1,4 @@
-"""The page itself: one file, nothing from a network. plotly draws the curves in the browser."""
+"""The page as one file that loads nothing from a network. plotly draws the curves in the browser."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from sagetrain.report.read import RunRecord, different_settings, read_runs
 
 
 class Chart(NamedTuple):
-    """Some metrics on one pair of axes."""
+    """Metrics on one pair of axes."""
 
     title: str
     metrics: tuple[str, ...]
-    """The first is drawn as a line, others dashed, with markers where they are few."""
+    """The metrics. The first is drawn as a line, the others are dashed, with markers where they are few."""
     unit: str = ""
-    """Of the vertical axis; empty: by the metric's name."""
+    """Unit of the vertical axis. Empty: it follows from the metric's name."""
     logarithmic: bool = False
     from_zero: bool = False
     exact: bool = False
-    """No noise, so nothing to smooth: a schedule, say."""
+    """Whether the values have no noise, such as a schedule, so that there is nothing to smooth."""
 
 
 def _of_linear_layers(number: str) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ CHARTS = (
     Chart("dW of linear layers in 8 bits", _of_linear_layers("dW/rel_l2"), _ERROR, logarithmic=True),
     Chart("dY of linear layers that rounds to zero", _of_linear_layers("dY/zero_share_dX"), "share, worst layer"),
 )
-"""What comes first. Every other metric has a chart of its own in the last section of the page."""
+"""The charts that come first. Every other metric has a chart of its own in the last section of the page."""
 UNITS = (
     ("/loss", "nats per token"),
     ("_seconds", "seconds"),
@@ -70,19 +70,22 @@ UNITS = (
     ("_tokens", "tokens"),
     ("_share", "share"),
 )
-"""End of a metric's name -> what its axis is called. Other axes have the last part of the name."""
+"""The name of the axis for each ending of a metric's name. Other axes have the last part of the name."""
 
 
 SMOOTHING = 0.8
-"""What a drawn value keeps of those before it, at first: a slider of the page changes it."""
+"""The share that a drawn value keeps of the values before it, at first. A slider of the page changes it."""
 _SAMPLES_SHOWN = 6
 
 
 def write_report(folders: Sequence[Path], output: Path) -> int:
-    """Write the page about these runs, in the place of an older one; returns its size in bytes.
+    """Write the page about these runs, in place of an older one.
+
+    Returns:
+        The size of the page in bytes.
 
     Raises:
-        ConfigError: a folder is no run's.
+        ConfigError: a folder is not the folder of a run.
     """
     page = render(read_runs(folders)).encode()
     write_atomic(output, page)
@@ -90,7 +93,7 @@ def write_report(folders: Sequence[Path], output: Path) -> int:
 
 
 def render(runs: Sequence[RunRecord]) -> str:
-    """The page as text."""
+    """Return the page as HTML text."""
     from plotly.offline import get_plotlyjs
 
     folder = resources.files("sagetrain.report")
@@ -109,7 +112,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         "samples": _samples(runs),
         "events": _events(runs),
         "smoothing": f"{SMOOTHING:g}",
-        # "</script>" within a name would end the element.
+        # The text "</script>" within a name would end the element.
         "data": json.dumps(data).replace("</", "<\\/"),
         "script": (folder / "page.js").read_text(),
         "plotly": get_plotlyjs(),
@@ -121,7 +124,7 @@ def render(runs: Sequence[RunRecord]) -> str:
 
 
 def _charts(runs: Sequence[RunRecord]) -> list[tuple[Chart, bool]]:
-    """With data, each with whether it is one of the first."""
+    """Return the charts that have data, each with True if it is one of the first."""
     there = {metric for run in runs for metric in run.curves}
     first = [chart for chart in CHARTS if there & set(chart.metrics)]
     others = sorted(there - {metric for chart in first for metric in chart.metrics})
@@ -182,7 +185,7 @@ def _events(runs: Sequence[RunRecord]) -> str:
 
 
 def _samples(runs: Sequence[RunRecord]) -> str:
-    """The newest first, of all runs in turn."""
+    """Return the table of samples of all runs, the newest first."""
     rows = [(sample, run.name) for run in runs for sample in run.samples]
     rows.sort(key=lambda row: row[0]["tokens"], reverse=True)
     if not rows:

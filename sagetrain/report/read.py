@@ -1,4 +1,4 @@
-"""What run folders hold for a page about them: curves over tokens, events, settings."""
+"""Read the contents of run folders for a page about them: curves over tokens, events, settings."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.model.accounting import num_parameters
 
 MAX_POINTS = 2_000
-"""Of one curve. A longer one keeps the least and the largest value of every stretch, so that no spike is lost."""
+"""Largest number of points of a curve. A longer curve keeps the least and the largest value of every stretch, so that
+no spike is lost."""
 
 _LAYER = re.compile(r"^(quant|quant_noise|noise|norms)/\d+/")
-"""Not of other names: valid/2024/loss is of a source."""
+"""The pattern of metrics with the number of a layer. Other names may have numbers too: valid/2024/loss belongs to a
+source."""
 
 Curve = tuple[list[int], list[float]]
-"""Tokens seen, values."""
+"""The tokens seen, and the values."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What one run wrote.
+    """The data that one run wrote.
 
-    `curves` go by metric. Metrics that differ in their layer alone are one: quant/*/dS/rel_l2 is the largest over all
-    layers, the least where it is a cosine. `means` has means of the stretches of those that were thinned: smooth lines
-    are drawn from these. `events` have tokens, kind and text; `samples` tokens, prompt and text.
+    `curves` are keyed by metric. Metrics that differ only in their layer are one curve: quant/*/dS/rel_l2 is the
+    largest over all layers, or the least if it is a cosine. `means` has the means over the stretches of those curves
+    that were thinned; smooth lines are drawn from them. `events` have tokens, kind and text; `samples` have tokens,
+    prompt and text.
     """
 
     name: str
@@ -51,10 +54,10 @@ class RunRecord:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
-    """The runs in these folders, by the shortest names that tell them apart.
+    """Read the runs in these folders. Their names are the shortest that tell them apart.
 
     Raises:
-        ConfigError: a folder is no run's, or has no metrics yet.
+        ConfigError: a folder is not the folder of a run, or has no metrics yet.
     """
     return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
@@ -63,8 +66,8 @@ _PLACE = ("step", "tokens")
 
 
 def read_rows(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl or events.jsonl, or of its last bytes alone; none where there is no file. It may be
-    growing, or have been cut short: what is no whole row is passed over."""
+    """Read the rows of a metrics.jsonl or events.jsonl, or of its last bytes alone. Return none if there is no file.
+    The file may be growing, or may have been cut short, so incomplete rows are skipped."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -79,19 +82,20 @@ def read_rows(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]
 
 
 def has_loss(row: Mapping[str, Any]) -> bool:
-    """Whether it is of a step with a loss, which one has not in which no token counts: it says 0."""
+    """Whether a row is of a step with a loss. A step in which no token counts has none; its row says 0."""
     return "train/loss" in row and row.get("train/counted_share") != 0
 
 
 def different_settings(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
-    """Dotted key -> its value in every run, of those that are not the same in all; None where a run has no such key."""
+    """Return the settings that are not the same in all runs: dotted key -> its value in every run, or None where a run
+    has no such key."""
     keys = sorted({key for run in runs for key in run.settings})
     values = {key: [run.settings.get(key) for run in runs] for key in keys}
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
 
 def thinned(tokens: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> Curve:
-    """At most so many points: of every stretch the least and the largest value, in their order."""
+    """Return at most `most` points of a curve: of every stretch the least and the largest value, in their order."""
     count = len(tokens)
     if count <= most:
         return list(tokens), list(values)
@@ -102,7 +106,7 @@ def thinned(tokens: Sequence[int], values: Sequence[float], most: int = MAX_POIN
 
 
 def averaged(tokens: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> Curve:
-    """The mean of every stretch that `thinned` takes two values of, at the stretch's end."""
+    """Return the mean of every stretch that `thinned` takes two values of, at the end of the stretch."""
     stretches = _stretches(len(tokens), most)
     return [tokens[stretch[-1]] for stretch in stretches], [fmean(values[i] for i in stretch) for stretch in stretches]
 
@@ -129,7 +133,7 @@ def _read(folder: Path, name: str) -> RunRecord:
         for metric, value in row.items():
             if metric in ("step", "tokens", "wall_time") or not isinstance(value, int | float):
                 continue
-            if not math.isfinite(value):  # JSON knows no such number, and no browser would draw it
+            if not math.isfinite(value):  # JSON has no such number, and no browser would draw it.
                 continue
             curve = curves.setdefault(_LAYER.sub(r"\1/*/", metric), {})
             worst = min if metric.endswith("/cosine") else max
@@ -160,7 +164,7 @@ def _saves(rows: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Label -> text, for people."""
+    """Return the figures of the summary as text, by label."""
     steps = [row for row in rows if has_loss(row)]
     valid = [row["valid/loss"] for row in rows if "valid/loss" in row]
     found = {"steps": f"{max(row['step'] for row in rows):,}", "tokens": f"{max(row['tokens'] for row in rows):,}"}
@@ -176,7 +180,8 @@ def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def _parameters(folder: Path) -> dict[str, str]:
-    """How many the model has, if this version can read the run's configuration and knows its vocabulary."""
+    """Return the number of the model's parameters, if this version can read the run's configuration and knows its
+    vocabulary."""
     with suppress(ConfigError):
         cfg = load_config(folder / "config.yaml")
         file = tokenizer_in(folder)
@@ -187,7 +192,7 @@ def _parameters(folder: Path) -> dict[str, str]:
 
 
 def _stability(path: Path) -> dict[str, str]:
-    """What stability.json says of the tokens per step at which quantization becomes too much."""
+    """Return what stability.json says about the tokens per step at which quantization becomes too much."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return {"quantization beside the gradient's noise": critical_in_words(json.loads(path.read_text())[CRITICAL])}
     return {}
