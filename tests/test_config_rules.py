@@ -462,6 +462,8 @@ def test_deepspeed_keys_that_are_counted_with_are_whole_numbers(key, least):
         assert (finding.key, finding.value) == (f"deepspeed.zero_optimization.{key}", value)
         assert finding.message == f"must be a whole number of elements, {least} or more"
         assert finding.fix == "write a number such as 2e8, or leave it out for the default"
+    odd = fit(run_config(deepspeed={"zero_optimization": {"allgather_bucket_size": 10**6 + 1}}), 1)
+    assert only(odd).message == "must be an even number of elements, 2 or more"
     for value in (2e8, 10**6, least):
         assert fit(run_config(deepspeed={"zero_optimization": {key: value}}, parallel={"zero_stage": 2}), 1) == []
 

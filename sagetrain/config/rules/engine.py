@@ -103,11 +103,11 @@ class _Values:
 _BOOL = _Values("must be true or false", "write true or false", lambda value: isinstance(value, bool))
 
 
-def _elements(least: int) -> _Values:
+def _elements(least: int, multiple: int = 1) -> _Values:
     return _Values(
-        f"must be a whole number of elements, {least} or more",
+        f"must be {'an even' if multiple == 2 else 'a whole'} number of elements, {least} or more",
         "write a number such as 2e8, or leave it out for the default",
-        lambda value: type(value) in (int, float) and value % 1 == 0 and value >= least,
+        lambda value: type(value) in (int, float) and value % multiple == 0 and value >= least,
     )
 
 
@@ -116,7 +116,7 @@ PROVEN = {
     **{
         f"zero_optimization.{key}": values
         for key, values in {
-            "allgather_bucket_size": _elements(1),
+            "allgather_bucket_size": _elements(2, multiple=2),  # by an assertion of DeepSpeed's
             "allgather_partitions": _BOOL,
             "contiguous_gradients": _BOOL,
             "memory_efficient_linear": _BOOL,
