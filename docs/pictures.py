@@ -22,6 +22,7 @@ from sagetrain.hardware import HARDWARE
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.backends import Product, Sage
 from sagetrain.model.operations import INTO, OUT, Rank, collectives
+from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.topology import Topology
 from sagetrain.planning.performance import StepPrediction, predict
 
@@ -87,7 +88,7 @@ def _leaves(picture: Picture, y: float, names: tuple[str, ...]) -> None:
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
-RECIPES = ("scores", "fine", "gradients", "paper")
+ATTENTION_RECIPES = ("scores", "fine", "gradients", "paper")
 GIVES = {
     "Q K^T": "the scores S", "P V": "the output O", "Q K^T again": "S, for P", "P^T dO": "dV", "dO V^T": "dP, for dS",
     "dS K": "dQ", "dS^T Q": "dK",
@@ -97,7 +98,7 @@ GIVES = {
 def attention() -> Picture:
     """Draw the seven products as they feed each other, and below which of them each recipe computes in INT8."""
     products = get_args(Product)
-    quantized = {recipe: Sage(recipe).quantized for recipe in RECIPES}
+    quantized = {recipe: Sage(recipe).quantized for recipe in ATTENTION_RECIPES}
     ever = frozenset[str]().union(*quantized.values())
     picture = Picture("Attention's seven matrix products, and which of them are in INT8 by each recipe")
 
@@ -147,15 +148,48 @@ def attention() -> Picture:
         tensor(result, 446, y + 5)
     picture.legend(338, [("d", "in INT8, by the recipe"), ("box", "always 16 or 32 bits")])
     top, step = 386, 25
-    for column, recipe in enumerate(RECIPES):
+    for column, recipe in enumerate(ATTENTION_RECIPES):
         picture.text(250 + 66 * column, top - 14, recipe, 13, anchor="middle", bold=True, mono=True)
     for row, name in enumerate(products):
         y = top + step * row
         picture.text(14, y + 14, f"{row + 1}  {name.removesuffix(' again')}", 13.5)
         picture.text(90, y + 14, f"gives {GIVES[name]}", 12.5, kind="faint")
-        for column, recipe in enumerate(RECIPES):
+        for column, recipe in enumerate(ATTENTION_RECIPES):
             inside = name in quantized[recipe]
             picture.box(222 + 66 * column, y, 56, 19, "INT8" if inside else "16", "d" if inside else "box", size=12)
+    return picture
+
+
+# -- linear layers -----------------------------------------------------------------------------------------------------
+
+FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
+
+
+def linear() -> Picture:
+    """Draw the three products of a linear layer, and the 8-bit formats that each recipe multiplies."""
+    picture = Picture("The three products of a linear layer, and their 8-bit formats by each recipe")
+    flows = (("forward", 46, "X", "X W^T", "Y"), ("backward", 106, "dY", "dY W", "dX"), ("", 150, "dY", "dY^T X", "dW"))
+    for number, (name, y, into, product, out) in enumerate(flows, 1):
+        picture.text(14, y - 12, name, 14, bold=True)
+        picture.text(60, y + 22, into, 15, anchor="middle", bold=True)
+        picture.line((80, y + 17), (118, y + 17))
+        picture.box(120, y, 98, 34, f"{number}  {product}", "d")
+        picture.line((218, y + 17), (256, y + 17))
+        picture.text(280, y + 22, out, 15, anchor="middle", bold=True)
+    picture.text(310, 68, "the output", 13, kind="faint")
+    picture.text(310, 128, "goes to the layer before", 13, kind="faint")
+    picture.text(310, 172, "goes to the optimizer", 13, kind="faint")
+    top, step = 226, 26
+    for column, product in enumerate(("1", "2", "3")):
+        picture.text(231 + 95 * column, top - 10, product, 13, anchor="middle", bold=True)
+    for row, ((precision, recipe), matmul) in enumerate(RECIPES.items()):
+        number, gradient = (FORMATS[str(kind).removeprefix("torch.")] for kind in (matmul.number, matmul.gradient))
+        wide = "16 × 16" if matmul.wide_weight_gradient else f"{gradient} × {number}"
+        y = top + step * row
+        picture.text(14, y + 14, f"{precision} {recipe}", 11.5, mono=True)
+        for column, formats in enumerate((f"{number} × {number}", f"{gradient} × {number}", wide)):
+            kind = "box" if formats.startswith("16") else "a" if "int8" in formats else "d"
+            picture.box(186 + 95 * column, y, 91, 20, formats, kind, size=11.5)
     return picture
 
 
@@ -452,8 +486,8 @@ def gains() -> Picture:
 
 
 PICTURES: dict[str, Callable[[], Picture]] = {
-    "run": run, "attention": attention, "layout": layout, "sequence": sequence, "zero": zero, "timeline": timeline,
-    "checkpoint": checkpoint, "gains": gains,
+    "run": run, "attention": attention, "linear": linear, "layout": layout, "sequence": sequence, "zero": zero,
+    "timeline": timeline, "checkpoint": checkpoint, "gains": gains,
 }  # fmt: skip
 """Draws each file of docs/pictures, by its name."""
 
