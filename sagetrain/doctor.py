@@ -1,7 +1,8 @@
-"""What this machine, or every host of a launch, has and lacks for training: versions, GPUs, links, disk, clock.
+"""The checks of `sagetrain doctor`: what this machine, or every host of a launch, has and lacks for training. They
+cover versions, GPUs, links, disk and clock.
 
-Each rank looks at its own device, the first rank of a host at the host. What they find goes to rank 0 through the
-key-value store, which works where the ranks' fast network does not; only then is that network tried.
+Each rank checks its own device, and the first rank of a host checks the host. The results go to rank 0 through the
+key-value store, which works even if the ranks' fast network does not. Only then is that network tried.
 """
 
 from __future__ import annotations
@@ -42,30 +43,30 @@ from sagetrain.parallel.lowbit import RECIPES
 EXAMPLE = ModelConfig(
     num_layers=20, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, num_key_value_heads=4
 )
-"""Whose shapes are tried without a configuration: those of configs/1b.yaml."""
+"""The model whose shapes are tried without a configuration: that of configs/1b.yaml."""
 
 EXTRAS = {
     "lm-eval": ("lm_eval", "evaluation.tasks, eval --tasks"),
     "transformers": ("transformers", "benchmarks/generate.py"),
     "wandb": ("wandb", "logging.wandb"),
 }
-"""Extra of setup.cfg -> the module that it brings, and what asks for that."""
+"""For each extra of setup.cfg, the module that it brings, and the keys and options that need it."""
 
 MINUTES = 5.0
-"""All that ranks wait for one another."""
+"""Minutes that ranks wait for one another in all."""
 
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str
     where: str
     """Host, or host and rank."""
     verdict: Literal["ok", "look", "bad"]
-    """look: training runs, maybe slower or at a risk. bad: it does not, or not as configured."""
+    """look: training runs, but maybe slower or at a risk. bad: training does not run, or not as configured."""
     found: str
     fix: str = ""
 
@@ -73,7 +74,18 @@ class Check:
 def examine(
     model: ModelConfig | None, parallel: ParallelConfig, run_dir: Path, interface: str | None, disk_mib: int
 ) -> list[Check]:
-    """All checks of all ranks on rank 0, on the others their own; collective if a launcher started several."""
+    """Run all checks. This is collective if a launcher started several ranks.
+
+    Args:
+        model: shapes to try; None: EXAMPLE.
+        parallel: layout to try.
+        run_dir: folder whose disk is checked.
+        interface: network interface for the ranks' traffic, if one is configured.
+        disk_mib: MiB to write to the disk.
+
+    Returns:
+        The checks of all ranks on rank 0, and the own checks on other ranks.
+    """
     preflight.use_interface(interface)
     device = init_distributed(MINUTES)
     rank, world_size, host = dist.get_rank(), dist.get_world_size(), socket.gethostname()
@@ -109,7 +121,7 @@ def examine(
 
 
 def versions(host: str) -> list[Check]:
-    """Of what runs; `disagreements` compares hosts."""
+    """Return the versions of the software. `disagreements` compares them between hosts."""
     known = {**preflight.versions(), "CUDA": torch.version.cuda or "none"}
     if torch.cuda.is_available():
         known["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -117,7 +129,7 @@ def versions(host: str) -> list[Check]:
 
 
 def extras(host: str) -> Check:
-    """Which of the packages are here that single keys and options ask for."""
+    """Return which of the optional packages are installed."""
     lacking = [name for name, (module, _) in EXTRAS.items() if find_spec(module) is None]
     found = [f"{name} lacks, for {EXTRAS[name][1]}" if name in lacking else f"{name} is here" for name in EXTRAS]
     wanted = "all" if len(lacking) == len(EXTRAS) else ",".join(lacking)
@@ -125,7 +137,7 @@ def extras(host: str) -> Check:
 
 
 def disagreements(checks: Iterable[Check]) -> list[Check]:
-    """Hosts that have other versions than the first."""
+    """Return a check for each host that has other versions than the first."""
     first, *others = [check for check in checks if check.what == "versions"]
     return [
         Check("versions", check.where, "bad", f"not those of {first.where}", preflight.FIXES["versions"])
@@ -135,8 +147,8 @@ def disagreements(checks: Iterable[Check]) -> list[Check]:
 
 
 def host_limits(host: str, world_size: int) -> list[Check]:
-    """Shared memory, which NCCL and gloo use between ranks of a host, open files for a run of so many ranks, and how
-    long the name of an address takes."""
+    """Check shared memory, which NCCL and gloo use between the ranks of a host, the limit of open files for a run of so
+    many ranks, and the time that the name of an address takes."""
     shared = shutil.disk_usage("/dev/shm").free
     memory = Check("shared memory", host, "ok", f"{shared / 2**30:.1f} GiB free")
     if shared < 2**30:
@@ -157,7 +169,7 @@ def host_limits(host: str, world_size: int) -> list[Check]:
 
 def _names(host: str) -> Check:
     begin = time.perf_counter()
-    with suppress(OSError):  # no name is an answer too
+    with suppress(OSError):  # A missing name is an answer too.
         socket.getnameinfo((f"::ffff:{socket.gethostbyname(host)}", 0), 0)
     seconds = time.perf_counter() - begin
     if seconds < 0.5:
@@ -168,7 +180,8 @@ def _names(host: str) -> Check:
 
 
 def disk(run_dir: Path, size_mib: int, host: str) -> list[Check]:
-    """Speed, locks and free space of where checkpoints go. Nothing is left there."""
+    """Check the speed, the locks and the free space of the folder that checkpoints go to. Nothing is left there.
+    `size_mib` MiB are written."""
     folder = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if folder.exists())
     block = os.urandom(MIB)
     try:
@@ -196,7 +209,7 @@ def disk(run_dir: Path, size_mib: int, host: str) -> list[Check]:
 
 
 def clocks(ahead: dict[int, float]) -> list[Check]:
-    """Seconds by which the clocks of other ranks are ahead of rank 0's, the way of a message included."""
+    """Check the seconds by which the clocks of other ranks are ahead of rank 0's, including the way of a message."""
     if not ahead:
         return []
     rank = max(ahead, key=lambda rank: abs(ahead[rank]))
@@ -210,7 +223,8 @@ def clocks(ahead: dict[int, float]) -> list[Check]:
 
 
 def gpu(device: torch.device, model: ModelConfig, parallel: ParallelConfig, where: str) -> list[Check]:
-    """The device, and the attention functions and 8-bit matmuls that it computes correctly at the shapes of a rank."""
+    """Check the device, and that it computes the attention functions and 8-bit matmuls correctly at the shapes of a
+    rank."""
     if device.type != "cuda":
         fix = "install an NVIDIA driver, and torch with CUDA, to train at speed"
         checks = [Check("GPU", where, "look", f"none; {torch.get_num_threads()} threads", fix)]
@@ -265,7 +279,7 @@ def _matmuls(
         compiled=False,
         device=device,
         dtype=dtype,
-        seconds=lambda calls: 0.0,  # tried, not timed
+        seconds=lambda calls: 0.0,  # The kernels are tried and not timed.
     )
     if refused:
         return Check(what, where, "bad", "; ".join(refused), "linear.precision bf16")
@@ -278,7 +292,8 @@ def _matmuls(
 
 
 def links(device: torch.device, host: str) -> list[Check]:
-    """Bus bandwidth of an all-reduce over all ranks. Collective; rank 0's answer counts."""
+    """Measure the bus bandwidth of an all-reduce over all ranks. This is collective, and the result of rank 0
+    counts."""
     world_size, local = dist.get_world_size(), ranks_of_host() or 1
     x = torch.zeros((256 if device.type == "cuda" else 4) * MIB // 4, device=device)
     for _ in range(2):
@@ -301,8 +316,8 @@ def links(device: torch.device, host: str) -> list[Check]:
 
 
 def expected(gpu_name: str, world_size: int, local: int) -> float | None:
-    """Bus bandwidth that plan reckons with, in bytes per second, over ranks of which `local` share a host. None: it
-    does not know the GPU."""
+    """Return the bus bandwidth that plan assumes, in bytes per second, over ranks of which `local` share a host. Return
+    None if the GPU is unknown."""
     known = of_device(gpu_name)
     return replace(known, gpus_per_host=local).link(1, world_size)[0] if known else None
 
@@ -311,7 +326,7 @@ def expected(gpu_name: str, world_size: int, local: int) -> float | None:
 
 
 def show(checks: Iterable[Check]) -> None:
-    """One table, the same findings of several ranks on one line."""
+    """Print one table. Equal results of several ranks are one line."""
     lines: dict[tuple[str, str, str, str], list[str]] = {}
     for check in checks:
         lines.setdefault((check.what, check.verdict, check.found, check.fix), []).append(check.where)
@@ -319,5 +334,5 @@ def show(checks: Iterable[Check]) -> None:
     for (what, verdict, found, fix), places in lines.items():
         where = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
         table.add_row(verdict, what, where, found, fix)
-    # As wide as it needs where nobody looks at a terminal: a log wraps by itself.
+    # Without a terminal the table is as wide as it needs. A log wraps its lines by itself.
     Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False).print(table)

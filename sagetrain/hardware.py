@@ -1,9 +1,9 @@
-"""What accelerators and links reach, for predictions: the one place to put better measurements.
+"""The rates that accelerators and links reach, for predictions. Better measurements belong here.
 
-A rate here is what a training step attains, not a datasheet's peak (`PEAK_FLOPS`, the denominator of MFU). The H200's
-come from our own runs, named beside each number and recorded in results/. The others are the H200's, scaled by the
-vendors' datasheets: runs on one H100 bear its figures out (results/one-h100), the rest are leads, until
-someone measures.
+A rate is what a training step attains. It is not the peak of a datasheet (`PEAK_FLOPS`, the denominator of MFU). The
+rates of the H200 come from our own runs, which are named beside each number and recorded in results/. The others are
+the H200's, scaled by the vendors' datasheets. Runs on one H100 confirmed its figures (results/one-h100); the others are
+estimates until someone measures them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import shutil
 import subprocess
 from dataclasses import dataclass, replace
 
-# Dense 16-bit tensor-core peak in FLOP/s from the vendor's datasheets, by what `model_of` makes of the driver's name. A
-# card that comes in several forms is its SXM form where none is named; one that is not here has no MFU.
+# These are dense 16-bit tensor-core peaks in FLOP/s from the vendors' datasheets, keyed by the result of `model_of` for
+# the driver's name. A card that comes in several forms is its SXM form if no form is named. A card that is missing here
+# has no MFU.
 PEAK_FLOPS = {
     "A10": 125e12,
     "A30": 165e12,
@@ -46,27 +47,29 @@ PEAK_FLOPS = {
     "RTX 5090": 209e12,
 }
 _SAME = re.compile(r"NVIDIA|GeForce|Blackwell|(Server|Workstation|Edition)|SXM\d?|AC|HBM\w*|\d+GB?", re.IGNORECASE)
-"""Words that drivers add to the name of a card whose peak is the same with them."""
+"""Words that drivers add to the name of a card and that do not change its peak."""
 
 
 def model_of(name: str) -> str:
-    """Return what tells a card's peak in the name that a driver gives it: "NVIDIA H100 80GB HBM3" is an H100, "NVIDIA
-    H100 PCIe" and "NVIDIA H100 NVL" are other models, and so is a part of one (MIG)."""
+    """Return the part of a driver's name for a card that determines its peak. "NVIDIA H100 80GB HBM3" is an H100.
+    "NVIDIA H100 PCIe" and "NVIDIA H100 NVL" are other models, and so is a part of a card (MIG)."""
     return " ".join(word for word in re.split(r"[\s-]+", name.upper()) if not _SAME.fullmatch(word))
 
 
 @dataclass(frozen=True)
 class AttentionRate:
-    """FLOP/s of causal attention, forward and backward together (7 N d per token and N d-wide head row: half the
-    square, forward 2 and backward 5 matmuls). Long sequences reach `wide` at head_dim 128 and `narrow` at 64; half of
-    it at `half_length` tokens."""
+    """The rate of causal attention in FLOP/s, forward and backward together.
+
+    The FLOPs are 7 N d per token and N d-wide head row: half of the square, 2 matmuls forward and 5 backward. Long
+    sequences reach `wide` at head_dim 128 and `narrow` at 64. They reach half of it at `half_length` tokens.
+    """
 
     narrow: float
     wide: float
     half_length: float
 
     def at(self, head_dim: int, seq_length: float) -> float:
-        """Rate at a shape: linear in head_dim between 64 and 128, proportional below, constant above."""
+        """Return the rate at a shape: linear in head_dim between 64 and 128, proportional below, constant above."""
         share = min(1.0, (head_dim - 64) / 64)
         rate = self.narrow + share * (self.wide - self.narrow) if head_dim >= 64 else self.narrow * head_dim / 64
         return rate * seq_length / (seq_length + self.half_length)
@@ -74,77 +77,79 @@ class AttentionRate:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of GPU and the links between them. Times in seconds, sizes in bytes, rates per second."""
+    """One kind of GPU and the links between GPUs. Times are in seconds, sizes in bytes, rates per second."""
 
     name: str
     measured: bool
-    """Whether the rates were measured on this part, or scaled from the H200's."""
+    """Whether the rates were measured on this GPU, or scaled from the H200's."""
     peak_flops: float
     memory: float
-    """Bytes of the GPU."""
+    """Bytes of the GPU's memory."""
     matmul_flops: float
-    """16-bit matmul of huge matrices."""
+    """Rate of a 16-bit matmul of huge matrices."""
     precisions: dict[str, float]
-    """Speed of matmuls and attention by the arithmetic of a matmul (model/operations.py), over that in 16 bits. What
-    is missing the GPU cannot do."""
+    """Speed of matmuls and attention by the precision of a matmul (model/operations.py), divided by the speed in 16
+    bits. The GPU cannot compute in a precision that is missing."""
     matmul_half_size: float
-    """A matmul whose smallest dimension is this runs at half of matmul_flops."""
+    """Smallest dimension at which a matmul runs at half of matmul_flops."""
     attention: dict[str, AttentionRate]
-    """By attention.backend ("sage scores" for that recipe), and by "BACKEND over documents" where packed documents take
-    another kernel. A rate counts what lies inside documents, and its length is operations.Rank.span."""
+    """Rates by attention.backend ("sage scores" for that recipe), and by "BACKEND over documents" where packed
+    documents take another kernel. A rate counts the FLOPs inside documents, and its length is operations.Rank.span."""
     memory_bandwidth: float
-    """What kernels that only move data reach, reads and writes counted."""
+    """Rate of kernels that only move data, with reads and writes counted."""
     conversion_bandwidth: float
-    """What DeepSpeed reaches where gradients in bf16 become fp32."""
+    """Rate of DeepSpeed where bf16 gradients become fp32."""
     micro_step_seconds: float
-    """Fixed cost of a micro-step: its first kernels, the engine's bookkeeping."""
+    """Fixed cost of a micro-step: its first kernels, and the engine's bookkeeping."""
     step_seconds: float
-    """Fixed cost of an optimizer step: the synchronization that reads loss and norm, the optimizer's launches."""
+    """Fixed cost of an optimizer step: the synchronization that reads loss and norm, and the optimizer's launches."""
     block_launch_seconds: float
-    """Host time that one block's forward and backward take, however little they launch: a floor under small
-    micro-batches, with the following."""
+    """Host time of one block's forward and backward pass, however little they launch. Together with the following times
+    it is a floor under small micro-batches."""
     part_launch_seconds: float
-    """Host time to launch the kernels of one block's forward and backward, compiled: again for each half."""
+    """Host time to launch the kernels of one block's forward and backward pass, compiled. It is spent again for each
+    half."""
     low_bit_launch_seconds: float
-    """What casts and products in 8 bits add to it."""
+    """Host time that casts and products in 8 bits add to part_launch_seconds."""
     eager_launch_seconds: float
-    """The same where torch.compile does not fuse them."""
+    """Host time in place of part_launch_seconds where torch.compile does not fuse the kernels."""
     collective_launch_seconds: float
-    """Host time to start and finish one collective of tensor parallelism, by NCCL."""
+    """Host time to start and finish one collective of tensor parallelism by NCCL."""
     copy_launch_seconds: float
-    """The same by copy engines."""
+    """Host time to start and finish one collective of tensor parallelism by copy engines."""
     zero3_block_seconds: float
-    """What a block waits for at ZeRO-3 beyond the gathers themselves without overlap_comm, forward and backward."""
+    """Time that a block waits for at ZeRO 3 without overlap_comm beyond the gathers themselves, forward and
+    backward."""
     nvlink_bandwidth: float
-    """NCCL's bus bandwidth inside a host, large messages."""
+    """NCCL's bus bandwidth inside a host for large messages."""
     nvlink_latency: float
-    """One collective inside a host, whatever its size."""
+    """Latency of one collective inside a host, whatever its size."""
     copy_bandwidth: float
-    """The same by copy engines (parallel/copies.py), which matmuls run beside undisturbed. 0: GPUs that do not reach
-    each other's memory."""
+    """Bandwidth of copy engines (parallel/copies.py), which do not disturb the matmuls beside them. 0: GPUs that cannot
+    access each other's memory."""
     copy_latency: float
-    """One collective by copy engines, whatever its size and whatever runs beside it."""
+    """Latency of one collective by copy engines, whatever its size and whatever runs beside it."""
     network_latency: float
-    """What a collective that leaves the host adds, for each further host in its ring."""
+    """Latency that a collective that leaves the host adds for each further host in its ring."""
     network_bandwidth: float = 400e9 / 8
-    """Of one GPU's network adapter, per direction: 400 Gbit/s."""
+    """Bandwidth of one GPU's network adapter per direction: 400 Gbit/s."""
     network_efficiency: float = 0.85
-    """Share of it that NCCL attains (assumed)."""
+    """Share of that bandwidth that NCCL attains (assumed)."""
     gpus_per_host: int = 8
     int8_attention: str = ""
-    """Why the rates of `sage` are further from the truth here than others, and what to use instead."""
+    """The reason why the rates of `sage` are less reliable here than others, and what to use instead."""
     compute_scale: float = 1.0
-    """Divides the time of everything that runs on the GPU: from --measured-tokens-per-second."""
+    """Factor that divides the time of everything that runs on the GPU. It comes from --measured-tokens-per-second."""
 
     def matmul_rate(self, precision: str, *dims: int) -> float:
-        """FLOP/s of a matmul with these dimensions."""
+        """Return the FLOP/s of a matmul with these dimensions."""
         smallest = min(dims)
         return self.matmul_flops * self.precisions[precision] * smallest / (smallest + self.matmul_half_size)
 
     def link(self, stride: int, size: int) -> tuple[float, float]:
-        """(bus bandwidth, latency) of a collective over `size` ranks, `stride` apart.
+        """Return the bus bandwidth and the latency of a collective over `size` ranks that are `stride` apart.
 
-        A ring enters and leaves a host through the adapters of the members that it has there.
+        A ring enters and leaves a host through the adapters of its members there.
         """
         members = max(1, min(size, self.gpus_per_host // stride))
         hosts = -(-size // members)
@@ -159,68 +164,75 @@ H200 = Hardware(
     name="NVIDIA H200",
     measured=True,
     peak_flops=PEAK_FLOPS["H200"],
-    memory=143_771 * 2**20,  # nvidia-smi
-    # 788 TFLOP/s at 8192 x 8192 x 8192 on random data; summed over the matmuls of a step of 1B, profiled at 32K tokens:
-    # 745, 692 and 616 at TP 1, 2 and 4 (255, 137 and 77 ms a micro-step).
+    memory=143_771 * 2**20,  # This is from nvidia-smi.
+    # The rate is 788 TFLOP/s at 8192 x 8192 x 8192 on random data. Summed over the matmuls of a step of 1B, profiled at
+    # 32K tokens, it is 745, 692 and 616 at TP 1, 2 and 4 (255, 137 and 77 ms per micro-step).
     matmul_flops=821e12,
-    # fp32: TF32 by the datasheet. FP8: the matmuls of 1B's blocks in a step's profile (results/step), 1,042 to 512 ms,
-    # casts at memory's rate; published, 1.90 (TransformerEngine, H200 NVL, hidden 4096) and 1.66 times (torchao,
-    # 16640 x 5120 x 8192). INT8: the same step takes 46 ms longer than in FP8: 1,042 to 558.
+    # For fp32 the ratio is TF32's by the datasheet. For FP8 it comes from the matmuls of 1B's blocks in a step's
+    # profile (results/step), 1,042 to 512 ms, with casts at the rate of memory; published ratios are 1.90
+    # (TransformerEngine, H200 NVL, hidden 4096) and 1.66 (torchao, 16640 x 5120 x 8192). For INT8, the same step takes
+    # 46 ms longer than in FP8: 1,042 to 558.
     precisions={"bf16": 1.0, "fp32": 0.5, "fp8": 2.1, "int8": 1.9},
     matmul_half_size=220,
     attention={
         # FlashAttention-4 and `scores` are level inside our step: 1B on an H100, 2026-11-26, 0.996 to 1.008 at 4K and
-        # 16K in 16 bits and with INT8 linear layers (results/which-attention). Alone, and in a plain
-        # PyTorch step, it is faster.
+        # 16K in 16 bits and with INT8 linear layers (results/which-attention). Alone, and in a plain PyTorch step,
+        # FlashAttention-4 is faster.
         "flash": AttentionRate(560e12, 620e12, 2700),
-        # cuDNN: in the same runs 14 to 17 ms a step behind them at 4K, 74 at 16K.
+        # This is cuDNN. In the same runs it was 14 to 17 ms per step behind them at 4K, and 74 at 16K.
         "sdpa": AttentionRate(500e12, 530e12, 1900),
-        # FlashAttention-2. 325M, what the whole step has left for attention; d 128 in proportion.
+        # This is FlashAttention-2, from the time of a whole 325M step that is left for attention. d 128 is in
+        # proportion.
         "sdpa over documents": AttentionRate(272e12, 310e12, 1090),
-        # What whole steps have left for attention, at spans of 2.4K (packed documents), 4K and 128K. The kernels alone
-        # reach more (16 heads of 128 at 4K: 218 and 528); steps without documents were predicted 8 % too fast by that.
-        # fine: 1B, profiled (194, 95 and 51 ms a micro-step at TP 1, 2 and 4), and 325M at d 64. scores: 1B, and 325M
-        # on an H100 (the same arithmetic).
+        # These rates come from the time of whole steps that is left for attention, at spans of 2.4K (packed documents),
+        # 4K and 128K. The kernels alone reach more (16 heads of 128 at 4K: 218 and 528); with those rates, steps
+        # without documents were predicted 8 % too fast. fine: 1B, profiled (194, 95 and 51 ms per micro-step at TP 1, 2
+        # and 4), and 325M at d 64. scores: 1B, and 325M on an H100 (the same arithmetic).
         "sage": AttentionRate(326e12, 247e12, 2700),
         "sage scores": AttentionRate(560e12, 620e12, 2700),
     },
-    # Copies reach 4.3 TB/s. In the profile of 1B: 3.1 the fused kernels of the blocks and of the loss, 2.9 DeepSpeed's
-    # passes and Adam, 0.9 where bf16 gradients become fp32.
+    # Copies reach 4.3 TB/s. In the profile of 1B, the fused kernels of the blocks and of the loss reach 3.1,
+    # DeepSpeed's passes and Adam 2.9, and the conversion of bf16 gradients to fp32 0.9.
     memory_bandwidth=3.1e12,
     conversion_bandwidth=0.9e12,
-    # Trainer, 325M: 183.7K tokens/s with 8 micro-steps a step, 175K with 2, 343K on two GPUs with 1.
+    # The Trainer with 325M reached 183.7K tokens/s with 8 micro-steps per step, 175K with 2, and 343K on two GPUs with
+    # 1.
     micro_step_seconds=1e-3,
     step_seconds=6e-3,
-    # Least squares over all runs of tests/test_recorded_runs.py. Those whose host is the limit decide (20 blocks,
-    # micro-batches of 32,768 tokens; ms of the step a block). By copies: 325M at TP 4 whole 6.6, in halves 9.9, at TP 2
-    # in halves 11.6; 1B at TP 4 in halves 11.6, `scores` 11. By NCCL: 325M at TP 2 in halves 9.0, at TP 4 whole at most
-    # 4.8; 1B at TP 4 in halves, with sequence parallelism, at most 10.1. The split between block, part and collectives
-    # is loose: 1.3 ms, 2.4 ms and 290 us for collectives of either kind fit nearly as well.
+    # These times are a least-squares fit over all runs of tests/test_recorded_runs.py. The runs whose host is the limit
+    # decide (20 blocks, micro-batches of 32,768 tokens; ms of the step per block). By copies: 325M at TP 4 whole 6.6,
+    # in halves 9.9, at TP 2 in halves 11.6; 1B at TP 4 in halves 11.6, `scores` 11. By NCCL: 325M at TP 2 in halves
+    # 9.0, at TP 4 whole at most 4.8; 1B at TP 4 in halves, with sequence parallelism, at most 10.1. The split between
+    # block, part and collectives is uncertain: 1.3 ms, 2.4 ms and 290 us for collectives of either kind fit nearly as
+    # well.
     block_launch_seconds=1.2e-3,
     part_launch_seconds=2.8e-3,
-    # 3B in FP8 at TP 2 in halves, two H100s, 2026-11-26: 33,130 tokens/s are 17.7 ms of host time a block, while the
-    # GPU was busy for 10.3 (7,700 kernels and copies a micro-step).
+    # With 3B in FP8 at TP 2 in halves on two H100s, 2026-11-26, 33,130 tokens/s are 17.7 ms of host time per block,
+    # while the GPU was busy for 10.3 (7,700 kernels and copies per micro-step).
     low_bit_launch_seconds=3.4e-3,
     collective_launch_seconds=200e-6,
     copy_launch_seconds=250e-6,
-    eager_launch_seconds=5e-3,  # not measured: a floor that only small micro-batches touch
-    # 325M and 1B at DP 2 and 4, compiled: 20 to 50 ms a micro-step of 20 blocks beyond the sum of its parts. With
-    # overlap_comm none of it is left (results/gradients: 33 ms a micro-step less, on H100s).
+    # This was not measured. It is a floor that matters for small micro-batches alone.
+    eager_launch_seconds=5e-3,
+    # 325M and 1B at DP 2 and 4, compiled, take 20 to 50 ms per micro-step of 20 blocks beyond the sum of its parts.
+    # With overlap_comm none of it is left (results/gradients: 33 ms per micro-step less, on H100s).
     zero3_block_seconds=2e-3,
-    # NCCL over NVLink 4 without NVLink multicast: 4 GPUs gather 134 MB in 345 us, reduce and scatter them in 356; two
-    # gather them in 286. A few KB are added up in 26 to 50 us.
+    # This is NCCL over NVLink 4 without NVLink multicast: 4 GPUs gather 134 MB in 345 us, and reduce and scatter them
+    # in 356; two gather them in 286. A few KB are added up in 26 to 50 us.
     nvlink_bandwidth=290e9,
     nvlink_latency=20e-6,
     # Two GPUs gather 134 MB in 268 us, of which 86 are local copies.
     copy_bandwidth=370e9,
-    # What the runs with sequence parallelism take beyond the sum of their parts: of 80, 90 and 100 us the least error.
+    # The runs with sequence parallelism take this beyond the sum of their parts: of 80, 90 and 100 us it has the least
+    # error.
     copy_latency=100e-6,
-    network_latency=8e-6,  # assumed
+    network_latency=8e-6,  # This is assumed.
 )
 
 
 def _scaled(name: str, peak: str, memory: float, bandwidth: float, nvlink: float) -> Hardware:
-    """The H200's figures times the ratio of the datasheets' (memory bandwidth and NVLink in bytes per second)."""
+    """Return the H200's figures times the ratio of the datasheets. Memory bandwidth and NVLink are in bytes per
+    second."""
     arithmetic, nvlink = PEAK_FLOPS[peak] / H200.peak_flops, nvlink / 900e9
     rates = {
         backend: AttentionRate(rate.narrow * arithmetic, rate.wide * arithmetic, rate.half_length)
@@ -242,17 +254,21 @@ def _scaled(name: str, peak: str, memory: float, bandwidth: float, nvlink: float
 
 
 def _card(key: str, memory: float, bandwidth: float, pcie: float, int8: float, fp8: float | None) -> Hardware:
-    """Describe a card without NVLink, none of which was measured.
+    """Describe a card without NVLink. None of these was measured.
 
     Args:
-        key: in PEAK_FLOPS.
-        pcie: bytes per second, both directions together.
-        int8, fp8: speed over bf16. On GeForce cards 16-bit sums in fp32 run at half rate by design and FP8's do too, so
-            INT8 is four times bf16 and FP8 twice.
+        key: name of the card in PEAK_FLOPS.
+        memory: bytes of its memory.
+        bandwidth: memory bandwidth in bytes per second.
+        pcie: bytes per second of PCIe, both directions together.
+        int8: speed of INT8 matmuls, divided by the speed of bf16. On GeForce cards 16-bit sums in fp32 run at half rate
+            by design, and so do those of FP8. INT8 is therefore four times bf16, and FP8 twice.
+        fp8: speed of FP8 matmuls, divided by the speed of bf16. None: the card has no FP8.
     """
     card, peak = _scaled(f"NVIDIA {key}", key, memory, bandwidth, pcie), PEAK_FLOPS[key]
-    # FlashAttention-2 nears the peak where sums in fp32 limit it (others' reports of a 4090), .6 of it elsewhere.
-    # `sage` beside it: results/attention-elsewhere, which timed code for 8.0 on an H100, as it is and throttled.
+    # FlashAttention-2 nears the peak where sums in fp32 limit it (others' reports of a 4090), and 0.6 of it elsewhere.
+    # The gain of `sage` is from results/attention-elsewhere, which timed code for 8.0 on an H100, as it is and
+    # throttled.
     share, gain = (0.9, 1.1) if int8 > 2 else (0.6, 1.0)
     flash = AttentionRate(0.9 * share * peak, share * peak, 1000)
     sage = AttentionRate(gain * flash.narrow, gain * flash.wide, 2700)
@@ -270,7 +286,7 @@ def _card(key: str, memory: float, bandwidth: float, pcie: float, int8: float, f
 
 HARDWARE = {
     "h200": H200,
-    # One GPU measured: tests/test_recorded_runs.py. Links are the H200's, as on the datasheets.
+    # One GPU was measured (tests/test_recorded_runs.py). The links are the H200's, as on the datasheets.
     "h100": replace(_scaled("NVIDIA H100 SXM", "H100", 81_559 * 2**20, 3.35e12, 900e9), measured=True),
     "a100": replace(
         _scaled("NVIDIA A100 SXM 80 GB", "A100", 80 * 2**30, 2.039e12, 600e9),
@@ -289,12 +305,12 @@ HARDWARE = {
     "rtx4090": _card("RTX 4090", 24 * 2**30, 1.008e12, 64e9, 3.5, 1.9),
     "rtx5090": _card("RTX 5090", 32 * 2**30, 1.792e12, 128e9, 3.5, 1.9),
 }
-"""What `sagetrain plan --gpu` takes."""
+"""The GPUs that `sagetrain plan --gpu` takes, by name."""
 
 
 def of_device(name: str) -> Hardware | None:
-    """The entry for the name that a driver gives ("NVIDIA H100 80GB HBM3"); None for other forms of the same card, or
-    with other memory."""
+    """Return the entry for the name that a driver gives ("NVIDIA H100 80GB HBM3"). Return None for other forms of the
+    same card, or if the memory differs."""
     known, size = HARDWARE.get(_key(model_of(name))), re.search(r"(\d+)GB\b", name)
     if known and size and abs(int(size[1]) * 2**30 / known.memory - 1) > 0.2:
         return None
@@ -306,7 +322,7 @@ def _key(model: str) -> str:
 
 
 def gpu_here() -> str | None:
-    """Return the name that the driver gives this host's first GPU, or None where there is no NVIDIA GPU or driver."""
+    """Return the name that the driver gives this host's first GPU, or None if there is no NVIDIA GPU or driver."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -319,17 +335,17 @@ def gpu_here() -> str | None:
 
 
 def planned_gpu(asked: str | None) -> tuple[str, str]:
-    """Return the key in HARDWARE of the GPU to predict for, and a sentence for the reader where it was not named.
+    """Return the key in HARDWARE of the GPU to predict for, and a sentence for the reader if it was not named.
 
     Args:
-        asked: a key in HARDWARE; None: this host's GPU, another form of it, or an H200.
+        asked: a key in HARDWARE. None: take this host's GPU, or the nearest known one, or an H200.
     """
     if asked:
         return asked, ""
     found = gpu_here()
     known = found and of_device(found)
     key = _key(model_of(found or ""))
-    while key not in HARDWARE:  # h100pcie, gb200: what of them is known is the nearest
+    while key not in HARDWARE:  # For h100pcie or gb200, the nearest known card is used.
         key = key[1:] if key.startswith("g") else key[:-1] or "h200"
     others = f"--gpu names another ({', '.join(HARDWARE)})"
     if found is None:

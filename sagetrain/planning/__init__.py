@@ -1,1 +1,1 @@
-"""What a run will be, before it is one: step time, layouts, `sagetrain plan`. No torch, no GPU."""
+"""The prediction of a run before it starts: step time, layouts, `sagetrain plan`. No torch, no GPU."""

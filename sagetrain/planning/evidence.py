@@ -1,8 +1,8 @@
-"""Which recorded runs stand behind a predicted speed, and how far predictions were from them.
+"""The recorded runs that a predicted speed rests on, and how far predictions were from them.
 
-tests/test_recorded_runs.py compares the prediction of every recorded run with what the run reached; MARGINS are the
-largest differences that it allows, by card and by what a run uses. A speed that rests on something without a margin was
-never compared with a run of that kind.
+tests/test_recorded_runs.py compares the prediction of every recorded run with the speed that the run reached. MARGINS
+has the largest differences that it allows, by card and by what a run uses. If a run uses something that has no margin,
+no prediction of its kind was ever compared with a run.
 """
 
 from __future__ import annotations
@@ -41,35 +41,36 @@ MARGINS: Mapping[str, Mapping[str, float]] = {
         "tensor parallelism": 0.1,
     },
 }
-"""The largest error of a prediction, as a share of the speed reached, by Hardware.name and the names of `_used`."""
+"""The largest error of a prediction, as a share of the speed that was reached. The keys are Hardware.name and the names
+of `_used`."""
 
 RANKS = 4
-"""GPUs of the largest recorded run, all in one host."""
+"""Number of GPUs of the largest recorded run, all in one host."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What stands behind a predicted speed."""
+    """The evidence for a predicted speed."""
 
     margin: float | None
-    """Largest error of recorded runs of this kind; None where none is of it."""
+    """Largest error of the recorded runs of this kind. None where there are none."""
     missing: tuple[str, ...]
-    """What no recorded run of this card has; empty where all of it was compared."""
+    """The features of the run that no recorded run of this card has. Empty if all of them were compared."""
 
     @property
     def mark(self) -> str:
-        """What stands before a figure that was never compared with a run of its kind."""
+        """The mark before a figure that was never compared with a run of its kind."""
         return "~" if self.missing else ""
 
     def explained(self, card: str) -> str:
-        """Return one line for a reader of the figure."""
+        """Return one line for a reader of the figure. `card` is the name of the GPU."""
         if self.missing:
             return f"~: no recorded run on {card} stands behind this: {', '.join(self.missing)}"
         return f"recorded runs of this kind on {card} were within {self.margin:.0%} of the prediction"
 
 
 def evidence(cfg: RunConfig, prediction: StepPrediction, hardware: Hardware) -> Evidence:
-    """Return what stands behind the prediction of a configuration on this hardware."""
+    """Return the evidence for the prediction of a configuration on this hardware."""
     if hardware.compute_scale != 1:
         return Evidence(None, ("scaled to a measured speed",))
     known = MARGINS.get(hardware.name)
@@ -88,7 +89,7 @@ def evidence(cfg: RunConfig, prediction: StepPrediction, hardware: Hardware) -> 
 
 
 def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
-    """Yield what a run uses that has rates of its own, by the names in MARGINS."""
+    """Yield those features of a run that have rates of their own, by the names in MARGINS."""
     yield prediction.attention_backend
     if cfg.linear.low_bit:
         yield f"linear layers in {cfg.linear.precision}"

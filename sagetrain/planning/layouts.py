@@ -1,4 +1,4 @@
-"""Which layouts of a run fit the batch arithmetic and the GPU's memory, and which of them are fastest."""
+"""The layouts of a run that fit the batch arithmetic and the GPU's memory, and their order by speed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from sagetrain.model.accounting import MemoryItem, memory_per_rank, total_bytes
 from sagetrain.planning.performance import StepPrediction, predict, with_overlap
 
 RESERVED_BYTES = 3 * 2**30
-"""Of a GPU's memory: CUDA's context and NCCL's buffers, which the estimate leaves out."""
+"""Bytes of a GPU's memory for CUDA's context and NCCL's buffers, which the estimate leaves out."""
 USABLE_SHARE = 0.94
-"""Of the rest: the allocator's fragmentation takes some."""
+"""Share of the remaining memory that a run may use. The allocator's fragmentation takes the rest."""
 MORE_TOKENS = 1.1
-"""Times the fewest tokens per step that run: those may leave only micro-batches of one sequence, which are slow."""
+"""Factor on the fewest tokens per step that run. The fewest may leave only micro-batches of one sequence, which are
+slow."""
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
 
@@ -31,11 +32,11 @@ class Layout:
     cfg: RunConfig
     prediction: StepPrediction
     memory: int
-    """Bytes of a rank, as estimated."""
+    """Estimated bytes of a rank."""
 
     @property
     def key(self) -> tuple[int, int, bool, int, str, int]:
-        """What makes it a layout of its own; tokens per step are not part of it."""
+        """The settings that distinguish layouts. Tokens per step are not among them."""
         parallel, training = self.cfg.parallel, self.cfg.training
         return (
             parallel.tensor_parallel_size,
@@ -48,25 +49,26 @@ class Layout:
 
 
 def usable_memory(hardware: Hardware) -> int:
-    """Bytes that the estimate of a rank may come to."""
+    """Return the largest number of bytes that the estimate for a rank may have."""
     return int((hardware.memory - RESERVED_BYTES) * USABLE_SHARE)
 
 
 def layout(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None) -> Layout:
-    """A configuration that fits `world_size` ranks, with its price; `vocab_size` is padded, span as in predict."""
+    """Build the layout of a configuration that fits `world_size` ranks, with its prediction. `vocab_size` is padded;
+    `span` is as in predict."""
     prediction = predict(cfg, world_size, vocab_size, hardware, span)
     return Layout(cfg, prediction, total_bytes(memory_of(cfg, prediction, vocab_size)))
 
 
 def memory_of(cfg: RunConfig, prediction: StepPrediction, vocab_size: int) -> list[MemoryItem]:
-    """Estimate a rank's memory in the way that the prediction takes micro-batches."""
+    """Estimate a rank's memory. Micro-batches go through the blocks as in the prediction, whole or in halves."""
     way = with_overlap(cfg, "on" if prediction.overlap else "off")
     return memory_per_rank(way, prediction.world_size, vocab_size)
 
 
 def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: float | None) -> LinearConfig:
-    """What linear.precision auto is predicted to stand for, without data parallelism: bf16, or int8 from a size on.
-    What is named stays."""
+    """Return the settings that linear.precision auto is predicted to choose, without data parallelism: bf16, or int8
+    for layers from a size on. A precision that is named stays."""
     if cfg.linear.precision != "auto":
         return cfg.linear
     layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size).values()
@@ -78,11 +80,12 @@ def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: fl
         one = cfg.model_copy(update={"linear": linear})
         return float(f"{predict(one, ranks, vocab_size, hardware, span).tokens_per_second:.6g}")
 
-    return max(choices, key=speed)  # of equal ones the first: 16 bits, then the most layers
+    # Of equally fast choices the first is taken: 16 bits, then the most layers.
+    return max(choices, key=speed)
 
 
 def memory_finding(memory: int, hardware: Hardware) -> Finding | None:
-    """Return what is wrong if the bytes that a rank is estimated to need are more than the GPU has."""
+    """Return a finding if a rank is estimated to need more bytes than the GPU has, or None."""
     if memory <= (usable := usable_memory(hardware)):
         return None
     return Finding(
@@ -97,7 +100,8 @@ def memory_finding(memory: int, hardware: Hardware) -> Finding | None:
 
 
 def fewest_gpus(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> int | None:
-    """Return the first power of two times `world_size` GPUs on which some layout fits the memory, up to 1,024 times."""
+    """Return the smallest number of GPUs on which some layout fits into memory. Only `world_size` times a power of two,
+    up to 1,024 times, is tried."""
     counts = (world_size * 2**power for power in range(11))
     return next((count for count in counts if propose(cfg, count, vocab_size, hardware)), None)
 
@@ -105,11 +109,22 @@ def fewest_gpus(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hard
 def propose(
     cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
 ) -> list[Layout] | None:
-    """The five fastest layouts for `world_size` ranks that fit memory and raise no finding in config/rules, in order.
+    """Return the five fastest layouts for `world_size` ranks that fit into memory and raise no error in config/rules,
+    in order.
 
-    Each differs from the others in more than the micro-batch. If tokens_per_step lets none run, they are raised, to
-    at most MORE_TOKENS times the fewest that do. What linear.precision auto stands for is decided for each
-    tensor_parallel_size, as a run does. None: whatever the layout, config/rules has an error.
+    Each differs from the others in more than the micro-batch. If tokens_per_step allows none, they are raised, to at
+    most MORE_TOKENS times the fewest that do. The precision of linear.precision auto is chosen for each
+    tensor_parallel_size, as a run does.
+
+    Args:
+        cfg: the configuration.
+        world_size: number of ranks.
+        vocab_size: padded vocabulary size.
+        hardware: the GPU.
+        span: the data's documents, as in predict.
+
+    Returns:
+        The layouts; an empty list if none fits. None means that config/rules has an error whatever the layout.
     """
     allowed = [candidate for candidate in _candidates(cfg, world_size) if _allowed(candidate, world_size, vocab_size)]
     allowed = _decided(cfg, allowed, vocab_size, hardware, span)
@@ -130,7 +145,7 @@ def propose(
 
 
 def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
-    """What to append to the command so that `cfg` becomes `chosen`."""
+    """Return the overrides that turn `cfg` into `chosen`."""
     pairs = {}
     for section, name in (
         ("parallel", "tensor_parallel_size"),
@@ -149,7 +164,7 @@ def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
 
 
 def _candidates(cfg: RunConfig, world_size: int) -> Iterator[RunConfig]:
-    """Every combination worth a look; which of them can run is for config/rules to say."""
+    """Yield every combination worth considering. config/rules says which of them can run."""
     heads = cfg.model.num_key_value_heads
     splits = [size for size in range(1, heads + 1) if heads % size == 0 and world_size % size == 0]
     stages = (1, 2, 3) if cfg.training.dtype == "bf16" else (0, 1, 2, 3)
@@ -177,14 +192,15 @@ def _candidates(cfg: RunConfig, world_size: int) -> Iterator[RunConfig]:
 
 
 def _allowed(cfg: RunConfig, world_size: int, vocab_size: int) -> bool:
-    tokenizer = None if cfg.model.vocab_size else vocab_size  # padded: more than a vocab_size that is given
+    # The vocabulary size is padded, so it may be more than a vocab_size that is given.
+    tokenizer = None if cfg.model.vocab_size else vocab_size
     return not any(finding.level == "error" for finding in fit(cfg, world_size, tokenizer))
 
 
 def _decided(
     cfg: RunConfig, candidates: list[RunConfig], vocab_size: int, hardware: Hardware, span: float | None
 ) -> list[RunConfig]:
-    """The candidates with nothing left to decide of linear layers."""
+    """Return the candidates with the precision of linear layers chosen."""
 
     @functools.cache
     def linear(tensor_parallel_size: int) -> LinearConfig:
@@ -203,13 +219,14 @@ def _fitting(
 
 
 def _raise(cfg: RunConfig, raised: RunConfig) -> float:
-    """The largest factor between the tokens per step of two configurations."""
+    """Return the largest factor between the tokens per step of two configurations."""
     old, new = (each.tokens_per_step.named_tokens for each in (cfg, raised))
     return max(new[key] / tokens for key, tokens in old.items())
 
 
 def _with_enough_tokens(cfg: RunConfig, world_size: int) -> RunConfig:
-    """Every value of tokens_per_step rounded up to whole micro-steps, and to its `multiple` where it has one."""
+    """Return the configuration with every value of tokens_per_step rounded up to whole micro-steps, and to its
+    `multiple` where it has one."""
     multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
     if isinstance(cfg.tokens_per_step, RampTokens | NoiseAwareTokens) and cfg.tokens_per_step.multiple:
         multiple *= -(-cfg.tokens_per_step.multiple // multiple)

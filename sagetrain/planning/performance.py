@@ -1,9 +1,10 @@
-"""How long an optimizer step takes on N GPUs, predicted from single-GPU and link figures. Plain arithmetic: no torch.
+"""Predict the time of an optimizer step on N GPUs from the rates of a single GPU and of links. Plain arithmetic: no
+torch.
 
-A step is `accumulation` micro-steps and one update. A micro-step runs, on one GPU, what model/operations.py lists: the
-matmuls (slower where tensor parallelism makes them thin), attention, the passes that only move data (bytes over
-bandwidth); then comes what DeepSpeed does to every gradient. Communication is priced collective by collective, as our
-layers and DeepSpeed 0.19 with our settings call them; `CollectiveTime` says how much of it the GPU waits for.
+A step is `accumulation` micro-steps and one update. On one GPU, a micro-step runs the operations of
+model/operations.py: the matmuls (slower where tensor parallelism makes them thin), attention, and the passes that only
+move data (bytes over bandwidth). Then DeepSpeed processes every gradient. Communication is priced for each collective,
+as our layers and DeepSpeed 0.19 with our settings call them. `CollectiveTime` says how much of it the GPU waits for.
 """
 
 from __future__ import annotations
@@ -49,33 +50,36 @@ from sagetrain.model.operations import (
     of_kind,
 )
 
-# Forward's share: of the bytes that passes move, and of attention (2 matmuls of 7).
+# The forward pass has this share of the bytes that passes move, and this share of attention (2 matmuls of 7).
 _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
 
-# Host time of one block for one new token, kernel by kernel: 17 ms for 20 blocks on an H200 (results/generation).
+# This is the host time of one block for one new token, kernel by kernel: 17 ms for 20 blocks on an H200
+# (results/generation).
 _TOKEN_BLOCK_SECONDS = 0.85e-3
 
-# ZeRO stage -> bytes moved per parameter of the rank in a micro-step, per parameter of the rank in a step, and per
-# parameter that the rank updates in a step: read off DeepSpeed 0.19 in bf16.
-#   1 (BF16_Optimizer): adds every gradient to the fp32 sum (10; engines/reduction.py), as soon as backward has made it.
+# Bytes moved by ZeRO stage: per parameter of the rank in a micro-step, per parameter of the rank in a step, and per
+# parameter that the rank updates in a step. They were derived from the code of DeepSpeed 0.19 in bf16.
+#   1 (BF16_Optimizer): adds every gradient to the fp32 sum (10; engines/deepspeed.py), as soon as backward has made it.
 #     Step: flattening and scaling (20), norm (4), clipping (8), zeroing (4) of all; Adam (28) and new bf16 weights (6).
 #   2: bucket copy, flatten, divide, convert to fp32 (18), add to the owned part (12, counted in full).
 #     Step on the owned part alone: norm, flatten, clip, Adam, new weights.
 #   3: fp32 bucket (6), interleaving (8), division (8), add (12); gathered weights are copied into place (6).
 #   0 (fp32): gradients accumulate in place (12). Step: flatten, scale and copy back (24), norm, clipping, Adam.
 _STATE_BYTES = {0: (12, 64, 0), 1: (10, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
-# The same where gradients travel in bf16: what is converted (1, once a step), what is not (2), what is smaller (3).
+# With gradients that travel in bf16, stage 1 converts once a step, stage 2 converts nothing, and stage 3 moves less.
 _STATE_BYTES_BF16 = {1: (10, 44, 34), 2: (24, 0, 60), 3: (30, 0, 60)}
-# Stage 1 beside backward (engines/reduction.py): zeroing of all; the mean (8), norm and clipping of what the rank owns;
-# in bf16 rounding (6) and what comes back (6). Of one replica, which reduces nothing: the same without the mean.
+# With stage 1 beside backward (engines/reduction.py), all gradients are zeroed; the rank takes the mean (8), the norm
+# and the clipping of what it owns. In bf16 there is rounding (6), and the result comes back (6). A single replica
+# reduces nothing, so it does the same without the mean.
 _STATE_BYTES_BESIDE, _STATE_BYTES_BESIDE_BF16, _STATE_BYTES_ALONE = (10, 4, 54), (10, 10, 60), (10, 4, 46)
 _CONVERTED = {0: 0, 1: 0, 2: 6, 3: 6}
-"""Of the bytes of a micro-step, those by which a gradient in bf16 is written in fp32."""
+"""Bytes of a micro-step, by ZeRO stage, that write a bf16 gradient in fp32."""
 
 OVERLAP = 0.2
-"""Of the shorter of a collective and the matmuls beside it, what running both at once saves: NCCL takes multiprocessors
-that a matmul counted on, and both slow down (TP 4, 1B, H200: collectives of 128 ms alone take 195 beside kernels of
-about 290, which then take 313; results/tensor-parallel). Copies save all but Hardware.copy_latency."""
+"""Share of the shorter of a collective and the matmuls beside it that is saved when both run at once. NCCL takes
+multiprocessors that a matmul counted on, and both slow down: for TP 4, 1B, H200, collectives of 128 ms alone take 195
+beside kernels of about 290, which then take 313 (results/tensor-parallel). Copies save everything but
+Hardware.copy_latency."""
 
 _WIRE = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "reduce": 1, "all-to-all": 1}
 
@@ -85,19 +89,20 @@ class CollectiveTime:
     """All calls of one kind in one step, as one rank sees them."""
 
     axis: str
-    """tensor, context or data (ZeRO's: data- and context-parallel ranks)."""
+    """The axis: tensor, context, or data (ZeRO's data- and context-parallel ranks)."""
     purpose: str
     kind: str
-    """all-reduce, all-gather, reduce-scatter, reduce or all-to-all."""
+    """The kind: all-reduce, all-gather, reduce-scatter, reduce or all-to-all."""
     count: int
     payload: int
-    """Bytes of the whole tensor of one call: added up, gathered, scattered, or (all-to-all) exchanged by one rank."""
+    """Bytes of the whole tensor of one call that is added up, gathered, scattered, or (all-to-all) exchanged by one
+    rank."""
     wire_bytes: float
-    """Bytes that the rank sends in all calls: a ring moves (n - 1) / n of the payload, an all-reduce twice that."""
+    """Bytes that the rank sends in all calls. A ring moves (n - 1) / n of the payload, an all-reduce twice that."""
     seconds: float
-    """Of all calls."""
+    """Seconds of all calls."""
     exposed: float
-    """Of these, seconds that the GPU waits."""
+    """Seconds of these that the GPU waits."""
 
 
 @dataclass(frozen=True)
@@ -110,56 +115,62 @@ class StepPrediction:
     matmul: float
     attention: float
     attention_backend: str
-    """As Hardware.attention names it: which of several it is."""
+    """The attention function, as Hardware.attention names it."""
     overlap: bool
-    """Whether micro-batches go through the blocks in halves, `auto` decided."""
+    """Whether micro-batches go through the blocks in halves. `auto` is decided here."""
     elementwise: float
     optimizer: float
-    """DeepSpeed's passes over gradients, Adam, new weights."""
+    """DeepSpeed's passes over gradients, Adam, and new weights."""
     overhead: float
     """Fixed costs."""
     launching: float
-    """By how much the host takes longer to launch kernels than they run."""
+    """Seconds by which the host takes longer to launch kernels than they run."""
     collectives: tuple[CollectiveTime, ...]
     flops_per_token: int
-    """Attention counted as it is done: inside documents."""
+    """FLOPs with attention counted as it is computed, inside documents."""
     flops_per_token_full_attention: int
-    """Attention counted over whole sequences, the usual convention."""
+    """FLOPs with attention counted over whole sequences, which is the usual convention."""
     peak_flops: float
 
     def exposed(self, axis: str) -> float:
-        """Seconds of communication on an axis that nothing hides."""
+        """Return the seconds of communication on an axis that nothing hides."""
         return sum(c.exposed for c in self.collectives if c.axis == axis)
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         parts = self.matmul + self.attention + self.elementwise + self.optimizer + self.overhead + self.launching
         return parts + sum(c.exposed for c in self.collectives)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return self.tokens_per_step / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Share of the 16-bit peak that what is computed would take, recomputation apart."""
+        """Model FLOPs utilization: the share of the 16-bit peak that the computed FLOPs take. Recomputation does not
+        count."""
         return self.tokens_per_second / self.world_size * self.flops_per_token / self.peak_flops
 
     @property
     def mfu_full_attention(self) -> float:
-        """The same by the usual convention."""
+        """Model FLOPs utilization by the usual convention, with attention over whole sequences."""
         return self.mfu * self.flops_per_token_full_attention / self.flops_per_token
 
 
 def predict(
     cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
 ) -> StepPrediction:
-    """One step at the largest tokens per step of the schedule; `vocab_size` is padded.
+    """Predict one step at the largest tokens per step of the schedule.
 
-    `cfg` must fit `world_size` (config/rules). Of backend, recipe and tensor_parallel_overlap `auto`, the fastest is
-    priced. span: of the data's documents (model.operations.Rank.span); None: of English text.
+    Args:
+        cfg: a configuration that fits `world_size` (config/rules). For `auto` as backend, recipe or
+            tensor_parallel_overlap, the fastest is priced.
+        world_size: number of ranks.
+        vocab_size: padded vocabulary size.
+        hardware: the GPU.
+        span: span of the data's documents (model.operations.Rank.span). None: that of English text.
     """
     if cfg.parallel.tensor_parallel_overlap == "auto" and cfg.parallel.tensor_parallel_size > 1:
         ways = (with_overlap(cfg, how) for how in ("off", "on"))
@@ -188,10 +199,10 @@ def predict(
 
 
 def sample_seconds(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> float:
-    """Predict the longest time that training stands still while evaluation.samples_prompts are continued.
+    """Predict the longest time in seconds that training stands still while evaluation.samples_prompts are continued.
 
-    Every token takes one pass over a rank's weights and the launches of every block. One GPU alone records them in a
-    CUDA graph where it can, and takes a third of the time.
+    Every token takes one pass over a rank's weights and the launches of every block. A single GPU records them in a
+    CUDA graph where it can, and then takes a third of the time.
     """
     asked, tp_size = cfg.evaluation, cfg.parallel.tensor_parallel_size
     texts = -(-len(asked.samples_prompts) // (world_size // tp_size))
@@ -203,7 +214,7 @@ def sample_seconds(cfg: RunConfig, world_size: int, vocab_size: int, hardware: H
 
 
 def with_overlap(cfg: RunConfig, how: Literal["off", "on"]) -> RunConfig:
-    """Return a configuration whose micro-batches go through the blocks whole ("off") or in halves."""
+    """Return a configuration whose micro-batches go through the blocks whole ("off") or in halves ("on")."""
     parallel = cfg.parallel.model_copy(update={"tensor_parallel_overlap": how})
     return cfg.model_copy(update={"parallel": parallel})
 
@@ -215,7 +226,8 @@ def _speed(prediction: StepPrediction) -> float:
 def calibrate(
     cfg: RunConfig, vocab_size: int, hardware: Hardware, tokens_per_second: float, span: float | None = None
 ) -> Hardware:
-    """`hardware` with all that runs on the GPU scaled, so that one data-parallel rank reaches `tokens_per_second`.
+    """Return `hardware` with everything that runs on the GPU scaled, so that one data-parallel rank reaches
+    `tokens_per_second`.
 
     Raises:
         ConfigError: fixed costs, launching and communication alone take longer.
@@ -226,8 +238,8 @@ def calibrate(
         scaled = dataclasses.replace(hardware, compute_scale=10**exponent)
         return predict(cfg, gpus, vocab_size, scaled, span).tokens_per_second
 
-    # The time that hosts and links take depends on the scale too, so look for it. A faster GPU hides less of its
-    # communication and may even be slower in all: the lowest scale that reaches the figure is meant.
+    # The time that hosts and links take depends on the scale too, so the scale is searched for. A faster GPU hides less
+    # of its communication and may even be slower overall, so the lowest scale that reaches the figure is meant.
     exponents = [n / 4 for n in range(-36, 13)]
     high = next((n for n in exponents if rate(n) >= tokens_per_second), None)
     if high is None:
@@ -243,40 +255,41 @@ def calibrate(
 
 
 class _Step:
-    """One rank's step, priced."""
+    """The priced step of one rank."""
 
     def __init__(self, cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None):
         self.cfg, self.hardware, layers = cfg, hardware, cfg.model.num_layers
         tensor_size = cfg.parallel.tensor_parallel_size
         self.replicas = world_size // tensor_size
-        """Ranks that ZeRO spreads over, data-parallel and context-parallel."""
+        """Number of data-parallel and context-parallel ranks that ZeRO spreads over."""
         self.zero_stage = resolved_zero_stage(cfg)
         self.parameters = parameters_per_rank(cfg.model, cfg.attention, vocab_size, tensor_size)
         self.embedding = vocab_size * cfg.model.hidden_size // tensor_size
-        """Weights whose gradients backward makes last."""
+        """Number of weights whose gradients backward computes last."""
         self.multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
         self.accumulation = max(1, max(cfg.tokens_per_step.named_tokens.values()) // self.multiple)
         inside = 1 < tensor_size <= hardware.gpus_per_host
         copies = bool(cfg.parallel.sequence_parallel and inside and hardware.copy_bandwidth)
         self.rank = rank_of(cfg, copies, span)
         self.bf16_gradients = cfg.parallel.gradient_reduction == "bf16" and self.rank.element == 2
-        """As they travel; of a run in fp32 never, which is an error that a plan has to live with."""
+        """True if gradients travel in bf16. In an fp32 run they never do; the setting is an error there, which a plan
+        has to work with."""
         self.overlap = overlaps(cfg)
         self.parts = parts_of(self.rank.tokens, tensor_size, self.overlap)
         self.in_halves = attention_calls(cfg.data.micro_batch_size, self.rank.tokens, tensor_size, self.overlap) > 1
-        """Whether each part has an attention of its own."""
+        """True if each part has an attention of its own."""
         wide, low = dataclasses.replace(self.rank, linear=SIXTEEN_BITS), len(cfg.linear.low_bit_blocks(layers))
         self.blocks = tuple(
             (count, block_operations(cfg.model, cfg.attention, rank))
             for count, rank in ((low, self.rank), (layers - low, wide))
             if count
         )
-        """How many there are of each kind: in 8 bits, where the run has any, and in 16."""
+        """The number of blocks of each kind with their operations: in 8 bits, where the run has any, and in 16 bits."""
         self.ends = end_operations(cfg.model, vocab_size, self.rank)
         self.collectives = collectives(cfg.model, cfg.attention, self.rank, self.parts)
 
     def compute(self) -> tuple[float, float, float]:
-        """Seconds of a micro-step's matmuls, attention and data movement."""
+        """Return the seconds of a micro-step's matmuls, attention and data movement."""
         scale = 1 / self.hardware.compute_scale
         parts = [(1, self._seconds(self.ends)), *((count, self._seconds(block)) for count, block in self.blocks)]
         matmul, attention, moving = (sum(count * part[i] for count, part in parts) for i in range(3))
@@ -284,9 +297,9 @@ class _Step:
         return scale * matmul, scale * attention, scale * moving
 
     def _copied(self) -> float:
-        """Bytes of a micro-step that collectives by copies move inside the GPU, which kernels beside them wait for: the
-        own part to and from its slot of what is gathered, to its slot of what is scattered; there all parts are added
-        up."""
+        """Return the bytes of a micro-step that collectives by copies move inside the GPU, and that kernels beside them
+        wait for. The own part is copied to and from its slot of what is gathered, and to its slot of what is scattered;
+        there all parts are added up."""
         shards, moved = self.rank.shards, {"all-gather": 4, "reduce-scatter": self.rank.shards + 3}
         return self.rank.copies * sum(
             self._calls(call) * moved.get(call.kind, 0) * call.payload / shards
@@ -295,9 +308,9 @@ class _Step:
         )
 
     def communication(self, matmul: float, attention: float, elementwise: float) -> list[CollectiveTime]:
-        """Of the step, beside so many seconds of computation; see CollectiveCost.beside.
+        """Return the collectives of the step, beside so many seconds of computation (see CollectiveCost.beside).
 
-        Attention is no part of the other half where it sees both; a third of a half's computation is forward.
+        Attention is not part of the other half if it sees both halves. A third of a half's computation is forward.
         """
         halves = matmul + elementwise + (attention if self.in_halves else 0.0)
         weights = 0.0
@@ -314,11 +327,11 @@ class _Step:
         return [*result, *self._data_parallel(matmul + attention + elementwise)]
 
     def launch_seconds(self) -> float:
-        """The host's time to launch all micro-steps."""
+        """Return the host's seconds to launch all micro-steps."""
         hardware = self.hardware
         part = hardware.part_launch_seconds if self.rank.fused else hardware.eager_launch_seconds
         call = hardware.copy_launch_seconds if self.rank.copies else hardware.collective_launch_seconds
-        # As they were fitted: of one forward and one backward pass, without the gains.
+        # The rates were fitted to the calls of one forward and one backward pass, without the gains.
         calls = sum(c.per_block for c in self.collectives if c.what in (INTO, OUT) and c.moment != "recomputed")
         low = len(self.cfg.linear.low_bit_blocks(self.cfg.model.num_layers))
         casts = low * self.parts * hardware.low_bit_launch_seconds
@@ -326,7 +339,7 @@ class _Step:
         return self.accumulation * (self.cfg.model.num_layers * block + casts)
 
     def optimizer_seconds(self) -> float:
-        """DeepSpeed's passes over gradients, Adam, new weights."""
+        """Return the seconds of DeepSpeed's passes over gradients, Adam, and new weights."""
         per_micro, per_step, per_share = (_STATE_BYTES_BF16 if self.bf16_gradients else _STATE_BYTES)[self.zero_stage]
         if own_reduction(self.cfg):
             several = _STATE_BYTES_BESIDE_BF16 if self.bf16_gradients else _STATE_BYTES_BESIDE
@@ -339,13 +352,13 @@ class _Step:
         return seconds * self.parameters / hardware.compute_scale
 
     def overhead(self) -> float:
-        """Fixed costs."""
+        """Return the seconds of fixed costs."""
         blocks = self.cfg.model.num_layers * (self.zero_stage == 3 and not overlaps_reduction(self.cfg))
         micro_step = self.hardware.micro_step_seconds + blocks * self.hardware.zero3_block_seconds
         return self.accumulation * micro_step + self.hardware.step_seconds
 
     def _seconds(self, operations: Iterable[Operation]) -> tuple[float, float, float]:
-        """Matmuls, attention and passes of a list."""
+        """Return the seconds of the matmuls, attention and passes of a list."""
         matmul = attention = moved = 0.0
         for operation in operations:
             match operation:
@@ -359,22 +372,22 @@ class _Step:
         return matmul, attention, self.rank.tokens * moved / self.hardware.memory_bandwidth
 
     def attention_backend(self) -> str:
-        """The fastest of those that the run decides between."""
+        """Return the fastest of the attention functions that the run decides between."""
         (attention,) = of_kind(AttentionCost, self.blocks[0][1])
         speeds = self._attention_speeds(attention)
         return max(speeds, key=speeds.__getitem__)
 
     def _matmul(self, matmul: MatmulCost, precision: str) -> float:
-        """One of its three."""
+        """Return the seconds of one of the three products of a linear layer."""
         return matmul.flops / self.hardware.matmul_rate(precision, matmul.tokens, matmul.outputs, matmul.inputs)
 
     def _attention(self, attention: AttentionCost) -> float:
-        """Forward and backward."""
+        """Return the seconds of attention, forward and backward."""
         speed = max(self._attention_speeds(attention).values()) * self.hardware.precisions[attention.precision]
         return 7 * attention.flops / speed
 
     def _attention_speeds(self, attention: AttentionCost) -> dict[str, float]:
-        """FLOP/s by backend. Those without a rate (reference) go by sdpa's."""
+        """Return FLOP/s by attention function. Functions without a rate (reference) get the rate of sdpa."""
         rates, speeds = self.hardware.attention, {}
         for name in attention.backends:
             known = name if name in rates else "sdpa"
@@ -388,11 +401,11 @@ class _Step:
         return self._collective(call.axis, f"{call.moment}: {call.what}", call.kind, count, call.payload)
 
     def _calls(self, call: CollectiveCost) -> int:
-        """Of a micro-step."""
+        """Return the number of calls of a collective in a micro-step."""
         return self.cfg.model.num_layers * call.per_block + call.at_ends
 
     def _collective(self, axis: str, purpose: str, kind: str, count: int, payload: int) -> CollectiveTime:
-        """`count` calls over the ranks of an axis, all of them waited for."""
+        """Return `count` calls of a collective over the ranks of an axis, all of which the GPU waits for."""
         rank, hardware = self.rank, self.hardware
         size = {"tensor": rank.tensor, "context": rank.context, "data": self.replicas}[axis]
         bandwidth, latency = hardware.link(1 if axis == "tensor" else rank.tensor, size)
@@ -403,11 +416,13 @@ class _Step:
         return CollectiveTime(axis, purpose, kind, count, payload, wire, seconds, exposed=seconds)
 
     def _data_parallel(self, compute: float) -> list[CollectiveTime]:
-        """ZeRO as engines/deepspeed.py has it. Stage 1 reduces gradients in buckets of its own (reduction.py; that of
-        the gains is not counted), which the last backward pass of a step hides but for the last. Without overlap_comm,
-        and at stages 0 and 2, they are all-reduced, at 2 in every micro-step and, without
-        use_multi_rank_bucket_allreduce, by a reduce to each owner. ZeRO-3 gathers weights ahead, beside `compute`; with
-        overlap_comm backward, two thirds of it, hides gradients.
+        """Return the collectives of ZeRO, as engines/deepspeed.py has them.
+
+        Stage 1 reduces gradients in buckets of its own (reduction.py; the bucket of the gains is not counted). The last
+        backward pass of a step hides all buckets but the last one. Without overlap_comm, and at stages 0 and 2,
+        gradients are all-reduced: at stage 2 in every micro-step, and without use_multi_rank_bucket_allreduce by a
+        reduce to each owner. ZeRO 3 gathers weights ahead of time, beside `compute`; with overlap_comm the backward
+        pass, two thirds of it, hides the gradients.
         """
         if self.replicas == 1:
             return []
@@ -418,7 +433,7 @@ class _Step:
         buckets = -(-size // bucket) if stage > 1 or beside else 1
         kind = "reduce-scatter" if stage == 3 else "all-reduce"
         if stage == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:
-            kind, buckets = "reduce", buckets + self.replicas - 1  # what has two owners is cut
+            kind, buckets = "reduce", buckets + self.replicas - 1  # A part that has two owners is cut.
         elif own and one_owner(share := size // self.replicas, bucket):
             kind, buckets = "reduce", self.replicas * -(-share // bucket)
         wide = 2 if self.bf16_gradients else 4
@@ -434,7 +449,8 @@ class _Step:
         element = self.rank.element
         if stage < 3:
             return [gradients, self._collective("data", "new weights", "all-gather", 1, element * size)]
-        gathered = 2 * size - kept_for_backward(self.cfg, size)  # recomputing a block uses what its backward gathers
+        # Recomputing a block uses the weights that its backward pass gathers.
+        gathered = 2 * size - kept_for_backward(self.cfg, size)
         gathers = -(-gathered // PREFETCH_BUCKET)
         payload = element * gathered // gathers
         weights = self._collective("data", "weights", "all-gather", self.accumulation * gathers, payload)
@@ -444,6 +460,7 @@ class _Step:
 def _beside(
     collective: CollectiveTime, compute: float, overlap: float = OVERLAP, waited: float = 0.0
 ) -> CollectiveTime:
-    """The same, while `compute` seconds of kernels run that do not wait for it but for `waited` of every call."""
+    """Return the collective while `compute` seconds of kernels run beside it. The kernels wait for `waited` seconds of
+    every call."""
     hidden = overlap * min(collective.seconds - waited * collective.count, compute)
     return dataclasses.replace(collective, exposed=collective.seconds - hidden)

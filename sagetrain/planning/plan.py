@@ -1,5 +1,5 @@
-"""What a run will be, before it is one: computed here, printed by show.py. No torch, no GPU; of the data, where it is
-there, the lengths of its documents."""
+"""The plan of a run, computed before the run starts; show.py prints it. It needs no torch and no GPU. Of the data it
+reads the lengths of documents, if the data is there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sagetrain.planning.performance import calibrate, predict
 from sagetrain.train import inputs
 
 ASSUMED_VOCAB_SIZE = 32_768
-# Rules without which the numbers would mean nothing.
+# Without these rules the numbers would mean nothing.
 _NO_MODEL = {"deepspeed_type", "grouped_query_heads", "linear_precision_of_gpu", "linear_recipe"}
 _SPLITS = {"tensor_parallel_split", "tensor_parallel_vocab", "context_parallel_split"}
 _NO_LAYOUT = {*_NO_MODEL, *_SPLITS, "world_size"}
@@ -45,43 +45,45 @@ _NO_SCHEDULE = {
     "warmup_before_end",
     "whole_micro_steps",
 }
-_FASTER = 1.03  # within 3 % the order of two predictions means little
-_SPAN_SOURCES = 64  # of which document_span is taken
+# Two predictions that differ by less than 3 % may be in the wrong order.
+_FASTER = 1.03
+# document_span takes the mean of at most this many sources.
+_SPAN_SOURCES = 64
 _OF_LAYOUT = {"world_size", "whole_micro_steps", "ramp_multiple", "noise_aware_floor", "gpu_memory"}
 """Rules that another layout may satisfy."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration on a number of ranks; parts that its errors leave without meaning are missing."""
+    """The plan of a configuration on a number of ranks. Parts that its errors leave without meaning are missing."""
 
     path: str | Path
     cfg: RunConfig
     world_size: int
     hardware: Hardware
     vocab_size: int
-    """Padded."""
+    """Padded vocabulary size."""
     assumed_vocab_size: bool
     span: float | None
-    """Of the documents of data.train (model.operations.Rank.span); None: data that is not there."""
+    """Span of the documents of data.train (model.operations.Rank.span). None if the data is not there."""
     findings: list[Finding]
     memory: list[MemoryItem]
-    """Of one rank; empty without a layout."""
+    """Memory of one rank. Empty without a valid layout."""
     schedule: list[ScheduleStage]
-    """Empty where the layout or the schedule cannot be."""
+    """Schedule of tokens per step. Empty if the layout or the schedule is not valid."""
     chosen: Layout | None
-    """The configured layout; there if `schedule` is."""
+    """The configured layout. It is there if `schedule` is."""
     proposed: list[Layout] | None
-    """The fastest layouts, of which none may fit; None if the errors are none that another layout mends."""
+    """The fastest layouts; empty if none fits. None if another layout would not correct the errors."""
 
     @property
     def errors(self) -> int:
-        """How many of the findings would stop the run."""
+        """The number of findings that would stop the run."""
         return sum(finding.level == "error" for finding in self.findings)
 
     @property
     def priced(self) -> tuple[Layout, str] | None:
-        """The layout whose step is shown in detail, and what it is called."""
+        """The layout whose step is shown in detail, and its name in the output."""
         if self.chosen:
             return self.chosen, "as configured"
         return (self.proposed[0], "layout 1") if self.proposed else None
@@ -95,13 +97,19 @@ def make_plan(
     measured_tokens_per_second: float | None = None,
     measured: MeasuredRun | None = None,
 ) -> Plan:
-    """The plan of a run on `world_size` ranks (None: on those of the configuration, or 1).
+    """Make the plan of a run.
 
-    measured_tokens_per_second: of this configuration without data parallelism; the prediction is scaled to it.
-    measured: an earlier run, whose measurements the findings take.
+    Args:
+        path: the configuration file.
+        overrides: overrides of its keys.
+        world_size: number of ranks. None: that of the configuration, or 1.
+        hardware: the GPU.
+        measured_tokens_per_second: measured speed of this configuration without data parallelism; the prediction is
+            scaled to it.
+        measured: an earlier run, for the findings about its measurements.
 
     Raises:
-        ConfigError: the file cannot be loaded, or no GPU could reach the measured figure.
+        ConfigError: the file cannot be loaded, or no GPU could reach the measured speed.
     """
     cfg = asked = load_config(path, overrides)
     world_size = world_size or cfg.parallel.world_size or 1
@@ -168,27 +176,29 @@ def make_plan(
 
 
 def document_span(data: DataConfig) -> float | None:
-    """Of the sequences that data.train gives (model.operations.Rank.span); None where its files are not there."""
+    """Return the span of the documents in data.train (model.operations.Rank.span), or None if the files are not
+    there."""
     if not (data.document_attention and all(map(inputs.is_there, data.train))):
         return None
-    from sagetrain.data.token_file import TokenFile  # numpy, which a plan without data needs not
+    from sagetrain.data.token_file import TokenFile  # This needs numpy, which a plan without data does not need.
 
     spans, weights = [], []
     try:
         for source in data.train[:: -(-len(data.train) // _SPAN_SOURCES)]:
             paths = source.files
             files = [TokenFile(path) for path in paths[:_SPAN_SOURCES]]
-            largest = max(files, key=lambda file: file.num_tokens)  # stands for all of a pattern's
+            # The largest file stands for all files of a pattern.
+            largest = max(files, key=lambda file: file.num_tokens)
             spans.append(largest.document_span(data.seq_length))
             text = sum(file.num_tokens for file in files) / len(files) * len(paths)
             weights.append(text if source.weight == "proportional" else source.weight)
-    except ConfigError:  # the findings name the file, or the run will
+    except ConfigError:  # The findings name the file, or the run will.
         return None
     return sum(weight * span for weight, span in zip(weights, spans, strict=True)) / sum(weights)
 
 
 def _priced(linear: LinearConfig) -> Finding:
-    """What the figures stand for where the run decides."""
+    """Build the finding that says which precision the figures are for where the run decides."""
     size = f" for layers of {linear.keep_layers_below:,} weights and more" if linear.keep_layers_below else ""
     what = f"{linear.precision}, recipe {linear.recipe}{size}" if linear.low_bit else "bf16"
     says = f"is priced as {what}, the faster of bf16 and {AUTO_PRECISION} by these figures; the run times it"
@@ -197,7 +207,7 @@ def _priced(linear: LinearConfig) -> Finding:
 
 
 def _no_arithmetic(cfg: RunConfig, hardware: Hardware) -> Finding:
-    """Linear layers in arithmetic that the GPU does not have."""
+    """Build the finding for linear layers in a precision that the GPU does not have."""
     precision = cfg.linear.precision
     others = [name for name in ("bf16", "int8") if name in hardware.precisions]
     return Finding(
@@ -211,7 +221,7 @@ def _no_arithmetic(cfg: RunConfig, hardware: Hardware) -> Finding:
 
 
 def _uncertain(cfg: RunConfig, chosen: Layout | None, hardware: Hardware) -> Iterator[Finding]:
-    """Find what is slow on this GPU by the way it is built, and rates that are another GPU's kernels'."""
+    """Find what is slow on this GPU because of its design, and rates that belong to another GPU's kernels."""
     fp8, int8 = (hardware.precisions.get(name, 0.0) for name in ("fp8", "int8"))
     if cfg.linear.precision == "fp8" and int8 > 1.5 * fp8 > 0:
         yield warning(
@@ -230,7 +240,8 @@ def _uncertain(cfg: RunConfig, chosen: Layout | None, hardware: Hardware) -> Ite
 
 
 def _gain(cfg: RunConfig, low: Layout, wide: Layout) -> Finding | None:
-    """Linear layers whose casts take longer than their matmuls save; `wide`: the same layout in 16 bits."""
+    """Return a finding if the casts of linear layers take longer than their matmuls save. `wide` is the same layout in
+    16 bits."""
     ours, theirs = (each.prediction.tokens_per_second for each in (low, wide))
     if ours > 1.01 * theirs:
         return None
@@ -247,7 +258,7 @@ def _gain(cfg: RunConfig, low: Layout, wide: Layout) -> Finding | None:
 def _faster_attention(
     cfg: RunConfig, chosen: Layout, world_size: int, vocab_size: int, hardware: Hardware, span: float | None
 ) -> Finding | None:
-    """Return a finding where another attention backend or recipe is predicted to be faster than the one named."""
+    """Return a finding if another attention backend or recipe is predicted to be faster than the one that is named."""
     if (cfg.attention.backend, cfg.attention.recipe) == ("auto", "auto"):
         return None
     attention = cfg.attention.model_copy(update={"backend": "auto", "recipe": "auto"})
@@ -278,7 +289,7 @@ def _with_more_gpus(finding: Finding, world_size: int, fits: int, hardware: Hard
 
 
 def _with_way_out(finding: Finding) -> Finding:
-    """What a plan has to offer to a run that does not suit its number of ranks, or their memory."""
+    """Return a finding whose fix also offers the proposed layouts, if another layout can correct it."""
     if finding.rule not in _OF_LAYOUT:
         return finding
     return replace(finding, fix=f"{finding.fix}, or take one of the layouts proposed below")

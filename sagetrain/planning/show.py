@@ -1,4 +1,4 @@
-"""What `sagetrain plan` prints: the findings, then what the run will be, part by part."""
+"""The output of `sagetrain plan`: the findings, then the run, part by part."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ from sagetrain.planning.tables import Table, facts, print_line, print_table, pri
 from sagetrain.train.lr_schedule import learning_rate
 
 _LEVEL_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
-# A ramp has as many stages as it has accumulations; this many rows show its course.
+# A ramp has as many stages as it has accumulations. This many rows show its course.
 _MAX_ROWS = 12
 _EIGHT_BIT_MFU = "MFU counts 8-bit products against the 16-bit peak, so it can pass what 16 bits reach"
 _PAGE = 100
-"""Columns of text that is read line by line."""
-_USUAL_FILES = 1024  # that a process may open where nobody has raised the limit
+"""Width in columns of text that is read line by line."""
+# A process may usually open this many files.
+_USUAL_FILES = 1024
 _AFTER_ERRORS = "none until the errors above are mended"
 
 
@@ -58,13 +59,23 @@ def show_plan(
     brief: bool = False,
     measured: Path | None = None,
 ) -> int:
-    """Print the plan of a run on `world_size` ranks; returns the number of errors among the findings.
+    """Print the plan of a run.
 
-    measured_tokens_per_second: see make_plan. measured: folder of an earlier run, for its measurements.
-    brief: the findings and the few numbers that one needs.
+    Args:
+        path: the configuration file.
+        overrides: overrides of its keys.
+        world_size: number of ranks. None: that of the configuration, or 1.
+        console: where it is printed.
+        hardware: the GPU.
+        measured_tokens_per_second: see make_plan.
+        brief: print only the findings and the most important numbers.
+        measured: folder of an earlier run, for its measurements.
+
+    Returns:
+        The number of errors among the findings.
 
     Raises:
-        ConfigError: as make_plan and read_measured.
+        ConfigError: make_plan or read_measured refuses its arguments.
     """
     earlier = read_measured(measured) if measured else None
     plan = make_plan(path, overrides, world_size, hardware, measured_tokens_per_second, earlier)
@@ -79,16 +90,17 @@ def show_plan(
 
 
 def show_key_reference(console: Console, begin: str = "") -> None:
-    """Print the keys of the YAML that begin so with what they take, their defaults and meanings.
+    """Print the keys of the YAML that begin with `begin`: the values that they take, their defaults and meanings.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such key.
     """
     found = [key for key in keys() if key.name.startswith(begin)]
     if not found:
         sections = ", ".join(dict.fromkeys(key.name.partition(".")[0] for key in keys()))
         raise ConfigError(f"--keys {begin}: no key begins so; the sections are {sections}")
-    page = min(console.width, _PAGE)  # in a pipe, too: a meaning is a sentence or two, and no table of them is read
+    # The width is limited in a pipe too, because a meaning is a sentence or two that is read line by line.
+    page = min(console.width, _PAGE)
     for key in found:
         print_text(console, f"{key.name}  ({key.when_left_out})", "bold", "    ", page)
         for text in (key.takes, key.doc):
@@ -108,7 +120,7 @@ def _print_findings(console: Console, findings: list[Finding]) -> None:
 
 
 def _print_proposals(console: Console, plan: Plan) -> None:
-    """The best layouts, and what to append to the command for each."""
+    """Print the best layouts, and the overrides for each."""
     if plan.proposed is None:
         print_line(console, f"Layouts proposed: {_AFTER_ERRORS}", "bold")
         return
@@ -132,7 +144,7 @@ def _tables(plan: Plan) -> list[Table]:
 
 
 def _brief_table(plan: Plan) -> Table:
-    """What one wants to know first."""
+    """Return a table of the most important facts."""
     parameters = f"{num_parameters(plan.cfg.model, plan.cfg.attention, plan.vocab_size):,} parameters"
     rows = [("model", parameters + f" (vocabulary of {plan.vocab_size:,} assumed)" * plan.assumed_vocab_size)]
     if plan.memory:
@@ -193,7 +205,7 @@ def _model_table(plan: Plan) -> Table:
 
 
 def _precision_table(cfg: RunConfig, precision: PrecisionConfig) -> Table:
-    """What each layer's attention is at least, from how many tokens on."""
+    """Return a table of each layer's lowest precision, by the tokens seen from which on it holds."""
     layers, total = cfg.model.num_layers, cfg.training.total_tokens
     starts = {0, *(last_part(floor.last_fraction, total) for floor in precision.floors if floor.last_fraction)}
     names = [cfg.attention.recipe, *precision.rungs]
@@ -267,7 +279,7 @@ def _schedule_table(plan: Plan) -> Table:
 
 
 def _bounds_table(cfg: RunConfig, schedule: NoiseAwareTokens, micro_step: int) -> Table:
-    """Of tokens per step that nobody knows yet."""
+    """Return the table of a schedule whose tokens per step are not known yet."""
     numbers = ("tokens per step", "micro-steps", "steps, if all were so")
     rows = [
         (name, f"{tokens:,}", f"{tokens // micro_step:,}", f"{-(-cfg.training.total_tokens // tokens):,}")
@@ -288,7 +300,8 @@ def _run_table(plan: Plan, prediction: StepPrediction) -> Table:
     evaluation = f"every {cfg.evaluation.every_tokens or tenth:,} tokens on {cfg.evaluation.num_sequences} sequences"
     tasks = f"{', '.join(cfg.evaluation.tasks)}, every {cfg.evaluation.tasks_every_tokens or tenth:,} tokens"
     memory = _size(save_host_bytes(cfg, plan.world_size, plan.vocab_size))
-    on_disk = _size(12 * num_parameters(cfg.model, cfg.attention, plan.vocab_size))  # fp32: weights and two moments
+    # A checkpoint has weights and two moments in fp32.
+    on_disk = _size(12 * num_parameters(cfg.model, cfg.attention, plan.vocab_size))
     return facts("Run", [
         ("length", f"{steps:,} steps, {trained:,} tokens ({trained // cfg.data.seq_length:,} sequences)"),
         (
@@ -387,7 +400,7 @@ def _communication_table(prediction: StepPrediction, name: str) -> Table:
 
 
 def _proposal_table(plan: Plan, proposed: list[Layout]) -> Table:
-    """The best layouts, and the configured one among them or below."""
+    """Return a table of the best layouts, with the configured one among them or below."""
     numbers = ("TP", "CP", "SP", "ZeRO", "recompute", "micro batch", "tokens/s", "MFU", "memory")
     named = [(str(place), item) for place, item in enumerate(proposed, 1)]
     if plan.chosen and plan.chosen.key not in [item.key for item in proposed]:
@@ -417,7 +430,7 @@ def _proposal_table(plan: Plan, proposed: list[Layout]) -> Table:
 
 
 def _length(stages: list[ScheduleStage]) -> tuple[int, int]:
-    """Steps and tokens of the run."""
+    """Return the number of steps and of tokens of the run."""
     last = stages[-1]
     return sum(stage.steps for stage in stages), last.from_tokens + last.steps * last.tokens_per_step
 

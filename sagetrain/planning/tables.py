@@ -1,4 +1,4 @@
-"""Tables for terminals of any width: words are never cut. A table that does not fit becomes a list, and what goes to a
+"""Tables for terminals of any width. Words are never cut. A table that does not fit becomes a list, and output to a
 file or a pipe has no limit."""
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ class Table:
 
     title: str
     columns: Sequence[str]
-    """Their names; all empty: names of rows and what there is to say about them."""
+    """Names of the columns. If all are empty, the rows are facts: a name, and a text about it."""
     rows: Sequence[Sequence[str]]
     numbers: Sequence[str] = ()
-    """Columns that hold numbers: aligned right, a number and its unit on one line."""
+    """Columns that hold numbers. They are aligned right, and a number and its unit stay on one line."""
     caption: str = ""
     total: bool = False
     """Whether the last row is the sum of the others."""
 
 
 def facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
-    """Names, and what there is to say about each."""
+    """Build a table of facts: names, each with a text about it."""
     return Table(title, ("", ""), rows)
 
 
 def console(file: IO[str] | None = None) -> Console:
-    """As wide as the terminal; without limit where there is none."""
+    """Return a console as wide as the terminal, or without limit if there is no terminal."""
     result = Console(file=file)
     return result if result.is_terminal else Console(file=file, width=_NO_LIMIT)
 
 
 def print_text(console: Console, text: str, style: str = "", indent: str = "", width: int | None = None) -> None:
-    """Paragraphs, one a line, broken between words at `width`, the console's by default; `indent` is what stands before
-    their further lines."""
+    """Print paragraphs, one per line of the text. They are broken between words at `width`, by default that of the
+    console. `indent` is put before the further lines of a paragraph."""
     for line in text.splitlines():
         start = line[: len(line) - len(line.lstrip())]
         lines = textwrap.TextWrapper(
@@ -55,12 +55,12 @@ def print_text(console: Console, text: str, style: str = "", indent: str = "", w
 
 
 def print_line(console: Console, line: str, style: str = "") -> None:
-    """A line as it is, to be pasted whole from a terminal of any width."""
+    """Print a line without breaking it, so that it can be pasted from a terminal of any width."""
     console.print(Text(line, style), soft_wrap=True)
 
 
 def print_table(console: Console, table: Table) -> None:
-    """As a table where all words fit, else as a list."""
+    """Print a table as a grid if all words fit, or else as a list."""
     print_text(console, table.title, "italic")
     widths = _widths(table, console.width)
     if widths is None:
@@ -83,7 +83,8 @@ def _print_grid(console: Console, table: Table, widths: list[int]) -> None:
     with console.capture() as printed:
         console.print(grid, soft_wrap=True)
     for line in Text.from_ansi(printed.get()).split():
-        line.rstrip()  # rich fills lines up
+        # rich fills lines up with spaces.
+        line.rstrip()
         console.print(line, soft_wrap=True)
 
 
@@ -95,8 +96,10 @@ def _print_list(console: Console, table: Table) -> None:
 
 
 def _widths(table: Table, available: int) -> list[int] | None:
-    """Of the columns, so that no word and no number is broken; None if there is no room for that."""
-    available -= 2 * (len(table.columns) - 1)  # spaces between them
+    """Return the widths of the columns, such that no word and no number is broken. Return None if there is no room for
+    that."""
+    # There are two spaces between columns.
+    available -= 2 * (len(table.columns) - 1)
     columns = list(zip(table.columns, *table.rows, strict=True))
     most = [max(map(len, cells)) for cells in columns]
     least = [max(map(_longest_word, cells)) for cells in columns]
