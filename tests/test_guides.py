@@ -77,6 +77,24 @@ def test_a_page_is_written_in_short_sentences_and_whole_numbers(page: Path) -> N
     assert re.findall(r"\+-|(?<![\w.)/])\.\d+\b", re.sub(r"`[^`]*`", "", page.read_text())) == []
 
 
+def test_links_to_headings_work_on_github_as_on_the_site() -> None:
+    """The site's build checks its own names of headings; GitHub makes other ones of `&` and the like."""
+
+    def name(heading: str) -> str:
+        return re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "]", heading).lower()).strip().replace(" ", "-")
+
+    def headings(path: Path) -> set[str]:
+        return {name(line) for line in re.findall(r"^#+ (.*)", path.read_text(), re.M)}
+
+    broken = [
+        (path.name, target, anchor)
+        for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *GUIDES)
+        for target, anchor in re.findall(r"\]\(((?!\w+:)[^)#\s]*)#([^)]+)\)", path.read_text())
+        if (there := path.parent / target if target else path).is_file() and anchor not in headings(there)
+    ]
+    assert broken == []
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
