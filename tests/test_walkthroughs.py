@@ -30,8 +30,9 @@ def test_the_walkthroughs_apply_and_a_run_trains_and_exports_with_them(corpus: P
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", **sections)
     path = os.pathsep.join((str(tmp_path), str(tmp_path / "kernels")))
     env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    for words in (["train", str(config)], ["export", str(tmp_path / "run"), str(tmp_path / "hf")]):
-        subprocess.run([sys.executable, "-m", "sagetrain", *words], cwd=tmp_path, env=env, check=True)
+    commands = [["train", str(config)], ["export", str(tmp_path / "run"), str(tmp_path / "hf")]]
+    program = f"from sagetrain.__main__ import main; assert not any(map(main, {commands}))"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, check=True)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert any(row.get("train/documents", 0) > 0 for row in rows)
     assert json.loads((tmp_path / "hf/config.json").read_text())["hidden_act"] == "relu2"
