@@ -18,6 +18,7 @@ import torch
 
 from sagetrain import __version__
 from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.state import InitFromRecord
 from sagetrain.cluster.run_folder import is_taken, lock
 from sagetrain.compare import results, run_records, runner
 from sagetrain.compare.analysis import Comparison, curves, tables, to_json
@@ -35,6 +36,7 @@ from sagetrain.data.token_file import TokenFile, write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import memory_per_rank, num_parameters, total_bytes
 from sagetrain.report.read import read_rows
+from sagetrain.train import init_from
 from sagetrain.train.out_of_memory import OUT_OF_MEMORY
 
 PAGE, PLOT, TABLES = "README.md", "gap.png", "results.json"
@@ -238,20 +240,20 @@ def _refuse_other_start(found: Results, job: Job, run_dirs: Path) -> None:
     Raises:
         ConfigError: the weights differ.
     """
-    init_from = found.settings[f"{job.row}/{job.variant}"]["training.init_from"]
-    if not init_from or on_disk.newest(run_dirs / job.folder / "checkpoints"):
+    start = found.settings[f"{job.row}/{job.variant}"]["training.init_from"]
+    if not start or on_disk.newest(run_dirs / job.folder / "checkpoints"):
         return
-    now = init_from.named(Path(init_from))
+    now = init_from.named(Path(start))
     for other in found.question.jobs():
-        record = run_dirs / other.folder / init_from.RECORD
-        same = found.settings[f"{other.row}/{other.variant}"]["training.init_from"] == init_from
-        if other == job or other.row != job.row or not same or not record.is_file():
+        path = run_dirs / other.folder / init_from.RECORD
+        same = found.settings[f"{other.row}/{other.variant}"]["training.init_from"] == start
+        if other == job or other.row != job.row or not same or not path.is_file():
             continue
-        began = json.loads(record.read_text())
+        began = InitFromRecord.from_json(json.loads(path.read_text()), path)
         if now and not init_from.is_recorded(now, began):
             raise ConfigError(
-                f"{job} would begin with {now}, and {other} began with {began['checkpoint']}: training.init_from "
-                f"{init_from} has gone on since. Name a checkpoint there, and begin again in another --output"
+                f"{job} would begin with {now}, and {other} began with {began.checkpoint}: training.init_from "
+                f"{start} has gone on since. Name a checkpoint there, and begin again in another --output"
             )
 
 
