@@ -12,6 +12,7 @@ error.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -419,7 +420,10 @@ def _holds_nothing(value: Any) -> bool:
 
 
 def _what(value: Any) -> str:
-    return "text that is no JSON" if isinstance(value, str) else type(value).__name__
+    if not isinstance(value, str):
+        return type(value).__name__
+    python = " (but Python's notation, as pandas writes lists into a .csv: write the column with json.dumps)"
+    return f"text that is no JSON{python if re.match(r'[[{ ]*\'', value) else ''}"
 
 
 def _holds_null(value: Any) -> bool:
