@@ -259,7 +259,7 @@ def test_an_empty_cell_of_a_table_is_none(nothing: object) -> None:
         ({"chat_template_kwargs": "x"}, "'chat_template_kwargs' holds text that is no JSON; variables"),
         ({"documents": [{"text": "a\0"}]}, "hold a NUL character"),
         ({"messages": [ASK, call("a", "\0")]}, "message 2 holds a NUL"),
-        ({"messages": str([ASK, ANSWER])}, r"not text that is no JSON \(but Python's notation, .* json\.dumps"),
+        ({"messages": str([ASK, ANSWER])}, r"not text that is no JSON \(Python's notation, .* json\.dumps"),
         ({"messages": "go"}, "a chat is a list of messages, .*, not text that is no JSON"),
     ],
 )

@@ -265,6 +265,9 @@ def test_prompt_files_that_are_refused(tmp_path: Path, content: bytes, said: str
     (tmp_path / "p.jsonl").write_bytes(content)
     with pytest.raises(ConfigError, match=said):
         read_prompts(prompt_file=tmp_path / "p.jsonl")
+    (tmp_path / "p.json").write_text('{"prompt": "a"}\n')
+    with pytest.raises(ConfigError, match=r"p\.json: its first line is a record; rename it to end in \.jsonl"):
+        read_prompts(prompt_file=tmp_path / "p.json")
 
 
 def test_prompts_that_cannot_be_read(monkeypatch, tmp_path: Path) -> None:

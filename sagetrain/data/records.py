@@ -422,8 +422,9 @@ def _holds_nothing(value: Any) -> bool:
 def _what(value: Any) -> str:
     if not isinstance(value, str):
         return type(value).__name__
-    python = " (but Python's notation, as pandas writes lists into a .csv: write the column with json.dumps)"
-    return f"text that is no JSON{python if re.match(r'[[{ ]*\'', value) else ''}"
+    if re.match(r"[\[{\s]*'", value):
+        return "text that is no JSON (Python's notation, as pandas writes lists into a .csv? use json.dumps)"
+    return "text that is no JSON"
 
 
 def _holds_null(value: Any) -> bool:

@@ -51,15 +51,25 @@ def _text_of(file: Path, option: str) -> str:
 
 
 def _lines_of(file: Path) -> list[str]:
+    as_records = file.suffix.lower() in JSON_LINES
     lines = [(number, line) for number, line in enumerate(_text_of(file, "--prompt-file").split("\n"), 1)]
     prompts = [
-        _prompt_in(line, f"{file}, line {number}") if file.suffix.lower() in JSON_LINES else line.removesuffix("\r")
+        _prompt_in(line, f"{file}, line {number}") if as_records else line.removesuffix("\r")
         for number, line in lines
         if line.strip()
     ]
+    if prompts and not as_records and _is_record(prompts[0]):
+        raise ConfigError(f"--prompt-file {file}: its first line is a record; rename it to end in .jsonl")
     if not prompts:
         raise ConfigError(f"--prompt-file {file} holds no prompt: every line is empty")
     return prompts
+
+
+def _is_record(line: str) -> bool:
+    try:
+        return "prompt" in json.loads(line) if line.startswith("{") else False
+    except ValueError:
+        return False
 
 
 def _prompt_in(line: str, where: str) -> str:
