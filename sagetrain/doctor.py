@@ -124,7 +124,7 @@ def versions(host: str) -> list[Check]:
     """Return the versions of the software. `disagreements` compares them between hosts."""
     known = {**preflight.versions(), "CUDA": torch.version.cuda or "none"}
     if torch.cuda.is_available():
-        known["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        known["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return [Check("versions", host, "ok", ", ".join(f"{name} {text}" for name, text in known.items()))]
 
 

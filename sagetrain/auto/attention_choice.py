@@ -172,6 +172,8 @@ def _plain(function: AttentionFunction) -> Callable[[Tensor, Tensor, Tensor, Ten
         num_sequences, num_tokens = q.shape[0], q.shape[0] * q.shape[1]
         max_seqlen = None if cu_seqlens is None else longest(cu_seqlens)
         wanted = {function.documents}
-        return function(q, k, v, token_layout(wanted, num_sequences, num_tokens, None, None, cu_seqlens, max_seqlen))
+        nothing = torch.empty(0)  # q and k are rotated already
+        layout = token_layout(wanted, num_sequences, num_tokens, nothing, nothing, cu_seqlens, max_seqlen)
+        return function(q, k, v, layout)
 
     return call

@@ -57,35 +57,51 @@ class Attention(nn.Module):
         hidden = model.hidden_size
         query_size = model.num_attention_heads * model.head_dim
         key_value_size = model.num_key_value_heads * model.head_dim
-        layer = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
-        sizes = {"q": query_size, "k": key_value_size, "v": key_value_size}
-        self.qkv = ColumnParallelLinear(hidden, sizes, groups, matmul=matmuls.get("qkv"), **layer)
-        self.out = RowParallelLinear(query_size, hidden, groups, matmul=matmuls.get("out"), **layer)
-        self.q_norm = self.k_norm = None
-        if self.qk_norm != "none":
-            norm = {"split_input": True, "dtype": dtype, "device": device}
-            self.q_norm = RMSNorm(model.head_dim, model.norm_eps, groups, **norm)
-            self.k_norm = RMSNorm(model.head_dim, model.norm_eps, groups, **norm)
+        self.qkv = ColumnParallelLinear(
+            hidden,
+            {"q": query_size, "k": key_value_size, "v": key_value_size},
+            groups,
+            matmul=matmuls.get("qkv"),
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+        self.out = RowParallelLinear(
+            query_size,
+            hidden,
+            groups,
+            matmul=matmuls.get("out"),
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+
+        def norm() -> RMSNorm | None:
+            if qk_norm == "none":
+                return None
+            return RMSNorm(model.head_dim, model.norm_eps, groups, split_input=True, dtype=dtype, device=device)
+
+        self.q_norm, self.k_norm = norm(), norm()
 
     def project(
         self, x_TD: Tensor | Pending, cos: Tensor, sin: Tensor, gains: dict[RMSNorm, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, normalized and rotated: [T, hidden], of start_enter -> [T, heads / tp, head_dim] each."""
-        qkv = self.qkv(x_TD)
-        if self.qk_norm == "before_rope":
-            of_q, of_k = (norm.entered(gains.get(norm)) for norm in (self.q_norm, self.k_norm))
-            return qk_norm_rope(*qkv, of_q, of_k, cos, sin, self.q_norm.eps)
-        q_TNK, k_TMK, v_TMK = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
+        q, k, v = self.qkv(x_TD)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None and self.qk_norm == "before_rope":
+            of_q, of_k = (norm.entered(gains.get(norm)) for norm in (q_norm, k_norm))
+            return qk_norm_rope(q, k, v, of_q, of_k, cos, sin, q_norm.eps)
+        q_TNK, k_TMK, v_TMK = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         q_TNK, k_TMK = apply_rotary(q_TNK, cos, sin), apply_rotary(k_TMK, cos, sin)
-        if self.qk_norm == "after_rope":
-            q_TNK = self.q_norm(q_TNK, gains.get(self.q_norm))
-            k_TMK = self.k_norm(k_TMK, gains.get(self.k_norm))
+        if q_norm is not None and k_norm is not None:
+            q_TNK, k_TMK = q_norm(q_TNK, gains.get(q_norm)), k_norm(k_TMK, gains.get(k_norm))
         return q_TNK, k_TMK, v_TMK
 
     def forward(self, q_TNK: Tensor, k_TMK: Tensor, v_TMK: Tensor, layout: TokenLayout) -> Tensor:
         """Of all tokens -> [T, heads / tp * head_dim]."""
-        heads = scatter_heads((q_TNK, k_TMK, v_TMK), layout.num_sequences, self.groups)
-        return gather_heads(self.attend(*heads, layout), self.groups).flatten(1)
+        q, k, v = scatter_heads((q_TNK, k_TMK, v_TMK), layout.num_sequences, self.groups)
+        return gather_heads(self.attend(q, k, v, layout), self.groups).flatten(1)
 
     def attend(self, q_BSNK: Tensor, k_BSMK: Tensor, v_BSMK: Tensor, layout: TokenLayout) -> Tensor:
         """Whole sequences with this rank's heads -> the same of o. What a layer's function reads and makes passes here

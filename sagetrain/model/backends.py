@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,15 +52,16 @@ def token_layout(
     wanted: Collection[Documents],
     num_sequences: int,
     num_tokens: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
 ) -> TokenLayout:
     """The layout of whole sequences of so many tokens together, with what is wanted to be known of documents."""
-    known = cu_seqlens is not None
-    mask = document_mask(cu_seqlens, num_sequences, num_tokens) if known and "mask" in wanted else None
-    bounds = document_bounds(cu_seqlens, num_tokens) if known and "bounds" in wanted else None
+    mask = bounds = None
+    if cu_seqlens is not None:
+        mask = document_mask(cu_seqlens, num_sequences, num_tokens) if "mask" in wanted else None
+        bounds = document_bounds(cu_seqlens, num_tokens) if "bounds" in wanted else None
     return TokenLayout(num_sequences, cos, sin, cu_seqlens, max_seqlen, mask, bounds)
 
 
@@ -117,7 +118,9 @@ def attention_function(backend: str, attention: AttentionConfig, device: torch.d
             varlen_attn = find_varlen_attn() if on_gpu else None
             return VarlenSdpa.of(varlen_attn) if varlen_attn else Sdpa()
         case "flash":
-            return Flash(find_flash(torch.device(device))[1])
+            flash = find_flash(torch.device(device))
+            assert flash is not None, "resolve_backend has looked"
+            return Flash(flash[1])
         case "reference":
             return Reference()
         case "fp4":
@@ -141,15 +144,24 @@ class Sage(AttentionFunction):
     @property
     def quantized(self) -> frozenset[Product]:
         recipe = RECIPES[self.recipe]
-        products = {"Q K^T", "Q K^T again"} if recipe.int8_scores else set()
+        products: set[Product] = {"Q K^T", "Q K^T again"} if recipe.int8_scores else set()
         products |= {"P V"} if recipe.int8_pv else set()
         products |= {"P^T dO", "dS K", "dS^T Q"} if recipe.int8_gradients else set()
         return frozenset(products)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         q, k, v = _as_rows(q, layout), _as_rows(k, layout), _as_rows(v, layout)
-        how = {"recipe": self.recipe, "smooth_k": self.smooth_k, "smooth_q": self.smooth_q}
-        return _as_sequences(sage_attention(q, k, v, causal=True, bounds=layout.bounds, **how), layout)
+        o = sage_attention(
+            q,
+            k,
+            v,
+            causal=True,
+            bounds=layout.bounds,
+            recipe=self.recipe,
+            smooth_k=self.smooth_k,
+            smooth_q=self.smooth_q,
+        )
+        return _as_sequences(o, layout)
 
 
 @dataclass(frozen=True)
@@ -203,7 +215,7 @@ class Sdpa(AttentionFunction):
     """torch's scaled_dot_product_attention, documents by a mask."""
 
     name = "sdpa"
-    documents = "mask"
+    documents: ClassVar[Documents] = "mask"
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -217,7 +229,7 @@ class Sdpa(AttentionFunction):
 class VarlenSdpa(Sdpa):
     """The same, with torch's kernels for packed documents."""
 
-    documents = "cu_seqlens"
+    documents: ClassVar[Documents] = "cu_seqlens"
     varlen_attn: Callable[..., Tensor]
     takes_window: bool
     """Causality by a window, as of torch 2.11, not by a flag."""
@@ -233,7 +245,7 @@ class VarlenSdpa(Sdpa):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         if layout.cu_seqlens is None:
             return super().__call__(q, k, v, layout)
-        options = {"window_size": (-1, 0)} if self.takes_window else {"is_causal": True}
+        options: dict[str, Any] = {"window_size": (-1, 0)} if self.takes_window else {"is_causal": True}
         if self.takes_groups:
             options["enable_gqa"] = True
         elif q.shape[2] != k.shape[2]:
@@ -247,10 +259,11 @@ class VarlenSdpa(Sdpa):
 def find_varlen_attn() -> Callable[..., Tensor] | None:
     """torch's attention over packed documents."""
     try:
-        from torch.nn.attention.varlen import varlen_attn
+        from torch.nn.attention import varlen
     except ImportError:  # before torch 2.10
         return None
-    return varlen_attn
+    found: Callable[..., Any] = varlen.varlen_attn
+    return found
 
 
 # -- flash-attn --------------------------------------------------------------------------------------------------
@@ -282,7 +295,8 @@ class Flash(AttentionFunction):
     traceable = False  # not in every version
     package: ModuleType
 
-    @torch._disable_dynamo  # torch.compiler.disable imports the compiler, a second, at once
+    # torch.compiler.disable would import the compiler, which takes a second, at once.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         cu_seqlens = layout.cu_seqlens
         if cu_seqlens is None:
@@ -298,4 +312,5 @@ class Flash(AttentionFunction):
                 causal=True,
             )
         o = o[0] if isinstance(o, tuple) else o  # 4 and some releases of 3 return the log-sum-exp too
-        return o.view(q.shape)
+        viewed: Tensor = o.view(q.shape)
+        return viewed

@@ -33,10 +33,24 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         hidden, inner = model.hidden_size, model.ffn_hidden_size
-        layer = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
-        gate_up = {"gate": inner, "up": inner}
-        self.gate_up = ColumnParallelLinear(hidden, gate_up, groups, matmul=matmuls.get("gate_up"), **layer)
-        self.down = RowParallelLinear(inner, hidden, groups, matmul=matmuls.get("down"), **layer)
+        self.gate_up = ColumnParallelLinear(
+            hidden,
+            {"gate": inner, "up": inner},
+            groups,
+            matmul=matmuls.get("gate_up"),
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+        self.down = RowParallelLinear(
+            inner,
+            hidden,
+            groups,
+            matmul=matmuls.get("down"),
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[tokens, hidden], of start_enter -> [tokens, inner / tp]."""

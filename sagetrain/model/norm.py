@@ -58,7 +58,8 @@ def enter_gains(*norms: RMSNorm | None, parts: int = 1) -> list[dict[RMSNorm, Te
     if not split:
         return [{}] * parts
     groups = split[0].groups
-    together = torch.cat([norm.gain for norm in split] * parts)
+    gains: list[Tensor] = [norm.gain for norm in split]
+    together = torch.cat(gains * parts)
     entered = finish_enter(start_enter(together, groups, False), groups, False)
     sizes = [len(norm.gain) for norm in split]
     return [dict(zip(split, part.split(sizes), strict=True)) for part in entered.chunk(parts)]

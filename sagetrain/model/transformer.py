@@ -102,6 +102,7 @@ class Transformer(nn.Module):
         meta = torch.device("meta")  # memory comes with the values
         matmuls = [{}] * model.num_layers if matmuls is None else matmuls
         if sequence_parallel and groups.tp_size > 1 and device.type == "cuda":
+            assert groups.tp_group is not None
             copies.connect(groups.tp_group)  # before anything is compiled: that decides which operators are called
         self.embedding = VocabParallelEmbedding(
             vocab_size, model.hidden_size, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=meta
@@ -180,20 +181,21 @@ class Transformer(nn.Module):
         parts = parts_of(tokens.numel(), self.groups.tp_size, self.overlap)
         layouts = self._layouts(tokens, positions, cu_seqlens, max_seqlen)
         halves = [self._embed(part) for part in tokens.flatten().chunk(parts)]
-        halves = self.through(range(len(self.blocks)), layouts, halves)
+        walked = self.through(range(len(self.blocks)), layouts, halves)
         if labels is None:
             every = tokens.shape[1] if last else 1
-            return torch.cat([self.head(y, None, every=every) for _, y in halves]).unflatten(0, (len(tokens), -1))
-        pairs = zip(halves, labels.flatten().chunk(parts), strict=True)
+            logits = torch.cat([self.head(y, None, every=every) for _, y in walked])
+            return logits.view(len(tokens), -1, logits.shape[-1])
+        pairs = zip(walked, labels.flatten().chunk(parts), strict=True)
         if by_token:
-            return torch.cat([self.head(y, part, by_token=True) for (_, y), part in pairs]).unflatten(0, tokens.shape)
+            return torch.cat([self.head(y, part, by_token=True) for (_, y), part in pairs]).view(tokens.shape)
         own = None if divisor is None else divisor / parts  # the mean of the parts is then the whole sum over it
         return torch.stack([self.head(y, part, own) for (_, y), part in pairs]).mean()
 
     def through(self, blocks: range, layouts: Sequence[TokenLayout], halves: Sequence[Half]) -> Sequence[Half]:
         """Take the halves of a micro-batch, or the whole as one, through a range of blocks and the norm behind them:
         that of the next block, or the final one. What comes in is not normalized yet."""
-        norms = [*(block.attention_norm for block in self.blocks), self.final_norm]
+        norms = [*(cast(Block, block).attention_norm for block in self.blocks), self.final_norm]
         first_norm, last_norm = norms[blocks.start], norms[blocks.stop]
         recompute = self.activation_checkpointing != "none" and torch.is_grad_enabled()
         if recompute or self.whole_blocks:

@@ -29,10 +29,10 @@ go by the GPUs' copy engines instead where these reach all of the group (copies.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
 from sagekernels.casts import MULTIPLE
@@ -45,20 +45,25 @@ _ops, _copies = torch.ops._c10d_functional, torch.ops.sagetrain
 
 def start_all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the group, on its way: `finish` waits for it."""
-    return _ops.all_reduce(x.contiguous(), "sum", group.group_name)
+    y: Tensor = _ops.all_reduce(x.contiguous(), "sum", group.group_name)
+    return y
 
 
 def start_all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """The ranks' x along dim 0, on its way."""
     gather = _copies.all_gather if group.group_name in connected else _ops.all_gather_into_tensor
-    return gather(x.contiguous(), group.size(), group.group_name)
+    y: Tensor = gather(x.contiguous(), group.size(), group.group_name)
+    return y
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     """Own part along dim 0 of the sum over the group, on its way."""
+    y: Tensor
     if group.group_name in connected:
-        return _copies.reduce_scatter(x.contiguous(), group.size(), group.group_name)
-    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
+        y = _copies.reduce_scatter(x.contiguous(), group.size(), group.group_name)
+    else:
+        y = _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
+    return y
 
 
 finish = _ops.wait_tensor
@@ -67,7 +72,8 @@ finish = _ops.wait_tensor
 def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     """[size, ...] -> same: part i goes to rank i, and part i of the result comes from rank i."""
     parts = [1] * group.size()
-    return finish(_ops.all_to_all_single(x.contiguous(), parts, parts, group.group_name))
+    y: Tensor = finish(_ops.all_to_all_single(x.contiguous(), parts, parts, group.group_name))
+    return y
 
 
 Collective = Callable[[Tensor, ProcessGroup], Tensor] | None
@@ -84,12 +90,12 @@ class _EndBackward(torch.autograd.Function):
     in the dtype of x, which autograd would not take for the gradient of x: an empty one in its shape stands for x."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, packed: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed: bool) -> Tensor:
         ctx.packed = packed
         return x.new_empty(len(x), (x.shape[1] + MULTIPLE) // x.itemsize) if packed else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = finish(grad)
         return unpack(grad.view(torch.uint8), grad.dtype) if ctx.packed else grad, None
 
@@ -98,15 +104,13 @@ class _Finish(torch.autograd.Function):
     """End the collective of the forward pass; begin that of the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, given: Tensor, result: Tensor | None, back: Collective, group: ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, given: Tensor, result: Tensor | None, back: Collective, group: ProcessGroup) -> Tensor:
         ctx.back, ctx.group = back, group
         ctx.packed = result is not None and result.shape[1:] != given.shape[1:]  # see _EndBackward
         return given.view_as(given) if result is None else finish(result)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.packed:
             grad = pack(grad).view(grad.dtype)
         return (grad if ctx.back is None else ctx.back(grad, ctx.group)), None, None, None
@@ -114,25 +118,26 @@ class _Finish(torch.autograd.Function):
 
 class _GatherFromRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup, rank: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, rank: int) -> Tensor:
         ctx.rank, ctx.width = rank, x.shape[-1]
         # The collective concatenates along dim 0: gather there, then move the ranks next to the last dim.
         parts = _ops.all_gather_into_tensor(x.contiguous().unsqueeze(0), group.size(), group.group_name)
-        return finish(parts).movedim(0, -2).flatten(-2)
+        y: Tensor = finish(parts).movedim(0, -2).flatten(-2)
+        return y
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.narrow(-1, ctx.rank * ctx.width, ctx.width).contiguous(), None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return _all_to_all(x, group)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _all_to_all(grad, ctx.group), None
 
 
@@ -144,13 +149,19 @@ def _start(
     pack: Callable[[Tensor], Tensor] | None = None,
     packed_back: bool = False,
 ) -> Pending:
+    assert groups.tp_group is not None
     sent = x.detach() if pack is None or there is None else pack(x.detach())
     result = None if there is None else there(sent, groups.tp_group)
-    return (x if back is None else _EndBackward.apply(x, packed_back)), result
+    return (x if back is None else _EndBackward.apply(x, packed_back)), result  # type: ignore[no-untyped-call]
 
 
-def _finish(x: Pending, groups: ParallelGroups, back: Collective) -> Tensor:
-    return _Finish.apply(*x, back, groups.tp_group)
+def _finish(x: Tensor | Pending, groups: ParallelGroups, back: Collective) -> Tensor:
+    """Finish what _start began. A group of one has begun nothing."""
+    if isinstance(x, Tensor):
+        assert groups.tp_size == 1
+        return x
+    y: Tensor = _Finish.apply(*x, back, groups.tp_group)  # type: ignore[no-untyped-call]
+    return y
 
 
 def reduce_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
@@ -160,7 +171,8 @@ def reduce_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
 
 def gather_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
     """The ranks' x, concatenated along the last dim: [..., n] -> [..., n * tp]. Every rank must use it alike."""
-    return x if groups.tp_size == 1 else _GatherFromRegion.apply(x, groups.tp_group, groups.tp_rank)
+    y: Tensor = x if groups.tp_size == 1 else _GatherFromRegion.apply(x, groups.tp_group, groups.tp_rank)  # type: ignore[no-untyped-call]
+    return y
 
 
 def entering(sequence_parallel: bool) -> tuple[Collective, Collective]:
@@ -179,7 +191,7 @@ def start_enter(
 
 def finish_enter(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
     """What start_enter began. (ColumnParallelLinear does this itself.)"""
-    return x if groups.tp_size == 1 else _finish(x, groups, entering(sequence_parallel)[1])
+    return _finish(x, groups, entering(sequence_parallel)[1])
 
 
 def start_leave(
@@ -190,12 +202,13 @@ def start_leave(
     if groups.tp_size == 1:
         return x
     packed = packed and sequence_parallel and x.shape[1] + MULTIPLE < x.shape[1] * x.itemsize
-    return _start(x, groups, *reversed(entering(sequence_parallel)), packed_back=packed)
+    back, there = entering(sequence_parallel)
+    return _start(x, groups, there, back, packed_back=packed)
 
 
 def finish_leave(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
     """What start_leave began."""
-    return x if groups.tp_size == 1 else _finish(x, groups, entering(sequence_parallel)[0])
+    return _finish(x, groups, entering(sequence_parallel)[0])
 
 
 def scatter_heads(tensors: Sequence[Tensor], num_sequences: int, groups: ParallelGroups) -> list[Tensor]:
@@ -207,7 +220,7 @@ def scatter_heads(tensors: Sequence[Tensor], num_sequences: int, groups: Paralle
     if groups.cp_size == 1:
         return [x.unflatten(0, (num_sequences, -1)) for x in tensors]
     by_rank = [x.unflatten(1, (groups.cp_size, -1)).movedim(1, 0) for x in tensors]
-    slices = _AllToAll.apply(torch.cat(by_rank, 2), groups.cp_group)
+    slices = _AllToAll.apply(torch.cat(by_rank, 2), groups.cp_group)  # type: ignore[no-untyped-call]
     whole = slices.unflatten(1, (num_sequences, -1)).transpose(0, 1).flatten(1, 2)
     # Copies: attention keeps some of them for its backward, and a view would keep the memory of all.
     return [x.contiguous() for x in whole.split([x.shape[2] for x in by_rank], 2)]
@@ -218,4 +231,5 @@ def gather_heads(x: Tensor, groups: ParallelGroups) -> Tensor:
     if groups.cp_size == 1:
         return x.flatten(0, 1)
     slices = x.unflatten(1, (groups.cp_size, -1)).movedim(1, 0).flatten(1, 2)
-    return _AllToAll.apply(slices, groups.cp_group).movedim(0, 1).flatten(1, 2)
+    y: Tensor = _AllToAll.apply(slices, groups.cp_group).movedim(0, 1).flatten(1, 2)  # type: ignore[no-untyped-call]
+    return y

@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ _ALIGNMENT = 512  # bytes, of a slot
 _TRIAL_SECONDS = 20.0
 
 
-SentEvent = object
+SentEvent = Any
 """The end of all that had been sent."""
 
 
@@ -76,7 +76,8 @@ class _Work(dist.Work):
     ) -> None:
         super().__init__()
         self._memory, self._done = memory, done
-        self._sent, self._parts, self._result = sent, parts, result
+        self._sent: Tensor | None = sent
+        self._parts, self._result = parts, result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._done is not None:
@@ -84,7 +85,7 @@ class _Work(dist.Work):
             if len(self._parts) == 2:
                 torch.add(*self._parts, out=self._result)
             elif self._parts:
-                torch.sum(*self._parts, 0, out=self._result)
+                torch.sum(self._parts[0], 0, out=self._result)
             # `sent` had to live until now: it was being copied.
             self._done = self._sent = self._result = None
             self._parts = ()
@@ -121,8 +122,8 @@ class Copies:
         source, place = x.data_ptr(), slot * self._slot_bytes + self.rank * nbytes
         steps = [(self._addresses[rank] + place, source + rank * nbytes, nbytes) for rank in (self.rank, *self._others)]
         done = memory.send([None, *steps, None])
-        self._unread[slot] = _Work(memory, done, x, self._parts(slot, x), result)
-        return self._under_way(result, self._unread[slot])
+        work = self._unread[slot] = _Work(memory, done, x, self._parts(slot, x), result)
+        return self._under_way(result, work)
 
     def _take(self, nbytes: int) -> int:
         """The next slot, at least so large. What it held has been read, or will have been by the caller's stream."""
@@ -218,10 +219,10 @@ class DeviceMemory:
         pads = self._symmetric.signal_pad_ptrs
         others = [rank for rank in range(len(pads)) if rank != self._rank]
         awaited = [pads[self._rank] + 4 * other for other in others]
-        meeting = [(_Operation.WRITE, pads[other] + 4 * self._rank) for other in others]
-        meeting += [(_Operation.WAIT, address) for address in awaited]
+        meeting = [_Operation(_Operation.WRITE, pads[other] + 4 * self._rank) for other in others]
+        meeting += [_Operation(_Operation.WAIT, address) for address in awaited]
         self._meeting = (_Operation * len(meeting))(*meeting)
-        self._release = (_Operation * len(awaited))(*[(_Operation.WRITE, address) for address in awaited])
+        self._release = (_Operation * len(awaited))(*[_Operation(_Operation.WRITE, address) for address in awaited])
         return [self._symmetric.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(len(pads))]
 
     def send(self, steps: Sequence[tuple[int, int, int] | None]) -> int:
@@ -256,6 +257,7 @@ class DeviceMemory:
     def _event(self) -> int:
         event = ctypes.c_void_p()
         self._create(event, 2)  # CU_EVENT_DISABLE_TIMING
+        assert event.value is not None
         return event.value
 
     def _caller(self) -> int:
@@ -264,13 +266,14 @@ class DeviceMemory:
         return torch._C._cuda_getCurrentRawStream(self._device.index)
 
 
-def _checked(function: Callable[..., int], *types: type) -> Callable[..., int]:
+def _checked(function: Any, *types: type) -> Callable[..., int]:
     """A function of CUDA's driver that raises its errors."""
     function.argtypes, function.errcheck = types, _raise
-    return function
+    checked: Callable[..., int] = function
+    return checked
 
 
-def _raise(error: int, function: Callable[..., int], arguments: tuple) -> int:
+def _raise(error: int, function: Callable[..., int], arguments: tuple[Any, ...]) -> int:
     if error:
         raise RuntimeError(f"{function.__name__}: CUDA error {error}")
     return error
@@ -325,7 +328,7 @@ def _check(group: ProcessGroup, copies: list[Copies]) -> None:
     """What would make the next step fail on some ranks, or wait for ever."""
     boot, own = Path("/proc/sys/kernel/random/boot_id"), torch.cuda.current_device()
     host = (socket.gethostname(), boot.read_text() if boot.exists() else "")
-    places: list = [None] * group.size()
+    places: list[Any] = [None] * group.size()
     dist.all_gather_object(places, (host, own), group=group)
     from torch.distributed import _symmetric_memory
 
@@ -355,10 +358,11 @@ def _try(group: ProcessGroup, copies: list[Copies]) -> None:
     each = torch.arange(size, device="cuda", dtype=torch.float32)
     gathered = [own.all_gather(each[rank : rank + 1] + i) for i in range(2 * SLOTS)]
     summed = [own.reduce_scatter(each + i) for i in range(2 * SLOTS)]
-    deadline = time.monotonic() + _TRIAL_SECONDS
-    while not own._memory._stream.query():
+    memory, deadline = own._memory, time.monotonic() + _TRIAL_SECONDS
+    assert isinstance(memory, DeviceMemory)
+    while not memory._stream.query():
         if time.monotonic() > deadline:
-            own._memory.release()
+            memory.release()
             raise RuntimeError(f"a trial did not end in {_TRIAL_SECONDS:.0f} s")
         time.sleep(0.001)
     finish = torch.ops._c10d_functional.wait_tensor
@@ -369,7 +373,7 @@ def _try(group: ProcessGroup, copies: list[Copies]) -> None:
 
 
 # As operators that torch.compile does not look into. Inputs are contiguous, and may be written only when the collective
-# is finished. Inductor does not know that: transformer.ORDERED keeps it from writing over what it has read.
+# is finished. Inductor does not know that: model/compile.ORDERED keeps it from writing over what it has read.
 _library = torch.library.Library("sagetrain", "DEF")
 for _name in ("all_gather", "reduce_scatter"):
     _library.define(f"{_name}(Tensor x, int size, str group) -> Tensor")
@@ -385,11 +389,11 @@ def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     return connected[group].reduce_scatter(x)
 
 
-@torch.library.register_fake("sagetrain::all_gather", lib=_library)
+@torch.library.register_fake("sagetrain::all_gather", lib=_library)  # type: ignore[untyped-decorator]
 def _all_gather_fake(x: Tensor, size: int, group: str) -> Tensor:
     return x.new_empty((size * x.shape[0], *x.shape[1:]))
 
 
-@torch.library.register_fake("sagetrain::reduce_scatter", lib=_library)
+@torch.library.register_fake("sagetrain::reduce_scatter", lib=_library)  # type: ignore[untyped-decorator]
 def _reduce_scatter_fake(x: Tensor, size: int, group: str) -> Tensor:
     return x.new_empty((x.shape[0] // size, *x.shape[1:]))

@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from sagetrain.parallel.collectives import gather_from_region, reduce_from_region
 from sagetrain.parallel.layers import local_ids
@@ -57,7 +58,8 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
     chunk, matmul = chunk or _chunk(hidden, weight), matmul or Matmul()
-    return _LinearCrossEntropy.apply(hidden, weight, labels, groups, matmul, chunk, compiled, divisor, known)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, groups, matmul, chunk, compiled, divisor, known)  # type: ignore[no-untyped-call]
+    return loss
 
 
 @torch.no_grad()
@@ -80,7 +82,8 @@ def linear_token_losses(
         local, outside = local_ids(some_labels, weight.shape[0], groups)
         (logits,) = matmul.forward(matmul.operand(some), (weight,))
         _leave_out(logits, known, groups)
-        losses.append(_token_losses(*statistics(logits, local), outside, groups)[0].masked_fill(some_labels < 0, 0))
+        lse, target = statistics(logits, local)
+        losses.append(_token_losses(lse, target, outside, groups)[0].masked_fill(some_labels < 0, 0))
         del logits  # the next chunk's take its place
     return torch.cat(losses)
 
@@ -94,7 +97,7 @@ def _chunk(hidden: Tensor, weight: Tensor) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
@@ -116,7 +119,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             operand, saved = matmul.read(hidden[rows])
             (logits,) = matmul.forward(operand, (weight,))
             _leave_out(logits, known, groups)
-            losses, lse = _token_losses(*statistics(logits, local), outside, groups)
+            own_lse, target = statistics(logits, local)
+            losses, lse = _token_losses(own_lse, target, outside, groups)
             if divisor is not None:  # exp(logits - inf) = 0: such a row has no gradient either
                 masked = labels[rows] < 0
                 losses, lse = losses.masked_fill(masked, 0), lse.masked_fill(masked, math.inf)
@@ -124,18 +128,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if hidden_needs_grad or weight_needs_grad:
                 grad = matmul.prepare((logits_gradient(logits, lse, local, outside),))
                 del logits  # the next chunk's logits take its place
-                if hidden_needs_grad:
+                if hidden_grad is not None:
                     matmul.input_gradient(grad, (weight,), out=hidden_grad[rows])
-                if weight_needs_grad:
+                if weight_grad is not None:
                     matmul.add_weight_gradient(weight_grad, grad, saved)
                 del grad
         ctx.divisor = hidden.shape[0] if divisor is None else divisor
-        ctx.save_for_backward(hidden_grad, weight_grad.to(weight.dtype) if weight_needs_grad else None)
-        return total / ctx.divisor
+        ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
+        loss: Tensor = total / ctx.divisor
+        return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         scale = grad / ctx.divisor
         return (
@@ -171,7 +176,7 @@ def _logits_gradient(logits: Tensor, lse: Tensor, local: Tensor, outside: Tensor
 
 
 @functools.cache
-def _compiled_kernels() -> tuple[Callable, Callable]:
+def _compiled_kernels() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
     return torch.compile(_statistics), torch.compile(_logits_gradient)
 
 

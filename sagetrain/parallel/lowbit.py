@@ -117,7 +117,8 @@ class LowBit(Matmul):
         """x W^T of each weight: [tokens, out] each, views of one tensor."""
         weight = Rounded(*kept[:2]) if kept else self._rounded(_whole(weights))
         y = product(Rounded(*operand), weight, weights[0].dtype, fast_accumulation=True)
-        return y.split([len(own) for own in weights], 1)
+        parts: tuple[Tensor, ...] = y.split([len(own) for own in weights], 1)
+        return parts
 
     def prepare(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         """Codes and scales of dY, of all weights together, and transposed, or dY itself."""
@@ -143,7 +144,9 @@ class LowBit(Matmul):
         self, prepared: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """Of each weight, in its shape: views of one tensor."""
-        return self._weight_gradient(prepared, saved, weights[0].dtype).split([len(weight) for weight in weights])
+        whole = self._weight_gradient(prepared, saved, weights[0].dtype)
+        parts: Sequence[Tensor] = whole.split([len(weight) for weight in weights])
+        return parts
 
     def add_weight_gradient(self, total: Tensor, prepared: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
         """Add that of one weight to an fp32 total."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
 from sagetrain.parallel.collectives import Collective, Pending, finish
@@ -70,7 +69,7 @@ class Matmul:
 
     def prepare(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         """What both gradients are made of, made once: of the gradients [tokens, out] of what `forward` returned."""
-        return (torch.cat(grads, 1),) if self.joined and len(grads) > 1 else grads
+        return (torch.cat(list(grads), 1),) if self.joined and len(grads) > 1 else grads
 
     def input_gradient(
         self,
@@ -81,7 +80,7 @@ class Matmul:
     ) -> Tensor:
         """[tokens, in], into `out` if given (for one weight); the caller may write to it."""
         if len(prepared) < len(weights):
-            weights = (torch.cat(weights),)
+            weights = (torch.cat(list(weights)),)
         # The last one first, as autograd adds them up.
         *others, last = zip(prepared, weights, strict=True)
         total = torch.mm(*last, out=out)
@@ -94,8 +93,10 @@ class Matmul:
     ) -> Sequence[Tensor]:
         """Of each weight, in its shape. saved: the second that `read` made."""
         (x,) = saved
-        products = [grad.t() @ x for grad in prepared]
-        return products if len(prepared) == len(weights) else products[0].split([len(weight) for weight in weights])
+        products: Sequence[Tensor] = [grad.t() @ x for grad in prepared]
+        if len(products) < len(weights):
+            products = products[0].split([len(weight) for weight in weights])
+        return products
 
     def add_weight_gradient(self, total: Tensor, prepared: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
         """Add that of one weight to an fp32 total: a sum over parts of the tokens in 16 bits would lose what the sum
@@ -124,7 +125,8 @@ def linear(
     """
     given, result = x if isinstance(x, tuple) else (x, None)
     plan = _Plan(matmul, back, group, len(weights), torch.is_grad_enabled())
-    return _Linear.apply(plan, given, result, *weights, *kept)
+    y: tuple[Tensor, ...] = _Linear.apply(plan, given, result, *weights, *kept)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _Plan(NamedTuple):
@@ -141,7 +143,7 @@ class _Linear(torch.autograd.Function):
     them in between."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, plan: _Plan, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, plan: _Plan, *tensors: Any) -> tuple[Tensor, ...]:
         # (Without gradients torch.compile 2.13 loses the first argument of a Function that takes as many as this one
         # has names. There are always more.)
         given, result, *read = tensors
@@ -153,7 +155,7 @@ class _Linear(torch.autograd.Function):
         return plan.matmul.forward(operand, weights, kept)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         matmul, back, group, count, _ = ctx.plan
         tensors = ctx.saved_tensors
         saved, read = tensors[: ctx.count], tensors[ctx.count :]

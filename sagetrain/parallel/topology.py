@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,13 +19,15 @@ from sagetrain.parallel.metrics import Metrics
 _IN_ORDER = "gloo_in_order"
 
 
-def _gloo_in_order(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    options, interfaces = dist.ProcessGroupGloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "")
+def _gloo_in_order(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    gloo: Any = dist.ProcessGroupGloo
+    options, interfaces = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "")
     options._threads, options._timeout = 1, timeout
-    options._devices = [
-        dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",") if name
-    ] or [dist.ProcessGroupGloo.create_default_device()]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    options._devices = [gloo.create_device(interface=name) for name in interfaces.split(",") if name] or [
+        gloo.create_default_device()
+    ]
+    group: dist.ProcessGroupGloo = gloo(store, rank, size, options)
+    return group
 
 
 def _backend() -> str | None:
@@ -164,13 +167,14 @@ class ParallelGroups:
         def own_group(ranks: list[int], name: str) -> dist.ProcessGroup:
             # Only the members take part, so that what a rank does for its groups does not grow with their number. Every
             # rank makes its groups in the same order of axes: nobody waits in a circle.
-            return dist.new_group(
+            group: dist.ProcessGroup = dist.new_group(
                 ranks,
                 timeout=timeout,
                 backend=backend,
                 use_local_synchronization=True,
                 group_desc=name,  # the watchdog names who hangs where
             )
+            return group
 
         return cls(
             topology,

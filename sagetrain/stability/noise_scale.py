@@ -109,7 +109,7 @@ class GradientNoise:
         self._norms.zero_()
         hooks: list[Any] = []
         for norm, parameter in zip(self._norms, self._parameters, strict=True):
-            hooks.append(parameter.register_hook(partial(self._note, norm)))  # type: ignore[no-untyped-call]
+            hooks.append(parameter.register_hook(partial(self._note, norm)))
         try:
             yield
         finally:

@@ -42,7 +42,7 @@ def explained(run_dir: Path, rank: int, predicted: Callable[[], float], ways: Ma
         path = run_dir / "memory" / f"rank-{rank}.pickle"
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._dump_snapshot(str(path))
             kept = f"who holds how much, with `profile` set also by which line, is in {path} (pytorch.org/memory_viz)"
         except (OSError, RuntimeError) as failed:
             kept = f"no snapshot of the memory could be written ({failed})"
