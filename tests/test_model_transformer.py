@@ -20,6 +20,7 @@ from sagetrain.model.backends import AttentionFunction, Flash, Sage, Sdpa, Token
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.rotary import apply_rotary, rotary_tables
 from sagetrain.model.transformer import Transformer
+from sagetrain.model.walks import Half
 from sagetrain.parallel.topology import ParallelGroups
 
 VOCAB = 128
@@ -317,6 +318,18 @@ def test_a_function_that_cannot_be_traced_is_compiled_around() -> None:
     torch._dynamo.reset()
     compile_blocks(model, backend="aot_eager")
     _assert_same(_gradients(model, *_batch()), eager, 1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_range_of_blocks_goes_on_from_the_residual_stream(recompute: str) -> None:
+    """As the next stage of a pipeline would: two ranges behind each other are the model, bit for bit."""
+    model = _shake(_model(activation_checkpointing=recompute))
+    tokens, labels = _batch()
+    expected = model(tokens, labels)
+    layouts, halves = model._layouts(tokens, None, None, None), [model._embed(tokens.flatten())]
+    first = model.through(range(0, 1), layouts, halves)
+    second = model.through(range(1, 2), layouts, [Half(half.stream, None) for half in first])
+    assert torch.equal(model.head(second[0].made, labels.flatten()), expected)
 
 
 def test_bf16_stays_near_fp32() -> None:

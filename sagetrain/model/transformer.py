@@ -34,7 +34,7 @@ from sagetrain.parallel.topology import ParallelGroups
 
 @contextmanager
 def changed(attributes: Mapping[tuple[Any, str], object]) -> Iterator[None]:
-    """Attributes, (whose, name), as these values for a while."""
+    """Let attributes, keyed by owner and name, have these values for a while."""
 
     def put(values: Mapping[tuple[Any, str], object]) -> None:
         for (owner, name), value in values.items():
@@ -49,23 +49,23 @@ def changed(attributes: Mapping[tuple[Any, str], object]) -> Iterator[None]:
 
 
 class Transformer(nn.Module):
-    """The model.
+    """The whole model: embedding, blocks, final norm and head.
 
     Args:
-        model: its shape.
-        attention: QK-norm.
-        functions: of attention, one for each layer (selection.attention_functions).
+        model: the shape of the model.
+        attention: the section that says where q and k are normalized.
+        functions: the attention function of each layer (selection.attention_functions).
         matmuls: how linear layers multiply, by name for each block (selection.matmuls_of); others, or None: in dtype.
         vocab_size: rows of the embedding, padded so that the tensor-parallel size divides it.
-        known: of these rows, those that are tokens; others have no part in the loss. None: all are.
+        known: how many of these rows are tokens; the others have no part in the loss. None: all are.
         groups: this rank's place in the layout.
         sequence_parallel: shard residual stream and norms along the sequence.
         overlap: under tensor parallelism, take the tokens in two halves.
         activation_checkpointing: "full" recomputes every block in the backward pass, "selective" all of it but matmuls
             and attention.
-        seed: of the initialization, which depends on nothing else: no layout, no device. None: parameters are left on
-            the meta device, for others to be put in their places.
-        dtype: of parameters and residual stream.
+        seed: the seed of the initial weights (initialization.py). None: parameters are left on the meta device, for
+            others to be put in their places.
+        dtype: the dtype of parameters and residual stream.
         partition: given every parameter as soon as it has its values, before the next one takes memory: ZeRO 3 keeps a
             part of it (engines/deepspeed.py).
 
@@ -156,7 +156,7 @@ class Transformer(nn.Module):
         by_token: bool = False,
         last: bool = False,
     ) -> Tensor:
-        """Mean loss over this rank's tokens, or the loss of each, or their logits.
+        """Return the mean loss over this rank's tokens, or the loss of each, or their logits.
 
         Under context parallelism these are a slice [B, S / cp] of every sequence (data.loader.Batch.inputs cuts it);
         the loss of the sequences is then the mean over the context-parallel ranks.
@@ -193,8 +193,16 @@ class Transformer(nn.Module):
         return torch.stack([self.head(y, part, own) for (_, y), part in pairs]).mean()
 
     def through(self, blocks: range, layouts: Sequence[TokenLayout], halves: Sequence[Half]) -> Sequence[Half]:
-        """Take the halves of a micro-batch, or the whole as one, through a range of blocks and the norm behind them:
-        that of the next block, or the final one. What comes in is not normalized yet."""
+        """Take the halves of a micro-batch, or the whole as one, through a range of blocks and the norm behind them,
+        which is that of the next block or the final one.
+
+        Args:
+            layouts: the layout of each half, or of all tokens.
+            halves: streams, each with what is to be added to the stream, or None. They are not normalized yet.
+
+        Returns:
+            Halves, normalized. Their streams, with nothing to be added, are what a range behind this one takes.
+        """
         norms = [*(cast(Block, block).attention_norm for block in self.blocks), self.final_norm]
         first_norm, last_norm = norms[blocks.start], norms[blocks.stop]
         recompute = self.activation_checkpointing != "none" and torch.is_grad_enabled()
@@ -219,7 +227,7 @@ class Transformer(nn.Module):
         return walks.recomputed(
             [(number, self.blocks[number]) for number in blocks],
             layouts,
-            tuple(x + finish_leave(y, self.groups, self.sequence_parallel) for x, y in halves),
+            tuple(x if y is None else x + finish_leave(y, self.groups, self.sequence_parallel) for x, y in halves),
             again=recompute and self.activation_checkpointing == "full",
             # A collective of the other half that is started once more has to be finished once more: recomputed to the
             # end, as a compiled block is anyway. (Its ZeRO-3 hook, at the very end, would give the weights back too
@@ -229,7 +237,7 @@ class Transformer(nn.Module):
         )
 
     def _seen(self, block: int, stream: Tensor) -> None:
-        """Outside of what is compiled: one graph for all blocks, and no other where they are watched."""
+        """Let a watcher see a stream. This is no part of what is compiled: all blocks are one graph, watched or not."""
         if self.watch_blocks:
             self.watch_blocks(block, stream.detach())
 
@@ -245,7 +253,7 @@ class Transformer(nn.Module):
 
     @property
     def functions(self) -> list[AttentionFunction]:
-        """Those of the attention layers. They may be set, to others for a while, say."""
+        """The functions of the attention layers. They may be set, to others for a while, say."""
         return [layer.function for layer in self.attention_layers]
 
     @functions.setter
@@ -259,8 +267,8 @@ class Transformer(nn.Module):
 
     @property
     def matmuls(self) -> list[dict[str, Matmul]]:
-        """As given to the constructor. They may be set, to others for a while, say, and keep nothing of the weights
-        until keep_weights is called."""
+        """How the linear layers of each block multiply, as given to the constructor. They may be set, to others for a
+        while, say, and keep nothing of the weights until keep_weights is called."""
         return [cast(Block, block).matmuls for block in self.blocks]
 
     @matmuls.setter
@@ -275,8 +283,8 @@ class Transformer(nn.Module):
 
     @contextmanager
     def exact(self, attention: AttentionFunction) -> Iterator[None]:
-        """Without quantization for a while: attention layers that quantize have this function, and linear layers
-        multiply in the dtype of their operands."""
+        """Compute without quantization for a while: attention layers that quantize have this function, and linear
+        layers multiply in the dtype of their operands."""
         changes: dict[tuple[Any, str], object] = {
             (layer, "function"): attention for layer in self.attention_layers if layer.function.quantized
         }
@@ -293,7 +301,7 @@ class Transformer(nn.Module):
     def _layouts(
         self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> list[TokenLayout]:
-        """One for each call of attention."""
+        """Return the layout of the tokens of each call of attention."""
         num_sequences, length = tokens.shape
         if positions is None:
             first = self.groups.cp_rank * length
