@@ -48,7 +48,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
-def token_path(path: str | os.PathLike, suffix: str) -> Path:
+def token_path(path: str | os.PathLike[str], suffix: str) -> Path:
     """Return `path` plus `suffix` (.bin, .idx, .mask, .json). The name itself may hold dots."""
     return Path(f"{os.fspath(path)}{suffix}")
 
@@ -60,7 +60,7 @@ class TokenFileWriter:
     them and `publish` renames them, the .idx last. Whatever happens before, nothing looks like a finished file.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike[str]):
         """Lock the output, so that no other process writes there.
 
         Raises:
@@ -248,13 +248,14 @@ class TokenFile:
     message.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike[str]):
         """Open NAME.bin and NAME.idx.
 
         Raises:
             ConfigError: one is missing, or their sizes and headers do not agree.
         """
-        self.path, self._provenance = os.fspath(path), None
+        self.path = os.fspath(path)
+        self._provenance: dict[str, Any] | None = None
         idx, bin_ = token_path(path, ".idx"), token_path(path, ".bin")
         for file in (idx, bin_):
             if not file.is_file():
@@ -263,8 +264,8 @@ class TokenFile:
                 raise ConfigError(
                     f"token file {self.path}: {file} does not exist{hint}{here}; `sagetrain prepare` makes it"
                 )
-        with open(idx, "rb") as file:
-            header = file.read(_HEADER.size)
+        with open(idx, "rb") as opened:
+            header = opened.read(_HEADER.size)
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
             raise self._damaged("the .idx does not begin with a Megatron-LM index header")
         _, version, code, sequences, entries = _HEADER.unpack(header)
@@ -357,7 +358,8 @@ class TokenFile:
         first = bisect_right(documents, start, key=self.document_start)
         last = bisect_left(documents, stop, lo=first, key=self.document_start)
         begins = np.unique(self._offsets[self._documents[first:last]] // self.dtype.itemsize)
-        return begins.tolist()
+        found: list[int] = begins.tolist()
+        return found
 
     def document_span(self, seq_length: int) -> float:
         """Return the sum of the squared lengths of the documents inside sequences of `seq_length` tokens, divided by
@@ -456,6 +458,7 @@ class TokenFile:
                 raise self._damaged(f"token {where:,} is outside of the vocabulary of {vocab_size:,}")
             if self.masked:
                 counted = self.counted(start, start + len(block))
+                assert counted is not None
                 mask_digest.update(counted.tobytes())
                 some |= bool(counted.any())
             progress(len(block))
@@ -488,11 +491,12 @@ def _ranges(size: int, length: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + length, size)) for start in range(0, size, length))
 
 
-def read_provenance(path: str | os.PathLike) -> dict[str, Any]:
+def read_provenance(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the content of NAME.json, or an empty dict if there is none. Raises ConfigError if it is not JSON."""
     file = token_path(path, ".json")
     try:
-        return json.loads(file.read_text())
+        record: dict[str, Any] = json.loads(file.read_text())
+        return record
     except FileNotFoundError:
         return {}
     except ValueError as error:
@@ -552,7 +556,7 @@ def _open(path: Path) -> BinaryIO:
     return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=_BLOCK)
 
 
-def _open_locked(path: Path):
+def _open_locked(path: Path) -> BinaryIO:
     """Open a file for reading and writing, unless another process has opened it with this function."""
     while True:
         try:
