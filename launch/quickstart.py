@@ -1,9 +1,9 @@
 """`make quickstart`: the whole life of a run on this machine, each step as the command you would type yourself.
 
-Text that every machine with Python has (the standard library's own sources and docstrings) becomes token files; two
-processes (tensor parallel) train on it through the deepspeed launcher with INT8 attention, are stopped in the middle
-with SIGTERM, and continue; then the model is evaluated and writes a few tokens, and a page shows how it went. Runs on
-the CPU, GPU or not.
+The text is one that every machine with Python has: the standard library's own sources and docstrings. It becomes token
+files. Two processes (tensor parallel) train on them through the deepspeed launcher with INT8 attention, are stopped in
+the middle with SIGTERM, and continue. Then the model is evaluated and writes a few tokens, and a page shows the run.
+Everything runs on the CPU, even if there is a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEXT = {
     "sagetrain doctor": "what this machine has and lacks for training",
     "sagetrain config 325m > my.yaml": "a model for a GPU; docs/first-run.md goes through a run on text of your own",
 }
-"""Commands and what they are for."""
+"""Commands to try next, and their purpose."""
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
@@ -50,7 +50,8 @@ console = Console()
 
 
 def typed(command: str) -> str:
-    """A command as it runs in the shell that started this: with the folder of its program, if that is not on PATH."""
+    """Return a command as it runs in the shell that started this. The folder of its program is added if it is not on
+    PATH."""
     program = command.split()[0]
     found = shutil.which(program)
     if found and Path(found).parent == BIN:
@@ -59,7 +60,7 @@ def typed(command: str) -> str:
 
 
 def show(text: str, style: str = "") -> None:
-    """Print a line whole: a terminal wraps it by itself, and it is copied in one piece."""
+    """Print a line without breaking it. A terminal wraps it by itself, and it is copied as a whole."""
     console.print(Text(text, style), soft_wrap=True)
 
 
@@ -74,7 +75,7 @@ def run(command: str) -> None:
     process = start(command)
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # the command runs in a session of its own, where Ctrl-C does not reach it
+    except KeyboardInterrupt:  # The command runs in a session of its own, where Ctrl-C does not reach it.
         os.killpg(process.pid, signal.SIGTERM)
         raise
     if code:
@@ -82,7 +83,7 @@ def run(command: str) -> None:
 
 
 def rows(key: str) -> list[dict]:
-    """The rows of metrics.jsonl that hold a metric."""
+    """Return the rows of metrics.jsonl that hold a metric."""
     path = ROOT / RUN_DIR / "metrics.jsonl"
     if not path.exists():
         return []
@@ -90,7 +91,7 @@ def rows(key: str) -> list[dict]:
     for line in path.read_text().splitlines():
         try:
             row = json.loads(line)
-        except ValueError:  # a line that is being written right now
+        except ValueError:  # This line is being written right now.
             continue
         found += [row] if key in row else []
     return found
@@ -112,13 +113,13 @@ def train_and_stop_in_the_middle(total_tokens: int) -> None:
 
 
 def wait_until_released() -> None:
-    """Wait for the ranks to save and leave: a run holds a lock on its folder."""
+    """Wait until the ranks have saved and left. A run holds a lock on its folder."""
     with (ROOT / RUN_DIR / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def loss_table() -> Table:
-    """Training and validation loss along the run."""
+    """Build a table of training and validation loss along the run."""
     table = Table(title="Loss in nats per token")
     for column in ("step", "tokens seen", "tokens per step", "learning rate", "training", "validation"):
         table.add_column(column, justify="right")
@@ -139,7 +140,7 @@ def loss_table() -> Table:
 
 
 def main() -> None:
-    """All of it."""
+    """Run all steps of the quickstart."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sys.path.insert(0, str(ROOT))
     from sagetrain.config.load import load_config

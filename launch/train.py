@@ -1,4 +1,5 @@
-"""`sagetrain train` as a file, for launchers and job scripts that name one: `deepspeed launch/train.py my.yaml`."""
+"""The command `sagetrain train` as a file, for launchers and job scripts that name a file: `deepspeed launch/train.py
+my.yaml`."""
 
 import sys
 

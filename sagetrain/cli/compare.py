@@ -1,4 +1,4 @@
-"""`sagetrain compare`: configurations side by side."""
+"""The command `sagetrain compare`: train configurations side by side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def compare(
         list[str],
         typer.Argument(
             metavar="A.yaml [B.yaml]... [KEY=VALUE]...",
-            help="The baseline, what is compared with it, and overrides of all; with --report-only output folders.",
+            help="The baseline, the configurations to compare with it, and overrides of all; with --report-only, "
+            "output folders.",
             show_default=False,
         ),
     ],
@@ -37,35 +38,42 @@ def compare(
             help="Compare everything once more with these overrides (tokens per step, say). Repeatable.",
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, from training.seed on: one pair a seed.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Runs of each configuration, from training.seed on: one pair per seed.")
+    ] = 3,
     band: Annotated[
         int,
-        typer.Option(min=0, help="For so many seeds run the baseline again in another rounding: the rounding band."),
+        typer.Option(
+            min=0, help="Number of seeds for which the baseline is run again with another rounding: the rounding band."
+        ),
     ] = 0,
     branch: Annotated[
         int,
         typer.Option(
             min=0,
             metavar="TOKENS",
-            help="Let the others go on from the baseline's first checkpoint of so many tokens or more: chance leaves "
-            "less between runs that part late. 0: all from the beginning.",
+            help="Let the other runs continue from the baseline's first checkpoint of at least this many tokens: "
+            "chance causes smaller differences between runs that part late. 0: all begin by themselves.",
         ),
     ] = 0,
     allow: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY", help="Let runs differ in this key or section, which pairs else share. Repeatable."),
+        typer.Option(
+            metavar="KEY", help="Let runs differ in this key or section, which pairs otherwise share. Repeatable."
+        ),
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option(metavar="NAME", show_default=False, help="Name of the baseline. Default: its file's.")
+        str | None,
+        typer.Option(metavar="NAME", show_default=False, help="Name of the baseline. Default: the name of its file."),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", show_default=False, help="Folder of what comes out. Default: training.run_dir-compare."
+            "--output", "-o", show_default=False, help="Folder of the results. Default: training.run_dir-compare."
         ),
     ] = None,
     run_dirs: Annotated[
-        Path | None, typer.Option(show_default=False, help="Folder of the runs. Default: runs, inside of the output.")
+        Path | None, typer.Option(show_default=False, help="Folder of the runs. Default: `runs` in the output folder.")
     ] = None,
     per_gpu: Annotated[
         int,
@@ -76,17 +84,22 @@ def compare(
     ] = 1,
     time_limit: Annotated[
         float | None,
-        typer.Option(min=1, metavar="SECONDS", show_default=False, help="Then save and stop, as on SIGTERM."),
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            show_default=False,
+            help="Seconds after which all runs save and stop, as on SIGTERM.",
+        ),
     ] = None,
     margin: Annotated[
-        float, typer.Option(help="A gap that does not matter, in nats per token: level is called inside of it.")
+        float, typer.Option(help="Gap in nats per token that does not matter. A smaller gap is called level.")
     ] = 0.01,
     title: Annotated[str, typer.Option(help="First line of the page. Default: the question.", show_default=False)] = "",
     report_only: Annotated[
         bool,
         typer.Option(
             "--report-only",
-            help="Run nothing: the page from output folders, several become one; NAME=FOLDER names its row.",
+            help="Run nothing, and make the page from output folders. Several become one; NAME=FOLDER names a row.",
         ),
     ] = False,
 ) -> None:
@@ -138,7 +151,7 @@ def compare(
             line = shlex.join(["sagetrain", *(context.obj or ())])
             found = comparing.compare(question, where, _warn, command=line, time_limit=time_limit)
             output, failed = where.output, len(found.failed([*question.jobs()]))
-        if found.runs or report_only:  # or it was stopped before any run began
+        if found.runs or report_only:  # There are no runs if the command was stopped before any began.
             comparing.report(found, output, margin, title, _warn)
         if failed:
             _warn(f"error: {failed} runs failed; the same command tries them again")

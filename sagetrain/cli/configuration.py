@@ -1,4 +1,4 @@
-"""The configuration that a command is given: where it is, and whether it can run."""
+"""The configuration that a command is given: its place, and the check that it can run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from sagetrain.config.errors import ConfigError, Finding
 
 
 def named(command: str, first: str | None, option: Path | None, others: list[str] | None) -> tuple[Path, list[str]]:
-    """Configuration and overrides: of `CONFIG [KEY=VALUE]...`, or of `--config CONFIG [KEY=VALUE]...`."""
+    """Return the configuration and the overrides from `CONFIG [KEY=VALUE]...` or from `--config CONFIG [KEY=VALUE]...`.
+    Raises ConfigError if no configuration is named."""
     words = [*([first] if first is not None else []), *(others or [])]
     if option is not None:
         return option, words
@@ -22,7 +23,8 @@ def named(command: str, first: str | None, option: Path | None, others: list[str
 
 
 def checked(config: Path, overrides: list[str], world_size: int, show: bool) -> tuple[Any, list[Finding]]:
-    """Load and check a configuration. Errors end the run here, before any process group starts."""
+    """Load and check a configuration. Raises ConfigError here, before any process group starts. With `show`, other
+    findings are printed."""
     from sagetrain.config.check import check
     from sagetrain.config.load import load_config
     from sagetrain.data.tokenizer import known_vocab_size

@@ -1,4 +1,4 @@
-"""`sagetrain diagnose`: what INT8 attention loses on a checkpoint."""
+"""The command `sagetrain diagnose`: measure the error of INT8 attention on a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ def diagnose(
     run_dir: RunDir,
     recipe: Annotated[
         list[str] | None,
-        typer.Option(help="INT8 recipe; may come several times. Default: what the run was trained with, else fine."),
+        typer.Option(help="INT8 recipe. Default: the one the run was trained with, or else fine. Repeatable."),
     ] = None,
     sequences: Annotated[
         int | None, typer.Option(min=1, show_default=False, help="Sequences to measure on. Default: a micro-batch.")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", show_default=False, help="Write the numbers here too.")
+        Path | None,
+        typer.Option("--json", metavar="PATH", show_default=False, help="Write the numbers to this file too."),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option("--plot", metavar="PATH", show_default=False, help="Draw them (.png).")
+        Path | None,
+        typer.Option("--plot", metavar="PATH", show_default=False, help="Draw the numbers to this file (.png)."),
     ] = None,
     data_root: DataRoot = None,
     checkpoint: Checkpoint = None,
 ) -> None:
-    """What INT8 attention loses on a checkpoint, layer by layer: the papers' Table 2.
+    """Measure the error of INT8 attention on a checkpoint, layer by layer, like the papers' Table 2.
 
-    Attention is computed in INT8 and in float32 from the same queries, keys and values; the table has, for each of its
-    tensors, the cosine between the two and the relative L2 norm of their difference. Of a run with linear layers in 8
-    bits a table of these follows, with the share of gradients that rounds to zero.
+    Attention is computed in INT8 and in float32 from the same queries, keys and values. For each of its tensors, the
+    table has the cosine between the two and the relative L2 norm of their difference. If the run has linear layers in 8
+    bits, a table of these follows, with the share of gradients that rounds to zero.
 
     \b
     sagetrain diagnose runs/325m --recipe paper --recipe fine --plot errors.png
@@ -50,7 +52,8 @@ def diagnose(
         use_cores()
 
         diagnosis.check_outputs(json_file, picture)
-        run = load_run(run_dir, _warn, checkpoint, linear="bf16")  # those in 8 bits have a table of their own
+        # Linear layers in 8 bits have a table of their own.
+        run = load_run(run_dir, _warn, checkpoint, linear="bf16")
         run = with_data(run, run_dir, data_root, _warn)
         found = diagnosis.diagnose(run, recipe or [], sequences, _warn)
         for table in diagnosis.tables(found):

@@ -1,4 +1,4 @@
-"""`sagetrain doctor`: what a machine has and lacks."""
+"""The command `sagetrain doctor`: check what a machine has and lacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from sagetrain.cli.options import Config, Overrides
 def doctor(
     config: Config = None,
     overrides: Overrides = None,
-    disk_mib: Annotated[int, typer.Option(min=1, help="Written to the folder of the run, and removed.")] = 256,
+    disk_mib: Annotated[
+        int, typer.Option(min=1, help="MiB to write to the folder of the run, to time the disk. They are removed.")
+    ] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say what this machine has and lacks for training, and what to do about it.
@@ -24,7 +26,7 @@ def doctor(
     \b
     sagetrain doctor configs/7b.yaml
 
-    Under a launcher for all hosts, their GPUs, and the links between them:
+    Under a launcher it checks all hosts, their GPUs, and the links between them:
 
     \b
     torchrun --nproc-per-node 8 -m sagetrain doctor configs/7b.yaml
@@ -32,8 +34,8 @@ def doctor(
     \b
     deepspeed --hostfile hostfile --module sagetrain doctor configs/7b.yaml
 
-    With a configuration attention and 8-bit matmuls are tried at the shapes that a rank of it has, and the disk where
-    its training.run_dir is.
+    With a configuration, it tries attention and 8-bit matmuls at the shapes of a rank, and the disk of
+    training.run_dir.
     """
     with _Errors() as errors:
         from sagetrain.cluster.launcher import launched
@@ -52,5 +54,6 @@ def doctor(
             typer.echo(json.dumps([vars(check) for check in checks], indent=2)) if as_json else show(checks)
         code = 2 * (rank == 0 and any(check.verdict == "bad" for check in checks))
     if world_size > 1:
-        _exit(code)  # gloo's threads sometimes abort a process that shuts down by itself
+        # gloo's threads sometimes abort a process that shuts down by itself.
+        _exit(code)
     raise typer.Exit(code)

@@ -1,4 +1,4 @@
-"""`sagetrain eval`: how good a model is."""
+"""The command `sagetrain eval`: evaluate a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def evaluate(
         typer.Option(
             metavar="PATH",
             show_default=False,
-            help="Evaluate on all of this: a token file, without suffix, or text as prepare reads it. Repeatable.",
+            help="Evaluate on all of this data: a token file, without suffix, or text as prepare reads it. Repeatable.",
         ),
     ] = None,
     stride: Annotated[
@@ -40,8 +40,8 @@ def evaluate(
         typer.Option(
             min=1,
             show_default=False,
-            help="Score all of the data, in windows (sequences) that begin so many tokens apart. Default with --data: "
-            "half a window.",
+            help="Score all of the data, in windows (sequences) that begin this many tokens apart. Default with "
+            "--data: half a window.",
         ),
     ] = None,
     text_key: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
@@ -51,7 +51,7 @@ def evaluate(
         typer.Option(
             metavar="NAME,...",
             show_default=False,
-            help="Instead of text: tasks of the lm-evaluation-harness, by its names or as YAML files of it.",
+            help="Evaluate on tasks of the lm-evaluation-harness instead of text, by name or as YAML files.",
         ),
     ] = None,
     limit: Annotated[
@@ -66,9 +66,10 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     checkpoint: Checkpoint = None,
 ) -> None:
-    """Loss, perplexity and bits per byte of a run's newest checkpoint, by source.
+    """Report loss, perplexity and bits per byte of a run's newest checkpoint, by source.
 
-    On the sequences of data.valid that training evaluates on; with --stride on all of them, with --data on other text.
+    By default it takes the sequences of data.valid that training evaluates on. With --stride it takes all of them, and
+    with --data other text.
 
     \b
     sagetrain eval runs/325m --data docs.txt --data more.jsonl.zst --stride 512
@@ -120,7 +121,8 @@ def evaluate(
 
 
 def load_harness(wanted: str) -> ModuleType:
-    """What knows the lm-evaluation-harness. ConfigError, which says what wanted it, if that is not installed."""
+    """Import the module that uses the lm-evaluation-harness. Raises ConfigError, which names the key or option
+    `wanted`, if the harness is not installed."""
     try:
         return import_module("sagetrain.interop.lm_eval")
     except ImportError as error:

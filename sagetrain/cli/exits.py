@@ -1,10 +1,14 @@
-"""How the `sagetrain` command ends: errors as messages and exit codes.
+"""The end of the `sagetrain` command: errors become messages and exit codes.
 
-Exit codes: 0 done (or stopped by a signal with a checkpoint), 2 a mistake in the configuration or the arguments (a
-run_dir that cannot be used, say), 3 a checkpoint that cannot be written or used (a full disk, say), 4 training that
-cannot go on, or a GPU without memory left, 5 a hang: no progress for training.timeout_minutes (run_dir/stacks shows
-where each rank stood), 128 and more a signal before training began. The deepspeed launcher passes them on, torchrun
-makes each failure a 1.
+Exit codes:
+- 0: done, or stopped by a signal with a checkpoint.
+- 2: a mistake in the configuration or the arguments, such as a run_dir that cannot be used.
+- 3: a checkpoint that cannot be written or used, because of a full disk for instance.
+- 4: training cannot go on, or a GPU has no memory left.
+- 5: a hang, which is no progress for training.timeout_minutes. run_dir/stacks shows where each rank stood.
+- 128 and more: a signal before training began.
+
+The deepspeed launcher passes the codes on; torchrun turns each failure into a 1.
 """
 
 from __future__ import annotations
@@ -25,14 +29,15 @@ import typer
 from sagetrain.config.errors import TRAINING_EXIT_CODE, CheckpointError, ConfigError, TrainingError
 
 console_script = False
-"""Whether this process runs one command and nothing after it. __main__.program sets it."""
+"""True if this process runs one command and nothing after it. __main__.program sets it."""
 
 
 class Errors:
-    """Turns the exceptions that users cause into a message on stderr and an exit code; others keep their traceback.
+    """A context manager that turns the exceptions that users cause into a message on stderr and an exit code. Other
+    exceptions keep their traceback.
 
-    When all ranks fail alike, the first of a host says why and the launcher ends the others while they wait; a rank
-    that fails alone speaks for itself.
+    If all ranks fail in the same way, the first rank of a host gives the reason, and the launcher ends the others while
+    they wait. A rank that fails alone gives its own.
     """
 
     def __init__(self, rank: int = 0, run_dir: Path | None = None, output: Path | None = None):
@@ -42,7 +47,7 @@ class Errors:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, KeyboardInterrupt) and console_script:  # what it interrupted has cleaned up
+        if isinstance(error, KeyboardInterrupt) and console_script:  # The command that was interrupted has cleaned up.
             leave(130)
         if self.run_dir and isinstance(error, OSError) and _is_unusable(self.run_dir, error):
             error = ConfigError(
@@ -56,7 +61,7 @@ class Errors:
             return
         said = str(error)
         if isinstance(error, OSError):
-            # What this project writes names its file; what does not is a library, or what this command prints.
+            # Errors of this project name their file. Others come from a library, or from printing.
             folder = self.run_dir or self.output
             where = error.filename or (f"{folder} or standard output" if folder else "standard output")
             said = f"{where}: {error.strerror}; free some space and run the same command again"
@@ -66,21 +71,22 @@ class Errors:
                 "generate over more GPUs (torchrun)"
             )
         if self.rank:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training's would ask for a checkpoint
+            # Training's handler would ask for a checkpoint.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5 + 3 * int(os.environ.get("LOCAL_RANK", "0")))
         warn(f"rank {self.rank}: error: {said}" if self.rank else f"error: {said}")
         leave(code)
 
 
 def forbidden(error: PermissionError) -> ConfigError | PermissionError:
-    """The same for people, if it is of a file: one of other users, most of the time."""
+    """Return the error as a message for people if it is about a file, which mostly belongs to another user."""
     if not error.filename:
         return error
     return ConfigError(f"{error.filename}: {error.strerror}; let this user have it (chmod), or name another path")
 
 
 def _is_unusable(run_dir: Path, error: OSError) -> bool:
-    """Whether the error is that this folder, one above it or something in it cannot be made, read or written."""
+    """Whether the error says that this folder, one above it or something in it cannot be made, read or written."""
     numbers = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT)
     if not (error.errno in numbers and isinstance(error.filename, str | os.PathLike)):
         return False
@@ -101,13 +107,13 @@ def _exit_code(error: BaseException) -> int | None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Of a GPU. Training says more by itself."""
+    """Whether a GPU ran out of memory. Training itself gives a longer message."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def warn(text: str) -> None:
-    """A line on stderr."""
+    """Print a line on stderr."""
     typer.echo(text, err=True)
 
 
@@ -124,8 +130,9 @@ def leave_together() -> NoReturn:
 def leave(code: int) -> NoReturn:
     """End the command with an exit code.
 
-    The console script ends its process on the spot: no destructor waits for a rank that is gone, and gloo's threads
-    sometimes abort an interpreter that shuts down. In a program that called `main`, SystemExit takes the code there.
+    The console script ends its process at once, for two reasons: no destructor may wait for a rank that is gone, and
+    gloo's threads sometimes abort an interpreter that shuts down. In a program that called `main`, SystemExit carries
+    the code to the caller.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -136,7 +143,7 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def as_it_was() -> Iterator[None]:
-    """Give the calling program back what a command changes: signal handlers, environment, garbage collection, and
+    """Restore what a command changes for the calling program: signal handlers, environment, garbage collection, and
     torch's process group."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     handlers, environment = {number: signal.getsignal(number) for number in numbers}, dict(os.environ)
@@ -159,7 +166,7 @@ def as_it_was() -> Iterator[None]:
             gc.enable()
         if not frozen:
             gc.unfreeze()
-        if ends_group:  # the trainer, which holds memory and the lock of its folder, refers to itself
+        if ends_group:  # The trainer holds memory and the lock of its folder, and refers to itself.
             gc.collect()
 
 

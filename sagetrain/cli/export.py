@@ -1,4 +1,4 @@
-"""`sagetrain export`: a checkpoint as a Hugging Face folder."""
+"""The command `sagetrain export`: write a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sagetrain.cli.options import Checkpoint, RunDir
 
 
 class ExportDtype(enum.Enum):
-    """Of exported weights."""
+    """The dtype of exported weights."""
 
     float32, bfloat16, float16 = "float32", "bfloat16", "float16"
 
@@ -23,7 +23,8 @@ def export(
     run_dir: RunDir,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; it must not exist yet.")],
     dtype: Annotated[
-        ExportDtype | None, typer.Option(show_default=False, help="Of the weights. Default: what the run computed in.")
+        ExportDtype | None,
+        typer.Option(show_default=False, help="Dtype of the weights. Default: the one the run computed in."),
     ] = None,
     shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest size of a file of weights, in GB.")] = 4.0,
     checkpoint: Checkpoint = None,

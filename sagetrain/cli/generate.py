@@ -1,4 +1,4 @@
-"""`sagetrain generate`: continue texts."""
+"""The command `sagetrain generate`: continue texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generate(
         str | None, typer.Argument(help="Text to continue; -: standard input.", show_default=False)
     ] = None,
     prompts: Annotated[
-        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="The same, and repeatable.")
+        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue. Repeatable.")
     ] = None,
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="Continue the text of a file (UTF-8), to its last character.")
@@ -47,14 +47,17 @@ def generate(
     ] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")] = 50,
     top_p: Annotated[
-        float, typer.Option(help="Of these only from the fewest that have this probability together, above 0 to 1.")
+        float,
+        typer.Option(
+            help="Sample only from the fewest of these that together have this probability, above 0 and up to 1."
+        ),
     ] = 1.0,
     stop: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="End before this text, which is not printed. Repeatable."),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling: of each prompt alone, whatever the batch.")
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling. A prompt gets the same text in any batch.")
     ] = 0,
     chat: Annotated[
         bool,
@@ -64,7 +67,7 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Jinja file for --chat. Default: the one that the data were made with, or the tokenizer's own.",
+            help="Jinja file for --chat. Default: the template that the data was made with, or the tokenizer's own.",
             show_default=False,
         ),
     ] = None,
@@ -121,7 +124,7 @@ def generate(
         while interactive and (line := ranks.tell(_next_line)) is not None:
             try:
                 _show(completions(run, [line], sampling, 1, template), 1, as_json, ranks.main, answers=chat)
-            except ConfigError as error:  # too long: the next one may be shorter
+            except ConfigError as error:  # The prompt may be too long, and the next one may be shorter.
                 if ranks.main:
                     _warn(f"error: {error}")
         if given:
@@ -132,8 +135,8 @@ def generate(
 
 
 def _show(pieces: Iterator[tuple[Completion, str]], count: int, as_json: bool, main: bool, answers: bool) -> None:
-    """Print completions in the order of their prompts: one as it grows, of several each when it is finished. answers:
-    without the prompts."""
+    """Print completions in the order of their prompts. A single one is printed as it grows, several when each is
+    finished. With `answers`, prompts are left out."""
     finished: dict[int, Completion] = {}
     shown = 0
     streamed = count == 1 and not as_json
@@ -162,7 +165,7 @@ def _show(pieces: Iterator[tuple[Completion, str]], count: int, as_json: bool, m
 
 
 def _next_line() -> str | None:
-    """What the user types next, not empty; None at the end of standard input."""
+    """Return the next line that the user types and that is not empty, or None at the end of standard input."""
     while True:
         if sys.stdin.isatty():
             typer.echo("> ", nl=False, err=True)

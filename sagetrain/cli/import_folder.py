@@ -1,4 +1,4 @@
-"""`sagetrain import`: a Hugging Face folder as a run to start from."""
+"""The command `sagetrain import`: turn a Hugging Face folder into a run folder to start from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def import_folder(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder of Llama, Mistral or Qwen3.")],
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to write; it must not exist yet.")],
 ) -> None:
-    """Make of a Hugging Face folder a run folder to start from, with training.init_from.
+    """Turn a Hugging Face folder into a run folder to start from, with training.init_from.
 
     \b
     sagetrain import Qwen3-0.6B runs/qwen3

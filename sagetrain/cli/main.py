@@ -1,6 +1,6 @@
-"""The `sagetrain` command and its verbs, each in a file of its own, which reads the words after it.
+"""The `sagetrain` command and its verbs. Each verb has a file of its own, which reads the words after it.
 
-Heavy imports sit inside the verbs, so that `--help` and `plan` answer at once and without torch.
+Heavy imports are inside the verbs, so that `--help` and `plan` answer at once and without torch.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ VERBS: dict[str, Callable[..., None]] = {
     "doctor": doctor,
     "report": report,
 }
-"""In the order of --help."""
+"""The verbs, in the order of --help."""
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # whose tables cut option names where a terminal is narrow
+    # rich's tables cut option names if the terminal is narrow.
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for name, verb in VERBS.items():
@@ -82,25 +83,27 @@ def sagetrain(
 def run(words: Sequence[str]) -> int:
     """Run a command, given as the words after `sagetrain`, and return its exit code.
 
-    Help is as wide as the terminal; a pipe has no end.
+    Help is as wide as the terminal. In a pipe its width has no limit.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, in a command that does not save and stop on it.
     """
-    for option, after in zip(words, [*words[1:], ""], strict=False):  # as other programs take them
+    for option, after in zip(words, [*words[1:], ""], strict=False):  # Other programs take keys as options.
         if words[0] in ("train", "plan", "doctor", "compare") and re.match(r"--[a-z_]+(\.\w+)+(=|$)", option):
             key, _, value = option[2:].partition("=")
             _warn(f"error: {option}: keys of the YAML go without dashes: {key}={value or after or 'VALUE'}")
             return 2
     command = typer.main.get_group(app)
     for each in command.commands.values():
-        each.short_help = (each.help or "").partition("\n\n")[0]  # whole: by itself the list of commands is cut
+        # The whole sentence is set here, because the list of commands would cut it.
+        each.short_help = (each.help or "").partition("\n\n")[0]
     width, code = shutil.get_terminal_size((10_000, 24)).columns, 0
     try:
-        with _Errors():  # commands that know a rank or a folder have their own inside; it is for --help on a full disk
+        # Commands that know a rank or a folder use their own Errors inside. This one is for --help on a full disk.
+        with _Errors():
             command(list(words), prog_name="sagetrain", obj=tuple(words), terminal_width=width)
     except SystemExit as ended:
         code = int(ended.code or 0)
-    if code == 130:  # the parser's word for it
+    if code == 130:  # This is the parser's code for an interrupt.
         raise KeyboardInterrupt
     return code

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""The arguments and options that several commands have."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Config = Annotated[
         show_default=False,
     ),
 ]
-ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="The same: --config CONFIG.")]
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="The run's YAML file, as an option.")]
 DataRoot = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
         show_default=False,
-        help="Folder that holds the run's data now, wherever below. Default: looked for where it was, beside the run.",
+        help="Folder that holds the run's data now, at any depth. Default: where it was, or beside the run.",
     ),
 ]
 Overrides = Annotated[
@@ -32,7 +32,13 @@ Overrides = Annotated[
 RunDir = Annotated[Path, typer.Argument(help="Folder of a run (its training.run_dir).")]
 Checkpoint = Annotated[
     int | None,
-    typer.Option("--checkpoint", metavar="STEP", min=1, show_default=False, help="Its checkpoint of this step."),
+    typer.Option(
+        "--checkpoint",
+        metavar="STEP",
+        min=1,
+        show_default=False,
+        help="Step of the checkpoint to use. Default: the newest.",
+    ),
 ]
 AttentionName = enum.Enum("AttentionName", {name: name for name in ("sdpa", "sage", "flash", "reference", "fp4")})  # type: ignore[misc]
 InferenceAttention = Annotated[
@@ -45,6 +51,6 @@ InferencePrecision = Annotated[
     typer.Option(
         "--linear",
         show_default=False,
-        help="Multiply the blocks' linear layers in this precision. Default: 16 bits, whatever the run's were.",
+        help="Multiply the blocks' linear layers in this precision. Default: 16 bits, whatever the run had.",
     ),
 ]

@@ -1,4 +1,4 @@
-"""`sagetrain plan`: what a run will be."""
+"""The command `sagetrain plan`: predict a run."""
 
 from __future__ import annotations
 
@@ -31,19 +31,21 @@ def plan(
         typer.Option(
             case_sensitive=False,
             show_default=False,
-            help="What memory and step time are predicted for. Default: this host's GPU, or h200. Rates of h200 and "
+            help="GPU to predict memory and step time for. Default: this host's GPU, or h200. Rates of h200 and "
             "h100 are measured; the others are scaled by data sheets.",
         ),
     ] = None,
-    gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs that share NVLink; beyond is the network.")] = 8,
+    gpus_per_host: Annotated[
+        int, typer.Option(min=1, help="GPUs that share NVLink. Hosts are connected by the network.")
+    ] = 8,
     network_gbps: Annotated[float, typer.Option(min=1, help="Network bandwidth of one GPU, in Gbit/s.")] = 400,
     measured_tokens_per_second: Annotated[
         float | None,
         typer.Option(
             min=1,
             show_default=False,
-            help="What this configuration reached on one GPU (tensor or context parallel: on one group of GPUs). "
-            "Scales the predicted speed of the GPU to it.",
+            help="Speed that this configuration reached on one GPU (tensor or context parallel: on one group of GPUs). "
+            "The prediction is scaled to it.",
         ),
     ] = None,
     measured: Annotated[
@@ -51,12 +53,15 @@ def plan(
         typer.Option(
             metavar="RUN",
             show_default=False,
-            help="Folder of an earlier run: the findings take what it measured about INT8 attention.",
+            help="Folder of an earlier run. The findings use its measurements of quantization.",
         ),
     ] = None,
-    brief: Annotated[bool, typer.Option("--brief", help="Only the findings and the few numbers one needs.")] = False,
+    brief: Annotated[
+        bool, typer.Option("--brief", help="Show only the findings and the most important numbers.")
+    ] = False,
     show_keys: Annotated[
-        bool, typer.Option("--keys", help="List the keys of the YAML instead; --keys optimizer: those of a section.")
+        bool,
+        typer.Option("--keys", help="List the keys of the YAML instead; --keys optimizer lists those of a section."),
     ] = False,
 ) -> None:
     """Show what a run will be, on any laptop: parameters, memory, schedules, step time, better layouts, every finding.

@@ -1,4 +1,4 @@
-"""`sagetrain prepare`: text into token files."""
+"""The command `sagetrain prepare`: turn text into token files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def prepare(
             "(.tar, .zip), Hugging Face datasets, or python-stdlib: the standard library's own sources."
         ),
     ],
-    output: Annotated[  # no Path, which would drop the slash of a folder
+    output: Annotated[  # This is no Path, because a Path would drop the slash at the end of a folder's name.
         str, typer.Option("--output", "-o", metavar="PATH", help="Token file to write, without suffix: data/train.")
     ],
     tokenizer: Annotated[
@@ -36,7 +36,8 @@ def prepare(
         typer.Option(help="Fine-tuning: field of a prompt, which does not count in the loss.", show_default=False),
     ] = None,
     completion_field: Annotated[
-        str | None, typer.Option(help="Fine-tuning: field of its completion, which does.", show_default=False)
+        str | None,
+        typer.Option(help="Fine-tuning: field of the completion, which counts in the loss.", show_default=False),
     ] = None,
     chat_field: Annotated[
         str | None,
@@ -50,19 +51,21 @@ def prepare(
     tools_field: Annotated[
         str | None,
         typer.Option(
-            help="Field of the tools of a chat, which its template writes. Default: tools.", show_default=False
+            help="Fine-tuning: field of a chat's tools, for the chat template. Default: tools.", show_default=False
         ),
     ] = None,
     seq_length: Annotated[
         int | None,
         typer.Option(help="Fine-tuning: data.seq_length, into which records are put whole.", show_default=False),
     ] = None,
-    glob: Annotated[str | None, typer.Option(help='Which files of a folder or archive: "**/*.md".')] = None,
+    glob: Annotated[
+        str | None, typer.Option(help='Pattern of the files of a folder or archive to read: "**/*.md".')
+    ] = None,
     split_on: Annotated[
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="What stands between documents in plain text: '<|endoftext|>', '\\n\\n'. Default: one a file.",
+            help="Text between documents in plain text: '<|endoftext|>', '\\n\\n'. Default: one document a file.",
         ),
     ] = None,
     dataset_config: Annotated[str | None, typer.Option(help="Configuration of a Hugging Face dataset.")] = None,
@@ -72,19 +75,20 @@ def prepare(
     ] = 0.0,
     workers: Annotated[int, typer.Option(min=1, help="Processes that turn text into tokens.")] = os.cpu_count() or 1,
     overwrite: Annotated[
-        bool, typer.Option(help="Replace files made from something else, and the tokenizer, which checkpoints need.")
+        bool,
+        typer.Option(help="Replace files made from something else, and the tokenizer, which checkpoints may need."),
     ] = False,
     skip_bad_lines: Annotated[
         bool, typer.Option("--skip-bad-lines", help="Leave out and count lines without text instead of stopping.")
     ] = False,
     shard: Annotated[
         str | None,
-        typer.Option(metavar="K/N", help="Do the K-th of N parts, each on a host, and train on PATH-*."),
+        typer.Option(metavar="K/N", help="Prepare the K-th of N parts. Hosts can do one each; train on PATH-*."),
     ] = None,
 ) -> None:
     """Turn text into token files (.bin and .idx, which Megatron-LM reads too), and train a tokenizer when asked.
 
-    Interrupted, it goes on where it was when it is called again with the same arguments.
+    If the command was interrupted, calling it again with the same arguments continues it.
 
     \b
     sagetrain prepare corpus/*.jsonl.zst -o data/train --vocab-size 32000 --valid-fraction 0.005

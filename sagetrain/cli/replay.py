@@ -1,4 +1,4 @@
-"""`sagetrain replay`: a step that went wrong, once more."""
+"""The command `sagetrain replay`: take a step that went wrong again."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ Linear = enum.Enum("Linear", {name: name for name in ("recorded", "bf16")})  # t
 
 def replay(
     bundle: Annotated[
-        Path, typer.Argument(metavar="BUNDLE", help="Folder that a step left: RUN/spikes/step-00000015.")
+        Path, typer.Argument(metavar="BUNDLE", help="Folder that a bad step left: RUN/spikes/step-00000015.")
     ],
     attention: Annotated[
-        Backend, typer.Option("--attention", help="What to take the step with, beside what it had.")
+        Backend, typer.Option("--attention", help="Attention to compare the run's own with.")
     ] = Backend["sdpa"],
-    recipe: Annotated[str | None, typer.Option(help="Of --attention sage. Default: the run's.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Recipe for --attention sage. Default: the run's own.")] = None,
     linear: Annotated[
-        Linear, typer.Option(help="Linear layers beside that attention: as the run has them, or in 16 bits.")
+        Linear, typer.Option(help="Linear layers together with that attention: as the run has them, or in 16 bits.")
     ] = Linear["recorded"],
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
     """Take a step that went wrong again, and say whether its data or the precision is to blame.
 
-    From the checkpoint before it, over the same samples, in the precision that it had and with another attention (or
-    linear layers in 16 bits, where the run has them in 8). A spike that stays is the data's (or the weights'), one that
-    goes away is the precision's, one that does not come back is neither.
+    The step starts from the checkpoint before it and takes the same samples, once in the precision that it had and once
+    with another attention (or with linear layers in 16 bits, if the run has them in 8). A spike that stays comes from
+    the data or the weights. A spike that goes away comes from the precision. If it does not come back even in the first
+    case, it comes from neither.
 
     \b
     sagetrain replay runs/325m/spikes/step-00001500 --attention sdpa --linear bf16

@@ -1,4 +1,4 @@
-"""`sagetrain report`: one page about runs."""
+"""The command `sagetrain report`: write a page about runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def report(
         "report.html"
     ),
 ) -> None:
-    """Write one HTML page about runs, to look at without a network.
+    """Write one HTML page about runs, which needs no network to be read.
 
-    Curves over tokens with all runs in each, events (resumes, spikes, changes of precision), and the settings that
-    differ.
+    It has curves over tokens with all runs in each, events (resumes, spikes, changes of precision), and the settings
+    that differ.
 
     \b
     sagetrain report runs/325m runs/325m-sdpa -o runs.html

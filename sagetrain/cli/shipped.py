@@ -1,4 +1,4 @@
-"""`sagetrain config`: print what comes with SageTrain."""
+"""The command `sagetrain config`: print a configuration or a template that comes with SageTrain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from sagetrain.config.errors import ConfigError
 def print_shipped(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", show_default=False, help="One of those that are listed without a NAME."),
+        typer.Argument(
+            metavar="NAME", show_default=False, help="One of the names that the command lists without NAME."
+        ),
     ] = None,
 ) -> None:
     """Print a configuration that comes with SageTrain, to change and train, or a template for a launcher.
@@ -42,7 +44,7 @@ def print_shipped(
 
 
 def _subject(path: Path) -> str:
-    """The first sentence of the comment with which a file begins."""
+    """Return the first sentence of the comment with which a file begins."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#!")]
     comment = " ".join(line[2:] for line in takewhile(lambda line: line.startswith("# "), lines))
     return (

@@ -1,4 +1,4 @@
-"""`sagetrain train`: train, or continue, a run."""
+"""The command `sagetrain train`: train a run, or continue it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def train(
     KEY=VALUE: data.train.0.path, data.valid.0.path (or data.valid=[]) and training.run_dir.
     """
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its store says for pages that a rank has gone; we say who
+    # torch's store would print pages about a rank that has gone. SageTrain says which rank it is.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from sagetrain.cluster.launcher import launched, unknown_launcher
     from sagetrain.parallel.host import use_cores
 
@@ -62,7 +63,8 @@ def train(
             errors.run_dir = Path(cfg.training.run_dir)
             if (said := use_cores()) and rank == 0:
                 _warn(said)
-            gc.disable()  # what is imported stays: to look for garbage in it takes a fifth of the start
+            # Imported modules stay. Looking for garbage in them takes a fifth of the start.
+            gc.disable()
             from sagetrain.train.trainer import Trainer
 
             gc.freeze()
@@ -79,8 +81,8 @@ def train(
 
 
 def _while_training(cfg: Any) -> tuple[Any, Any]:
-    """Give what asks evaluation.tasks and what writes samples of a model that trains (Tasks and Samples of
-    train/trainer.py), None for what the configuration does not ask for."""
+    """Return the functions that evaluate evaluation.tasks and that write samples of a model in training (Tasks and
+    Samples of train/trainer.py). Each is None if the configuration does not ask for it."""
     evaluation, data = cfg.evaluation, cfg.data
     tasks = samples = None
     if evaluation.tasks or evaluation.samples_every_tokens:

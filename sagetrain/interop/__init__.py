@@ -1,1 +1,1 @@
-"""Other libraries' models: Hugging Face folders, out and in."""
+"""Import and export of other libraries' models: Hugging Face folders."""

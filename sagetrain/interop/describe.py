@@ -1,7 +1,8 @@
-"""Read config.json of a Hugging Face folder: which model it describes, by what transformers makes of the same keys.
+"""Read config.json of a Hugging Face folder as the description of a model, in the way that transformers reads the same
+keys.
 
-Where two keys say the same thing in different ways, nobody can tell which of them the weights were trained with. That
-is an error here that names both, also where transformers takes one of them without a word.
+If two keys say the same thing in different ways, nobody can tell which of them the weights were trained with. That is
+an error here that names both, even where transformers takes one of them in silence.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Architecture:
-    """What transformers does with a class of models."""
+    """A class of models in transformers."""
 
     model_type: str
     qk_norm: str
     defaults: Mapping[str, Any]
-    """Keys that config.json may leave out, beside those of `DEFAULTS`."""
+    """Values of keys that config.json may leave out, beside those of `DEFAULTS`."""
 
 
 ARCHITECTURES = {
@@ -54,7 +55,7 @@ _THEIRS = {
     "init_std": "initializer_range",
 }
 _REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-# What else a model may be told to compute -> the value that leaves it out.
+# These keys may tell a model to compute more. The values leave that out.
 _WITHOUT = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -66,21 +67,26 @@ _WITHOUT = {
 
 @dataclass(frozen=True)
 class Described:
-    """A model by its config.json."""
+    """A model as its config.json describes it."""
 
     architecture: str
     model: ModelConfig
     attention: AttentionConfig
     vocab_size: int
     seq_length: int
-    """Longest sequence that it is made for, and computed here as it is there."""
+    """Longest sequence that the model is made for, and that is computed here as it is there."""
 
 
 def describe(config: Mapping[str, Any], where: str, report: Report) -> Described:
-    """Return the model of a config.json, which `where` names. `report` hears what is taken otherwise than it says.
+    """Return the model that a config.json describes.
 
-    Raises ConfigError for a model that SageTrain does not compute, for one that lacks a size, and for keys that
-    contradict each other.
+    Args:
+        config: the content of config.json.
+        where: its path, for messages.
+        report: gets a message for each key that is read differently than it says.
+
+    Raises:
+        ConfigError: SageTrain does not compute the model, a size is missing, or keys contradict each other.
     """
     name = _architecture(config, where)
     architecture = ARCHITECTURES[name]
@@ -125,14 +131,16 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
         raise ConfigError(f"{where}: head_dim {model.head_dim} is odd: RoPE turns pairs of numbers")
     _check_layer_types(said, where)
     attention = AttentionConfig.model_validate({"backend": "sdpa", "qk_norm": architecture.qk_norm})
-    # transformers takes a Mistral whose layers have types for another class, of which these are full.
+    # transformers uses another class for a Mistral whose layers have types. In that class these types mean full
+    # attention.
     windowed = name == "MistralForCausalLM" and not said.get("layer_types")
     length = _length(said, where, report, windowed)
     return Described(name, model, attention, said["vocab_size"], length)
 
 
 def _architecture(config: Mapping[str, Any], where: str) -> str:
-    """The class of the model. transformers goes by model_type, other readers by architectures: they must agree."""
+    """Return the class of the model. transformers goes by model_type, and other readers by architectures, so the two
+    must agree."""
     by_type = {each.model_type: name for name, each in ARCHITECTURES.items()}
     model_type, names = config.get("model_type"), config.get("architectures") or []
     if not names and model_type in by_type:
@@ -193,8 +201,8 @@ def _whole(said: Mapping[str, Any], key: str, where: str) -> int:
 
 
 def _rotary(said: Mapping[str, Any], where: str, report: Report) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling. transformers 5 writes both as rope_parameters; older folders have rope_theta and rope_scaling,
-    which transformers 5 takes first where there are both."""
+    """Return the base and the scaling of the rotary embedding. transformers 5 writes both as rope_parameters. Older
+    folders have rope_theta and rope_scaling; if both forms are there, transformers 5 takes the older one first."""
     found = {key: _rope(said, key, where) for key in ("rope_scaling", "rope_parameters") if said.get(key)}
     if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
         both = " and ".join(f"{key} {said[key]} (rope_theta {found[key][0]})" for key in found)
@@ -209,14 +217,14 @@ def _rotary(said: Mapping[str, Any], where: str, report: Report) -> tuple[float,
 
 
 def _rope(said: Mapping[str, Any], key: str, where: str) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling by one of the two keys."""
+    """Return the base and the scaling that one of the two keys gives."""
     if not isinstance(said[key], dict):
         raise ConfigError(f"{where}: {key} {said[key]!r} holds no keys; copy the folder again")
     given = {name: value for name, value in said[key].items() if value is not None}
     where = f"{where}: {key}"
 
     def agreed(name: str, other: str, *values: Any) -> Any:
-        """The one value that two places give."""
+        """Return the one value that two places give. Raises ConfigError if they differ."""
         there = [value for value in values if value is not None]
         if any(value != there[0] for value in there):
             raise ConfigError(

@@ -1,4 +1,5 @@
-"""`sagetrain export`: a run's checkpoint as a Hugging Face folder, in the memory of one shard and one tensor."""
+"""The command `sagetrain export`: write a run's checkpoint as a Hugging Face folder, with the memory of one shard and
+one tensor."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ from sagetrain.interop.tokenizer_files import tokenizer_files
 from sagetrain.model.tensors import TensorSpec, tensors
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys that config.json and generation_config.json share."""
+"""The keys that config.json and generation_config.json share."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """The result of `export`."""
 
     architecture: str
     step: int
@@ -41,7 +42,7 @@ class Exported:
     bytes: int
     shards: int
     positions: int
-    """max_position_embeddings."""
+    """The value of max_position_embeddings."""
     eos_token_id: int | list[int] | None
 
 
@@ -54,14 +55,15 @@ def export(
     shard_bytes: int = 4 * 10**9,
     report: Callable[[str], None] = lambda text: None,
 ) -> Exported:
-    """Write the newest whole checkpoint of a run, or that of `step`, as a folder that
-    transformers.AutoModelForCausalLM.from_pretrained loads.
+    """Write a checkpoint as a folder that transformers.AutoModelForCausalLM.from_pretrained loads.
 
     Args:
-        folder: does not exist yet, or is empty. It appears when everything in it is written.
-        dtype: of the weights in it. Default: what the run computed in; what was imported stays as it is.
+        run_dir: folder of the run.
+        folder: folder to write, which does not exist yet or is empty. It appears when everything in it is written.
+        step: step of the checkpoint. Default: the newest complete one.
+        dtype: dtype of the weights. Default: the dtype that the run computed in; imported weights keep their dtype.
         shard_bytes: largest size of a file of weights, unless a single tensor is larger.
-        report: hears what could not go along.
+        report: gets messages about what could not be exported.
 
     Raises:
         ConfigError: transformers has no class for the model, or there is something in the folder.
@@ -109,7 +111,7 @@ def export(
         for file, part in shards.items():
             values = {spec.theirs: _values(reader, spec, dtypes[spec]) for spec in part}
             save_file(values, temporary / file, metadata={"format": "pt"})
-            # safetensors lets its user alone read the file: who else may is for the umask to say.
+            # safetensors makes the file readable for its user alone. The umask should decide who else may read it.
             (temporary / file).chmod((temporary / "config.json").stat().st_mode & 0o777)
             del values
     ends = generation["eos_token_id"]
@@ -117,19 +119,20 @@ def export(
 
 
 def _generation(run: OpenRun) -> dict[str, Any]:
-    """Content of generation_config.json: what was imported with the weights, and every token at which `sagetrain
-    generate` ends a text or an answer."""
+    """Return the content of generation_config.json: the settings that were imported with the weights, and every token
+    at which `sagetrain generate` ends a text or an answer."""
     tokenizer, settings = run.tokenizer, dict(run.reader.state.generation)
     if tokenizer is None:
         return settings or {"bos_token_id": None, "eos_token_id": None}
     ends = ending_tokens(tokenizer, run.end_tokens, run.chat_templates.get("default"))
-    # Where nothing was trained to follow a bos token, it is an eos that stands before every document.
+    # If the model was not trained on a bos token, it is an eos token that stands before every document.
     bos = tokenizer.bos_id if run.text_prefix else tokenizer.eos_id
     return {"bos_token_id": bos, **settings, "eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 
 def _dtype(reader: Reader, spec: TensorSpec, asked: Dtype | None, computed_in: str) -> torch.dtype:
-    """Return the dtype of a tensor in the folder: as asked, or as it was imported, or what the run computed in."""
+    """Return the dtype of a tensor in the folder: the one asked for, or else the imported one, or else the one that the
+    run computed in."""
     kept = reader.tensors.get(spec.name, {}).get("dtype")
     found: torch.dtype = getattr(torch, asked or kept or {"bf16": "bfloat16", "fp32": "float32"}[computed_in])
     return found
@@ -137,13 +140,13 @@ def _dtype(reader: Reader, spec: TensorSpec, asked: Dtype | None, computed_in: s
 
 def _values(reader: Reader, spec: TensorSpec, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(spec.shape, dtype=dtype)
-    # Without the rows that pad the vocabulary: the first rows are the first values of the flattened tensor.
+    # The rows that pad the vocabulary are left out. The other rows are the first values of the flattened tensor.
     reader.fill(out.view(-1), spec.name, "weight", 0, 1)
     return out
 
 
 def _shards(dtypes: Mapping[TensorSpec, torch.dtype], most: int) -> dict[str, list[TensorSpec]]:
-    """Return the tensors of each file."""
+    """Return the tensors of each file, by file name."""
     parts = [*cut(dtypes, most)]
     if len(parts) == 1:
         return {WEIGHTS: parts[0]}
@@ -152,7 +155,7 @@ def _shards(dtypes: Mapping[TensorSpec, torch.dtype], most: int) -> dict[str, li
 
 
 def cut(dtypes: Mapping[TensorSpec, torch.dtype], most: int) -> Iterator[list[TensorSpec]]:
-    """Yield the tensors in their order, in parts of up to `most` bytes; a larger one is a part of its own."""
+    """Yield the tensors in their order, in parts of up to `most` bytes. A larger tensor is a part of its own."""
     part: list[TensorSpec] = []
     used = 0
     for spec, dtype in dtypes.items():
@@ -167,11 +170,12 @@ def cut(dtypes: Mapping[TensorSpec, torch.dtype], most: int) -> Iterator[list[Te
 
 @contextmanager
 def published(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` to write in, synced and renamed to it at the end, or removed if that fails.
+    """Yield a new folder beside `folder` to write in. At the end it is synced and renamed to `folder`, or removed if
+    that fails.
 
     Raises:
         ConfigError: there is something at `folder` already, or nothing may be written there.
-        CheckpointError: it cannot be written.
+        CheckpointError: the folder cannot be written.
     """
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty: choose another folder, or delete it")

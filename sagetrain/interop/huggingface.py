@@ -1,8 +1,8 @@
-"""What Hugging Face calls the models that are trained here: architectures and config.json. model/tensors.py has its
-names of their tensors.
+"""The names that Hugging Face has for the models that are trained here: architectures and config.json. The names of
+tensors are in model/tensors.py.
 
-Both sides rotate dim i together with dim i + head_dim / 2, keep weights as [out, in] and normalize alike, so tensors
-go over as they are.
+Both sides rotate dim i together with dim i + head_dim / 2, keep weights as [out, in] and normalize in the same way, so
+tensors are copied without change.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ OF_SCALING = {
 
 
 def config_json(model: ModelConfig, attention: AttentionConfig, vocab_size: int, seq_length: int) -> dict[str, Any]:
-    """config.json of a model, without its dtype and tokens: Llama, or Qwen3 where q and k are normalized.
+    """Return the config.json of a model, without its dtype and tokens. The class is Llama, or Qwen3 if q and k are
+    normalized.
 
-    Raises ConfigError where Hugging Face has no class for it.
+    Raises:
+        ConfigError: Hugging Face has no class for the model.
     """
     match attention.qk_norm:
         case "none":

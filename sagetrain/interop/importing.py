@@ -1,4 +1,5 @@
-"""`sagetrain import`: a Hugging Face folder as a run folder to start from, in the memory of one file of weights."""
+"""The command `sagetrain import`: turn a Hugging Face folder into a run folder to start from, with the memory of one
+file of weights."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ from sagetrain.interop.weight_files import WeightFiles, read_json
 from sagetrain.model.tensors import TensorSpec, tensors
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_NO_SETTINGS = ("transformers_version", "_from_model_config")  # of a generation_config.json: who wrote it
-# Part of a tensor's name -> the keys of config.json that give its shape.
+# These keys of a generation_config.json only say who wrote it.
+_NO_SETTINGS = ("transformers_version", "_from_model_config")
+# Parts of tensor names, and the keys of config.json that determine the tensor's shape.
 _SHAPED_BY = {
     "embed_tokens": "vocab_size and hidden_size",
     "lm_head": "vocab_size and hidden_size",
@@ -44,7 +46,7 @@ _SHAPED_BY = {
 
 @dataclass(frozen=True)
 class Imported:
-    """What was read."""
+    """The result of `import_folder`."""
 
     architecture: str
     tensors: int
@@ -60,16 +62,17 @@ def import_folder(
     shard_bytes: int = 4 * 10**9,
     report: Report = lambda text: None,
 ) -> Imported:
-    """Make of a Llama, Mistral or Qwen3 folder a run folder with one checkpoint, which training.init_from, eval,
-    generate and export take. Its weights stay as they are, in their dtype; rows that pad the vocabulary are zeros.
+    """Turn a Llama, Mistral or Qwen3 folder into a run folder with one checkpoint, for training.init_from, eval,
+    generate and export. The weights stay as they are, in their dtype. Rows that pad the vocabulary are zeros.
 
     Args:
-        run_dir: does not exist yet, or is empty. It appears when everything in it is written.
+        folder: the Hugging Face folder.
+        run_dir: folder to write, which does not exist yet or is empty. It appears when everything in it is written.
         shard_bytes: largest size of a file of weights, unless a single tensor is larger.
-        report: hears what is taken otherwise than the folder says.
+        report: gets a message for everything that is read differently than the folder says.
 
     Raises:
-        ConfigError: the folder is not one of those, is not whole, or its sizes do not match.
+        ConfigError: the folder holds another kind of model, is incomplete, or its sizes do not match.
         CheckpointError: the run folder cannot be written.
     """
     if not folder.is_dir():
@@ -145,10 +148,11 @@ def import_folder(
 def _matched(
     files: WeightFiles, described: Described, where: str, tokenizer: Tokenizer | None, report: Report
 ) -> tuple[ModelConfig, dict[TensorSpec, torch.dtype]]:
-    """Return the model that the folder holds, with its weights and their dtypes. It is the one that config.json
-    describes, but for a head of its own that config.json denies.
+    """Return the model that the folder holds, with its weights and their dtypes. It is the model that config.json
+    describes, except that it may have a head of its own that config.json denies.
 
-    Raises ConfigError unless the folder holds these weights, in their shapes, and no others.
+    Raises:
+        ConfigError: the folder does not hold exactly these weights in their shapes.
     """
     model = _with_its_head(files, described.model, where, report)
     wanted = {each.theirs: each for each in tensors(model, described.attention, described.vocab_size)}
@@ -185,8 +189,8 @@ def _matched(
 
 
 def _with_its_head(files: WeightFiles, model: ModelConfig, where: str, report: Report) -> ModelConfig:
-    """Give the tensors of a bare model and of a tied one the names that the whole model has for them. What transformers
-    makes of an embedding and a head that are both stored decides on whether they are tied."""
+    """Give the tensors of a bare model and of a tied model the names that the whole model has for them. If both an
+    embedding and a head are stored, they are tied if transformers ties them."""
     bare = [name for name in files if not name.startswith(("model.", "lm_head.")) and f"model.{name}" not in files]
     if bare and "embed_tokens.weight" in bare:
         report(f"{where}: its tensors have no model. before their names ({bare[0]}): read as transformers does")
@@ -216,7 +220,7 @@ def _with_its_head(files: WeightFiles, model: ModelConfig, where: str, report: R
 def _other_shape(
     name: str, found: tuple[int, ...], said: tuple[int, ...], where: str, tokenizer: Tokenizer | None
 ) -> str:
-    """Say what is wrong with a tensor that has another shape than config.json gives it."""
+    """Return the message for a tensor that has another shape than config.json gives it."""
     if name in (_HEAD, _EMBEDDING) and found[1:] == said[1:]:
         tokens = f", the tokenizer has {tokenizer.vocab_size} tokens" if tokenizer else ""
         return (
@@ -229,7 +233,7 @@ def _other_shape(
 
 
 def _check_vocabulary(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """ConfigError if there are tokens that the model has no row for."""
+    """Check that the model has a row for every token. Raises ConfigError if not."""
     if tokenizer.vocab_size <= vocab_size:
         return
     added = json.loads(tokenizer.model).get("added_tokens", []) if tokenizer.file_name == TOKENIZER_JSON else []
@@ -244,7 +248,8 @@ def _check_vocabulary(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> No
 
 
 def _say_dtype(config: Mapping[str, Any], dtypes: Mapping[TensorSpec, torch.dtype], where: str, report: Report) -> None:
-    """Say where weights are stored in another dtype than config.json names, in which transformers would compute."""
+    """Report weights that are stored in another dtype than config.json names. transformers would compute in the
+    latter."""
     said = config.get("dtype") or config.get("torch_dtype")
     others = [dtype for dtype in dtypes.values() if f"{dtype}" not in (f"torch.{said}", f"{said}")]
     if said not in (None, "auto") and others:
@@ -262,8 +267,8 @@ def _padded(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def _tokenizer(folder: Path, report: Report) -> Tokenizer | None:
-    """The folder's SentencePiece model where it knows as many tokens as its tokenizer.json, else that, which alone
-    keeps a chat template, and what is put before a text."""
+    """Return the folder's tokenizer. The SentencePiece model is taken if it has as many tokens as tokenizer.json,
+    unless tokenizer.json has what only it can hold: a chat template, or tokens that are put before a text."""
     there = [folder / name for name in (TOKENIZER_JSON, TOKENIZER_NAME) if (folder / name).is_file()]
     if not there:
         report(f"{folder}: has no {TOKENIZER_JSON} and no {TOKENIZER_NAME}: text cannot be tokenized for this model")
@@ -279,7 +284,7 @@ def _tokenizer(folder: Path, report: Report) -> Tokenizer | None:
                     report(f"{folder}: {TOKENIZER_JSON} is taken, which has {' and '.join(more)}, not {TOKENIZER_NAME}")
                 else:
                     tokenizer = other
-        except ConfigError:  # some call another kind of file so
+        except ConfigError:  # Some folders call another kind of file by this name.
             pass
     for note in tokenizer.notes:
         report(note)
@@ -289,8 +294,8 @@ def _tokenizer(folder: Path, report: Report) -> Tokenizer | None:
 def _generation(
     folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int, report: Report
 ) -> dict[str, Any]:
-    """Read generation_config.json, with the special token ids of config.json where it has none. They say where a text
-    ends here, and all of it goes along to an export."""
+    """Read generation_config.json, with the special token ids of config.json where it has none. The ids say where a
+    text ends, and all settings are exported again."""
     file = folder / "generation_config.json"
     said = read_json(file) if file.is_file() else {}
     settings = {key: value for key, value in said.items() if key not in _NO_SETTINGS}
@@ -324,7 +329,8 @@ def _ids(value: Any, where: str) -> list[int]:
 
 
 def _run_config(described: Described, model: ModelConfig, run_dir: Path, dtype: torch.dtype) -> RunConfig:
-    """What there is to say of a run that was not: its model, beside the least that a configuration must hold."""
+    """Build the configuration of a run that did not take place: its model, and the least that a configuration must
+    hold."""
     length = described.seq_length
     tree = {
         "model": model.model_dump(),

@@ -1,4 +1,4 @@
-"""Downstream tasks by the lm-evaluation-harness of EleutherAI, with our models in it. Needs the extra lm-eval."""
+"""Evaluate models on downstream tasks with EleutherAI's lm-evaluation-harness. This needs the extra lm-eval."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ from sagetrain.inference.score import Scorer
 from sagetrain.inference.trained_run import TrainedRun
 
 TaskResults = dict[str, dict[str, float]]
-"""By task and metric: acc, acc_stderr; where the harness filters answers, with the filter's name: acc/strict."""
-_BOOTSTRAP = 1000  # resamplings, where a standard error has no formula
-_MAX_TOKENS = 256  # the harness's own default
+"""Numbers by task and metric: acc, acc_stderr. If the harness filters answers, the filter's name follows:
+acc/strict."""
+# This is the number of resamplings where a standard error has no formula.
+_BOOTSTRAP = 1000
+# This is the harness's own default.
+_MAX_TOKENS = 256
 
 
 class Harness(TemplateLM):  # type: ignore[misc]
-    """A model as the harness asks it: how likely is this text after that one, and what comes next."""
+    """A model as the harness asks it: how likely a text is after another text, and what comes next."""
 
     def __init__(
         self,
@@ -46,10 +49,17 @@ class Harness(TemplateLM):  # type: ignore[misc]
         complete: Callable[[Sequence[str], Sampling], list[str]],
         prefix: Sequence[int] = (),
     ) -> None:
-        """complete: what follows each of some prompts. prefix: tokens that the model wants before a text."""
+        """Build the model for the harness.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            score: computes log-likelihoods.
+            complete: returns what follows each of some prompts.
+            prefix: tokens that the model expects before a text.
+        """
         super().__init__()
         self._tokenizer, self._score, self._complete, self._prefix = tokenizer, score, complete, prefix
-        # What a text without context is asked for after; an eos precedes every document in a token file.
+        # A text without context is scored after these tokens. In a token file, an eos precedes every document.
         self._start = [*prefix] or [tokenizer.eos_id]
 
     @property
@@ -67,7 +77,7 @@ class Harness(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        # White space before an answer is the answer's, so that nothing may be left of a context.
+        # White space before an answer belongs to the answer, so the context may be empty.
         return self._score([((text and context) or self._start, answer) for (text, _), context, answer in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
@@ -77,7 +87,8 @@ class Harness(TemplateLM):  # type: ignore[misc]
             for text in texts
         ]
         for pairs in windows:
-            pairs[:1] = [(self._start, answer) for _, answer in pairs[:1]]  # in place of -1
+            # These tokens stand in place of -1.
+            pairs[:1] = [(self._start, answer) for _, answer in pairs[:1]]
         found = iter(self._score([pair for pairs in windows for pair in pairs]))
         return [math.fsum(next(found)[0] for _ in pairs) for pairs in windows]
 
@@ -93,13 +104,14 @@ class Harness(TemplateLM):  # type: ignore[misc]
         return found
 
     def _end(self, prompt: str, max_tokens: int) -> str:
-        """Of a prompt as much as leaves room for an answer in the context, half of it at least."""
+        """Return the end of a prompt that leaves room in the context for an answer. At least half of the context is for
+        the prompt."""
         tokens, size = self.tok_encode(prompt), self._score.seq_length
         room = size - min(max_tokens, size // 2)
         if len(tokens) <= room:
             return prompt
         end = self._tokenizer.decode(tokens[len(self._prefix) - room :])
-        while len(self.tok_encode(end)) > room:  # of a character that was cut in two, say
+        while len(self.tok_encode(end)) > room:  # The first character may have been cut in two.
             end = end[1:]
         return end
 
@@ -116,16 +128,21 @@ def _sampling(wanted: dict[str, Any]) -> Sampling:
 
 
 class HarnessTasks:
-    """Tasks of the harness, by its names, or paths of YAML files that define others."""
+    """Tasks of the harness, by name or as paths of YAML files that define others."""
 
     def __init__(self, names: Sequence[str], limit: int | None = None) -> None:
-        """Load them, with their data. limit: documents of each; None: all.
+        """Load the tasks with their data.
+
+        Args:
+            names: names of tasks, or paths of YAML files.
+            limit: documents of each task; None: all.
 
         Raises:
-            ConfigError: a name that there is not, or a task that cannot be loaded.
+            ConfigError: a name does not exist, or a task cannot be loaded.
         """
         files = [name for name in names if Path(name).is_file()]
-        manager = TaskManager(include_defaults=len(files) < len(names))  # to list its own takes seconds
+        # Listing the tasks of the harness takes seconds.
+        manager = TaskManager(include_defaults=len(files) < len(names))
         for name in names:
             if name not in files and name not in manager.task_index:
                 near = get_close_matches(name, manager.all_tasks, 3)
@@ -136,21 +153,23 @@ class HarnessTasks:
                 )
         try:
             self._loaded = manager.load(list(names))
-        except Exception as error:  # whatever a task and the libraries that fetch its data raise
+        except Exception as error:  # Tasks, and the libraries that fetch their data, may raise anything.
             raise ConfigError(f"tasks {', '.join(names)} cannot be loaded: {error}") from error
         self._limit = limit
 
     @property
     def generating(self) -> list[str]:
-        """Names of those that want generated text."""
+        """Names of the tasks that want generated text."""
         return [name for name, task in self._loaded["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]
 
     def measure(self, model: Harness, errors: bool = False) -> TaskResults:
-        """Their metrics, and those of groups, with `errors` also their standard errors. Generators of random numbers
-        stay as they are."""
+        """Return the metrics of the tasks and of their groups. With `errors`, their standard errors are included.
+        Generators of random numbers are not changed."""
         for task in self._loaded["tasks"].values():
-            task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # the same examples each time
-        # Not simple_evaluate, which asks git, and the machine for seconds, what nobody reads here.
+            # The examples are the same each time.
+            task.set_fewshot_seed(DEFAULT_OTHER_SEED)
+        # simple_evaluate is not used, because it also asks git, and the machine for seconds, for information that
+        # nobody reads here.
         found = evaluate(model, self._loaded, limit=self._limit, bootstrap_iters=_BOOTSTRAP * errors, log_samples=False)
         return {task: numbers for task, values in found["results"].items() if (numbers := _metrics(values))}
 
@@ -168,14 +187,16 @@ def _metrics(values: dict[str, Any]) -> dict[str, float]:
 def tasks_while_training(
     evaluation: EvaluationConfig, data: DataConfig, trained: Trained | None
 ) -> Callable[[Engine, Texts, Alive], dict[str, float]]:
-    """Load evaluation.tasks, and give what asks them (Tasks of train/trainer.py) of a model that all ranks hold
-    together: numbers by task/metric. Collective.
+    """Load evaluation.tasks, and return a function that evaluates them (Tasks of train/trainer.py) on a model that all
+    ranks hold together. It returns numbers by task/metric. Both calls are collective.
 
     Args:
-        trained: the model that trains as one that generates; None at ZeRO 3.
+        evaluation: the section of the configuration.
+        data: the section of the configuration.
+        trained: gives the model in training as one that generates; None at ZeRO 3.
 
     Raises:
-        ConfigError: as of HarnessTasks, a task wants generated text at ZeRO 3, or there is no tokenizer.
+        ConfigError: HarnessTasks refuses the tasks, a task wants generated text at ZeRO 3, or there is no tokenizer.
     """
     tasks = HarnessTasks(evaluation.tasks, evaluation.tasks_limit)
     if tasks.generating and trained is None:
@@ -197,7 +218,7 @@ def tasks_while_training(
 
         groups = engine.groups
         score = Scorer(forward, groups, engine.device, data.seq_length, data.micro_batch_size, tokenizer.vocab_size)
-        # The harness has a progress bar for each task; one process shows it.
+        # The harness has a progress bar for each task. One process shows it.
         with redirect_stderr(io.StringIO()) if groups.rank else nullcontext():
             results = tasks.measure(Harness(tokenizer, score, complete, texts.prefix))
         return {f"{task}/{name}": value for task, values in results.items() for name, value in values.items()}
@@ -206,7 +227,7 @@ def tasks_while_training(
 
 
 def harness_of(run: TrainedRun) -> Harness:
-    """A checkpoint in this process. ConfigError if it has no tokenizer."""
+    """Build the harness's model of a checkpoint in this process. Raises ConfigError if it has no tokenizer."""
     if run.tokenizer is None:
         raise ConfigError(
             "the run was trained on token files without a tokenizer, so it cannot be asked tasks: put the "

@@ -1,4 +1,4 @@
-"""A tokenizer as the files that transformers.AutoTokenizer reads, with the same ids for the same text."""
+"""Write a tokenizer as the files that transformers.AutoTokenizer reads, with the same ids for the same text."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.data.tokenizer_copy import TOKENIZER_CONFIG, named_templates, split
 
 _SPACE_MARK = "\u2581"
-_BPE = 2  # of SentencePiece's model types
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # its types of pieces
+# This is one of SentencePiece's model types.
+_BPE = 2
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # These are SentencePiece's types of pieces.
 
 
 def tokenizer_files(
     tokenizer: Tokenizer, seq_length: int, chat_templates: Mapping[str, str] | None = None
 ) -> dict[str, bytes]:
-    """Content of tokenizer.json, tokenizer_config.json and the SentencePiece model, if it is one, by file name. Chat
-    templates by name take the place of the tokenizer's own.
+    """Return the contents of tokenizer.json, tokenizer_config.json and, for a SentencePiece model, the model, by file
+    name. `chat_templates` by name replace the tokenizer's own.
 
-    Raises ConfigError for a SentencePiece model whose ids tokenizer.json cannot give; its option is named.
+    Raises:
+        ConfigError: tokenizer.json cannot give the ids of a SentencePiece model. The message names the model's option.
     """
     if tokenizer.file_name == TOKENIZER_JSON:
         tree = json.loads(tokenizer.model)
@@ -61,17 +63,17 @@ def tokenizer_files(
 
 
 def _pipeline(model: Any) -> Pipeline:
-    """A SentencePiece byte-pair encoding in the terms of the tokenizers package.
+    """Build a SentencePiece byte-pair encoding with the tokenizers package.
 
-    Pieces get real spaces in place of SentencePiece's mark, so that the mark itself, in a text, is a character that
-    the vocabulary does not have and is spelled in bytes, as Tokenizer.encode does it.
+    Pieces get real spaces in place of SentencePiece's space mark. The mark itself, in a text, is then a character that
+    is not in the vocabulary and is spelled in bytes, as in Tokenizer.encode.
     """
     if reason := next(_refusals(model), None):
         raise ConfigError(f"its SentencePiece model {reason}")
     normalizer, trainer = model.normalizer_spec, model.trainer_spec
     ids = {_spaced(piece.piece): number for number, piece in enumerate(model.pieces)}
     scores = {_spaced(piece.piece): piece.score for piece in model.pieces if piece.type == _NORMAL}
-    # SentencePiece merges any two neighbours that make a piece, the piece of the highest score first.
+    # SentencePiece merges any two neighbours that form a piece, the piece with the highest score first.
     merges = sorted(
         (-score, -cut, (piece[:cut], piece[cut:]))
         for piece, score in scores.items()
@@ -99,14 +101,15 @@ def _pipeline(model: Any) -> Pipeline:
     pipeline.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text, kind in named if kind in (_UNKNOWN, _CONTROL)]
     )
-    # Where the mark is a space in a text, too, symbols are found after it was replaced.
+    # If the mark is a space in a text too, symbols are found after it was replaced.
     found_in = {"normalized": not trainer.byte_fallback}
     pipeline.add_tokens([AddedToken(text, **found_in) for text, kind in named if kind == _USER_DEFINED])
     return pipeline
 
 
 def _refusals(model: Any) -> Iterator[str]:
-    """Why tokenizer.json cannot give the ids of a SentencePiece model, by the names of SentencePiece's options."""
+    """Yield the reasons why tokenizer.json cannot give the ids of a SentencePiece model. They name SentencePiece's
+    options."""
     normalizer, trainer = model.normalizer_spec, model.trainer_spec
     if trainer.model_type != _BPE:
         yield "is not a byte-pair encoding"
@@ -121,7 +124,7 @@ def _refusals(model: Any) -> Iterator[str]:
     if normalizer.add_dummy_prefix and trainer.treat_whitespace_as_suffix:
         yield "puts a space behind a text (treat_whitespace_as_suffix)"
     if normalizer.add_dummy_prefix and any(piece.type == _USER_DEFINED for piece in model.pieces):
-        # The tokenizers package would put the space before every part of a text that such symbols cut out.
+        # The tokenizers package would put the space before every part of a text between such symbols.
         yield "has user-defined symbols, and puts a space before a text"
     if unused := [piece.piece for piece in model.pieces if piece.type == _UNUSED]:
         yield f"has pieces that are switched off, such as {unused[0]!r}"
@@ -130,7 +133,7 @@ def _refusals(model: Any) -> Iterator[str]:
 
 
 def _check(pipeline: Pipeline, tokenizer: Tokenizer, model: Any) -> None:
-    """ConfigError if texts made of the model's pieces have other ids in its tokenizer.json."""
+    """Check that texts made of the model's pieces have the same ids in tokenizer.json. Raises ConfigError if not."""
 
     def differs(texts: Sequence[str]) -> bool:
         text = "".join(texts)
@@ -155,11 +158,11 @@ def _check(pipeline: Pipeline, tokenizer: Tokenizer, model: Any) -> None:
 
 
 def _never_found(piece: Any) -> bool:
-    """Whether a piece holds a space: SentencePiece looks for pieces in a text whose spaces are marks."""
+    """Whether a piece holds a space. SentencePiece looks for pieces in a text whose spaces are marks."""
     return " " in piece.piece
 
 
 def _spaced(piece: str) -> str:
-    """The piece as the vocabulary of tokenizer.json has it. What is never found gets the mark, so that it is not
-    another piece."""
+    """Return a piece as the vocabulary of tokenizer.json has it. A piece that is never found gets the mark, so that it
+    differs from other pieces."""
     return piece.replace(" ", _SPACE_MARK) if " " in piece else piece.replace(_SPACE_MARK, " ")

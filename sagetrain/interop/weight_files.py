@@ -1,7 +1,7 @@
-"""Find the tensors of a Hugging Face folder in its safetensors files, by what transformers reads of them.
+"""Find the tensors of a Hugging Face folder in its safetensors files, in the way that transformers reads them.
 
-A folder may keep a tensor in two places: beside an index in model.safetensors, or in a file that the index does not
-name for it. Equal copies are one tensor; what differs is an error that names both places.
+A folder may keep a tensor in two places: in model.safetensors beside an index, or in a file that the index does not
+name for it. Equal copies are one tensor. Copies that differ are an error that names both places.
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.interop.huggingface import INDEX, WEIGHTS
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_ROWS = 1024  # of a tensor that are compared at a time
+# This many rows of a tensor are compared at a time.
+_ROWS = 1024
 _POINTER = b"version https://git-lfs"
 _AGAIN = "copy the folder again from where it was published"
 
 
 class WeightFiles:
-    """The tensors of a folder by name, wherever they lie."""
+    """The tensors of a folder by name, whichever files they are in."""
 
     def __init__(self, folder: Path, named: str | None, report: Callable[[str], None]):
         """Read the headers of all files.
 
         Args:
+            folder: the Hugging Face folder.
             named: the file of weights, or the index, that config.json names (transformers_weights).
-            report: hears what is passed over.
+            report: gets messages about files and tensors that are passed over.
+
+        Raises:
+            ConfigError: files are missing or contradict each other.
         """
         self._folder = folder
         self._files: dict[str, str] = {}
@@ -73,7 +78,8 @@ class WeightFiles:
         self._report_others({*files, index}, report)
 
     def _entry(self, named: str | None) -> tuple[str, dict[str, str], list[str]]:
-        """The file that transformers begins with, which file it assigns to each tensor, and all files of weights."""
+        """Return the file that transformers begins with, the file that it assigns to each tensor, and all files of
+        weights."""
         folder = self._folder
         if (adapter := folder / "adapter_config.json").exists():
             raise ConfigError(
@@ -121,9 +127,10 @@ class WeightFiles:
             raise ConfigError(f"{self._folder / file} cannot be read ({error}); copy it again") from error
 
     def elsewhere(self, name: str) -> str:
-        """Name the file of the folder that holds a tensor, for the message that the tensor is missing."""
+        """Return the name of another file of the folder that holds a tensor, for the message that the tensor is
+        missing."""
         for file in sorted(each.name for each in self._folder.glob("*.safetensors")):
-            with suppress(ConfigError):  # the name of a file that is not needed may stand for anything
+            with suppress(ConfigError):  # A file that is not needed may hold anything under this name.
                 if name in self._open(file).keys():  # noqa: SIM118 - it is no dict
                     return f" ({file} has it)"
         return ""
@@ -135,7 +142,7 @@ class WeightFiles:
         return name in self._files
 
     def rename(self, name: str, stored: str) -> None:
-        """Let a tensor that is stored under another name go by `name`."""
+        """Rename a tensor that is stored under another name."""
         self._files[name] = self._files.pop(stored)
         self._stored[name] = stored
 
@@ -144,7 +151,7 @@ class WeightFiles:
         return self._header(name)[0]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's dtype as stored. ConfigError for a dtype that is not read."""
+        """Return a tensor's dtype as stored. Raises ConfigError for a dtype that cannot be read."""
         kind = self._header(name)[1]
         if kind not in _DTYPES:
             raise ConfigError(
@@ -186,7 +193,7 @@ class WeightFiles:
 
 
 def _inside(file: Any, where: str) -> str:
-    """The name of a safetensors file, or of an index, that lies in the folder."""
+    """Return the name of a safetensors file, or of an index, in the folder. Raises ConfigError for anything else."""
     path = PurePosixPath(file) if isinstance(file, str) else PurePosixPath("/")
     if path.is_absolute() or ".." in path.parts or "\\" in str(file) or ":" in str(file):
         raise ConfigError(f"{where} {file!r}: no file of this folder, and no other is read; {_AGAIN}")
@@ -202,7 +209,7 @@ def _refuse_pointer(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The keys of a JSON file; ConfigError if it is missing or holds none."""
+    """Return the keys of a JSON file. Raises ConfigError if the file is missing or holds none."""
     try:
         tree = json.loads(path.read_bytes())
     except OSError as error:
