@@ -81,6 +81,22 @@ def test_a_file_beside_its_packed_copy_is_not_read_twice(tmp_path, one, other):
             Corpus(TextRequest([str(tmp_path), str(tmp_path / one)], glob="*.jsonl"))
 
 
+def test_splits_that_nobody_trains_on_are_said(tmp_path):
+    """A dataset's folder as it is published: data/train-*.parquet beside data/test-*.parquet."""
+
+    def said(*names):
+        folder = tmp_path / str(len(names))
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_bytes(GOOD)
+        return "".join(Corpus(TextRequest([str(folder)])).notes)
+
+    assert "train-1.jsonl" not in said("train-0.jsonl", "train-1.jsonl", "contest.jsonl")
+    found = said("train-0.jsonl", "test-0.jsonl")
+    assert "test-0.jsonl and what else is called test or validation (1 of 2 files) is read with the rest" in found
+    assert not said("test-0.jsonl")
+
+
 def test_files_of_other_names_are_all_read():
     check_once(
         ["a.jsonl", "b/a.jsonl", "a.c", "a.h", "a.md", "a.md.txt", "d.tar", "dd/c.csv", "a.2.jsonl", "a.1.jsonl.gz"]

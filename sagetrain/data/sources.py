@@ -31,6 +31,8 @@ from sagetrain.data.records import Records
 from sagetrain.data.request import TextRequest
 
 STDLIB = "python-stdlib"
+_HELD_OUT = re.compile(r"(^|[-_./])(test|valid|validation|dev|eval)([-_./]|$)", re.IGNORECASE)
+"""A part of the names that splits of datasets have which nobody trains on."""
 _LOOKED_AT = 10_000
 """Number of files whose first bytes are checked before anything is prepared. The others are checked when they are
 read."""
@@ -204,7 +206,14 @@ class Corpus:
         if glob:
             return found
         chosen = self._chosen(folder, {str(path): path.stat().st_size for path in found})
-        return [path for path in found if str(path) in chosen]
+        names = [path.relative_to(folder).as_posix() for path in found if str(path) in chosen]
+        held_out = [name for name in names if _HELD_OUT.search(name)]
+        if held_out and any("train" in name.lower() for name in names):
+            self.notes.append(
+                f"{folder}: {held_out[0]} and what else is called test or validation ({len(held_out)} of {len(names)} "
+                "files) is read with the rest; --glob leaves it out, as in --glob '**/*train*'"
+            )
+        return [folder / name for name in names]
 
     def _chosen(self, where: Path, sizes: dict[str, int]) -> set[str]:
         """Choose the files of a folder or archive that are read: JSON and Parquet if there are any. If there are none,
