@@ -1,8 +1,11 @@
 """The ordered list of backends: which one runs a call, in both directions, on every kind of GPU. No GPU is needed."""
 
+import re
+
 import pytest
 import torch
 
+from runs import ROOT
 from sagekernels import backends, default_recipe, hopper, mma, nvrtc, sage_attention
 from sagekernels.backends import BACKENDS, HOPPER, MMA, NAMED, TRITON, TWIN, serving
 from sagekernels.call import RECIPES, Backend
@@ -156,6 +159,18 @@ def test_an_error_of_a_kernel_is_an_error(monkeypatch, runs):
     with pytest.raises(ZeroDivisionError):
         run(monkeypatch, (9, 0))
     assert not runs and not backends._failed
+
+
+def test_the_list_alone_imports_the_kernels_of_a_gpu():
+    """Nobody else asks for a GPU's kernels by name: a module of a backend is imported by the list and by its parts."""
+    folders = ("sagetrain", "benchmarks", "kernels/sagekernels")
+    users = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for line in re.findall(r"^ *(?:from|import) .*", path.read_text(), re.MULTILINE):
+            users |= {(path.stem, name) for name in re.findall(r"\b(hopper|mma)(?:_forward|_backward)?\b", line)}
+    assert {(user, name) for user, name in users if not user.startswith(name)} == {
+        ("backends", "hopper"), ("backends", "mma")
+    }  # fmt: skip
 
 
 def test_the_last_backend_takes_everything_without_a_gpu():

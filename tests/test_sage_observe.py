@@ -27,7 +27,7 @@ class Listener:
         self.kept.append(keep(call, Sample.of(call.q, call.k, *self.how)))
 
     def backward(self, call, grads) -> None:
-        self.found.append(measure(self.kept.pop(), call, grads))
+        self.found.append(measure(call, grads, self.kept.pop()))
 
 
 def visible(shape: Shape) -> Tensor:

@@ -6,8 +6,6 @@ recomputes it. Results are the same bits from run to run, but for dQ of CUDA ker
 "scores" on an H100 or H200); under torch.use_deterministic_algorithms(True) dQ is too.
 """
 
-import contextlib
-
 import torch
 from torch import Tensor
 
@@ -99,12 +97,6 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def autocast_off(device: torch.device) -> contextlib.AbstractContextManager:
-    """Switch autocast off, where it is on: it would narrow the float32 products that the twins specify."""
-    on = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
-
-
 def scale_of(q: Tensor, scale: float | None) -> float:
     """Return the factor on the scores, D ** -0.5 if none is given. It must be positive and finite."""
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -179,9 +171,8 @@ def _forward(
     call = Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend)
     if q.numel() == 0:
         return _forward_fake(*call)
-    with autocast_off(q.device):
-        o, saved = backends.forward(call)
-        observe.forward(call, saved)
+    o, saved = backends.forward(call)
+    observe.forward(call, saved)
     means = [q.new_empty(0, dtype=torch.float32) if mean is None else mean for mean in (saved.q_mean, saved.k_mean)]
     return o, saved.lse, *saved.q, *saved.k, *means
 
@@ -237,9 +228,8 @@ def _backward(
         k_mean if k_mean.numel() else None,
     )
     call = BackwardCall(do, k, v, o, saved, bounds, causal, scale, recipe, backend)
-    with autocast_off(do.device):
-        grads = backends.backward(call)
-        observe.backward(call, grads)
+    grads = backends.backward(call)
+    observe.backward(call, grads)
     return tuple(grad.contiguous() for grad in grads)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .call import RECIPES, BackwardCall, Call, Gradients, Saved
 from .quantize import TILE, Codes, quantize_twin
-from .reference import ScoresOfCodes, _chunks, pad_to_tile, tile_codes, visible
+from .reference import ScoresOfCodes, _chunks, pad_to_tile, tile_codes, visible, without_autocast
 
 # Scores of a sample that are held at once; with all that is made of them about 250 MiB.
 _CHUNK_SCORES = 1 << 22
@@ -158,8 +158,9 @@ class Measured(NamedTuple):
     """Of q k^T * scale, exact."""
 
 
+@without_autocast
 @torch.no_grad()
-def measure(kept: Kept, call: BackwardCall, grads: Gradients) -> Measured:
+def measure(call: BackwardCall, grads: Gradients, kept: Kept) -> Measured:
     """Compare the sample of a call with exact attention."""
     sample, first, rules, scale = kept.sample, kept.sample.first, RECIPES[call.recipe], call.scale
     found = Measured({}, {}, {}, torch.full((), -math.inf, dtype=torch.float64, device=call.do.device))

@@ -7,6 +7,10 @@ start of the row. Papers: A = SageBwd (arXiv 2603.02170), B = SageAttention3 (ar
 Shapes: q, o, do [B, N_q, H, D]; k, v [B, N_k, H_kv, D]; codes int8 [B, heads, N, D]; scales, lse float32 [B, heads, N].
 """
 
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +20,25 @@ from .quantize import TILE, quantize_twin, scale_and_inverse, tile_means, token_
 
 # Scores held at once, over batch and heads: bounds the memory of everything in this file to O(N x tile).
 CHUNK_SCORES = 1 << 23
+
+
+_AnyCall = TypeVar("_AnyCall", Call, BackwardCall)
+_Others = ParamSpec("_Others")
+_Result = TypeVar("_Result")
+
+
+def without_autocast(
+    function: Callable[Concatenate[_AnyCall, _Others], _Result],
+) -> Callable[Concatenate[_AnyCall, _Others], _Result]:
+    """Switch autocast off in a function of a call: it would narrow the float32 products of the twins. (The kernels of a
+    GPU do not know autocast.)"""
+
+    @functools.wraps(function)
+    def _run(call: _AnyCall, *arguments: _Others.args, **options: _Others.kwargs) -> _Result:
+        with torch.autocast(call.v.device.type, enabled=False):
+            return function(call, *arguments, **options)
+
+    return _run
 
 
 def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
@@ -152,6 +175,7 @@ class ScoresOfCodes:
         return s if mask is None else s.masked_fill(~mask, float("-inf"))
 
 
+@without_autocast
 def twin_forward(call: Call) -> tuple[Tensor, Saved]:
     """Compute the INT8 attention forward (A, Algorithm 1). Returns o [B, N_q, H, D] in q's dtype and what the backward
     needs."""
@@ -191,6 +215,7 @@ def twin_forward(call: Call) -> tuple[Tensor, Saved]:
     return o, saved
 
 
+@without_autocast
 def twin_backward(call: BackwardCall) -> Gradients:
     """Compute the INT8 attention backward (A, Algorithm 2). Returns dq, dk, dv in the dtype of v.
 

@@ -147,7 +147,7 @@ class _Calls:
         layer, kept = found
         self.measured += 1
         tag, metrics = f"quant/{layer}", self.metrics
-        sums = measure(kept, call, grads)
+        sums = measure(call, grads, kept)
         for name, squares in sums.squares.items():
             metrics.derive(f"{tag}/{name}/cosine", pooled_cosine, *squares.unbind())
             metrics.derive(f"{tag}/{name}/rel_l2", pooled_rel_l2, *squares.unbind())

@@ -9,10 +9,10 @@ A tile is TILE (64) queries or keys, as everywhere in this package; the paper's 
 import torch
 from torch import Tensor
 
-from ..autograd import autocast, autocast_off, bounds_of, check, scale_of
+from ..autograd import autocast, bounds_of, check, scale_of
 from ..call import Call
 from ..quantize import TILE, tile_means, token_mean
-from ..reference import _chunks, _grouped, pad_to_tile, visible
+from ..reference import _chunks, _grouped, pad_to_tile, visible, without_autocast
 from .kernels import triton_fp4_attention
 from .quantize import FORMATS, head_unit, quantize_fp4, quantize_probabilities
 
@@ -66,10 +66,10 @@ def fp4_attention(
         raise ValueError(f"backend {backend!r}: it is twin, or triton for bfloat16 or float16 and two-level P")
     chosen = backend or ("triton" if q.is_cuda and fits else "twin")
     call = Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, format, chosen)
-    with autocast_off(q.device):
-        return triton_fp4_attention(call) if chosen == "triton" else twin_fp4_attention(call, two_level)
+    return triton_fp4_attention(call) if chosen == "triton" else twin_fp4_attention(call, two_level)
 
 
+@without_autocast
 def twin_fp4_attention(call: Call, two_level: bool) -> Tensor:
     """Compute fp4_attention in torch on any device: the specification, for quality and not for speed. The recipe of the
     call is a key of FORMATS."""
