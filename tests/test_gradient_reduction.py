@@ -3,6 +3,7 @@ ranks exchange them, and that a run that continues gives its losses again."""
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ import tiny
 from distributed import run_distributed
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
+from sagetrain.config import ConfigError
 from sagetrain.config.rules import fit
 from sagetrain.engines import deepspeed as engine_module
 from sagetrain.engines.protocol import Engine
+from sagetrain.engines.reduction import REPLACED, check
 from sagetrain.parallel.rng import rng_state
 
 LATER = {"bf16": {"enabled": True, "immediate_grad_update": False}}
@@ -197,6 +200,31 @@ def alone() -> list[tuple[list[Step], int]]:
 def test_one_replica_reduces_nothing() -> None:
     ((plain, by_deepspeed),) = run_distributed(alone, 1)
     assert plain[0] == by_deepspeed[0] and (plain[1], by_deepspeed[1] > 0) == (0, True)
+
+
+def renamed() -> list[str]:
+    """What the start of an engine says when DeepSpeed calls a replaced member by another name, or has none."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    cfg, groups, said = tiny.config(1, "bf16"), tiny.join(1), []
+    engine, classes = tiny.engine(cfg, groups), {"optimizer": BF16_Optimizer, "engine": DeepSpeedEngine}
+    for owner, method in REPLACED.values():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(classes[owner], method, lambda self: self.by_another_name())
+            with pytest.raises(ConfigError) as caught:
+                check(engine._ds) if said else tiny.engine(cfg, groups)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_version_that_renames_what_is_replaced_ends_at_the_start() -> None:
+    """No member of DeepSpeed is replaced that it does not use, which would leave gradients unreduced in silence."""
+    (said,) = run_distributed(renamed, 1)
+    assert len(said) == len(REPLACED)
+    for name, words in zip(REPLACED, said, strict=True):
+        assert words.startswith(f"DeepSpeed {version('deepspeed')} ") and f"{name} (in " in words
+        assert "constraints.txt" in words
 
 
 def continued(root: str) -> dict[str, tuple[list[Step], list[Step]]]:
