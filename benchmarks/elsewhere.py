@@ -1,9 +1,9 @@
 """Time the portable attention kernels as code for compute capability 8.0 on a Hopper GPU, beside FlashAttention-2.
 
-No other GPU could be had for this. The kernels are compiled as for an A100 (mma.sync, cp.async), and their PTX is
-assembled for the GPU at hand. "Throttled" stands for a GeForce card: each tensor-core instruction is followed by idle
-ones, until one product takes as many cycles as on an RTX 4090. Results stay right. Each way is compared with float64
-before it is timed; what is wrong is named and not timed.
+No other GPU was available for this. The kernels are compiled as for an A100 (mma.sync, cp.async), and their PTX is
+assembled for the GPU at hand. "Throttled" simulates a GeForce card: each tensor-core instruction is followed by idle
+ones, until one product takes as many cycles as on an RTX 4090. Results stay correct. Each way is compared with float64
+before it is timed. A way that is wrong is named and not timed.
 
     python benchmarks/elsewhere.py --out FOLDER [--before PACKAGE] [--tiles]
 """
@@ -42,23 +42,24 @@ from sagekernels.testing import Shape, random_inputs
 
 AMPERE = GPUTarget("cuda", 80, 32)
 SCORES = 128 * 64
-"""Scores of the tile that cycles are told of, at head_dim 128."""
-# Cycles of a multiprocessor of an RTX 4090 for one product of such a tile, by the type of the sums.
+"""Number of scores of the tile that cycles are reported for, at head_dim 128."""
+# These are the cycles of a multiprocessor of an RTX 4090 for one product of such a tile, by the type of the sums.
 GEFORCE = {"s32": 1024, "f16": 2048, "f32": 4096}
-# Cycles of FlashAttention-2 for such a tile there: 2 and 5 products at .92 and .91 of the peak, as others report.
+# These are the cycles of FlashAttention-2 for such a tile there: 2 and 5 products at 0.92 and 0.91 of the peak, as
+# others report.
 FA2_ON_GEFORCE = {"forward": 2 * 4096 / 0.92, "backward": 5 * 4096 / 0.91}
 
 MMA = re.compile(
     r"mma\.sync\.aligned\.\S*?\.(s32|f16|f32)\.\S+\s*\{([^}]*)\},\s*\{([^}]*)\},\s*\{([^}]*)\},\s*\{([^}]*)\};"
 )
 IDLE = 4
-"""Sums that the added instructions go to, in turn. With fewer they wait for each other."""
+"""Number of sums that the added instructions write to, in turn. With fewer they would wait for each other."""
 
 
 def throttled(ptx: str, times: dict[str, float]) -> str:
-    """Issue each mma.sync of a kernel so many times, by the type of its sums, into registers that nothing else reads.
+    """Issue each mma.sync of a kernel `times` times, by the type of its sums, into registers that nothing else reads.
 
-    The idle sums are read at the end under a condition that is false, which the assembler cannot know.
+    The idle sums are read at the end under a condition that is false. The assembler cannot know that it is.
     """
     due: dict[str, float] = defaultdict(float)
     lines: list[str] = []
@@ -85,7 +86,8 @@ def throttled(ptx: str, times: dict[str, float]) -> str:
 
 
 class Machine:
-    """Compiles Triton's kernels in several ways in one process. Each way has kernels and a cache on disk of its own."""
+    """A compiler of Triton's kernels in several ways in one process. Each way has its own kernels and its own cache on
+    disk."""
 
     def __init__(self, packages: list[ModuleType], cache: Path) -> None:
         self.kernels = [x for package in packages for x in _kernels(package)]
@@ -122,7 +124,8 @@ def _kernels(package: ModuleType) -> list[JITFunction]:
 
 
 class Candidate(NamedTuple):
-    """One attention function: whose kernels it takes, in which way they are compiled, and with which sums."""
+    """One attention function: the package of its kernels, the way in which they are compiled, and the type of their
+    sums."""
 
     name: str
     package: ModuleType | None
@@ -131,14 +134,14 @@ class Candidate(NamedTuple):
     half: bool = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Causal attention, recipe `fine`; FlashAttention-2 without a package."""
+        """Compute causal attention with recipe `fine`, or FlashAttention-2 without a package."""
         if self.package is None:
             return bench._sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, cu_seqlens, causal=True)
         return self.package.sage_attention(q, k, v, causal=True, cu_seqlens=cu_seqlens, backend="triton")
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Make `attend` this candidate's."""
+        """Make this candidate's kernels the ones that `attend` calls."""
         with contextlib.ExitStack() as stack:
             if self.package is not None:
                 name = self.package.__name__
@@ -149,7 +152,7 @@ class Candidate(NamedTuple):
             yield
 
     def admitted(self, head_dim: int) -> Admission:
-        """Compare with float64."""
+        """Compare the candidate with float64."""
         with self.active():
             shape = Shape(1, 517, 517, 4, 4, head_dim)
             return admit(self.attend, shape, dtype=torch.bfloat16, device="cuda", limits=LIMITS["fine"])
@@ -172,7 +175,8 @@ extern "C" __global__ void rate(int turns, unsigned* out) {
   if (x == 0x12345678u) out[threadIdx.x] = x;
 }
 """
-# By the type of the sums: instruction, its operations, its sums, and a mask that makes small numbers of any operands.
+# By the type of the sums, this has the instruction, its operations, its sums, and a mask that makes small numbers of
+# any operands.
 INSTRUCTIONS = {
     "s32": ("m16n8k32.row.col.s32.s8.s8.s32", 2 * 16 * 8 * 32, "{%0,%1,%2,%3}", "0x0f0f0f0fu"),
     "f16": ("m16n8k16.row.col.f16.f16.f16.f16", 2 * 16 * 8 * 16, "{%0,%1}", "0x03ff03ffu"),
@@ -181,13 +185,13 @@ INSTRUCTIONS = {
 
 
 def source_of(kind: str) -> str:
-    """CUDA C++ that does nothing but one kind of mma.sync."""
+    """Return CUDA C++ that does nothing but one kind of mma.sync."""
     instruction, _, sums, mask = INSTRUCTIONS[kind]
     return RATES.replace("MASK", mask).replace("INSTRUCTION", instruction).replace("SUMS", sums)
 
 
 def rates() -> dict[str, float]:
-    """Measure operations a second of mma.sync, nothing else beside it, by the type of the sums."""
+    """Measure the operations per second of mma.sync alone, by the type of the sums."""
     found: dict[str, float] = {}
     out = torch.zeros(1024, dtype=torch.int32, device="cuda")
     blocks, warps, turns = torch.cuda.get_device_properties(0).multi_processor_count, 16, 4096
@@ -206,7 +210,8 @@ def rates() -> dict[str, float]:
 
 
 def gate(folder: Path) -> dict[str, float]:
-    """Print and keep the rates of mma.sync; return how many times each is issued to be as slow as a GeForce card's."""
+    """Print and record the rates of mma.sync. Return how many times each is issued to be as slow as on a GeForce
+    card."""
     measured, clock = rates(), 1e6 * torch.cuda.clock_rate()
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
@@ -222,7 +227,7 @@ def gate(folder: Path) -> dict[str, float]:
 
 
 def time_shape(candidates: list[Candidate], shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
-    """Median milliseconds of forward and of backward, candidates in turn, and the clock in MHz."""
+    """Return the median milliseconds of forward and of backward, with candidates in turn, and the clock in MHz."""
     q, k, v, do = random_inputs(shape, dtype=torch.bfloat16, device="cuda")
     leaves = [x.requires_grad_() for x in (q, k, v)]
     samples: dict[str, dict[str, list[float]]] = {one.name: defaultdict(list) for one in candidates}
@@ -232,7 +237,7 @@ def time_shape(candidates: list[Candidate], shape: Shape, rounds: int) -> dict[s
                 for _ in range(2 if turn else 1):
                     events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
                     torch.cuda.synchronize()
-                    torch.cuda._sleep(6_000_000)  # the host runs ahead
+                    torch.cuda._sleep(6_000_000)  # The host gets ahead of the GPU meanwhile.
                     events[0].record()
                     o = one.attend(*leaves, None)
                     events[1].record()
@@ -240,7 +245,7 @@ def time_shape(candidates: list[Candidate], shape: Shape, rounds: int) -> dict[s
                     events[2].record()
                     torch.cuda.synchronize()
                     del o
-                    if turn:  # the first compiles
+                    if turn:  # The first call compiles.
                         samples[one.name]["forward"].append(events[0].elapsed_time(events[1]))
                         samples[one.name]["backward"].append(events[1].elapsed_time(events[2]))
                         samples[one.name]["clock"].append(float(torch.cuda.clock_rate()))
@@ -248,14 +253,14 @@ def time_shape(candidates: list[Candidate], shape: Shape, rounds: int) -> dict[s
 
 
 def cycles(milliseconds: float, clock: float, shape: Shape) -> float:
-    """Cycles of one multiprocessor for a tile of SCORES."""
+    """Return the cycles of one multiprocessor for a tile of SCORES."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     scores = shape.batch * shape.heads * shape.n_q * shape.n_k / (2 if shape.causal else 1)
     return milliseconds * 1e3 * clock * processors / (scores / SCORES)
 
 
 def row(name: str, found: dict[str, float], peer: dict[str, float], shape: Shape) -> str:
-    """A line of the table: milliseconds, TFLOP/s, ratio to the peer, cycles a tile."""
+    """Return a line of the table: milliseconds, TFLOP/s, ratio to the peer, cycles per tile."""
     f, b = found["forward"], found["backward"]
     figures = [bench.flops(shape) * factor / ms / 1e9 for factor, ms in ((1, f), (2.5, b), (3.5, f + b))]
     ratios = [peer["forward"] / f, peer["backward"] / b, (peer["forward"] + peer["backward"]) / (f + b)]
@@ -270,7 +275,7 @@ def row(name: str, found: dict[str, float], peer: dict[str, float], shape: Shape
 
 
 def candidates(packages: list[ModuleType], times: dict[str, float]) -> list[Candidate]:
-    """FlashAttention-2, and each package's kernels in every way."""
+    """Return FlashAttention-2, and each package's kernels in every way."""
     machine = Machine(packages, Path("/tmp/elsewhere"))
     plain, slow = partial(machine.compiling, "sm_80"), partial(machine.compiling, "geforce", times)
     found = [Candidate("FA2", None, contextlib.nullcontext)]
@@ -284,7 +289,7 @@ def candidates(packages: list[ModuleType], times: dict[str, float]) -> list[Cand
 
 
 def main() -> None:
-    """Check, time, print and keep."""
+    """Check the candidates, time them, print the table and record it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the figures")
     parser.add_argument("--before", help="package with the kernels of another commit, renamed, to time beside these")

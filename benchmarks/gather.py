@@ -1,11 +1,12 @@
-"""Time an all-gather beside a matmul, three ways: NCCL's kernels, NCCL's copy engines, and parallel/copies.py.
+"""Time an all-gather beside a matmul in three ways: NCCL's kernels, NCCL's copy engines, and parallel/copies.py.
 
     torchrun --nproc-per-node 2 benchmarks/gather.py
 
-What a gather costs a layer is how much longer the matmuls beside it take: `adds` is the time of both at once less that
-of the matmuls alone, each a median over rounds in which all ways take turns. `kernels` is what a gather launches. NCCL
-goes by copy engines (2.28 and later) where its communicator may use no multiprocessor (zero-CTA policy) and the result
-lies in memory registered with it. Every result is checked first.
+The cost of a gather for a layer is the time by which the matmuls beside it take longer. `adds` is the time of both at
+once minus the time of the matmuls alone. Each is a median over rounds in which all ways take turns. `kernels` is the
+number of kernels that a gather launches. NCCL uses copy engines (2.28 and later) if its communicator may use no
+multiprocessor (zero-CTA policy) and the result lies in memory that is registered with it. Every result is checked
+first.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROUNDS = 40
 
 
 def milliseconds(action: Callable[[], object]) -> float:
-    """Once, between events, all ranks together."""
+    """Time one call between events, on all ranks together."""
     dist.barrier(device_ids=[torch.cuda.current_device()])
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -38,7 +39,7 @@ def milliseconds(action: Callable[[], object]) -> float:
 
 
 def kernels_of(action: Callable[[], object]) -> int:
-    """Kernels that a call launches; copies are none."""
+    """Return the number of kernels that a call launches. Copies do not count."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         action()
         torch.cuda.synchronize()
@@ -46,7 +47,7 @@ def kernels_of(action: Callable[[], object]) -> int:
 
 
 def by_nccl(group: dist.ProcessGroup, out: Tensor) -> Callable[[Tensor], Callable[[], Tensor]]:
-    """Start a gather into `out`; what comes back ends it."""
+    """Return a function that starts a gather into `out` and returns the function that ends it."""
 
     def start(x: Tensor) -> Callable[[], Tensor]:
         work = dist.all_gather_into_tensor(out, x, group=group, async_op=True)
@@ -61,7 +62,7 @@ def by_nccl(group: dist.ProcessGroup, out: Tensor) -> Callable[[Tensor], Callabl
 
 
 def by_copies(group: dist.ProcessGroup) -> Callable[[Tensor], Callable[[], Tensor]]:
-    """The same through the operators that the layers call."""
+    """Return a function like that of by_nccl, through the operators that the layers call."""
     reason = copies.connect(group)
     if reason:
         raise SystemExit(f"no copies here: {reason}")
@@ -75,7 +76,7 @@ def by_copies(group: dist.ProcessGroup) -> Callable[[Tensor], Callable[[], Tenso
 
 
 def main() -> None:
-    """Rank 0 prints one line a way."""
+    """Measure, and print one line per way on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of half a micro-batch (default: %(default)s)")
     parser.add_argument("--hidden", type=int, default=2048, help="width of the residual stream (default: %(default)s)")
@@ -119,7 +120,7 @@ def main() -> None:
         matmuls()
         end()
 
-    # In turn, round by round: clocks drift by more than a gather takes.
+    # The ways take turns, round by round, because clocks drift by more than a gather takes.
     alone, beside, work = {name: [] for name in ways}, {name: [] for name in ways}, []
     for number in range(ROUNDS + 3):
         times = {

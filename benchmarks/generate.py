@@ -3,10 +3,11 @@
     python benchmarks/generate.py runs/quickstart
     python benchmarks/generate.py runs/325m --batch-sizes 1 8 32 --prompt-tokens 512 --json generate.json
 
-The run is exported, and transformers loads that. Both continue the same prompts, of different lengths, with the
-likeliest tokens, as many for each prompt whatever ends a document; the cache of keys and values is on, reading the
-prompts counts. First in float32: where the tokens differ, and not by a tie, nothing is timed. Then in the dtype that
-the run computes in here (bfloat16 on a GPU). Both take turns; a figure is the median over rounds.
+The run is exported, and transformers loads the export. Both continue the same prompts, of different lengths, with the
+most likely tokens. Each prompt gets the same number of tokens, whatever ends a document. The cache of keys and values
+is on, and reading the prompts counts. The first pass is in float32: if the tokens differ, and not by a tie, nothing is
+timed. The second is in the dtype that the run computes in here (bfloat16 on a GPU). Both take turns; a figure is the
+median over rounds.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ ROUNDS = 5
 
 
 def prompts_of(run: TrainedRun, count: int, longest: int) -> list[str]:
-    """Parts of this file, of `longest` tokens, a little less, and so on to half of them."""
+    """Return parts of this file as prompts: the first has `longest` tokens, and the others have fewer, down to half."""
     tokens = run.tokenizer.encode(Path(__file__).read_text() * (1 + longest * count // 1000))
     sizes = [longest - longest * index // (2 * count) for index in range(count)]
     return [run.tokenizer.decode(tokens[97 * index : 97 * index + size]) for index, size in enumerate(sizes)]
 
 
 def ours(run: TrainedRun, prompts: Sequence[str], new_tokens: int) -> list[list[int]]:
-    """Tokens that follow each prompt."""
+    """Return the tokens that follow each prompt, by SageTrain."""
     grown = generate(run, prompts, Sampling(new_tokens, temperature=0), batch_size=len(prompts))
     finished = {done.number: done.tokens for done, _ in grown if done.finish}
     return [finished[number] for number in range(len(prompts))]
@@ -48,7 +49,7 @@ def ours(run: TrainedRun, prompts: Sequence[str], new_tokens: int) -> list[list[
 
 @torch.no_grad()
 def theirs(model: Any, run: TrainedRun, prompts: Sequence[str], new_tokens: int) -> list[list[int]]:
-    """The same by transformers: one batch, padded on the left."""
+    """Return the tokens that follow each prompt, by transformers: one batch, padded on the left."""
     encoded = [[*run.text_prefix, *run.tokenizer.encode(prompt)] for prompt in prompts]
     longest = max(map(len, encoded))
     ids = torch.tensor([[0] * (longest - len(tokens)) + tokens for tokens in encoded], device=run.device)
@@ -58,7 +59,8 @@ def theirs(model: Any, run: TrainedRun, prompts: Sequence[str], new_tokens: int)
 
 
 def check(run: TrainedRun, model: Any, prompts: Sequence[str], new_tokens: int) -> None:
-    """Leave with a message where the tokens differ, unless two were as likely: what follows is not compared then."""
+    """Exit with a message if the tokens differ, unless two tokens were equally likely. After such a tie nothing is
+    compared."""
     pairs = zip(ours(run, prompts, new_tokens), theirs(model, run, prompts, new_tokens), strict=True)
     for number, (own, other) in enumerate(pairs):
         place = next((i for i, (a, b) in enumerate(zip(own, other, strict=True)) if a != b), None)
@@ -71,7 +73,7 @@ def check(run: TrainedRun, model: Any, prompts: Sequence[str], new_tokens: int) 
 
 @torch.no_grad()
 def _tie(model: Any, run: TrainedRun, prompt: str, grown: Sequence[int], candidates: tuple[int, int]) -> bool:
-    """Whether the logits of the next token differ by what float32 rounds, by ten times that at most."""
+    """Whether the logits of two candidates for the next token differ by at most ten times the rounding of float32."""
     ids = torch.tensor([[*run.text_prefix, *run.tokenizer.encode(prompt), *grown]], device=run.device)
     logits = model(ids).logits[0, -1]
     return abs(logits[candidates[0]] - logits[candidates[1]]).item() < 1e-4 * logits.std().item()
@@ -79,25 +81,27 @@ def _tie(model: Any, run: TrainedRun, prompt: str, grown: Sequence[int], candida
 
 @torch.no_grad()
 def convert(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Let weights be of a dtype. Buffers stay as they are: frequencies once rounded would not come back."""
+    """Convert the weights to a dtype. Buffers stay as they are, because frequencies that were once rounded would not
+    come back."""
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
 
 
 def seconds(actions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median of each over rounds in which they take turns, after one of them that does not count."""
+    """Return the median time of each action over rounds in which they take turns. A first round does not count."""
     spent: dict[str, list[float]] = {name: [] for name in actions}
     for number in range(ROUNDS + 1):
         for name, action in actions.items():
             begin = time.perf_counter()
-            action()  # which ends with tokens on the host: there is nothing to wait for
+            # The action ends with tokens on the host, so there is nothing to wait for.
+            action()
             if number:
                 spent[name].append(time.perf_counter() - begin)
     return {name: statistics.median(times) for name, times in spent.items()}
 
 
 def table(rows: dict[int, dict[str, float]]) -> str:
-    """One line a batch size: tokens per second, and ours as a share of transformers'."""
+    """Return one line per batch size: tokens per second, and ours divided by transformers'."""
     lines = [f"{'prompts':>8}{'ours, tokens/s':>18}{'transformers':>16}{'share':>9}"]
     for size, row in rows.items():
         share = row["ours"] / row["transformers"]
@@ -106,14 +110,15 @@ def table(rows: dict[int, dict[str, float]]) -> str:
 
 
 def load(run_dir: Path, attention: str) -> tuple[TrainedRun, Any]:
-    """The run as we load it and, of the same weights in float32, as transformers does; neither ends at an
-    end-of-document token."""
+    """Return the run as SageTrain loads it and, with the same weights in float32, as transformers loads it. Neither
+    ends at an end-of-document token."""
     from transformers import AutoModelForCausalLM
 
     run = load_run(run_dir, print, attention=attention)
     with tempfile.TemporaryDirectory() as folder:
         export(run_dir, Path(folder) / "exported", dtype="float32", report=print)
-        rounded = run.model.head.weight.dtype  # on a GPU a run's weights may be bf16, and then theirs are
+        # On a GPU a run's weights may be in bf16, and then those of transformers are as well.
+        rounded = run.model.head.weight.dtype
         model = AutoModelForCausalLM.from_pretrained(Path(folder) / "exported", dtype=rounded).float()
     model.generation_config.eos_token_id = None
     if run.tokenizer is None:
@@ -123,7 +128,7 @@ def load(run_dir: Path, attention: str) -> tuple[TrainedRun, Any]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8], help="prompts (default: %(default)s)")

@@ -3,14 +3,15 @@
     python3 benchmarks/host.py
     torchrun --nproc-per-node 2 benchmarks/host.py --shape 1b
 
-Without a GPU: rank 0 of two, alone. Its collectives find nobody and copy only its own, the model is so small that
-computing costs little (attention is an addition), and most of what is timed is Python: torch.compile's guards and
-wrappers, calls of operators, autograd's and DeepSpeed's (ZeRO 1). With GPUs, as many ranks as torchrun starts: `host`
-is how long the calls take to return where the GPU had nothing to do before, `step` a micro-step's time where they
-follow each other.
+Without a GPU this process is rank 0 of two, alone. Its collectives meet nobody and copy only its own part. The model is
+so small that computing costs little (attention is an addition), and most of the time is Python: torch.compile's guards
+and wrappers, calls of operators, autograd and DeepSpeed (ZeRO 1). With GPUs there are as many ranks as torchrun starts.
+Then `host` is the time that the calls take to return if the GPU had nothing to do before, and `step` is the time of a
+micro-step if micro-steps follow each other.
 
-Micro-batches of packed documents, whose ends differ, in halves unless --whole. The losses are printed to the last bit:
-what is changed may not change them. torch.compile's own settings come by environment, TORCHINDUCTOR_CPP_WRAPPER=1, say.
+Micro-batches have packed documents, whose ends differ, and go in halves unless --whole. The losses are printed to the
+last bit, because a change may not change them. Settings of torch.compile come from the environment, for example
+TORCHINDUCTOR_CPP_WRAPPER=1.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from sagetrain.parallel import copies
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 ROOT = Path(__file__).resolve().parent.parent
-WARM_UP = 4  # micro-steps
+# This is a number of micro-steps.
+WARM_UP = 4
 TINY = (
     "model={num_layers: 8, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, num_key_value_heads: 2}",
     "data.seq_length=64",
@@ -50,7 +52,8 @@ VOCAB = 128
 
 
 class Alone:
-    """Memory of copies.py where nobody else is: own parts are copied, others' stay zeros, and nobody is met."""
+    """The memory of copies.py for a rank without others: own parts are copied, the parts of others stay zeros, and
+    nobody is met."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -69,7 +72,7 @@ class Alone:
 
 
 class Added(AttentionFunction):
-    """In the place of attention where that would be most of the time: q + k + v."""
+    """An addition in the place of attention, which would take most of the time: q + k + v."""
 
     name = "added"
 
@@ -78,7 +81,7 @@ class Added(AttentionFunction):
 
 
 def join() -> tuple[ParallelGroups, torch.device]:
-    """All ranks are one tensor-parallel group; without a GPU two, of which this process is one."""
+    """Make all ranks one tensor-parallel group. Without a GPU the group has two ranks, of which this process is one."""
     if torch.cuda.is_available():
         device = init_distributed(timeout_minutes=5)
         return ParallelGroups.create(Topology(dist.get_world_size(), dist.get_world_size())), device
@@ -94,7 +97,7 @@ def join() -> tuple[ParallelGroups, torch.device]:
 
 
 def batch(number: int, sequences: int, length: int, vocab_size: int) -> Batch:
-    """Random tokens; documents end within sequences, in each batch elsewhere."""
+    """Return random tokens. Documents end within sequences, and elsewhere in each batch."""
     draw = torch.Generator().manual_seed(number)
     text = torch.randint(0, vocab_size, (sequences, length + 1), generator=draw)
     within = torch.randint(1, length, (sequences,), generator=draw)
@@ -135,7 +138,8 @@ def main(words: Sequence[str] | None = None) -> None:
         **place,
     )
     compile_blocks(model, arguments.compile)
-    engine = build_engine(cfg, model, groups, 2)  # never at the end of a step: no micro-step reduces gradients
+    # No micro-step is at the end of a step, so none reduces gradients.
+    engine = build_engine(cfg, model, groups, 2)
     engine.model.train()
 
     def synchronize() -> None:

@@ -3,16 +3,16 @@
     python3 benchmarks/layouts.py --config configs/1b.yaml --layouts tp1,dp4,dp4-z3,tp4,tp4-sp \\
         data.train.0.path=data/corpus/train data.micro_batch_size=8
 
-A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context parallel), z (ZeRO stage, 1 unless
-said) and sp (sequence parallel); what is left out is 1. Under tensor parallelism a micro-batch goes in `halves` or
-`whole`, or as parallel.tensor_parallel_overlap: auto decides. Gradients travel in bf16 with g16, beside backward with
-overlap (ZeRO 2), not beside it with sync (ZeRO 1 and 3), and at ZeRO 2 by reduces to their owners with owners
+A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context parallel), z (ZeRO stage, 1 by default)
+and sp (sequence parallel). A size that is left out is 1. Under tensor parallelism a micro-batch goes in `halves` or
+`whole`, or else as parallel.tensor_parallel_overlap: auto decides. Gradients travel in bf16 with g16, beside backward
+with overlap (ZeRO 2), not beside it with sync (ZeRO 1 and 3), and at ZeRO 2 by reduces to their owners with owners
 (docs/gradients.md): dp2,dp2-sync,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners,dp2-z3,dp2-z3-sync.
 
-Each is a real run of launch/train.py through the deepspeed launcher with `--accumulation` micro-steps a step; those
-that leave GPUs free run side by side. Nothing is saved: a run is killed when it has enough steps. Scaling is tokens/s
-per GPU against the first layout; MFU is perf/mfu, which counts attention inside documents, and MFU of whole sequences
-perf/mfu_full_attention. Exit code 1: a layout failed.
+Each layout is a real run of launch/train.py through the deepspeed launcher with `--accumulation` micro-steps per step.
+Runs that leave GPUs free go side by side. Nothing is saved: a run is killed when it has enough steps. Scaling is
+tokens/s per GPU against the first layout. MFU is perf/mfu, which counts attention inside documents, and MFU of whole
+sequences is perf/mfu_full_attention. Exit code 1: a layout failed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from sagetrain.planning.plan import document_span
 from sagetrain.report.read import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
-WARM_UP = 2  # steps that compile and fill caches
+WARM_UP = 2  # These steps compile and fill caches.
 KEYS = {"tp": "tensor_parallel_size", "cp": "context_parallel_size", "z": "zero_stage"}
 FLAGS = {
     "sp": "parallel.sequence_parallel=true",
@@ -60,12 +60,12 @@ FLAGS = {
     "sync": "deepspeed.zero_optimization.overlap_comm=false",
     "owners": "deepspeed.zero_optimization.use_multi_rank_bucket_allreduce=false",
 }
-"""Settings of what a layout has or has not."""
+"""The settings of the parts of a layout's name that are on or off."""
 
 
 @dataclass
 class Layout:
-    """One row of the table and the run that measures it."""
+    """One row of the table, and the run that measures it."""
 
     name: str
     sizes: dict[str, int] = field(default_factory=lambda: {"tp": 1, "dp": 1, "cp": 1, "z": 1})
@@ -75,12 +75,12 @@ class Layout:
     error: str = ""
     rate: float = 0.0
     mfu: tuple[float, float] = (0.0, 0.0)
-    """Of documents, of whole sequences."""
+    """MFU of documents, and MFU of whole sequences."""
     memory: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """`tp2-dp2-z3-sp`."""
+        """Parse the name of a layout: `tp2-dp2-z3-sp`."""
         layout = cls(text)
         for part in text.split("-"):
             match = re.fullmatch(r"(tp|dp|cp|z)(\d+)", part)
@@ -98,7 +98,7 @@ class Layout:
         return self.sizes["tp"] * self.sizes["dp"] * self.sizes["cp"]
 
     def settings(self, cfg: RunConfig, folder: Path, accumulation: int) -> list[str]:
-        """Overrides of its run."""
+        """Return the overrides of the layout's run."""
         size = cfg.data.micro_batch_size * cfg.data.seq_length * self.sizes["dp"] * accumulation
         return [
             *(f"parallel.{key}={self.sizes[name]}" for name, key in KEYS.items()),
@@ -112,11 +112,12 @@ class Layout:
         ]
 
     def start(self, gpus: list[str], config: str, settings: list[str], folder: Path) -> None:
-        """Start its run on these GPUs."""
+        """Start the layout's run on these GPUs."""
         self.gpus = gpus
         folder.mkdir(parents=True)
-        # Not by --include: that counts the host's GPUs, also those that CUDA_VISIBLE_DEVICES leaves to others. A
-        # hostfile of the cluster (/job/hostfile is read unless another one is named) is not for this.
+        # The option --include is not used, because it counts all GPUs of the host, also those that CUDA_VISIBLE_DEVICES
+        # leaves to others. A hostfile of the cluster (/job/hostfile is read unless another one is named) does not apply
+        # here.
         where, environment = ["--hostfile", os.devnull], {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         if not torch.cuda.is_available():
             where, environment = ["--num_accelerators", str(len(gpus))], None
@@ -128,7 +129,8 @@ class Layout:
             )
 
     def finished(self, folder: Path, steps: int) -> bool:
-        """Whether its run has its steps, or ended without them; takes the figures then, and ends the run."""
+        """Whether the layout's run has its steps, or ended without them. The figures are taken then, and the run is
+        ended."""
         found = rows(folder)
         if len(found) < WARM_UP + steps and self.process.poll() is None:
             return False
@@ -146,19 +148,19 @@ class Layout:
         return True
 
     def kill(self) -> None:
-        """End its run at once: it would save a checkpoint that nobody wants."""
+        """End the layout's run at once, because it would save a checkpoint that nobody wants."""
         if self.process and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
 
 def deepspeed() -> str:
-    """The launcher on the PATH, else the one that is installed beside this Python."""
+    """Return the launcher on the PATH, or else the one that is installed beside this Python."""
     return shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))
 
 
 def parse_layouts(text: str) -> list[Layout]:
-    """`tp1,dp4-z3`."""
+    """Parse a list of layouts: `tp1,dp4-z3`."""
     names = text.split(",")
     if len({*names}) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} names a layout twice; name each once")
@@ -166,22 +168,25 @@ def parse_layouts(text: str) -> list[Layout]:
 
 
 def devices() -> list[str]:
-    """GPUs that are left to us, as CUDA_VISIBLE_DEVICES names them, or cores where there is none (to try it out)."""
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, or cores if there are none (to try
+    the benchmark out)."""
     count = torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[:count] if count else []
     return named if named and named[0] else [str(i) for i in range(count or os.cpu_count() or 1)]
 
 
 def rows(folder: Path) -> list[dict]:
-    """Steps that a run has reported."""
+    """Return the steps that a run has reported."""
     return [row for row in read_rows(folder / "metrics.jsonl") if "train/loss" in row]
 
 
 def measure(layouts: list[Layout], settings: dict[str, list[str]], arguments: argparse.Namespace) -> None:
-    """Run all of them, as many at a time as there are GPUs for, in the order given."""
+    """Run all layouts in the order given, as many at a time as there are GPUs for."""
     free, waiting, running = devices(), list(layouts), []
     folder = Path(arguments.output)
-    asked: list[int] = []  # to stop; an exception of the handler's could come between a start and its note in `running`
+    # This list has the signals to stop. An exception of the handler could come between a start and its note in
+    # `running`.
+    asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     try:
         while waiting or running:
@@ -203,7 +208,7 @@ def measure(layouts: list[Layout], settings: dict[str, list[str]], arguments: ar
 
 
 def table(layouts: list[Layout], configs: dict[str, RunConfig], vocab_size: int, title: str) -> Table:
-    """The result."""
+    """Build the table of results."""
     first = next((x for x in layouts if x.rate), None)
     hardware = of_device(title.rpartition(", ")[2])
     shown = Table(title=title, title_justify="left")
@@ -274,7 +279,7 @@ def main() -> None:
     title = f"{arguments.config}, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}"
     try:
         measure(arguments.layouts, settings, arguments)
-    finally:  # what was measured before a SIGTERM as well
+    finally:  # This also prints what was measured before a SIGTERM.
         Console(width=120).print(table(arguments.layouts, configs, padded_vocab_size(vocab_size), title))
     if any(layout.error for layout in arguments.layouts):
         sys.exit(1)

@@ -1,18 +1,20 @@
-"""Time linear layers in 8 bits beside F.linear in bf16, both ways, quantization included; casts and QK-norm alone.
+"""Time linear layers in 8 bits beside F.linear in bf16, forward and backward, quantization included; casts and QK-norm
+alone.
 
     python benchmarks/linear.py
     python benchmarks/linear.py --config configs/7b.yaml --tokens 8192 --json linear.json
 
-One row for each layer of a block, at the sizes of a configuration: milliseconds of bf16, and of every recipe how many
-times as fast it is. Weights are rounded before, as a run does once per step; x and the gradients as they come, by
-themselves, where a block may fuse that with its norms. All is compiled. Ways take turns; a figure is the median over
-rounds. Every result is compared with fp32 first: what is wrong is not timed.
+There is one row for each layer of a block, at the sizes of a configuration: the milliseconds of bf16, and for every
+recipe how many times as fast it is. Weights are rounded beforehand, as a run does once per step. x and the gradients
+are rounded by themselves, where a block may fuse that with its norms. Everything is compiled. Ways take turns; a figure
+is the median over rounds. Every result is compared with fp32 first, and a way that is wrong is not timed.
 
-Products alone, of operands that are rounded before: bf16, FP8 and INT8, the three of every layer together.
+Products alone are timed with operands that are rounded beforehand: bf16, FP8 and INT8, the three products of every
+layer together.
 
-Casts alone, to FP8 in both orientations: our kernels (sagekernels/casts.py) beside torch.compile's of their twin, which
-they have to equal bit for bit. QK-norm with the rotary embedding, forward and backward (sagekernels/qk_norm_rope.py),
-beside torch.compile's of its twin likewise, both within one rounding of float64.
+Casts alone are timed to FP8 in both orientations: our kernels (sagekernels/casts.py) beside torch.compile's of their
+twin, which they have to equal bit for bit. QK-norm with the rotary embedding is timed forward and backward
+(sagekernels/qk_norm_rope.py), beside torch.compile's of its twin, and both have to be within one rounding of float64.
 """
 
 from __future__ import annotations
@@ -40,23 +42,24 @@ from sagetrain.parallel.lowbit import RECIPES, product
 
 ROUNDS = 15
 PRODUCT_LIMITS = {"bf16": 0.005, "fp8": 0.06, "int8": 0.02}
-"""Of random normal matrices, row-wise: rounding of both operands to codes, and of the result to bf16."""
+"""Largest error for random normal matrices, row-wise: the rounding of both operands to codes, and of the result to
+bf16."""
 
 
 class Plain(nn.Module):
-    """F.linear with each weight."""
+    """The linear layer in bf16: F.linear with each weight."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         super().__init__()
         self.weights = nn.ParameterList(weights)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[tokens, in] -> [tokens, out] for each weight."""
+        """Map [tokens, in] to [tokens, out] for each weight."""
         return tuple(F.linear(x, weight) for weight in self.weights)
 
 
 def ways_of(inputs: int, sizes: dict[str, int], device: torch.device) -> dict[str, nn.Module]:
-    """The layer in bf16 and by every recipe, with the same weights."""
+    """Return the layer in bf16 and by every recipe, with the same weights."""
     draw, place = torch.Generator(device).manual_seed(0), {"device": device, "dtype": torch.bfloat16}
     weights = [0.02 * torch.randn(size, inputs, generator=draw, **place) for size in sizes.values()]
     ways: dict[str, nn.Module] = {"bf16": Plain(weights)}
@@ -66,15 +69,15 @@ def ways_of(inputs: int, sizes: dict[str, int], device: torch.device) -> dict[st
 
 
 def call(layer: Callable[[Tensor], Sequence[Tensor]], x: Tensor, grads: Sequence[Tensor]) -> None:
-    """Forward and backward: gradients are left in x and the weights."""
+    """Run forward and backward. The gradients are left in x and the weights."""
     torch.autograd.backward(layer(x), grads)
 
 
 def check(name: str, layer: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> None:
-    """Compare output and gradients with fp32's.
+    """Compare output and gradients with those of fp32.
 
     Raises:
-        SystemExit: they are further away than the arithmetic explains.
+        SystemExit: they are further away than the precision explains.
     """
     for what, error in errors_of(layer, x, grads).items():
         if not error < LIMITS[name.split()[0]]:
@@ -82,7 +85,7 @@ def check(name: str, layer: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> No
 
 
 def measure(inputs: int, sizes: dict[str, int], tokens: int, recipes: Sequence[str]) -> dict[str, float]:
-    """Milliseconds of forward and backward by way, at one layer's sizes."""
+    """Return the milliseconds of forward and backward by way, at one layer's sizes."""
     device = torch.device("cuda")
     draw, place = torch.Generator(device).manual_seed(1), {"device": device, "dtype": torch.bfloat16}
     x = torch.randn(tokens, inputs, generator=draw, **place).requires_grad_()
@@ -104,10 +107,10 @@ def measure(inputs: int, sizes: dict[str, int], tokens: int, recipes: Sequence[s
 
 
 def product_ways(rows: int, columns: int, inner: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
-    """[rows, inner] times [columns, inner] transposed, in bf16 and of row-wise codes in FP8 and INT8.
+    """Return [rows, inner] times [columns, inner] transposed, in bf16 and with row-wise codes in FP8 and INT8.
 
     Raises:
-        SystemExit: one is further from float64 than its arithmetic explains.
+        SystemExit: one is further from float64 than its precision explains.
     """
     draw, place = torch.Generator(device).manual_seed(3), {"device": device, "dtype": torch.bfloat16}
     a, b = (torch.randn(size, inner, generator=draw, **place) for size in (rows, columns))
@@ -125,7 +128,7 @@ def product_ways(rows: int, columns: int, inner: int, device: torch.device) -> d
 
 
 def measure_products(inputs: int, outputs: int, tokens: int) -> dict[str, float]:
-    """Milliseconds of a layer's three products, by way."""
+    """Return the milliseconds of a layer's three products, by way."""
     device, total = torch.device("cuda"), dict.fromkeys(PRODUCT_LIMITS, 0.0)
     for sizes in ((tokens, outputs, inputs), (tokens, inputs, outputs), (outputs, inputs, tokens)):
         for name, spent in in_turn(product_ways(*sizes, device)).items():
@@ -146,7 +149,8 @@ def check_casts(name: str, found: tuple[Rounded, Rounded], truth: tuple[Rounded,
 
 
 def measure_casts(columns: int, tokens: int, recipe: tuple[str, str]) -> dict[str, float]:
-    """Milliseconds of casting a gradient [tokens, columns] in both orientations, by torch.compile and by kernels."""
+    """Return the milliseconds of casting a gradient [tokens, columns] in both orientations, by torch.compile and by
+    kernels."""
     draw, matmul = torch.Generator("cuda").manual_seed(1), RECIPES[recipe]
     x = torch.randn(tokens, columns, generator=draw, device="cuda", dtype=torch.bfloat16)
     how = matmul.gradient, matmul.per_row
@@ -158,8 +162,8 @@ def measure_casts(columns: int, tokens: int, recipe: tuple[str, str]) -> dict[st
 
 
 def qk_ways(x: QKInputs) -> dict[str, Callable[[], Sequence[Tensor]]]:
-    """QK-norm with the rotary embedding of a projection's output, forward and backward: q, k, the gradient of that
-    output and those of the gains, by way."""
+    """Return functions that compute QK-norm with the rotary embedding of a projection's output, forward and backward,
+    by way. Each returns q, k, the gradient of that output and the gradients of the gains."""
     y = torch.cat((x.q, x.k, torch.zeros_like(x.k)), 1).requires_grad_()
     gains = [gain.detach().requires_grad_() for gain in (x.q_gain, x.k_gain)]
     sizes = [x.q.shape[1], x.k.shape[1], x.k.shape[1]]
@@ -184,7 +188,7 @@ def qk_ways(x: QKInputs) -> dict[str, Callable[[], Sequence[Tensor]]]:
 
 
 def check_qk(name: str, found: Sequence[Tensor], x: QKInputs) -> None:
-    """Compare what one of qk_ways returned with float64's.
+    """Compare the result of one of qk_ways with float64.
 
     Raises:
         SystemExit: it is further away than one rounding.
@@ -196,7 +200,8 @@ def check_qk(name: str, found: Sequence[Tensor], x: QKInputs) -> None:
 
 
 def measure_qk(model: ModelConfig, tokens: int) -> dict[str, float]:
-    """Milliseconds of QK-norm with the rotary embedding, forward and backward, by torch.compile and by kernels."""
+    """Return the milliseconds of QK-norm with the rotary embedding, forward and backward, by torch.compile and by
+    kernels."""
     heads = model.num_attention_heads, model.num_key_value_heads
     x = random_qk(tokens, heads, model.head_dim, 1.0, torch.bfloat16, "cuda")
     ways = qk_ways(x)
@@ -206,7 +211,7 @@ def measure_qk(model: ModelConfig, tokens: int) -> dict[str, float]:
 
 
 def in_turn(actions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Milliseconds of each, the median over rounds: round by round, since clocks drift."""
+    """Return the milliseconds of each action, the median over rounds. The actions take turns, because clocks drift."""
     times: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(ROUNDS):
         for name, action in actions.items():
@@ -215,25 +220,27 @@ def in_turn(actions: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def widths_of(model: ModelConfig) -> set[int]:
-    """Columns of what a block's linear layers read and write."""
+    """Return the columns of what a block's linear layers read and write."""
     return {width for inputs, sizes in model.linear_layers(1).values() for width in (inputs, sum(sizes.values()))}
 
 
 def qk_bytes(model: ModelConfig) -> int:
-    """Of a token: q and k read and written, they and their gradients read and others written, and that of v copied."""
+    """Return the bytes that QK-norm moves per token. q and k are read and written; they and their gradients are read,
+    and other gradients written; the gradient of v is copied."""
     query, key = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
     return 2 * (5 * (query + key) + 2 * key)
 
 
 def line(spent: dict[str, float], moved: int) -> str:
-    """Milliseconds, and bytes that have to be moved over that of the kernels."""
+    """Return the milliseconds of all ways as text, with the bytes that have to be moved over the time of the
+    kernels."""
     rate = moved / spent["kernels"] / 1e9
     faster = spent["compiled"] / spent["kernels"]
     return f"{spent['compiled']:.3f} ms compiled, {spent['kernels']:.3f} by kernels ({faster:.2f} x, {rate:.2f} TB/s)"
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
-    """One line a layer, and one for all: bf16 in ms, recipes as multiples of its speed."""
+    """Return one line per layer, and one for all: bf16 in ms, recipes as multiples of its speed."""
     total = {name: sum(row[name] for row in rows.values()) for name in next(iter(rows.values()))}
     _, *names = total
     lines = [f"{'layer':28} {'bf16, ms':>9}" + "".join(f"{name:>25}" for name in names)]
@@ -243,7 +250,7 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Print a table for each configuration."""
+    """Measure, and print a table for each configuration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shipped = ["configs/1b.yaml", "configs/7b.yaml"]
     parser.add_argument("--config", nargs="+", default=shipped, help="models (default: %(default)s)")
@@ -259,7 +266,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("it times a GPU, and there is none here")
     torch.backends.cuda.matmul.allow_tf32 = False
-    torch._dynamo.config.recompile_limit = 1000  # one graph for each size and recipe, all of the same code
+    torch._dynamo.config.recompile_limit = 1000  # There is one graph for each size and recipe, all of the same code.
     found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": args.tokens}
     found |= {"ms": {}, "products": {}, "casts": {}, "qk": {}}
     print(f"{found['gpu']}, torch {torch.__version__}, {args.tokens:,} tokens")
@@ -284,7 +291,8 @@ def main() -> None:
             for columns in sorted(widths):
                 spent = measure_casts(columns, args.tokens, recipe)
                 found["casts"][f"{recipe[1]} {columns}"] = spent
-                moved = 6 * columns * args.tokens  # 2 + 2 read, 1 + 1 written
+                # 2 + 2 bytes are read, and 1 + 1 written.
+                moved = 6 * columns * args.tokens
                 print(f"casts, {recipe[1]}, {columns} columns: {line(spent, moved)}", flush=True)
     for path, model in models.items():
         spent = found["qk"][path] = measure_qk(model, args.tokens)

@@ -1,11 +1,13 @@
-"""How long training stands still for a checkpoint: waited for, and written in the background.
+"""Time how long training stands still for a checkpoint: one that is waited for, and one that is written in the
+background.
 
     python3 benchmarks/save.py --config configs/1b.yaml --folder /scratch attention.backend=sdpa
     torchrun --nproc-per-node 4 benchmarks/save.py --config configs/1b.yaml --folder /shared/scratch
 
-Trains the configured model on random tokens, one micro-batch a step, and saves it both ways several times; needs no
-data. Medians over the saves, on rank 0. Where training does not stand still, its steps go on: their time beside a save
-is printed too. The folder needs room for two checkpoints of 12 bytes per parameter, and is emptied of them at the end.
+It trains the configured model on random tokens, one micro-batch per step, and saves it both ways several times. It
+needs no data. The figures are medians over the saves, on rank 0. While a checkpoint is written in the background, steps
+go on: their time beside a save is printed too. The folder needs room for two checkpoints of 12 bytes per parameter.
+They are removed at the end.
 """
 
 from __future__ import annotations
@@ -38,12 +40,13 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
-VOCAB = 32_768  # where the configuration leaves it to the tokenizer
+# This is used where the configuration leaves the size to the tokenizer.
+VOCAB = 32_768
 WARM_UP = 3
 
 
 def build(cfg: RunConfig) -> Engine:
-    """The engine that training would have, but for torch.compile."""
+    """Build the engine that training would have, without torch.compile."""
     device = init_distributed(cfg.training.timeout_minutes)
     parallel = cfg.parallel
     topology = Topology(dist.get_world_size(), parallel.tensor_parallel_size, parallel.context_parallel_size)
@@ -69,7 +72,7 @@ def build(cfg: RunConfig) -> Engine:
 
 
 def stepper(cfg: RunConfig, engine: Engine) -> Callable[[], float]:
-    """A training step on random tokens that returns its seconds."""
+    """Return a function that takes a training step on random tokens and returns its seconds."""
     size = (cfg.data.micro_batch_size, cfg.data.seq_length + 1)
     tokens = torch.randint(0, cfg.model.vocab_size or VOCAB, size, generator=torch.Generator().manual_seed(0))
     batch = Batch(
@@ -83,14 +86,16 @@ def stepper(cfg: RunConfig, engine: Engine) -> Callable[[], float]:
 
     def step() -> float:
         begin = time.perf_counter()
-        engine.step([batch], 1, cfg.optimizer.lr)  # it ends with a reduced number, so the GPU is done
+        # A step ends with a number that is reduced over ranks, so the GPU is done.
+        engine.step([batch], 1, cfg.optimizer.lr)
         return time.perf_counter() - begin
 
     return step
 
 
 def measure(saver: Saver, engine: Engine, text: str, step: Callable[[], float], saves: int) -> tuple[list, list, list]:
-    """Seconds stood still when waited for, saves in the background, and seconds of the steps beside those."""
+    """Return the seconds that training stood still for saves that were waited for, the saves in the background, and the
+    seconds of the steps beside those."""
     waited, background, beside = [], [], []
     for number in range(2 * saves):
         begin = time.perf_counter()
@@ -112,7 +117,7 @@ def measure(saver: Saver, engine: Engine, text: str, step: Callable[[], float], 
 
 
 def everywhere(mine: bool, device: torch.device) -> bool:
-    """Whether it holds on some rank: all must take the same number of steps."""
+    """Whether a condition holds on some rank, because all must take the same number of steps."""
     some = torch.tensor(float(mine), device=device)
     dist.all_reduce(some)
     return some.item() > 0

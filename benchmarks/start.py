@@ -1,16 +1,17 @@
-"""How long a run takes to start on hundreds of ranks, simulated on one machine: everything of it but the model.
+"""Time the start of a run on hundreds of ranks, simulated on one machine. Everything but the model takes part.
 
     python3 benchmarks/start.py --ranks 64 256 1024
 
-Each rank is a thread with the environment that a launcher would give it, on a host of eight ranks by its name; a
-process has 64 of them. It goes through training's own code: the ranks meet over TCP, report who they are, find the
-shared run folder and make their process groups, which connect to nobody, as NCCL's do at first. Then a checkpoint is
-saved whose manifest is as large as that of 7B at ZeRO 3, where every rank has a piece of every parameter, and the
-ledger is found again in it.
+Each rank is a thread with the environment that a launcher would give it. By its name it is on a host of eight ranks; a
+process has 64 of them. It runs training's own code. The ranks meet over TCP, report who they are, find the shared run
+folder and make their process groups, which connect to nobody, as NCCL's do at first. Then a checkpoint is saved. Its
+manifest is as large as that of 7B at ZeRO 3, where every rank has a piece of every parameter. The ledger is then read
+from it.
 
-Printed is, for each part, the seconds from the start of the first rank until the last one was done with it. All ranks
-share the cores of this machine, while on a cluster eight ranks have a host's: what each rank computes for itself is
-overstated. Requests are those to the key-value stores, and groups the calls of new_group, of all ranks together.
+For each part, the seconds from the start of the first rank until the last one was done with it are printed. All ranks
+share the cores of this machine, while on a cluster eight ranks have the cores of a host, so what each rank computes for
+itself is overstated. `requests` are the requests to the key-value stores, and `groups` the calls of new_group, of all
+ranks together.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # it registers the backend "fake"
+import torch.testing._internal.distributed.fake_pg  # This import registers the backend "fake".
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 from sagetrain.checkpoint import on_disk
@@ -56,13 +57,13 @@ from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 RANKS_OF_HOST, RANKS_OF_PROCESS = 8, 64
-PATIENCE = 10.0  # minutes
-STEPS, TOKENS_PER_STEP = 100_000, 2**24  # of the ledger
+PATIENCE = 10.0  # This is a number of minutes.
+STEPS, TOKENS_PER_STEP = 100_000, 2**24  # These are numbers of the ledger.
 ORDER = "a fingerprint"
 
 
 class Environment(MutableMapping[str, str]):
-    """The process's environment, with what this thread has set."""
+    """The environment of the process, together with the variables that this thread has set."""
 
     def __init__(self, shared: MutableMapping[str, str]):
         self._shared, self._local = shared, threading.local()
@@ -89,7 +90,8 @@ class Environment(MutableMapping[str, str]):
 
 
 counted = threading.local()
-"""Counts of what this thread's rank has asked of stores (`requests`), and how often it called new_group (`groups`)."""
+"""Counts of this thread's rank: how many requests it sent to stores (`requests`), and how often it called new_group
+(`groups`)."""
 
 
 def _counted(name: str) -> Callable[..., Any]:
@@ -104,7 +106,7 @@ class CountingStore(dist.Store):
     """A store that counts its requests, whether Python or C++ makes them."""
 
     every: ClassVar[list[CountingStore]] = []
-    """C++ would hold the store, but not what Python adds to it."""
+    """All stores. C++ would keep a store alive, but not what Python adds to it."""
 
     def __init__(self, store: dist.Store):
         super().__init__()
@@ -115,13 +117,14 @@ class CountingStore(dist.Store):
     deleteKey = _counted("delete_key")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Hand it on: it is no request."""
+        """Set the timeout of the store. This does not count as a request."""
         self.store.set_timeout(timeout)
 
 
 def make_ranks_threads() -> None:
-    """From here on each thread of this process can be a rank."""
-    sys.setswitchinterval(0.5)  # or 64 threads that wait for the interpreter wake up 200 times a second each
+    """Prepare this process so that each of its threads can be a rank."""
+    # Otherwise 64 threads that wait for the interpreter would wake up 200 times per second each.
+    sys.setswitchinterval(0.5)
     os.environ = Environment(os.environ)  # noqa: B003 - what the process has stays below
     socket.gethostname = lambda: f"node{int(os.environ['RANK']) // RANKS_OF_HOST:03d}"
     dist.distributed_c10d._world = ThreadLocalWorld()
@@ -140,7 +143,7 @@ def make_ranks_threads() -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank owns of a parameter: the place that it has, and a single number for what lies there."""
+    """The piece of a parameter that one rank owns: its place, and a single number in place of its values."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -154,7 +157,7 @@ class Piece:
 
 
 def every_parameter(cfg: RunConfig) -> list[Piece]:
-    """A piece of each, as every rank has one at ZeRO 3."""
+    """Return a piece of each parameter, as every rank has one at ZeRO 3."""
     rows = padded_vocab_size(cfg.model.vocab_size or 32_768)
     return [Piece(spec.name, spec.shape, spec.dim) for spec in tensors(cfg.model, cfg.attention, rows)]
 
@@ -162,7 +165,7 @@ def every_parameter(cfg: RunConfig) -> list[Piece]:
 def start(
     rank: int, world_size: int, tp_size: int, cp_size: int, port: int, cfg: RunConfig, parameters: list[Piece]
 ) -> dict[str, float]:
-    """Go through the start of a run as this rank, and through its first checkpoint: when each part was done."""
+    """Go through the start of a run as this rank, and through its first checkpoint. Return when each part was done."""
     done = {}
 
     def tick(part: str) -> None:
@@ -207,24 +210,28 @@ def start(
         state = on_disk.read_state(folder.checkpoints / on_disk.folder_name(STEPS))
         tick("manifest read")
         done["manifest, MB"] = (folder.checkpoints / on_disk.folder_name(STEPS) / "manifest.json").stat().st_size / 1e6
-        with contextlib.suppress(CheckpointError):  # the head is made up
+        with contextlib.suppress(CheckpointError):  # The head of the ledger is made up.
             Ledger.verified(state.ledger, ORDER, state.step, state.sequences, folder.checkpoints)
         tick("ledger verified")
     return done | counts
 
 
 def simulate(world_size: int, tp_size: int, cp_size: int, cfg: RunConfig, patience: float = 600.0) -> dict[str, float]:
-    """Start so many ranks: for each part, when the last rank was done with it, in seconds from the start of the first;
-    and the sums of what was counted.
+    """Start `world_size` ranks.
+
+    Returns:
+        For each part, the seconds from the start of the first rank until the last one was done with it, and the sums of
+        what was counted.
 
     Raises:
         RuntimeError: a rank failed (the message holds its traceback), or took longer than `patience` seconds.
     """
     torch.set_num_threads(1)
-    os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # before anybody looks for one
+    # This is set before any library looks for a GPU.
+    os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
     with contextlib.redirect_stdout(io.StringIO()):
-        partitioner(cfg, ParallelGroups.single())  # imports DeepSpeed, once for all ranks
-    # torch's store asks for the name of whoever connects; without a name server that takes seconds.
+        partitioner(cfg, ParallelGroups.single())  # This imports DeepSpeed once for all ranks.
+    # torch's store asks for the name of each host that connects, which takes seconds without a name server.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     port, parameters, processes = rendezvous.free_port(), every_parameter(cfg), set()
     with tempfile.TemporaryDirectory() as scratch:
@@ -258,7 +265,7 @@ def simulate(world_size: int, tp_size: int, cp_size: int, cfg: RunConfig, patien
 
 
 def _be(ranks: list[Callable[[], dict[str, float]]], said: Path) -> None:
-    """Run ranks in threads of this process, which ends with them; each leaves a line."""
+    """Run ranks in threads of this process, which ends with them. Each writes a line to `said`."""
 
     def run(rank: Callable[[], dict[str, float]]) -> None:
         try:

@@ -4,13 +4,13 @@
     python3 benchmarks/step.py --shape 8x4096 --ours sdpa,scores,scores+fp8:tensorwise,scores+fp8:rowwise
     python3 benchmarks/step.py --seq-length 16384 --documents 700 --ours flash,sdpa,scores --peers ""
 
-A step is forward and backward of some micro-batches of random tokens, whole causal sequences, then AdamW (torch's fused
-one) with fp32 master weights for the bf16 parameters; both sides take it alike. Ours is an attention backend or recipe,
-with linear layers in 16 bits or as after the plus: linear.precision, recipe, keep_layers_below (fp8:rowwise:8000000).
-Plain PyTorch is what a careful user writes by hand: torch.compile over the whole model, FlashAttention-4 where it is
-installed (else SDPA, cuDNN first), and linear layers in bf16 or by torchao's convert_to_float8_training, the output
-projection left out. With --documents attention stays within documents whose lengths are drawn from a log-normal
-distribution (sigma 1) around that median; plain PyTorch has no such rows.
+A step is forward and backward of some micro-batches of random tokens, whole causal sequences, followed by AdamW
+(torch's fused one) with fp32 master weights for the bf16 parameters. Both sides do the same. A name of --ours is an
+attention backend or recipe. Linear layers are in 16 bits, or as given after the plus: linear.precision, recipe,
+keep_layers_below (fp8:rowwise:8000000). Plain PyTorch is what a careful user writes by hand: torch.compile over the
+whole model, FlashAttention-4 if it is installed (else SDPA, cuDNN first), and linear layers in bf16 or by torchao's
+convert_to_float8_training, without the output projection. With --documents, attention stays within documents whose
+lengths are drawn from a log-normal distribution (sigma 1) around that median; plain PyTorch has no such rows.
 
 Before anything is timed, all of them take a few steps on one sequence, and their losses must agree. MFU is a share of
 the 16-bit peak for all of them.
@@ -56,16 +56,16 @@ SHAPES = {
     ),
 }
 VOCAB = 32000
-ATTENTION = {  # what --ours calls it
+ATTENTION = {  # These are the names of --ours.
     **{name: AttentionConfig(backend=name) for name in ("sdpa", "flash", "sage", "reference")},
     **{name: AttentionConfig(backend="sage", recipe=name) for name in ("fine", "paper", "scores", "gradients")},
 }
 PEERS = ("bf16", "tensorwise", "rowwise")
 CHECKED_STEPS = 8
 TOLERANCE = {False: 0.03, True: 0.1}
-"""Of the losses of those steps against the first contender's, in units of what its loss falls, without and with linear
-layers in 8 bits. On the tiny shape 16 bits are within .002 and 8 bits within .012; no gradient through q, k, v is .04.
-"""
+"""Largest distance of the losses of those steps from the first contender's, in units of what its loss falls, without
+and with linear layers in 8 bits. On the tiny shape 16 bits are within 0.002 and 8 bits within 0.012; without gradient
+through q, k, v it is 0.04."""
 
 
 # -- plain PyTorch -------------------------------------------------------------------------------------------------
@@ -81,11 +81,11 @@ class PeerNorm(nn.Module):
 
 
 def peer_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Causal attention on [batch, tokens, heads, head_dim]."""
+    """Return a function for causal attention on [batch, tokens, heads, head_dim]."""
     if name == "FlashAttention-4":
         from flash_attn.cute import flash_attn_func
 
-        # Its kernels cannot be traced: torch.compile has to go around them.
+        # Its kernels cannot be traced, so torch.compile has to go around them.
         return torch.compiler.disable(lambda q, k, v: flash_attn_func(q, k, v, causal=True)[0])
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -124,7 +124,8 @@ class PeerBlock(nn.Module):
 
 
 class Peer(nn.Module):
-    """The same Llama, the way it is written without parallelism in mind: fused q, k, v and gate, up."""
+    """A Llama of the same shape, as it is written without parallelism in mind: with fused q, k, v and fused gate,
+    up."""
 
     def __init__(self, m: ModelConfig, attention: str, seq_length: int) -> None:
         super().__init__()
@@ -159,7 +160,8 @@ class Peer(nn.Module):
 
 
 def convert(peer: Peer, recipe: str, emulate: bool) -> None:
-    """torchao's FP8 linear layers, as its documentation has them used. ImportError: it is not installed."""
+    """Convert linear layers to torchao's FP8, as its documentation describes. Raises ImportError if torchao is not
+    installed."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
@@ -171,18 +173,18 @@ def convert(peer: Peer, recipe: str, emulate: bool) -> None:
 
 @dataclasses.dataclass
 class Contender:
-    """A model with its way to a loss."""
+    """A model, with the way to its loss."""
 
     model: nn.Module
     compiled: Callable[[], Callable[..., Tensor]]
-    """Compiles it; the call that gives the loss."""
+    """Compile the model, and return the call that gives the loss."""
     updated: Callable[[], object] = lambda: None
-    """To be called when the weights have changed."""
+    """Call this when the weights have changed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What all contenders compute."""
+    """The task that all contenders compute."""
 
     shape: ModelConfig
     seq_length: int
@@ -190,7 +192,8 @@ class Case:
     peer_attention: str
 
     def build(self, name: str) -> Contender:
-        """`sagetrain scores+fp8:tensorwise`, `plain` or `plain + torchao tensorwise`. ImportError: not installed."""
+        """Build `sagetrain scores+fp8:tensorwise`, `plain` or `plain + torchao tensorwise`. Raises ImportError if a
+        package is not installed."""
         side, _, what = name.partition(" ")
         return self._ours(what) if side == "sagetrain" else self._peer(what.removeprefix("+ torchao "))
 
@@ -211,7 +214,7 @@ class Case:
 
     def _peer(self, recipe: str) -> Contender:
         peer = Peer(self.shape, self.peer_attention, self.seq_length).to(self.device)
-        for parameter in peer.parameters():  # not the rotary tables
+        for parameter in peer.parameters():  # The rotary tables stay in float32.
             parameter.data = parameter.data.bfloat16()
         peer.take_weights(self._transformer(AttentionConfig(backend="sdpa"), SIXTEEN_BITS))
         if recipe:
@@ -237,7 +240,7 @@ class MasterAdamW:
         for master, gradient in zip(self.masters, self.gradients, strict=True):
             master.grad = gradient
         fused = parameters[0].is_cuda
-        # There is no warm-up: at 1e-4 the losses of a wide model swing by more than any arithmetic is apart.
+        # There is no warm-up. At 1e-4 the losses of a wide model would swing by more than the precisions differ.
         lr = min(1e-4, 0.032 / min(p.shape[-1] for p in parameters if p.dim() == 2))
         self.optimizer = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
 
@@ -269,7 +272,8 @@ class Microbatch:
         ends, random = [0], torch.Generator().manual_seed(1)
         while ends[-1] < tokens.numel():
             drawn = max(1, round(documents * torch.randn((), generator=random).exp().item()))
-            ends.append(min(ends[-1] + drawn, (ends[-1] // length + 1) * length))  # none spans two sequences
+            # No document spans two sequences.
+            ends.append(min(ends[-1] + drawn, (ends[-1] // length + 1) * length))
         return cls(tokens, labels, torch.tensor(ends, dtype=torch.int32, device=device))
 
     def loss(self, model: Callable[..., Tensor]) -> Tensor:
@@ -297,7 +301,8 @@ def make_step(contender: Contender, loss_of: Callable[..., Tensor], batch: Micro
 
 
 def check(case: Case, names: Sequence[str], batch: Microbatch) -> list[str]:
-    """Those of `names` that are installed here; SystemExit if their losses do not agree. Nothing is compiled."""
+    """Return those of `names` that are installed here. Raises SystemExit if their losses do not agree. Nothing is
+    compiled."""
     first, present, expected = "", [], []
     for name in names:
         try:
@@ -320,7 +325,7 @@ def check(case: Case, names: Sequence[str], batch: Microbatch) -> list[str]:
 
 
 def milliseconds(step: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
-    """Median time of a step."""
+    """Return the median time of a step."""
     times = []
     for _ in range(repeats):
         _synchronize(device)
@@ -337,7 +342,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def free() -> None:
-    """Give the memory of what is no longer used back, compiled code too."""
+    """Release the memory of what is no longer used, compiled code too."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -358,7 +363,7 @@ def print_profile(name: str, step: Callable[[], Tensor], rows: int) -> None:
 
 
 def flash_attention_4() -> bool:
-    """Whether it is installed, and a GPU to run it on there."""
+    """Whether FlashAttention-4 is installed, and there is a GPU to run it."""
     try:
         from flash_attn.cute import flash_attn_func  # noqa: F401
     except ImportError:
@@ -367,7 +372,7 @@ def flash_attention_4() -> bool:
 
 
 def ours(text: str) -> list[str]:
-    """The names of --ours."""
+    """Parse the names of --ours. Raises ArgumentTypeError for an unknown one."""
     names = [name for name in text.split(",") if name]
     for name in names:
         attention, plus, linear = name.partition("+")
@@ -383,7 +388,7 @@ def ours(text: str) -> list[str]:
 
 
 def peers(text: str) -> list[str]:
-    """The names of --peers."""
+    """Parse the names of --peers. Raises ArgumentTypeError for an unknown one."""
     names = [name for name in text.split(",") if name]
     if unknown := [name for name in names if name not in PEERS]:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: linear layers of plain PyTorch are {', '.join(PEERS)}")

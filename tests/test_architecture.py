@@ -251,7 +251,7 @@ def test_public_functions_are_typed_and_classes_documented():
 # Rooms whose documentation is plain English: a docstring begins with a verb or with the noun that it describes.
 PLAIN = (
     *(f"sagetrain/{room}" for room in ("cli", "compare", "config", "data", "interop", "planning", "report")),
-    *("sagetrain/doctor.py", "sagetrain/hardware.py", "launch"),
+    *("sagetrain/doctor.py", "sagetrain/hardware.py", "benchmarks", "launch"),
 )
 FRAGMENTS = (
     *("And ", "As ", "At ", "But ", "By ", "Else ", "From ", "How ", "In the ", "Its ", "Likewise", "Of ", "Or "),
