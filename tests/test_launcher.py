@@ -69,6 +69,11 @@ def test_what_another_job_left_behind_is_named(monkeypatch, given, message) -> N
         ("RANK=1 WORLD_SIZE=8 MASTER_ADDR=a MASTER_PORT=1 TORCHELASTIC_RUN_ID=none", ""),
         ("RANK=1 WORLD_SIZE=8 MASTER_ADDR=a MASTER_PORT=1 SLURM_PROCID=1", ""),
         ("MASTER_ADDR=localhost MASTER_PORT=29500", ""),
+        ("SLURM_NTASKS=4 RANK=0 WORLD_SIZE=1", ""),
+        ("SLURM_NTASKS=1 SLURM_PROCID=0", ""),
+        ("SLURM_NTASKS=4 SLURM_PROCID=0",  # a script of sbatch without srun
+         "SLURM_NTASKS=4 in the environment, and this run has one rank: if it is to have 4, start it with srun, as the "
+         "script of `sagetrain config slurm` does"),
         ("RANK=1 WORLD_SIZE=8 MASTER_ADDR=a MASTER_PORT=1",
          "RANK=1, WORLD_SIZE=8, MASTER_ADDR=a, MASTER_PORT=1 in the environment: this process waits for 7 others, "
          "although none of torchrun, deepspeed, srun and mpirun started it. If another job left this behind: unset "

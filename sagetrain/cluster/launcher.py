@@ -63,6 +63,12 @@ def unknown_launcher() -> str:
 
     A launcher that is not known sets the same variables as a finished job leaves behind, so this is no error.
     """
+    room = os.environ.get("SLURM_NTASKS", "1")
+    if room not in ("", "1") and not {"RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():
+        return (
+            f"{_settings(['SLURM_NTASKS'])} in the environment, and this run has one rank: if it is to have {room}, "
+            "start it with srun, as the script of `sagetrain config slurm` does"
+        )
     size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")
     tasks = (os.environ.get(name) for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"))
     if {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"} & os.environ.keys() or rank in tasks:
