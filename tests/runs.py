@@ -38,7 +38,7 @@ def write_config(path: Path, corpus: Path, run_dir: Path, tp_size: int = 1, **se
             "train": [{"path": str(corpus / "train")}],
             "valid": [{"path": str(corpus / "valid")}],
             "seq_length": 32,
-            "micro_batch_size": 4,
+            "micro_batch_size": 4 * tp_size,  # as many for a replica, in fewer and larger pieces
         },
         "tokens_per_step": {
             "schedule": "stages",

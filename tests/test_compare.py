@@ -196,7 +196,7 @@ def test_records_of_unknown_runs_are_not_written_over(done: Path, base: Path, tm
 
 def test_stopped_by_a_signal_it_saves_and_the_same_command_continues(base: Path, tmp_path: Path) -> None:
     # Long enough that no run is over when the signal comes, however busy the machine.
-    longer = [*SHORT, "training.total_tokens=76800"]
+    longer = [*SHORT, "training.total_tokens=51200", "data.micro_batch_size=8"]
     question = ask(base, ["other: optimizer.weight_decay=0.0"], longer, seeds=1, band=0)
     seen: list[Command] = []
 
@@ -225,7 +225,7 @@ def test_stopped_by_a_signal_it_saves_and_the_same_command_continues(base: Path,
     assert [run.status for run in second.runs.values()] == [FINISHED, FINISHED]
     assert "resumed from step-" in (tmp_path / "runs/base/seed-0.log").read_text()
     tokens = [at for at, _ in losses(tmp_path, "base/seed-0")]
-    assert tokens == sorted(set(tokens)) and tokens[-1] == 76800
+    assert tokens == sorted(set(tokens)) and tokens[-1] == 51200
 
 
 def test_the_time_limit_stops_like_a_signal(base: Path, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def run_config(folder: Path, corpus: Path, interface: str | None, tp_size: int =
         corpus,
         folder / "run",
         tp_size=tp_size,
-        data={"valid": []},
+        data={"valid": [], "micro_batch_size": 4},
         tokens_per_step={"stages": [{"from_tokens": 0, "tokens": STEP_TOKENS}]},
         training={
             "total_tokens": STEPS * STEP_TOKENS,
