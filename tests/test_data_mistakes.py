@@ -121,6 +121,19 @@ def test_an_output_that_cannot_be_written_is_found_before_a_tokenizer_is_trained
         quiet([str(tmp_path / "text.txt")], output, vocab_size=300)
 
 
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.parquet", "a.txt", "a.csv.gz", "a.tar", "tokenizer.model", "tokenizer.json"]
+)
+def test_a_pointer_in_place_of_a_file_is_named(tmp_path, model, name):
+    """A dataset, or a model, that was cloned without Git LFS."""
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    write_jsonl(tmp_path / "good.jsonl", ["text"])
+    tokenizer = tmp_path / name if "tokenizer" in name else model
+    source = tmp_path / ("good.jsonl" if "tokenizer" in name else name)
+    with pytest.raises(ConfigError, match=rf"/{name} is a pointer of Git LFS, not the file: run `git lfs pull`"):
+        quiet([str(source)], tmp_path / "x", tokenizer=tokenizer)
+
+
 @pytest.mark.parametrize("name", ["syntax.jsonl", "cut.jsonl.gz"])
 def test_a_bad_file_is_named_while_a_tokenizer_is_trained_on_it(tmp_path, name):
     """SentencePiece makes a RuntimeError of what its reader raises, with a stack of lines inside."""

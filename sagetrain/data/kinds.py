@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from enum import Enum
 from pathlib import PurePath
 
 from sagetrain.config.errors import ConfigError
 
+_POINTER = b"version https://git-lfs"
 HEAD = 1 << 12
 """Number of bytes that are looked at."""
 _SHORT = {".tgz": ".tar.gz", ".tbz": ".tar.bz2", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
@@ -85,6 +87,13 @@ _MARKED_UP = {
         "extract the articles into .jsonl (wikiextractor --json), or take the dataset wikimedia/wikipedia",
     ),
 }
+
+
+def refuse_pointer(path: str | os.PathLike[str]) -> None:
+    """Raise ConfigError if a file is what git leaves in the place of a large one that was not fetched."""
+    with suppress(OSError), open(path, "rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise ConfigError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` in the folder")
 
 
 def compression(name: str | os.PathLike[str]) -> str:

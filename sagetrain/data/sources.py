@@ -26,7 +26,7 @@ from sagetrain.data.archives import matches, members, names_in
 from sagetrain.data.blocks import head, on_disk
 from sagetrain.data.chunk import Chunk, Place
 from sagetrain.data.files import Wanted, check_columns, contains, is_array, read, read_parquet, rows_of
-from sagetrain.data.kinds import HEAD, Kind, check_head, check_once, compression, is_file_name, kind_of
+from sagetrain.data.kinds import HEAD, Kind, check_head, check_once, compression, is_file_name, kind_of, refuse_pointer
 from sagetrain.data.records import Records
 from sagetrain.data.request import TextRequest
 
@@ -240,6 +240,8 @@ class Corpus:
         if wanted.fields and kind is Kind.TEXT:
             raise self._no_fields(path)
         stat = path.stat()
+        if stat.st_size < HEAD:
+            refuse_pointer(path)
         identity = [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
         if kind is Kind.PARQUET and (packed := compression(path)):
             raise ConfigError(f"{path}: Parquet is not read out of {packed}; unpack it (it is compressed by itself)")
@@ -269,6 +271,7 @@ class Corpus:
     def _archive(self, path: Path, glob: str | None = None) -> Input:
         """Build one input from all chosen files of an archive."""
         self._paths.append(path)
+        refuse_pointer(path)
         sizes = names_in(path)
         if glob:
             sizes = {name: size for name, size in sizes.items() if matches(name, glob)}

@@ -24,6 +24,7 @@ import tokenizers
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_JSON, DataConfig, tokenizer_in
 from sagetrain.config.schema import TOKENIZER_NAME as TOKENIZER_NAME
+from sagetrain.data.kinds import refuse_pointer
 from sagetrain.data.tokenizer_copy import TOKENIZER_CONFIG, completed, is_json, kept_templates, sha256_of, split
 
 # SentencePiece writes a space as this character inside its pieces, and would decode the character as a space.
@@ -85,10 +86,12 @@ class Tokenizer:
         except json.JSONDecodeError as error:
             raise ConfigError(f"tokenizer {path} is not valid JSON ({error}); copy it again") from error
         except ValueError as error:
+            refuse_pointer(path)
             raise ConfigError(f"tokenizer {path} is not {error}") from error
         try:
             tokenizer = cls(model)
         except ValueError as error:
+            refuse_pointer(path)
             raise ConfigError(f"tokenizer {path} is not {error}") from error
         tokenizer.notes = notes
         if tokenizer.eos_id < 0:

@@ -16,12 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.data.kinds import refuse_pointer
 from sagetrain.interop.huggingface import INDEX, WEIGHTS
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # This many rows of a tensor are compared at a time.
 _ROWS = 1024
-_POINTER = b"version https://git-lfs"
 _AGAIN = "copy the folder again from where it was published"
 
 
@@ -123,7 +123,7 @@ class WeightFiles:
         try:
             return safe_open(self._folder / file, framework="pt")
         except (OSError, SafetensorError) as error:
-            _refuse_pointer(self._folder / file)
+            refuse_pointer(self._folder / file)
             raise ConfigError(f"{self._folder / file} cannot be read ({error}); copy it again") from error
 
     def elsewhere(self, name: str) -> str:
@@ -202,12 +202,6 @@ def _inside(file: Any, where: str) -> str:
     return str(path)
 
 
-def _refuse_pointer(path: Path) -> None:
-    with suppress(OSError), path.open("rb") as opened:
-        if opened.read(len(_POINTER)) == _POINTER:
-            raise ConfigError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` in the folder")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the keys of a JSON file. Raises ConfigError if the file is missing or holds none."""
     try:
@@ -215,7 +209,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name a Hugging Face folder that has it") from error
     except ValueError as error:
-        _refuse_pointer(path)
+        refuse_pointer(path)
         raise ConfigError(f"{path} is not valid JSON ({error}); copy it again") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no keys; copy it again")
