@@ -250,7 +250,10 @@ def test_public_functions_are_typed_and_classes_documented():
 
 # Rooms whose documentation is plain English: a docstring begins with a verb or with the noun that it describes.
 PLAIN = (
-    *(f"sagetrain/{room}" for room in ("cli", "compare", "config", "data", "interop", "planning", "report")),
+    *(
+        f"sagetrain/{room}"
+        for room in ("cli", "compare", "config", "data", "interop", "planning", "report", "stability")
+    ),
     *("sagetrain/doctor.py", "sagetrain/hardware.py", "benchmarks", "launch"),
 )
 FRAGMENTS = (

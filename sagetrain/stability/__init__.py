@@ -1,1 +1,1 @@
-"""What INT8 attention costs while training, measured, and the decisions that follow the measurement."""
+"""The error of INT8 while training, measured, and the decisions that follow from the measurement."""

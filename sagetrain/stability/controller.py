@@ -1,9 +1,10 @@
-"""What decides, between two steps, how the run goes on: precision, tokens per step, spikes.
+"""Controllers decide between two steps how the run goes on: precision, tokens per step, spikes.
 
-A controller reads the numbers of the steps taken (engines/protocol.StepResult.metrics), which are reduced over all
-ranks and so equal on each, and nothing else of the run. That makes its decisions global without a collective of their
-own, the same at every layout that gives the same numbers, and testable without a model. What it has to remember is a
-plain dict in every checkpoint's manifest; a resumed run decides as one that never stopped.
+A controller reads the numbers of the steps taken (engines/protocol.StepResult.metrics) and nothing else of the run.
+These numbers are reduced over all ranks, so they are equal on each. The decisions of a controller are therefore global
+without a collective of their own, are the same at every layout that gives the same numbers, and can be tested without a
+model. What a controller has to remember is a plain dict in every checkpoint's manifest. A resumed run decides as a run
+that never stopped.
 """
 
 from __future__ import annotations
@@ -15,25 +16,26 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Taken:
-    """A step that was taken; or that was left out (spikes.py), which only spikes.METRIC in `metrics` says."""
+    """A step that was taken, or that was left out (spikes.py). Only spikes.METRIC in `metrics` says which."""
 
     step: int
-    """Its number; the first is 1."""
+    """Number of the step; the first is 1."""
     tokens: int
     """Tokens seen, this step included."""
     tokens_per_step: int
     metrics: dict[str, float]
-    """Every number that was added while it ran, by name, over all ranks. A controller may make others of them: those
-    after it read them, and they are logged."""
+    """Every number that was added while the step ran, by name, over all ranks. A controller may turn numbers into
+    others. The controllers after it read these, and these are logged."""
 
     @property
     def counted(self) -> int:
-        """How many of its tokens count in the loss."""
+        """The number of the step's tokens that count in the loss."""
         return round(self.tokens_per_step * self.metrics.get("train/counted_share", 1.0))
 
     @property
     def empty(self) -> bool:
-        """No token of it counts in the loss: loss and gradient are 0, and say nothing about other steps."""
+        """Whether no token of the step counts in the loss. Loss and gradient are then 0, and say nothing about other
+        steps."""
         return self.metrics.get("train/counted_share") == 0
 
 
@@ -42,27 +44,28 @@ class Event:
     """Something that a controller did, for people and for `events.jsonl` in the run folder."""
 
     kind: str
-    """One word: "precision", "tokens_per_step", "spike", ..."""
+    """The kind in one word: "precision", "tokens_per_step", "spike", ..."""
     text: str
-    """One sentence: what, and why."""
+    """One sentence that says what was done, and why."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """The same as values, JSON types only."""
+    """The content of the sentence as values, JSON types only."""
 
 
 class Controller(Protocol):
-    """One of them. The trainer calls it between steps, on all ranks alike."""
+    """The interface of a controller. The trainer calls it between steps, on all ranks alike."""
 
     name: str
-    """Key of its state in a checkpoint's manifest."""
+    """Key of the controller's state in a checkpoint's manifest."""
 
     def after_step(self, taken: Taken) -> list[Event]:
-        """Take note of a step, decide about those to come; what was decided."""
+        """Take note of a step, and decide about the steps to come. Returns the decisions."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What it remembers, JSON types only."""
+        """Return what the controller remembers, in JSON types only."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned, maybe under other settings, or from {}: a checkpoint without it."""
+        """Continue from the result of `state`, maybe under other settings. {} stands for a checkpoint without this
+        state."""
         ...

@@ -15,10 +15,8 @@ Gains = Callable[[], Iterable[tuple[Tensor, Sequence[Tensor]]]]
 
 
 class GainCap:
-    """Clip the gains after each update, and count how many of them were at the cap before it.
-
-    An observer of updates (engines/protocol.UpdateObserver).
-    """
+    """An observer of updates (engines/protocol.UpdateObserver) that clips the gains after each update, and counts how
+    many of them were at the cap before it."""
 
     def __init__(self, cap: float, gains: Gains, groups: ParallelGroups, device: torch.device) -> None:
         self._cap, self._gains, self._groups, self._device = cap, gains, groups, device
@@ -32,8 +30,8 @@ class GainCap:
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Clip the masters, and what the model computes with, which becomes the rounding of the masters. Ranks that
-        hold the same gains clip alike."""
+        """Clip the masters, and the copies that the model computes with, which stay the rounded masters. Ranks that
+        hold the same gains clip them in the same way."""
         values = [tensor for master, copies in self._gains() for tensor in (master, *copies) if len(tensor)]
         if values:
             torch._foreach_clamp_max_(values, self._cap)

@@ -1,20 +1,22 @@
-"""What linear layers lose in 8 bits: each beside fp32, from the same x, W and dY, as it computes its gradients.
+"""The error of linear layers in 8 bits. Each is compared with fp32 from the same x, W and dY, as it computes its
+gradients.
 
-With the tensor as the layer computes it and as fp32 does, for Y, dX and dW (weights that read one x are one matrix):
+For Y, dX and dW (weights that read one x are one matrix), the tensor of the layer is compared with the tensor in fp32:
 
     quant/<layer>/<name>.<tensor>/rel_l2, cosine      as attention's (monitor.py); <name>: qkv, out, gate_up or down
     quant/<layer>/<name>.dY/zero_share_dX, _dW        of the entries of dY that are not zero, the share that is rounded
                                                       to zero on the way to dX and to dW (not to one made of 16 bits)
 
-Of results of more than 2^20 entries every n-th row is looked at. Sums run over all ranks before the root is taken.
-Under tensor parallelism Y of out and down and dX of qkv and gate_up are what a rank adds to the sum over the group.
+Of results with more than 2^20 entries every n-th row is looked at. Sums run over all ranks before the root is taken.
+Under tensor parallelism, Y of out and down and dX of qkv and gate_up are the terms that a rank adds to the sum over the
+group.
 
-No share saturates: scales come from the values at hand, so that none leaves the range (sagekernels/casts.py), and what
-is not finite makes results NaN, which the step's own check finds.
+No share of saturated entries is measured. Scales come from the current values, so no value leaves the range
+(sagekernels/casts.py). A value that is not finite makes results NaN, which the step's own check finds.
 
-A step is not touched: before it begins, its first micro-batch goes forward and backward once more, not compiled, every
-block recomputed, through layers that keep x and dY in 16 bits, also while they travel. Not at ZeRO 3, whose hooks take
-every backward pass for the step's.
+A step itself is not touched. Before it begins, its first micro-batch goes forward and backward once more, not compiled
+and with every block recomputed, through layers that keep x and dY in 16 bits, also while they travel. This does not
+work at ZeRO 3, whose hooks take every backward pass for that of the step.
 """
 
 from __future__ import annotations
@@ -36,23 +38,24 @@ from sagetrain.parallel.metrics import share
 from sagetrain.stability.controller import Event, Taken
 
 MICRO_BATCHES = 300
-"""From one measurement to the next, at least, where the steps between them are chosen by `auto`: it takes as long as
-two or three of them."""
+"""Least number of micro-batches from one measurement to the next, where `auto` chooses the steps between them. A
+measurement takes as long as two or three micro-batches."""
 SAMPLE = 1 << 20
-"""Entries of a result that are looked at."""
+"""Number of entries of a result that are looked at."""
 MUCH = 0.1
-"""Share of dY's entries that are lost which is worth saying. Ours, from no paper: of normal numbers INT8 loses 1.2 %
-(rows of 4,096), e4m3 one in 100,000. Where it is a tenth, few are much larger than the rest."""
+"""Share of dY's entries that has to be lost before it is reported. The number is ours, from no paper. With normal
+numbers INT8 loses 1.2 % (rows of 4,096), and e4m3 one in 100,000. If a tenth is lost, a few entries are much larger
+than the rest."""
 
 Numbers = Callable[..., None]
-"""Metrics.derive."""
+"""The signature of Metrics.derive."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observed(Matmul):
-    """Computes what a low-bit Matmul does, and tells its errors in every backward pass.
+    """A Matmul that computes what a low-bit one does, and reports its errors in every backward pass.
 
-    Keeps x and dY as they are: for examinations, not for training.
+    It keeps x and dY as they are, so it is for measurements and not for training.
     """
 
     joined: bool = True
@@ -61,13 +64,13 @@ class Observed(Matmul):
     tag: str
 
     def read(self, x: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Codes and scales of x, and x."""
+        """Return the codes and scales of x, and x."""
         return self.low.operand(x), (x,)
 
     def forward(
         self, operand: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """x W^T of each weight: [tokens, out] each."""
+        """Return x W^T of each weight: [tokens, out] each."""
         return self.low.forward(operand, weights, kept)
 
     def input_gradient(
@@ -77,13 +80,13 @@ class Observed(Matmul):
         out: Tensor | None = None,
         kept: Sequence[Tensor] = (),
     ) -> Tensor:
-        """[tokens, in]."""
+        """Return the gradient of x: [tokens, in]."""
         return self.low.input_gradient(self.low.prepare(prepared), weights, out, kept)
 
     def weight_gradients(
         self, prepared: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """Of each weight, in its shape."""
+        """Return the gradient of each weight, in its shape."""
         (grad,), (x,), low = prepared, saved, self.low
         operand, to_weights = low.read(x)
         rounded = low.prepare(prepared)
@@ -93,11 +96,12 @@ class Observed(Matmul):
         self._compare("dW", torch.cat(tuple(gradients)), grad.t(), x)
         self._count("dX", grad, rounded[0])
         if not low.wide_weight_gradient:
-            self._count("dW", grad, rounded[2].t()[: len(grad)])  # rows of zeros fill it up
+            # Rows of zeros fill the codes up.
+            self._count("dW", grad, rounded[2].t()[: len(grad)])
         return gradients
 
     def _compare(self, name: str, found: Tensor, a: Tensor, b: Tensor) -> None:
-        """What was found with a b in fp32, of every n-th row."""
+        """Compare a result with a b in fp32, for every n-th row."""
         every = _every(found)
         found, exact = found[::every], a[::every].float() @ b.float()
         sums = [torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in (found - exact, found, exact)]
@@ -116,11 +120,12 @@ def _every(x: Tensor) -> int:
 
 
 class LinearErrors:
-    """Measures what linear layers of a Transformer lose that are in 8 bits, in passes of their own, and adds it to the
-    metrics of its groups. A probe (engines/protocol.py).
+    """Measure the errors of a Transformer's linear layers in 8 bits, in passes of their own, and add them to the
+    metrics of its groups. This is a probe (engines/protocol.py).
 
     Args:
-        blocks: the numbers of those that are looked at.
+        model: the model.
+        blocks: the numbers of the blocks that are looked at.
     """
 
     micro_batches = 1
@@ -130,7 +135,7 @@ class LinearErrors:
 
     @property
     def layers(self) -> dict[tuple[int, str], tuple[ColumnParallelLinear | RowParallelLinear, LowBit]]:
-        """Those in 8 bits at present, by the number of the block, and the path inside of it."""
+        """The layers in 8 bits at present, by the number of the block and the path inside of it."""
         return {
             (number, path): (layer, layer.matmul)
             for number, block in enumerate(self._model.blocks)
@@ -141,25 +146,31 @@ class LinearErrors:
 
     @staticmethod
     def tag(number: int, path: str) -> str:
-        """How the names of its metrics begin, up to the tensor."""
+        """Return the beginning of the names of a layer's metrics, up to the tensor."""
         return f"quant/{number}/{path.rpartition('.')[2]}"
 
     def measure(self, runs: Sequence[Callable[[], Tensor]], counted: Sequence[int] | None = None) -> None:
-        """runs: forward passes of micro-batches to their losses; counted: as of a probe, without a meaning for relative
-        errors. Collective; leaves no gradient behind. Nothing, where no layer is in 8 bits."""
+        """Measure the errors in micro-batches. Collective. It leaves no gradient behind, and does nothing if no layer
+        is in 8 bits.
+
+        Args:
+            runs: forward passes of micro-batches to their losses.
+            counted: tokens of each that count in the loss, as for any probe. Relative errors do not need them.
+        """
         if not self.layers:
             return
         metrics, found = self._model.groups.metrics, []
         eager = torch.compiler.set_stance("force_eager")
         with self._observed(lambda *entry: found.append(entry)), metrics.aside(), eager, torch.enable_grad():
             for run in runs:
-                # Asked for that of the first layer, backward passes all, and leaves no gradient to any parameter.
+                # The gradient of the first layer is asked for, so the backward pass goes through all layers and leaves
+                # no gradient in any parameter.
                 torch.autograd.grad(run(), self._model.embedding.weight)
         for entry in found:
             metrics.derive(*entry)
 
     def _observed(self, tell: Numbers) -> AbstractContextManager[None]:
-        """The model, as it is for these passes."""
+        """Return a context in which the model is as these passes need it."""
         changes: dict[tuple[Any, str], object] = {(self._model, "activation_checkpointing"): "full"}
         for block in self._model.blocks:
             changes[block, "selective"] = False
@@ -170,7 +181,7 @@ class LinearErrors:
 
 
 class Vanishing:
-    """A controller that decides nothing: it says of which linear layers 8 bits lose much of dY, once of each."""
+    """A controller that decides nothing. It reports each linear layer that loses much of dY in 8 bits, once."""
 
     name = "vanishing"
 
@@ -178,7 +189,7 @@ class Vanishing:
         self._said: set[str] = set()
 
     def after_step(self, taken: Taken) -> list[Event]:
-        """What is measured for the first time to lose more than MUCH."""
+        """Report the layers that are measured to lose more than MUCH for the first time."""
         found: dict[str, float] = {}
         for metric, lost in taken.metrics.items():
             layer, mark, _ = metric.removeprefix("quant/").partition(".dY/zero_share_")

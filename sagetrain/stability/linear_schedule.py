@@ -1,10 +1,10 @@
-"""Linear layers in 16 bits in the first and last part of a run (linear.keep_first_fraction, keep_last_fraction), in 8
-between them.
+"""Linear layers in 16 bits in the first and the last part of a run (linear.keep_first_fraction, keep_last_fraction),
+and in 8 bits between them.
 
-What INT8 costs from the first token on is likely lost where the loss falls fastest (results/int8-warm-up). About
-half of what FP8 costs is what rounding does to the finished model's forward pass (docs/low-bit-linear.md): weights
-that settle in 16 bits are those that are evaluated and exported. When is a pure function of the tokens seen.
-torch.compile makes other graphs of the blocks at a move, and none before.
+The loss that INT8 costs from the first token on is probably lost where the loss falls fastest (results/int8-warm-up).
+About half of what FP8 costs comes from rounding in the finished model's forward pass (docs/low-bit-linear.md), so
+weights that settle in 16 bits are those that are evaluated and exported. The schedule is a pure function of the tokens
+seen. torch.compile builds other graphs of the blocks at a move, and none before.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from sagetrain.stability.controller import Event, Taken
 
 
 class LinearSchedule:
-    """A Controller that lets linear layers multiply in 16 or 8 bits when it is time. It has nothing to remember: tokens
-    that were seen stay seen, also where a run goes back to a checkpoint.
+    """A Controller that lets linear layers multiply in 16 or 8 bits by the schedule. It has nothing to remember: tokens
+    that were seen stay seen, even if a run goes back to a checkpoint.
 
     Args:
-        settings: with nothing left `auto`, and a part in 16 bits.
-        model: its layers are in 8 bits as the settings say.
-        renew: makes what layers in 8 bits keep of their weights (Engine.weights_changed).
-        total_tokens: of the run.
-        tokens: seen so far.
+        settings: settings without `auto`, and with a part in 16 bits.
+        model: the model, with its layers in 8 bits as the settings say.
+        renew: rebuilds what layers in 8 bits keep of their weights (Engine.weights_changed).
+        total_tokens: tokens of the run.
+        tokens: tokens seen so far.
     """
 
     name = "linear"
@@ -41,7 +41,7 @@ class LinearSchedule:
         self._moves(tokens)
 
     def summary(self) -> str:
-        """Where the run is, in words."""
+        """Return the present precision and its part of the run, in words."""
         now = self._settings.precision if self._low else "16 bits"
         bounds = 0, *low_bit_part(self._settings, self._total)
         since = max(bound for bound in bounds if bound <= self._tokens)
@@ -50,7 +50,7 @@ class LinearSchedule:
         return f"{now} {', '.join(words)} of {self._total:,} tokens"
 
     def after_step(self, taken: Taken) -> list[Event]:
-        """Move all layers, if it is time."""
+        """Move all layers if it is time."""
         if taken.tokens >= self._total or not self._moves(taken.tokens):
             return []
         settings, low = self._settings, f"{self._settings.precision} {self._settings.recipe}"
@@ -62,7 +62,8 @@ class LinearSchedule:
         return [Event("precision", text, {"linear": True, "from": old, "to": new, "cause": "schedule"})]
 
     def _moves(self, tokens: int) -> bool:
-        """Whether the step after so many tokens is in other bits than the one before, which it is made to be."""
+        """Set the precision of the step that begins when `tokens` have been seen. Returns True if it differs from the
+        step before."""
         self._tokens, before = tokens, self._low
         self._low = low_bit_linear(self._settings, tokens, self._total)
         if self._low == before:

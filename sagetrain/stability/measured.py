@@ -1,4 +1,4 @@
-"""What was measured about a run's stability, kept over its whole length: stability.json in the run folder."""
+"""The measurements of a run's stability over its whole length: stability.json in the run folder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from sagetrain.stability.controller import Event, Taken
 
 KEPT = ("quant/", "noise/", "quant_noise/")
-"""Beginnings of the names of metrics that are measured now and then, and told at the end."""
+"""Prefixes of the metrics that are measured now and then, and reported at the end."""
 
 
 class Measured:
-    """A controller that decides nothing: of every number that the monitor and the noise scale have measured it
-    remembers the last value, the mean and the extremes. It stands behind those that add to a step's numbers."""
+    """A controller that decides nothing. It remembers the last value, the mean and the extremes of every number that
+    the monitor and the noise scale have measured. It comes after the controllers that add to a step's numbers."""
 
     name = "measured"
 
@@ -22,7 +22,7 @@ class Measured:
         self._metrics: dict[str, dict[str, float]] = {}
 
     def after_step(self, taken: Taken) -> list[Event]:
-        """Take note of what this step has measured."""
+        """Record what this step has measured."""
         for metric, value in taken.metrics.items():
             if metric.startswith(KEPT) and math.isfinite(value):
                 entry = self._metrics.setdefault(metric, {"count": 0, "min": math.inf, "max": -math.inf})
@@ -37,9 +37,10 @@ class Measured:
         return []
 
     def state(self) -> dict[str, Any]:
-        """{"metrics": {name: {"count", "mean", "last", "step", "tokens_per_step" (of the last), "min", ...}}}."""
+        """Return {"metrics": {name: {"count", "mean", "last", "step", "tokens_per_step" (of the last), "min",
+        ...}}}."""
         return {"metrics": {metric: dict(entry) for metric, entry in self._metrics.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Continue from the result of `state`."""
         self._metrics = {metric: dict(entry) for metric, entry in state.get("metrics", {}).items()}

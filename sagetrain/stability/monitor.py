@@ -1,7 +1,8 @@
-"""What INT8 attention costs, measured while training: every n steps, beside float32, from the same Q, K, V and dO.
+"""The error of INT8 attention, measured while training every n steps against float32, from the same Q, K, V and dO.
 
-Of the first micro-batch of such a step, on each chosen layer, with x as the INT8 path has it and y exact, for x of
-O, delta, P, dP, dS, dQ, dK and dV (sagekernels/observe.py says what is taken of the kernels, and of which sample):
+The first micro-batch of such a step is measured on each chosen layer. x is a tensor of the INT8 path and y the exact
+one, for x among O, delta, P, dP, dS, dQ, dK and dV (sagekernels/observe.py says what is taken from the kernels, and
+from which sample):
 
     quant/<layer>/<x>/rel_l2     sqrt(sum (x - y)^2 / sum y^2)
     quant/<layer>/<x>/cosine     sum x y / sqrt(sum x^2 sum y^2)
@@ -14,16 +15,16 @@ O, delta, P, dP, dS, dQ, dK and dV (sagekernels/observe.py says what is taken of
     quant/<layer>/<Q, K>/gain_mean, gain_max
                                  learned gains of QK-norm, from the fp32 weights
 
-Layers count from 0. Sums run over the samples of all ranks and are reduced before the root is taken, in the step's one
-collective: a number is that of one large sample, not a mean of the ranks' numbers. So it is the same at every layout
-as long as each rank's sample is all that the rank has.
+Layers count from 0. Sums run over the samples of all ranks and are reduced in the step's one collective before the root
+is taken. A number is therefore that of one large sample, not a mean of the ranks' numbers. It is the same at every
+layout as long as each rank's sample is all that the rank has.
 
-Memory: some 250 MiB while a layer is measured, and copies of the sample's q and k of every chosen layer from its
-forward to its backward pass: 8 MiB a layer at 4,096 tokens with heads of 128, 32 MiB at 131,072.
+Memory: about 250 MiB while a layer is measured, and copies of the sample's q and k of every chosen layer from its
+forward to its backward pass. These are 8 MiB per layer at 4,096 tokens with heads of 128, and 32 MiB at 131,072.
 
-The kernels' operators tell of their calls as they run, so torch.compile makes no other graph, the observed micro-batch
-computes what it would compute anyway, and no loss of the run changes. Which layer a call belongs to is told by the
-order of the calls: blocks forward, once more from the last to the first where activations are recomputed.
+The operators of the kernels report their calls as they run. torch.compile therefore builds no other graph, the observed
+micro-batch computes what it would compute anyway, and no loss of the run changes. The order of the calls tells which
+layer a call belongs to: blocks go forward, and once more from the last to the first if activations are recomputed.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import Metrics, share
 
 EVERY_STEPS = 100
-"""What `auto` stands for where something is quantized."""
+"""The number of steps that `auto` stands for where something is quantized."""
 SAMPLE_SCORES = 1 << 26
 """Scores of one sample: four heads of a sequence of 4,096 tokens, or the last 512 queries of a head over 131,072."""
 
 OwnedGains = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Return the names of the model's parameters, each with what this rank owns of it, which may be empty. All ranks give
-all names."""
+"""A function that returns the names of the model's parameters, each with the part that this rank owns, which may be
+empty. All ranks return all names."""
 
 
 class Monitor:
-    """Measures what attention loses in a Transformer, and adds it to the metrics of its groups.
+    """Measure the error of attention in a Transformer, and add it to the metrics of its groups.
 
-    Layers that quantize nothing at the time are passed over, so they may change while training.
+    Layers that quantize nothing at the time are skipped, so they may change while training.
     """
 
     def __init__(
@@ -70,11 +71,12 @@ class Monitor:
 
     @property
     def layers(self) -> list[int]:
-        """The chosen ones that quantize something now."""
+        """The chosen layers that quantize something now."""
         return [layer for layer in self._quantized() if layer in self.chosen]
 
     def watch(self, step: int) -> Callable[[int, int], AbstractContextManager[None]] | None:
-        """`micro_batch` for a micro-batch of step number `step`; None: nothing is measured at that step."""
+        """Return the context manager for a micro-batch of step number `step`. Return None if nothing is measured at
+        that step."""
         if self.every is None or step % self.every or not self.layers:
             return None
         return partial(self.micro_batch, step // self.every)
@@ -84,8 +86,12 @@ class Monitor:
 
     @contextmanager
     def micro_batch(self, turn: int, num_sequences: int, length: int) -> Iterator[None]:
-        """Measure the forward and backward pass inside, over so many sequences of `length` tokens on this rank (with
-        its context-parallel group). Another `turn` takes another sample.
+        """Measure the forward and backward pass inside of this context.
+
+        Args:
+            turn: number of the measurement; another one takes another sample.
+            num_sequences: sequences on this rank (with its context-parallel group).
+            length: tokens of a sequence.
 
         Raises:
             RuntimeError: the calls of attention were not those of one forward and one backward pass.
@@ -94,7 +100,7 @@ class Monitor:
         own_tokens = num_sequences * length // groups.cp_size
         parts = attention_calls(num_sequences, own_tokens, groups.tp_size, model.overlap)
         order: list[int | None] = [layer for layer in self._quantized() for _ in range(parts)]
-        if model.activation_checkpointing == "full":  # the first time only residual streams are kept
+        if model.activation_checkpointing == "full":  # The first forward pass keeps only residual streams.
             order = [*[None] * len(order), *reversed(order)]
         how = (self._scores, turn, groups.metrics, groups.num_replicas)
         calls = _Calls(order, set(self.layers), num_sequences // parts, *how)
@@ -117,18 +123,18 @@ class Monitor:
 
 @dataclass
 class _Calls:
-    """The observer of one micro-batch."""
+    """The observer of the attention calls in one micro-batch."""
 
     order: list[int | None]
-    """Layers of the forward passes to come; None: of which nothing is kept."""
+    """Layers of the forward passes to come. None stands for a pass of which nothing is kept."""
     layers: set[int]
     sequences: int
-    """Of one call."""
+    """Number of sequences in one call."""
     scores: int
     turn: int
     metrics: Metrics
     replicas: int
-    """Over which gradients are averaged later."""
+    """Number of replicas that gradients are averaged over later."""
     forwards: int = 0
     kept: dict[int, tuple[int, Kept]] = field(default_factory=dict)
     """Layer and sample of a forward pass, by the address of what it saved for its backward pass."""
@@ -160,7 +166,7 @@ class _Calls:
         metrics.max(f"{tag}/S/largest", sums.largest_logit)
 
     def check(self) -> None:
-        """Raises RuntimeError unless every call came, and every layer was measured."""
+        """Check that every call came, and that every layer was measured. Raises RuntimeError if not."""
         expected = sum(layer in self.layers for layer in self.order)
         if (self.forwards, self.measured) != (len(self.order), expected):
             raise RuntimeError(

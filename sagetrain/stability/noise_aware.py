@@ -1,17 +1,19 @@
-"""Tokens per step that follow the measured cost of quantization: noise to hide it in, but no more than it takes.
+"""Tokens per step that follow the measured error of quantization: as many as leave enough noise to hide the error, and
+no fewer than that takes.
 
-At every probe (quant_noise.py) the worst layer decides. Of a step of T tokens each layer's ratio and bias_ratio are
-known; at N tokens its ratio would be
+The worst layer decides at every probe (quant_noise.py). For a step of T tokens each layer's ratio and bias_ratio are
+known. At N tokens its ratio would be
 
     ratio - bias_ratio + bias_ratio N / T
 
-because a bias stays while the noise of the gradient averages out. A layer's is the median of its last PROBES. Where
-that is above the margin for the present tokens per step, they are lowered; where for more of them it is at most
-`headroom` of the margin, they are raised to those. What lies between changes nothing. A change is by max_factor at most
-(or by one `multiple`, where that is more), stays between floor and ceiling, and comes no sooner than hold_tokens after
-the one before.
+because a bias stays while the noise of the gradient averages out. The ratio of a layer is the median of its last
+PROBES. If it is above the margin at the present tokens per step, they are lowered. If it would be at most `headroom` of
+the margin at more tokens per step, they are raised to those. A ratio between the two changes nothing. A change is by at
+most max_factor (or by one `multiple`, if that is more), stays between floor and ceiling, and comes at least hold_tokens
+after the change before.
 
-The first step of a new size is the one after next: the next is being prepared already when a decision is made.
+The first step of a new size is the one after the next, because the next step is already being prepared when a decision
+is made.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from sagetrain.config.schema import NoiseAwareTokens
 from sagetrain.stability.controller import Event, Taken
 
 _Probe = dict[str, list[float]]
-"""Layer -> [ratio, the part of it that is bias and no less than 0, the tokens per step at which they were measured]."""
+"""For each layer: the ratio, the part of it that is bias (at least 0), and the tokens per step at which they were
+measured."""
 PROBES = 3
-"""A decision waits for so many and takes their median. By chance the worst layer of a single one has up to four times
-its usual ratio, which would shrink the steps of a run that is well (results/noise-aware)."""
+"""Number of probes that a decision waits for and takes the median of. By chance the worst layer of a single probe has
+up to four times its usual ratio, which would shrink the steps of a run without a problem (results/noise-aware)."""
 
 
 class NoiseAware:
@@ -38,20 +41,21 @@ class NoiseAware:
 
     name = "tokens_per_step"
     now: int
-    """Tokens of the step to come."""
+    """Tokens of the next step."""
     following: int
-    """Tokens of those after it, as far as is decided."""
+    """Tokens of the steps after it, as far as they are decided."""
 
     def __init__(self, schedule: NoiseAwareTokens) -> None:
         self._schedule = schedule
-        self._factor = Fraction(str(schedule.max_factor))  # 100 units times 1.15 are 115; in floats, 114
+        # As a fraction, 100 units times 1.15 are 115. In floats they would be 114.
+        self._factor = Fraction(str(schedule.max_factor))
         self._changed: int | None
         self._said: bool
         self._probes: list[_Probe]
         self.restore({})
 
     def after_step(self, taken: Taken) -> list[Event]:
-        """Decide, if this step had a probe, and the last change is long enough ago."""
+        """Decide, if this step had a probe and the last change is long enough ago."""
         self.now = self._restored = now = self.following
         probe = _probe(taken)
         self._probes = [*self._probes, probe][-PROBES:] if probe else self._probes
@@ -76,7 +80,7 @@ class NoiseAware:
         return [Event(self.name, f"tokens per step from {now:,} to {new:,} as of step {first:,}: {cause}", fields)]
 
     def _worst(self, tokens: int) -> tuple[str, float]:
-        """The layer with the largest ratio at so many tokens per step, and that ratio."""
+        """Return the layer with the largest ratio at `tokens` tokens per step, and that ratio."""
         ratios = {}
         for layer in self._probes[-1]:
             seen = [probe[layer] for probe in self._probes if layer in probe]
@@ -111,7 +115,8 @@ class NoiseAware:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Sizes that other settings do not allow become the nearest that these do."""
+        """Continue from the result of `state`. Sizes that other settings do not allow become the nearest that these
+        allow."""
         start = self._schedule.start
         self.now, self.following = (self._allowed(state.get(key, start)) for key in ("now", "following"))
         self._changed = state.get("changed")
@@ -120,7 +125,8 @@ class NoiseAware:
         self._restored = state.get("now", self.now)
 
     def summary(self) -> str:
-        """Where `restore` has left it, in words; and what the checkpoint had, if the settings do not allow that."""
+        """Return the tokens per step after `restore`, in words, and those of the checkpoint if the settings do not
+        allow them."""
         words = f"{self.now:,} tokens per step"
         if self.now == self._restored:
             return words
@@ -132,13 +138,13 @@ class NoiseAware:
 
 
 def _probe(taken: Taken) -> _Probe:
-    """What this step has measured."""
+    """Return the ratios that this step has measured."""
     probe: _Probe = {}
     for name, ratio in taken.metrics.items():
         if name.startswith("quant_noise/") and name.endswith("/ratio"):
             _, layer, _ = name.split("/")
             if layer != ALL:
-                bias = taken.metrics[f"quant_noise/{layer}/bias_ratio"]  # an estimate of 0 may be below it
+                bias = taken.metrics[f"quant_noise/{layer}/bias_ratio"]  # An estimate of 0 may be below 0.
                 probe[layer] = [ratio, max(0.0, bias), taken.tokens_per_step]
     return probe
 

@@ -1,8 +1,9 @@
-"""How noisy the gradient is, from the gradients that a step computes anyway.
+"""The gradient noise scale, estimated from the gradients that a step computes anyway.
 
-A step is n micro-batches of b tokens, on all data-parallel ranks together. The gradient of one, g_i, is that of the
-whole distribution, G, plus noise of covariance S / b, where S is that of a single token's; the step's is their mean.
-(Tokens of a micro-batch are not independent: S is what a token adds at this micro-batch and sequence length.) So
+A step is n micro-batches of b tokens, on all data-parallel ranks together. The gradient of one micro-batch, g_i, is the
+gradient of the whole distribution, G, plus noise of covariance S / b. S is the covariance of a single token's gradient.
+The gradient of the step is the mean of the g_i. (Tokens of a micro-batch are not independent: S is what a token adds at
+this micro-batch and sequence length.) Therefore
 
     E |g_i|^2 = |G|^2 + tr(S) / b            small: the mean of |g_i|^2 over the micro-batches
     E |mean|^2 = |G|^2 + tr(S) / (n b)       mean:  the squared norm of the step's gradient, before clipping
@@ -10,15 +11,15 @@ whole distribution, G, plus noise of covariance S / b, where S is that of a sing
     tr(S)  = b n / (n - 1) (small - mean)
     |G|^2  = (n mean - small) / (n - 1)
 
-neither with a bias. Their quotient tr(S) / |G|^2 is the gradient noise scale B_simple, in tokens (An Empirical Model of
-Large-Batch Training, arXiv 1812.06162, appendix A.1): steps of fewer tokens are mostly noise, steps of more have ever
-less of it. A quotient of estimates is biased by their noise, so both are averaged over steps first, each by itself:
-exponentially, with what the zeros at the beginning take away divided out.
+and neither estimate has a bias. Their quotient tr(S) / |G|^2 is the gradient noise scale B_simple, in tokens (An
+Empirical Model of Large-Batch Training, arXiv 1812.06162, appendix A.1). Steps of fewer tokens are mostly noise, and
+steps of more have less and less of it. A quotient of estimates is biased by their noise, so each of the two is averaged
+over steps first. The averages are exponential, and the effect of the zeros at the beginning is divided out.
 
-Under a loss mask micro-batch i has c_i tokens that count, C in all, and the step's gradient is the sum of w_i g_i.
-There g_i is the mean over those c_i tokens and w_i = c_i / C. S is then the covariance of a counted token's gradient,
-and that of g_i is S / c_i. A micro-batch's part of the step's gradient, times n, is n w_i g_i. With q = n (sum of
-w_i^2), which is 1 where all count the same and n where only one counts at all,
+Under a loss mask micro-batch i has c_i tokens that count, C in all, and the step's gradient is the sum of w_i g_i. Here
+g_i is the mean over those c_i tokens, and w_i = c_i / C. S is then the covariance of a counted token's gradient, and
+the covariance of g_i is S / c_i. A micro-batch's part of the step's gradient, times n, is n w_i g_i. With q = n (sum of
+w_i^2), which is 1 if all micro-batches count the same and n if only one counts at all,
 
     E small = (1/n) (sum of n^2 w_i^2 (|G|^2 + tr(S) / c_i)) = q |G|^2 + n tr(S) / C
     E mean = |G|^2 + (sum of w_i^2 tr(S) / c_i) = |G|^2 + tr(S) / C
@@ -26,14 +27,14 @@ w_i^2), which is 1 where all count the same and n where only one counts at all,
     tr(S)  = C / (n - q) (small - q mean)
     |G|^2  = (n mean - small) / (n - q)
 
-again without a bias, whatever the counts are; a micro-batch that counts nothing adds nothing. The nearer q is to n, the
-less such a step says: it enters the averages with a weight of (n - q) / (n - 1). The noise scale is given in tokens of
-the step as tokens_per_step has them, so that those that do not count are in it: tr(S) / |G|^2 times their number / C.
+again without a bias, whatever the counts are. A micro-batch that counts nothing adds nothing. The nearer q is to n, the
+less such a step says, so it enters the averages with a weight of (n - q) / (n - 1). The noise scale is given in tokens
+of the step as tokens_per_step has them, including those that do not count: tr(S) / |G|^2 times their number / C.
 
-Layers are "0", "1", ... for the blocks, "embedding" (tied: its gradient as output projection, too), "head" (output
-projection and final norm) and "all". Every parameter counts once, whatever the layout: shards add up over
-tensor-parallel ranks, copies are divided by their number, and under context parallelism, where the gradient of a
-micro-batch is spread over ranks, those ranks add up gradients, not norms.
+Layers are "0", "1", ... for the blocks, "embedding" (if tied, with its gradient as output projection), "head" (output
+projection and final norm) and "all". Every parameter counts once, whatever the layout. Shards are added over
+tensor-parallel ranks, and copies are divided by their number. Under context parallelism the gradient of a micro-batch
+is spread over ranks, so these ranks add gradients instead of norms.
 """
 
 from __future__ import annotations
@@ -57,39 +58,54 @@ from sagetrain.stability.spikes import METRIC as SPIKE
 
 
 def averaged(before: Sequence[float] | None, new: Sequence[float], decay: float, weight: float = 1.0) -> list[float]:
-    """Exponential averages of numbers, behind their weight: [weight, average x weight, ...], as `before` has them. The
-    new numbers come multiplied by the weight that they enter with."""
+    """Update exponential averages of numbers.
+
+    Args:
+        before: [weight, average x weight, ...]; None at the first update.
+        new: the new numbers, multiplied by the weight that they enter with.
+        decay: weight that the averages keep.
+        weight: weight that the new numbers enter with.
+
+    Returns:
+        The averages in the form of `before`.
+    """
     pairs = zip(before or [0.0] * (1 + len(new)), (weight, *new), strict=True)
     return [decay * old + (1 - decay) * number for old, number in pairs]
 
 
 class LayerSquares:
-    """Sums of squares by layer, over every rank's part of the parameters, each element of the model counted once."""
+    """Sums of squares by layer, over every rank's part of the parameters. Each element of the model counts once."""
 
     def __init__(self, specs: Collection[TensorSpec], groups: ParallelGroups, device: torch.device) -> None:
         self.layers = list(dict.fromkeys(str(spec.layer) for spec in specs))
         """All layers, in the order of the model."""
         self.place = {spec.name: place for place, spec in enumerate(specs)}
-        """Of each parameter, in the vectors that `add` takes."""
+        """The place of each parameter in the vectors that `add` takes, by name."""
         copies = [1 if spec.cut else groups.tp_size for spec in specs]
         self._layer = torch.tensor([self.layers.index(str(spec.layer)) for spec in specs], device=device)
         self._share = 1 / torch.tensor(copies, dtype=torch.float64, device=device)
         self._groups = groups
 
     def add(self, what: str, squares: Tensor, factor: Tensor | float, copies: int) -> None:
-        """Enter `factor` times the squares, by parameter, as "<what with the layer for *>", summed over all ranks.
-        copies: so many replicas say the same."""
+        """Add `factor` times the squares by parameter to the metrics, summed over all ranks.
+
+        Args:
+            what: name of the metric, with * for the layer.
+            squares: [parameters] sums of squares on this rank.
+            factor: factor of the sums.
+            copies: number of replicas that have the same squares.
+        """
         by_layer = squares.new_zeros(len(self.layers)).index_add(0, self._layer, squares * self._share) * factor
         for layer, value in zip(self.layers, by_layer.unbind(), strict=True):
             self._groups.metrics.sum(what.replace("*", layer), value, copies)
 
 
 class GradientNoise:
-    """What a step's gradients say about their noise: the squared norms of one micro-batch's and of the step's.
+    """Measure the squared norms of single micro-batches' gradients and of the step's gradient.
 
-    It adds noise/<layer>/small and noise/<layer>/mean to groups.metrics, which NoiseScale makes estimates of; under a
-    loss mask also noise/counted and noise/counted_square, the sums of c_i and of c_i^2. It costs a pass over the
-    gradients of every micro-batch, and under context parallelism their all-reduce.
+    The results are noise/<layer>/small and noise/<layer>/mean in groups.metrics, from which NoiseScale makes estimates.
+    Under a loss mask there are also noise/counted and noise/counted_square, the sums of c_i and of c_i^2. This costs a
+    pass over the gradients of every micro-batch, and under context parallelism their all-reduce.
     """
 
     def __init__(self, model: Transformer, groups: ParallelGroups, device: torch.device) -> None:
@@ -103,8 +119,9 @@ class GradientNoise:
 
     @contextmanager
     def micro_batch(self, counted: int | None = None) -> Iterator[None]:
-        """Around the backward pass of a micro-batch. Hooks see a gradient, of all uses of a parameter together, before
-        it is added to those of other micro-batches. counted: its tokens that count in the loss; None: no loss mask."""
+        """Measure the backward pass of a micro-batch inside of this context. Hooks see the gradient of all uses of a
+        parameter together, before it is added to the gradients of other micro-batches. `counted` is the number of its
+        tokens that count in the loss; None: no loss mask."""
         self._counted += [] if counted is None else [counted]
         self._norms.zero_()
         hooks: list[Any] = []
@@ -120,31 +137,34 @@ class GradientNoise:
     def _note(self, norm: Tensor, gradient: Tensor) -> None:
         gradient = gradient.detach()
         if self._groups.cp_group is not None:
-            gradient = gradient.float()  # a copy, or DeepSpeed's
+            # This is a copy, or DeepSpeed's own tensor.
+            gradient = gradient.float()
             gradient = gradient.clone() if gradient.dtype == torch.float32 else gradient
             dist.all_reduce(gradient, group=self._groups.cp_group)
         torch.linalg.vector_norm(gradient, dtype=torch.float32, out=norm)
 
     def of_step(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
-        """Take parts of the step's mean gradient, each with its parameter's name; no part on two replicas."""
+        """Add parts of the step's mean gradient, each with the name of its parameter. No part may be on two
+        replicas."""
         names, parts = zip(*gradients, strict=True)
         places = torch.tensor([self._squares.place[name] for name in names], device=self._mean.device)
         self._mean.index_add_(0, places, torch.stack(torch._foreach_norm(list(parts))).double().square())
 
     def finish(self, accumulation: int, clipping: Tensor | float, copies: int) -> None:
-        """After the step.
+        """Add the results to the metrics after the step.
 
         Args:
-            accumulation: the loss of each micro-batch was divided by it.
-            clipping: what the step's gradients had been multiplied by.
-            copies: so many replicas gave the same to `of_step`.
+            accumulation: number that the loss of each micro-batch was divided by.
+            clipping: factor that the step's gradients had been multiplied by.
+            copies: number of replicas that gave the same to `of_step`.
         """
         cp_size, micro_batches = self._groups.cp_size, accumulation * self._groups.dp_size
         factor = (accumulation / cp_size) ** 2 / micro_batches
         self._squares.add("noise/*/small", self._small, factor, cp_size)
         self._squares.add("noise/*/mean", self._mean, clipping**-2, copies)
         if self._counted:
-            same = self._groups.tp_size * cp_size  # ranks that have the same micro-batches
+            # These ranks have the same micro-batches.
+            same = self._groups.tp_size * cp_size
             self._groups.metrics.sum("noise/counted", sum(self._counted), same)
             self._groups.metrics.sum("noise/counted_square", sum(count**2 for count in self._counted), same)
             self._counted.clear()
@@ -153,14 +173,14 @@ class GradientNoise:
 
 
 class NoiseScale:
-    """A controller that decides nothing: it makes estimates of what GradientNoise has measured, and remembers them.
+    """A controller that decides nothing. It makes estimates of what GradientNoise has measured, and remembers them.
 
-    In the place of that it leaves noise/<layer>/scale_tokens, noise/<layer>/variance, tr(S), and
+    It replaces those metrics by noise/<layer>/scale_tokens, noise/<layer>/variance, tr(S), and
     noise/<layer>/gradient_square, |G|^2, averaged over steps.
 
     Args:
-        micro_batch_tokens: b.
-        decay: what a measurement takes over of the average before it.
+        micro_batch_tokens: tokens of a micro-batch, b.
+        decay: weight that the averages keep at a new measurement.
     """
 
     name = "noise_scale"
@@ -170,31 +190,32 @@ class NoiseScale:
         self._averages: dict[str, list[float]] = {}
 
     def variance(self, layer: str) -> float | None:
-        """tr(S), the variance of the gradient of one token that counts; None before the first measurement."""
+        """Return tr(S), the variance of the gradient of one token that counts. Return None before the first
+        measurement."""
         if layer not in self._averages:
             return None
         weight, variance, _ = self._averages[layer]
         return variance / weight
 
     def gradient_square(self, layer: str) -> float | None:
-        """|G|^2; None before the first measurement, and while nothing but noise was seen."""
+        """Return |G|^2. Return None before the first measurement, and while only noise was seen."""
         weight, _, square = self._averages.get(layer, (1.0, 0.0, 0.0))
         return square / weight if square > 0 else None
 
     def after_step(self, taken: Taken) -> list[Event]:
-        """Make estimates, if this step was measured and is no spike."""
+        """Make estimates if this step was measured and is not a spike."""
         measured = [key.split("/")[1] for key in taken.metrics if re.fullmatch(r"noise/\w+/small", key)]
         pairs = {layer: [taken.metrics.pop(f"noise/{layer}/{of}") for of in ("small", "mean")] for layer in measured}
         n = taken.tokens_per_step // self._micro_batch_tokens
         tokens = n * self._micro_batch_tokens
         counted, squares = (taken.metrics.pop(f"noise/{of}", None) for of in ("counted", "counted_square"))
-        # Of the noise of other steps it says nothing, and would be in the averages for long.
+        # A spike says nothing about the noise of other steps, and would stay in the averages for long.
         if taken.metrics.get(SPIKE) or taken.empty or not pairs:
             return []
         q = 1.0
         if counted is None or squares is None:
             counted = tokens
-        elif (q := n * squares / max(1.0, counted**2)) in (0, n):  # one micro-batch counts, or none
+        elif (q := n * squares / max(1.0, counted**2)) in (0, n):  # Only one micro-batch counts, or none.
             return []
         pairs[ALL] = [sum(pair[i] for pair in pairs.values()) for i in (0, 1)]
         for layer, (small, mean) in pairs.items():
@@ -203,7 +224,7 @@ class NoiseScale:
             weight, variance, square = self._averages[layer]
             taken.metrics[f"noise/{layer}/variance"] = variance / weight
             taken.metrics[f"noise/{layer}/gradient_square"] = square / weight
-            if square > 0:  # or nothing but noise was seen so far
+            if square > 0:  # Otherwise only noise was seen so far.
                 taken.metrics[f"noise/{layer}/scale_tokens"] = variance / square * (tokens / counted)
         return []
 

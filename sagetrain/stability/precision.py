@@ -1,16 +1,17 @@
-"""The precision ladder: what each layer's attention computes in INT8, less and less from rung to rung.
+"""The precision ladder: each layer's attention computes less in INT8 from rung to rung.
 
-The lowest rung is attention.recipe, the others are stability.precision.rungs. Between two steps the rung of a layer is
+The lowest rung is attention.recipe, and the others are stability.precision.rungs. Between two steps the rung of a layer
+is
 
     min(highest, max(scheduled, measured) + spikes)
 
     scheduled   by the tokens seen and the layer's place alone (config/arithmetic.scheduled_rung);
-    measured    up by one where the layer's metric is above the threshold, down by one where it is below the lower one,
-                and not again before the cool-down is over. What is not quantized has no error: there the metric is 0;
+    measured    up by one if the layer's metric is above the threshold, down by one if it is below the lower one,
+                and not again before the cool-down is over. Without quantization there is no error, and the metric is 0;
     spikes      how many there were in the last spike_tokens tokens.
 
-A layer's function runs its forward and its backward pass, so both are on one rung; and torch.compile makes one graph
-for each rung, when the first layer comes to it.
+A layer's function runs its forward and its backward pass, so both are on one rung. torch.compile builds one graph for
+each rung, when the first layer comes to it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def rungs_of(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, AttentionFunction]:
-    """The functions of all rungs by name, the lowest first; none without a ladder.
+    """Return the attention functions of all rungs by name, the lowest first. Without a ladder there are none.
 
     Raises:
         ValueError: one of them cannot run on this device or in this dtype, or its package is not installed.
@@ -55,7 +56,7 @@ def rungs_of(
 
 
 class _Place(NamedTuple):
-    """Why a layer is where it is."""
+    """The three numbers that determine a layer's rung."""
 
     scheduled: int
     measured: int
@@ -63,14 +64,14 @@ class _Place(NamedTuple):
 
 
 class Ladder:
-    """A Controller that hands the layers their attention functions.
+    """A Controller that gives the layers their attention functions.
 
     Args:
-        precision: what moves layers.
-        functions: of rungs_of.
+        precision: the settings that move layers.
+        functions: the result of rungs_of.
         layers: the attention of every block, in the order of the model.
-        total_tokens: of the run, for what is scheduled in its last part.
-        tokens: seen so far.
+        total_tokens: tokens of the run, for what is scheduled in its last part.
+        tokens: tokens seen so far.
     """
 
     name = "precision"
@@ -92,11 +93,11 @@ class Ladder:
 
     @property
     def rungs(self) -> list[str]:
-        """Of every layer, at present."""
+        """The present rung of every layer."""
         return [self._names[self._rung(place)] for place in self._places]
 
     def summary(self) -> str:
-        """The same in words, the lowest rung first."""
+        """Return the layers of each rung in words, the lowest rung first."""
         rungs = self.rungs
         at = {name: [layer for layer, rung in enumerate(rungs) if rung == name] for name in self._names}
         return "; ".join(f"{name} in {layers_in_words(layers)}" for name, layers in at.items() if layers)
@@ -105,7 +106,7 @@ class Ladder:
         return min(len(self._names) - 1, max(place.scheduled, place.measured) + place.spikes)
 
     def after_step(self, taken: Taken) -> list[Event]:
-        """Move layers, for the steps to come."""
+        """Move layers for the steps to come."""
         self._tokens = taken.tokens
         threshold = self._settings.threshold
         values = dict(self._measurements(threshold.metric, taken.metrics)) if threshold else {}
@@ -143,10 +144,11 @@ class Ladder:
         if moved is not None and self._tokens - moved < threshold.cooldown_tokens:
             return
         measured = self._measured[layer]
-        if not value <= threshold.above:  # what is not a number too
+        if not value <= threshold.above:  # This is also true for NaN.
             measured = min(max(place.scheduled, place.measured) + 1, len(self._names) - 1)
         elif threshold.below is not None and value < threshold.below and place.measured > place.scheduled:
-            measured -= not place.spikes  # or the error of a higher rung would move the layer below the next one
+            # Otherwise the error of a higher rung would move the layer below the next one.
+            measured -= not place.spikes
         if measured != self._measured[layer]:
             self._measured[layer], self._moved[layer] = measured, self._tokens
 
@@ -175,12 +177,13 @@ class Ladder:
         return {"measured": measured, "moved": self._moved, "spikes": self._spikes}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """A rung that is not among those of the settings counts as the lowest; what the settings do not move by any
-        more is forgotten. Tokens that were seen stay seen, also where a run goes back to a checkpoint."""
+        """Continue from the result of `state`. A rung that is not among those of the settings counts as the lowest, and
+        moves that the settings no longer make are forgotten. Tokens that were seen stay seen, even if a run goes back
+        to a checkpoint."""
         none: list[None] = [None] * len(self._layers)
         names = state.get("measured", none) if self._settings.threshold else none
         self._measured = [self._names.index(name) if name in self._names else 0 for name in names]
         self._moved = list(state.get("moved", none))
-        # A run that goes back to a checkpoint knows of more spikes than that.
+        # A run that goes back to a checkpoint knows of more spikes than the checkpoint does.
         self._spikes = sorted({*self._spikes, *state.get("spikes", [])}) if self._settings.spike_tokens else []
         self._set()

@@ -1,51 +1,53 @@
-"""What attention and linear layers in 8 bits add to the gradients of weights, measured against the noise that they have
-anyway.
+"""The error that attention and linear layers in 8 bits add to the gradients of weights, compared with the gradient
+noise.
 
-A probe runs N micro-batches of a step forward and backward twice, apart from the step: with 16-bit attention and linear
-layers, which gives the gradient g_i, and as the run has it, which gives g_i + e_i. The errors are as independent as the
-micro-batches. What is common to them is bias, b = E e, and of two different ones the product estimates its square,
-while the rest of them averages out:
+A probe runs N micro-batches of a step forward and backward twice, apart from the step. With 16-bit attention and linear
+layers this gives the gradient g_i, and as the run has them it gives g_i + e_i. The errors are as independent as the
+micro-batches. What they have in common is bias, b = E e. The product of two different errors estimates the square of
+the bias, while the rest of them averages out:
 
     error^2 = mean of |e_i|^2                                           E |e|^2
     bias^2  = mean of <e_i, e_j> over i != j                            |b|^2, neither with a bias of its own
             = (|sum of e_i|^2 - sum of |e_i|^2) / (N (N - 1))
 
-Every data-parallel rank takes its first micro-batch, a single one its first two. Of a step of n micro-batches
+Every data-parallel rank takes its first micro-batch, and a single rank its first two. For a step of n micro-batches,
 
     error of the step^2 = bias^2 + (error^2 - bias^2) / n               exactly: E |mean of e_i|^2
     noise left = tr(S) / tokens per step                                (tr(S): noise_scale.py)
     ratio = error of the step^2 / noise left          bias_ratio = bias^2 / noise left
 
-A ratio of .1 is as much as a tenth less tokens per step would add to the gradient's noise; but the part of it that is
-bias, bias_ratio, is no noise, and adds up over steps. At n' micro-batches instead of n the ratio would be
+A ratio of 0.1 is as much as a tenth fewer tokens per step would add to the gradient's noise. The part of it that is
+bias, bias_ratio, is not noise, and adds up over steps. At n' micro-batches instead of n the ratio would be
 
     ratio - bias_ratio + bias_ratio n' / n
 
-as more tokens per step leave less noise to hide a bias in. Beside the gradient itself, at any tokens per step,
+because more tokens per step leave less noise to hide a bias in. The bias beside the gradient itself, at any tokens per
+step,
 
     bias_to_gradient = bias^2 / |G|^2
 
-is what stays of the error however much is averaged: what INT8 attention cost our runs in loss went with it, and not
+is what stays of the error however much is averaged. What INT8 attention cost our runs in loss went with it, and not
 with the ratio (results/bias).
 
 Under a loss mask micro-batch i has c_i tokens that count, and g_i and e_i are means over these. Errors of tokens add up
 as their gradients do (noise_scale.py): E |e_i|^2 = |b|^2 + V / c_i. Micro-batches that count nothing have no error, and
-are none of the N. With h, the harmonic mean of the N counts, and C, the tokens that count in the whole step,
+are not among the N. With h, the harmonic mean of the N counts, and C, the tokens that count in the whole step,
 
     mean of |e_i|^2 = |b|^2 + V / h    in expectation, and <e_i, e_j> is as before, so that
     error of the step^2 = bias^2 + (error^2 - bias^2) h / C             exactly: E |sum of c_i / C e_i|^2
     noise left = tr(S) / C                                              (tr(S): of a token that counts)
 
-which without a mask is the above, with h the tokens of a micro-batch and C those of the step.
+Without a mask these are the formulas above, with h the tokens of a micro-batch and C those of the step.
 
-What to know when reading them:
-- One product of two errors is off by some .007 of error^2 in a block of 1e5 weights, by less in larger ones. So for
-  the ratios bias^2 is this probe's error^2 times the share of bias in the error, averaged over probes as the noise
-  scale is; a share below 0 counts as 0 in the ratio (bias_ratio shows it). With hundreds of micro-batches a step what
-  is left of that spread can be the larger part of the ratio. Under a mask the share grows with h, as |b|^2 / (V / h)
-  does: the average is the share in a micro-batch that counts as a whole, and each probe enters it with h as its weight.
-- What 16-bit arithmetic itself rounds is in the errors, that of the reference too.
-- A layer's numbers are about the gradients of its weights, with all layers as they are, not about its own rounding
+How to read the numbers:
+- One product of two errors is off by about 0.007 of error^2 in a block of 1e5 weights, and by less in larger ones. For
+  the ratios, bias^2 is therefore this probe's error^2 times the share of bias in the error, averaged over probes as the
+  noise scale is. A share below 0 counts as 0 in the ratio (bias_ratio shows it). With hundreds of micro-batches per
+  step, the rest of that spread can be the larger part of the ratio. Under a mask the share grows with h, as |b|^2 / (V
+  / h) does. The average is the share in a micro-batch that counts as a whole, and each probe enters it with h as its
+  weight.
+- The errors include the rounding of 16-bit arithmetic itself, also that of the reference.
+- A layer's numbers are about the gradients of its weights, with all layers as they are, and not about its own rounding
   alone.
 """
 
@@ -69,13 +71,16 @@ from sagetrain.stability.spikes import METRIC as SPIKE
 
 
 class QuantizationProbe:
-    """Runs micro-batches twice and adds quant_noise/<layer>/error_square and bias_square to groups.metrics.
+    """Run micro-batches twice, and add quant_noise/<layer>/error_square and bias_square to groups.metrics.
 
-    The passes are not compiled and leave no gradient behind; they cost as much as two or three micro-batches each, and
+    The passes are not compiled and leave no gradient behind. Each costs as much as two or three micro-batches, and
     memory for the gradients of three.
 
     Args:
-        reference: 16-bit attention, for the layers whose own quantizes something.
+        model: the model.
+        reference: 16-bit attention, for the layers whose own attention quantizes something.
+        groups: the ranks.
+        device: the device of the model.
     """
 
     def __init__(
@@ -86,13 +91,19 @@ class QuantizationProbe:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step on this rank, that `measure` is to get: two in all at least."""
+        """The number of a step's micro-batches on this rank that `measure` needs: at least two on all ranks
+        together."""
         return 2 if self._groups.dp_size == 1 else 1
 
     def measure(self, runs: Sequence[Callable[[], Tensor]], counted: Sequence[int] | None = None) -> None:
-        """At a step that has not begun: `runs` are the forward passes of different micro-batches to their losses, the
-        means over the `counted` tokens of each (None: no loss mask), on every rank as many. Of one alone there is an
-        error, but no bias. Nothing, where no layer quantizes anything."""
+        """Measure before a step begins. If only one micro-batch is given, there is an error but no bias. Nothing is
+        done if no layer quantizes anything.
+
+        Args:
+            runs: the forward passes of different micro-batches to their losses, as many on every rank. A loss is the
+                mean over the counted tokens.
+            counted: tokens of each that count in the loss; None: no loss mask.
+        """
         groups = self._groups
         if not self._model.quantized:
             return
@@ -104,7 +115,8 @@ class QuantizationProbe:
                 pairs = zip(rounded, self._gradients(run), strict=True)
             for i, (quantized, plain) in enumerate(pairs):
                 error = (quantized.float() - plain.float()).flatten()
-                if groups.cp_group is not None:  # this rank's part of the micro-batch's gradient, times cp_size
+                # This is this rank's part of the micro-batch's gradient, times cp_size.
+                if groups.cp_group is not None:
                     dist.all_reduce(error, group=groups.cp_group)
                 squares[i] += error.dot(error)
                 if len(sums) > i:
@@ -120,7 +132,7 @@ class QuantizationProbe:
         self._squares.add("quant_noise/*/error_square", squares, 1 / (cp_size**2 * count), cp_size)
         if count > 1:
             if groups.dp_size > 1:
-                for total in sums:  # over ranks with the same sum, too, under context parallelism
+                for total in sums:  # Under context parallelism this is also over ranks with the same sum.
                     dist.all_reduce(total, group=groups.replica_group)
             of_sum = torch.stack([total.dot(total) for total in sums]).double()
             share = 1 if groups.dp_size == 1 else groups.dp_size * cp_size**2
@@ -128,30 +140,32 @@ class QuantizationProbe:
             self._squares.add("quant_noise/*/bias_square", of_sum / share - squares, factor, cp_size)
 
     def _known(self, counted: Sequence[int]) -> tuple[int, float]:
-        """How many of all ranks' micro-batches have tokens that count, and the harmonic mean of their numbers."""
+        """Return how many of all ranks' micro-batches have tokens that count, and the harmonic mean of their
+        numbers."""
         own = [1 / count for count in counted if count]
         sums = torch.tensor([len(own), sum(own)], dtype=torch.float64, device=self._device)
         if self._groups.dp_size > 1:
             dist.all_reduce(sums, group=self._groups.replica_group)
-        ranks = self._groups.cp_size if self._groups.dp_size > 1 else 1  # that say the same of one micro-batch
+        # So many ranks give the same number for one micro-batch.
+        ranks = self._groups.cp_size if self._groups.dp_size > 1 else 1
         count, inverse = (sums / ranks).tolist()
         return round(count), count / inverse if count else 0.0
 
     def _gradients(self, run: Callable[[], Tensor]) -> tuple[Tensor, ...]:
-        # Asked for, gradients go to nobody else: neither into .grad nor to DeepSpeed's hooks.
+        # Gradients that are asked for go to nobody else: neither into .grad nor to DeepSpeed's hooks.
         eager = torch.compiler.set_stance("force_eager")
         with eager, self._groups.metrics.aside():
             return torch.autograd.grad(run(), list(self._model.parameters()))
 
 
 class QuantNoise:
-    """A controller that decides nothing: to what a probe has measured it adds quant_noise/<layer>/ratio, bias_ratio and
-    bias_to_gradient, and remembers how much of the error is bias.
+    """A controller that decides nothing. It adds quant_noise/<layer>/ratio, bias_ratio and bias_to_gradient to what a
+    probe has measured, and remembers how much of the error is bias.
 
     Args:
-        micro_batch_tokens: of one rank's micro-batch.
-        noise: comes before it, and knows the noise of the gradients.
-        decay: what a probe takes over of the averages before it.
+        micro_batch_tokens: tokens of one rank's micro-batch.
+        noise: the controller before it, which knows the noise of the gradients.
+        decay: weight that the averages keep at a new probe.
     """
 
     name = "quant_noise"
@@ -161,8 +175,9 @@ class QuantNoise:
         self._averages: dict[str, list[float]] = {}
 
     def after_step(self, taken: Taken) -> list[Event]:
-        """Relate them, if this step had a probe of several micro-batches, the noise is known, and it is no spike."""
-        # The tokens of a micro-batch that count.
+        """Compute the ratios, if this step had a probe of several micro-batches, the noise is known, and it is not a
+        spike."""
+        # This is the number of a micro-batch's tokens that count.
         tokens = taken.metrics.pop("quant_noise/counted", self._micro_batch_tokens)
         if taken.metrics.get(SPIKE) or taken.empty:
             return []
@@ -176,15 +191,15 @@ class QuantNoise:
             pairs[ALL] = [sum(pair[i] for pair in pairs.values()) for i in (0, 1)]
         whole = tokens / self._micro_batch_tokens
         for layer, (error, bias) in pairs.items():
-            if not math.isfinite(error + bias):  # it would stay in the averages
+            if not math.isfinite(error + bias):  # An infinite or undefined value would stay in the averages.
                 continue
             taken.metrics[f"quant_noise/{layer}/error_square"] = error
             taken.metrics[f"quant_noise/{layer}/bias_square"] = bias
-            if error > 0:  # of each its share: the error is another where layers change their precision
+            if error > 0:  # The share is averaged, because the error changes when layers change their precision.
                 self._averages[layer] = averaged(self._averages.get(layer), (bias / error,), self._decay, whole)
             weight, share = self._averages.get(layer, (1.0, 0.0))
             bias = error * share / weight
-            if whole < 1:  # that was the share of a whole micro-batch
+            if whole < 1:  # The share was that of a whole micro-batch.
                 bias = min(error, bias * whole)
             variance = self._noise.variance(layer)
             if variance is not None and variance > 0:

@@ -1,13 +1,13 @@
 """Steps that go wrong: a loss or gradient norm that is not finite, or far above those of the steps before.
 
-Judged between the backward pass and the update, from numbers that are equal on every rank, so that a step can still be
-left out as if it had never been: no weight, moment or step count knows of it.
+A step is judged between the backward pass and the update, from numbers that are equal on every rank. It can therefore
+still be left out as if it had never been: no weight, moment or step count knows of it.
 
-A number is a spike if it is above median + threshold x spread of the last steps that were taken; the spread is 1.4826
-times the median distance from the median, which for normal numbers is their standard deviation and which, unlike that,
-a spike among them hardly moves, or a hundredth of the median where that is more. A gradient norm is compared as if
-earlier steps had had as few tokens: the square of a norm is |G|^2 + tr(S) / tokens (arXiv 1812.06162), so that of fewer
-tokens is larger by at most the square root of their ratio.
+A number is a spike if it is above median + threshold x spread of the last steps that were taken. The spread is 1.4826
+times the median distance from the median, or a hundredth of the median if that is more. For normal numbers it is their
+standard deviation; unlike the standard deviation, it is hardly moved by a spike among them. A gradient norm is compared
+as if earlier steps had had as few tokens. The square of a norm is |G|^2 + tr(S) / tokens (arXiv 1812.06162), so the
+norm of fewer tokens is larger by at most the square root of their ratio.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from sagetrain.config.schema import SpikesConfig
 from sagetrain.stability.controller import Event, Taken
 
 METRIC = "train/spike"
-"""1.0 in Taken.metrics of a step that was a spike or not finite. If it was left out, nothing else is in them."""
+"""The metric that is 1.0 in Taken.metrics of a step that was a spike or not finite. If the step was left out, it is the
+only one."""
 
 _TO_DEVIATION = 1.4826
 _LEAST_SPREAD = 0.01
@@ -31,15 +32,16 @@ _LEAST_SPREAD = 0.01
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a step whose update is not yet made."""
+    """The decision about a step whose update is not yet made."""
 
     apply: bool = True
     event: Event | None = None
-    """What is wrong with it, if anything is."""
+    """The event that says what is wrong with the step, if anything is."""
 
 
 class Spikes:
-    """The detector, and how often it may act. A Controller; the trainer asks `judge` before each update besides."""
+    """The detector of spikes, and the limit on how often it may act. It is a Controller; in addition, the trainer calls
+    `judge` before each update."""
 
     name = "spikes"
 
@@ -49,7 +51,7 @@ class Spikes:
         self._acted: list[tuple[int, int]] = []
 
     def judge(self, metrics: Mapping[str, float], tokens: int) -> Verdict:
-        """About a step of `tokens` tokens with these numbers, train/loss and train/grad_norm among them."""
+        """Judge a step of `tokens` tokens with these numbers, train/loss and train/grad_norm among them."""
         found = {"loss": metrics["train/loss"], "gradient norm": metrics["train/grad_norm"]}
         limits = self.limits(tokens)
         wrong = [f"{name} {value:.5g}" for name, value in found.items() if not math.isfinite(value)]
@@ -70,7 +72,8 @@ class Spikes:
         return Verdict(finite and self.settings.policy == "stop", Event("spike", " and ".join(wrong), fields))
 
     def limits(self, tokens: int) -> dict[str, float]:
-        """What loss and gradient norm of a step of `tokens` tokens may be; inf while too few steps are known."""
+        """Return the largest loss and gradient norm that a step of `tokens` tokens may have. They are inf while too few
+        steps are known."""
         if len(self._window) < self.settings.grace_steps:
             return {"loss": math.inf, "gradient norm": math.inf}
         norms = [norm * math.sqrt(max(1.0, before / tokens)) for _, norm, before in self._window]
@@ -82,16 +85,16 @@ class Spikes:
         return middle + self.settings.threshold * max(spread, _LEAST_SPREAD * abs(middle))
 
     def act(self, step: int, weights_of: int) -> None:
-        """Note that `step` was left out, and that the run goes on with the weights of step `weights_of`."""
+        """Record that `step` was left out, and that the run continues with the weights of step `weights_of`."""
         self._acted = [*self._lately(step), (step, weights_of)]
 
     def may_act(self, step: int) -> bool:
-        """Whether the policy may leave out one more step: max_events in `window` steps."""
+        """Whether the policy may leave out one more step, by max_events in `window` steps."""
         return len(self._lately(step)) < self.settings.max_events
 
     def may_go_back(self, step: int, checkpoint: int) -> bool:
-        """Whether the run may go back from `step` to the checkpoint of a step: not to the one that it went back to
-        lately, nor to one with the same weights or with those that were given up."""
+        """Whether the run may go back from `step` to the checkpoint of a step. It may not go to the checkpoint that it
+        went back to lately, nor to one with the same weights or with those that were given up."""
         return not any(weights_of <= checkpoint <= before for before, weights_of in self._lately(step))
 
     def _lately(self, step: int) -> list[tuple[int, int]]:
@@ -100,7 +103,7 @@ class Spikes:
     # -- as a Controller -----------------------------------------------------------------------------------------
 
     def after_step(self, taken: Taken) -> list[Event]:
-        """Its numbers are what later ones are compared with."""
+        """Add the step to those that later steps are compared with."""
         if "train/loss" in taken.metrics and not taken.empty:
             numbers = taken.metrics["train/loss"], taken.metrics["train/grad_norm"]
             self._window.append((*numbers, taken.tokens_per_step))
@@ -112,10 +115,10 @@ class Spikes:
     def restore(self, state: Mapping[str, Any]) -> None:
         self._window.clear()
         self._window.extend((loss, norm, tokens) for loss, norm, tokens in state.get("window", []))
-        # A run that goes back to a checkpoint knows more than that: how often it has.
+        # A run that goes back to a checkpoint knows more often than the checkpoint does that it has acted.
         self._acted = sorted({*self._acted, *((step, weights_of) for step, weights_of in state.get("acted", []))})
 
 
 def plain(value: float) -> float | str:
-    """A number as JSON knows it: what is not finite in words."""
+    """Return a number as JSON has it: a number that is not finite becomes text."""
     return value if math.isfinite(value) else str(value)
