@@ -156,17 +156,19 @@ def test_the_command_line_loads_nothing_heavy():
 
 
 def test_few_see_the_whole_configuration():
-    """Trainer, engine, controllers, what times `auto`, the run folder that keeps it, preflight, which compares it
+    """Build, engine, controllers, what settles `auto`, the run folder that keeps it, preflight, which compares it
     between hosts, and inputs and resume, which compare it with that of a checkpoint; everything else gets its
     section. Tools that look at a run from outside (plan, eval) are not part of it."""
     whole = {name_of(path) for path in SOURCES if "sagetrain.config.schema.RunConfig" in imports(path)}
     inside = {path for path in whole if not path.startswith("sagetrain/config/")}
     assert inside <= {
-        "sagetrain/train/trainer.py",
+        "sagetrain/train/build.py",
+        "sagetrain/train/run.py",
         "sagetrain/engines/build_engine.py",
+        "sagetrain/train/out_of_memory.py",
         "sagetrain/engines/deepspeed.py",
         "sagetrain/train/controllers.py",
-        "sagetrain/auto/timing.py",
+        "sagetrain/auto/settled.py",
         "sagetrain/auto/overlap_choice.py",
         "sagetrain/train/inputs.py",
         "sagetrain/train/resume.py",

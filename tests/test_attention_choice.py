@@ -9,16 +9,18 @@ import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
-from sagetrain.auto import attention_choice, timing
-from sagetrain.auto.attention_choice import settle
+from sagetrain.auto import attention_choice, linear_choice
+from sagetrain.auto import settled as settling
+from sagetrain.auto.attention_choice import settle_attention
+from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import kept_attention
-from sagetrain.auto.timing import Timing
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.state import SettledAttention
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config import RunConfig
-from sagetrain.config.schema import AttentionConfig, LinearConfig
-from sagetrain.train import trainer
+from sagetrain.config.schema import AttentionConfig
+from sagetrain.train.build import build
+from sagetrain.train.trainer import Trainer
 
 SAGE_SCORES, SDPA = {"backend": "sage", "recipe": "scores"}, {"backend": "sdpa", "recipe": "fine"}
 
@@ -31,7 +33,7 @@ def settled(asked: dict, had: dict | None, device: str = "cuda") -> tuple[Attent
         heard.append(open_settings)
         return open_settings.model_copy(update={"backend": "sage", "recipe": "fine"})
 
-    found, why = settle(
+    found, why = settle_attention(
         AttentionConfig(**asked),
         tiny.config(1).model.model_copy(update={"head_dim": 64}),
         SettledAttention(**had) if had else None,
@@ -101,17 +103,17 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
         calls.append(asked)
         return asked.model_copy(update=SAGE_SCORES)
 
-    timing.choose_attention = choose
+    settling.choose_attention = choose
     cfg = tiny.config(1).model_dump()
     cfg["attention"] = {"backend": "sage"}
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
     for steps, recipe in ((1, "auto"), (2, "auto"), (3, "fine")):
         cfg["training"].update(run_dir=run_dir, total_tokens=steps * 4 * tiny.SEQ)
         cfg["attention"]["recipe"] = recipe
-        run = trainer.Trainer(RunConfig.model_validate(cfg), [])
-        run.run()
-        run.folder._lock.close()  # as the end of its process does
-        used = run.engine.model.blocks[0].attention.function.recipe
+        trainer = Trainer(build(RunConfig.model_validate(cfg)))
+        trainer.train()
+        trainer.run.files.folder._lock.close()  # as the end of its process does
+        used = trainer.engine.model.blocks[0].attention.function.recipe
         recorded = on_disk.read_state(on_disk.newest(Path(run_dir) / "checkpoints")).attention
         assert recorded == SettledAttention("sage", used) and used == ("fine" if steps == 3 else "scores")
     assert len(calls) == 1
@@ -137,24 +139,35 @@ class Stream:
         return [[10, 6]] * count
 
 
-def chosen_on_a_rank(folder: str) -> list[tuple[list[str], list[dict]]]:
+def chosen_on_a_rank(folder: str) -> list[tuple[list[str], list[tuple[RankCalls, dict]]]]:
     """What both choices gave to this rank, and what they were told there, of two runs."""
     found = []
-    place = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "say": print}
+    attention_choice.to_be_chosen = lambda asked, device: True
+    linear_choice.why_sixteen_bits = lambda *_, **__: ""
     for tp_size, cp_size, stage, on in ((2, 1, 1, True), (1, 2, 3, False)):
         groups, told = tiny.join(tp_size, cp_size), []
         rank = dist.get_rank()
 
-        def choose(asked, model, told=told, rank=rank, **how):
-            told.append(how)
+        def choose(asked, model, calls, told=told, rank=rank, **how):
+            told.append((calls, {name: what for name, what in how.items() if name != "say"}))
             return asked.model_copy(update={"recipe": f"of rank {rank}"})
 
-        timing.choose_attention = timing.choose_linear = choose
-        parallel = {"tensor_parallel_overlap": "on" if on else "off"}
-        cfg = tiny.config(stage, "bf16", data={"document_attention": on, "micro_batch_size": 4}, parallel=parallel)
-        made = Timing(cfg, groups, Stream(), RunFolder(Path(folder)), compiled=on, **place)
-        taken = [made.attention(AttentionConfig()).recipe, made.linear(LinearConfig(precision="auto")).recipe]
-        found.append((taken, [{name: what for name, what in how.items() if name != "say"} for how in told]))
+        settling.choose_attention = settling.choose_linear = choose
+        sections = {"parallel": {"tensor_parallel_overlap": "on" if on else "off"}, "attention": {"backend": "sage"}}
+        sections |= {"data": {"document_attention": on, "micro_batch_size": 4}, "linear": {"precision": "auto"}}
+        settled = settling.settle(
+            tiny.config(stage, "bf16", **sections),
+            None,
+            Stream(),
+            groups,
+            compiled=on,
+            layers_of_tp=None,
+            device=torch.device("cpu"),
+            dtype=torch.bfloat16,
+            folder=RunFolder(Path(folder)),
+            say=print,
+        )
+        found.append(([settled.cfg.attention.recipe, settled.cfg.linear.recipe], told))
     return found
 
 
@@ -163,10 +176,9 @@ def test_one_rank_chooses_for_all_from_what_a_rank_sees_of_the_run(tmp_path: Pat
     first, second = run_distributed(chosen_on_a_rank, 2, str(tmp_path))
     for tp_size, on, (taken, told), (theirs, nothing) in zip((2, 1), (True, False), first, second, strict=True):
         assert taken == theirs == ["of rank 0"] * 2 and nothing == []
-        shape = {"tensor_parallel_size": tp_size, "context_parallel_size": 3 - tp_size, "overlap": on}
-        shape |= {"num_sequences": 4, "seq_length": tiny.SEQ, "device": torch.device("cpu"), "dtype": torch.bfloat16}
+        calls = RankCalls(tp_size, 3 - tp_size, on, 4, tiny.SEQ, torch.device("cpu"), torch.bfloat16)
         documents = [[10, 6]] * 64 if on else ()
         assert told == [
-            {**shape, "documents": documents, "cache": tmp_path / "attention.json"},
-            {**shape, "kept": on, "compiled": on, "cache": tmp_path / "linear.json"},
+            (calls, {"documents": documents, "cache": tmp_path / "attention.json"}),
+            (calls, {"kept": on, "compiled": on, "cache": tmp_path / "linear.json"}),
         ]

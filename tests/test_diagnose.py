@@ -28,6 +28,7 @@ from sagetrain.parallel.lowbit import RECIPES, LowBit
 from sagetrain.parallel.matmul import linear as linear_of
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.stability.linear_errors import Observed
+from sagetrain.train.build import build
 from sagetrain.train.trainer import Trainer
 
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -39,7 +40,7 @@ def train(corpus: str, run_dir: str, **sections: object) -> None:
     cfg["data"].update(seq_length=64)
     cfg["tokens_per_step"].update(tokens=128)
     cfg["training"].update(run_dir=run_dir, total_tokens=4 * 128)
-    Trainer(RunConfig.model_validate(cfg), []).run()
+    Trainer(build(RunConfig.model_validate(cfg))).train()
 
 
 @pytest.fixture(scope="module")

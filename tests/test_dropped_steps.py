@@ -15,6 +15,7 @@ from sagetrain.checkpoint.ledger import Ledger
 from sagetrain.checkpoint.on_disk import newest, read_state
 from sagetrain.config import RunConfig
 from sagetrain.config.errors import CheckpointError, TrainingError
+from sagetrain.train.build import build
 from sagetrain.train.trainer import Trainer
 
 STEP = 4 * tiny.SEQ
@@ -46,14 +47,14 @@ def train(
     cfg["lr_schedule"].update(shape="constant")
     cfg["checkpoint"].update(every_tokens=2 * STEP)
     cfg["evaluation"].update(every_tokens=2 * STEP, num_sequences=10**6 if drop == [2] else 5)
-    trainer = Trainer(RunConfig.model_validate(cfg), [])
+    trainer = Trainer(build(RunConfig.model_validate(cfg)))
     forward = trainer.engine.forward
     trainer.engine.forward = lambda batch: forward(batch) * (math.nan if bad_sample in batch.sample_ids else 1.0)
     if drop == [2]:
-        for source, windows in zip(trainer.valid.stream._sources, (2, 1), strict=True):
+        for source, windows in zip(trainer.run.valid.stream._sources, (2, 1), strict=True):
             source.num_windows = windows  # all of them, in no time
     try:
-        return f"finished: {trainer.run()}"
+        return f"finished: {trainer.train()}"
     except TrainingError as error:
         return str(error)
 
@@ -125,7 +126,7 @@ def functions_of_steps(corpus: str, run_dir: str) -> dict[int, str]:
     cfg["data"].update(train=[{"path": f"{corpus}/train"}])
     cfg["training"].update(run_dir=run_dir, total_tokens=4 * STEP, drop_steps=[2])
     cfg["stability"]["precision"] = {"rungs": ["sdpa"], "floors": [{"rung": "sdpa", "last_fraction": 0.5}]}
-    trainer = Trainer(RunConfig.model_validate(cfg), [])
+    trainer = Trainer(build(RunConfig.model_validate(cfg)))
     step, found = trainer.engine.step, {}
 
     def watched(*arguments, **options):
@@ -133,7 +134,7 @@ def functions_of_steps(corpus: str, run_dir: str) -> dict[int, str]:
         return step(*arguments, **options)
 
     trainer.engine.step = watched
-    trainer.run()
+    trainer.train()
     return found
 
 

@@ -17,6 +17,7 @@ from sagetrain.inference.evaluate import evaluate
 from sagetrain.inference.trained_run import load_run
 from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.stability import precision
+from sagetrain.train.build import build
 from sagetrain.train.trainer import Trainer
 
 STEP = 128
@@ -38,7 +39,7 @@ def train(corpus: str, run_dir: str) -> float:
         "floors": [{"rung": "sdpa", "last_layers": 1}],
         "threshold": {"above": 1e-6, "cooldown_tokens": 100 * STEP},
     }
-    Trainer(RunConfig.model_validate(cfg), []).run()
+    Trainer(build(RunConfig.model_validate(cfg))).train()
     rows = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
     return [row["valid/loss"] for row in rows if "valid/loss" in row][-1]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,15 +12,18 @@ import torch
 
 import tiny
 from distributed import run_distributed
-from sagetrain.auto import linear_choice, timing
+from sagetrain.auto import linear_choice
+from sagetrain.auto import settled as settling
+from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import Kept
-from sagetrain.auto.linear_choice import settle, smallest, time_layers
+from sagetrain.auto.linear_choice import settle_linear, smallest, time_layers
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.state import SettledLinear
 from sagetrain.config import RunConfig
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig, ModelConfig
-from sagetrain.train import trainer
+from sagetrain.train.build import build
+from sagetrain.train.trainer import Trainer
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -150,18 +153,11 @@ def test_weights_are_rounded_beforehand_where_a_run_keeps_them(layers: list, kep
 def choose(
     cache: Path, said: list[str], asked: LinearConfig = AUTO, shape: ModelConfig = SHAPE, **changes: object
 ) -> LinearConfig:
-    how = {
-        "tensor_parallel_size": 1,
-        "context_parallel_size": 1,
-        "overlap": False,
-        "num_sequences": 2,
-        "seq_length": 16,
-        "kept": True,
-        "compiled": False,
-        "device": CPU,
-        "dtype": torch.bfloat16,
+    how = {"kept": True, "compiled": False} | {
+        name: changes.pop(name) for name in ("kept", "compiled") if name in changes
     }
-    return linear_choice.choose_linear(asked, shape, **{**how, **changes}, cache=cache, say=said.append)
+    calls = replace(RankCalls(1, 1, False, 2, 16, CPU, torch.bfloat16), **changes)
+    return linear_choice.choose_linear(asked, shape, calls, **how, cache=cache, say=said.append)
 
 
 @pytest.fixture
@@ -291,7 +287,7 @@ def settled(
         return asked.model_copy(update=CHOSEN)
 
     place = {"tensor_parallel_size": tp_size, "device": device, "dtype": dtype}
-    found, why = settle(asked, shape, before, **place, choose=choose, say=heard.append)
+    found, why = settle_linear(asked, shape, before, **place, choose=choose, say=heard.append)
     return found, why, heard
 
 
@@ -384,17 +380,17 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
         calls.append(asked)
         return asked.model_copy(update={**ROWWISE, "keep_layers_below": 1600})
 
-    timing.choose_linear = choose
+    settling.choose_linear = choose
     cfg = tiny.config(1).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
     for steps, precision in ((1, "auto"), (2, "auto"), (3, "bf16")):
         cfg["training"].update(run_dir=run_dir, total_tokens=steps * 4 * tiny.SEQ)
         cfg["linear"]["precision"] = precision
-        run = trainer.Trainer(RunConfig.model_validate(cfg), [])
-        run.run()
-        run.folder._lock.close()  # as the end of its process does
+        trainer = Trainer(build(RunConfig.model_validate(cfg)))
+        trainer.train()
+        trainer.run.files.folder._lock.close()  # as the end of its process does
         low = steps < 3
-        block = run.engine.model.blocks[1]
+        block = trainer.engine.model.blocks[1]
         assert bool(block.mlp.gate_up.kept) == low and block.attention.out.kept == ()  # 3,072 weights, 1,024
         recorded = on_disk.read_state(on_disk.newest(Path(run_dir) / "checkpoints")).linear
         wide = {"precision": "bf16", "recipe": "rowwise", "keep_layers_below": 0}

@@ -29,6 +29,7 @@ from sagetrain.stability import linear_errors, monitor
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.linear_errors import MUCH, LinearErrors, Vanishing
 from sagetrain.train import controllers
+from sagetrain.train.build import build
 from sagetrain.train.trainer import Trainer
 
 LENGTH, SEQUENCES = 64, 4
@@ -227,7 +228,7 @@ def train(corpus: str, run_dir: str, stage: int, precision: str, every: int | st
     cfg["stability"]["monitor"].update(every_steps=every, layers=[-1])
     linear_errors.MUCH = -1.0  # all do
     controllers.MICRO_BATCHES, monitor.EVERY_STEPS = 6, 2
-    Trainer(RunConfig.model_validate(cfg), []).run()
+    Trainer(build(RunConfig.model_validate(cfg))).train()
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def train_to_16_bits(corpus: str, run_dir: str, stage: int) -> None:
     cfg = tiny.config(stage, model=SHAPE, linear=linear, stability={"monitor": {"every_steps": 2}}).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}])
     cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
-    Trainer(RunConfig.model_validate(cfg), []).run()
+    Trainer(build(RunConfig.model_validate(cfg))).train()
 
 
 @pytest.mark.parametrize("stage", [1, 3])

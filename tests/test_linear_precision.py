@@ -30,7 +30,9 @@ from sagetrain.parallel.layers import shard
 from sagetrain.parallel.lowbit import RECIPES, LowBit
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.train import trainer
+from sagetrain.train import build as building
+from sagetrain.train.build import build
+from sagetrain.train.trainer import Trainer
 from spoiled import spoiled
 
 VOCAB, SEQUENCES, LENGTH = 128, 4, 16
@@ -183,11 +185,11 @@ def test_a_run_ends_there_before_ranks_meet(monkeypatch, tmp_path, corpus) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
-    monkeypatch.setattr(trainer, "init_distributed", lambda *_: pytest.fail("ranks were waited for"))
+    monkeypatch.setattr(building, "init_distributed", lambda *_: pytest.fail("ranks were waited for"))
     sections = {"attention": {"backend": "sdpa"}, "linear": {"precision": "fp8"}, "training": {"dtype": "bf16"}}
     cfg = load_config(write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", **sections))
     with pytest.raises(ConfigError, match=r"linear\.precision fp8 needs a GPU of compute capability 8\.9 or more"):
-        trainer.Trainer(cfg, [])
+        build(cfg)
 
 
 @every_recipe
@@ -389,12 +391,15 @@ def train_through_all_that_writes_weights(corpus: str, root: str) -> None:
         }
         file = Path(root) / f"{dist.get_rank()}.yaml"
         cfg = load_config(write_config(file, Path(corpus), Path(root) / name, tp_size, **sections), [constant])
-        calls, run = fresh.calls, trainer.Trainer(cfg, [])
-        run.run()
-        if run.folder._lock:
-            run.folder._lock.close()  # as the end of its process does
+        calls, run = fresh.calls, Trainer(build(cfg))
+        run.train()
+        if lock := run.run.files.folder._lock:
+            lock.close()  # as the end of its process does
         dist.barrier()
-        for key in (f"preflight/{dist.get_rank()}", "roster/verdict"):  # or a rank ahead takes these for the next run's
+        for key in (
+            f"preflight/{dist.get_rank()}",
+            "preflight/verdict",
+        ):  # or a rank ahead takes these for the next run's
             dist.distributed_c10d._get_default_store().delete_key(key)
         dist.barrier()
         assert run.state.step == steps and fresh.calls > calls

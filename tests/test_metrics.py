@@ -34,6 +34,7 @@ from sagetrain.engines.protocol import StepResult
 from sagetrain.model.accounting import flops_per_token
 from sagetrain.stability.controller import Event
 from sagetrain.train import reporter, writers
+from sagetrain.train.build import build
 from sagetrain.train.trainer import Trainer
 from sagetrain.train.writers import MetricsWriter
 
@@ -197,7 +198,7 @@ def train_two_ranks(data: str, tokenizer: str, run_dir: str) -> None:
     cfg["logging"].update(every_steps=2, layer_norms_every_steps=3)
     cfg["checkpoint"]["every_tokens"] = 10**9  # a save has a row, too
     cfg["profile"] = {"from_step": 2, "steps": 1, "all_ranks": True}
-    Trainer(RunConfig.model_validate(cfg), []).run()
+    Trainer(build(RunConfig.model_validate(cfg))).train()
 
 
 def test_a_card_without_a_known_peak_is_said(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from sagekernels import attention_reference
 from sagekernels.admission import LIMITS
 from sagetrain.auto import attention_choice
+from sagetrain.auto.calls import RankCalls
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.backends import (
     AttentionFunction,
@@ -232,14 +233,8 @@ def _choose(
     chosen = attention_choice.choose_attention(
         attention,
         SHAPE,
-        tensor_parallel_size=ranks,
-        context_parallel_size=context,
-        overlap=True,
-        num_sequences=2,
-        seq_length=64,
+        RankCalls(ranks, context, True, 2, 64, CPU, torch.bfloat16),
         documents=documents,
-        device=CPU,
-        dtype=torch.bfloat16,
         cache=cache,
         say=said.append,
     )

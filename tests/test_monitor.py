@@ -22,6 +22,7 @@ from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.monitor import Monitor
+from sagetrain.train.build import build
 from sagetrain.train.trainer import Trainer
 
 LENGTH, SEQUENCES = 64, 4
@@ -254,7 +255,7 @@ def train(corpus: str, run_dir: str, backend: str) -> None:
     cfg["stability"]["monitor"]["every_steps"] = 2 if backend == "sage" else "auto"
     cfg["logging"]["every_steps"] = 3
     cfg["checkpoint"]["every_tokens"] = 10**9  # a save has a row, too
-    Trainer(RunConfig.model_validate(cfg), []).run()
+    Trainer(build(RunConfig.model_validate(cfg))).train()
 
 
 @pytest.mark.parametrize("backend", ["sage", "sdpa"])

@@ -11,7 +11,8 @@ import tiny
 from distributed import run_distributed
 from sagetrain.cli import exits
 from sagetrain.config.errors import TrainingError
-from sagetrain.train import trainer
+from sagetrain.train import build as building
+from sagetrain.train import out_of_memory
 from sagetrain.train.out_of_memory import explained, record_allocations
 
 WAYS = {"data.micro_batch_size": 8, "parallel.zero_stage": 1}
@@ -59,19 +60,19 @@ def test_every_allocation_is_recorded_with_its_line_and_the_latest_are_kept(monk
 def start_without_memory(corpus: str, run_dir: str) -> None:
     order: list[str] = []
 
-    def full(self: trainer.Trainer) -> None:
+    def full(*_: object) -> None:
         order.append("model")
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    trainer.record_allocations = lambda device: order.append(f"recording on {device}")
-    trainer.Trainer._build_engine = full
+    building.record_allocations = lambda device: order.append(f"recording on {device}")
+    building.make_engine = full
     torch.cuda.memory._dump_snapshot = lambda path: Path(path).write_bytes(b"blocks")
     data, training = {"train": [{"path": f"{corpus}/train"}]}, {"run_dir": run_dir}
     window = {"from_step": 1, "steps": 1}
     for more, expected in (({}, ["model"]), ({"profile": window}, ["recording on cpu", "model"])):
         order.clear()
         with pytest.raises(TrainingError, match=r"rank 0 is out of GPU memory: .* predicts 0\.0 GiB"):
-            trainer.Trainer(tiny.config(1, data=data, training=training, **more), [])
+            building.build(tiny.config(1, data=data, training=training, **more))
         assert order == expected and Path(run_dir, "memory/rank-0.pickle").exists()
 
 
@@ -81,14 +82,14 @@ def test_memory_that_is_out_before_the_first_step_is_explained_too(tmp_path: Pat
 
 
 def ways_out(corpus: str, run_dir: str) -> str:
-    def full(self: trainer.Trainer) -> None:
+    def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    trainer.Trainer._build_engine = full
+    building.make_engine = full
     torch.cuda.memory._dump_snapshot = lambda path: None
     data, training = {"train": [{"path": f"{corpus}/train"}]}, {"run_dir": run_dir}
     with pytest.raises(TrainingError) as raised:
-        trainer.Trainer(tiny.config(0, "bf16", data=data, training={**training, "dtype": "bf16"}), [])
+        building.build(tiny.config(0, "bf16", data=data, training={**training, "dtype": "bf16"}))
     return str(raised.value)
 
 
@@ -99,16 +100,16 @@ def test_the_zero_stage_that_is_named_is_the_one_that_runs(tmp_path: Path, corpu
 
 
 def precisions_that_are_priced(corpus: str, run_dir: str) -> list[str]:
-    def full(self: trainer.Trainer) -> None:
+    def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     priced: list[str] = []
-    trainer.memory_per_rank = lambda cfg, *_: priced.append(cfg.linear.precision) or []
-    trainer.Trainer._build_engine = full
+    out_of_memory.memory_per_rank = lambda cfg, *_: priced.append(cfg.linear.precision) or []
+    building.make_engine = full
     torch.cuda.memory._dump_snapshot = lambda path: None
     data, training = {"train": [{"path": f"{corpus}/train"}]}, {"run_dir": run_dir}
     with pytest.raises(TrainingError):
-        trainer.Trainer(tiny.config(1, data=data, training=training, linear={"precision": "auto"}), [])
+        building.build(tiny.config(1, data=data, training=training, linear={"precision": "auto"}))
     return priced
 
 

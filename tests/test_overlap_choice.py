@@ -9,7 +9,7 @@ import torch.distributed as dist
 import tiny
 from distributed import run_distributed
 from sagetrain.auto import overlap_choice
-from sagetrain.auto.overlap_choice import record, settle, time_overlap
+from sagetrain.auto.overlap_choice import record, settle_overlap, time_overlap
 from sagetrain.config import RunConfig
 from sagetrain.data.loader import Batch
 
@@ -37,7 +37,7 @@ def config(overlap: str = "auto", tensor: int = 2, **data: int) -> RunConfig:
 )
 def test_auto_is_timed_once_and_kept_in_its_layout(cfg, continues, device, expected, timed) -> None:
     calls, before = [], record(config("on")) if continues else None
-    chosen, why = settle(cfg, before, device=device, choose=lambda: bool(calls.append(1)))
+    chosen, why = settle_overlap(cfg, before, device=device, choose=lambda: bool(calls.append(1)))
     assert (chosen, bool(calls)) == (expected, timed)
     assert why.startswith("as the run had it") == (continues and not timed and cfg != config("off"))
 

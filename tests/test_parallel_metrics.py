@@ -16,6 +16,7 @@ from sagetrain.config import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.mlp import MLP
 from sagetrain.parallel.metrics import Metrics
+from sagetrain.train.build import build
 from sagetrain.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -171,7 +172,7 @@ def train_with_one_more_line(corpus: str, run_dir: str) -> None:
     cfg = tiny.config(1).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
     cfg["training"].update(run_dir=run_dir, total_tokens=12 * tiny.SEQ)
-    Trainer(RunConfig.model_validate(cfg), []).run()
+    Trainer(build(RunConfig.model_validate(cfg))).train()
 
 
 def test_a_new_metric_is_one_line_where_it_is_made(corpus: Path, tmp_path: Path) -> None:

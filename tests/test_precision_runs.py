@@ -22,6 +22,7 @@ from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.precision import Ladder
 from sagetrain.stability.spikes import METRIC as SPIKE
+from sagetrain.train.build import build
 from sagetrain.train.trainer import Trainer
 
 STEP = 4 * tiny.SEQ
@@ -106,7 +107,7 @@ def train(corpus: str, run_dir: str, tp_size: int, stop_after: int | None) -> tu
         "threshold": {"metric": "quant/*/dS/rel_l2", "above": 0.5, "below": 0.2, "cooldown_tokens": 3 * STEP},
         "spike_tokens": 3 * STEP,
     }
-    trainer = Trainer(RunConfig.model_validate(cfg), [])
+    trainer = Trainer(build(RunConfig.model_validate(cfg)))
     step = trainer.engine.step
 
     def measured(*arguments, **options):
@@ -120,9 +121,9 @@ def train(corpus: str, run_dir: str, tp_size: int, stop_after: int | None) -> tu
         return dataclasses.replace(result, metrics={**result.metrics, **found}, stop=stop)
 
     trainer.engine.step = measured
-    assert trainer.run() == (stop_after is None)
+    assert trainer.train() == (stop_after is None)
     functions = [type(block.attention.function).__name__ for block in trainer.engine.model.blocks]
-    (ladder,) = (controller for controller in trainer.controllers.controllers if isinstance(controller, Ladder))
+    (ladder,) = (controller for controller in trainer.run.controllers.controllers if isinstance(controller, Ladder))
     return functions, ladder.summary()
 
 
@@ -183,8 +184,8 @@ def train_measured(corpus: str, run_dir: str) -> list[dict]:
         "floors": [{"rung": "gradients", "last_layers": 1}],
         "threshold": {"metric": "quant/*/dQ/rel_l2", "above": 1e-4},
     }
-    trainer = Trainer(RunConfig.model_validate(cfg), [])
-    assert trainer.run()
+    trainer = Trainer(build(RunConfig.model_validate(cfg)))
+    assert trainer.train()
     return rows_of(Path(run_dir) / "events.jsonl")
 
 
@@ -204,9 +205,9 @@ def train_on(corpus: str, run_dir: str, steps: int, precision: dict | None) -> l
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
     cfg["training"].update(run_dir=run_dir, total_tokens=steps * STEP)
     cfg["stability"].update(monitor={"every_steps": None}, precision=precision)
-    trainer = Trainer(RunConfig.model_validate(cfg), [])
+    trainer = Trainer(build(RunConfig.model_validate(cfg)))
     functions = [type(function).__name__ for function in trainer.engine.model.functions]
-    assert trainer.run()
+    assert trainer.train()
     return functions
 
 

@@ -22,7 +22,7 @@ from sagetrain.data.tokenizer import Tokenizer, known_tokenizer, train_tokenizer
 from sagetrain.hardware import H200
 from sagetrain.planning.plan import make_plan
 from sagetrain.train import inputs
-from sagetrain.train.trainer import Trainer
+from sagetrain.train.build import build
 
 
 class World:
@@ -184,6 +184,16 @@ def resumed_with_a_forged_ledger(world: World) -> None:
     world.resume()
 
 
+def resumed_with_a_newer_state(world: World) -> None:
+    world.manifest(lambda tree: tree["state"].update(version=99))
+    world.resume()
+
+
+def resumed_with_a_state_that_lacks_a_value(world: World) -> None:
+    world.manifest(lambda tree: tree["state"].pop("sequences"))
+    world.resume()
+
+
 def a_prompt_without_room(world: World) -> None:
     world.overrides += ["evaluation.samples_every_tokens=1", f"evaluation.samples_prompts=[short, {20 * 'long '}]"]
 
@@ -215,14 +225,15 @@ REFUSED = {
     resumed_on_other_data: ("resume", "check", "data.train: checkpoint .*train, this run .*valid"),
     resumed_with_none_whole: ("on_disk", "newest_whole", "checkpoints is whole"),
     a_prompt_without_room: ("inputs", "check_prompts", r"samples_prompts\.1 has .* tokens, more than half of data"),
+    resumed_with_a_newer_state: ("state", "from_json", "has version 99, this SageTrain reads versions up to 1"),
+    resumed_with_a_state_that_lacks_a_value: ("state", "_validated", r"manifest.json: state\.sequences: missing"),
     resumed_with_a_forged_ledger: ("ledger", "verified", "ends in 000000000000, its steps give"),
 }  # fmt: skip
 ALONE = {"__init__", "_open_mask", "read_provenance", "_check_records", "check_tokenizers"}
 """The functions of data/ that a trainer calls before ranks meet. Later refusals are in test_resume.py."""
 EXCUSED = {
-    ("trainer", "__init__"): "attention and linear layers that this host's GPU cannot do: rules know the rest",
-    ("masters", "check"): "what DeepSpeed keeps in memory",
-    ("reduction", "check"): "another version of DeepSpeed",
+    ("build", "check_files"): "attention and linear layers that this host's GPU cannot do: rules know the rest",
+    ("masters", "check_masters"): "what DeepSpeed keeps in memory",
     ("join", "init_distributed"): "the GPUs of a host",
     ("preflight", "use_interface"): "the network interfaces of a host",
     ("preflight", "share"): "hosts that share no folder",
@@ -306,15 +317,15 @@ def test_plan_finds_what_train_refuses(world: World, monkeypatch: pytest.MonkeyP
     alone = where[0] == "init_from" or (where[0] not in ("on_disk", "reading") and where[1] in ALONE)
     if alone and spoil is not two_tokenizers_and_none_at_hand:
         with pytest.raises(ConfigError, match=message):
-            Trainer(cfg, [])
+            build(cfg)
 
 
 def test_every_refusal_on_the_way_to_the_first_step_is_found_or_excused() -> None:
     names = {
-        "train": "trainer weights_and_biases init_from resume inputs",
+        "train": "build trainer weights_and_biases init_from resume inputs",
         "engines": "deepspeed masters reduction",
         "cluster": "join preflight rendezvous run_folder",
-        "checkpoint": "on_disk reading ledger",
+        "checkpoint": "on_disk reading ledger state",
     }
     files = [ROOT / f"sagetrain/{room}/{name}.py" for room, listed in names.items() for name in listed.split()]
     files += [ROOT / f"sagetrain/data/{name}.py" for name in ("loader", "token_files", "verify")]

@@ -33,6 +33,7 @@ from sagetrain.model.backends import Sage, TokenLayout
 from sagetrain.parallel.lowbit import LowBit
 from sagetrain.stability.spikes import Verdict
 from sagetrain.train import failed_step
+from sagetrain.train.build import build
 from sagetrain.train.trainer import Trainer
 from spoiled import MIDDLE, spoiled
 
@@ -129,12 +130,12 @@ def test_a_step_that_is_not_finite_before_the_first_checkpoint_is_replayed_from_
 
 def left_by(path: str, factors: dict[int, float]) -> list[str]:
     """Names of the bundles of a run whose losses in these steps are multiplied by these factors."""
-    trainer = Trainer(load_config(path), [])
+    trainer = Trainer(build(load_config(path)))
     forward = trainer.engine.forward
     trainer.engine.forward = lambda batch: forward(batch) * factors.get(trainer.state.step + 1, 1.0)
     with contextlib.suppress(TrainingError):
-        trainer.run()
-    return sorted(folder.name for folder in trainer.folder.spikes.iterdir())
+        trainer.train()
+    return sorted(folder.name for folder in trainer.run.files.folder.spikes.iterdir())
 
 
 def test_a_run_that_began_with_another_is_replayed_from_the_checkpoint_that_that_had_then(tmp_path, corpus) -> None:
@@ -210,8 +211,9 @@ def test_the_way_there_may_lead_over_a_step_in_which_no_token_counts(monkeypatch
     monkeypatch.setattr("sagetrain.inference.replay._step", step)
     spikes = SimpleNamespace(judge=lambda metrics, tokens: Verdict())
     controllers = SimpleNamespace(spikes=spikes, ask=lambda *what: [])
-    trainer = SimpleNamespace(state=TrainState(ledger=Ledger("order")), cfg=tiny.config(1), controllers=controllers)
-    assert _go_there(trainer, content) == pytest.approx(0.05)
+    resumed = SimpleNamespace(state=TrainState(ledger=Ledger("order")))
+    run = SimpleNamespace(resumed=resumed, cfg=tiny.config(1), controllers=controllers)
+    assert _go_there(run, content) == pytest.approx(0.05)
 
 
 # -- a fault of the quantization --------------------------------------------------------------------------------------
@@ -235,7 +237,7 @@ def make_faulty() -> None:
 
 def train(path: str) -> bool:
     make_faulty()
-    return Trainer(load_config(path), []).run()
+    return Trainer(build(load_config(path))).train()
 
 
 def replayed(folder: str, faulty: bool) -> dict:
@@ -283,7 +285,7 @@ def make_linear_faulty() -> None:
 
 def train_with_faulty_linear_layers(path: str) -> bool:
     make_linear_faulty()
-    return Trainer(load_config(path), []).run()
+    return Trainer(build(load_config(path))).train()
 
 
 def replayed_with_faulty_linear_layers(folder: str) -> list[dict]:
@@ -334,4 +336,4 @@ def test_layers_have_the_rungs_that_they_had_also_those_that_a_measurement_moved
 
 
 def ladder_run(path: str) -> bool:
-    return Trainer(load_config(path), []).run()
+    return Trainer(build(load_config(path))).train()

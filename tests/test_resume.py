@@ -24,6 +24,7 @@ from runs import at_step, check_same, finish, free_port, kill_all, log_of, start
 from sagetrain.cli.exits import Errors
 from sagetrain.cluster.guard import StopSignal
 from sagetrain.config import ConfigError, RunConfig
+from sagetrain.train.build import build
 from sagetrain.train.trainer import Trainer
 
 
@@ -64,8 +65,8 @@ def alone(corpus: str, run_dir: str, stop: bool) -> tuple[bool, int]:
     cfg["logging"].update(every_steps=4, tensorboard=False)
     cfg["checkpoint"]["every_tokens"] = 10**9  # a save has a row, too
     cfg["stability"]["noise_scale"]["every_steps"] = 3
-    trainer = Trainer(RunConfig.model_validate(cfg), [])
-    step_batches = trainer.loader.step_batches
+    trainer = Trainer(build(RunConfig.model_validate(cfg)))
+    step_batches = trainer.run.loader.step_batches
 
     def signalled(*step: int):
         for number, batch in enumerate(step_batches(*step)):
@@ -74,8 +75,8 @@ def alone(corpus: str, run_dir: str, stop: bool) -> tuple[bool, int]:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     if stop and dist.get_rank() + 1 == dist.get_world_size():
-        trainer.loader.step_batches = signalled
-    return trainer.run(), trainer.state.step
+        trainer.run.loader.step_batches = signalled
+    return trainer.train(), trainer.state.step
 
 
 def test_ranks_learn_of_a_signal_in_the_step_in_which_it_comes(tmp_path, corpus) -> None:
@@ -101,8 +102,8 @@ def evaluated(corpus: str, folders: list[str], signalled_at: list[int]) -> list[
 
     def run(run_dir: str, signalled: int) -> tuple[bool, int, list[int]]:
         cfg["training"].update(run_dir=run_dir)
-        trainer, taken = Trainer(RunConfig.model_validate(cfg), []), []
-        eval_batches = trainer.valid.eval_batches
+        trainer, taken = Trainer(build(RunConfig.model_validate(cfg))), []
+        eval_batches = trainer.run.valid.eval_batches
 
         def counted(num_sequences: int):
             taken.append(0)
@@ -112,9 +113,9 @@ def evaluated(corpus: str, folders: list[str], signalled_at: list[int]) -> list[
                     os.kill(os.getpid(), signal.SIGTERM)
                 yield batch
 
-        trainer.valid.eval_batches = counted
-        finished = trainer.run()
-        if lock := trainer.folder._lock:  # as the end of its process does
+        trainer.run.valid.eval_batches = counted
+        finished = trainer.train()
+        if lock := trainer.run.files.folder._lock:  # as the end of its process does
             lock.close()
         return finished, trainer.state.step, taken
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sagekernels.admission import LIMITS, Admission, admit, choose
 from sagekernels.testing import Shape
+from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import kept_attention
 from sagetrain.checkpoint.state import SettledAttention
 from sagetrain.config.schema import AttentionConfig, ModelConfig
@@ -25,7 +26,7 @@ from sagetrain.model.backends import (
 from sagetrain.model.selection import resolve_backend
 
 
-def settle(
+def settle_attention(
     asked: AttentionConfig,
     model: ModelConfig,
     before: SettledAttention | None,
@@ -75,15 +76,9 @@ def to_be_chosen(attention: AttentionConfig, device: torch.device) -> bool:
 def choose_attention(
     attention: AttentionConfig,
     model: ModelConfig,
+    calls: RankCalls,
     *,
-    tensor_parallel_size: int,
-    context_parallel_size: int,
-    overlap: bool,
-    num_sequences: int,
-    seq_length: int,
     documents: Sequence[Sequence[int]],
-    device: torch.device,
-    dtype: torch.dtype,
     cache: Path,
     say: Callable[[str], None],
 ) -> AttentionConfig:
@@ -100,9 +95,10 @@ def choose_attention(
     Raises:
         RuntimeError: none is admitted; the message holds every candidate's reason.
     """
-    heads_split, candidates = tensor_parallel_size * context_parallel_size, {}
-    own_tokens = num_sequences * seq_length // context_parallel_size
-    num_sequences //= attention_calls(num_sequences, own_tokens, tensor_parallel_size, overlap)
+    device, dtype, tp_size, candidates = calls.device, calls.dtype, calls.tensor_parallel_size, {}
+    heads_split = tp_size * calls.context_parallel_size
+    num_sequences = calls.num_sequences
+    num_sequences //= attention_calls(num_sequences, calls.own_tokens, tp_size, calls.overlap)
     recipes = ("scores", "fine") if attention.recipe == "auto" else (attention.recipe,)
     settings = {f"sage {recipe}": {"backend": "sage", "recipe": recipe} for recipe in recipes}
     if attention.backend == "auto":
@@ -115,7 +111,7 @@ def choose_attention(
             continue
         candidates[name] = _plain(attention_function(settled.backend, settled, device))
     packed = _typical(documents, num_sequences)
-    row = num_sequences * seq_length if packed else seq_length
+    row = num_sequences * calls.seq_length if packed else calls.seq_length
     shape = Shape(
         batch=1 if packed else num_sequences,
         n_q=row,

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sagekernels.admission import SOURCES, decided_once, median_seconds
+from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import Kept, kept_linear
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import LinearConfig, ModelConfig
@@ -27,7 +27,7 @@ from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 
-def settle(
+def settle_linear(
     asked: LinearConfig,
     model: ModelConfig,
     before: Kept | None,
@@ -45,19 +45,21 @@ def settle(
         choose: what is fastest here; all ranks call it.
         say: hears why what the run had cannot be kept (on other hardware, say).
     """
-    place: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "device": device, "dtype": dtype}
     if asked.precision != "auto":
         settled, why = asked, ""
     elif before and (settled := kept_linear(asked, before.linear)).precision != "auto":
         why = "as the run had it: auto decides once, the name of a precision changes it"
-        if problem := cannot_multiply(settled, model, **place):
+        if problem := cannot_multiply(
+            settled, model, tensor_parallel_size=tensor_parallel_size, device=device, dtype=dtype
+        ):
             precision = settled.precision
             say(f"linear.precision {precision}, which the run had so far, cannot run here ({problem}): decided anew")
             settled = asked
     else:
         settled = asked
     if settled.precision == "auto":
-        if why := why_sixteen_bits(asked, model, **place):
+        why = why_sixteen_bits(asked, model, tensor_parallel_size=tensor_parallel_size, device=device, dtype=dtype)
+        if why:
             settled, why = asked.model_copy(update={"precision": "bf16"}), f"auto: {why}"
         else:
             settled, why = choose(asked), "auto: the fastest"
@@ -96,16 +98,10 @@ def why_sixteen_bits(
 def choose_linear(
     linear: LinearConfig,
     model: ModelConfig,
+    calls: RankCalls,
     *,
-    tensor_parallel_size: int,
-    context_parallel_size: int,
-    overlap: bool,
-    num_sequences: int,
-    seq_length: int,
     kept: bool,
     compiled: bool,
-    device: torch.device,
-    dtype: torch.dtype,
     cache: Path,
     say: Callable[[str], None],
 ) -> LinearConfig:
@@ -117,15 +113,15 @@ def choose_linear(
 
     The table goes to `say` and, with the choice, to the file `cache`, as choose_attention's does.
     """
-    own_tokens = num_sequences * seq_length // context_parallel_size
-    tokens = own_tokens // parts_of(own_tokens, tensor_parallel_size, overlap)
-    layers = {name: sizes for name, sizes in model.linear_layers(tensor_parallel_size).items() if not sizes.odd}
+    device, dtype, tp_size = calls.device, calls.dtype, calls.tensor_parallel_size
+    tokens = calls.own_tokens // parts_of(calls.own_tokens, tp_size, calls.overlap)
+    layers = {name: sizes for name, sizes in model.linear_layers(tp_size).items() if not sizes.odd}
     weights = {name: sizes.weights for name, sizes in layers.items()}
     way, least = f"{AUTO_PRECISION} {linear.recipe}", linear.keep_layers_below
     bf16, *low = linear.choices(layers.values())
     named = {"bf16": bf16, **{_name(way, choice.keep_layers_below): choice for choice in low}}
 
-    joined = tensor_parallel_size > 1
+    joined = tp_size > 1
 
     def fastest() -> tuple[str, list[str]]:
         timer = partial(median_seconds, device=device)

@@ -38,7 +38,7 @@ def record(settled: RunConfig) -> SettledOverlap:
     return SettledOverlap(settled.parallel.tensor_parallel_overlap, _layout(settled))
 
 
-def settle(
+def settle_overlap(
     cfg: RunConfig,
     before: SettledOverlap | None,
     *,

@@ -36,7 +36,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch.distributed as dist
 
@@ -119,10 +119,10 @@ def newest(root: Path) -> Path | None:
     return max(published(root), default=None)
 
 
-def read_manifest(folder: Path) -> dict:
+def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of one checkpoint. Raises CheckpointError if it is unreadable or of another format."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
         found = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: manifest.json cannot be read ({error})") from error
@@ -240,7 +240,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
 
 
-def _digest(file) -> str:  # Python 3.10 has no hashlib.file_digest
+def _digest(file: BinaryIO) -> str:  # Python 3.10 has no hashlib.file_digest
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
         digest.update(block)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from sagetrain.checkpoint.on_disk import KINDS, file_name, read_manifest
 from sagetrain.checkpoint.state import RunState
+from sagetrain.checkpoint.stateful import Stateful
 from sagetrain.config.errors import CheckpointError
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import materialize
@@ -28,7 +29,7 @@ class Reader:
 
     def __init__(self, folder: Path):
         self.folder, self.manifest = folder, read_manifest(folder)
-        self.tensors = self.manifest["tensors"]
+        self.tensors: dict[str, dict[str, Any]] = self.manifest["tensors"]
         self.world_size = math.prod(self.manifest["layout"].values())
 
     @cached_property
@@ -70,7 +71,7 @@ class Reader:
             filled += rows * size
         return out
 
-    def _entry(self, name: str) -> dict:
+    def _entry(self, name: str) -> dict[str, Any]:
         if name not in self.tensors:
             raise CheckpointError(f"{self.folder}: has no tensor {name!r}; it belongs to another model")
         return self.tensors[name]
@@ -114,9 +115,10 @@ class Reader:
         if name not in self.manifest["files"]:
             return None
         try:
-            return torch.load(self.folder / name, weights_only=True)
+            state: dict[str, Any] = torch.load(self.folder / name, weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.folder / name} cannot be read as data: {error}") from error
+        return state
 
 
 def _rectangles(start: int, stop: int, width: int, most: int) -> Iterator[tuple[int, int, int, int]]:
@@ -143,7 +145,7 @@ def check_shapes(reader: Reader, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 @torch.no_grad()
-def load_engine(reader: Reader, engine, optimizer_steps: int, *, moments: bool = True) -> None:
+def load_engine(reader: Reader, engine: Stateful, optimizer_steps: int, *, moments: bool = True) -> None:
     """Restore weights and, unless told otherwise, Adam moments of an Engine, block by block; collective. A rank reads
     what it owns, so that all of them together read the checkpoint once, however many replicas there are."""
     every = list(engine.owned())

@@ -33,6 +33,7 @@ from safetensors.torch import save_file
 
 from sagetrain.checkpoint.on_disk import FORMAT, KINDS, file_name, folder_name, lacks_space, prune, remove, sha256
 from sagetrain.checkpoint.state import RunState
+from sagetrain.checkpoint.stateful import OwnedRange
 from sagetrain.cluster.mailbox import Mailbox
 from sagetrain.config.errors import CheckpointError
 from sagetrain.parallel.topology import ParallelGroups
@@ -114,26 +115,27 @@ class Saver:
         """A checkpoint that has been published and not yet taken, if there is one."""
         return self._saved.popleft() if self._saved else None
 
-    def reserve(self, shards: Iterable) -> None:
+    def reserve(self, shards: Iterable[OwnedRange]) -> None:
         """Get the host memory that saving `shards` takes, 12 bytes per parameter of this rank's share.
 
         On a GPU it is pinned, which takes a second per few GB: better at the start than while training waits.
         """
         self._host_memory(self._owned(shards))
 
-    def _host_memory(self, owned: list) -> torch.Tensor:
+    def _host_memory(self, owned: list[OwnedRange]) -> torch.Tensor:
         size = sum(len(KINDS) * (shard.stop - shard.start) for shard in owned)
         if not self._memory.numel():
             self._memory = torch.empty(size)
             if _on_gpu(owned):
                 # Registered, because torch's own pinned memory comes in powers of two: up to twice as much.
-                cuda, address = torch.cuda.cudart(), self._memory.data_ptr()
+                cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                address = self._memory.data_ptr()
                 torch.cuda.check_error(cuda.cudaHostRegister(address, self._memory.nbytes, 0))
                 weakref.finalize(self, cuda.cudaHostUnregister, address).atexit = False
         assert self._memory.numel() == size, "what a rank owns does not change in a run"
         return self._memory
 
-    def start(self, state: RunState, config_text: str, shards: Iterable, rng: dict[str, Any]) -> None:
+    def start(self, state: RunState, config_text: str, shards: Iterable[OwnedRange], rng: dict[str, Any]) -> None:
         """Save the checkpoint of `state.step`: returns as soon as the state is copied; collective.
 
         `shards` are Engine.owned() of this rank. Waits first for the checkpoint that is being written; what
@@ -170,13 +172,13 @@ class Saver:
 
     # -- the copy ------------------------------------------------------------------------------------------------
 
-    def _owned(self, shards: Iterable) -> list:
+    def _owned(self, shards: Iterable[OwnedRange]) -> list[OwnedRange]:
         """Without those of which this rank owns nothing, and copies that another replica, or tensor-parallel rank 0,
         writes."""
         copied = self._groups.tp_rank > 0
         return [s for s in shards if s.stop > s.start and not s.twin and not (s.spec.cut is None and copied)]
 
-    def _copy(self, owned: list) -> dict[str, dict[str, torch.Tensor]]:
+    def _copy(self, owned: list[OwnedRange]) -> dict[str, dict[str, torch.Tensor]]:
         """The state in host memory, by file and by name in it."""
         memory, used = self._host_memory(owned), 0
         tensors: dict[str, dict[str, torch.Tensor]] = {}
@@ -230,7 +232,7 @@ class Saver:
                 ) from failure
             raise
 
-    def _write(self, folder: Path, snapshot: _Snapshot) -> dict[str, dict]:
+    def _write(self, folder: Path, snapshot: _Snapshot) -> dict[str, dict[str, Any]]:
         """This rank's files, durable: size and SHA-256 by name."""
         written = [f"rng-{self._rank:05d}.pt"]
         packed = io.BytesIO()  # torch.save itself would report a full disk as a RuntimeError
@@ -243,7 +245,7 @@ class Saver:
             (folder / name).chmod((folder / written[0]).stat().st_mode & 0o777)
         return {name: self._durable(folder / name) for name in written}
 
-    def _durable(self, path: Path) -> dict:
+    def _durable(self, path: Path) -> dict[str, Any]:
         """Sync a file to disk and return its entry in the manifest."""
         self._sync(path)
         self._progress += 1
@@ -257,7 +259,7 @@ class Saver:
         finally:
             os.close(descriptor)
 
-    def _publish(self, temporary: Path, final: Path, snapshot: _Snapshot, entries: list[dict]) -> None:
+    def _publish(self, temporary: Path, final: Path, snapshot: _Snapshot, entries: list[dict[str, Any]]) -> None:
         """Rank 0, when all have written: manifest, rename, `latest`; then the old checkpoints go."""
         if errors := [entry["error"] for entry in entries if "error" in entry]:
             raise OSError("; ".join(errors))
@@ -306,15 +308,16 @@ class Saver:
             box = self._mailbox.tell(box)
         if box[1]:
             raise CheckpointError(box[1]) from cause
-        return box[0]
+        told: T = box[0]
+        return told
 
     def _gathered(self, value: T) -> list[T]:
         """The values of all ranks, on rank 0 (elsewhere an empty list)."""
         return self._mailbox.gather(value) if self._mailbox else [value]
 
 
-def _on_gpu(owned: list) -> bool:
-    return bool(owned) and owned[0].weight.is_cuda
+def _on_gpu(owned: list[OwnedRange]) -> bool:
+    return bool(owned) and owned[0].tensors["weight"].is_cuda
 
 
 def _fresh_folder(final: Path) -> Path:

@@ -65,18 +65,20 @@ def train(
                 _warn(said)
             # Imported modules stay. Looking for garbage in them takes a fifth of the start.
             gc.disable()
+            from sagetrain.train.build import build
             from sagetrain.train.trainer import Trainer
 
             gc.freeze()
             gc.enable()
-            trainer = Trainer(cfg, findings, *_while_training(cfg))
+            while_training = _while_training(cfg)
+            trainer = Trainer(build(cfg), findings, *while_training)
         except (ConfigError, PermissionError) as error:
             if world_size > 1:
                 from sagetrain.cluster import preflight
 
                 preflight.stay_out(_forbidden(error) if isinstance(error, PermissionError) else error)
             raise
-        trainer.run()
+        trainer.train()
     _leave_together()
 
 

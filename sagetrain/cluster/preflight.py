@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 import sagetrain
 from sagetrain.cluster.join import init_distributed
@@ -152,7 +153,7 @@ def _unshared(folder: RunFolder, rows: list[Row]) -> str:
     )
 
 
-def _wait_for(store: dist.Store, keys: list[str]) -> None:
+def _wait_for(store: Store, keys: list[str]) -> None:
     """The store may live in this process: it leaves last, unless others have ended already."""
     with suppress(dist.DistStoreError):
         if keys:
@@ -191,7 +192,7 @@ def _exchange(row: Row) -> dict[str, str]:
             warnings = [*differing_environment(rows), *differing_allocation(world_size), *idle_gpus(rows)]
             lines = [*table(rows), *warnings]
             print("\n".join(lines), file=sys.stderr, flush=True)
-    problem, files = json.loads(_when_there(store, "preflight/verdict"))
+    problem, files = _told(store)
     if problem:
         store.set(f"preflight/read/{rank}", "")
         if rank == 0:  # the store may live in this process: it leaves last
@@ -200,13 +201,20 @@ def _exchange(row: Row) -> dict[str, str]:
     return files
 
 
-def _when_there(store: dist.Store, key: str, patience: timedelta = timedelta(minutes=10)) -> bytes:
+def _told(store: Store) -> tuple[str, dict[str, str]]:
+    """Return what rank 0 has decided: why the run cannot start, and the hashes of the files."""
+    problem, files = json.loads(_when_there(store, "preflight/verdict"))
+    return problem, files
+
+
+def _when_there(store: Store, key: str, patience: timedelta = timedelta(minutes=10)) -> bytes:
     """What another rank will write, waited for as long as some rank gives signs of life."""
     while True:
         signs = store.add("preflight/alive", 0)
         try:
             store.wait([key], patience)
-            return store.get(key)
+            value: bytes = store.get(key)
+            return value
         except dist.DistStoreError:
             if store.add("preflight/alive", 0) == signs:
                 raise
@@ -219,7 +227,7 @@ def _verdict(rows: list[Row]) -> str:
         lines = disagreements(rows)
         return "\n  ".join(["the hosts of this run disagree; nothing was started or written", *lines]) if lines else ""
     if len(problems) == 1:  # all alike: nothing to tell apart
-        return rows[0]["problem"]
+        return str(rows[0]["problem"])
     sides = [f"on {where([r for r in rows if r['problem'] == text])}: {text}" for text in problems if text]
     return "\n  ".join(["some hosts cannot take part in this run; nothing was started or written", *sides])
 
@@ -276,7 +284,8 @@ def idle_gpus(rows: list[Row]) -> list[str]:
 
 def table(rows: list[Row]) -> list[str]:
     """The lines of the start-up table: one for a host, and after them what all of them have in common."""
-    cells = [("host", "ranks", "data parallel", "context parallel", "tensor parallel", "devices")]
+    cells: list[tuple[str, ...]] = []
+    cells.append(("host", "ranks", "data parallel", "context parallel", "tensor parallel", "devices"))
     for host, members in by_host(rows).items():
         devices = dict.fromkeys(row["device"] for row in members)
         counts = (sum(row["device"] == device for row in members) for device in devices)
@@ -332,7 +341,7 @@ def _told_apart(cfg: RunConfig, device: torch.device) -> dict[str, str]:
     """What of its device a rank must share with the others. Where `auto` asks what a GPU can do, ranks whose answers
     differ would wait for each other."""
     attention, told = cfg.attention, {"device": device.type}
-    decided = [attention.backend, cfg.linear.precision]
+    decided: list[str] = [attention.backend, cfg.linear.precision]
     decided += [attention.recipe] if attention.backend == "sage" else []
     if device.type == "cuda" and "auto" in decided:
         told["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
@@ -364,7 +373,9 @@ def _source_hash() -> str:
     """A hash of the code that runs: two checkouts may differ and call themselves by one version."""
     digest = hashlib.sha256()
     for package in ("sagetrain", "sagekernels"):
-        folder = Path(find_spec(package).origin).parent
+        found = find_spec(package)
+        assert found is not None and found.origin is not None, "this code runs in it"
+        folder = Path(found.origin).parent
         for file in sorted(folder.rglob("*.py")):
             digest.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:12]

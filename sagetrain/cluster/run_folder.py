@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -115,7 +116,7 @@ class RunFolder:
         """Remove the token: every host has found it."""
         self._token.unlink(missing_ok=True)
 
-    def describe(self, cfg: RunConfig, deepspeed: dict[str, Any], findings: list[Finding]) -> None:
+    def describe(self, cfg: RunConfig, deepspeed: Mapping[str, Any], findings: Sequence[Finding]) -> None:
         """Write the resolved configuration, the generated DeepSpeed dict and the findings, read-only."""
         for name, text in {
             "config.yaml": dump_config(cfg),

@@ -1,7 +1,7 @@
 """A step that went wrong, taken again from its bundle: in the precision that it had, and with another attention, or
 linear layers in 16 bits, or both.
 
-The trainer itself goes there, in a folder of its own in which there is nothing but the checkpoint before: the same
+The run itself goes there, in a folder of its own in which there is nothing but the checkpoint before: the same
 data, order, schedules, controllers and arithmetic. The step is then taken once each way, with updates refused: that
 leaves the weights as they are.
 """
@@ -31,8 +31,9 @@ from sagetrain.parallel.rng import set_rng_state
 from sagetrain.stability.controller import Event
 from sagetrain.stability.spikes import METRIC, Verdict, plain
 from sagetrain.train import failed_step, init_from
+from sagetrain.train.build import build
 from sagetrain.train.lr_schedule import learning_rate
-from sagetrain.train.trainer import Trainer
+from sagetrain.train.run import Run
 
 CAUSES = {
     "data": "it comes back in the recorded precision and stays with {asked}: the data of the step, or weights that "
@@ -132,21 +133,23 @@ def _replay(
     folder: Path, content: dict[str, Any], scratch: Path, backend: str, recipe: str | None, linear_in_16_bits: bool
 ) -> Replay:
     fresh, layers_of_tp = content["checkpoint"] is None, content["layout"]["tensor_parallel_size"]
-    trainer = _trainer(folder, scratch, fresh, layers_of_tp)
-    cfg, device = trainer.cfg, trainer.device
-    asked = trainer.attention.model_copy(update={"backend": backend, "recipe": recipe or trainer.attention.recipe})
+    run = _built(folder, scratch, fresh, layers_of_tp)
+    cfg, device = run.cfg, run.engine.device
+    asked = run.settled.cfg.attention.model_copy(
+        update={"backend": backend, "recipe": recipe or run.settled.cfg.attention.recipe}
+    )
     try:
-        resolve_backend(asked, cfg.model, device=device, dtype=trainer.dtype)
+        resolve_backend(asked, cfg.model, device=device, dtype=run.files.dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    drift = _go_there(trainer, content)
-    before = _functions(trainer, content["attention"])
+    drift = _go_there(run, content)
+    before = _functions(run, content["attention"])
     other: list[AttentionFunction] = [attention_function(backend, asked, device)] * len(before)
-    again, model = _take(trainer, folder, content, before), trainer.engine.model
+    again, model = _take(run, folder, content, before), run.engine.model
     low = any(model.matmuls)
     if linear_in_16_bits:
         model.use_16_bits()
-    compared = _take(trainer, folder, content, other)
+    compared = _take(run, folder, content, other)
     limits = {name: float(content["event"][f"{name}_limit"]) for name in ("loss", "grad_norm")}
     metrics = content["metrics"]
     recorded = StepNumbers(
@@ -177,7 +180,7 @@ def _replay(
     )
 
 
-def _trainer(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Trainer:
+def _built(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Run:
     """The run's own, at the checkpoint; in one process without its parallelism, which changes nothing but rounding.
     fresh: there is none, it begins as the run did. layers_of_tp: the run's tensor-parallel size."""
     cfg, run_dir = load_config(folder / "config.yaml"), folder.absolute().parent.parent
@@ -200,58 +203,58 @@ def _trainer(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Tra
         "checkpoint": cfg.checkpoint.model_copy(update={"resume": "auto"}),
         "stability": cfg.stability.model_copy(update={"spikes": spikes}),
     }
-    return Trainer(cfg.model_copy(update=sections), [], layers_of_tp=layers_of_tp)
+    return build(cfg.model_copy(update=sections), layers_of_tp=layers_of_tp)
 
 
-def _functions(trainer: Trainer, words: list[str]) -> list[AttentionFunction]:
+def _functions(run: Run, words: list[str]) -> list[AttentionFunction]:
     """Of all layers, as a bundle names them."""
-    known = trainer.engine.model.functions
-    return failed_step.functions(words, known, trainer.attention, trainer.device)
+    known = run.engine.model.functions
+    return failed_step.functions(words, known, run.settled.cfg.attention, run.engine.device)
 
 
-def _go_there(trainer: Trainer, content: dict[str, Any]) -> float:
+def _go_there(run: Run, content: dict[str, Any]) -> float:
     """Take the steps between, with the attention that they had; how far a loss was from the recorded one."""
-    state, ledger, drift = trainer.state, failed_step.ledger_of(content), 0.0
+    state, ledger, drift = run.resumed.state, failed_step.ledger_of(content), 0.0
     rows, attention = {row["step"]: row for row in content["steps_between"]}, None
     for samples in ledger.samples_of_steps()[state.step :]:
-        tokens, step = samples * trainer.cfg.data.seq_length, state.step + 1
+        tokens, step = samples * run.cfg.data.seq_length, state.step + 1
         if step in ledger.dropped:
-            state.advance(tokens, trainer.cfg.data.seq_length, dropped=True)
-            trainer.controllers.ask(state, tokens, {} if step in trainer.cfg.training.drop_steps else {METRIC: 1.0})
+            state.advance(tokens, run.cfg.data.seq_length, dropped=True)
+            run.controllers.ask(state, tokens, {} if step in run.cfg.training.drop_steps else {METRIC: 1.0})
             continue
         attention = rows.get(step, {}).get("attention", attention)
         if attention:
-            trainer.engine.model.functions = _functions(trainer, attention)
-        result = _step(trainer, tokens, partial(trainer.controllers.spikes.judge, tokens=tokens))
+            run.engine.model.functions = _functions(run, attention)
+        result = _step(run, tokens, partial(run.controllers.spikes.judge, tokens=tokens))
         if not result.applied:
             raise TrainingError(
                 f"step {step}, on the way to step {content['step']}: {result.event and result.event.text}, which "
                 "was finite when the run took it: it is not reproducible on this machine"
             )
-        state.advance(tokens, trainer.cfg.data.seq_length)
-        trainer.controllers.ask(state, tokens, result.metrics | ({METRIC: 1.0} if result.event else {}))
+        state.advance(tokens, run.cfg.data.seq_length)
+        run.controllers.ask(state, tokens, result.metrics | ({METRIC: 1.0} if result.event else {}))
         if step in rows:
             before = rows[step]["loss"]  # 0 where no token of the step counts
             drift = max(drift, abs(result.loss - before) / (abs(before) or 1.0))
     return drift
 
 
-def _step(trainer: Trainer, tokens: int, judge: Callable[[Mapping[str, float]], Verdict]) -> StepResult:
-    cfg, state = trainer.cfg, trainer.state
+def _step(run: Run, tokens: int, judge: Callable[[Mapping[str, float]], Verdict]) -> StepResult:
+    cfg, state = run.cfg, run.resumed.state
     lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, tokens, cfg.training.total_tokens)
-    batches = trainer.loader.step_batches(state.sequences, tokens)
-    observers = Observers(updates=trainer.controllers.updates, judge=judge)
-    return trainer.engine.step(batches, tokens // trainer.micro_step, lr, observers, trainer.counted(tokens))
+    batches = run.loader.step_batches(state.sequences, tokens)
+    observers = Observers(updates=run.controllers.updates, judge=judge)
+    return run.engine.step(batches, tokens // run.micro_step, lr, observers, run.counted(state.sequences, tokens))
 
 
-def _take(trainer: Trainer, folder: Path, content: dict[str, Any], functions: list[AttentionFunction]) -> StepNumbers:
+def _take(run: Run, folder: Path, content: dict[str, Any], functions: list[AttentionFunction]) -> StepNumbers:
     """The step itself, with these attention functions in its layers and without an update."""
-    trainer.engine.model.functions = functions
-    rng = folder / f"rng-{trainer.groups.rank:05d}.pt"
+    run.engine.model.functions = functions
+    rng = folder / f"rng-{run.engine.groups.rank:05d}.pt"
     if rng.is_file():
         set_rng_state(torch.load(rng, weights_only=True))
     refused = Verdict(False, Event("spike", content["event"]["text"]))
-    result = _step(trainer, content["tokens_per_step"], lambda metrics: refused)
+    result = _step(run, content["tokens_per_step"], lambda metrics: refused)
     return StepNumbers(result.loss, result.grad_norm, result.layer_norms)
 
 

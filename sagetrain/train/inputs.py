@@ -135,8 +135,9 @@ def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whol
                 stream = SampleStream.configured(cfg.data, cfg.data.train, cfg.training.seed, vocab_size, sha256)
             yield from _resume(cfg, root, vocab_size, sha256, stream)
         else:
-            looked = {"contents": False, "moments": cfg.training.init_moments}
-            reader = reading.Reader(on_disk.whole(Path(str(start)), lambda said: None, **looked))
+            moments = cfg.training.init_moments
+            folder = on_disk.whole(Path(str(start)), lambda said: None, contents=False, moments=moments)
+            reader = reading.Reader(folder)
             reading.check_shapes(reader, _shapes(cfg, reader.state.identity.vocab_size))
     except (CheckpointError, ValueError) as said:  # of a model section that cannot be, too
         yield error("refused_by_train", key, value, str(said), "")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from sagetrain.config.arithmetic import padded_vocab_size, resolved_zero_stage
 from sagetrain.config.errors import TrainingError
+from sagetrain.config.schema import RunConfig
+from sagetrain.model.accounting import memory_per_rank, total_bytes
 
 OUT_OF_MEMORY = "is out of GPU memory"
 """In the error of a run whose GPU is full, and in no other."""
@@ -52,3 +56,18 @@ def explained(run_dir: Path, rank: int, predicted: Callable[[], float], ways: Ma
             f"{predicted() / 2**30:.1f} GiB for a rank of this layout; what it takes is up to {keys}; {kept}. "
             "The newest checkpoint is untouched"
         ) from error
+
+
+def memory_explained(cfg: RunConfig, vocab_size: int) -> AbstractContextManager[None]:
+    """Say what helps if a GPU's memory is out, with what `plan` predicts for a configuration."""
+
+    def predicted() -> float:
+        return total_bytes(memory_per_rank(cfg, dist.get_world_size(), padded_vocab_size(vocab_size)))
+
+    ways = {
+        "data.micro_batch_size": cfg.data.micro_batch_size,
+        "training.activation_checkpointing": cfg.training.activation_checkpointing,
+        "parallel.zero_stage": resolved_zero_stage(cfg),
+        "parallel.tensor_parallel_size": cfg.parallel.tensor_parallel_size,
+    }
+    return explained(Path(cfg.training.run_dir), dist.get_rank(), predicted, ways)

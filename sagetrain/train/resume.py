@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from sagetrain.cluster.run_folder import changed_settings
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import dump_config, flat
 from sagetrain.config.rules.data import ORDER
-from sagetrain.config.schema import DataSource, LrScheduleConfig, OptimizerConfig, RunConfig, Section
-from sagetrain.config.tokens_per_step import tokens_per_step
+from sagetrain.config.schema import DataSource, LinearConfig, LrScheduleConfig, OptimizerConfig, RunConfig, Section
+from sagetrain.config.tokens_per_step import change_at_resume, tokens_per_step
 from sagetrain.data import verify
 from sagetrain.engines.protocol import Engine
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.train.init_from import differences
 from sagetrain.train.lr_schedule import learning_rate
+from sagetrain.train.perturb import perturb
 
 
 def check(
@@ -67,6 +68,33 @@ def check(
             f"Restore these settings, or choose another training.run_dir{weights}"
         )
     return reader
+
+
+def announce(cfg: RunConfig, linear: LinearConfig, reader: Reader, say: Callable[[str], None]) -> list[str]:
+    """Say where a run goes on, and what is no longer as its checkpoint has it.
+
+    Args:
+        linear: as the run has it, where `auto` is settled.
+
+    Returns:
+        Lines `key: old -> new` for the settings that have changed.
+    """
+    say(f"resumed from {reader.folder.name} ({reader.state.tokens:,} tokens seen)")
+    if reader.world_size != dist.get_world_size():
+        say(f"ranks: {reader.world_size} wrote that checkpoint, {dist.get_world_size()} go on with it"
+            " (parallel.world_size makes a number that you do not mean an error)")  # fmt: skip
+    # These are as `auto` had them.
+    kept = [name for name in ("recipe", "keep_layers_below") if getattr(linear, name) != getattr(cfg.linear, name)]
+    as_before = tuple(f"linear.{name}:" for name in kept)
+    lines = [line for line in changed(cfg, reader.folder) if not line.startswith(as_before)]
+    for line in lines:
+        say(f"changed since that checkpoint: {line}")
+    if last := last_step(reader.state, cfg):
+        if said := change_at_resume(cfg.tokens_per_step, reader.state.tokens, last):
+            say(said)
+        if jump := learning_rate_jump(cfg, reader.folder, reader.state.tokens, last):
+            say("; ".join(jump))
+    return lines
 
 
 def changed(cfg: RunConfig, folder: Path) -> list[str]:
@@ -117,10 +145,12 @@ def _shown(sources: Iterable[DataSource]) -> str:
     return ", ".join(each.path if each.weight == 1 else f"{each.path} (weight {each.weight})" for each in sources)
 
 
-def restore(reader: Reader, engine: Engine, order: str) -> TrainState:
+def restore(reader: Reader, engine: Engine, order: str, perturbed: int) -> TrainState:
     """Load a whole checkpoint of this run into the engine and the random generators; returns where the run stood.
 
-    order: fingerprint of the order of samples.
+    Args:
+        order: the fingerprint of the order of samples.
+        perturbed: training.perturb, which gives the weights another rounding if it has changed since.
 
     Raises:
         CheckpointError: its ledger is not that of a run.
@@ -131,4 +161,7 @@ def restore(reader: Reader, engine: Engine, order: str) -> TrainState:
     rng = reader.rng(dist.get_rank())
     if rng is not None:
         set_rng_state(rng)
+    if perturbed:
+        before = yaml.safe_load((reader.folder / "config.yaml").read_text())["training"]
+        perturb(engine, perturbed if perturbed != before.get("perturb") else 0)
     return TrainState(state.step, state.tokens, state.sequences, ledger, state.controllers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from sagetrain import __version__
+from sagetrain.auto.settled import Reasons
 from sagetrain.config.arithmetic import resolved_zero_stage
 from sagetrain.config.schema import RunConfig
 from sagetrain.engines.protocol import Engine
@@ -12,14 +13,13 @@ from sagetrain.model.accounting import num_parameters
 from sagetrain.parallel import copies
 
 
-def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, reasons: tuple[str, str, str]) -> str:
+def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, reasons: Reasons) -> str:
     """Say what runs and where, a line for each choice.
 
     Args:
         vocab_size: padded.
-        reasons: in words, attention, linear layers, and why the micro-batch goes in halves or not (where `auto` chose).
+        reasons: why attention, linear layers and halves of micro-batches are as they are.
     """
-    attention, linear, halves = reasons
     groups, model = engine.groups, engine.model
     size, how = num_parameters(cfg.model, cfg.attention, vocab_size), ""
     if groups.tp_group is not None and groups.tp_size > 1:
@@ -30,9 +30,9 @@ def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, 
         f"sagetrain {__version__}: {size:,} parameters, {dist.get_world_size()} ranks (tensor parallel "
         f"{groups.tp_size}{how}{context} x data parallel {groups.dp_size}), ZeRO {resolved_zero_stage(cfg)}, "
         f"{cfg.training.dtype}, torch.compile {'on' if compiled else 'off'}",
-        f"  attention {attention}",
-        f"  linear layers {linear}",
+        f"  attention {cfg.attention.backend} ({reasons.attention})",
+        f"  linear layers {reasons.linear}",
     ]
-    if groups.tp_size > 1 and halves:
-        lines.append(f"  tensor_parallel_overlap {'on' if model.overlap else 'off'} ({halves})")
+    if groups.tp_size > 1 and reasons.overlap:
+        lines.append(f"  tensor_parallel_overlap {'on' if model.overlap else 'off'} ({reasons.overlap})")
     return "\n".join(lines)

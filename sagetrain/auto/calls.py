@@ -1,0 +1,26 @@
+"""The calls of layers that `auto` times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RankCalls:
+    """What the layers of one rank see of a micro-batch, and where they run."""
+
+    tensor_parallel_size: int
+    context_parallel_size: int
+    overlap: bool
+    """Whether a micro-batch goes in two halves."""
+    num_sequences: int
+    seq_length: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def own_tokens(self) -> int:
+        """The tokens of a micro-batch on a context-parallel rank."""
+        return self.num_sequences * self.seq_length // self.context_parallel_size

@@ -1,0 +1,181 @@
+"""Settle what `auto` of attention, linear layers and overlap stands for in a run: timed once, when the run begins, and
+kept when it continues. Layers of one model must not differ between ranks: where one rank times, all take its choice.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from sagetrain.auto.attention_choice import choose_attention, settle_attention
+from sagetrain.auto.calls import RankCalls
+from sagetrain.auto.kept import Kept
+from sagetrain.auto.linear_choice import choose_linear, settle_linear
+from sagetrain.auto.overlap_choice import settle_overlap, time_overlap
+from sagetrain.cluster.run_folder import RunFolder
+from sagetrain.config.arithmetic import resolved_zero_stage
+from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
+from sagetrain.data.loader import SampleStream, batch_of
+from sagetrain.model.accounting import overlaps
+from sagetrain.model.selection import matmuls_of
+from sagetrain.parallel.matmul import Matmul
+from sagetrain.parallel.topology import ParallelGroups
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reasons:
+    """What runs, in words, and why where `auto` had a choice."""
+
+    attention: str
+    linear: str
+    overlap: str
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A configuration with nothing left `auto` in attention, linear layers and overlap."""
+
+    cfg: RunConfig
+    matmuls: Sequence[Mapping[str, Matmul]]
+    """How the linear layers of each block multiply, by name; others: in training.dtype."""
+    reasons: Reasons
+
+
+def settle(
+    cfg: RunConfig,
+    before: Kept | None,
+    stream: SampleStream,
+    groups: ParallelGroups,
+    *,
+    compiled: bool,
+    layers_of_tp: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    folder: RunFolder,
+    say: Callable[[str], None],
+) -> Settled:
+    """Return the configuration with what `auto` stands for; collective.
+
+    Args:
+        before: what the run had, if it continues.
+        stream: the data, whose documents attention is timed on.
+        compiled: whether the run compiles its blocks.
+        layers_of_tp: the tensor-parallel size by which linear layers are in 8 bits or not; None: the run's own.
+        folder: keeps the tables of times.
+        say: hears the tables, and why what the run had cannot be kept (on other hardware, say).
+
+    Raises:
+        ValueError: as resolve_backend and matmuls_of.
+    """
+    calls = RankCalls(
+        tensor_parallel_size=groups.tp_size,
+        context_parallel_size=groups.cp_size,
+        overlap=overlaps(cfg),
+        num_sequences=cfg.data.micro_batch_size,
+        seq_length=cfg.data.seq_length,
+        device=device,
+        dtype=dtype,
+    )
+    rounded_once = resolved_zero_stage(cfg) < 3  # weights in 8 bits: once a step
+
+    def fastest_attention(asked: AttentionConfig) -> AttentionConfig:
+        def choose() -> AttentionConfig:
+            documents = stream.document_lengths(64) if cfg.data.document_attention else ()
+            return choose_attention(asked, cfg.model, calls, documents=documents, cache=folder.attention, say=say)
+
+        return _by_main(choose, device)
+
+    def fastest_linear(asked: LinearConfig) -> LinearConfig:
+        def choose() -> LinearConfig:
+            return choose_linear(
+                asked, cfg.model, calls, kept=rounded_once, compiled=compiled, cache=folder.linear, say=say
+            )
+
+        return _by_main(choose, device)
+
+    attention, why_attention = settle_attention(
+        cfg.attention,
+        cfg.model,
+        before.attention if before else None,
+        device=device,
+        dtype=dtype,
+        choose=fastest_attention,
+        say=say,
+    )
+    size = layers_of_tp or groups.tp_size
+    linear, why = settle_linear(
+        cfg.linear,
+        cfg.model,
+        before,
+        tensor_parallel_size=size,
+        device=device,
+        dtype=dtype,
+        choose=fastest_linear,
+        say=say,
+    )
+    matmuls, why_linear = matmuls_of(
+        linear, cfg.model, tensor_parallel_size=size, here=groups.tp_size, device=device, dtype=dtype
+    )
+    settled = cfg.model_copy(update={"attention": attention, "linear": linear})
+
+    def halves_are_faster() -> bool:
+        return _halves_are_faster(settled, matmuls, stream, groups, compiled, device, dtype, say)
+
+    overlap, why_overlap = settle_overlap(
+        settled, before.overlap if before else None, device=device, choose=halves_are_faster
+    )
+    parallel = cfg.parallel.model_copy(update={"tensor_parallel_overlap": overlap})
+    reasons = Reasons(why_attention, f"{why_linear}; {why}" if why else why_linear, why_overlap)
+    return Settled(settled.model_copy(update={"parallel": parallel}), matmuls, reasons)
+
+
+def _halves_are_faster(
+    settled: RunConfig,
+    matmuls: Sequence[Mapping[str, Matmul]],
+    stream: SampleStream,
+    groups: ParallelGroups,
+    compiled: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    say: Callable[[str], None],
+) -> bool:
+    """Time micro-batches whole and in halves, with attention and linear layers settled; collective."""
+    data = settled.data
+    samples = [stream.sample(index) for index in range(data.micro_batch_size)]
+    batch = batch_of(samples, data.document_attention, data.document_positions)
+    seconds = time_overlap(
+        settled.model,
+        settled.attention,
+        batch.inputs(device, groups.cp_rank, groups.cp_size),
+        matmuls,
+        groups,
+        sequence_parallel=settled.parallel.sequence_parallel,
+        activation_checkpointing=settled.training.activation_checkpointing,
+        compiled=compiled,
+        keeps_weights=resolved_zero_stage(settled) < 3,
+        device=device,
+        dtype=dtype,
+    )
+    gc.collect()  # compiled blocks refer to themselves: their weights would stay while the run's model is built
+    halves = seconds["on"] < seconds["off"]
+    whole, parts = (f"{1e3 * seconds[name]:.2f} ms" for name in ("off", "on"))
+    say(
+        f"parallel.tensor_parallel_overlap: forward and backward of a block take {whole} whole, {parts} in halves\n"
+        f"  chosen: {'on' if halves else 'off'}"
+    )
+    return halves
+
+
+def _by_main(choose: Callable[[], T], device: torch.device) -> T:
+    """Let the first rank choose for all."""
+    chosen: list[Any] = [choose() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(chosen, src=0, device=device)
+    choice: T = chosen[0]
+    return choice
