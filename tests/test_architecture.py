@@ -162,7 +162,7 @@ def test_few_see_the_whole_configuration():
     whole = {name_of(path) for path in SOURCES if "sagetrain.config.schema.RunConfig" in imports(path)}
     inside = {path for path in whole if not path.startswith("sagetrain/config/")}
     assert inside <= {
-        "sagetrain/train/build.py",
+        "sagetrain/train/build_run.py",
         "sagetrain/train/run.py",
         "sagetrain/engines/build_engine.py",
         "sagetrain/train/out_of_memory.py",

@@ -28,7 +28,7 @@ from sagetrain.parallel.lowbit import RECIPES, LowBit
 from sagetrain.parallel.matmul import linear as linear_of
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.stability.linear_errors import Observed
-from sagetrain.train.build import build
+from sagetrain.train.build_run import build
 from sagetrain.train.trainer import Trainer
 
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

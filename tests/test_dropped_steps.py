@@ -15,7 +15,7 @@ from sagetrain.checkpoint.ledger import Ledger
 from sagetrain.checkpoint.on_disk import newest, read_state
 from sagetrain.config import RunConfig
 from sagetrain.config.errors import CheckpointError, TrainingError
-from sagetrain.train.build import build
+from sagetrain.train.build_run import build
 from sagetrain.train.trainer import Trainer
 
 STEP = 4 * tiny.SEQ

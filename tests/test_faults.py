@@ -284,7 +284,7 @@ def test_a_hung_rank_ends_the_run_with_the_stacks_of_all(tmp_path, corpus) -> No
     assert "another rank hangs" in (stacks / "rank-1.txt").read_text()
     assert "waits in gloo:" in (stacks / "rank-0.txt").read_text()
     for file in stacks.glob("*.txt"):
-        assert "in _train" in file.read_text()
+        assert "in _loop" in file.read_text()
 
 
 # -- disks -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from sagetrain.inference.evaluate import evaluate
 from sagetrain.inference.trained_run import load_run
 from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.stability import precision
-from sagetrain.train.build import build
+from sagetrain.train.build_run import build
 from sagetrain.train.trainer import Trainer
 
 STEP = 128

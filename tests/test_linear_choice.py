@@ -22,7 +22,7 @@ from sagetrain.checkpoint.state import SettledLinear
 from sagetrain.config import RunConfig
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig, ModelConfig
-from sagetrain.train.build import build
+from sagetrain.train.build_run import build
 from sagetrain.train.trainer import Trainer
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -29,7 +29,7 @@ from sagetrain.stability import linear_errors, monitor
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.linear_errors import MUCH, LinearErrors, Vanishing
 from sagetrain.train import controllers
-from sagetrain.train.build import build
+from sagetrain.train.build_run import build
 from sagetrain.train.trainer import Trainer
 
 LENGTH, SEQUENCES = 64, 4

@@ -30,8 +30,8 @@ from sagetrain.parallel.layers import shard
 from sagetrain.parallel.lowbit import RECIPES, LowBit
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.train import build as building
-from sagetrain.train.build import build
+from sagetrain.train import build_run as building
+from sagetrain.train.build_run import build
 from sagetrain.train.trainer import Trainer
 from spoiled import spoiled
 

@@ -34,7 +34,7 @@ from sagetrain.engines.protocol import StepResult
 from sagetrain.model.accounting import flops_per_token
 from sagetrain.stability.controller import Event
 from sagetrain.train import reporter, writers
-from sagetrain.train.build import build
+from sagetrain.train.build_run import build
 from sagetrain.train.trainer import Trainer
 from sagetrain.train.writers import MetricsWriter
 

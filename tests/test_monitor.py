@@ -22,7 +22,7 @@ from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.monitor import Monitor
-from sagetrain.train.build import build
+from sagetrain.train.build_run import build
 from sagetrain.train.trainer import Trainer
 
 LENGTH, SEQUENCES = 64, 4

@@ -11,7 +11,7 @@ import tiny
 from distributed import run_distributed
 from sagetrain.cli import exits
 from sagetrain.config.errors import TrainingError
-from sagetrain.train import build as building
+from sagetrain.train import build_run as building
 from sagetrain.train import out_of_memory
 from sagetrain.train.out_of_memory import explained, record_allocations
 

@@ -16,7 +16,7 @@ from sagetrain.config import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.mlp import MLP
 from sagetrain.parallel.metrics import Metrics
-from sagetrain.train.build import build
+from sagetrain.train.build_run import build
 from sagetrain.train.trainer import Trainer
 
 CPU = torch.device("cpu")

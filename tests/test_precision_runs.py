@@ -22,7 +22,7 @@ from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.precision import Ladder
 from sagetrain.stability.spikes import METRIC as SPIKE
-from sagetrain.train.build import build
+from sagetrain.train.build_run import build
 from sagetrain.train.trainer import Trainer
 
 STEP = 4 * tiny.SEQ

@@ -22,7 +22,7 @@ from sagetrain.data.tokenizer import Tokenizer, known_tokenizer, train_tokenizer
 from sagetrain.hardware import H200
 from sagetrain.planning.plan import make_plan
 from sagetrain.train import inputs
-from sagetrain.train.build import build
+from sagetrain.train.build_run import build
 
 
 class World:
@@ -232,7 +232,7 @@ REFUSED = {
 ALONE = {"__init__", "_open_mask", "read_provenance", "_check_records", "check_tokenizers"}
 """The functions of data/ that a trainer calls before ranks meet. Later refusals are in test_resume.py."""
 EXCUSED = {
-    ("build", "check_files"): "attention and linear layers that this host's GPU cannot do: rules know the rest",
+    ("build_run", "check_files"): "attention and linear layers that this host's GPU cannot do: rules know the rest",
     ("masters", "check_masters"): "what DeepSpeed keeps in memory",
     ("join", "init_distributed"): "the GPUs of a host",
     ("preflight", "use_interface"): "the network interfaces of a host",
@@ -322,7 +322,7 @@ def test_plan_finds_what_train_refuses(world: World, monkeypatch: pytest.MonkeyP
 
 def test_every_refusal_on_the_way_to_the_first_step_is_found_or_excused() -> None:
     names = {
-        "train": "build trainer weights_and_biases init_from resume inputs",
+        "train": "build_run trainer weights_and_biases init_from resume inputs",
         "engines": "deepspeed masters reduction",
         "cluster": "join preflight rendezvous run_folder",
         "checkpoint": "on_disk reading ledger state",

@@ -28,12 +28,12 @@ from sagetrain.data.loader import Batch, SampleStream
 from sagetrain.engines.protocol import StepResult
 from sagetrain.engines.step import BaseEngine
 from sagetrain.inference.replay import _go_there, _start, replay
-from sagetrain.model import transformer
+from sagetrain.model import selection
 from sagetrain.model.backends import Sage, TokenLayout
 from sagetrain.parallel.lowbit import LowBit
 from sagetrain.stability.spikes import Verdict
 from sagetrain.train import failed_step
-from sagetrain.train.build import build
+from sagetrain.train.build_run import build
 from sagetrain.train.trainer import Trainer
 from spoiled import MIDDLE, spoiled
 
@@ -229,8 +229,8 @@ class Faulty(Sage):
 
 
 def make_faulty() -> None:
-    real = transformer.attention_function
-    transformer.attention_function = lambda backend, attention, device: (
+    real = selection.attention_function
+    selection.attention_function = lambda backend, attention, device: (
         Faulty("fine") if backend == "sage" else real(backend, attention, device)
     )
 

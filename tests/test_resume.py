@@ -24,7 +24,7 @@ from runs import at_step, check_same, finish, free_port, kill_all, log_of, start
 from sagetrain.cli.exits import Errors
 from sagetrain.cluster.guard import StopSignal
 from sagetrain.config import ConfigError, RunConfig
-from sagetrain.train.build import build
+from sagetrain.train.build_run import build
 from sagetrain.train.trainer import Trainer
 
 

@@ -65,7 +65,7 @@ def train(
                 _warn(said)
             # Imported modules stay. Looking for garbage in them takes a fifth of the start.
             gc.disable()
-            from sagetrain.train.build import build
+            from sagetrain.train.build_run import build
             from sagetrain.train.trainer import Trainer
 
             gc.freeze()

@@ -31,7 +31,7 @@ from sagetrain.parallel.rng import set_rng_state
 from sagetrain.stability.controller import Event
 from sagetrain.stability.spikes import METRIC, Verdict, plain
 from sagetrain.train import failed_step, init_from
-from sagetrain.train.build import build
+from sagetrain.train.build_run import build
 from sagetrain.train.lr_schedule import learning_rate
 from sagetrain.train.run import Run
 

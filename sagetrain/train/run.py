@@ -1,4 +1,4 @@
-"""A run that is built: what the acts of train/build.py have found, and what a checkpoint says of it."""
+"""A run that is built: what the acts of train/build_run.py have found, and what a checkpoint says of it."""
 
 from __future__ import annotations
 

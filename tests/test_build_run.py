@@ -12,7 +12,7 @@ from distributed import run_distributed
 from sagetrain.auto.settled import settle
 from sagetrain.checkpoint import on_disk
 from sagetrain.config import RunConfig
-from sagetrain.train.build import assemble, build, check_files, make_engine, meet, resume
+from sagetrain.train.build_run import assemble, build, check_files, make_engine, meet, resume
 from sagetrain.train.run import Run
 from sagetrain.train.trainer import Trainer
 
