@@ -128,7 +128,7 @@ class Saver:
             self._memory = torch.empty(size)
             if _on_gpu(owned):
                 # Registered, because torch's own pinned memory comes in powers of two: up to twice as much.
-                cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                cuda: Any = torch.cuda.cudart()
                 address = self._memory.data_ptr()
                 torch.cuda.check_error(cuda.cudaHostRegister(address, self._memory.nbytes, 0))
                 weakref.finalize(self, cuda.cudaHostUnregister, address).atexit = False
