@@ -137,8 +137,8 @@ def check_compiled(groups: ParallelGroups) -> None:
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
 
 
-def in_four_processes() -> list[float]:
-    """All checks; bytes per token that autograd saves of a block with a context-parallel size of 2."""
+def in_four_processes() -> None:
+    """All checks of numbers."""
     torch.set_num_threads(1)
     for tp, cp in ((1, 4), (1, 2), (2, 2)):
         groups = ParallelGroups.create(Topology(4, tp, cp))
@@ -151,8 +151,6 @@ def in_four_processes() -> list[float]:
     check_compiled(groups)
     with pytest.raises(ValueError, match=r"4 heads are not a multiple of tensor_parallel_size \(4\) x context"):
         model(ParallelGroups(Topology(8, 4, 2), rank=0), "sdpa")
-    groups = ParallelGroups.create(Topology(4, 1, 2))
-    return [saved_bytes_per_token(cfg, cfg.training.compile == "on", groups) for cfg in memory_cases()]
 
 
 def memory_cases() -> list:
@@ -161,6 +159,17 @@ def memory_cases() -> list:
     return [run_config(attention={"backend": name}, training={"compile": c}, **sections) for name, c in kinds]
 
 
+def saved_in_two_processes() -> list[float]:
+    """Bytes per token that autograd saves of a block with a context-parallel size of 2."""
+    torch.set_num_threads(1)
+    groups = ParallelGroups.create(Topology(2, 1, 2))
+    return [saved_bytes_per_token(cfg, cfg.training.compile == "on", groups) for cfg in memory_cases()]
+
+
 def test_slices_of_sequences_give_the_losses_and_gradients_of_whole_ones() -> None:
-    for saved in run_distributed(in_four_processes, 4):
+    run_distributed(in_four_processes, 4)
+
+
+def test_saved_activations_of_slices_are_what_is_predicted() -> None:
+    for saved in run_distributed(saved_in_two_processes, 2):
         assert saved == pytest.approx([block_activation_bytes(cfg) for cfg in memory_cases()], rel=1e-3)
