@@ -21,10 +21,11 @@ from sagetrain.model.operations import block_operations
 
 # The slowest first: files are dealt out to processes whole, and one that begins last would be waited for.
 SLOW = (
-    *("test_engine", "test_faults", "test_hosts", "test_accounting", "test_resume", "test_linear_schedule"),
-    *("test_plan", "test_precision_runs", "test_sage_interpreter", "test_sage_compile"),
-    *("test_linear_precision", "test_noise_scale", "test_context_parallel", "test_hopper_backward"),
-    *("test_hopper_forward", "test_zero3_memory", "test_model_parallel", "test_compare", "test_spikes"),
+    *("test_engine", "test_accounting", "test_linear_schedule", "test_linear_precision", "test_plan"),
+    *("test_precision_runs", "test_sage_interpreter", "test_sage_compile", "test_faults", "test_zero3_memory"),
+    *("test_noise_scale", "test_mma_backward", "test_hopper_backward", "test_hopper_forward", "test_model_parallel"),
+    *("test_spikes", "test_report", "test_model_transformer", "test_guides", "test_resume", "test_compare"),
+    *("test_quant_noise", "test_checkpoint", "test_context_parallel", "test_mma_forward", "test_spike_policies"),
 )
 
 torch.set_num_threads(1)  # two on a busy machine wait for each other: a sixth of the speed of one
