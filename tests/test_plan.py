@@ -2,11 +2,11 @@
 """The printed plan: numbers, findings, speed, and that it needs neither torch nor data. Every shipped configuration."""
 
 import io
+import os
 import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -308,10 +308,10 @@ def test_it_needs_no_torch_and_little_time():
         f"show_plan({str(CONFIGS / '7b.yaml')!r}, [], 64, Console(file=io.StringIO()))\n"
         "print(sorted({'torch', 'deepspeed', 'triton', 'numpy', 'sagekernels'} & set(sys.modules)))"
     )
-    begin = time.perf_counter()
+    begin = os.times().children_user
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    assert time.perf_counter() - begin < 10  # under half a second on an idle laptop
+    assert os.times().children_user - begin < 5  # half a second of an idle laptop, however busy this machine is
 
 
 @pytest.mark.parametrize(
