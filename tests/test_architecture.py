@@ -254,7 +254,7 @@ def test_public_functions_are_typed_and_classes_documented():
 PLAIN = (
     *(
         f"sagetrain/{room}"
-        for room in ("cli", "compare", "config", "data", "interop", "planning", "report", "stability")
+        for room in ("cli", "compare", "config", "data", "inference", "interop", "planning", "report", "stability")
     ),
     *("sagetrain/doctor.py", "sagetrain/hardware.py", "benchmarks", "launch"),
 )

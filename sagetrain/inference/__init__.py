@@ -1,1 +1,1 @@
-"""What a trained run is used for: held-out loss and text."""
+"""The uses of a trained run: held-out loss, generated text, diagnosis and replay."""

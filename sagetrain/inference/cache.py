@@ -1,4 +1,5 @@
-"""Keys and values of the tokens that a model has seen: the next one costs one token's work, not the whole context's."""
+"""The cache of keys and values of the tokens that a model has seen. With it, the next token costs the work of one
+token, not that of the whole context."""
 
 from __future__ import annotations
 
@@ -16,28 +17,30 @@ from sagetrain.model.block import Block
 from sagetrain.model.transformer import Transformer
 
 _STRETCH = 128
-"""Rows are kept, and read by their new tokens, in multiples of so many places: a step has one shape for a while."""
+"""Rows are allocated, and read by their new tokens, in multiples of this many places, so that a step keeps one shape
+for a while."""
 
 
 @dataclass
 class _Call:
-    """What the layers are to know of a call of the model."""
+    """The facts about a call of the model that the layers need."""
 
     row: int = 0
-    """Whose text is read, when one is."""
+    """The row whose text is read, when a text is read."""
     lengths: list[int] = field(default_factory=list)
-    """Tokens that each row holds, with the new one. Empty: a text is read."""
+    """Tokens that each row holds, with the new one. Empty while a text is read."""
     slots: tuple[Tensor, Tensor] | None = None
-    """Rows, and in each the place where its new token goes."""
+    """The rows, and in each row the place where its new token goes."""
     seen: Tensor | None = None
-    """[rows, 1, 1, places], to be added to scores: 0 where a row holds a token, else -inf."""
+    """[rows, 1, 1, places], a mask to be added to scores: 0 where a row holds a token, else -inf."""
 
 
 class Cached(AttentionFunction):
-    """A layer's attention over the tokens that each row holds, of which it is given those that are new.
+    """A layer's attention over the tokens that each row holds. It is called with the new tokens alone.
 
-    A text is read by the layer's own function. Later tokens, one a row, go through torch's in the precision of their
-    inputs, unless it takes them: an INT8 function quantizes blocks of tokens, and there is no block in one.
+    A text is read by the layer's own function. Later tokens, one per row, go through torch's attention in the precision
+    of their inputs, unless the function takes few queries. An INT8 function quantizes blocks of tokens, and a single
+    token is no block.
     """
 
     name = "cached"
@@ -62,21 +65,22 @@ class Cached(AttentionFunction):
         assert call.seen is not None
         rows, *_, places = call.seen.shape
         keys, values = (x[:rows, :places].transpose(1, 2) for x in (self._k, self._v))
-        # The heads that share keys are as several queries: nothing is repeated.
+        # The heads that share keys are treated as several queries, so nothing is repeated.
         queries = q.reshape(rows, k.shape[2], -1, q.shape[3])
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=call.seen).reshape(q.shape)
 
     def move(self, source: int, target: int) -> None:
-        """Let one row hold what another one does."""
+        """Copy what one row holds into another row."""
         self._k[target], self._v[target] = self._k[source], self._v[source]
 
 
 class Recorded:
-    """A function of a tensor on a GPU, by the kernels that it has launched once: of a small model's step the launches
-    take longer than the kernels, and a recording is one launch."""
+    """A function of a tensor on a GPU, as a recording of the kernels that it launched once. In a step of a small model
+    the launches take longer than the kernels, and a recording is one launch."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
-        """Nothing is computed yet. x: as what it will be called with, whatever the values."""
+        """Record the function. Nothing is computed yet. `x` has the shape and dtype of later arguments, with any
+        values."""
         self._x, self._graph = x.clone(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._y = function(self._x)
@@ -88,10 +92,10 @@ class Recorded:
 
 
 class CachedModel:
-    """A model that keeps what it has seen of up to so many `rows`, each of `capacity` tokens at most.
+    """A model with a cache for up to `rows` texts of at most `capacity` tokens each.
 
-    Rows are of different lengths, and of each the logits are what they would be alone, up to the order of float sums.
-    The model stays as it is.
+    Rows have different lengths. The logits of a row are what they would be without the others, up to the order of float
+    sums. The model itself is not changed.
     """
 
     def __init__(self, model: Transformer, rows: int, capacity: int) -> None:
@@ -100,18 +104,26 @@ class CachedModel:
         places = _whole_stretches(capacity)
         self._functions = [Cached(layer.function, rows, places, self._call) for layer in self._layers()]
         self.lengths: list[int] = []
-        """Tokens that each row holds."""
-        # Other ranks' collectives stay out of it, and what takes few queries is called by the rows' lengths.
+        """Number of tokens that each row holds."""
+        # Collectives with other ranks cannot be recorded, and a function that takes few queries is called with the
+        # rows' lengths.
         few = any(each.whole.takes_few_queries for each in self._functions)
         alone = model.groups.topology.world_size == 1 and not few
         self.records = alone and model.head.weight.is_cuda
-        """Whether steps of one shape are recorded at the second one; not if a recording made something else of it."""
+        """True if steps of one shape are recorded at the second one. It becomes False if a recording gives another
+        result."""
         self._shape = 0, 0
         self._recorded: Recorded | None = None
 
     def read(self, row: int, tokens: Sequence[int]) -> Tensor:
-        """Logits [vocab] of what follows the tokens, which become all that a row holds: one that there is, or the
-        next one. ValueError if they are more than its capacity."""
+        """Read a text, whose tokens become all that a row holds. The row exists already, or is the next one.
+
+        Returns:
+            Logits [vocab] of the token that follows.
+
+        Raises:
+            ValueError: there are more tokens than the capacity.
+        """
         self._check(len(tokens))
         self.lengths[row : row + 1] = [len(tokens)]
         self._call.row, self._call.lengths = row, []
@@ -119,7 +131,14 @@ class CachedModel:
         return self._run(read, torch.arange(len(tokens), device=read.device)[None])[0, -1]
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
-        """Logits [rows, vocab] of what follows one more token of each row. ValueError if a row is full."""
+        """Add one token to each row.
+
+        Returns:
+            Logits [rows, vocab] of the token that follows in each row.
+
+        Raises:
+            ValueError: a row is full.
+        """
         self._check(max(self.lengths) + 1)
         new = torch.tensor([list(tokens), self.lengths], device=self._model.head.weight.device)
         self._call.lengths = self.lengths = [length + 1 for length in self.lengths]
@@ -128,14 +147,15 @@ class CachedModel:
             self._shape, self._recorded = shape, None
             return self._step(new, shape[1])
         if self._recorded is None:
-            # The step may be taken twice: both write the same. What is not the same is not used.
+            # The step may be taken twice, because both write the same. A recording with another result is not used.
             logits, self._recorded = self._step(new, shape[1]), Recorded(lambda new: self._step(new, shape[1]), new)
             self.records = torch.equal(self._recorded(new), logits)
             return logits
         return self._recorded(new)
 
     def _step(self, new: Tensor, places: int) -> Tensor:
-        """new: int64 [2, rows], of each row its next token and how many it holds. The host decides nothing by them."""
+        """Take a step. `new` is int64 [2, rows]: the next token of each row, and how many tokens the row holds. The
+        host decides nothing by these values."""
         tokens, held = new
         past = torch.arange(places, device=new.device) > held[:, None]
         hidden = torch.zeros(past.shape, dtype=self._model.head.weight.dtype, device=new.device)
@@ -144,7 +164,7 @@ class CachedModel:
         return self._run(tokens[:, None], held[:, None])[:, 0]
 
     def drop(self, row: int) -> None:
-        """Forget a row; the last one takes its place."""
+        """Forget a row. The last row takes its place."""
         last = len(self.lengths) - 1
         if row != last:
             for function in self._functions:

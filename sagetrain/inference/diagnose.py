@@ -1,17 +1,19 @@
-"""What INT8 attention loses on a checkpoint, layer by layer: the papers' Table 2 (arXiv 2603.02170, section 5.4).
+"""The error of INT8 attention on a checkpoint, layer by layer, like the papers' Table 2 (arXiv 2603.02170, section
+5.4).
 
-The checkpoint's weights run forward and backward on the run's own data with attention of a recipe, observed as while
+The checkpoint's weights run forward and backward on the run's own data with the attention of a recipe, observed as in
 training (stability/monitor.py): cosine and relative L2 of O, delta, P, dP, dS, dQ, dK and dV against float32, from the
-same Q, K, V and dO. So checkpoints trained with 16-bit attention can be asked too what a recipe would lose.
-All layers run with the recipe: those further up read what the layers below them made with it. Without one, layers of
-a run with a precision ladder run on the rungs that they were on, and those in 16 bits have no errors to show.
+same Q, K, V and dO. So the error of a recipe can also be measured on checkpoints that were trained with 16-bit
+attention. All layers run with the recipe, and higher layers read what the layers below them computed with it. Without a
+recipe, the layers of a run with a precision ladder run on the rungs that they were on. Those in 16 bits have no errors
+to show.
 
-Linear layers that the run multiplies in 8 bits are measured too, as while training, in a pass of their own with the
-attention that the run was trained with (stability/linear_errors.py), also those that the checkpoint has in 16 bits
-because the step is in a part of the run in 16. They are in 16 bits where attention is measured.
+Linear layers that the run multiplies in 8 bits are measured too, as in training, in a pass of their own with the
+attention that the run was trained with (stability/linear_errors.py). This includes layers that the checkpoint has in 16
+bits because its step is in a part of the run in 16 bits. While attention is measured, all linear layers are in 16 bits.
 
-Of each layer and micro-batch the sample has at most 2^28 scores: 16 heads of one sequence of 4,096 tokens, other
-ones in every micro-batch (sagekernels/observe.py).
+The sample of each layer and micro-batch has at most 2^28 scores: 16 heads of one sequence of 4,096 tokens. Every
+micro-batch has another sample (sagekernels/observe.py).
 """
 
 from __future__ import annotations
@@ -42,42 +44,48 @@ from sagetrain.train.failed_step import describe
 TENSORS = ("delta", "P", "dP", "dS", "O", "dQ", "dK", "dV")
 RECIPES = tuple(name for name in get_args(AttentionConfig.model_fields["recipe"].annotation) if name != "auto")
 LADDER = "ladder"
-"""In the place of a recipe: every layer on its rung."""
+"""The name that stands for a recipe where every layer is on its rung."""
 _SCORES = 1 << 28
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Of one checkpoint, the same data for every recipe."""
+    """The errors of one checkpoint, on the same data for every recipe."""
 
     step: int
     tokens: int
     sequences: int
     seq_length: int
     attention: list[str]
-    """Of every layer of the checkpoint: "sage fine", "sdpa"."""
+    """The attention of every layer of the checkpoint: "sage fine", "sdpa"."""
     recipes: dict[str, list[dict[str, float]]]
-    """By recipe, or LADDER, and layer: the monitor's numbers, as "<tensor>/<metric>"; none of a layer in 16 bits."""
+    """The monitor's numbers by recipe (or LADDER) and layer, as "<tensor>/<metric>". A layer in 16 bits has none."""
     linear: dict[str, dict[str, float]]
-    """The same by linear layer in 8 bits: "0.attention.qkv"."""
+    """The numbers of each linear layer in 8 bits, by its name: "0.attention.qkv"."""
     linear_precision: str
-    """Of those: "fp8 rowwise", and where the checkpoint is behind them, that it is."""
+    """The precision of those layers: "fp8 rowwise". It also says if the checkpoint's step is in a part of the run in 16
+    bits."""
 
     def to_json(self) -> dict[str, Any]:
-        """The same, of JSON types only."""
+        """Convert the diagnosis to JSON types."""
         return asdict(self)
 
 
 def diagnose(
     run: TrainedRun, recipes: Sequence[str], num_sequences: int | None = None, report: Callable[[str], None] = print
 ) -> Diagnosis:
-    """Errors of every layer with each of the recipes; of none: what the run was trained with, or else fine.
+    """Measure the errors of every layer with each of the recipes.
 
-    num_sequences: of data.valid, or of data.train where there is none; whole micro-batches, and one at least. report:
-    hears where the data has fewer. Changes the run's model: its attention, and no parameter wants a gradient any more.
+    The run's model changes: its attention, and its parameters no longer require gradients.
+
+    Args:
+        run: the run.
+        recipes: names of recipes. None given: the recipe that the run was trained with, or else fine.
+        num_sequences: sequences of data.valid, or of data.train if that is empty; rounded up to whole micro-batches.
+        report: gets a message if the data has fewer.
 
     Raises:
-        ConfigError: a recipe that there is not, INT8 attention that cannot run here, or data that cannot be read.
+        ConfigError: a recipe does not exist, INT8 attention cannot run here, or the data cannot be read.
     """
     model, data = run.model, run.cfg.data
     trained = model.functions
@@ -130,7 +138,8 @@ def diagnose(
 
 
 def _in_8_bits(run: TrainedRun) -> Sequence[Mapping[str, Matmul]]:
-    """How the linear layers of each block multiply that the run has in 8 bits. Raises ValueError where they cannot."""
+    """Return how the linear layers of each block multiply that the run has in 8 bits. Raises ValueError if they
+    cannot."""
     model, cfg = run.model, run.cfg
     place: dict[str, Any] = {"device": run.device, "dtype": model.embedding.weight.dtype}
     return matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=cfg.parallel.tensor_parallel_size, **place)[0]
@@ -163,7 +172,8 @@ def _own(functions: Sequence[AttentionFunction]) -> str:
 
 
 def tables(diagnosis: Diagnosis) -> list[Table]:
-    """For each recipe: cosine and relative L2 of the papers' Table 2, then what else the monitor measures."""
+    """Build the tables of each recipe: cosine and relative L2 like the papers' Table 2, and then what else the monitor
+    measures."""
     found = [table for recipe, layers in diagnosis.recipes.items() for table in _tables(diagnosis, recipe, layers)]
     return [*found, _linear_table(diagnosis)] if diagnosis.linear else found
 
@@ -209,12 +219,12 @@ _OTHERS = (
 
 
 def _cell(found: dict[str, float], names: Sequence[str], form: str) -> str:
-    """ "-": the layer, its recipe or the model has no such thing."""
+    """Format numbers of a layer, or "-" if the layer, its recipe or the model has no such number."""
     return form.format(*(found[name] for name in names)) if names[0] in found else "-"
 
 
 def _others(found: dict[str, float]) -> list[str]:
-    """Cells of _OTHERS."""
+    """Return the cells of the columns _OTHERS."""
     return [
         _cell(found, ["S/largest"], "{:.2f}"),
         *(_cell(found, [f"{x}/gain_mean", f"{x}/gain_max"], "{:.2f} ({:.2f})") for x in "QK"),
@@ -224,7 +234,7 @@ def _others(found: dict[str, float]) -> list[str]:
 
 
 def check_outputs(json_file: Path | None, picture: Path | None) -> None:
-    """Raises ConfigError where what comes out could not be written, before anything is computed."""
+    """Check, before anything is computed, that the outputs can be written. Raises ConfigError if not."""
     for option, path in (("--json", json_file), ("--plot", picture)):
         if path and not path.absolute().parent.is_dir():
             raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
@@ -239,7 +249,7 @@ def check_outputs(json_file: Path | None, picture: Path | None) -> None:
 
 
 def plot(diagnosis: Diagnosis, path: Path) -> None:
-    """Relative L2 over layers, a panel for each tensor and a line for each recipe, as a picture."""
+    """Draw relative L2 over layers, with a panel for each tensor and a line for each recipe."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5), layout="constrained")

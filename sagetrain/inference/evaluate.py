@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of what a run has trained, by source."""
+"""Evaluate a trained run: loss, perplexity and bits per byte, by source."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from sagetrain.inference.located import check_there
 from sagetrain.inference.trained_run import TrainedRun
 from sagetrain.inference.windows import Raw, decoded_bytes, text_of, windows
 
-_UNIGRAM_TOKENS = 1 << 24  # of the training data: their frequencies are off by .003 nats for 100,000 different ones
-_AT_ONCE = 256  # sequences
+# From this many tokens of the training data, frequencies are off by 0.003 nats if there are 100,000 different ones.
+_UNIGRAM_TOKENS = 1 << 24
+# This is a number of sequences.
+_AT_ONCE = 256
 
 
 @dataclass
 class Evaluation:
-    """Of one source, or of several together. All sums are in float64."""
+    """The evaluation of one source, or of several together. All sums are in float64."""
 
     name: str
     nats: float = 0.0
-    """Sum of the losses of all tokens, those that end documents included."""
+    """Sum of the losses of all tokens, including those that end documents."""
     tokens: int = 0
     bytes: int | None = 0
-    """Of the text in UTF-8. None: there is no tokenizer, so no text, or not all of it counts in the loss."""
+    """Bytes of the text in UTF-8. None: there is no tokenizer and so no text, or not all of it counts in the loss."""
     unigram_nats: float | None = None
-    """Of the same tokens by their frequencies in the training data: what a model without context would reach. None:
-    the training data is not here."""
+    """Sum of the losses of the same tokens by their frequencies in the training data, which is the best that a model
+    without context could reach. None: the training data is not here."""
     counted: str = "in the decoded tokens"
-    """How the bytes were counted."""
+    """The way in which the bytes were counted."""
     sequences: int = 0
-    """Of data.valid; of text 0."""
+    """Number of sequences of data.valid; 0 for text."""
 
     @property
     def loss(self) -> float:
@@ -60,7 +62,7 @@ class Evaluation:
 
 
 def together(parts: Sequence[Evaluation], name: str = "all") -> Evaluation:
-    """What all of them were if they were one."""
+    """Merge several evaluations into one."""
     sizes, unigrams = [part.bytes for part in parts], [part.unigram_nats for part in parts]
     return Evaluation(
         name,
@@ -77,11 +79,16 @@ def together(parts: Sequence[Evaluation], name: str = "all") -> Evaluation:
 def evaluate(
     run: TrainedRun, num_sequences: int, report: Callable[[str], None] = lambda text: None
 ) -> list[Evaluation]:
-    """Losses on `num_sequences` sequences of data.valid, or all if there are fewer, by source: the same sequences that
-    training evaluates on. report: hears why there are no unigram losses.
+    """Compute losses on `num_sequences` sequences of data.valid, or on all if there are fewer, by source. They are the
+    sequences that training evaluates on.
+
+    Args:
+        run: the run.
+        num_sequences: number of sequences.
+        report: gets the reason if there are no unigram losses.
 
     Raises:
-        ConfigError: no held-out data, or it cannot be read or comes from another tokenizer.
+        ConfigError: there is no held-out data, it cannot be read, or it comes from another tokenizer.
     """
     data = run.cfg.data
     if not data.valid:
@@ -114,17 +121,19 @@ def evaluate_texts(
     text_key: str = "text",
     report: Callable[[str], None] = lambda text: None,
 ) -> list[Evaluation]:
-    """Losses on all of each text, every token scored once in windows as long as the context.
+    """Compute losses on all of each text. Every token is scored once, in windows as long as the context.
 
     Args:
-        paths: token files (without suffix), or text that `sagetrain prepare` could read; none: those of data.valid.
+        run: the run.
+        paths: token files (without suffix), or text that `sagetrain prepare` could read. None given: those of
+            data.valid.
         stride: tokens between two windows (inference/windows.py). Default: half of the context.
         text_key: field or column that holds the text.
-        report: hears why there are no unigram losses.
+        report: gets the reason if there are no unigram losses.
 
     Raises:
-        ConfigError: a stride longer than the context, no data, or data that cannot be read, holds no text or comes
-            from another tokenizer.
+        ConfigError: the stride is longer than the context, there is no data, or the data cannot be read, holds no text
+            or comes from another tokenizer.
     """
     data, size = run.cfg.data, run.cfg.data.seq_length
     stride = stride or default_stride(size)
@@ -160,12 +169,14 @@ def evaluate_texts(
 
 
 def default_stride(size: int) -> int:
-    """Tokens between windows of so many: each token has half a window of context at least, for twice the work."""
+    """Return the default distance in tokens between windows of `size` tokens. Each token has at least half a window of
+    context, for twice the work."""
     return max(1, size // 2)
 
 
 def unigram_nats(stream: SampleStream, vocab_size: int) -> NDArray[np.float64]:
-    """-log of each token's frequency in a stream, fp64 [vocab_size], from its first 16M tokens at most, in its mix.
+    """Return -log of each token's frequency in a stream, fp64 [vocab_size], from at most its first 16M tokens, in its
+    mix.
 
     Every token counts once more than it was seen, so that no frequency is 0 (Laplace's smoothing).
     """
@@ -197,7 +208,8 @@ def _begin(run: TrainedRun, name: str, nats: NDArray[np.float64] | None) -> Eval
 def _add(
     part: Evaluation, losses: NDArray[np.float64], tokens: NDArray[np.int64], nats: NDArray[np.float64] | None
 ) -> None:
-    """Count the losses of tokens, but those of MASKED ones, which are 0. Their text has bytes that count as little."""
+    """Add the losses of tokens. MASKED tokens have a loss of 0 and do not count, and then the bytes of the text do not
+    count either."""
     counted = tokens[tokens != MASKED]
     part.nats += float(losses.sum())
     part.tokens += len(counted)
@@ -208,7 +220,7 @@ def _add(
 
 
 def _losses(run: TrainedRun, batch: Batch) -> NDArray[np.float64]:
-    """Of each token of each sequence, [B, S]."""
+    """Return the loss of each token of each sequence, [B, S]."""
     losses: NDArray[np.float64] = run.model(**batch.inputs(run.device), by_token=True).double().cpu().numpy()
     return losses
 

@@ -1,4 +1,4 @@
-"""Text from what a run has trained: of several prompts at once, each as if it were alone."""
+"""Generate text with a trained run, for several prompts at once. Each prompt gets the text that it would get alone."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from sagetrain.parallel.rng import named_generator
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, and where a text ends. ConfigError for what is out of range, by the option's name."""
+    """The settings for choosing tokens and ending a text. Raises ConfigError, with the option's name, for a value out
+    of range."""
 
     max_tokens: int = 100
     temperature: float = 0.8
-    """0 takes the likeliest token."""
+    """0 takes the most likely token."""
     top_k: int = 50
-    """Only the k likeliest; 0: all."""
+    """Only the k most likely tokens are drawn from; 0: all."""
     top_p: float = 1.0
-    """Of these only the fewest whose probabilities together reach p."""
+    """The tokens that are drawn from are the fewest of these whose probabilities together reach p."""
     stop: tuple[str, ...] = ()
     """A text ends before the first of these."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.temperature == 0 or self.temperature >= 1e-6):  # logits over it would not be finite; nor is nan
+        # Otherwise logits divided by the temperature would not be finite. NaN is refused too.
+        if not (self.temperature == 0 or self.temperature >= 1e-6):
             raise ConfigError(
                 f"--temperature {self.temperature}: neither 0 nor at least 1e-6; 0 takes the likeliest token"
             )
@@ -46,23 +48,24 @@ class Sampling:
 
 @dataclass
 class Completion:
-    """A prompt and what has followed it so far."""
+    """A prompt, and the text that has followed it so far."""
 
     number: int
-    """Of the prompt, from 0."""
+    """Number of the prompt, counted from 0."""
     prompt: str
     prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
-    """Generated; without the one that ended it."""
+    """Generated tokens, without the token that ended the text."""
     text: str = ""
-    """Of the tokens, to the stop string. What might become one is held back until it is known."""
+    """The text of the tokens, up to the stop string. Text that may become a stop string is held back until it is
+    known."""
     finish: Literal["eos", "stop", "max_tokens"] | None = None
-    """What ended it; None: it grows."""
+    """The reason for the end. None: the text is still growing."""
 
 
 def ending_tokens(tokenizer: Tokenizer, also: Sequence[int], template: str | None) -> list[int]:
-    """The tokens that end a text, or with a chat template an answer: those of the model (`also`), the tokenizer's
-    end-of-text token, and what the template puts behind an answer."""
+    """Return the tokens that end a text, or with a chat template an answer: those of the model (`also`), the
+    tokenizer's end-of-text token, and the token that the template puts behind an answer."""
     answer = answer_ends(template, tokenizer) if template else []
     return [*dict.fromkeys([*also, tokenizer.eos_id, *answer])]
 
@@ -71,17 +74,23 @@ def ending_tokens(tokenizer: Tokenizer, also: Sequence[int], template: str | Non
 def generate(
     run: TrainedRun, prompts: Sequence[str], sampling: Sampling, batch_size: int = 1, template: str | None = None
 ) -> Iterator[tuple[Completion, str]]:
-    """Continue prompts, `batch_size` of them at a time: yields a completion and the text by which it has grown, the
-    last time with its `finish`.
+    """Continue prompts, `batch_size` of them at a time.
 
-    A prompt is read alone, and a text that ends makes room for the next prompt. With a seed what a prompt becomes
-    depends on nothing else, batch and other prompts included (up to float sums in another order, where two tokens are
-    as likely); prompts that are the same draw differently. Keys and values are kept; when the context
-    (TrainedRun.context) is full, its later half is read anew. What the model wants before a text is before each.
+    A prompt is read alone, and a text that ends makes room for the next prompt. With a seed, the text of a prompt
+    depends on nothing else, batch and other prompts included (up to float sums in another order, if two tokens are
+    equally likely). Equal prompts draw differently. Keys and values are cached; when the context (TrainedRun.context)
+    is full, its later half is read again. The tokens that the model expects before a text are put before each.
 
     Args:
-        template: a chat template (data/chat_template.py): prompts are messages of a user's, which the model answers.
-            What the template puts behind an answer ends one, too.
+        run: the run.
+        prompts: texts to continue.
+        sampling: the settings for choosing tokens.
+        batch_size: number of prompts at a time.
+        template: a chat template (data/chat_template.py). Prompts are then messages of a user, which the model answers,
+            and the token that the template puts behind an answer ends one too.
+
+    Yields:
+        A completion, and the text by which it has grown; the last time with its `finish`.
 
     Raises:
         ConfigError: the run has no tokenizer, a prompt is longer than the context, or the template refuses it.
@@ -120,16 +129,18 @@ def generate(
 
 
 def choose(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
-    """A token for each row of logits, float32 [rows, vocab], with one number drawn from each row's generator."""
+    """Choose a token for each row of logits, float32 [rows, vocab], with one number drawn from each row's generator."""
     if sampling.temperature == 0:
         return logits.argmax(-1).tolist()
     few = min(sampling.top_k, logits.shape[-1])
     likeliest = logits.topk(few) if few else logits.sort(descending=True)
-    values, ids = (x.cpu() for x in likeliest)  # a GPU's cumsum is not the same each time, and ranks must agree
+    # A GPU's cumsum is not the same each time, and ranks must agree.
+    values, ids = (x.cpu() for x in likeliest)
     shares = (values.double() / sampling.temperature).softmax(-1).cumsum(-1)
     before = shares.roll(1, -1)
     before[:, 0] = 0
-    kept = (before < sampling.top_p * shares[:, -1:]).sum(-1, keepdim=True)  # the first one always
+    # The first token is always kept.
+    kept = (before < sampling.top_p * shares[:, -1:]).sum(-1, keepdim=True)
     drawn = torch.stack([torch.rand(1, generator=each, dtype=torch.float64) for each in generators])
     places = torch.searchsorted(shares, drawn * shares.gather(-1, kept - 1), right=True)
     return ids.gather(-1, places.minimum(kept - 1))[:, 0].tolist()
@@ -144,13 +155,13 @@ class _Text:
         self.completion, self.tokens = completion, tokens
         self._tokenizer, self._sampling = tokenizer, sampling
         self.generator = named_generator(sampling.seed, f"{again} {completion.prompt}")
-        # The text of tokens[shown:] is told behind that of tokens[base:shown]: of a text's beginning some tokenizers
-        # leave out the space.
+        # The text of tokens[shown:] is what follows the text of tokens[base:shown], because some tokenizers leave out
+        # the space at the beginning of a text.
         self._base, self._shown = 0, len(tokens)
         self._held = ""
 
     def add(self, token: int, ended: bool) -> str:
-        """Take one more token, or end with it; the text that can be shown then."""
+        """Add one more token, or end with it. Returns the text that can be shown then."""
         done, sampling = self.completion, self._sampling
         if ended:
             done.finish = "eos"
@@ -172,7 +183,7 @@ class _Text:
     def _new_text(self, last: bool) -> str:
         decode = self._tokenizer.decode
         text = decode(self.tokens[self._base :])[len(decode(self.tokens[self._base : self._shown])) :]
-        if text.endswith("�") and not last:  # a character may span several byte tokens
+        if text.endswith("�") and not last:  # A character may span several byte tokens.
             return ""
         if text:
             self._base, self._shown = self._shown, len(self.tokens)
@@ -180,7 +191,7 @@ class _Text:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Characters at the end of a text that begin a stop string."""
+    """Return the number of characters at the end of a text that begin a stop string."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
@@ -193,7 +204,7 @@ def _begin(
             tokens = [*run.text_prefix, *tokenizer.encode(prompt)]
         else:
             tokens = chat_prompt(template, tokenizer, prompt)
-        tokens = tokens or [tokenizer.eos_id]  # which precedes every document in the token file
+        tokens = tokens or [tokenizer.eos_id]  # In a token file, an eos precedes every document.
         if len(tokens) > context:
             which = f"prompt {number + 1} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
             raise ConfigError(

@@ -1,8 +1,8 @@
-"""Where a run's data is now: run folders are moved and copied, and commands are called from other folders.
+"""Find a run's data: run folders are moved and copied, and commands are called from other folders.
 
-Paths of a configuration are those that training was started with. They are looked for where they say, then where they
-would be seen from the run folder as they were then, then in the folders above it. What a checkpoint records of the
-data's checksums decides between files of one name.
+The paths of a configuration are those that training was started with. They are looked for first where they say, then
+where they would be as seen from the run folder then, and then in the folders above the run folder. If files of one name
+differ, the checksums that a checkpoint records decide.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ def located(
     root: Path | None,
     report: Callable[[str], None],
 ) -> DataConfig:
-    """Return the data section of a run with the paths that its files have now; those that are nowhere stay as they are.
+    """Return the data section of a run with the present paths of its files. Files that are nowhere keep their paths.
 
     Args:
+        data: the data section as configured.
         began_in: training.run_dir as the run was configured.
         run_dir: the run folder now.
         recorded: hashes of the data, as a checkpoint has them.
-        root: folder that the data lies in, wherever below; nothing else is looked at. None: look as said above.
-        report: hears which other paths are taken, and of data that is not the run's.
+        root: folder that the data is in, at any depth; nothing else is searched. None: search as described above.
+        report: gets messages about other paths that are used, and about data that differs from the run's.
 
     Raises:
         ConfigError: the data is not in `root`.
@@ -62,7 +63,7 @@ def located(
 
 
 def check_there(name: str, sources: Sequence[DataSource]) -> None:
-    """ConfigError if files of data.train or data.valid are missing; it says how to point to them."""
+    """Check that the files of data.train or data.valid exist. Raises ConfigError, which says how to point to them."""
     missing = [source.path for source in sources if not is_there(source)]
     if missing:
         raise ConfigError(
@@ -74,7 +75,8 @@ def check_there(name: str, sources: Sequence[DataSource]) -> None:
 def _found(
     sources: Sequence[DataSource], began_in: str, run_dir: Path, digest: str, root: Path | None
 ) -> list[DataSource] | None:
-    """The sources where all of them are, with the recorded checksums if there are such; None: nowhere."""
+    """Return the sources at the first place where all of them are, with the recorded checksums if there are such.
+    Return None if there is no such place."""
     there = []
     for paths in _places([source.path for source in sources], began_in, run_dir.absolute(), root):
         moved = [source.model_copy(update={"path": path}) for source, path in zip(sources, paths, strict=True)]
@@ -86,10 +88,10 @@ def _found(
 
 
 def _places(paths: Sequence[str], began_in: str, run_dir: Path, root: Path | None) -> Iterator[list[str]]:
-    """Where the files of these paths may be."""
+    """Yield the places where the files of these paths may be."""
     if root is not None:
         longest = max((len(_below(path)) for path in paths), default=0)
-        for size in range(longest, 0, -1):  # of each path the end, as long as it can be
+        for size in range(longest, 0, -1):  # As much of the end of each path as possible is taken.
             yield [str(root.joinpath(*_below(path)[-size:])) for path in paths]
         return
     yield list(paths)
@@ -101,11 +103,11 @@ def _places(paths: Sequence[str], began_in: str, run_dir: Path, root: Path | Non
 
 
 def _below(path: str) -> list[str]:
-    """The parts of a path that name something."""
+    """Return the parts of a path that are names."""
     return [part for part in Path(path).parts if part not in ("/", "..")]
 
 
 def _digest(sources: Sequence[DataSource]) -> str:
-    """The beginning of what SampleStream.content says of the checksums of files; nothing if some have none."""
+    """Return the beginning of SampleStream.content's hash of the files' checksums, or "" if some files have none."""
     sums = [read_provenance(path).get("sha256") for source in sources for path in source.files]
     return sha256("".join(map(str, sums)).encode()).hexdigest()[:SHOWN] if all(sums) else ""

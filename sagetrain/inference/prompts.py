@@ -1,4 +1,4 @@
-"""The prompts that a user names: on the command line, in files, on standard input."""
+"""Read the prompts that a user names: on the command line, in files, on standard input."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ JSON_LINES = (".jsonl", ".ndjson")
 
 
 def read_prompts(words: Sequence[str] = (), file: Path | None = None, prompt_file: Path | None = None) -> list[str]:
-    """What to continue: the words themselves ("-": standard input), the text of `file`, or every line of
-    `prompt_file`, as it is or, in a .jsonl or .ndjson, the `prompt` of its record. Nothing named: one empty prompt.
+    """Return the prompts to continue. Without any argument there is one empty prompt.
+
+    Args:
+        words: prompts; "-" is standard input.
+        file: file whose text is one prompt.
+        prompt_file: file whose lines are prompts, or, with the suffix .jsonl or .ndjson, records with a `prompt`.
 
     Raises:
-        ConfigError: two of the three are named, or something cannot be read or is not UTF-8.
+        ConfigError: two of the three are given, or something cannot be read or is not UTF-8.
     """
     named = [name for name, given in (("a prompt", words), ("--file", file), ("--prompt-file", prompt_file)) if given]
     if len(named) > 1:

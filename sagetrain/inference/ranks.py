@@ -1,4 +1,5 @@
-"""The processes that share one model because it does not fit one GPU: tensor parallel, over all ranks of a launcher."""
+"""The processes that share one model because it does not fit on one GPU: tensor parallel, over all ranks of a
+launcher."""
 
 from __future__ import annotations
 
@@ -18,26 +19,27 @@ from sagetrain.parallel.topology import ParallelGroups, Topology
 T = TypeVar("T")
 
 _PATIENCE = timedelta(days=7)
-"""Ranks wait for what a user types."""
+"""Ranks wait this long, because a user may type slowly."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """One process, or all that RANK and WORLD_SIZE tell of."""
+    """One process, or all processes that RANK and WORLD_SIZE announce."""
 
     groups: ParallelGroups
     device: torch.device
     _words: dist.ProcessGroup | None = None
-    """Over which rank 0 tells the others what to do."""
+    """The group over which rank 0 tells the others what to do."""
 
     @classmethod
     def alone(cls) -> Ranks:
-        """This process, on a GPU or without one."""
+        """Return this process as the only one, on a GPU or without one."""
         return cls(ParallelGroups.single(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     @classmethod
     def join(cls) -> Ranks:
-        """Wait for the others, if there are any; collective. RanksMissing, a ConfigError, if not all come."""
+        """Wait for the other ranks, if there are any. Collective. Raises RanksMissing, a ConfigError, if some do not
+        come."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls.alone()
@@ -51,7 +53,7 @@ class Ranks:
         return self.groups.rank == 0
 
     def tell(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, on all of them; its ConfigError too."""
+        """Return the result of `make` on rank 0, on all ranks. Its ConfigError is raised on all ranks too."""
         if self._words is None:
             return make()
         box: list[Any] = [None]

@@ -1,5 +1,5 @@
-"""A step that went wrong, taken again from its bundle: in the precision that it had, and with another attention, or
-linear layers in 16 bits, or both.
+"""Take a step that went wrong again from its bundle: in the precision that it had, and with another attention, or with
+linear layers in 16 bits, or with both.
 
 The run itself goes there, in a folder of its own in which there is nothing but the checkpoint before: the same
 data, order, schedules, controllers and arithmetic. The step is then taken once each way, with updates refused: that
@@ -49,34 +49,34 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Of one way to take the step."""
+    """The numbers of the step, taken in one way."""
 
     loss: float
     grad_norm: float
     layers: dict[str, float]
-    """Gradient norm of each; empty where DeepSpeed found a gradient that is not finite."""
+    """Gradient norm of each layer. Empty if DeepSpeed found a gradient that is not finite."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a step was, is in the recorded precision, and is with the attention asked for."""
+    """The numbers of a step as recorded, in the recorded precision again, and with the attention that was asked for."""
 
     step: int
     event: str
     attention: dict[str, str]
-    """Of `numbers`, by the same keys: "sage fine", or several of them."""
+    """The attention of each entry of `numbers`, by the same keys: "sage fine", or several of them."""
     numbers: dict[str, StepNumbers]
-    """By "recorded", "again" and "asked"."""
+    """The numbers by way: "recorded", "again" and "asked"."""
     limits: dict[str, float]
-    """Of loss and gradient norm ("grad_norm")."""
+    """The limits of the loss and of the gradient norm ("grad_norm")."""
     drift: float
-    """Largest relative difference of a loss on the way there from the recorded one."""
+    """Largest relative difference between a loss of the steps before and the recorded one."""
     cause: str
-    """Of CAUSES."""
+    """The cause, a key of CAUSES."""
 
     @property
     def verdict(self) -> str:
-        """In one sentence."""
+        """The verdict in one sentence."""
         return CAUSES[self.cause].format(asked=self.attention["asked"])
 
 
@@ -84,13 +84,13 @@ def replay(folder: Path, backend: str, recipe: str | None = None, linear_in_16_b
     """Take the step of a bundle again.
 
     Args:
-        folder: of the bundle, in a run's folder.
-        backend: of attention, for the comparison.
-        recipe: of sage; None: the run's.
-        linear_in_16_bits: linear layers, too, for the comparison; else as the run has them.
+        folder: folder of the bundle, in a run's folder.
+        backend: attention backend to compare with.
+        recipe: recipe of sage; None: the run's.
+        linear_in_16_bits: compare with linear layers in 16 bits as well; otherwise they are as the run has them.
 
     Raises:
-        ConfigError: no bundle, or an attention that cannot run here.
+        ConfigError: there is no bundle, or the attention cannot run here.
         CheckpointError: no checkpoint is left to begin from.
     """
     content = failed_step.read(folder)
@@ -114,7 +114,8 @@ def replay(folder: Path, backend: str, recipe: str | None = None, linear_in_16_b
 
 
 def _start(checkpoints: Path, content: dict[str, Any]) -> Path | None:
-    """The newest checkpoint before the step whose history is that of the bundle; None: the step's run had none yet."""
+    """Return the newest checkpoint before the step that has the history of the bundle. Return None if the run had none
+    yet at the step."""
     if content["checkpoint"] is None:
         return None
     for folder in reversed(on_disk.published(checkpoints)):
@@ -181,18 +182,19 @@ def _replay(
 
 
 def _built(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Run:
-    """The run's own, at the checkpoint; in one process without its parallelism, which changes nothing but rounding.
-    fresh: there is none, it begins as the run did. layers_of_tp: the run's tensor-parallel size."""
+    """Build the run's own trainer at the checkpoint. In one process it has no parallelism, which changes only the
+    rounding. `fresh`: there is no checkpoint, so it begins as the run did. `layers_of_tp`: the run's tensor-parallel
+    size."""
     cfg, run_dir = load_config(folder / "config.yaml"), folder.absolute().parent.parent
     data = located(cfg.data, cfg.training.run_dir, run_dir, {}, None, lambda said: None)
     cfg = cfg.model_copy(update={"data": data})
     if fresh and cfg.training.init_from is not None:
-        # It may name a run that has gone on since.
+        # The key may name a run that has gone on since.
         begins_from = str(init_from.recorded(run_dir, cfg.training.init_from))
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"init_from": begins_from})})
     parallel = cfg.parallel.model_copy(update={"world_size": None})
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        # At stage 0 a gradient that is not finite has norms of layers, too.
+        # At stage 0 the norms of layers are known even if a gradient is not finite.
         stage = 0 if cfg.training.dtype == "fp32" else cfg.parallel.zero_stage
         one = {"tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False, "zero_stage": stage}
         parallel = parallel.model_copy(update=one)
@@ -207,13 +209,14 @@ def _built(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Run:
 
 
 def _functions(run: Run, words: list[str]) -> list[AttentionFunction]:
-    """Of all layers, as a bundle names them."""
+    """Return the attention functions of all layers that a bundle names."""
     known = run.engine.model.functions
     return failed_step.functions(words, known, run.settled.cfg.attention, run.engine.device)
 
 
 def _go_there(run: Run, content: dict[str, Any]) -> float:
-    """Take the steps between, with the attention that they had; how far a loss was from the recorded one."""
+    """Take the steps up to the bad one, with the attention that they had. Return the largest relative difference of a
+    loss from the recorded one."""
     state, ledger, drift = run.resumed.state, failed_step.ledger_of(content), 0.0
     rows, attention = {row["step"]: row for row in content["steps_between"]}, None
     for samples in ledger.samples_of_steps()[state.step :]:
@@ -234,7 +237,8 @@ def _go_there(run: Run, content: dict[str, Any]) -> float:
         state.advance(tokens, run.cfg.data.seq_length)
         run.controllers.ask(state, tokens, result.metrics | ({METRIC: 1.0} if result.event else {}))
         if step in rows:
-            before = rows[step]["loss"]  # 0 where no token of the step counts
+            # The loss is 0 if no token of the step counts.
+            before = rows[step]["loss"]
             drift = max(drift, abs(result.loss - before) / (abs(before) or 1.0))
     return drift
 
@@ -248,7 +252,7 @@ def _step(run: Run, tokens: int, judge: Callable[[Mapping[str, float]], Verdict]
 
 
 def _take(run: Run, folder: Path, content: dict[str, Any], functions: list[AttentionFunction]) -> StepNumbers:
-    """The step itself, with these attention functions in its layers and without an update."""
+    """Take the step itself, with these attention functions in its layers and without an update."""
     run.engine.model.functions = functions
     rng = folder / f"rng-{run.engine.groups.rank:05d}.pt"
     if rng.is_file():
@@ -265,7 +269,7 @@ def _wrong(numbers: StepNumbers, limits: dict[str, float]) -> bool:
 
 
 def to_json(found: Replay) -> dict[str, Any]:
-    """JSON types alone: what is not finite in words."""
+    """Convert a replay to JSON types. Numbers that are not finite become text."""
 
     def known(value: Any) -> Any:
         if isinstance(value, dict):
@@ -276,7 +280,7 @@ def to_json(found: Replay) -> dict[str, Any]:
 
 
 def table(found: Replay) -> str:
-    """For people: the numbers of each way beside each other, and the verdict."""
+    """Return the numbers of each way beside each other, and the verdict, as text for people."""
     titles = ["", "limit", "recorded", "again", found.attention["asked"]]
     rows = [["attention", "", *found.attention.values()]]
     ways = list(found.numbers.values())

@@ -1,4 +1,4 @@
-"""Texts of a model while it trains, which all ranks hold together."""
+"""Write samples with a model while it trains. All ranks hold the model together."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.train.inputs import check_prompts
 
 Trained = Callable[[Transformer, Tokenizer], TrainedRun]
-"""load.in_training of the run's configuration."""
+"""The type of trained_run.in_training for the run's configuration."""
 Alive = Callable[[], None]
-"""Called as a sign of life."""
+"""A function that is called as a sign of life."""
 
 
 def samples_while_training(
     evaluation: EvaluationConfig, data: DataConfig, trained: Trained
 ) -> Callable[[Engine, Texts, Alive], list[tuple[str, str]]]:
-    """Give what writes samples (Samples of train/trainer.py), for all ranks together.
+    """Return the function that writes samples (Samples of train/trainer.py), for all ranks together.
 
     Raises:
         ConfigError: there is no tokenizer, or a prompt is too long.
@@ -42,15 +42,15 @@ def samples_while_training(
 
 
 def while_training(engine: Engine, texts: Texts, tokenizer: Tokenizer, trained: Trained) -> TrainedRun:
-    """The model that trains as one that generates, with what its weights had learned of texts."""
+    """Return the model in training as one that generates, with what its weights had learned of texts."""
     run = trained(engine.model, tokenizer)
     return replace(run, text_prefix=texts.prefix, end_tokens=texts.end_tokens)
 
 
 def completed(run: TrainedRun, alive: Alive, prompts: Sequence[str], sampling: Sampling) -> list[str]:
-    """What follows each of the prompts, which the copies of the model share. Collective."""
+    """Return the texts that follow each of the prompts. The replicas of the model share the work. Collective."""
     groups = run.model.groups
-    # Prompts that are the same stay together: generate lets each draw otherwise.
+    # Equal prompts stay together, because generate lets each of them draw differently.
     turns = {prompt: turn for turn, prompt in enumerate(dict.fromkeys(prompts))}
     own = [number for number, each in enumerate(prompts) if turns[each] % groups.dp_size == groups.dp_rank]
     done: dict[int, str] = {}

@@ -1,6 +1,8 @@
-"""How likely a model finds continuations: of many texts at once, packed as documents into sequences of one length.
+"""Score continuations: how likely a model finds each of many texts. They are packed as documents into sequences of one
+length.
 
-So a model that trains is asked in the shape that it is compiled for, at any layout, and short texts cost little.
+A model in training is therefore called in the shape that it is compiled for, at any layout, and short texts cost
+little.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ from sagetrain.data.loader import Batch, Sample, batch_of
 from sagetrain.parallel.topology import ParallelGroups
 
 Pair = tuple[Sequence[int], Sequence[int]]
-"""Tokens of a context, and of what follows it."""
+"""The tokens of a context, and the tokens of what follows it."""
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Log-likelihoods by a model that all ranks of `groups` hold together; they call it with the same."""
+    """Compute log-likelihoods with a model that all ranks of `groups` hold together. All ranks call it with the same
+    pairs."""
 
     forward: Callable[[Batch], Tensor]
-    """Logits [B, S (/ cp), vocabulary or more] of a micro-batch; its labels mean nothing. Collective."""
+    """Return logits [B, S (/ cp), vocabulary or more] of a micro-batch, whose labels have no meaning. Collective."""
     groups: ParallelGroups
     device: torch.device
     seq_length: int
@@ -35,8 +38,10 @@ class Scorer:
 
     @torch.no_grad()
     def __call__(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Of each pair log p(continuation | context), natural, and whether every token of it was the likeliest. Of a
-        text longer than the sequence its beginning is left out.
+        """Score the pairs. Of a text that is longer than the sequence, the beginning is left out.
+
+        Returns:
+            For each pair log p(continuation | context), in nats, and whether every token of it was the most likely one.
 
         Raises:
             ConfigError: a continuation is longer than the sequence.
@@ -48,20 +53,21 @@ class Scorer:
                     f"{self.seq_length:,} that the run was trained with (data.seq_length)"
                 )
         texts = [[*context, *continuation][-self.seq_length - 1 :] for context, continuation in pairs]
-        found = torch.zeros(len(pairs), 2, dtype=torch.float64, device=self.device)  # and tokens that are not likeliest
+        # The second column counts the tokens that are not the most likely ones.
+        found = torch.zeros(len(pairs), 2, dtype=torch.float64, device=self.device)
         rows = list(_packed([len(text) - 1 for text in texts], self.seq_length))
         turn = self.micro_batch_size * self.groups.dp_size
         for first in range(0, len(rows), turn):
             begin = first + self.groups.dp_rank * self.micro_batch_size
             self._add(found, rows[begin : begin + self.micro_batch_size], texts, [len(pair[1]) for pair in pairs])
         if self.groups.tp_rank:
-            found.zero_()  # all ranks of its group have found the same
+            found.zero_()  # All ranks of its tensor-parallel group have found the same.
         if dist.is_initialized():
             dist.all_reduce(found)
         return [(total, not wrong) for total, wrong in found.tolist()]
 
     def _add(self, found: Tensor, rows: list[list[int]], texts: list[list[int]], scored: list[int]) -> None:
-        """Score one micro-batch, which these rows of texts may not fill."""
+        """Score one micro-batch. The rows of texts may not fill it."""
         shape = self.micro_batch_size, self.seq_length
         tokens = np.zeros((shape[0], shape[1] + 1), dtype=np.int64)
         labels, owners = np.zeros(shape, dtype=np.int64), np.full(shape, -1)
@@ -74,7 +80,8 @@ class Scorer:
                 begins[row] += [begin] * (begin > 0)
                 tokens[row, begin:end], labels[row, begin:end] = text[:-1], text[1:]
                 owners[row, max(begin, end - scored[number]) : end] = number
-            begins[row] += [end] * (0 < end < shape[1])  # what fills up is a document, too
+            # The padding is a document too.
+            begins[row] += [end] * (0 < end < shape[1])
         samples = [Sample(*each) for each in zip(tokens, begins, strict=True)]
         logits = self.forward(batch_of(samples, True, True))
         length = logits.shape[1]
@@ -90,7 +97,7 @@ class Scorer:
 
 
 def _packed(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Numbers of texts that fill a row of `size` tokens together, the longest first."""
+    """Yield the numbers of texts that fill a row of `size` tokens together, the longest first."""
     row: list[int] = []
     room = size
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):

@@ -1,4 +1,4 @@
-"""A run's checkpoint as a model, in one process or over the ranks of a launcher, on GPUs or without one."""
+"""Load a run's checkpoint as a model, in one process or over the ranks of a launcher, on GPUs or without one."""
 
 from __future__ import annotations
 
@@ -30,66 +30,68 @@ from sagetrain.stability.precision import Ladder, rungs_of
 
 @dataclass
 class TrainedRun:
-    """A model with the weights of a checkpoint, and what it was trained with."""
+    """A model with the weights of a checkpoint, and the settings that it was trained with."""
 
     cfg: RunConfig
     model: Transformer
     tokenizer: Tokenizer | None
-    """None: it was trained on token files from elsewhere, with the size of their vocabulary alone."""
+    """None: the run was trained on token files from elsewhere, with only the size of their vocabulary known."""
     vocab_size: int
     step: int
     tokens: int
     device: torch.device
     text_prefix: Sequence[int] = ()
-    """Tokens that the model wants before a text (checkpoint/state.py)."""
+    """Tokens that the model expects before a text (checkpoint/state.py)."""
     end_tokens: Sequence[int] = ()
-    """Those that end one, beside the tokenizer's own (checkpoint/state.py)."""
+    """Tokens that end a text, beside the tokenizer's own (checkpoint/state.py)."""
     chat_template: str | None = None
-    """The template that its chats were made with, or else the tokenizer's own."""
+    """The template of the chats in the data, or else the tokenizer's own."""
     data_hashes: Mapping[str, str] = field(default_factory=dict)
-    """Hashes of its data by name, as its checkpoint records them."""
+    """Hashes of the data by name, as the checkpoint records them."""
     positions: int = 0
-    """The longest sequence that the weights were trained with, in whatever run (checkpoint/state.py); 0: not known."""
+    """The longest sequence that the weights were trained with, in any run (checkpoint/state.py). 0: not known."""
 
     @property
     def context(self) -> int:
-        """The tokens that a text may have at once. A fine-tune on short sequences takes no positions away."""
+        """The number of tokens that a text may have at once. Fine-tuning on short sequences does not reduce it."""
         return max(self.positions, self.cfg.data.seq_length)
 
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A checkpoint of a run, and what it was trained with; no tensor has been read."""
+    """A checkpoint of a run, and the settings that it was trained with. No tensor has been read."""
 
     cfg: RunConfig
     reader: Reader
     tokenizer: Tokenizer | None
-    """None: it was trained on token files from elsewhere, with the size of their vocabulary alone."""
+    """None: the run was trained on token files from elsewhere, with only the size of their vocabulary known."""
     vocab_size: int
     step: int
     tokens: int
 
     @property
     def text_prefix(self) -> list[int]:
-        """As of TrainedRun."""
+        """Tokens that the model expects before a text."""
         return self.reader.state.texts.prefix
 
     @property
     def end_tokens(self) -> list[int]:
-        """As of TrainedRun."""
+        """Tokens that end a text, beside the tokenizer's own."""
         return self.reader.state.texts.end_tokens
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """The templates by name that its chats were made with, or else those of the tokenizer."""
+        """The templates by name of the chats in the data, or else those of the tokenizer."""
         recorded = kept_templates({CHAT_TEMPLATE: self.reader.state.texts.chat_template})
         return recorded or (self.tokenizer.chat_templates if self.tokenizer else {})
 
 
 def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = None) -> OpenRun:
-    """The checkpoint of a step of a run, or its newest whole one. `report` hears what was passed over.
+    """Open the checkpoint of a step of a run, or its newest complete one. `report` gets messages about what was
+    skipped.
 
-    Raises CheckpointError if there is none, or the run's tokenizer is not the one it was trained with.
+    Raises:
+        CheckpointError: there is none, or the run's tokenizer is not the one it was trained with.
     """
     root, folder = run_dir / "checkpoints", None
     if step is None:
@@ -102,7 +104,7 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
     state = reader.state
     cfg = load_config(folder / "config.yaml")
     trained_with = state.identity.tokenizer_sha256
-    file = tokenizer_in(run_dir)  # kept there by training
+    file = tokenizer_in(run_dir)  # Training has kept the tokenizer there.
     if trained_with and not file.is_file():
         file = find_tokenizer(cfg.data)
     tokenizer = Tokenizer.load(file) if trained_with or file.is_file() else None
@@ -115,9 +117,10 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
 
 
 def _no_run(path: Path) -> str:
-    """What a path is that is no run with a checkpoint, and what to name."""
+    """Return a message that says what a path without a run and checkpoint is, and what to name instead."""
     if path.parent.name == "checkpoints" and path in on_disk.published(path.parent):
-        step = on_disk.step_of(path)  # 0 of an imported model, which has no other
+        # Step 0 is an imported model, which has no other checkpoint.
+        step = on_disk.step_of(path)
         return f"{path} is a checkpoint: name {path.parent.parent}" + f" with --checkpoint {step}" * (step > 0)
     if (path / "manifest.json").is_file():
         return (
@@ -129,8 +132,8 @@ def _no_run(path: Path) -> str:
 
 
 def in_training(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> TrainedRun:
-    """A model that trains, as one that generates: of the same weights, not copied, and whole on each group of
-    tensor-parallel ranks. Not of ZeRO 3, where weights are nowhere whole."""
+    """Return a model in training as one that generates. It has the same weights, which are not copied, and is complete
+    on each group of tensor-parallel ranks. This is impossible at ZeRO 3, where no rank has whole weights."""
     topology = Topology(model.groups.topology.world_size, model.groups.tp_size)
     groups = replace(model.groups, topology=topology, cp_group=None, metrics=Metrics())
     weight = model.embedding.weight
@@ -150,18 +153,24 @@ def in_training(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> Tra
 
 
 def with_data(run: TrainedRun, run_dir: Path, root: Path | None, report: Callable[[str], None]) -> TrainedRun:
-    """The run with the paths that its data has now, for what reads the data.
+    """Return the run with the present paths of its data, for commands that read the data.
 
-    `report` hears where the data is if it is elsewhere than it was. root: a folder that holds it. ConfigError if it is
-    not in there.
+    Args:
+        run: the run.
+        run_dir: its folder.
+        root: a folder that holds the data, if one is named.
+        report: gets a message if the data is elsewhere than it was.
+
+    Raises:
+        ConfigError: the data is not in `root`.
     """
     data = located(run.cfg.data, run.cfg.training.run_dir, run_dir, run.data_hashes, root, report)
     return replace(run, cfg=run.cfg.model_copy(update={"data": data}))
 
 
 def at_context(run: TrainedRun, context: int) -> TrainedRun:
-    """The run with sequences of `context` tokens in place of data.seq_length, and about as many tokens at once; the
-    model is the same one. Positions past those it was trained with are new to it."""
+    """Return the run with sequences of `context` tokens in place of data.seq_length, and about as many tokens at once.
+    The model is the same. Positions past those that it was trained with are new to it."""
     data = run.cfg.data
     rows = max(1, data.micro_batch_size * data.seq_length // context)
     update = {"seq_length": context, "micro_batch_size": rows}
@@ -177,17 +186,20 @@ def load_run(
     linear: str | None = None,
     ranks: Ranks | None = None,
 ) -> TrainedRun:
-    """The checkpoint of `open_run` as a model, each layer on the rung of the precision ladder that it was on. `report`
-    hears what was passed over, what the rungs are, and what runs otherwise here.
+    """Load the checkpoint of `open_run` as a model, with each layer on the rung of the precision ladder that it was on.
 
     Args:
+        run_dir: folder of the run.
+        report: gets messages about what was skipped, about the rungs, and about what runs differently here.
+        step: step of the checkpoint; None: the newest complete one.
         attention: a backend (model/backends.py) for all layers, in place of what the run was trained with.
         linear: a precision (linear.precision) for the linear layers of the blocks; in 8 bits by the run's recipe if it
-            has one of that precision, else row-wise. Default: 16 bits, which `report` hears where the run has others.
-        ranks: that share the model, tensor parallel; all of them call it. Default: this process has all of it.
+            has one of that precision, else row-wise. Default: 16 bits; `report` says so if the run has others.
+        ranks: the ranks that share the model, tensor parallel; all of them call this. Default: this process has all of
+            it.
 
     Raises:
-        CheckpointError: as open_run.
+        CheckpointError: open_run refuses the run.
         ConfigError: `attention` or `linear` cannot run here, or the model cannot be spread over so many ranks.
     """
     run = open_run(run_dir, report, step)
@@ -206,9 +218,9 @@ def load_run(
     except ValueError as error:
         if attention is not None:
             raise ConfigError(f"--attention {attention}: {error}") from error
-        report(f"{error}; sdpa is used here")  # trained on other hardware
+        report(f"{error}; sdpa is used here")  # The run was trained on other hardware.
         backend = "sdpa"
-    if backend == "auto":  # not recorded by the version that trained it
+    if backend == "auto":  # The version that trained the run did not record the choice.
         backend = "sdpa"
     try:
         multiply = _multiply(cfg.linear, linear or "bf16")
@@ -234,7 +246,8 @@ def load_run(
             vocab_size=padded_vocab_size(run.vocab_size),
             known=run.vocab_size,
             groups=groups,
-            overlap=False,  # which would take a batch apart
+            # Overlap would split a batch.
+            overlap=False,
             seed=None,
             dtype=dtype,
             device=device,
@@ -258,6 +271,6 @@ def load_run(
 
 
 def _multiply(trained: LinearConfig, precision: str) -> LinearConfig:
-    """Linear layers in a precision, the same of them in 8 bits as while training."""
+    """Return the settings of linear layers in a precision. In 8 bits they are the same layers as in training."""
     recipe = trained.recipe if precision == trained.precision else "rowwise"
     return trained.model_copy(update={"precision": precision, "recipe": recipe})

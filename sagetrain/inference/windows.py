@@ -1,8 +1,9 @@
-"""Text as windows of tokens: each token is scored once, with as much context as the stride leaves it.
+"""Split text into windows of tokens. Each token is scored once, with as much context as the stride leaves it.
 
-Windows are as long as the model's context and begin `stride` tokens apart. The first one scores all of its labels, each
-further one its last `stride`, which the windows before have not seen: with at least window - stride tokens of context,
-or the whole of their document so far. The last window ends with the text; what it scores has more context.
+Windows are as long as the model's context and begin `stride` tokens apart. The first window scores all of its labels.
+Each further one scores its last `stride` labels, which the windows before have not seen, with at least window - stride
+tokens of context, or with the whole of their document so far. The last window ends with the text, so what it scores has
+more context.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from sagetrain.data.tokenizer import Tokenizer
 
 Tokens = NDArray[np.int64]
 Piece = tuple[Tokens, Tokens]
-"""Consecutive tokens (~token: one that does not count), and the places among them at which documents begin."""
-_BLOCK = 1 << 20  # tokens
+"""Consecutive tokens (~token is a token that does not count), and the places among them at which documents begin."""
+_BLOCK = 1 << 20  # This is a number of tokens.
 
 
 class PreparedDocuments:
-    """The documents of token files, to be read once, one file after the other. What `sagetrain prepare` put before each
-    does not count."""
+    """The documents of token files, one file after the other. They can be read once. What `sagetrain prepare` put
+    before each document does not count."""
 
     def __init__(self, name: str, paths: Sequence[str], tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        """ConfigError if one cannot be read, or was made with another tokenizer."""
+        """Open the files. Raises ConfigError if one cannot be read, or was made with another tokenizer."""
         self.name = name
         self._files, self._tokenizer, self._vocab_size = [TokenFile(path) for path in paths], tokenizer, vocab_size
         check_tokenizers(self._files, tokenizer.sha256 if tokenizer else None)
@@ -43,7 +44,7 @@ class PreparedDocuments:
         self._count = None in recorded and tokenizer is not None
         nothing = tokenizer is None or any(file.masked for file in self._files)
         self.bytes = None if nothing else 0 if self._count else sum(recorded)
-        """Of the text in UTF-8, as far as it was read; None: there are tokens alone, or not all of them count."""
+        """Bytes of the text in UTF-8, as far as it was read. None: there are only tokens, or not all of them count."""
         self.counted = "in the decoded tokens" if self._count else "by prepare"
 
     def __iter__(self) -> Iterator[Piece]:
@@ -63,12 +64,14 @@ class PreparedDocuments:
 
 
 class Raw:
-    """The documents of text files, to be read once: whatever `sagetrain prepare` takes, made tokens of on the way."""
+    """The documents of text files, which can be read once. Everything that `sagetrain prepare` takes is turned into
+    tokens on the way."""
 
     counted = "in the text"
 
     def __init__(self, source: str, tokenizer: Tokenizer, text_key: str, prefix: Sequence[int]) -> None:
-        """prefix: tokens before every document, which do not count. ConfigError if there is no such source."""
+        """Find the source. `prefix` are tokens before every document, which do not count. Raises ConfigError if there
+        is no such source."""
         self.name = source
         self._corpus = Corpus(TextRequest([source], text_key=text_key))
         self._encoder = Encoder(tokenizer.model, text_key, 0.0, prefix=prefix)
@@ -86,7 +89,7 @@ class Raw:
 
 
 def _leave_out(tokens: np.ndarray, begins: np.ndarray, size: int) -> None:
-    """Mark as not counted the first `size` tokens of each document, of which some may lie outside or be marked."""
+    """Mark the first `size` tokens of each document as not counted. Some of them may be outside or marked already."""
     places = (begins[:, None] + np.arange(size)).ravel()
     places = places[(places >= 0) & (places < len(tokens))]
     tokens[places] = np.minimum(tokens[places], ~tokens[places])
@@ -95,11 +98,11 @@ def _leave_out(tokens: np.ndarray, begins: np.ndarray, size: int) -> None:
 def text_of(
     path: str, tokenizer: Tokenizer | None, vocab_size: int, text_key: str, prefix: Sequence[int]
 ) -> PreparedDocuments | Raw:
-    """Token files as a data source names them (a path without suffix, or a pattern), or text, whose documents each
+    """Open token files as a data source names them (a path without suffix, or a pattern), or text, whose documents each
     follow `prefix`.
 
     Raises:
-        ConfigError: as of both, or there is no tokenizer for text.
+        ConfigError: the files or the text cannot be read, or there is no tokenizer for text.
     """
     files = DataSource(path=path).files
     if files and token_path(files[0], ".idx").exists():
@@ -113,16 +116,20 @@ def text_of(
 
 
 def windows(pieces: Iterable[Piece], size: int, stride: int, eos_id: int) -> Iterator[tuple[Sample, int]]:
-    """Sequences of size + 1 tokens, the only one of a shorter text shorter, and how many of the last tokens of each are
-    to be scored: every token once. An eos (-1: none, then the first token is not scored) goes before the text, as
-    before every document in a token file.
+    """Yield sequences of size + 1 tokens, each with the number of its last tokens that are to be scored. Every token is
+    scored once. The single sequence of a shorter text is shorter.
 
     Args:
-        stride: 1 to size.
+        pieces: the tokens of the text.
+        size: tokens of a window.
+        stride: tokens between two windows, 1 to size.
+        eos_id: token before the text, as before every document in a token file. -1: none, and the first token is not
+            scored.
     """
     lead = [(np.array([eos_id]), np.array([], dtype=np.int64))] if eos_id >= 0 else []
     held = begins = np.array([], dtype=np.int64)
-    following = scored = 0  # where in `held` the next window begins, and the last token is that was scored
+    # These are the place in `held` where the next window begins, and the place of the last token that was scored.
+    following = scored = 0
 
     def window(first: int) -> Sample:
         starts = begins[(begins > first) & (begins < first + size)] - first
@@ -143,6 +150,7 @@ def windows(pieces: Iterable[Piece], size: int, stride: int, eos_id: int) -> Ite
 
 
 def decoded_bytes(tokenizer: Tokenizer, tokens: Tokens) -> int:
-    """UTF-8 bytes of the text of tokens, document by document. A character that is cut at an end may count too much."""
+    """Return the UTF-8 bytes of the text of tokens, document by document. A character that is cut at an end may count
+    too much."""
     documents = np.split(tokens, np.flatnonzero(tokens == tokenizer.eos_id) + 1)
     return sum(len(tokenizer.decode(document.tolist()).encode()) for document in documents)
