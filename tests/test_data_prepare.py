@@ -172,7 +172,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, model):
         from sagetrain.data.request import Request
         for size in ("warm", "small", "large"):
             path = f"{sys.argv[1]}/{size}"
-            prepare(Request([f"{path}.jsonl"], output=path, tokenizer=sys.argv[2]), say=str)
+            prepare(Request([f"{path}.jsonl"], output=path, tokenizer=sys.argv[2]), hears=str)
             print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     """
     lines = write_jsonl(tmp_path / "x.jsonl", make_texts(4000)).read_text()

@@ -16,14 +16,13 @@ from lm_eval.tasks import TaskManager
 import tiny
 from distributed import run_distributed
 from runs import finish, sagetrain, write_config
-from sagetrain.cli import evaluate as cli_evaluate
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import EvaluationConfig
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.samples import completed
 from sagetrain.inference.score import Scorer
 from sagetrain.inference.trained_run import TrainedRun, in_training, load_run
-from sagetrain.interop import lm_eval
+from sagetrain.interop import lm_eval, looks
 from sagetrain.interop.lm_eval import HarnessTasks, harness_of
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -244,7 +243,7 @@ def test_the_command_prints_a_table_or_json(pair: Path, tasks: dict[str, Path]) 
 def test_the_harness_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sagetrain.interop.lm_eval", None)  # as if importing it failed
     with pytest.raises(ConfigError, match=r"--tasks: the lm-evaluation-harness .*pip install 'sagetrain\[lm-eval\]'"):
-        cli_evaluate.load_harness("--tasks")
+        looks.load_harness("--tasks")
 
 
 # -- while training --------------------------------------------------------------------------------------------------

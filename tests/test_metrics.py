@@ -35,6 +35,8 @@ from sagetrain.model.accounting import flops_per_token
 from sagetrain.stability.controller import Event
 from sagetrain.train import reporter, writers
 from sagetrain.train.build_run import build
+from sagetrain.train.callbacks import Callbacks, Position, RunStart
+from sagetrain.train.tensorboard import TensorBoard
 from sagetrain.train.trainer import Trainer
 from sagetrain.train.writers import MetricsWriter
 
@@ -47,12 +49,23 @@ def events(folder: Path) -> list:
     return [event for path in sorted((folder / "tensorboard").iterdir()) for event in EventFileLoader(str(path)).Load()]
 
 
+def opened(folder: Path, step: int = 0, tensorboard: bool = True) -> tuple[reporter.Reporter, Callbacks]:
+    """A run's reporter, and what listens to it."""
+    own, listeners = reporter.Reporter(True), Callbacks([TensorBoard()] if tensorboard else [], [])
+    state = TrainState(step=step, tokens=100 * step)
+    own.open(folder, state, 1000, LoggingConfig(), lambda span: 1.0, 16, torch.device("cpu"), listeners)
+    start = RunStart(tiny.config(1), folder, Position(step, 100 * step), None, True, print, lambda: None)
+    listeners.tell("on_start", lambda callback: callback.on_start(start))
+    return own, listeners
+
+
 def test_rows_and_events_hold_the_same_with_the_time(tmp_path: Path) -> None:
     begin = round(time.time(), 3)
-    writer = MetricsWriter(tmp_path, 0, 0, 1000, tensorboard=True)
-    writer.write(1, 100, {"train/loss": 2.5, "perf/mfu": None})
-    writer.write(2, 200, {"train/loss": 2.25, "valid/loss": 2.0})
-    writer.close()
+    own, board = opened(tmp_path)
+    own.write(TrainState(step=1, tokens=100), {"train/loss": 2.5, "perf/mfu": None})
+    own.write(TrainState(step=2, tokens=200), {"train/loss": 2.25, "valid/loss": 2.0})
+    own.close()
+    board.end(Position(2, 200), True)
     now = round(time.time(), 3)
     assert [(row["step"], row["tokens"], row["train/loss"]) for row in rows(tmp_path)] == [
         (1, 100, 2.5),
@@ -63,19 +76,21 @@ def test_rows_and_events_hold_the_same_with_the_time(tmp_path: Path) -> None:
     version, start, first, second = events(tmp_path)
     assert version.file_version == "brain.Event:2" and start.session_log.status == start.session_log.START
     assert [value.tag for value in second.summary.value] == ["train/loss", "valid/loss"]
-    assert first.step == 1 and first.wall_time == rows(tmp_path)[0]["wall_time"]
+    assert first.step == 1 and first.wall_time == pytest.approx(rows(tmp_path)[0]["wall_time"], abs=1)
     (tmp_path / "metrics.jsonl").open("a").write('{"step": 2, "to')  # as a kill leaves it
-    MetricsWriter(tmp_path, 1, 100, 1000, tensorboard=True).close()
+    own, board = opened(tmp_path, 1)
+    own.close()
+    board.end(Position(1, 100), True)
     assert [row["step"] for row in rows(tmp_path)] == [1]
     assert max(event.step for event in events(tmp_path) if event.HasField("session_log")) == 2  # hides those from there
 
 
 def test_events_of_steps_that_are_taken_again_are_dropped(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, 0, 0, 1000, tensorboard=False)
+    writer = MetricsWriter(tmp_path, 0, 0, 1000)
     for step in (1, 2):
         writer.event(step, 100 * step, Event("precision", f"layer {step} goes to 16 bits", {"layer": step}))
     writer.close()
-    MetricsWriter(tmp_path, 1, 100, 1000, tensorboard=False).close()
+    MetricsWriter(tmp_path, 1, 100, 1000).close()
     (row,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     row.pop("wall_time")
     text = "layer 1 goes to 16 bits"
@@ -83,7 +98,7 @@ def test_events_of_steps_that_are_taken_again_are_dropped(tmp_path: Path) -> Non
 
 
 def test_a_log_gets_one_line_a_step_and_no_carriage_return(tmp_path: Path, capsys) -> None:
-    writer = MetricsWriter(tmp_path, 0, 0, 36_100_000, tensorboard=False)
+    writer = MetricsWriter(tmp_path, 0, 0, 36_100_000)
     writer.progress(12, 100_000, 5.12345, 1.2e-3, 10_000.0)
     writer.say("saved step-00000012")
     writer.progress(13, 36_200_000, 5.0, 0, 123.4)
@@ -109,7 +124,7 @@ def test_a_terminal_gets_a_bar_that_nothing_is_glued_to_and_no_number_is_cut_fro
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", 40, columns, 0, 0))
     with os.fdopen(follower, "w") as terminal, monkeypatch.context() as patched:
         patched.setattr("sys.stderr", terminal)
-        writer = MetricsWriter(tmp_path, 0, 0, total, tensorboard=False)
+        writer = MetricsWriter(tmp_path, 0, 0, total)
         writer._bar.start_t -= 3600 * 99  # the run has been going on for days
         time.sleep(0.2)  # more than the bar's pause
         writer.progress(1, tokens, 12.3456, 1e-3, rate)
@@ -133,20 +148,21 @@ def fill(disk: Path, leave: int = 0) -> None:
     (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - leave))
 
 
-def write_for_ever(writer: MetricsWriter) -> None:
+def write_for_ever(own: reporter.Reporter) -> None:
     for step in itertools.count(1):
-        writer.write(step, step, {"train/loss": 1.0, "x" * 90: 2.0})
+        own.write(TrainState(step=step, tokens=step), {"train/loss": 1.0, "x" * 90: 2.0})
 
 
 def test_a_full_disk_names_the_file_and_leaves_whole_rows_and_events(small_disk: Path) -> None:
     for tensorboard in (False, True):
         folder = small_disk / str(tensorboard)
         folder.mkdir()
-        writer = MetricsWriter(folder, 0, 0, 1000, tensorboard)
+        own, board = opened(folder, tensorboard=tensorboard)
         fill(small_disk)
         with pytest.raises(OSError, match="No space left") as raised:
-            write_for_ever(writer)
-        writer.close()
+            write_for_ever(own)
+        own.close()
+        board.end(Position(1, 1), False)
         assert raised.value.errno == errno.ENOSPC and str(raised.value.filename).startswith(str(folder))
         assert [row["step"] for row in rows(folder)] == list(range(1, len(rows(folder)) + 1))
         if tensorboard:
@@ -156,7 +172,7 @@ def test_a_full_disk_names_the_file_and_leaves_whole_rows_and_events(small_disk:
 
 def test_a_run_whose_folder_is_removed_does_not_go_on_writing_to_nowhere(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    writer = MetricsWriter(tmp_path / "run", 0, 0, 1000, tensorboard=False)
+    writer = MetricsWriter(tmp_path / "run", 0, 0, 1000)
     writer.write(1, 1, {"train/loss": 1.0})
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(FileNotFoundError, match="removed") as raised:
@@ -204,7 +220,7 @@ def train_two_ranks(data: str, tokenizer: str, run_dir: str) -> None:
 def test_a_card_without_a_known_peak_is_said(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H1000")
     own = reporter.Reporter(True)
-    how = (LoggingConfig(tensorboard=False), {}, lambda span: 1.0, 16, torch.device("cuda"))
+    how = (LoggingConfig(), lambda span: 1.0, 16, torch.device("cuda"), Callbacks([], []))
     own.open(tmp_path, TrainState(), 64, *how)
     own.close()
     assert "MFU is not reported: the peak of NVIDIA H1000 is not known" in "".join(capsys.readouterr())
@@ -213,8 +229,8 @@ def test_a_card_without_a_known_peak_is_said(tmp_path: Path, monkeypatch, capsys
 def test_the_last_step_of_a_run_has_a_row_whatever_its_number(tmp_path: Path, monkeypatch) -> None:
     """With what was measured since the row before."""
     monkeypatch.setattr(reporter.dist, "get_world_size", lambda: 1)
-    own, state, logging = reporter.Reporter(True), TrainState(), LoggingConfig(every_steps=2, tensorboard=False)
-    own.open(tmp_path, state, 3 * 64 - 1, logging, {}, lambda span: 1.0, 16, torch.device("cpu"))
+    own, state, logging = reporter.Reporter(True), TrainState(), LoggingConfig(every_steps=2)
+    own.open(tmp_path, state, 3 * 64 - 1, logging, lambda span: 1.0, 16, torch.device("cpu"), Callbacks([], []))
     for number in range(1, 4):
         state.advance(64, 16)
         metrics = {"train/loss": float(number), "train/grad_norm": 1.0}

@@ -28,7 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for k, (name, backend) in enumerate([("sdpa", "sdpa"), ("</script><b>sage", "sage")]):
         folder = tmp_path_factory.mktemp("runs") / name.replace("/", "-")
         folder.mkdir()
-        writer = MetricsWriter(folder, 0, 0, 1000 * STEPS, tensorboard=False)
+        writer = MetricsWriter(folder, 0, 0, 1000 * STEPS)
         for step in range(1, STEPS + 1):
             values = {
                 "train/loss": 3 + math.exp(-step / 10) + 0.01 * k,
@@ -99,7 +99,7 @@ def test_a_thinned_curve_keeps_its_spikes() -> None:
 
 def test_numbers_that_are_not_finite_leave_the_page_whole(tmp_path: Path) -> None:
     """The validation of a run that diverges, or the least scale of a gradient that is 0: JSON knows neither."""
-    writer = MetricsWriter(tmp_path, 0, 0, 3000, tensorboard=False)
+    writer = MetricsWriter(tmp_path, 0, 0, 3000)
     for step, loss in enumerate((3.0, math.nan, math.inf), 1):
         writer.write(step, 1000 * step, {"train/loss": 3.0, "valid/loss": loss, "quant/0/dO/scale_min": math.inf})
     writer.close()
@@ -205,7 +205,7 @@ def overlapping(driver) -> list[list[str]]:
 
 @pytest.mark.parametrize("values", [[1.4], [0.97, 1.02], [1e-9, 40.0]], ids=str)
 def test_labels_of_charts_with_few_points_do_not_overlap(tmp_path: Path, driver, values: list[float]) -> None:
-    writer = MetricsWriter(tmp_path, 0, 0, 3000, tensorboard=False)
+    writer = MetricsWriter(tmp_path, 0, 0, 3000)
     for step, value in enumerate(values, 1):
         names = (
             "train/loss",

@@ -46,12 +46,12 @@ def test_a_run_writes_samples_at_their_pace_and_at_the_end(pair: Path) -> None:
 
 
 def test_samples_of_steps_that_are_taken_again_are_dropped(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, 0, 0, 1000, tensorboard=False)
+    writer = MetricsWriter(tmp_path, 0, 0, 1000)
     assert not (tmp_path / "samples.jsonl").exists(), "of few runs"
     for step in (1, 2):
         writer.sample(step, 100 * step, 1, "Once", " upon\n\u2028a time")
     writer.close()
-    MetricsWriter(tmp_path, 1, 100, 1000, tensorboard=False).close()
+    MetricsWriter(tmp_path, 1, 100, 1000).close()
     assert [(row["step"], row["prompt"] + row["text"]) for row in rows(tmp_path)] == [(1, "Once upon\n\u2028a time")]
 
 

@@ -25,15 +25,12 @@ def named(command: str, first: str | None, option: Path | None, others: list[str
 def checked(config: Path, overrides: list[str], world_size: int, show: bool) -> tuple[Any, list[Finding]]:
     """Load and check a configuration. Raises ConfigError here, before any process group starts. With `show`, other
     findings are printed."""
-    from sagetrain.config.check import check
+    from sagetrain.config.check import accept
     from sagetrain.config.load import load_config
     from sagetrain.data.tokenizer import known_vocab_size
 
     cfg = load_config(config, overrides)
-    findings = check(cfg, world_size, vocab_size=known_vocab_size(cfg.data), path=config, overrides=overrides)
-    errors = [finding for finding in findings if finding.level == "error"]
-    if errors:
-        raise ConfigError("\n".join(str(finding) for finding in errors))
+    findings = accept(cfg, world_size, vocab_size=known_vocab_size(cfg.data), path=config, overrides=overrides)
     if show:
         for finding in findings:
             _warn(f"{finding.level}: {finding}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -87,6 +85,7 @@ def evaluate(
             raise ConfigError("--tasks bring text of their own: leave out --data, --stride and --num-sequences")
         if limit and not tasks:
             raise ConfigError("--limit is for --tasks: name some, or take --num-sequences for data.valid")
+        from sagetrain.interop.looks import load_harness
         from sagetrain.parallel.host import use_cores
 
         use_cores()
@@ -118,17 +117,6 @@ def evaluate(
             if taken < wanted:
                 _warn(f"{wanted:,} sequences were asked for, and the held-out data has {taken:,}: all are taken")
             _show_losses(run, found, None, as_json)
-
-
-def load_harness(wanted: str) -> ModuleType:
-    """Import the module that uses the lm-evaluation-harness. Raises ConfigError, which names the key or option
-    `wanted`, if the harness is not installed."""
-    try:
-        return import_module("sagetrain.interop.lm_eval")
-    except ImportError as error:
-        raise ConfigError(
-            f"{wanted}: the lm-evaluation-harness cannot be imported ({error}); pip install 'sagetrain[lm-eval]'"
-        ) from error
 
 
 def _show_tasks(run: TrainedRun, tasks: HarnessTasks, as_json: bool) -> None:

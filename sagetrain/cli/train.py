@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from sagetrain.cli.configuration import checked as _checked
 from sagetrain.cli.configuration import named as _named
-from sagetrain.cli.evaluate import load_harness
 from sagetrain.cli.exits import Errors as _Errors
 from sagetrain.cli.exits import forbidden as _forbidden
 from sagetrain.cli.exits import leave_together as _leave_together
@@ -65,13 +63,14 @@ def train(
                 _warn(said)
             # Imported modules stay. Looking for garbage in them takes a fifth of the start.
             gc.disable()
+            from sagetrain.interop.looks import looks_of
             from sagetrain.train.build_run import build
             from sagetrain.train.trainer import Trainer
 
             gc.freeze()
             gc.enable()
-            while_training = _while_training(cfg)
-            trainer = Trainer(build(cfg), findings, *while_training)
+            looks = looks_of(cfg)
+            trainer = Trainer(build(cfg), findings, *looks)
         except (ConfigError, PermissionError) as error:
             if world_size > 1:
                 from sagetrain.cluster import preflight
@@ -80,22 +79,3 @@ def train(
             raise
         trainer.train()
     _leave_together()
-
-
-def _while_training(cfg: Any) -> tuple[Any, Any]:
-    """Return the functions that evaluate evaluation.tasks and that write samples of a model in training (Tasks and
-    Samples of train/trainer.py). Each is None if the configuration does not ask for it."""
-    evaluation, data = cfg.evaluation, cfg.data
-    tasks = samples = None
-    if evaluation.tasks or evaluation.samples_every_tokens:
-        from sagetrain.inference.trained_run import in_training
-
-        trained = partial(in_training, cfg)
-    if evaluation.tasks:
-        ask = load_harness("evaluation.tasks").tasks_while_training
-        tasks = ask(evaluation, data, trained if cfg.parallel.zero_stage < 3 else None)
-    if evaluation.samples_every_tokens:
-        from sagetrain.inference.samples import samples_while_training
-
-        samples = samples_while_training(evaluation, data, trained)
-    return tasks, samples

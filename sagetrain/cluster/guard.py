@@ -28,12 +28,19 @@ class StopSignal:
     """SIGTERM, SIGUSR1 and Ctrl-C ask for a checkpoint and a clean exit; a second Ctrl-C ends the run at once.
 
     The first rank says so at once: a launcher that hears of Ctrl-C, too, prints a traceback of its own then.
+
+    Args:
+        listens: False in a program that handles its signals itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, listens: bool = True) -> None:
         self.name: str | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) if listens else ():
             signal.signal(number, self._ask)
+
+    def ask(self, who: str) -> None:
+        """Ask for a checkpoint and a clean end in the name of something else than a signal."""
+        self.name = self.name or who
 
     def _ask(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT and self.name == "SIGINT":
@@ -56,9 +63,13 @@ class Watchdog:
     process with HANG_EXIT_CODE. A file there makes the other ranks do the same, so that one look shows who waits for
     whom. Time in which this process was stopped (Ctrl-Z, a suspended job) does not count. If the launcher goes, the
     process sends itself SIGTERM: nobody else would stop it. (One that was gone when this was made is not missed.)
+
+    Args:
+        watches: False in a program that goes on after the run: it is never ended.
     """
 
-    def __init__(self, folder: Path, rank: int, timeout: float):
+    def __init__(self, folder: Path, rank: int, timeout: float, watches: bool = True) -> None:
+        self._watches = watches
         self._folder, self._path, self._timeout = folder, folder / f"rank-{rank}.txt", timeout
         self._tick = min(max(timeout / 20, 0.1), 5.0)
         self._name = f"rank {rank}"
@@ -74,7 +85,8 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._old = self._folder.exists()  # of an earlier run: a network file system may show it a while longer
-        self._thread.start()
+        if self._watches:
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -56,6 +56,11 @@ LOCAL_KEYS = ("training.network_interface",)
 Row = dict[str, Any]
 
 
+def to_stderr(text: str) -> None:
+    """Print a line for people."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def use_interface(name: str | None) -> None:
     """Bind what NCCL and gloo send between ranks to a network interface. Call before process groups exist.
 
@@ -74,13 +79,18 @@ def use_interface(name: str | None) -> None:
 
 
 def check_in(
-    cfg: RunConfig, topology: Topology, device: torch.device, read: Callable[[Callable[[str], None]], dict[str, str]]
+    cfg: RunConfig,
+    topology: Topology,
+    device: torch.device,
+    read: Callable[[Callable[[str], None]], dict[str, str]],
+    hears: Callable[[str], None] = to_stderr,
 ) -> dict[str, str]:
-    """Report this rank, wait for all others, and let rank 0 print who is there; collective.
+    """Report this rank, wait for all others, and let rank 0 say who is there; collective.
 
     Args:
         read: checks the files of this host and returns hashes of them, by name. It is called by the first rank of each
             host, with a function that says how far it is: the others wait as long as somebody says something.
+        hears: gets the lines for people.
 
     Returns:
         The hashes, in which all hosts agree.
@@ -93,17 +103,20 @@ def check_in(
 
         def say(text: str) -> None:
             store.add("preflight/alive", 1)
-            print(f"{socket.gethostname()}: {text}", file=sys.stderr, flush=True)
+            hears(f"{socket.gethostname()}: {text}")
 
         try:
             files = read(say)
         except ConfigError as error:
-            _exchange(_unable(error))
-    return _exchange(_row(cfg, topology, device, files))
+            _exchange(_unable(error), hears)
+    return _exchange(_row(cfg, topology, device, files), hears)
 
 
-def share(folder: RunFolder) -> None:
+def share(folder: RunFolder, hears: Callable[[str], None] = to_stderr) -> None:
     """Let rank 0 make and lock the run folder, and the first rank of each host see that it is the same one; collective.
+
+    Args:
+        hears: gets warnings about the file system.
 
     Raises:
         CheckpointError: on rank 0, if another run has the folder.
@@ -116,7 +129,7 @@ def share(folder: RunFolder) -> None:
         token = secrets.token_hex(8)
         try:
             if warning := folder.claim(token):
-                print(warning, file=sys.stderr, flush=True)
+                hears(warning)
         except (CheckpointError, OSError) as error:
             store.set("folder/token", json.dumps([None, f"rank 0 on {socket.gethostname()}: {error}"]))
             _wait_for(store, others)
@@ -171,7 +184,7 @@ def stay_out(problem: Exception) -> None:
         return
     with ended_by_signals():
         init_distributed(TrainingConfig.model_fields["timeout_minutes"].default)
-        _exchange(_unable(problem))
+        _exchange(_unable(problem), to_stderr)
 
 
 def _unable(problem: Exception) -> Row:
@@ -179,8 +192,8 @@ def _unable(problem: Exception) -> Row:
     return {"host": socket.gethostname(), "rank": dist.get_rank(), "problem": str(problem)}
 
 
-def _exchange(row: Row) -> dict[str, str]:
-    """Rank 0 collects the rows, prints them and decides; ConfigError on every rank if the run cannot start, else the
+def _exchange(row: Row, hears: Callable[[str], None]) -> dict[str, str]:
+    """Rank 0 collects the rows, says them and decides; ConfigError on every rank if the run cannot start, else the
     hashes of the files."""
     store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     store.set(f"preflight/{rank}", json.dumps(row))
@@ -191,7 +204,7 @@ def _exchange(row: Row) -> dict[str, str]:
         if not any(row["problem"] for row in rows):
             warnings = [*differing_environment(rows), *differing_allocation(world_size), *idle_gpus(rows)]
             lines = [*table(rows), *warnings]
-            print("\n".join(lines), file=sys.stderr, flush=True)
+            hears("\n".join(lines))
     problem, files = _told(store)
     if problem:
         store.set(f"preflight/read/{rank}", "")

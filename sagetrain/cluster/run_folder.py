@@ -62,8 +62,8 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def claim(self, token: str) -> str:
-        """Make the folder, lock it for the life of this process (two runs in one would destroy each other), and leave
-        `token` there for other hosts to find. Returns a warning, or nothing.
+        """Make the folder, lock it until `release` (two runs in one would destroy each other), and leave `token`
+        there for other hosts to find. Returns a warning, or nothing.
 
         Raises:
             CheckpointError: another run has it.
@@ -104,6 +104,12 @@ class RunFolder:
             with suppress(OSError):
                 folder.rmdir()
         return "has no such folder"
+
+    def release(self) -> None:
+        """Let others have the folder. A process that ends does so, too."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def unclaim(self) -> None:
         """Undo `claim`: the run will not start."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from sagetrain.config.earlier_run import MeasuredRun
-from sagetrain.config.errors import Finding
+from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.guidance import guidance
 from sagetrain.config.load import locations
 from sagetrain.config.rules import data, fit, layout, linear, logging
@@ -53,6 +53,25 @@ def check(
         places = locations(path, overrides)
         findings = [dataclasses.replace(finding, where=_place(finding.key, places, path)) for finding in findings]
     return sorted(findings, key=lambda finding: _ORDER[finding.level])
+
+
+def accept(
+    cfg: RunConfig,
+    world_size: int,
+    *,
+    vocab_size: int | None = None,
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+) -> list[Finding]:
+    """Return the findings of a run that is about to start; its arguments are those of `check`.
+
+    Raises:
+        ConfigError: some findings are errors. The message has all of these.
+    """
+    findings = check(cfg, world_size, vocab_size=vocab_size, path=path, overrides=overrides)
+    if errors := [str(finding) for finding in findings if finding.level == "error"]:
+        raise ConfigError("\n".join(errors))
+    return findings
 
 
 def _place(key: str, places: dict[str, str], path: str | Path) -> str:

@@ -59,9 +59,7 @@ class Prepared:
     """Whether an earlier call with the same inputs had written everything, so that nothing was done."""
 
 
-def prepare(
-    request: Request, say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
-) -> Prepared:
+def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Prepared:
     """Turn text into a token file (.bin, .idx, .json), with its tokenizer in the same folder: tokenizer.model
     (SentencePiece) or tokenizer.json (Hugging Face).
 
@@ -71,7 +69,7 @@ def prepare(
 
     Args:
         request: the text, the output and the settings.
-        say: gets messages for people.
+        hears: gets messages for people. None: they go to stderr, with a progress bar.
 
     Returns:
         The paths and counts of what was written.
@@ -79,7 +77,7 @@ def prepare(
     Raises:
         ConfigError: for everything that the caller can put right.
     """
-    begin = time.perf_counter()
+    begin, say = time.perf_counter(), hears or _to_stderr
     request.check()
     records, vocab_size, valid_fraction = request.records, request.vocab_size, request.valid_fraction
     overwrite = request.overwrite
@@ -148,7 +146,7 @@ def prepare(
             where = corpus.inputs[unfinished.place.input].name
             say(f"{there.train}: going on after {many(call.tally.tokens, 'token')}, in {where}")
         try:
-            call.write(request.num_workers)
+            call.write(request.num_workers, shown=hears is None)
             with alone_in(there.folder):  # By now other calls may have written there, or are about to.
                 there.check_siblings(encoder.tokenizer)
                 for note in set() if overwrite else set(there.check_parts(made_from)) - set(notes):
@@ -166,6 +164,10 @@ def prepare(
     for line in call.tally.sentences(there.outputs, records):
         say(line)
     return _result(there, file_name, begin, False)
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class _Call:
@@ -198,12 +200,12 @@ class _Call:
             writer.begin(encoder.tokenizer.vocab_size, written, masked=encoder.records is not None)
         self._begun = self._so_far(place, done)
 
-    def write(self, num_workers: int) -> None:
-        """Write the rest of the text into files that do not have their names yet."""
+    def write(self, num_workers: int, shown: bool) -> None:
+        """Write the rest of the text into files that do not have their names yet. `shown`: with a progress bar."""
         place, journal = self._begun.place, self._journal
         if journal.exists or journal.due:  # The journal may be due already if training the tokenizer took long.
             journal.write(self._begun, self._trained)
-        with Progress(self._corpus, place, self._begun.progress) as progress:
+        with Progress(self._corpus, place, self._begun.progress, shown) as progress:
             for encoded in encode(self._corpus.chunks(place), self._encoder, num_workers):
                 for side, part in encoded.parts.items():
                     self._writers[side].add(part.tokens, part.lengths, encoded.continues, part.counted)

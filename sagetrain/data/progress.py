@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from types import TracebackType
@@ -17,8 +18,9 @@ class Progress:
     """A bar that shows the bytes read, the time left and tokens per second. If the size is unknown, it shows tokens
     alone."""
 
-    def __init__(self, corpus: Corpus, place: Place, done: int):
-        """Start the bar. `done` is the position of an earlier call's bar at `place`."""
+    def __init__(self, corpus: Corpus, place: Place, done: int, shown: bool = True) -> None:
+        """Start the bar. `done` is the position of an earlier call's bar at `place`. A bar that is not `shown` counts,
+        too."""
         self._bar = tqdm(
             total=corpus.size,
             initial=done,
@@ -27,6 +29,7 @@ class Progress:
             desc="tokenizing",
             mininterval=0.2 if sys.stderr.isatty() else 10.0,
             dynamic_ncols=True,
+            file=sys.stderr if shown else io.StringIO(),
         )
         self._input = corpus.inputs[place.input].name
         self._consumed = done - sum(each.size or 0 for each in corpus.inputs[: place.input])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,6 +26,7 @@ from sagetrain.checkpoint.saving import Saver
 from sagetrain.cluster import preflight
 from sagetrain.cluster.guard import StopSignal, Watchdog
 from sagetrain.cluster.join import init_distributed
+from sagetrain.cluster.preflight import to_stderr
 from sagetrain.cluster.rendezvous import ended_by_signals
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.arithmetic import padded_vocab_size, resolved_zero_stage, token_multiple
@@ -64,11 +66,20 @@ class Built:
     rungs: Mapping[str, AttentionFunction]
 
 
-def build(cfg: RunConfig, *, layers_of_tp: int | None = None) -> Run:
+def build(
+    cfg: RunConfig,
+    *,
+    layers_of_tp: int | None = None,
+    own_process: bool = True,
+    hears: Callable[[str], None] | None = None,
+) -> Run:
     """Build a run on this rank; collective.
 
     Args:
         layers_of_tp: the tensor-parallel size by which linear layers are in 8 bits or not, where that is another run's.
+        own_process: signals stop the run, and a run that hangs ends the process. False in a program that goes on after
+            it.
+        hears: gets the lines for people on rank 0. None: they go to stderr.
 
     Raises:
         ConfigError: files, settings or hosts do not allow the run.
@@ -76,7 +87,22 @@ def build(cfg: RunConfig, *, layers_of_tp: int | None = None) -> Run:
         TrainingError: memory is out.
     """
     files = check_files(cfg)
-    met = meet(cfg, files)
+    try:
+        return _built(cfg, files, layers_of_tp, own_process, hears)
+    except BaseException:
+        files.folder.release()
+        raise
+
+
+def _built(
+    cfg: RunConfig,
+    files: CheckedFiles,
+    layers_of_tp: int | None,
+    own_process: bool,
+    hears: Callable[[str], None] | None,
+) -> Run:
+    """Do what follows the first act; collective."""
+    met = meet(cfg, files, own_process, hears)
     if cfg.profile is not None:
         record_allocations(met.device)
     with memory_explained(cfg, files.vocab_size):
@@ -141,25 +167,31 @@ def check_files(cfg: RunConfig) -> CheckedFiles:
 # -- 2. meet -----------------------------------------------------------------------------------------------------------
 
 
-def meet(cfg: RunConfig, files: CheckedFiles) -> Meeting:
+def meet(
+    cfg: RunConfig, files: CheckedFiles, own_process: bool = True, hears: Callable[[str], None] | None = None
+) -> Meeting:
     """Join the other ranks, see that all hosts brought the same, and find the checkpoint to go on from; collective.
+
+    Args:
+        own_process: see build.
+        hears: see build.
 
     Raises:
         ConfigError: hosts differ or do not come, or the checkpoint is of another run.
         CheckpointError: another run has the folder, or none of its checkpoints is whole.
     """
     preflight.use_interface(cfg.training.network_interface)
-    stop, folder, parallel = StopSignal(), files.folder, cfg.parallel
+    stop, folder, parallel = StopSignal(own_process), files.folder, cfg.parallel
     patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
-    watchdog = Watchdog(folder.stacks, rank, 60 * patience)
-    with ended_by_signals():
+    watchdog = Watchdog(folder.stacks, rank, 60 * patience, own_process)
+    with ended_by_signals() if own_process else nullcontext():
         device = init_distributed(2 * patience)  # the watchdog comes first: it can say more than a collective
         topology = Topology(dist.get_world_size(), parallel.tensor_parallel_size, parallel.context_parallel_size)
         # Reading files may take a while: the ranks have met by now, and each host tells how far it is.
-        hashes = preflight.check_in(cfg, topology, device, partial(_hashes, files))
-        preflight.share(folder)
+        hashes = preflight.check_in(cfg, topology, device, partial(_hashes, files), hears or to_stderr)
+        preflight.share(folder, hears or to_stderr)
     groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
-    reporter = Reporter(groups.rank == 0)
+    reporter = Reporter(groups.rank == 0, hears)
     if groups.rank == 0:
         watchdog.forget()
     seed_everything(cfg.training.seed, f"rank {groups.rank}")

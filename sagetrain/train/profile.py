@@ -2,52 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from sagetrain.config.schema import ProfileConfig
+from sagetrain.engines.protocol import StepResult
+from sagetrain.train.callbacks import Callback, Position
 
 _ROWS = 10
 
 
-class ProfileWindow:
-    """The steps of `profile`, as far as this start of the run takes them.
+class ProfileWindow(Callback):
+    """Profiles the steps of `profile`, as far as this start of the run takes them.
 
     Args:
-        settings: None: no step is profiled, and nothing is done.
         folder: of the traces, rank-<rank>.json: for chrome://tracing or Perfetto.
         say: hears of the trace and of what took longest, on rank 0.
     """
 
-    def __init__(self, settings: ProfileConfig | None, folder: Path, rank: int, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: ProfileConfig, folder: Path, rank: int, say: Callable[[str], None]) -> None:
         self._path, self._say = folder / f"rank-{rank}.json", say
         self._steps = range(0)
-        if settings and (settings.all_ranks or rank == 0):
+        if settings.all_ranks or rank == 0:
             self._steps = range(settings.from_step, settings.from_step + settings.steps)
         self._profiler: profile | None = None
+        self._record: record_function | None = None
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Around a step of the run (the first is 1)."""
-        if number not in self._steps:
-            self.close()  # steps of the window may have been dropped, its last too
-            yield
+    def on_step_begin(self, step: int) -> None:
+        """Profile the step, if it is in the window."""
+        if step not in self._steps:
+            self._close()  # steps of the window may have been dropped, its last too
             return
         if self._profiler is None:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
             self._profiler = profile(activities=activities)
             self._profiler.start()
-        with record_function(f"step {number}"):
-            yield
-        if number == self._steps[-1]:
-            self.close()
+        self._record = record_function(f"step {step}")
+        self._record.__enter__()
 
-    def close(self) -> None:
+    def on_step(self, position: Position, result: StepResult) -> None:
+        """End the record of the step, and behind the window's last one write the trace."""
+        self._end_record()
+        if self._steps and position.step >= self._steps[-1]:
+            self._close()
+
+    def on_end(self, position: Position, finished: bool) -> None:
         """Write the trace, if steps of the window were taken: the run may end within."""
+        self._close()
+
+    def _end_record(self) -> None:
+        if self._record is not None:
+            self._record.__exit__(None, None, None)
+            self._record = None
+
+    def _close(self) -> None:
+        self._end_record()
         if self._profiler is None:
             return
         self._profiler.stop()

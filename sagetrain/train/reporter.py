@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,15 +18,16 @@ from sagetrain.checkpoint.saving import Saver
 from sagetrain.config.schema import LoggingConfig
 from sagetrain.engines.protocol import StepResult
 from sagetrain.stability.controller import Event
-from sagetrain.train.weights_and_biases import WandbRun
+from sagetrain.train.callbacks import Callback, Callbacks, Position
 from sagetrain.train.writers import MetricsWriter, Throughput, memory_gib, peak_flops
 
 
 class Reporter:
     """Rows of numbers (MetricsWriter), and lines on stderr, beside the progress bar or without one."""
 
-    def __init__(self, main: bool):
-        self._main = main
+    def __init__(self, main: bool, hears: Callable[[str], None] | None = None) -> None:
+        """Report on rank 0 (`main`). Lines go to `hears`; None: to stderr, beside a progress bar on a terminal."""
+        self._main, self._hears = main, hears
         self._writer: MetricsWriter | None = None
 
     def open(
@@ -36,26 +36,23 @@ class Reporter:
         state: TrainState,
         total_tokens: int,
         logging: LoggingConfig,
-        tree: Mapping[str, Any],
         flops_per_token: Callable[[float], float],
         seq_length: int,
         device: torch.device,
+        callbacks: Callbacks,
     ) -> None:
         """Begin to write into `run_dir`, after `state`; from now on, time counts for the tokens per second.
 
-        tree: the resolved configuration, for Weights & Biases.
+        callbacks: hear of every row and sample.
         flops_per_token: of a span (model.accounting), for MFU.
         """
-        self._logging, self._device, self._total = logging, device, total_tokens
+        self._logging, self._device, self._total, self._callbacks = logging, device, total_tokens, callbacks
         self._flops, self._full = flops_per_token, flops_per_token(seq_length)
         self._clock = Throughput()
         self._latest: dict[str, float] = {}
         self._held: Callable[[MetricsWriter], None] | None = None
         if self._main:
-            wandb = WandbRun(logging.wandb, run_dir, tree) if logging.wandb else None
-            self._writer = MetricsWriter(run_dir, state.step, state.tokens, total_tokens, logging.tensorboard, wandb)
-            if wandb:
-                self.say(f"Weights & Biases: {wandb.where}")
+            self._writer = MetricsWriter(run_dir, state.step, state.tokens, total_tokens, self._hears)
             if device.type == "cuda" and peak_flops(device) is None:
                 self.say(f"MFU is not reported: the peak of {torch.cuda.get_device_name(device)} is not known")
 
@@ -63,23 +60,34 @@ class Reporter:
         """A line for people."""
         if self._writer:
             self._writer.say(text)
+        elif self._main and self._hears:
+            self._hears(text)
         elif self._main:
             print(text, file=sys.stderr, flush=True)
 
-    def write(self, state: TrainState, values: dict[str, float | None]) -> None:
-        """A row of numbers."""
+    def write(self, state: TrainState, values: Mapping[str, float | None]) -> None:
+        """Write a row of numbers, without those that are None."""
         if self._writer:
-            self._writer.write(state.step, state.tokens, values)
+            self._row(self._writer, state.step, state.tokens, values)
+
+    def _row(self, writer: MetricsWriter, step: int, tokens: int, values: Mapping[str, float | None]) -> None:
+        known = {name: value for name, value in values.items() if value is not None}
+        writer.write(step, tokens, known)
+        self._callbacks.tell("on_row", lambda callback: callback.on_row(Position(step, tokens), known))
 
     def samples(self, state: TrainState, texts: Sequence[tuple[str, str]]) -> None:
         """Rows of samples.jsonl, of prompts with their continuations, and the first line of each for people."""
         for number, (prompt, text) in enumerate(texts, 1):
             if self._writer:
                 self._writer.sample(state.step, state.tokens, number, prompt, text)
+                told = partial(_tell_sample, Position(state.step, state.tokens), number, prompt, text)
+                self._callbacks.tell("on_sample", told)
             self.say(f"step {state.step}: sample {number}: {textwrap.shorten(prompt + text, 150, placeholder=' ...')}")
 
     def event(self, state: TrainState, event: Event, say: bool = True) -> None:
-        """A row of events.jsonl, and a line for people unless it was said before."""
+        """Write a row of events.jsonl, and a line for people unless it was said before."""
+        told = Position(state.step, state.tokens)
+        self._callbacks.tell("on_event", lambda callback: callback.on_event(told, event))
         if self._writer:
             self._writer.event(state.step, state.tokens, event)
             if say:
@@ -116,7 +124,7 @@ class Reporter:
             "perf/mfu_full_attention": rate * self._full / peak if peak else None,
             "perf/memory_gib": memory_gib(self._device),
         }
-        writer.write(step, tokens, {**self._latest, **derived})
+        self._row(writer, step, tokens, {**self._latest, **derived})
         self._latest.clear()
         writer.progress(step, tokens, result.loss, lr, rate)
 
@@ -137,7 +145,7 @@ class Reporter:
                     "perf/save_stall_seconds": saved.stall_seconds,
                     "perf/save_publish_seconds": saved.publish_seconds,
                 }
-                self._writer.write(saved.step, saved.tokens, figures)
+                self._row(self._writer, saved.step, saved.tokens, figures)
             self.say(
                 f"saved {on_disk.folder_name(saved.step)}: training stood still for {saved.stall_seconds:.2f} s, "
                 f"published {saved.publish_seconds:.1f} s later"
@@ -150,3 +158,7 @@ class Reporter:
                 self.row()
             self._writer.close()
             self._writer = None
+
+
+def _tell_sample(position: Position, number: int, prompt: str, text: str, callback: Callback) -> None:
+    callback.on_sample(position, number, prompt, text)

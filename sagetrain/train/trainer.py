@@ -1,6 +1,6 @@
 """The training loop: step, evaluate, report, save, stop on a signal.
 
-Progress is counted in tokens and sequences. Everything that a resume needs is in TrainState plus the engine's tensors;
+Position is counted in tokens and sequences. Everything that a resume needs is in TrainState plus the engine's tensors;
 every decision that one rank could take differently (stop, damaged checkpoint, non-finite loss) is made by all at once.
 """
 
@@ -31,10 +31,13 @@ from sagetrain.model.accounting import flops_per_token
 from sagetrain.parallel.rng import rng_state
 from sagetrain.stability.controller import Event
 from sagetrain.train import resume
+from sagetrain.train.callbacks import Callback, Callbacks, Position, RunStart
 from sagetrain.train.lr_schedule import learning_rate
 from sagetrain.train.out_of_memory import memory_explained
 from sagetrain.train.profile import ProfileWindow
 from sagetrain.train.run import Run
+from sagetrain.train.tensorboard import TensorBoard
+from sagetrain.train.weights_and_biases import WeightsAndBiases
 from sagetrain.train.writers import names_at
 
 _VALID, _TASKS, _SAMPLES = "valid/", "eval/", "samples/"
@@ -54,24 +57,48 @@ class Trainer:
         findings: recorded in the run folder.
         tasks: gives the numbers of evaluation.tasks.
         samples: gives the texts of evaluation.samples_prompts.
+        callbacks: the user's (train/callbacks.py).
     """
 
     def __init__(
-        self, run: Run, findings: Sequence[Finding] = (), tasks: Tasks | None = None, samples: Samples | None = None
+        self,
+        run: Run,
+        findings: Sequence[Finding] = (),
+        tasks: Tasks | None = None,
+        samples: Samples | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.run, self.cfg, self.engine, self.state = run, run.cfg, run.engine, run.resumed.state
         self._findings, self._tasks, self._samples = findings, tasks, samples
         self._reporter, self._say, self._watchdog = run.met.reporter, run.met.reporter.say, run.met.watchdog
-        folder = run.files.folder.path / "profile"
-        self._profile = ProfileWindow(run.cfg.profile, folder, run.engine.groups.rank, self._say)
+        self._callbacks = Callbacks(self._listeners(), callbacks)
         self._saved_step, self._waited = self.state.step, False
 
+    def _listeners(self) -> list[Callback]:
+        """Return what the configuration asks for that listens to the run."""
+        cfg, rank = self.cfg, self.engine.groups.rank
+        own: list[Callback] = [TensorBoard()] if cfg.logging.tensorboard else []
+        own += [WeightsAndBiases(cfg.logging.wandb)] if cfg.logging.wandb else []
+        folder = self.run.files.folder.path / "profile"
+        return own + ([ProfileWindow(cfg.profile, folder, rank, self._say)] if cfg.profile else [])
+
+    @property
+    def position(self) -> Position:
+        """Where the run stands."""
+        return Position(self.state.step, self.state.tokens)
+
     def train(self) -> bool:
-        """Train to the end, or to a signal. Returns whether the run is finished; on a signal a checkpoint is saved."""
-        run = self.run
+        """Train to the end, or to a signal. Returns whether the run is finished; on a signal a checkpoint is saved.
+
+        Raises:
+            TrainingError: training cannot go on, or a user's callback has failed.
+            CheckpointError: a checkpoint cannot be written.
+        """
+        run, finished = self.run, False
         with self._watchdog, memory_explained(run.settled.cfg, run.files.vocab_size):
             try:
-                return self._loop()
+                finished = self._loop()
+                self._callbacks.check()
             except TrainingError as error:  # raised on every rank; a checkpoint of better days may still be on its way
                 with contextlib.suppress(CheckpointError):
                     run.saver.wait()
@@ -79,12 +106,17 @@ class Trainer:
                     run.controllers.tell(self.state)
                 newest = on_disk.newest(run.files.folder.checkpoints)
                 where = f"continues from {newest.name}" if newest else "starts anew: no checkpoint was written yet"
-                raise TrainingError(f"{error}. The same command {where}") from None
+                raise TrainingError(f"{error}. The same command {where}") from error.__cause__
             finally:
                 try:
-                    self._profile.close()
+                    with contextlib.suppress(OSError):
+                        self._reporter.row()
+                    self._callbacks.end(self.position, finished)
                 finally:
                     self._reporter.close()
+                    run.files.folder.release()
+        self._callbacks.check()  # on_end may have failed
+        return finished
 
     def _loop(self) -> bool:
         run, cfg, total = self.run, self.cfg, self.cfg.training.total_tokens
@@ -130,11 +162,15 @@ class Trainer:
             self.state,
             cfg.training.total_tokens,
             cfg.logging,
-            cfg.model_dump(mode="json"),
             partial(flops_per_token, cfg.model, padded_vocab_size(run.files.vocab_size)),
             cfg.data.seq_length,
             self.engine.device,
+            self._callbacks,
         )
+        path, main = run.files.folder.path, run.met.main
+        stop = partial(run.met.stop.ask, "a callback")
+        start = RunStart(cfg, path, self.position, self.engine, main, self._say, stop)
+        self._callbacks.tell("on_start", lambda callback: callback.on_start(start))
         if self.state.step:
             ranks, changed = dist.get_world_size(), run.resumed.changed
             text = f"resumed at {self.state.tokens:,} tokens with {ranks} rank{'s' * (ranks > 1)}"
@@ -182,8 +218,8 @@ class Trainer:
         observers = run.controllers.observers(state.step + 1, size)
         counted = run.counted(state.sequences, size, ahead)
         try:
-            with self._profile.step(state.step + 1):
-                result = self.engine.step(batches, size // run.micro_step, lr, observers, counted, self._stopping)
+            self._callbacks.tell("on_step_begin", lambda callback: callback.on_step_begin(state.step + 1))
+            result = self.engine.step(batches, size // run.micro_step, lr, observers, counted, self._stopping)
         except InterruptedError:  # of _micro_batches
             self._reporter.row()
             return True
@@ -191,6 +227,8 @@ class Trainer:
             result.metrics["train/counted_share"] = counted / size
             if not counted:
                 self._say(f"step {state.step + 1}: no token of it counts in the loss, which is 0, as its gradient is")
+        taken = Position(state.step + 1, state.tokens + size)
+        self._callbacks.tell("on_step", lambda callback: callback.on_step(taken, result))
         samples, layout = size // cfg.data.seq_length, (self.engine.groups.dp_size, dist.get_world_size())
         check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
         if result.event:
@@ -218,7 +256,7 @@ class Trainer:
 
     def _stopping(self) -> bool:
         # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
-        return self.run.met.stop.name is not None or self.run.saver.failed
+        return bool(self.run.met.stop.name or self.run.saver.failed or self._callbacks.failure)
 
     def _go_back(self, wanted: Callable[[int], bool]) -> TrainState | None:
         """Load the newest whole checkpoint of a wanted step, if there is one."""
@@ -252,6 +290,7 @@ class Trainer:
         run.saver.start(record, dump_config(self.cfg), self.engine.owned(), rng_state())
         self._saved_step = state.step
         run.controllers.tell(state)
+        self._callbacks.tell("on_save", lambda callback: callback.on_save(self.position))
 
     # -- looking at the model between steps ----------------------------------------------------------------------
 
@@ -300,8 +339,10 @@ class Trainer:
         each = {name: found[f"valid/{name}/loss"] for name in dict.fromkeys(names)}
         each = {name: loss for name, loss in each.items() if not math.isnan(loss)}  # few sequences, many sources
         loss, parts = found["valid/loss"], ", ".join(f"{name} {loss:.4f}" for name, loss in each.items())
-        self._reporter.write(self.state, {"valid/loss": loss, **{f"valid/{name}/loss": each[name] for name in each}})
+        losses = {"valid/loss": loss, **{f"valid/{name}/loss": each[name] for name in each}}
+        self._reporter.write(self.state, losses)
         self._say(f"step {self.state.step}: validation loss {loss:.4f}" + (f" ({parts})" if parts else ""))
+        self._callbacks.tell("on_evaluate", lambda callback: callback.on_evaluate(self.position, losses))
 
     def _ask_tasks(self) -> None:
         assert self._tasks is not None

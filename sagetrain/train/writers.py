@@ -1,4 +1,5 @@
-"""What a run reports: metrics.jsonl, TensorBoard, Weights & Biases, the progress bar, and figures from the clock."""
+"""The files of rows that a run writes (metrics.jsonl, events.jsonl, samples.jsonl), the progress bar, and figures from
+the clock."""
 
 from __future__ import annotations
 
@@ -6,14 +7,12 @@ import errno
 import json
 import os
 import resource
-import socket
 import sys
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -21,7 +20,6 @@ from tqdm import tqdm
 from sagetrain.data.token_file import write_atomic
 from sagetrain.hardware import PEAK_FLOPS, model_of
 from sagetrain.stability.controller import Event
-from sagetrain.train.weights_and_biases import WandbRun
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -75,10 +73,11 @@ class Throughput:
 
 
 class MetricsWriter:
-    """Writes one row of numbers per call to every sink, and says how far the run is. Only rank 0 makes one.
+    """Writes one row per call, and says how far the run is. Only rank 0 makes one.
 
     Opening it drops the rows past `step` that a killed run left behind, so that a resumed run has each step once. What
-    cannot be written is an OSError that names the file, and leaves nothing half written. wandb: gets every row, too.
+    cannot be written is an OSError that names the file, and leaves nothing half written. Lines for people go to
+    `hears`; None: to stderr, with a progress bar on a terminal.
     """
 
     def __init__(
@@ -87,19 +86,16 @@ class MetricsWriter:
         step: int,
         tokens: int,
         total_tokens: int,
-        tensorboard: bool,
-        wandb: WandbRun | None = None,
-    ):
+        hears: Callable[[str], None] | None = None,
+    ) -> None:
         self._samples_path = run_dir / "samples.jsonl"
         for path in (run_dir / "metrics.jsonl", run_dir / "events.jsonl", self._samples_path):
             _drop_rows_after(path, step)
-        self._rows, self._events = _Records(run_dir / "metrics.jsonl"), _Records(run_dir / "events.jsonl")
-        self._samples: _Records | None = None  # of few runs
-        self._board = _Events(run_dir / "tensorboard", step + 1) if tensorboard else None
-        self._wandb = wandb
-        self._total = total_tokens
+        self._rows, self._events = RowFile(run_dir / "metrics.jsonl"), RowFile(run_dir / "events.jsonl")
+        self._samples: RowFile | None = None  # of few runs
+        self._total, self._hears = total_tokens, hears
         self._bar = None
-        if sys.stderr.isatty():
+        if hears is None and sys.stderr.isatty():
             self._bar = tqdm(
                 total=total_tokens,
                 initial=min(tokens, total_tokens),
@@ -108,15 +104,10 @@ class MetricsWriter:
                 bar_format=_BAR,
             )
 
-    def write(self, step: int, tokens: int, values: dict[str, float | None]) -> None:
-        """One row: {"step", "tokens", "wall_time" (seconds since 1970), **values}; None values are left out."""
-        known, now = {key: value for key, value in values.items() if value is not None}, round(time.time(), 3)
-        row = {"step": step, "tokens": tokens, "wall_time": now, **known}
+    def write(self, step: int, tokens: int, values: Mapping[str, float]) -> None:
+        """Write one row: {"step", "tokens", "wall_time" (seconds since 1970), **values}."""
+        row = {"step": step, "tokens": tokens, "wall_time": round(time.time(), 3), **values}
         self._rows.write(json.dumps(row).encode() + b"\n")
-        if self._board:
-            self._board.add(step, now, known)
-        if self._wandb:
-            self._wandb.add(step, tokens, known)
 
     def event(self, step: int, tokens: int, event: Event) -> None:
         """One row of events.jsonl: {"step", "tokens", "wall_time", "kind", "text", **fields}."""
@@ -126,10 +117,8 @@ class MetricsWriter:
     def sample(self, step: int, tokens: int, number: int, prompt: str, text: str) -> None:
         """One row of samples.jsonl: {"step", "tokens", "wall_time", "number" (from 1), "prompt", "text"}."""
         row = {"step": step, "tokens": tokens, "wall_time": round(time.time(), 3)}
-        self._samples = self._samples or _Records(self._samples_path)
+        self._samples = self._samples or RowFile(self._samples_path)
         self._samples.write(json.dumps({**row, "number": number, "prompt": prompt, "text": text}).encode() + b"\n")
-        if self._board:
-            self._board.add_text(step, row["wall_time"], f"samples/{number}", prompt + text)
 
     def progress(self, step: int, tokens: int, loss: float, lr: float, rate: float) -> None:
         """Where the run stands after a step, at `rate` tokens per second: a terminal's bar, elsewhere one line."""
@@ -144,23 +133,21 @@ class MetricsWriter:
             self._bar.update(min(tokens, self._total) - self._bar.n)
 
     def say(self, text: str) -> None:
-        """Print a line on stderr, above the bar of a terminal."""
-        if self._bar is None:
+        """Print a line on stderr, above the bar of a terminal, or tell who hears."""
+        if self._hears is not None:
+            self._hears(text)
+        elif self._bar is None:
             print(text, file=sys.stderr, flush=True)
         else:
             self._bar.write(text, file=sys.stderr)
 
     def close(self) -> None:
-        """Leave the bar's line, so that what is said next begins one of its own, and close every sink."""
+        """Leave the bar's line, so that what is said next begins one of its own, and close every file."""
         if self._bar is not None:
             self._bar.close()
         for records in (self._rows, self._events, self._samples):
             if records:
                 records.close()
-        if self._board:
-            self._board.close()
-        if self._wandb:
-            self._wandb.close()
 
 
 def _drop_rows_after(path: Path, step: int) -> None:
@@ -183,7 +170,7 @@ def names_at(run_dir: Path, step: int) -> set[str]:
     return {name for line in lines if mark in line for name in json.loads(line)}
 
 
-class _Records:
+class RowFile:
     """A file that grows by whole records: what a full disk cuts short is taken back. One that was removed is an error,
     or the run would train on to its next checkpoint and find no place for that either."""
 
@@ -202,48 +189,6 @@ class _Records:
                 self._file.truncate(before)
             error.filename = str(self._path)
             raise
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _Events:
-    """A TensorBoard event file, written in place: SummaryWriter's thread meets a full disk with a traceback of its own.
-
-    TensorBoard forgets what an earlier file has from `first_step` on.
-    """
-
-    def __init__(self, folder: Path, first_step: int):
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.types_pb2 import DT_STRING
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary = Event, Summary
-        plugin = SummaryMetadata.PluginData(plugin_name="text")
-        self._texts = partial(TensorProto, dtype=DT_STRING), SummaryMetadata(plugin_data=plugin)
-        folder.mkdir(parents=True, exist_ok=True)
-        now = time.time()
-        name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}"
-        self._file = _Records(folder / name)
-        self._writer = RecordWriter(self._file)
-        self._write(Event(wall_time=now, step=first_step, file_version="brain.Event:2"))
-        self._write(Event(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START)))
-
-    def add(self, step: int, wall_time: float, values: dict[str, float]) -> None:
-        summary = self._summary(value=[self._summary.Value(tag=k, simple_value=v) for k, v in values.items()])
-        self._write(self._event(wall_time=wall_time, step=step, summary=summary))
-
-    def add_text(self, step: int, wall_time: float, tag: str, text: str) -> None:
-        """A text as it is: TensorBoard renders Markdown, in which four spaces make a block of code."""
-        tensor, metadata = self._texts
-        lines = "\n".join(f"    {line}" for line in text.split("\n")).encode()
-        value = self._summary.Value(tag=tag, metadata=metadata, tensor=tensor(string_val=[lines]))
-        self._write(self._event(wall_time=wall_time, step=step, summary=self._summary(value=[value])))
-
-    def _write(self, event: Any) -> None:
-        self._writer.write(event.SerializeToString())
 
     def close(self) -> None:
         self._file.close()

@@ -1,0 +1,456 @@
+"""SageTrain as a library. `import sagetrain` offers the names of this module, and loads it when one is used.
+
+The functions do what the commands of the same names do, and return values where a command prints: nothing here ends
+the process, prints, or catches signals. Sentences for people go to `say`, where it is given. A mistake of the caller
+raises ConfigError in the words of the command; a checkpoint that cannot be used raises CheckpointError.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import yaml
+
+from sagetrain.cluster.launcher import launched
+from sagetrain.config.check import accept
+from sagetrain.config.errors import CheckpointError, ConfigError, Finding, TrainingError
+from sagetrain.config.load import load_config as _load_config
+from sagetrain.config.schema import RunConfig
+from sagetrain.data.prepare import Prepared
+from sagetrain.data.prepare import prepare as _prepare
+from sagetrain.data.records import Chats, Pairs
+from sagetrain.data.request import Request
+from sagetrain.data.tokenizer import known_vocab_size
+from sagetrain.hardware import HARDWARE, planned_gpu
+from sagetrain.planning.plan import Plan, make_plan
+
+if TYPE_CHECKING:  # these need torch
+    from sagetrain.compare.analysis import Comparison
+    from sagetrain.engines.protocol import StepResult
+    from sagetrain.inference.evaluate import Evaluation
+    from sagetrain.inference.generate import Completion
+    from sagetrain.inference.trained_run import TrainedRun
+    from sagetrain.interop.exporting import Exported
+    from sagetrain.train.callbacks import Callback, Position, RunStart
+
+__all__ = [
+    "Callback",
+    "Chats",
+    "CheckpointError",
+    "ConfigError",
+    "Model",
+    "Pairs",
+    "Plan",
+    "Position",
+    "Prepared",
+    "Request",
+    "RunConfig",
+    "RunStart",
+    "StepResult",
+    "TrainingError",
+    "TrainingResult",
+    "compare",
+    "load_config",
+    "load_run",
+    "plan",
+    "prepare",
+    "train",
+]
+
+_LAZY = {"Callback": "train.callbacks", "Position": "train.callbacks", "RunStart": "train.callbacks",
+         "StepResult": "engines.protocol"}  # fmt: skip
+"""Names of the library whose modules need torch, which is imported when one of them is used."""
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return getattr(import_module(f"sagetrain.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'sagetrain.api' has no attribute {name!r}")
+
+
+ConfigChanges = Mapping[str, object] | Sequence[str]
+"""Values by dotted key, as {"optimizer.lr": 3e-4}, or the texts of the command line, as ["optimizer.lr=3e-4"]."""
+
+
+def _silent(text: str) -> None:
+    """Say nothing."""
+
+
+def _texts(overrides: ConfigChanges) -> list[str]:
+    """Return overrides as the command line has them."""
+    if isinstance(overrides, str) or not isinstance(overrides, Mapping | Sequence):
+        raise ConfigError(
+            f"overrides {overrides!r}: give a mapping of dotted keys ({{'optimizer.lr': 3e-4}}) or a list of texts "
+            "(['optimizer.lr=3e-4'])"
+        )
+    if not isinstance(overrides, Mapping):
+        return [str(each) for each in overrides]
+    return [f"{key}={_yaml(value)}" for key, value in overrides.items()]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes paths as texts."""
+
+
+_Dumper.add_representer(type(Path()), lambda dumper, path: dumper.represent_str(str(path)))
+
+
+def _yaml(value: object) -> str:
+    """Return a value as YAML of one line."""
+    try:
+        text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=1 << 30, allow_unicode=True)
+    except yaml.YAMLError as error:
+        fix = "give numbers, texts, lists or mappings"
+        raise ConfigError(f"{value!r} is no value of a configuration: {fix}") from error
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def load_config(path: str | Path, overrides: ConfigChanges = ()) -> RunConfig:
+    """Read the configuration of a run from a YAML file, or a shipped one by name ("325m").
+
+    Args:
+        overrides: replace values of the file.
+
+    Raises:
+        ConfigError: every problem of the configuration, with place, key, value, rule and fix.
+    """
+    return _load_config(path, _texts(overrides))
+
+
+def prepare(request: Request, say: Callable[[str], None] = _silent) -> Prepared:
+    """Turn text into token files, and train a tokenizer where the request asks for one.
+
+    A call that was interrupted goes on where it was when it is called again with the same request.
+
+    Raises:
+        ConfigError: the request contradicts itself, or a source cannot be read.
+    """
+    return _prepare(request, say)
+
+
+def plan(
+    config: str | Path,
+    overrides: ConfigChanges = (),
+    *,
+    world_size: int | None = None,
+    gpu: str | None = None,
+    gpus_per_host: int = 8,
+    network_gbps: float = 400.0,
+) -> Plan:
+    """Predict what a run will be: memory, speed, schedule, better layouts, and every finding. It needs no GPU.
+
+    Args:
+        config: YAML file or name of a shipped configuration.
+        world_size: ranks of the run. Default: parallel.world_size, or 1.
+        gpu: a key of sagetrain.hardware.HARDWARE. Default: this host's GPU, or h200.
+        network_gbps: bandwidth of the network for each GPU, in Gbit/s.
+
+    Raises:
+        ConfigError: the configuration cannot be read, or the GPU is not known.
+    """
+    if gpu is not None and gpu not in HARDWARE:
+        raise ConfigError(f"gpu {gpu!r} is not known: give one of {', '.join(HARDWARE)}")
+    kind, _ = planned_gpu(gpu)
+    hardware = replace(HARDWARE[kind], gpus_per_host=gpus_per_host, network_bandwidth=network_gbps * 1e9 / 8)
+    return make_plan(config, _texts(overrides), world_size, hardware)
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """How a call of `train` ended."""
+
+    run_dir: Path
+    step: int
+    tokens: int
+    finished: bool
+    """Whether training.total_tokens are reached. A run that was stopped goes on with the next call."""
+    metrics: Mapping[str, float]
+    """The newest value of each number that was measured, by its name in metrics.jsonl: train/loss, valid/loss, ..."""
+
+
+def train(
+    config: RunConfig | str | Path,
+    overrides: ConfigChanges = (),
+    *,
+    callbacks: Sequence[Callback] = (),
+    say: Callable[[str], None] = _silent,
+    own_process: bool = False,
+) -> TrainingResult:
+    """Train, or continue, the run of a configuration. Under a launcher every rank calls this.
+
+    Args:
+        config: what load_config returned, a YAML file, or the name of a shipped configuration.
+        overrides: replace values of a file; with a RunConfig there are none.
+        callbacks: hear of steps, rows, evaluations, events and checkpoints (sagetrain.Callback).
+        say: gets the lines that `sagetrain train` prints, on rank 0.
+        own_process: as for `sagetrain train`, signals stop the run with a checkpoint, and a run that hangs ends the
+            process.
+
+    Raises:
+        ConfigError: the configuration, the files or the hosts do not allow the run.
+        CheckpointError: a checkpoint cannot be read or written.
+        TrainingError: training cannot go on, or a callback has failed; the newest checkpoint is whole.
+    """
+    from sagetrain.train.callbacks import Callback as Base
+
+    texts = _texts(overrides)
+    if isinstance(config, RunConfig) and texts:
+        raise ConfigError(f"overrides {texts}: a RunConfig has its values; give overrides to load_config")
+    if wrong := [each for each in callbacks if not isinstance(each, Base)]:
+        raise ConfigError(f"callbacks: {wrong[0]!r} is no sagetrain.Callback; derive its class from that, and make one")
+    rank, world_size = launched()
+    path = None if isinstance(config, RunConfig) else config
+    cfg = config if isinstance(config, RunConfig) else _load_config(config, texts)
+    findings = accept(cfg, world_size, vocab_size=known_vocab_size(cfg.data), path=path, overrides=texts)
+    for finding in findings if rank == 0 else ():
+        say(f"{finding.level}: {finding}")
+    return _train(cfg, findings, callbacks, say, own_process)
+
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""The environment variables that a run sets which no launcher started."""
+
+
+def _train(
+    cfg: RunConfig,
+    findings: list[Finding],
+    callbacks: Sequence[Callback],
+    say: Callable[[str], None],
+    own_process: bool,
+) -> TrainingResult:
+    import torch.distributed as dist
+
+    from sagetrain.cluster.join import end_distributed
+    from sagetrain.interop.looks import looks_of
+    from sagetrain.train.build_run import build
+    from sagetrain.train.callbacks import Callback
+    from sagetrain.train.trainer import Trainer
+
+    class Latest(Callback):
+        """Keeps the newest value of each number."""
+
+        def __init__(self) -> None:
+            self.values: dict[str, float] = {}
+
+        def on_row(self, position: Position, values: Mapping[str, float]) -> None:
+            self.values.update(values)
+
+    latest, joined = Latest(), dist.is_initialized()
+    variables = {name: os.environ.get(name) for name in _VARIABLES}
+    try:
+        run = build(cfg, own_process=own_process, hears=say)
+        trainer = Trainer(run, findings, *looks_of(cfg), [*callbacks, latest])
+        finished = trainer.train()
+    finally:
+        if not joined and dist.is_initialized() and dist.get_world_size() == 1:  # a world of this process alone
+            end_distributed()
+            for name, value in variables.items():
+                if value is None:
+                    os.environ.pop(name, None)
+    position = trainer.position
+    return TrainingResult(Path(cfg.training.run_dir), position.step, position.tokens, finished, latest.values)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with the weights of a checkpoint, in this process. load_run makes one."""
+
+    run: TrainedRun
+    """The torch module (`run.model`), the tokenizer, the configuration, and the step."""
+    run_dir: Path
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        max_tokens: int = 100,
+        temperature: float = 0.8,
+        top_k: int = 50,
+        top_p: float = 1.0,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+        chat: bool = False,
+        batch_size: int = 8,
+    ) -> list[Completion]:
+        """Continue prompts, or with `chat` answer them as a user's messages; return one completion for each, in order.
+
+        Args:
+            temperature: 0 takes the likeliest token each time.
+            top_k: tokens are chosen from the k likeliest; 0: from all.
+            top_p: of these only from the fewest whose probabilities together reach p.
+            stop: a text ends before the first of these.
+            batch_size: prompts that are continued at the same time.
+
+        Raises:
+            ConfigError: an option is out of range, or a prompt is longer than the model's context.
+        """
+        from sagetrain.data.chat_template import settled_template
+        from sagetrain.inference.generate import Sampling, generate
+
+        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        sampling = Sampling(max_tokens, temperature, top_k, top_p, tuple(stop), seed)
+        template = None
+        if chat and self.run.tokenizer:
+            template = settled_template(self.run.chat_template or "", self.run.tokenizer)
+        done = {
+            each.number: each for each, _ in generate(self.run, given, sampling, batch_size, template) if each.finish
+        }
+        return [done[number] for number in range(len(given))]
+
+    def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+        """Return log p(continuation | context), natural, of each pair of a context and its continuation.
+
+        Raises:
+            ConfigError: the run has no tokenizer, or a continuation is longer than data.seq_length.
+        """
+        from sagetrain.inference.score import Scorer
+
+        run = self.run
+        if run.tokenizer is None:
+            raise ConfigError(f"{self.run_dir} has no tokenizer: put the one that made its data into the folder")
+        data, encode = run.cfg.data, run.tokenizer.encode
+        scorer = Scorer(
+            lambda batch: run.model(**batch.inputs(run.device, 0, 1) | {"labels": None}),
+            run.model.groups,
+            run.device,
+            data.seq_length,
+            data.micro_batch_size,
+            run.vocab_size,
+        )
+        begin = [*run.text_prefix] or [run.tokenizer.eos_id]
+        tokens = [([*run.text_prefix, *encode(context)] if context else begin, encode(text)) for context, text in pairs]
+        return [found for found, _ in scorer(tokens)]
+
+    def evaluate(
+        self,
+        texts: Sequence[str | Path] = (),
+        *,
+        num_sequences: int | None = None,
+        stride: int | None = None,
+        text_key: str = "text",
+        say: Callable[[str], None] = _silent,
+    ) -> list[Evaluation]:
+        """Measure loss, perplexity and bits per byte, by source.
+
+        Args:
+            texts: token files, without suffix, or text as `prepare` reads it. Default: the run's data.valid.
+            num_sequences: of data.valid. Default: evaluation.num_sequences of the run.
+            stride: score all of the data in windows that begin so many tokens apart. Default with texts: half a window.
+            text_key: field or column that holds the text.
+
+        Raises:
+            ConfigError: the options contradict each other, or the data cannot be read.
+        """
+        from sagetrain.inference.evaluate import default_stride, evaluate, evaluate_texts
+        from sagetrain.inference.trained_run import with_data
+
+        if num_sequences is not None and (texts or stride):
+            raise ConfigError("num_sequences chooses among those of data.valid; with texts or stride all are taken")
+        run = with_data(self.run, self.run_dir, None, say)
+        if texts or stride:
+            step = stride or default_stride(run.cfg.data.seq_length)
+            return evaluate_texts(run, [str(text) for text in texts], step, text_key=text_key, report=say)
+        return evaluate(run, num_sequences or run.cfg.evaluation.num_sequences, say)
+
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        say: Callable[[str], None] = _silent,
+    ) -> Exported:
+        """Write the checkpoint as a Hugging Face folder, which transformers and vLLM load.
+
+        Args:
+            folder: does not exist yet, or is empty.
+            dtype: of the weights. Default: what the run computed in.
+
+        Raises:
+            ConfigError: there is something in the folder, or transformers has no class for the model.
+            CheckpointError: the folder cannot be written.
+        """
+        from sagetrain.interop.exporting import export
+
+        return export(self.run_dir, Path(folder), step=self.run.step or None, dtype=dtype, report=say)
+
+
+def load_run(
+    run_dir: str | Path,
+    step: int | None = None,
+    *,
+    attention: str | None = None,
+    linear: str | None = None,
+    say: Callable[[str], None] = _silent,
+) -> Model:
+    """Load the newest whole checkpoint of a run, or that of a step, as a model on this process's GPU, or on the CPU.
+
+    Args:
+        run_dir: the run's training.run_dir.
+        attention: a backend for all layers. Default: what the run was trained with.
+        linear: a precision for the linear layers of the blocks. Default: 16 bits.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, or the run's tokenizer is another one.
+        ConfigError: `attention` or `linear` cannot run here.
+    """
+    from sagetrain.inference.trained_run import load_run as load
+
+    path = Path(run_dir)
+    return Model(load(path, say, step, attention=attention, linear=linear), path)
+
+
+def compare(
+    configs: Sequence[str | Path],
+    *,
+    variants: Mapping[str, ConfigChanges] | None = None,
+    rows: Mapping[str, ConfigChanges] | None = None,
+    overrides: ConfigChanges = (),
+    seeds: int = 3,
+    band: int = 0,
+    margin: float = 0.01,
+    output: str | Path | None = None,
+    runs_per_gpu: int = 1,
+    say: Callable[[str], None] = _silent,
+) -> list[Comparison]:
+    """Train configurations side by side from the same initialization and samples; return their losses and verdicts.
+
+    Runs are processes of their own on the GPUs of this host. A call that is repeated adds what is missing.
+
+    Args:
+        configs: files or names of configurations; the first is the baseline.
+        variants: by name, overrides of the baseline that it is compared with too.
+        rows: by name, overrides with which everything is compared once more (tokens per step, say).
+        overrides: of all runs.
+        seeds: runs of each configuration, one pair a seed.
+        band: for so many seeds the baseline runs again in another rounding, which gives the rounding band.
+        margin: nats per token that do not matter.
+        output: folder of the page, the plot, the tables and the runs. Default: training.run_dir-compare.
+
+    Raises:
+        ConfigError: there is nothing to compare, or the folder holds another comparison.
+    """
+    from sagetrain.compare import command
+    from sagetrain.compare.question import asked
+
+    def settings(named: Mapping[str, ConfigChanges] | None) -> list[str]:
+        import shlex
+
+        return [f"{name}: {shlex.join(_texts(changes))}" for name, changes in (named or {}).items()]
+
+    question = asked(
+        [str(path) for path in configs],
+        settings(variants),
+        settings(rows),
+        _texts(overrides),
+        seeds=seeds,
+        band=band,
+        allow=(),
+    )
+    where = command.places(Path(output) if output else question.default_output(), None, runs_per_gpu)
+    found = command.compare(question, where, say, command="sagetrain.compare(...)")
+    return command.report(found, where.output, margin, "", say)
