@@ -32,7 +32,7 @@ from sagetrain.data.request import TextRequest
 
 STDLIB = "python-stdlib"
 _HELD_OUT = re.compile(r"(^|[-_./])(test|valid|validation|dev|eval)([-_./]|$)", re.IGNORECASE)
-"""A part of the names that splits of datasets have which nobody trains on."""
+"""Finds the names of splits that nobody trains on."""
 _LOOKED_AT = 10_000
 """Number of files whose first bytes are checked before anything is prepared. The others are checked when they are
 read."""
