@@ -344,7 +344,7 @@ def test_answers_that_do_not_count_may_be_written_otherwise_later() -> None:
     template = TEMPLATE.replace("{% if m.reasoning_content %}", "{% if m.reasoning_content and loop.last %}")
     thought = {**ANSWER, "reasoning_content": "hm"}
     talk = [ASK, thought, ASK, thought]
-    with pytest.raises(ValueError, match="message 2 otherwise in the whole chat"):
+    with pytest.raises(ValueError, match="message 2 differently when the chat goes on"):
         shown({"messages": talk}, template)
     kept = shown({"messages": [ASK, {**thought, "weight": 0}, ASK, thought]}, template)
     assert kept.endswith("<|assistant|>Yes.<|eot|><|user|>go<|eot|><|assistant|>«(hm)Yes.<|eot|>»")

@@ -90,7 +90,7 @@ def test_documents_that_begin_otherwise_are_named(tmp_path):
     assert found(bos, others) == found(old, others) == []
     said = f"data.train.1.path {tmp_path}/old-1 documents do not begin with tokens [5] in 2 of 2 files of this source"
     (line,) = found(bos, old)
-    assert line.startswith(f"{said}, as those of {tmp_path}/bos do")
+    assert line.startswith(f"{said}, but those of {tmp_path}/bos do")
     folder = tmp_path / "start/checkpoints/step-00000010"
     folder.mkdir(parents=True)
     for learned, count in (([5], 1), ([], 0), (None, 0)):

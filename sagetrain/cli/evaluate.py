@@ -89,9 +89,8 @@ def evaluate(
         from sagetrain.parallel.host import use_cores
 
         use_cores()
-        asked = (
-            load_harness("--tasks").HarnessTasks(tasks.split(","), limit) if tasks else None
-        )  # before the model: they may not be there
+        # Tasks are loaded before the model, because they may not exist.
+        asked = load_harness("--tasks").HarnessTasks(tasks.split(","), limit) if tasks else None
         from sagetrain.inference.trained_run import at_context, load_run, with_data
 
         names = {"attention": attention and attention.value, "linear": linear and linear.value}

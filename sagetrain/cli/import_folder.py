@@ -26,8 +26,9 @@ def import_folder(
         done = read(folder, run_dir, report=_warn)
     typer.echo(
         f"{run_dir}: {done.architecture}, {done.parameters:,} parameters in {done.tensors} tensors, tokenizer "
-        f"{done.tokenizer or 'none'}, sequences of up to {done.seq_length:,} tokens\nstart from it with "
-        f"training.init_from={run_dir} and the model and attention sections of its config.yaml, or that file with "
-        "training.run_dir, data.train, data.micro_batch_size, training.total_tokens, tokens_per_step.tokens and "
-        "optimizer.lr of your own: the file's are one step of one sequence (attention.backend: sdpa; sage is INT8)"
+        f"{done.tokenizer or 'none'}, sequences of up to {done.seq_length:,} tokens\n"
+        f"start from it with training.init_from={run_dir} and the model and attention sections of its config.yaml. Or "
+        "take that file, which describes one step of one sequence, and set training.run_dir, data.train, "
+        "data.micro_batch_size, training.total_tokens, tokens_per_step.tokens and optimizer.lr yourself. "
+        "attention.backend is sdpa there; sage is INT8"
     )

@@ -176,13 +176,17 @@ def _number(value: float | None) -> str:
 
 def _reading(margin: float, biased: bool) -> Iterator[str]:
     yield (
-        "How to read it: losses in nats per token; the training loss is the mean over the last 5 % of the tokens. A "
-        "gap is the mean difference to the baseline of the same seed (same initialization and samples), "
-        "± t(0.975, n - 1) s / sqrt(n) of the n differences with standard deviation s. That is also the power: a "
-        "smaller gap would not have been called. The seed band is the standard deviation of the baseline over seeds, "
-        "the rounding band the root mean square difference of two runs that differ in one rounding where they part: no "
-        f"claim is made below it. Level: the whole interval lies within {margin:g}."
-        + (f" {_BIAS.capitalize()}: what quantization puts into gradients, beside their square." if biased else "")
+        "How to read it: losses are in nats per token; the training loss is the mean over the last 5 % of the tokens. "
+        "A gap is the mean of the n differences to the baseline of the same seed (same initialization and samples). "
+        "Its 95 % interval is ± t(0.975, n - 1) s / sqrt(n), with s their standard deviation. That is also the power: "
+        "a smaller gap would not have been called. The seed band is the standard deviation of the baseline over seeds. "
+        "The rounding band is the root mean square difference of two runs that differ in one rounding where they part: "
+        f"no claim is made below it. Level: the whole interval lies within {margin:g}."
+        + (
+            f" {_BIAS.capitalize()}: the square of what quantization adds to gradients, divided by their square."
+            if biased
+            else ""
+        )
     )
 
 

@@ -239,10 +239,9 @@ def _by_prefixes(whole: str, counted: list[bool | None], render: Callable[..., s
         after = render(number + 1)
         if not (before.startswith(done) and after.startswith(before) and whole.startswith(after)):
             raise ValueError(
-                f"the chat template writes what comes before the end of message {number + 1} otherwise in the "
-                "whole chat than in the chat up to there, so that nobody can tell what the assistant says: put "
-                "{% generation %} and {% endgeneration %} around that in a copy of the template, and name it with "
-                "--chat-template"
+                f"the chat template writes the text up to the end of message {number + 1} differently when the chat "
+                "goes on, so that nobody can tell what the assistant says: put {% generation %} and "
+                "{% endgeneration %} around that in a copy of the template, and name it with --chat-template"
             )
         parts += [(before[len(done) :], False), (after[len(before) :], True)]
         done = after

@@ -355,7 +355,7 @@ def _prefixes(cfg: RunConfig, records: Mapping[str, Mapping[str, Any]]) -> Itera
                 f"data.train.{i}.path",
                 lacking[0],
                 f"documents do not begin with tokens {wanted} in {len(lacking)} of {len(source.files)} files of this "
-                f"source, as {other} do, and as texts will when the model is asked",
+                f"source, but {other} do, and so will texts that the model is asked about",
                 "prepare it again (--overwrite) with the tokenizer of those: `sagetrain prepare` puts before each "
                 "document what the tokenizer puts before a text",
             )

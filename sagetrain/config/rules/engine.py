@@ -116,7 +116,7 @@ PROVEN = {
     **{
         f"zero_optimization.{key}": values
         for key, values in {
-            "allgather_bucket_size": _elements(2, multiple=2),  # by an assertion of DeepSpeed's
+            "allgather_bucket_size": _elements(2, multiple=2),  # DeepSpeed asserts this.
             "allgather_partitions": _BOOL,
             "contiguous_gradients": _BOOL,
             "memory_efficient_linear": _BOOL,

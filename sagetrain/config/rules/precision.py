@@ -39,7 +39,7 @@ def _lowest(cfg: RunConfig) -> Iterator[Finding]:
     attention = cfg.attention
     if attention.backend != "sage":
         why = (
-            "times one attention for all layers, and a ladder says which layer has which"
+            "times one attention for all layers, while a ladder gives each layer its own"
             if attention.backend == "auto"
             else "quantizes nothing: there is no lower rung than that"
         )
